@@ -1,0 +1,1 @@
+"""Figures against peers, each printed by one script in one run, as ratios."""

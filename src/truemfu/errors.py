@@ -1,0 +1,53 @@
+"""Every error and warning of this package, in one tree.
+
+    TruemfuError                 anything we raise on purpose; its text is one clear line
+    ├── ModelError               the model cannot be built, run or differentiated
+    ├── BatchError               the batch does not fit the model, or says too little
+    └── UsageError               a wrong argument: an unknown name, size, dtype, device
+
+    TruemfuWarning               said once, then never again for the same text
+
+`UsageError` is a `ValueError` too, so code that knows nothing of us still catches it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import warnings
+from collections.abc import Iterable
+
+
+class TruemfuError(Exception):
+    """Base of all errors raised on purpose: the message is one line meant for the user."""
+
+
+class ModelError(TruemfuError):
+    """The model cannot be built, run or differentiated."""
+
+
+class BatchError(TruemfuError):
+    """The batch does not fit the model, or does not say what is needed."""
+
+
+class UsageError(TruemfuError, ValueError):
+    """An argument is wrong; the message says what was expected, what came, what to do."""
+
+
+class TruemfuWarning(UserWarning):
+    """Something the user should know; each text is said once in a process."""
+
+
+_said: set[str] = set()
+
+
+def warn_once(message: str) -> None:
+    """Warn with `message` unless this process has said it already."""
+    if message not in _said:
+        _said.add(message)
+        warnings.warn(message, TruemfuWarning, stacklevel=3)
+
+
+def closest(name: str, known: Iterable[str]) -> str:
+    """A hint ` (did you mean 'x'?)` for a misspelt name, or an empty string."""
+    match = difflib.get_close_matches(name, list(known), n=1)
+    return f" (did you mean {match[0]!r}?)" if match else ""

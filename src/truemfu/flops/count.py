@@ -1,0 +1,339 @@
+"""Counting one step: `count_flops` for a model and a batch, `count_step` for any callable.
+
+    model, batch ──► shadow on fake tensors ──► forward, loss, backward under a Tally ──► FlopCount
+                          │ cannot run that way
+                          └─► shadow on real CPU copies, the same way
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten
+
+from ..convention import Convention
+from ..errors import BatchError, ModelError, TruemfuError, UsageError, warn_once
+from .batch import documents_of
+from .flop_count import FlopCount
+from .shadow import Shadow, unwrap
+from .tally import Tally
+from .values import Following
+
+FAKE, REAL, EXECUTED = "count on fake tensors", "count on real CPU copies", "count of an executed step"
+_DEFAULT = Convention()
+_MAX_REAL_BYTES = 4 << 30
+
+
+def count_flops(
+    model: nn.Module,
+    batch: Mapping[str, Any] | tuple[Any, ...],
+    *,
+    convention: Convention = _DEFAULT,
+    backward: bool = True,
+    loss_fn: Callable[[Any], torch.Tensor] | None = None,
+) -> FlopCount:
+    """FLOPs of one training step of `model` on `batch`, exact, on no device and without touching the model.
+
+    `batch` is a mapping of keyword arguments or a tuple of positional ones, as the model takes it; its
+    tensors may be real, meta or fake. The loss is `loss_fn(output)` where given, else the output's `.loss`,
+    else the sum of its floating-point tensors that need a gradient. `backward=False` counts the forward
+    pass alone, without gradients.
+    """
+    tally, method, notes = run_counted(
+        model, batch, convention=convention, backward=backward, loss_fn=loss_fn
+    )
+    count = tally.result(method=method, notes=notes)
+    warn_uncounted(count)
+    return count
+
+
+def count_step(fn: Callable[..., Any], *args: Any, convention: Convention = _DEFAULT, **kwargs: Any) -> FlopCount:
+    """FLOPs that `fn(*args, **kwargs)` executes: a whole training step, a private trainer's, anything.
+
+    The callable runs for real, once, with all its effects; compiled code inside runs eagerly for this call
+    and stays compiled. What runs in a backward pass counts as backward, what a checkpoint runs again as
+    recompute.
+    """
+    if not callable(fn):
+        raise UsageError(f"count_step takes a callable and its arguments; got {type(fn).__name__}")
+    tally = Tally(convention)
+    with _uncompiled(), _following_modules(tally), _SdpaHeadDims(tally), tally:
+        fn(*args, **kwargs)
+    count = tally.result(method=EXECUTED)
+    warn_uncounted(count)
+    return count
+
+
+def profile_model_flops(model: nn.Module, batch_example: Mapping[str, Any] | tuple[Any, ...]) -> float | None:
+    """Forward and backward FLOPs for a real batch; None, and one warning that says why, if it cannot be counted."""
+    try:
+        return float(count_flops(model, batch_example).model_flops)
+    except TruemfuError as error:
+        warn_once(f"no FLOPs for this model: {error}")
+        return None
+
+
+def warn_uncounted(count: FlopCount) -> None:
+    """One warning that names the operators nobody has a formula for."""
+    if count.uncounted:
+        names = ", ".join(f"{name} ({calls}×)" for name, calls in sorted(count.uncounted.items()))
+        warn_once(
+            f"operators that may do matrix work and have no formula are not counted: {names}; "
+            "register one with truemfu.register_formula"
+        )
+
+
+def run_counted(
+    model: nn.Module,
+    batch: Mapping[str, Any] | tuple[Any, ...],
+    *,
+    convention: Convention,
+    backward: bool,
+    loss_fn: Callable[[Any], torch.Tensor] | None,
+) -> tuple[Tally, str, tuple[str, ...]]:
+    """Run one step of the model's shadow under a tally: the tally, how it was run, and what to know of it."""
+    args, kwargs = check_call(model, batch)
+    step = _Step(model, args, kwargs, convention, backward, loss_fn, documents_of(batch))
+    try:
+        tally, following = step.run_fake()
+    except TruemfuError:
+        raise
+    except Exception as error:
+        fake_error = error
+    else:
+        notes = tuple(f"{assumed} was assumed" for assumed in following.assumptions)
+        return tally, FAKE, notes
+    if step.real_bytes() > _MAX_REAL_BYTES:
+        raise _explain(fake_error, model) from fake_error
+    try:
+        tally = step.run_real()
+    except TruemfuError:
+        raise
+    except Exception as error:
+        raise _explain(error, model) from fake_error
+    return tally, REAL, ()
+
+
+class _Step:
+    """One step of a model's shadow, ready to be run on fake tensors or on real copies."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        convention: Convention,
+        backward: bool,
+        loss_fn: Callable[[Any], torch.Tensor] | None,
+        documents: list[list[int]] | None,
+    ) -> None:
+        self.model, self.args, self.kwargs = model, args, kwargs
+        self.convention, self.backward, self.loss_fn = convention, backward, loss_fn
+        self.documents = documents
+
+    def real_bytes(self) -> int:
+        """What real copies of parameters, buffers and batch would take."""
+        tensors = [*self.model.parameters(), *self.model.buffers(), *tree_flatten((self.args, self.kwargs))[0]]
+        return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
+
+    def run_fake(self) -> tuple[Tally, Following]:
+        fake_mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+        following = Following(fake_mode)
+        tally = Tally(self.convention, documents=self.documents, following=following)
+        self._run(Shadow(fake_mode), tally, fake_mode)
+        return tally, following
+
+    def run_real(self) -> Tally:
+        tally = Tally(self.convention, documents=self.documents)
+        self._run(Shadow(None), tally, contextlib.nullcontext())
+        return tally
+
+    def _run(self, shadow: Shadow, tally: Tally, fake_mode: contextlib.AbstractContextManager[Any]) -> None:
+        model = shadow.model(self.model)
+        args, kwargs = shadow.tree(self.args), shadow.tree(self.kwargs)
+        _follow_modules(model, tally)
+        with _untouched_state(), fake_mode, _SdpaHeadDims(tally), tally:
+            with torch.set_grad_enabled(self.backward):
+                output = model(*args, **kwargs)
+                if not self.backward:
+                    return
+                loss = _loss(output, self.loss_fn)
+            with torch.autograd.set_multithreading_enabled(False):
+                loss.backward()
+
+
+def check_call(model: Any, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The batch as positional and keyword arguments, or a clear error."""
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"expected a torch.nn.Module to count; got {type(model).__name__}")
+    if isinstance(batch, Mapping):
+        unknown = [key for key in batch if not isinstance(key, str)]
+        if unknown:
+            raise BatchError(f"a batch maps argument names to tensors; got the key {unknown[0]!r}")
+        args: tuple[Any, ...] = ()
+        kwargs = dict(batch)
+    elif isinstance(batch, (tuple, list)):
+        args, kwargs = tuple(batch), {}
+    elif isinstance(batch, torch.Tensor):
+        args, kwargs = (batch,), {}
+    else:
+        raise BatchError(
+            f"a batch is a mapping of keyword arguments or a tuple of positional ones; got {type(batch).__name__}"
+        )
+    return args, kwargs
+
+
+def _loss(output: Any, loss_fn: Callable[[Any], torch.Tensor] | None) -> torch.Tensor:
+    if loss_fn is not None:
+        loss = loss_fn(output)
+        if not isinstance(loss, torch.Tensor):
+            raise ModelError(f"loss_fn must return a tensor; it returned {type(loss).__name__}")
+    else:
+        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        if not isinstance(loss, torch.Tensor):
+            loss = _sum_of_outputs(output)
+    if not loss.requires_grad:
+        raise ModelError(
+            "the loss needs no gradient: no parameter that requires one reaches it "
+            "(count with backward=False, or unfreeze something)"
+        )
+    return loss if loss.dim() == 0 else loss.sum()
+
+
+def _sum_of_outputs(output: Any) -> torch.Tensor:
+    if not isinstance(output, (torch.Tensor, tuple, list, dict)) and hasattr(output, "__dict__"):
+        output = vars(output)
+    tensors = [t for t in tree_flatten(output)[0] if isinstance(t, torch.Tensor)]
+    if not tensors:
+        raise ModelError(
+            f"the model returned no tensor but {type(output).__name__}: give loss_fn, or a model that returns one"
+        )
+    needed = [t for t in tensors if t.requires_grad and (t.is_floating_point() or t.is_complex())]
+    if not needed:
+        raise ModelError(
+            "no output of the model needs a gradient: all its parameters are frozen, or it runs without "
+            "gradients (count with backward=False)"
+        )
+    total = needed[0].sum()
+    for tensor in needed[1:]:
+        total = total + tensor.sum()
+    return total.real if total.is_complex() else total
+
+
+def _explain(error: Exception, model: nn.Module) -> TruemfuError:
+    """One line for an error from inside the model."""
+    name = type(unwrap(model)).__name__
+    text = " ".join(str(error).split()) or type(error).__name__
+    text = text if len(text) <= 300 else text[:297] + "…"
+    if isinstance(error, TypeError) and ("argument" in text or "forward()" in text):
+        return BatchError(f"the batch does not fit {name}: {text}")
+    kind = type(error).__name__
+    if "shape" in text or "size" in text or "Expected" in text or "index" in text:
+        return BatchError(f"{name} cannot run on this batch: {kind}: {text}")
+    return ModelError(f"{name} cannot be run for a count: {kind}: {text}")
+
+
+# -- around a run --------------------------------------------------------------------------------------------
+
+
+def _follow_modules(model: nn.Module, tally: Tally) -> None:
+    """Tell the tally which module runs; the model is a shadow, so its hooks are ours to set."""
+    for path, module in model.named_modules():
+
+        def enter(module: nn.Module, args: Any, path: str = path) -> None:
+            tally.enter_module(path)
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            tally.leave_module()
+
+        module.register_forward_pre_hook(enter, prepend=True)
+        module.register_forward_hook(leave, always_call=True)
+
+
+@contextlib.contextmanager
+def _following_modules(tally: Tally) -> Iterator[None]:
+    """The same for modules that are not ours: hooks on all modules of the process, while it lasts.
+
+    A module is named by the attribute path from the outermost module that was called.
+    """
+    roots: list[nn.Module] = []
+    names: dict[int, str] = {}
+
+    def enter(module: nn.Module, args: Any) -> None:
+        if id(module) not in names:
+            roots.append(module)
+            names.update({id(m): path for path, m in module.named_modules()})
+        tally.enter_module(names[id(module)])
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        tally.leave_module()
+
+    handles = [
+        nn.modules.module.register_module_forward_pre_hook(enter),
+        nn.modules.module.register_module_forward_hook(leave, always_call=True),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _SdpaHeadDims(TorchFunctionMode):
+    """Sees `scaled_dot_product_attention` before torch pads head sizes for its kernels."""
+
+    def __init__(self, tally: Tally) -> None:
+        super().__init__()
+        self._tally = tally
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is nn.functional.scaled_dot_product_attention:
+            q = args[0] if args else kwargs["query"]
+            v = args[2] if len(args) > 2 else kwargs["value"]
+            with self._tally.sdpa_head_dims(q.shape[-1], v.shape[-1]):
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _uncompiled() -> Iterator[None]:
+    """Compiled code runs eagerly inside, and is as compiled as before afterwards."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@contextlib.contextmanager
+def _untouched_state() -> Iterator[None]:
+    """Random states of every device and library, and autocast's cache, are afterwards as before."""
+    cpu_state = torch.get_rng_state()
+    cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    python_state = random.getstate()
+    numpy_random = _numpy_random()
+    numpy_state = numpy_random.get_state() if numpy_random is not None else None
+    cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        with _uncompiled():
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(cached)
+        torch.set_rng_state(cpu_state)
+        if cuda_states:
+            torch.cuda.set_rng_state_all(cuda_states)
+        random.setstate(python_state)
+        if numpy_random is not None:
+            numpy_random.set_state(numpy_state)
+
+
+def _numpy_random() -> Any:
+    import sys
+
+    return getattr(sys.modules.get("numpy"), "random", None)

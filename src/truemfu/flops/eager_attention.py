@@ -1,0 +1,193 @@
+"""Attention written out in plain operators: which products are scores, and which mask they met.
+
+Eager attention is two batched products with a softmax between them. To count it by document, or by the pairs
+a mask allows, the products must be recognised:
+
+    bmm ──► (scale, mask, bias, reshape …) ──► softmax ──► (dropout, cast …) ──► bmm
+    scores        masks are collected            resolved: pairs known          values
+
+Tags travel on the tensors as attributes; a product that never meets a softmax stays an ordinary product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .values import Value, value_of
+
+aten = torch.ops.aten
+
+Scale = Callable[[int], tuple[int, int]]
+"""Turns the FLOPs of a product over all pairs into those (needed, executed) for the pairs that count."""
+
+MASKED_SCORE = -1e4
+"""An additive mask blocks a pair where it is at most this."""
+
+_PRODUCTS = {aten.bmm, aten.baddbmm}
+_SOFTMAX = {aten._softmax, aten._safe_softmax}
+_PASS_ON = {
+    aten.view,
+    aten._unsafe_view,
+    aten.reshape,
+    aten.clone,
+    aten._to_copy,
+    aten.alias,
+    aten.detach,
+    aten.mul,
+    aten.mul_,
+    aten.div,
+    aten.div_,
+    aten.tanh,
+    aten.sub,
+    aten.native_dropout,
+    aten.expand,
+    aten.unsqueeze,
+    aten.squeeze,
+    aten.slice,
+    aten.cat,
+}
+_ADD = {aten.add, aten.add_}
+_FILL = {aten.masked_fill, aten.masked_fill_}
+
+
+@dataclass
+class Scores:
+    """Products that may turn out to be attention scores, and the masks met on the way to a softmax."""
+
+    entries: list[Any]
+    masks: list[Value] = field(default_factory=list)
+
+
+@dataclass
+class Probabilities:
+    """The result of a softmax over scores."""
+
+    scale: Scale
+
+
+def tag_of(tensor: Any) -> Scores | Probabilities | None:
+    """What is known of a tensor's part in attention."""
+    return getattr(tensor, "_truemfu_attention", None)
+
+
+def _tag(tensor: Any, tag: Scores | Probabilities) -> None:
+    if isinstance(tensor, torch.Tensor):
+        tensor._truemfu_attention = tag  # type: ignore[attr-defined]
+
+
+def readable(tensor: Any) -> Value | None:
+    """The value of a tensor: of a fake one where it is known, of a real one always."""
+    if not isinstance(tensor, torch.Tensor):
+        return None
+    if (value := value_of(tensor)) is not None:
+        return value
+    if isinstance(tensor, torch._subclasses.fake_tensor.FakeTensor) or tensor.is_meta:
+        return None
+    return Value(lambda: tensor.detach().cpu())
+
+
+def allowed_by(mask: Any) -> Value | None:
+    """True where a mask lets a pair through: a boolean mask as it is, an additive one where it is not hugely
+    negative."""
+    if not isinstance(mask, torch.Tensor):
+        return None
+    tagged: Value | None = getattr(mask, "_truemfu_allowed", None)
+    if tagged is not None:
+        return tagged
+    value = readable(mask)
+    if value is None:
+        return None
+    if mask.dtype is torch.bool:
+        return value
+    return Value(lambda: value.tensor() > MASKED_SCORE)
+
+
+class EagerAttention:
+    """Follows products through a forward pass; `resolve` is asked for the pairs once a softmax is met."""
+
+    def __init__(
+        self,
+        resolve: Callable[[Sequence[int], list[Value]], Scale],
+        rescale: Callable[[Any, Scale], None],
+    ) -> None:
+        self._resolve = resolve
+        self._rescale = rescale
+
+    def see(self, packet: Any, args: tuple[Any, ...], out: Any, entry: Any) -> None:
+        """Look at one operator of the forward pass; `entry` is the product's line in the tally, if it is one."""
+        if packet in _PRODUCTS:
+            operands = args[1:3] if packet is aten.baddbmm else args[:2]
+            probabilities = next((t for a in operands if isinstance(t := tag_of(a), Probabilities)), None)
+            if probabilities is not None:
+                self._rescale(entry, probabilities.scale)
+            else:
+                scores = Scores([entry])
+                if packet is aten.baddbmm and (allowed := allowed_by(args[0])) is not None:
+                    scores.masks.append(allowed)
+                _tag(out, scores)
+        elif packet in _SOFTMAX:
+            tag = tag_of(args[0])
+            if isinstance(tag, Scores):
+                scale = self._resolve(tuple(args[0].shape), tag.masks)
+                for product in tag.entries:
+                    self._rescale(product, scale)
+                _tag(out, Probabilities(scale))
+        elif packet in _ADD:
+            self._see_add(args, out)
+        elif packet in _FILL:
+            self._see_mask(args[0], args[1], args[2], out, blocked_where=True)
+        elif packet is aten.where and len(args) == 3:
+            if tag_of(args[1]) is not None:
+                self._see_mask(args[1], args[0], args[2], out, blocked_where=False)
+            elif tag_of(args[2]) is not None:
+                self._see_mask(args[2], args[0], args[1], out, blocked_where=True)
+        elif packet in _PASS_ON:
+            sources = args[0] if isinstance(args[0], (list, tuple)) else args[:2]
+            tag = next((t for a in sources if (t := tag_of(a)) is not None), None)
+            target = out[0] if isinstance(out, (tuple, list)) else out
+            if tag is not None:
+                _tag(target, tag)
+            elif isinstance(target, torch.Tensor) and hasattr(args[0], "_truemfu_allowed"):
+                if target.shape == args[0].shape:
+                    target._truemfu_allowed = args[0]._truemfu_allowed  # type: ignore[attr-defined]
+
+    def _see_add(self, args: tuple[Any, ...], out: Any) -> None:
+        for one, other in ((args[0], args[1]), (args[1], args[0])):
+            tag = tag_of(one)
+            if isinstance(tag, Scores):
+                if (allowed := allowed_by(other)) is not None:
+                    tag.masks.append(allowed)
+                _tag(out, tag)
+                return
+            if isinstance(tag, Probabilities):
+                return
+        # an unknown bias plus a known mask, added to the scores later: keep the mask in view
+        for one, other in ((args[0], args[1]), (args[1], args[0])):
+            if (
+                isinstance(one, torch.Tensor)
+                and isinstance(other, torch.Tensor)
+                and readable(one) is None
+                and one.dim() >= 3
+                and other.dim() >= 2
+                and (allowed := allowed_by(other)) is not None
+            ):
+                out._truemfu_allowed = allowed
+                return
+
+    def _see_mask(self, scores: Any, condition: Any, fill: Any, out: Any, *, blocked_where: bool) -> None:
+        tag = tag_of(scores)
+        if tag is None:
+            return
+        _tag(out, tag)
+        if not isinstance(tag, Scores) or (value := readable(condition)) is None:
+            return
+        number = fill
+        if isinstance(fill, torch.Tensor):
+            known = readable(fill)
+            number = known.tensor().max().item() if known is not None and fill.numel() == 1 else None
+        if number is not None and number <= MASKED_SCORE:
+            tag.masks.append(Value(lambda: value.tensor() != blocked_where))

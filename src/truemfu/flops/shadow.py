@@ -1,0 +1,292 @@
+"""A model's shadow: the same modules on tensors that have shapes and no data, sharing nothing that changes.
+
+Counting runs the shadow, never the model: no parameter, gradient, buffer, hook, mode flag or compiled code of
+the model is touched, even if the count fails half-way. Each module becomes a shell of the same class with its
+own dictionaries; parameters and buffers become fake tensors; containers, bound methods, partials and closures
+that lead back to a module or a tensor are rebuilt to lead to the shadow's; everything else is shared.
+
+Wrappers are taken off: DDP and DataParallel, `torch.compile`, FSDP2 (a sharded parameter has its full size
+here). So nothing starts a collective, and nothing compiled is disturbed.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ..errors import ModelError
+from .registry import module_formula
+from .values import Value, attach
+
+_OWN_HOOK = "_truemfu_hook"
+_MAX_BUFFER_VALUE = 1 << 24
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The module inside DDP, DataParallel and `torch.compile` wrappers."""
+    while True:
+        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            model = model.module
+        elif isinstance(original := model.__dict__.get("_modules", {}).get("_orig_mod"), nn.Module):
+            model = original
+        else:
+            return model
+
+
+class Shadow:
+    """Makes the shadow of a model and of whatever the model is called with.
+
+    Without a fake mode the tensors are real copies on the CPU, for models that cannot do without values.
+    """
+
+    def __init__(self, fake_mode: FakeTensorMode | None) -> None:
+        self.fake_mode = fake_mode
+        self._memo: dict[int, Any] = {}
+        self._param_dtype: torch.dtype | None = None
+        self._alive: list[Any] = []  # keeps ids in the memo from being used again
+
+    def model(self, model: nn.Module) -> nn.Module:
+        """The shadow of a whole model."""
+        shadow = self._module(unwrap(model))
+        assert isinstance(shadow, nn.Module)
+        return shadow
+
+    def tree(self, thing: Any) -> Any:
+        """The shadow of anything: modules and tensors inside are replaced, the rest is shared."""
+        if isinstance(thing, torch.Tensor):
+            return self._once(thing, self.tensor)
+        if isinstance(thing, nn.Module):
+            return self._module(unwrap(thing))
+        if isinstance(thing, (str, bytes, int, float, bool, complex, type, types.ModuleType)) or thing is None:
+            return thing
+        if isinstance(thing, (list, tuple, dict, set)):
+            return self._once(thing, self._container)
+        if isinstance(thing, types.MethodType):
+            return self._method(thing)
+        if isinstance(thing, functools.partial):
+            return self._once(thing, self._partial)
+        if isinstance(thing, types.FunctionType) and thing.__closure__:
+            return self._once(thing, self._closure)
+        return thing
+
+    def _once(self, thing: Any, make: Callable[[Any], Any]) -> Any:
+        if id(thing) not in self._memo:
+            self._alive.append(thing)
+            self._memo[id(thing)] = make(thing)
+        return self._memo[id(thing)]
+
+    # -- tensors -------------------------------------------------------------------------------------------
+
+    def tensor(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A leaf like this tensor, without its data; small values of a CPU tensor stay readable."""
+        wanted = tensor.requires_grad
+        if self.fake_mode is None:
+            data = tensor.detach()
+            if data.is_meta:
+                raise ModelError("this model needs real values, and it is on the meta device: build it on a CPU")
+            made = data.to(dtype or data.dtype).cpu().clone()
+        elif _is_plain(tensor):
+            device = torch.device("cpu") if tensor.is_meta else tensor.device
+            with self.fake_mode:
+                made = torch.empty_strided(
+                    tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device=device
+                )
+            if not tensor.is_meta and tensor.numel() <= _MAX_BUFFER_VALUE and not isinstance(tensor, nn.Parameter):
+                if not (tensor.is_floating_point() and tensor.requires_grad):
+                    source = tensor.detach()
+                    attach(made, Value(lambda: source.cpu().clone()))
+        elif hasattr(tensor, "_spec") and hasattr(tensor, "device_mesh"):  # DTensor: its whole size
+            device = torch.device("cpu") if tensor.device.type == "meta" else tensor.device
+            with self.fake_mode:
+                made = torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device=device)
+        else:
+            made = self.fake_mode.from_tensor(tensor.detach(), static_shapes=True)
+        if isinstance(tensor, nn.Parameter):
+            parameter = nn.Parameter(made, requires_grad=wanted)
+            extra = {k: v for k, v in vars(tensor).items() if not k.startswith("_truemfu")}
+            for name, value in extra.items():
+                setattr(parameter, name, self._attribute(value))
+            return parameter
+        return made.requires_grad_(wanted) if wanted else made
+
+    def _attribute(self, value: Any) -> Any:
+        """An attribute of a parameter, such as a quantisation state: objects that hold tensors are copied."""
+        if type(value).__module__.split(".")[0] in ("builtins", "torch") or not hasattr(value, "__dict__"):
+            return self.tree(value)
+        shell = copy.copy(value)
+        for name, inner in vars(value).items():
+            setattr(shell, name, self._attribute(inner))
+        return shell
+
+    # -- modules -------------------------------------------------------------------------------------------
+
+    def _module(self, module: nn.Module) -> nn.Module:
+        if id(module) in self._memo:
+            return self._memo[id(module)]  # type: ignore[no-any-return]
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ModelError(f"{type(module).__name__} is TorchScript, which cannot be counted: pass the nn.Module")
+        cls, fsdp_dtype = _beneath_fsdp(module)
+        inherited, self._param_dtype = self._param_dtype, fsdp_dtype or self._param_dtype
+        shell = cls.__new__(cls)
+        self._alive.append(module)
+        self._memo[id(module)] = shell
+        state = shell.__dict__
+        for name, value in module.__dict__.items():
+            if name == "_parameters":
+                state[name] = {k: self._parameter(v) for k, v in value.items()}
+            elif name.endswith("_hooks") and isinstance(value, dict):
+                state[name] = self._hooks(name, value)
+            elif name == "_compiled_call_impl":
+                state[name] = None
+            elif name == "_modules":
+                state[name] = {k: None if v is None else self._module(unwrap(v)) for k, v in value.items()}
+            elif name == "_buffers":
+                state[name] = {k: self.tree(v) for k, v in value.items()}
+            else:
+                state[name] = self.tree(value)
+        formula = module_formula(cls)
+        if formula is not None:
+            state["forward"] = functools.partial(formula, shell)
+        if fsdp_dtype is not None:
+            shell.register_forward_pre_hook(_cast_inputs(fsdp_dtype), prepend=True, with_kwargs=True)
+        self._param_dtype = inherited
+        return shell
+
+    def _parameter(self, parameter: torch.Tensor | None) -> torch.Tensor | None:
+        dtype = self._param_dtype
+        if parameter is not None and dtype is not None and parameter.is_floating_point():
+            return self._once(parameter, lambda p: self.tensor(p, dtype))  # type: ignore[no-any-return]
+        return self.tree(parameter)  # type: ignore[no-any-return]
+
+    def _hooks(self, name: str, hooks: dict[Any, Any]) -> dict[Any, Any]:
+        """Hooks run in a count, for they may change the work, but on copies of what they close over.
+
+        Left out: hooks of FSDP (their collectives), ours, and hooks on backward and state dicts, which do no
+        work of the step.
+        """
+        kind = type(hooks)
+        if "state_dict" in name or "backward" in name:
+            return kind()
+        kept = kind()
+        for key, hook in hooks.items():
+            target = getattr(hook, "func", hook)
+            home = getattr(target, "__module__", "") or ""
+            owner = type(getattr(target, "__self__", None)).__module__
+            if hasattr(target, _OWN_HOOK) or "_fsdp" in home or "_fsdp" in owner:
+                continue
+            kept[key] = self._hook(hook)
+        return kept
+
+    def _hook(self, hook: Any) -> Any:
+        owner = getattr(hook, "__self__", None)
+        if isinstance(hook, types.MethodType) and not isinstance(owner, nn.Module):
+            return types.MethodType(hook.__func__, self._once(owner, self._object))
+        if isinstance(hook, types.FunctionType):
+            return self.tree(hook)
+        if callable(hook) and not isinstance(hook, functools.partial):
+            return self._once(hook, self._object)
+        return self.tree(hook)
+
+    def _object(self, thing: Any) -> Any:
+        """A copy of an object that owns a hook, so that what the hook writes stays with us."""
+        if not hasattr(thing, "__dict__") or isinstance(thing, type):
+            return thing
+        try:
+            shell = copy.copy(thing)
+        except Exception:  # not copyable: the hook runs on the object itself
+            return thing
+        for name, value in vars(thing).items():
+            shell.__dict__[name] = self.tree(value)
+        return shell
+
+    # -- what leads to modules and tensors ------------------------------------------------------------------
+
+    def _container(self, thing: Any) -> Any:
+        try:
+            if isinstance(thing, dict):
+                made = copy.copy(thing)
+                self._memo[id(thing)] = made
+                for key, value in thing.items():
+                    dict.__setitem__(made, key, self.tree(value))
+                return made
+            if isinstance(thing, list):
+                made_list = copy.copy(thing)
+                self._memo[id(thing)] = made_list
+                for index, value in enumerate(thing):
+                    list.__setitem__(made_list, index, self.tree(value))
+                return made_list
+            if isinstance(thing, set):
+                return copy.copy(thing)
+        except TypeError:  # a container of its own making: share it
+            return thing
+        items = [self.tree(v) for v in thing]
+        if all(a is b for a, b in zip(items, thing, strict=True)):
+            return thing
+        return type(thing)(*items) if hasattr(thing, "_fields") else type(thing)(items)
+
+    def _method(self, method: types.MethodType) -> Any:
+        owner = method.__self__
+        if isinstance(owner, nn.Module):
+            return types.MethodType(method.__func__, self._module(unwrap(owner)))
+        return method
+
+    def _partial(self, partial: functools.partial[Any]) -> Any:
+        made = functools.partial(
+            self.tree(partial.func),
+            *(self.tree(a) for a in partial.args),
+            **{k: self.tree(v) for k, v in partial.keywords.items()},
+        )
+        made.__dict__.update(partial.__dict__)
+        return made
+
+    def _closure(self, function: types.FunctionType) -> Any:
+        cells = tuple(types.CellType() for _ in function.__closure__ or ())
+        made = types.FunctionType(
+            function.__code__, function.__globals__, function.__name__, function.__defaults__, cells
+        )
+        made.__kwdefaults__ = function.__kwdefaults__
+        made.__dict__.update(function.__dict__)
+        made.__module__ = function.__module__
+        self._memo[id(function)] = made
+        for old, new in zip(function.__closure__ or (), cells, strict=True):
+            try:
+                new.cell_contents = self.tree(old.cell_contents)
+            except ValueError:  # the cell is still empty
+                continue
+        return made
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """A strided tensor of torch's own, or a Parameter (subclasses of Parameter carry their extras along)."""
+    return tensor.layout is torch.strided and (
+        type(tensor) is torch.Tensor
+        or isinstance(tensor, (nn.Parameter, torch._subclasses.FakeTensor))
+        and not torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor)
+    ) and not hasattr(tensor, "_spec")
+
+
+def _beneath_fsdp(module: nn.Module) -> tuple[type, torch.dtype | None]:
+    """The class beneath FSDP2's, and the dtype in which FSDP2 computes with the parameters (None: their own)."""
+    cls = type(module)
+    bases = cls.__bases__
+    if len(bases) != 2 or bases[0].__name__ != "FSDPModule":
+        return cls, None
+    policy = module._get_fsdp_state()._mp_policy  # type: ignore[operator,union-attr]
+    return bases[1], policy.param_dtype
+
+
+def _cast_inputs(dtype: torch.dtype) -> Callable[..., Any]:
+    def cast(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        def one(x: Any) -> Any:
+            return x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+
+        return torch.utils._pytree.tree_map(one, args), torch.utils._pytree.tree_map(one, kwargs)
+
+    return cast

@@ -1,0 +1,304 @@
+"""Values behind fake tensors: what lets a model run on shapes alone and still take its real path.
+
+Fake tensors know no values, so a model that asks for one (a mask that is all ones, the size of an image, the
+tokens of an expert) fails on them. Here integers keep their values: a tensor made from known ones is known
+too, worked out on the CPU only when somebody asks. Only what hangs on weights is unknown. Where a model asks
+for such a value, a plausible one is assumed and its origin remembered: the choice of experts is spread
+evenly, a comparison is false. A count that hangs on an assumption says so.
+
+    batch, arange, shapes ──► known, lazily ──► item(), nonzero(), x[mask] answered as in a real run
+    weights, activations  ──► unknown       ──► assumed when asked, and said
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+aten = torch.ops.aten
+
+MAX_ELEMENTS = 1 << 27
+"""Values of more elements than this are not worked out."""
+
+_MAX_FLOAT_FACTORY = 1 << 20
+_NUMBERS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class Value:
+    """The real tensor behind a fake one, worked out on first use.
+
+    `assumed` says what was made up, if anything. Views share their base's `root`, so that writing something
+    unknown through one of them makes all of them unknown.
+    """
+
+    __slots__ = ("__weakref__", "_compute", "_tensor", "assumed", "root", "unknown")
+
+    def __init__(
+        self, compute: Callable[[], torch.Tensor], assumed: str | None = None, view_of: Value | None = None
+    ) -> None:
+        self._compute: Callable[[], torch.Tensor] | None = compute
+        self._tensor: torch.Tensor | None = None
+        self.assumed = assumed
+        self.root: Value = self if view_of is None else view_of.root
+        self.unknown = False
+
+    def tensor(self) -> torch.Tensor:
+        if self._tensor is None:
+            assert self._compute is not None
+            with _disable_current_modes(), torch.no_grad():
+                self._tensor = self._compute()
+            self._compute = None
+        return self._tensor
+
+
+def value_of(tensor: Any) -> Value | None:
+    """The value behind a fake tensor, if it is known or assumed."""
+    value: Value | None = getattr(tensor, "_truemfu_value", None)
+    return None if value is None or value.root.unknown else value
+
+
+def attach(tensor: torch.Tensor, value: Value) -> None:
+    """Remember the value behind a fake tensor."""
+    tensor._truemfu_value = value  # type: ignore[attr-defined]
+
+
+_FACTORIES = {
+    aten.arange.default,
+    aten.arange.start,
+    aten.arange.start_step,
+    aten.zeros.default,
+    aten.ones.default,
+    aten.full.default,
+    aten.empty.memory_format,
+    aten.scalar_tensor.default,
+    aten.eye.default,
+    aten.eye.m,
+    aten.linspace.default,
+    aten.tril_indices.default,
+    aten.triu_indices.default,
+}
+_LIKE = {
+    aten.zeros_like.default: 0,
+    aten.ones_like.default: 1,
+    aten.full_like.default: None,
+    aten.new_zeros.default: 0,
+    aten.new_ones.default: 1,
+    aten.new_full.default: None,
+    aten.empty_like.default: 0,
+    aten.new_empty.default: 0,
+}
+_RANKING = {aten.topk.default, aten.sort.default, aten.sort.stable}
+_CHOICE = {aten.argmax.default, aten.multinomial.default, aten.argsort.default}
+_DYNAMIC = {
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten._unique2.default,
+    aten.unique_dim.default,
+    aten.unique_consecutive.default,
+    aten.repeat_interleave.Tensor,
+    aten.bincount.default,
+}
+_TRUTH = {aten.equal.default, aten.is_nonzero.default, aten.allclose.default}
+
+
+class Following:
+    """Runs operators on fake tensors and follows the values of those that are known."""
+
+    def __init__(self, fake_mode: FakeTensorMode) -> None:
+        self.fake_mode = fake_mode
+        self.assumptions: dict[str, None] = {}
+        self._pending: weakref.WeakSet[Value] = weakref.WeakSet()
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One operator, as the model sees it."""
+        if func is aten._local_scalar_dense.default:
+            return self._ask(args[0]).item()
+        if func in _TRUTH:
+            return func(*self._real(args), **self._real(kwargs))
+        if func in _DYNAMIC:
+            return self._dynamic(func, args, kwargs)
+        if func is aten.index.Tensor:
+            args = self._integer_indices(args)
+        out = func(*args, **kwargs)
+        self._follow(func, args, kwargs, out)
+        return out
+
+    def _ask(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The value of a tensor that the model reads: known, or assumed and noted."""
+        if not isinstance(tensor, FakeTensor):
+            return tensor
+        value = value_of(tensor)
+        if value is None:
+            fill = 1.0 if tensor.dtype in _NUMBERS else 0
+            shape, dtype = tuple(tensor.shape), tensor.dtype
+            value = Value(lambda: torch.full(shape, fill, dtype=dtype), assumed="a value of the activations")
+            attach(tensor, value)
+        if value.assumed:
+            self.assumptions[value.assumed] = None
+        return value.tensor()
+
+    def _real(self, tree: Any) -> Any:
+        return tree_map_only(torch.Tensor, self._ask, tree)
+
+    def _fake(self, real: torch.Tensor, device: torch.device, assumed: str | None) -> torch.Tensor:
+        with self.fake_mode:
+            fake = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=device)
+        attach(fake, Value(lambda: real, assumed))
+        return fake
+
+    def _dynamic(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An operator whose result's shape depends on values: work it out, then forget what is unknown."""
+        tensors = [a for a in tree_flatten((args, kwargs))[0] if isinstance(a, torch.Tensor)]
+        device = tensors[0].device
+        if func is aten.masked_select.default:
+            mask = torch.broadcast_to(args[1], torch.broadcast_shapes(args[0].shape, args[1].shape))
+            index = self._dynamic(aten.nonzero.default, (mask,), {})
+            return aten.index.Tensor(args[0].expand(mask.shape), list(index.unbind(1)))
+        real_args, real_kwargs = self._real(args), self._real(kwargs)
+        assumed = next((v.assumed for t in tensors if (v := value_of(t)) and v.assumed), None)
+        with _disable_current_modes(), torch.no_grad():
+            out = func(*real_args, **real_kwargs)
+        return tree_map_only(torch.Tensor, lambda t: self._fake(t, device, assumed), out)
+
+    def _integer_indices(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Replace boolean indices, whose result has no shape of its own, by the integers they stand for."""
+        tensor, indices = args[0], args[1]
+        if not any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices):
+            return args
+        flat: list[Any] = []
+        for index in indices:
+            if index is not None and index.dtype in (torch.bool, torch.uint8):
+                flat.extend(self._dynamic(aten.nonzero.default, (index,), {}).unbind(1))
+            else:
+                flat.append(index)
+        return (tensor, flat, *args[2:])
+
+    def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        if not isinstance(out, (torch.Tensor, tuple, list)):
+            return
+        if func in _FACTORIES:
+            self._follow_factory(func, args, kwargs, out)
+            return
+        flat, spec = tree_flatten((args, kwargs))
+        positions = [i for i, a in enumerate(flat) if isinstance(a, torch.Tensor)]
+        values = [value_of(flat[i]) for i in positions]
+        schema = func._schema if isinstance(func, torch._ops.OpOverload) else None
+        if schema is not None and schema.is_mutable:
+            self._follow_write(func, schema, args, kwargs, flat, spec, positions, values)
+            return
+        if func in _LIKE and values and values[0] is None:
+            self._follow_like(func, args, out)
+            return
+        if not positions:
+            return
+        if any(v is None for v in values):
+            if func in _RANKING or func in _CHOICE:
+                self._assume_ranking(func, args, out)
+            return
+        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
+            return
+        known = [v for v in values if v is not None]
+        assumed = next((v.assumed for v in known if v.assumed), None)
+        aliases = schema is not None and any(r.alias_info is not None for r in schema.returns)
+        whole: list[Any] = []
+
+        def compute() -> list[Any]:
+            if not whole:
+                real = list(flat)
+                for position, value in zip(positions, known, strict=True):
+                    real[position] = value.tensor()
+                real_args, real_kwargs = tree_unflatten(real, spec)
+                if "device" in real_kwargs:
+                    real_kwargs["device"] = torch.device("cpu")
+                whole.append(tree_flatten(func(*real_args, **real_kwargs))[0])
+            return whole[0]  # type: ignore[no-any-return]
+
+        for i, tensor in enumerate(tree_flatten(out)[0]):
+            if isinstance(tensor, FakeTensor) and tensor.numel() <= MAX_ELEMENTS:
+                value = Value(lambda i=i: compute()[i], assumed, known[0] if aliases else None)  # type: ignore[misc]
+                self._pending.add(value)
+                attach(tensor, value)
+
+    def _follow_factory(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        limit = _MAX_FLOAT_FACTORY if out.dtype in _NUMBERS else MAX_ELEMENTS
+        if not isinstance(out, FakeTensor) or out.numel() > limit:
+            return
+        on_cpu = {**kwargs, "device": torch.device("cpu"), "pin_memory": False, "dtype": out.dtype}
+        if func is aten.empty.memory_format:
+            shape, dtype = tuple(out.shape), out.dtype
+            attach(out, Value(lambda: torch.zeros(shape, dtype=dtype)))
+        else:
+            attach(out, Value(lambda: func(*args, **on_cpu)))
+
+    def _follow_like(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
+        limit = _MAX_FLOAT_FACTORY if out.dtype in _NUMBERS else MAX_ELEMENTS
+        if not isinstance(out, FakeTensor) or out.numel() > limit:
+            return
+        fill = _LIKE[func]
+        if fill is None:
+            fill = args[2] if func is aten.new_full.default else args[1]
+        shape, dtype = tuple(out.shape), out.dtype
+        attach(out, Value(lambda: torch.full(shape, fill, dtype=dtype)))
+
+    def _follow_write(
+        self,
+        func: Any,
+        schema: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        flat: list[Any],
+        spec: Any,
+        positions: list[int],
+        values: list[Value | None],
+    ) -> None:
+        """An operator that writes into an argument: write into the known value too, or forget it."""
+        written = [
+            kwargs.get(a.name, args[i] if i < len(args) else None)
+            for i, a in enumerate(schema.arguments)
+            if a.alias_info is not None and a.alias_info.is_write
+        ]
+        tensors = [t for t in tree_flatten(written)[0] if isinstance(t, torch.Tensor)]
+        seeded = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+        if seeded or any(v is None for v in values):
+            for tensor in tensors:
+                if (value := value_of(tensor)) is not None:
+                    value.root.unknown = True
+            return
+        for pending in list(self._pending):  # what was derived from the old content must be worked out first
+            pending.tensor()
+        self._pending.clear()
+        real = list(flat)
+        for position, value in zip(positions, values, strict=True):
+            assert value is not None
+            real[position] = value.tensor()
+        real_args, real_kwargs = tree_unflatten(real, spec)
+        with _disable_current_modes(), torch.no_grad():
+            func(*real_args, **real_kwargs)
+
+    def _assume_ranking(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
+        """Spread the choices of a ranking evenly: row r takes (r·k + j) mod n for its j-th choice."""
+        indices = out[1] if func in _RANKING else out
+        if not isinstance(indices, FakeTensor) or indices.numel() > MAX_ELEMENTS:
+            return
+        source = args[0]
+        dim = -1
+        if func is aten.topk.default:
+            dim = args[2] if len(args) > 2 else -1
+        elif func in (aten.sort.default, aten.argsort.default, aten.argmax.default) and len(args) > 1:
+            dim = args[1] if args[1] is not None else -1
+        choices = source.shape[dim] if source.dim() else 1
+        shape = tuple(indices.shape)
+
+        def spread() -> torch.Tensor:
+            if func is aten.argmax.default or not shape:
+                return torch.arange(max(indices.numel(), 1)).remainder(max(choices, 1)).reshape(shape)
+            moved = torch.empty(shape).movedim(dim, -1).shape
+            return torch.arange(indices.numel()).remainder(max(choices, 1)).reshape(moved).movedim(-1, dim)
+
+        attach(indices, Value(spread, assumed="the choice of experts (spread evenly)"))

@@ -1,0 +1,146 @@
+"""The reference models: one GPT-style decoder in plain PyTorch, in four sizes.
+
+They are what the sweep times and what `truemfu count 1b` counts, so they must run under every trainer,
+the differentially private ones too. Three details are there for these: positions are real indices of
+shape (batch, sequence), because per-sample gradients of an embedding are wrong or fail for anything
+broadcast; every `Linear` sees (batch, sequence, features); and the head has a weight of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from ..errors import BatchError, UsageError, closest
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSize:
+    """The dimensions of one reference model."""
+
+    vocab: int
+    hidden: int
+    layers: int
+    heads: int
+    max_positions: int = 2048
+
+
+SIZES: Mapping[str, ModelSize] = MappingProxyType(
+    {
+        "tiny": ModelSize(vocab=1_000, hidden=64, layers=2, heads=4),
+        "small": ModelSize(vocab=8_000, hidden=256, layers=4, heads=8),
+        "medium": ModelSize(vocab=16_000, hidden=512, layers=8, heads=8),
+        "1b": ModelSize(vocab=32_000, hidden=2_048, layers=24, heads=32),
+    }
+)
+
+
+class ReferenceOutput(NamedTuple):
+    """What `ReferenceModel` returns; the loss is `None` without labels."""
+
+    loss: Tensor | None
+    logits: Tensor
+
+
+class Block(nn.Module):
+    """Pre-norm decoder block: causal self-attention, then a GELU MLP of four times the width."""
+
+    def __init__(self, size: ModelSize, **factory: Any) -> None:
+        super().__init__()
+        hidden = size.hidden
+        self.heads = size.heads
+        self.attention_norm = nn.LayerNorm(hidden, **factory)
+        self.query = nn.Linear(hidden, hidden, **factory)
+        self.key = nn.Linear(hidden, hidden, **factory)
+        self.value = nn.Linear(hidden, hidden, **factory)
+        self.out = nn.Linear(hidden, hidden, **factory)
+        self.mlp_norm = nn.LayerNorm(hidden, **factory)
+        self.up = nn.Linear(hidden, 4 * hidden, **factory)
+        self.down = nn.Linear(4 * hidden, hidden, **factory)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.attention_norm(x)
+        query, key, value = (
+            layer(normed).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        )
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(-2))
+        return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
+
+
+class ReferenceModel(nn.Module):
+    """GPT-style language model with learned positions and an untied head."""
+
+    def __init__(self, size: ModelSize, **factory: Any) -> None:
+        super().__init__()
+        self.size = size
+        self.gradient_checkpointing = False
+        self.tokens = nn.Embedding(size.vocab, size.hidden, **factory)
+        self.positions = nn.Embedding(size.max_positions, size.hidden, **factory)
+        self.blocks = nn.ModuleList(Block(size, **factory) for _ in range(size.layers))
+        self.norm = nn.LayerNorm(size.hidden, **factory)
+        self.head = nn.Linear(size.hidden, size.vocab, bias=False, **factory)
+        self.apply(_initialise)
+
+    def gradient_checkpointing_enable(self) -> None:
+        """From now on keep only the input of each block and recompute the rest in backward."""
+        self.gradient_checkpointing = True
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> ReferenceOutput:
+        samples, length = input_ids.shape
+        if length > self.size.max_positions:
+            raise BatchError(
+                f"sequence of {length} tokens; this model has {self.size.max_positions} positions"
+            )
+        positions = torch.arange(length, device=input_ids.device).repeat(samples, 1)
+        x = self.tokens(input_ids) + self.positions(positions)
+        for block in self.blocks:
+            if self.gradient_checkpointing and self.training:
+                x = checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x)
+        logits = self.head(self.norm(x))
+        return ReferenceOutput(None if labels is None else _next_token_loss(logits, labels), logits)
+
+
+def build_reference_model(
+    size: str,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    *,
+    max_positions: int | None = None,
+) -> ReferenceModel:
+    """The reference model of this name (`SIZES`), on `device` (or the device context in force)."""
+    if size not in SIZES:
+        raise UsageError(f"model size must be one of {', '.join(SIZES)}; got {size!r}{closest(size, SIZES)}")
+    dimensions = SIZES[size]
+    if max_positions is not None:
+        dimensions = ModelSize(**{**vars(dimensions), "max_positions": max_positions})
+    return ReferenceModel(dimensions, device=device, dtype=dtype)
+
+
+def parameter_count(model: nn.Module) -> int:
+    """Number of parameters, a shared one once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _initialise(module: nn.Module) -> None:
+    """GPT-2's initialisation: small normal weights, so that the first loss is about log(vocab)."""
+    if isinstance(module, nn.Linear | nn.Embedding):
+        nn.init.normal_(module.weight, std=0.02)
+    if isinstance(module, nn.Linear) and module.bias is not None:
+        nn.init.zeros_(module.bias)
+
+
+def _next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy of each token given those before it; labels of -100 are left out."""
+    predictions, targets = logits[:, :-1], labels[:, 1:]
+    return F.cross_entropy(predictions.flatten(0, 1).float(), targets.flatten())
