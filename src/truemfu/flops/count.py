@@ -1,8 +1,8 @@
 """Counting one step: `count_flops` for a model and a batch, `count_step` for any callable.
 
-    model, batch ──► shadow on fake tensors ──► forward, loss, backward under a Tally ──► FlopCount
-                          │ cannot run that way
-                          └─► shadow on real CPU copies, the same way
+model, batch ──► shadow on fake tensors ──► forward, loss, backward under a Tally ──► FlopCount
+                      │ cannot run that way
+                      └─► shadow on real CPU copies, the same way
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 
@@ -54,7 +54,9 @@ def count_flops(
     return count
 
 
-def count_step(fn: Callable[..., Any], *args: Any, convention: Convention = _DEFAULT, **kwargs: Any) -> FlopCount:
+def count_step(
+    fn: Callable[..., Any], *args: Any, convention: Convention = _DEFAULT, **kwargs: Any
+) -> FlopCount:
     """FLOPs that `fn(*args, **kwargs)` executes: a whole training step, a private trainer's, anything.
 
     The callable runs for real, once, with all its effects; compiled code inside runs eagerly for this call
@@ -64,7 +66,7 @@ def count_step(fn: Callable[..., Any], *args: Any, convention: Convention = _DEF
     if not callable(fn):
         raise UsageError(f"count_step takes a callable and its arguments; got {type(fn).__name__}")
     tally = Tally(convention)
-    with _uncompiled(), _following_modules(tally), _SdpaHeadDims(tally), tally:
+    with _uncompiled(), _following_modules(tally), _Calls(tally), tally:
         fn(*args, **kwargs)
     count = tally.result(method=EXECUTED)
     warn_uncounted(count)
@@ -97,10 +99,14 @@ def run_counted(
     convention: Convention,
     backward: bool,
     loss_fn: Callable[[Any], torch.Tensor] | None,
+    place: torch.device | None = None,
 ) -> tuple[Tally, str, tuple[str, ...]]:
-    """Run one step of the model's shadow under a tally: the tally, how it was run, and what to know of it."""
+    """Run one step of the model's shadow under a tally: the tally, how it was run, and what to know of it.
+
+    `place` is the device a made-up batch stands for, where its own tensors are elsewhere.
+    """
     args, kwargs = check_call(model, batch)
-    step = _Step(model, args, kwargs, convention, backward, loss_fn, documents_of(batch))
+    step = _Step(model, args, kwargs, convention, backward, loss_fn, documents_of(batch), place)
     try:
         tally, following = step.run_fake()
     except TruemfuError:
@@ -133,14 +139,20 @@ class _Step:
         backward: bool,
         loss_fn: Callable[[Any], torch.Tensor] | None,
         documents: list[list[int]] | None,
+        place: torch.device | None,
     ) -> None:
+        self.place = place
         self.model, self.args, self.kwargs = model, args, kwargs
         self.convention, self.backward, self.loss_fn = convention, backward, loss_fn
         self.documents = documents
 
     def real_bytes(self) -> int:
         """What real copies of parameters, buffers and batch would take."""
-        tensors = [*self.model.parameters(), *self.model.buffers(), *tree_flatten((self.args, self.kwargs))[0]]
+        tensors = [
+            *self.model.parameters(),
+            *self.model.buffers(),
+            *tree_flatten((self.args, self.kwargs))[0],
+        ]
         return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
 
     def run_fake(self) -> tuple[Tally, Following]:
@@ -157,9 +169,10 @@ class _Step:
 
     def _run(self, shadow: Shadow, tally: Tally, fake_mode: contextlib.AbstractContextManager[Any]) -> None:
         model = shadow.model(self.model)
+        shadow.place = self.place or shadow.place
         args, kwargs = shadow.tree(self.args), shadow.tree(self.kwargs)
         _follow_modules(model, tally)
-        with _untouched_state(), fake_mode, _SdpaHeadDims(tally), tally:
+        with _untouched_state(), fake_mode, _Calls(tally), tally:
             with torch.set_grad_enabled(self.backward):
                 output = model(*args, **kwargs)
                 if not self.backward:
@@ -286,8 +299,12 @@ def _following_modules(tally: Tally) -> Iterator[None]:
             handle.remove()
 
 
-class _SdpaHeadDims(TorchFunctionMode):
-    """Sees `scaled_dot_product_attention` before torch pads head sizes for its kernels."""
+class _Calls(TorchFunctionMode):
+    """Sees a few torch calls whole, before they turn into operators.
+
+    `scaled_dot_product_attention` before torch pads head sizes for its kernels, and constructors and exports
+    that read a tensor's memory directly, which fake tensors do not have.
+    """
 
     def __init__(self, tally: Tally) -> None:
         super().__init__()
@@ -300,7 +317,20 @@ class _SdpaHeadDims(TorchFunctionMode):
             v = args[2] if len(args) > 2 else kwargs["value"]
             with self._tally.sdpa_head_dims(q.shape[-1], v.shape[-1]):
                 return func(*args, **kwargs)
+        if func in (torch.tensor, torch.as_tensor) and args and isinstance(args[0], (list, tuple)):
+            return func(_plain_numbers(args[0]), *args[1:], **kwargs)
+        if func in (torch.Tensor.numpy, torch.Tensor.__array__) and isinstance(args[0], FakeTensor):
+            return torch.tensor(args[0].tolist(), dtype=args[0].dtype).numpy()
         return func(*args, **kwargs)
+
+
+def _plain_numbers(values: Any) -> Any:
+    """Nested lists with the scalar fake tensors in them read."""
+    if isinstance(values, FakeTensor):
+        return values.tolist() if values.dim() else values.item()
+    if isinstance(values, (list, tuple)):
+        return [_plain_numbers(v) for v in values]
+    return values
 
 
 @contextlib.contextmanager

@@ -29,10 +29,14 @@ class BatchRequest:
     image_size: int | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("samples", 1), ("length", 1), ("images", 0), ("image_size", 1)):
-            value = getattr(self, name)
+        for what, value, least in (
+            ("batch size", self.samples, 1),
+            ("sequence length", self.length, 1),
+            ("number of images", self.images, 0),
+            ("image size", self.image_size, 1),
+        ):
             if value is not None and value < least:
-                raise UsageError(f"{name} must be at least {least}; got {value}")
+                raise UsageError(f"{what} must be at least {least}; got {value}")
 
 
 class ModelView:

@@ -48,6 +48,8 @@ class Shadow:
 
     def __init__(self, fake_mode: FakeTensorMode | None) -> None:
         self.fake_mode = fake_mode
+        self.place: torch.device | None = None
+        """Where tensors made from here on stand, if not where they are."""
         self._memo: dict[int, Any] = {}
         self._param_dtype: torch.dtype | None = None
         self._alive: list[Any] = []  # keeps ids in the memo from being used again
@@ -64,7 +66,10 @@ class Shadow:
             return self._once(thing, self.tensor)
         if isinstance(thing, nn.Module):
             return self._module(unwrap(thing))
-        if isinstance(thing, (str, bytes, int, float, bool, complex, type, types.ModuleType)) or thing is None:
+        if (
+            isinstance(thing, (str, bytes, int, float, bool, complex, type, types.ModuleType))
+            or thing is None
+        ):
             return thing
         if isinstance(thing, (list, tuple, dict, set)):
             return self._once(thing, self._container)
@@ -90,15 +95,21 @@ class Shadow:
         if self.fake_mode is None:
             data = tensor.detach()
             if data.is_meta:
-                raise ModelError("this model needs real values, and it is on the meta device: build it on a CPU")
+                raise ModelError(
+                    "this model needs real values, and it is on the meta device: build it on a CPU"
+                )
             made = data.to(dtype or data.dtype).cpu().clone()
         elif _is_plain(tensor):
-            device = torch.device("cpu") if tensor.is_meta else tensor.device
+            device = self.place or (torch.device("cpu") if tensor.is_meta else tensor.device)
             with self.fake_mode:
                 made = torch.empty_strided(
                     tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device=device
                 )
-            if not tensor.is_meta and tensor.numel() <= _MAX_BUFFER_VALUE and not isinstance(tensor, nn.Parameter):
+            if (
+                not tensor.is_meta
+                and tensor.numel() <= _MAX_BUFFER_VALUE
+                and not isinstance(tensor, nn.Parameter)
+            ):
                 if not (tensor.is_floating_point() and tensor.requires_grad):
                     source = tensor.detach()
                     attach(made, Value(lambda: source.cpu().clone()))
@@ -131,7 +142,9 @@ class Shadow:
         if id(module) in self._memo:
             return self._memo[id(module)]  # type: ignore[no-any-return]
         if isinstance(module, torch.jit.ScriptModule):
-            raise ModelError(f"{type(module).__name__} is TorchScript, which cannot be counted: pass the nn.Module")
+            raise ModelError(
+                f"{type(module).__name__} is TorchScript, which cannot be counted: pass the nn.Module"
+            )
         cls, fsdp_dtype = _beneath_fsdp(module)
         inherited, self._param_dtype = self._param_dtype, fsdp_dtype or self._param_dtype
         shell = cls.__new__(cls)
@@ -265,11 +278,17 @@ class Shadow:
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     """A strided tensor of torch's own, or a Parameter (subclasses of Parameter carry their extras along)."""
-    return tensor.layout is torch.strided and (
-        type(tensor) is torch.Tensor
-        or isinstance(tensor, (nn.Parameter, torch._subclasses.FakeTensor))
-        and not torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor)
-    ) and not hasattr(tensor, "_spec")
+    return (
+        tensor.layout is torch.strided
+        and (
+            type(tensor) is torch.Tensor
+            or (
+                isinstance(tensor, (nn.Parameter, torch._subclasses.FakeTensor))
+                and not torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor)
+            )
+        )
+        and not hasattr(tensor, "_spec")
+    )
 
 
 def _beneath_fsdp(module: nn.Module) -> tuple[type, torch.dtype | None]:

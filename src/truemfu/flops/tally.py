@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch._ops import HigherOrderOperator, OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten
 
@@ -29,6 +30,7 @@ from .flop_count import FlopCount
 from .formulas import MATRIX_WORK_WITHOUT_FORMULA, RecurrentWork
 from .pairs import FULL, Band, band_of_mask, document_ids
 from .registry import OPERATOR_FORMULAS
+from .sizes import SizeStep, size_steps
 from .stand_ins import STAND_INS
 from .values import Following, Value
 
@@ -48,7 +50,8 @@ _DTYPES = {
     torch.complex128: "fp64",
 }
 _BIAS_FIRST = frozenset(
-    f"aten::{n}" for n in "addmm addmm_ _addmm_activation baddbmm baddbmm_ addbmm addbmm_ addmv addmv_".split()
+    f"aten::{n}"
+    for n in "addmm addmm_ _addmm_activation baddbmm baddbmm_ addbmm addbmm_ addmv addmv_".split()
 )
 
 
@@ -57,7 +60,9 @@ class Entry:
 
     __slots__ = ("dtype", "executed", "module", "needed", "operator", "phase", "sequence")
 
-    def __init__(self, phase: str, module: str, operator: str, dtype: str, needed: int, executed: int) -> None:
+    def __init__(
+        self, phase: str, module: str, operator: str, dtype: str, needed: int, executed: int
+    ) -> None:
         self.phase, self.module, self.operator, self.dtype = phase, module, operator, dtype
         self.needed, self.executed = needed, executed
         self.sequence = torch.autograd._get_sequence_nr() - 1 if torch.is_grad_enabled() else None
@@ -83,9 +88,11 @@ class Tally(TorchDispatchMode):
         self.convention = convention
         self.documents = documents
         self.entries: list[Entry] = []
+        self.operators = 0
         self.uncounted: Counter[str] = Counter()
         self.notes: dict[str, None] = {}
         self.bands: set[Band] = set()
+        self.size_steps: list[list[tuple[int, int, SizeStep]]] = []
         self._following = following
         self._outer_backward: int | None = None
         self._paths: list[str] = [""]
@@ -140,8 +147,9 @@ class Tally(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is _DEVICE and self._following is not None:
-            return func(*args, **kwargs)
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
+        self.operators += 1
         if isinstance(func, HigherOrderOperator):
             name = f"higher_order::{func.name()}"
         elif isinstance(func, OpOverload):
@@ -156,6 +164,8 @@ class Tally(TorchDispatchMode):
         else:
             out = func(*args, **kwargs)
         entry = self._count(name, func, args, kwargs, out)
+        if ("pool" in name or name == "aten::convolution") and (steps := size_steps(name, args, out)):
+            self.size_steps.append(steps)
         if self._eager is not None and isinstance(func, OpOverload) and self._is_forward():
             self._eager.see(func.overloadpacket, args, out, entry)
         return out
@@ -306,9 +316,7 @@ class Tally(TorchDispatchMode):
                 return None
         return documents
 
-    def _resolve_eager(
-        self, shape: Sequence[int], masks: list[Value]
-    ) -> Callable[[int], tuple[int, int]]:
+    def _resolve_eager(self, shape: Sequence[int], masks: list[Value]) -> Callable[[int], tuple[int, int]]:
         """Scores of this shape met a softmax: how their plain FLOPs become needed and executed ones."""
         if len(shape) < 3:
             return lambda flops: (flops, flops)

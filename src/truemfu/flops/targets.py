@@ -230,13 +230,13 @@ def _from_factory(text: str, dtype: torch.dtype | None) -> tuple[nn.Module, Any]
             factory = getattr(factory, name)
     except (ImportError, AttributeError, ValueError) as error:
         raise UsageError(f"cannot import {text!r}: {_one_line(error)}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ModelError(f"importing {module_name!r} failed: {_one_line(error)}") from error
     if not callable(factory) or isinstance(factory, nn.Module):
         raise UsageError(f"{text!r} is not a factory: expected a callable that returns a module")
     try:
         made = factory()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ModelError(f"the factory {text!r} raised {_one_line(error)}") from error
     model, batch = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):

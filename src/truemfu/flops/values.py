@@ -63,6 +63,11 @@ def value_of(tensor: Any) -> Value | None:
     return None if value is None or value.root.unknown else value
 
 
+def _value(tensor: torch.Tensor) -> Value | None:
+    """Likewise for any tensor: a real one, such as a literal in the model's code, is known as it is."""
+    return value_of(tensor) if isinstance(tensor, FakeTensor) else Value(lambda: tensor.detach().cpu())
+
+
 def attach(tensor: torch.Tensor, value: Value) -> None:
     """Remember the value behind a fake tensor."""
     tensor._truemfu_value = value  # type: ignore[attr-defined]
@@ -118,9 +123,12 @@ class Following:
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One operator, as the model sees it."""
         if func is aten._local_scalar_dense.default:
-            return self._ask(args[0]).item()
+            with _disable_current_modes():
+                return self._ask(args[0]).item()
         if func in _TRUTH:
-            return func(*self._real(args), **self._real(kwargs))
+            real_args, real_kwargs = self._real((args, kwargs))
+            with _disable_current_modes():
+                return func(*real_args, **real_kwargs)
         if func in _DYNAMIC:
             return self._dynamic(func, args, kwargs)
         if func is aten.index.Tensor:
@@ -187,10 +195,17 @@ class Following:
             return
         flat, spec = tree_flatten((args, kwargs))
         positions = [i for i, a in enumerate(flat) if isinstance(a, torch.Tensor)]
-        values = [value_of(flat[i]) for i in positions]
+        values = [_value(flat[i]) for i in positions]
         schema = func._schema if isinstance(func, torch._ops.OpOverload) else None
         if schema is not None and schema.is_mutable:
             self._follow_write(func, schema, args, kwargs, flat, spec, positions, values)
+            return
+        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
+            if isinstance(out, FakeTensor) and out.numel() == 1:
+                dtype = out.dtype
+                attach(
+                    out, Value(lambda: torch.full(tuple(out.shape), 0.5).to(dtype), "a random number (0.5)")
+                )
             return
         if func in _LIKE and values and values[0] is None:
             self._follow_like(func, args, out)
@@ -200,8 +215,6 @@ class Following:
         if any(v is None for v in values):
             if func in _RANKING or func in _CHOICE:
                 self._assume_ranking(func, args, out)
-            return
-        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
             return
         known = [v for v in values if v is not None]
         assumed = next((v.assumed for v in known if v.assumed), None)

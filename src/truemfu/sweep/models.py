@@ -8,7 +8,7 @@ broadcast; every `Linear` sees (batch, sequence, features); and the head has a w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -73,7 +73,8 @@ class Block(nn.Module):
         )
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(-2))
-        return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
+        processed: Tensor = self.down(F.gelu(self.up(self.mlp_norm(x))))
+        return x + processed
 
 
 class ReferenceModel(nn.Module):
@@ -125,6 +126,19 @@ def build_reference_model(
     if max_positions is not None:
         dimensions = ModelSize(**{**vars(dimensions), "max_positions": max_positions})
     return ReferenceModel(dimensions, device=device, dtype=dtype)
+
+
+def _named(size: str) -> Callable[[torch.dtype, int], ReferenceModel]:
+    def build(dtype: torch.dtype, length: int) -> ReferenceModel:
+        return build_reference_model(size, dtype=dtype, max_positions=max(SIZES[size].max_positions, length))
+
+    return build
+
+
+REFERENCE_MODELS: Mapping[str, Callable[[torch.dtype, int], ReferenceModel]] = MappingProxyType(
+    {size: _named(size) for size in SIZES}
+)
+"""Each size as a function of dtype and sequence length, which is what the command line asks for."""
 
 
 def parameter_count(model: nn.Module) -> int:

@@ -1,0 +1,139 @@
+"""The command line: a door to each part, no logic.
+
+    main            runs a command and turns errors into one line and an exit code
+    count.py        truemfu count
+    hardware.py     truemfu devices, truemfu peak
+    console.py      how numbers and tables look
+
+Exit codes: 0 done, 1 the work itself failed, 2 the call was wrong.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TextIO
+
+import click
+
+from .. import __version__
+from ..errors import TruemfuError, TruemfuWarning
+from .count import count
+from .hardware import devices, peak
+
+DONE, FAILED, WRONG_CALL, INTERRUPTED = 0, 1, 2, 130
+
+
+@click.group(
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="Every command explains itself: truemfu count --help",
+)
+@click.version_option(__version__, prog_name="truemfu")
+@click.pass_context
+def cli(context: click.Context) -> None:
+    """How much of its hardware does a PyTorch training run use?
+
+    \b
+    First the work of one training step, exact, without a GPU and without weights:
+        truemfu count 1b --batch 4 --seq 512
+        truemfu count path/to/config.json --batch 1 --seq 8192
+        truemfu count mypackage.models:build --json
+    \b
+    Then what the hardware could do:
+        truemfu devices        the datasheet peaks, and the row this machine matches
+        truemfu peak           the matmul rate this device reaches right now
+
+    MFU is the first divided by step time and peak. In Python: from truemfu import count_flops.
+    """
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
+
+
+cli.add_command(count)
+cli.add_command(devices)
+cli.add_command(peak)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point of `truemfu`: exits with the code its module documents."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in arguments
+    _stay_offline()
+    with _quiet_libraries(debug):
+        code = _run(arguments, debug)
+    sys.exit(code)
+
+
+def _run(arguments: list[str], debug: bool) -> int:
+    try:
+        result = cli.main(arguments, prog_name="truemfu", standalone_mode=False)
+        sys.stdout.flush()
+        return result if isinstance(result, int) else DONE
+    except click.exceptions.Exit as stop:
+        return stop.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        return INTERRUPTED
+    except (BrokenPipeError, SystemExit):
+        # The reader (head, less) has left; rich and click turn that into an exit of their own. Python would
+        # complain once more when it closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return DONE
+    except click.ClickException as error:
+        return _fail(error.format_message(), WRONG_CALL, debug)
+    except TruemfuError as error:
+        return _fail(str(error), WRONG_CALL, debug)
+    except Exception as error:
+        hint = "" if debug else " (--debug shows where)"
+        return _fail(f"unexpected {type(error).__name__}: {error}{hint}", FAILED, debug)
+
+
+def _fail(message: str, code: int, debug: bool) -> int:
+    if debug:
+        traceback.print_exc()
+    click.echo(f"error: {' '.join(message.split())}", err=True)
+    return code
+
+
+def _stay_offline() -> None:
+    """A config is all we need: no hub is asked."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")
+
+
+@contextmanager
+def _quiet_libraries(debug: bool) -> Iterator[None]:
+    """Our own warnings as one line each; what other libraries warn and log is for `--debug`."""
+    disabled = logging.root.manager.disable
+    with warnings.catch_warnings():
+        if not debug:
+            warnings.simplefilter("ignore")
+            logging.disable(logging.CRITICAL)
+        warnings.simplefilter("always", TruemfuWarning)
+        show = warnings.showwarning
+
+        def show_line(
+            message: Warning | str,
+            category: type[Warning],
+            filename: str,
+            lineno: int,
+            file: TextIO | None = None,
+            line: str | None = None,
+        ) -> None:
+            if issubclass(category, TruemfuWarning):
+                click.echo(f"warning: {message}", err=True)
+            else:
+                show(message, category, filename, lineno, file, line)
+
+        warnings.showwarning = show_line
+        try:
+            yield
+        finally:
+            logging.disable(disabled)

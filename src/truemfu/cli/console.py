@@ -1,0 +1,75 @@
+"""How numbers and tables look, on a terminal and in a pipe."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import click
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+_PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+_FULL_WIDTH = 140
+
+
+def debug_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """`--debug`, which `main` reads; every command takes it."""
+    return click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.")(
+        command
+    )
+
+
+def json_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    return click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")(command)
+
+
+def output() -> Console:
+    """Where results go. No figure is ever cut: a narrow window wraps lines, a pipe gets them whole."""
+    return Console(highlight=False, width=max(shutil.get_terminal_size().columns, _FULL_WIDTH))
+
+
+def print_json(data: Any) -> None:
+    click.echo(json.dumps(data, indent=2, ensure_ascii=False))
+
+
+@contextmanager
+def working(what: str) -> Iterator[None]:
+    """A spinner on stderr while something takes its time; silent unless someone is watching."""
+    console = Console(stderr=True)
+    if console.is_terminal:
+        with console.status(what):
+            yield
+    else:
+        yield
+
+
+def table(*columns: str, title: str | None = None) -> Table:
+    """A plain table: the first column is text, all others are numbers."""
+    result = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        show_edge=False,
+    )
+    for index, column in enumerate(columns):
+        result.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
+    return result
+
+
+def short(value: float) -> str:
+    """1.6344e13 → `16.34 T`."""
+    for size, prefix in _PREFIXES:
+        if abs(value) >= size:
+            return f"{value / size:.4g} {prefix}"
+    return f"{value:.4g}"
+
+
+def percent(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else "-"

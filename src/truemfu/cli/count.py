@@ -1,0 +1,165 @@
+"""`truemfu count`: the FLOPs of one training step."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .console import debug_option, json_option, output, percent, print_json, short, table, working
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..flops.flop_count import FlopCount
+    from ..flops.targets import Target
+
+
+@click.command(short_help="FLOPs of one training step, exact, without a GPU.")
+@click.argument("model")
+@click.option("--batch", "samples", type=int, default=4, show_default=True, help="Samples in the batch.")
+@click.option("--seq", "length", type=int, help="Tokens per sample.  [default: 512, or the model's limit]")
+@click.option("--dtype", help="fp64, fp32, fp16 or bf16.  [default: bf16; a factory's model as it is]")
+@click.option(
+    "--attention-convention",
+    type=click.Choice(["full", "causal"]),
+    default="full",
+    show_default=True,
+    help="Count all pairs of query and key, or those the mask allows.",
+)
+@click.option(
+    "--attn-implementation",
+    type=click.Choice(["sdpa", "eager", "flex_attention"]),
+    help="The attention of a Hugging Face model; the FLOPs are the same.  [default: the model's own]",
+)
+@click.option("--checkpointing", is_flag=True, help="Recompute activations in the backward pass.")
+@click.option("--no-backward", is_flag=True, help="The forward pass alone.")
+@click.option("--images", type=int, default=1, show_default=True, help="Images per sample; 0: text alone.")
+@click.option("--image-size", type=int, help="Edge of an image in pixels.  [default: the model's own]")
+@click.option("--depth", type=int, default=3, show_default=True, help="Levels of the table by module.")
+@json_option
+@debug_option
+@click.pass_context
+def count(
+    context: click.Context,
+    model: str,
+    samples: int,
+    length: int | None,
+    dtype: str | None,
+    attention_convention: Any,
+    attn_implementation: str | None,
+    checkpointing: bool,
+    no_backward: bool,
+    images: int,
+    image_size: int | None,
+    depth: int,
+    as_json: bool,
+) -> None:
+    """FLOPs of one training step of MODEL, exact, without weights and without a GPU.
+
+    \b
+    MODEL is one of
+        tiny small medium 1b        a reference model
+        config.json or its folder   a Hugging Face configuration (no download, no weights)
+        package.module:factory      a function that returns a module, or (module, batch)
+    \b
+    Examples
+        truemfu count 1b --batch 8 --seq 1024 --attention-convention causal
+        truemfu count ./Llama-3.1-405B/ --batch 1 --seq 8192 --checkpointing
+        truemfu count ./Qwen2.5-VL-7B/config.json --images 2 --image-size 672 --seq 2048
+        truemfu count train:build_model --json | jq .model_flops
+    """
+    from ..convention import Convention
+    from ..errors import UsageError
+    from ..flops.model_view import BatchRequest
+    from ..flops.targets import TargetOptions, parse_dtype, resolve_target
+    from ..sweep.models import REFERENCE_MODELS, parameter_count
+
+    if depth < 0:
+        raise UsageError(f"depth must be at least 0; got {depth}")
+    request = BatchRequest(samples=samples, length=length, images=images, image_size=image_size)
+    options = TargetOptions(
+        dtype=None if dtype is None else parse_dtype(dtype),
+        attn_implementation=attn_implementation,
+        checkpointing=checkpointing,
+    )
+    with working(f"building {model}"):
+        target = resolve_target(model, request, options, named=REFERENCE_MODELS)
+    if target.brought_batch:
+        _say_what_is_not_used(context, model)
+    with working(f"counting {model}"):
+        from ..flops.count import count_flops
+
+        flops = count_flops(
+            target.model,
+            target.batch,
+            convention=Convention(attention=attention_convention),
+            backward=not no_backward,
+        )
+    parameters = parameter_count(target.model)
+    if as_json:
+        head = {"model": model, "parameters": parameters, "batch": target.samples, "seq": target.length}
+        print_json({**head, **flops.as_dict()})
+    else:
+        _show(output(), target, flops, parameters, depth)
+
+
+def _say_what_is_not_used(context: click.Context, model: str) -> None:
+    given = [
+        option
+        for name, option in (("samples", "--batch"), ("length", "--seq"), ("images", "--images"))
+        if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+    ]
+    if given:
+        click.echo(f"note: {model} brings its own batch; {', '.join(given)} not used", err=True)
+
+
+def _show(console: Console, target: Target, flops: FlopCount, parameters: int, depth: int) -> None:
+    console.print(f"[bold]{target.name}[/]  {type(target.model).__name__}, {parameters:,} parameters")
+    console.print(f"batch: {target.shapes}\n")
+
+    totals = table("one training step", "FLOPs", "", "of the model")
+    rows = {
+        "forward": flops.forward,
+        "backward": flops.backward,
+        "model = forward + backward": flops.model_flops,
+        "recompute": flops.recompute,
+        "hardware = model + recompute": flops.hardware_flops,
+    }
+    for name, value in rows.items():
+        totals.add_row(name, f"{value:,}", short(value), percent(value, flops.model_flops))
+    console.print(totals, "")
+
+    modules = table("module", "times", "FLOPs", "", "of the model")
+    for path, (alike, value) in _by_module(flops.by_module, depth).items():
+        modules.add_row(path, str(alike), f"{value:,}", short(value), percent(value, flops.model_flops))
+    if modules.row_count:
+        console.print(modules, "")
+    if len(flops.by_dtype) > 1:
+        dtypes = table("dtype", "FLOPs", "of the model")
+        for name, value in flops.by_dtype.items():
+            dtypes.add_row(name, f"{value:,}", percent(value, flops.model_flops))
+        console.print(dtypes, "")
+    if flops.uncounted:
+        missing = table("not counted: no formula", "calls")
+        for name, calls in flops.uncounted.items():
+            missing.add_row(name, f"{calls:,}")
+        console.print(missing, "")
+
+    pairs = "all pairs" if flops.convention.attention == "full" else "the pairs the mask allows"
+    console.print(f"A multiply-add is 2 FLOPs; attention counts {pairs}. Method: {flops.method}.")
+    for note in flops.notes:
+        console.print(f"note: {note}")
+
+
+def _by_module(by_module: Mapping[str, int], depth: int) -> dict[str, tuple[int, int]]:
+    """Modules down to `depth`; the members of a list of layers are added up under `*`."""
+    rows: dict[str, tuple[int, int]] = {}
+    for path, value in by_module.items():
+        if path and value and path.count(".") < depth:
+            name = re.sub(r"(^|(?<=\.))\d+(?=\.|$)", "*", path)
+            alike, total = rows.get(name, (0, 0))
+            rows[name] = (alike + 1, total + value)
+    return rows
