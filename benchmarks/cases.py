@@ -87,21 +87,24 @@ def _image(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=_generator(*shape))
 
 
+def _token_batch(vocab: int, samples: int = 2, length: int = 24) -> Batch:
+    ids = _ids(vocab, samples, length)
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
 def _lm_batch(
     vocab: int, samples: int = 2, length: int = 24, documents: Sequence[int] | None = None
 ) -> Batch:
     """Tokens and labels; with `documents`, rows packed with documents of these lengths."""
     if documents is None:
-        ids = _ids(vocab, samples, length)
-        return {"input_ids": ids, "labels": ids.clone()}
-    ids = _ids(vocab, samples, sum(documents))
+        return _token_batch(vocab, samples, length)
     positions = torch.cat([torch.arange(n) for n in documents]).expand(samples, -1).contiguous()
-    return {"input_ids": ids, "labels": ids.clone(), "position_ids": positions}
+    return {**_token_batch(vocab, samples, sum(documents)), "position_ids": positions}
 
 
 def _half_padded_batch(vocab: int, samples: int = 2, length: int = 24) -> Batch:
     """Rows whose second half is padding."""
-    batch = _lm_batch(vocab, samples, length)
+    batch = _token_batch(vocab, samples, length)
     mask = torch.ones(samples, length, dtype=torch.long)
     mask[:, (length + 1) // 2 :] = 0
     batch["labels"] = batch["labels"].masked_fill(mask == 0, -100)
@@ -111,7 +114,15 @@ def _half_padded_batch(vocab: int, samples: int = 2, length: int = 24) -> Batch:
 def _gpt2() -> Any:
     # Dropout stays at the library's 0.1: it sends SDPA down its plain path, where nothing is recomputed.
     return hf.GPT2Config(
-        vocab_size=211, n_positions=128, n_embd=72, n_layer=3, n_head=6, n_inner=200, use_cache=False, bos_token_id=1, eos_token_id=2
+        vocab_size=211,
+        n_positions=128,
+        n_embd=72,
+        n_layer=3,
+        n_head=6,
+        n_inner=200,
+        use_cache=False,
+        bos_token_id=1,
+        eos_token_id=2,
     )
 
 
@@ -363,7 +374,9 @@ def _qwen2_5_vl_batch(
     The images are dealt to the rows in order. Every row is `length` tokens, or longer where its
     images need it.
     """
-    rows = [list(images[len(images) * i // samples : len(images) * (i + 1) // samples]) for i in range(samples)]
+    rows = [
+        list(images[len(images) * i // samples : len(images) * (i + 1) // samples]) for i in range(samples)
+    ]
     length = max([length, *(sum(t * h * w // 4 + 2 for t, h, w in row) + 4 for row in rows)])
     ids = _ids(150, samples, length)
     for i, row in enumerate(rows):
@@ -500,7 +513,10 @@ class ResNet(nn.Module):
         self.norm = nn.BatchNorm2d(widths[0])
         blocks: list[nn.Module] = []
         for i, (width_in, width_out) in enumerate(zip((widths[0], *widths), widths, strict=False)):
-            blocks += [ResidualBlock(width_in, width_out, 2 if i else 1), ResidualBlock(width_out, width_out, 1)]
+            blocks += [
+                ResidualBlock(width_in, width_out, 2 if i else 1),
+                ResidualBlock(width_out, width_out, 1),
+            ]
         self.blocks = nn.Sequential(*blocks)
         self.head = nn.Linear(widths[-1], classes)
 
@@ -561,7 +577,7 @@ CASES: tuple[Case, ...] = (
     Case(
         "bert",
         _hf(hf.BertForMaskedLM, _bert, attn_implementation="sdpa"),
-        partial(_lm_batch, 127, documents=None),
+        partial(_token_batch, 127),
         truth.bert,
     ),
     Case(
@@ -589,8 +605,8 @@ CASES: tuple[Case, ...] = (
         _llava_batch,
         truth.llava,
     ),
-    Case("mamba", _hf(hf.MambaForCausalLM, _mamba), partial(_lm_batch, 109, documents=None), truth.mamba),
-    Case("mamba2", _hf(hf.Mamba2ForCausalLM, _mamba2), partial(_lm_batch, 103, documents=None), truth.mamba2),
+    Case("mamba", _hf(hf.MambaForCausalLM, _mamba), partial(_token_batch, 109), truth.mamba),
+    Case("mamba2", _hf(hf.Mamba2ForCausalLM, _mamba2), partial(_token_batch, 103), truth.mamba2),
     Case(
         "whisper",
         _hf(hf.WhisperForConditionalGeneration, _whisper, attn_implementation="sdpa"),

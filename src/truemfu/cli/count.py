@@ -73,14 +73,15 @@ def count(
     """
     from ..convention import Convention
     from ..errors import UsageError
+    from ..flops.hf_config import BuildOptions
     from ..flops.model_view import BatchRequest
-    from ..flops.targets import TargetOptions, parse_dtype, resolve_target
+    from ..flops.targets import count_target, parse_dtype, resolve_target
     from ..sweep.models import REFERENCE_MODELS, parameter_count
 
     if depth < 0:
         raise UsageError(f"depth must be at least 0; got {depth}")
     request = BatchRequest(samples=samples, length=length, images=images, image_size=image_size)
-    options = TargetOptions(
+    options = BuildOptions(
         dtype=None if dtype is None else parse_dtype(dtype),
         attn_implementation=attn_implementation,
         checkpointing=checkpointing,
@@ -90,14 +91,8 @@ def count(
     if target.brought_batch:
         _say_what_is_not_used(context, model)
     with working(f"counting {model}"):
-        from ..flops.count import count_flops
-
-        flops = count_flops(
-            target.model,
-            target.batch,
-            convention=Convention(attention=attention_convention),
-            backward=not no_backward,
-        )
+        convention = Convention(attention=attention_convention)
+        flops = count_target(target, convention=convention, backward=not no_backward)
     parameters = parameter_count(target.model)
     if as_json:
         head = {"model": model, "parameters": parameters, "batch": target.samples, "seq": target.length}

@@ -99,7 +99,8 @@ def _band(call: Mapping[str, Any]) -> Band:
     causal = bool(_first(call, "is_causal", "causal") or call.get("custom_mask_type"))
     window = call.get("window_size")
     if isinstance(window, int):  # memory-efficient: a count of keys, this one included
-        left, right = window - 1, None
+        left: int | None = window - 1
+        right: int | None = None
     elif isinstance(window, Sequence) and len(window) == 2:
         left, right = window[0], window[1]
     else:

@@ -4,6 +4,7 @@ they must be read (masks, packed positions, image grids).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 _CUMULATIVE = ("cu_seqlens", "cu_seq_lens", "cu_seq_lens_q", "cu_seqlens_q")
 GRIDS = ("image_grid_thw", "video_grid_thw")
-TOKENS_PER_IMAGE_LAST_RESORT = 576
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,10 +72,8 @@ def is_readable(tensor: Any) -> bool:
 
 def grids_of(batch: Mapping[str, Any], key: str) -> list[tuple[int, int, int]]:
     """The (t, h, w) grids of a batch's images or videos, in patches."""
-    grid = batch.get(key)
-    if not is_readable(grid):
-        return []
-    return [(t, h, w) for t, h, w in grid.tolist()]  # type: ignore[union-attr]
+    grid: Any = batch.get(key)
+    return [(t, h, w) for t, h, w in grid.tolist()] if is_readable(grid) else []
 
 
 def documents_of(batch: Any) -> list[list[int]] | None:
@@ -89,11 +87,11 @@ def documents_of(batch: Any) -> list[list[int]] | None:
     for key in _CUMULATIVE:
         if is_readable(batch.get(key)) and batch[key].dim() == 1:
             ends = batch[key].tolist()
-            return [[b - a for a, b in zip(ends, ends[1:], strict=False) if b > a]]
-    positions = batch.get("position_ids")
-    if not is_readable(positions) or positions.dim() not in (1, 2):  # type: ignore[union-attr]
+            return [[b - a for a, b in itertools.pairwise(ends) if b > a]]
+    positions: Any = batch.get("position_ids")
+    if not is_readable(positions) or positions.dim() not in (1, 2):
         return None
-    rows = [lengths_of_positions(row) for row in torch.atleast_2d(positions)]  # type: ignore[arg-type]
+    rows = [lengths_of_positions(row) for row in (positions if positions.dim() == 2 else positions[None])]
     return rows if any(len(row) > 1 for row in rows) else None
 
 
@@ -101,4 +99,4 @@ def lengths_of_positions(positions: torch.Tensor) -> list[int]:
     """Lengths of the stretches in which each position is the one before plus one."""
     starts = torch.nonzero(positions.diff() != 1).flatten().add(1).tolist()
     borders: Sequence[int] = [0, *starts, positions.numel()]
-    return [b - a for a, b in zip(borders, borders[1:], strict=False)]
+    return [b - a for a, b in itertools.pairwise(borders)]

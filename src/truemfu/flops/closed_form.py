@@ -10,18 +10,19 @@ integers, no rounding, with more calibrations than unknowns. See `terms.py` for 
 
 from __future__ import annotations
 
+import random
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..convention import Convention
-from ..errors import BatchError, TruemfuError, warn_once
+from ..errors import TruemfuError, warn_once
 from . import terms as vocabulary
 from .count import check_call, count_flops, run_counted, warn_uncounted
 from .flop_count import FlopCount
@@ -48,12 +49,7 @@ _GRIDS = (
     ((1, 13, 3),),
     ((4, 5, 5), (1, 8, 9)),
 )
-_STRETCH = {  # pixels and frames: far enough apart to stay distinct after many strides
-    "height": (101, 263, 37, 419, 179, 331, 83),
-    "width": (199, 59, 307, 131, 467, 23, 227),
-    "frames": (73, 241, 157, 389, 29, 311, 109),
-}
-_LONG = 4099
+_LONG = 1031
 _SLOW_S = 5.0
 _MAX_SHAPES_KEPT = 1024
 
@@ -169,14 +165,10 @@ class _Kind:
         key = tuple((name, repr(value)) for name, value in sorted(sizes.items()))
         if key not in self._kept:
             counted = self._owner.count_directly(batch)
-            self._kept[key] = FlopCount(
-                **{**_fields(counted), "method": f"{counted.method}, {PER_SHAPE}"}
-            )
+            self._kept[key] = FlopCount(**{**_fields(counted), "method": f"{counted.method}, {PER_SHAPE}"})
             if len(self._kept) > _MAX_SHAPES_KEPT:
                 self._kept.popitem(last=False)
         return self._kept[key]
-
-    # -- calibration -----------------------------------------------------------------------------------------
 
     def _calibrate(self, batch: Any) -> None:
         own = self.layout.sizes(batch)
@@ -258,7 +250,7 @@ class _Kind:
             if name in _SMALL:
                 sizes[name] = _SMALL[name][index]
             else:
-                sizes[name] = 2 * own[name] + _STRETCH[name][index]
+                sizes[name] = _uneven(name, own[name])[index]
         if self.layout.grids:
             merge = _merge(self._owner.model)
             sizes["grids"] = [(t, h * merge, w * merge) for t, h, w in _GRIDS[index]]
@@ -266,7 +258,7 @@ class _Kind:
             longest = limits["length"]
             if long:
                 sizes["samples"] = min(sizes.get("samples", 1), 2)
-                sizes["length"] = max(_LONG, 2 * own["length"] + 3, limits["window"] + 37)
+                sizes["length"] = max(_LONG, own["length"] + 3, limits["window"] + 37)
             if self.layout.visuals:
                 sizes["length"] = max(sizes["length"], self.layout.tokens_for(sizes) + index)
             if sizes["length"] > longest:
@@ -276,8 +268,6 @@ class _Kind:
                 _cut(sizes["length"], row + index) for row in range(sizes.get("samples", 1))
             ]
         return sizes
-
-    # -- matching ---------------------------------------------------------------------------------------------
 
     def _match(self) -> _Form | None:
         runs = [sizes for sizes, _ in self._runs]
@@ -297,7 +287,9 @@ class _Kind:
     def _parts(self, key: Callable[[Entry], Part | None]) -> dict[Part, tuple[list[int], list[int]]]:
         """FLOPs needed and executed by each part in each run."""
         count = len(self._runs)
-        parts: defaultdict[Part, tuple[list[int], list[int]]] = defaultdict(lambda: ([0] * count, [0] * count))
+        parts: defaultdict[Part, tuple[list[int], list[int]]] = defaultdict(
+            lambda: ([0] * count, [0] * count)
+        )
         for index, (_, tally) in enumerate(self._runs):
             for entry in tally.entries:
                 if (part := key(entry)) is not None:
@@ -322,9 +314,7 @@ class _Kind:
         quantities += [t for t in chains if t.name not in {q.name for q in quantities}]
         if "length" in names:
             quantities += [vocabulary.chunks("length", c) for c in _chunk_sizes(self._owner.model)]
-        bands = sorted(
-            {b for _, tally in self._runs for b in tally.bands} | {FULL}, key=lambda b: str(b)
-        )
+        bands = sorted({b for _, tally in self._runs for b in tally.bands} | {FULL}, key=lambda b: str(b))
         pairs = [
             vocabulary.band_pairs(n, b) for b in bands if b != FULL for n in names if n.endswith("length")
         ]
@@ -494,6 +484,23 @@ def _cut(length: int, seed: int) -> list[int]:
     return [n for n in (first, second, rest) if n > 0]
 
 
+@lru_cache(maxsize=64)
+def _uneven(name: str, own: int) -> list[int]:
+    """Sizes of images or sounds whose halves, quarters … are odd as often as even.
+
+    Strides halve a size and round. If all calibrations were even at some depth, a layer before the stride
+    could not be told from one behind it.
+    """
+    draw = random.Random(f"{name} {own}")
+    while True:
+        sizes = [2 * own + draw.randrange(20, 500) for _ in range(7)]
+        depths = [[n >> k for n in sizes[:5]] for k in range(7)] + [
+            [-(-n >> k) for n in sizes[:5]] for k in range(7)
+        ]
+        if all(1 <= sum(n % 2 for n in depth) <= 4 for depth in depths):
+            return sizes
+
+
 def _device_of(model: nn.Module) -> torch.device:
     parameter = next(iter(model.parameters()), None)
     return torch.device("cpu") if parameter is None or parameter.is_meta else parameter.device
@@ -510,9 +517,9 @@ def _config_numbers(model: nn.Module, *words: str) -> set[int]:
             elif isinstance(value, dict):
                 look(value)
 
-    config = getattr(model, "config", None)
-    if hasattr(config, "to_dict"):
-        look(config.to_dict())
+    to_dict = getattr(getattr(model, "config", None), "to_dict", None)
+    if to_dict is not None:
+        look(to_dict())
     for module in model.modules():
         look({k: v for k, v in vars(module).items() if isinstance(v, int)})
     return found
@@ -526,7 +533,9 @@ def _window_sizes(model: nn.Module) -> list[int]:
     """Windows of an image in patches: named so, or named in pixels beside the size of a patch."""
     named = _config_numbers(model, "window")
     patches = {n for n in _config_numbers(model, "patch_size") if n > 0}
-    return sorted({n for n in named if 1 < n <= 4096} | {n // p for n in named for p in patches if n // p > 1})
+    return sorted(
+        {n for n in named if 1 < n <= 4096} | {n // p for n in named for p in patches if n // p > 1}
+    )
 
 
 def _merge(model: nn.Module) -> int:

@@ -74,7 +74,7 @@ def count_step(
 
 
 def profile_model_flops(model: nn.Module, batch_example: Mapping[str, Any] | tuple[Any, ...]) -> float | None:
-    """Forward and backward FLOPs for a real batch; None, and one warning that says why, if it cannot be counted."""
+    """Forward and backward FLOPs for a real batch; None, and one warning that says why, if there are none."""
     try:
         return float(count_flops(model, batch_example).model_flops)
     except TruemfuError as error:
@@ -198,7 +198,8 @@ def check_call(model: Any, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]
         args, kwargs = (batch,), {}
     else:
         raise BatchError(
-            f"a batch is a mapping of keyword arguments or a tuple of positional ones; got {type(batch).__name__}"
+            "a batch is a mapping of keyword arguments or a tuple of positional ones; "
+            f"got {type(batch).__name__}"
         )
     return args, kwargs
 
@@ -209,9 +210,8 @@ def _loss(output: Any, loss_fn: Callable[[Any], torch.Tensor] | None) -> torch.T
         if not isinstance(loss, torch.Tensor):
             raise ModelError(f"loss_fn must return a tensor; it returned {type(loss).__name__}")
     else:
-        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-        if not isinstance(loss, torch.Tensor):
-            loss = _sum_of_outputs(output)
+        own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        loss = own if isinstance(own, torch.Tensor) else _sum_of_outputs(output)
     if not loss.requires_grad:
         raise ModelError(
             "the loss needs no gradient: no parameter that requires one reaches it "
@@ -226,7 +226,8 @@ def _sum_of_outputs(output: Any) -> torch.Tensor:
     tensors = [t for t in tree_flatten(output)[0] if isinstance(t, torch.Tensor)]
     if not tensors:
         raise ModelError(
-            f"the model returned no tensor but {type(output).__name__}: give loss_fn, or a model that returns one"
+            f"the model returned {type(output).__name__} without a tensor in it: a training step needs an "
+            "output to differentiate (or pass loss_fn)"
         )
     needed = [t for t in tensors if t.requires_grad and (t.is_floating_point() or t.is_complex())]
     if not needed:
@@ -253,12 +254,12 @@ def _explain(error: Exception, model: nn.Module) -> TruemfuError:
     return ModelError(f"{name} cannot be run for a count: {kind}: {text}")
 
 
-# -- around a run --------------------------------------------------------------------------------------------
-
-
 def _follow_modules(model: nn.Module, tally: Tally) -> None:
     """Tell the tally which module runs; the model is a shadow, so its hooks are ours to set."""
     for path, module in model.named_modules():
+        window = getattr(module, "sliding_window", None)
+        if isinstance(window, int):
+            tally.windows[path] = window
 
         def enter(module: nn.Module, args: Any, path: str = path) -> None:
             tally.enter_module(path)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .values import Value, value_of
 
@@ -118,7 +119,7 @@ class EagerAttention:
         self._rescale = rescale
 
     def see(self, packet: Any, args: tuple[Any, ...], out: Any, entry: Any) -> None:
-        """Look at one operator of the forward pass; `entry` is the product's line in the tally, if it is one."""
+        """Look at one operator of the forward pass; `entry` is its line in the tally, if it is a product."""
         if packet in _PRODUCTS:
             operands = args[1:3] if packet is aten.baddbmm else args[:2]
             probabilities = next((t for a in operands if isinstance(t := tag_of(a), Probabilities)), None)
@@ -141,19 +142,18 @@ class EagerAttention:
         elif packet in _FILL:
             self._see_mask(args[0], args[1], args[2], out, blocked_where=True)
         elif packet is aten.where and len(args) == 3:
-            if tag_of(args[1]) is not None:
-                self._see_mask(args[1], args[0], args[2], out, blocked_where=False)
-            elif tag_of(args[2]) is not None:
+            if _lowest(args[1]):
                 self._see_mask(args[2], args[0], args[1], out, blocked_where=True)
+            else:
+                self._see_mask(args[1], args[0], args[2], out, blocked_where=False)
         elif packet in _PASS_ON:
             sources = args[0] if isinstance(args[0], (list, tuple)) else args[:2]
             tag = next((t for a in sources if (t := tag_of(a)) is not None), None)
             target = out[0] if isinstance(out, (tuple, list)) else out
             if tag is not None:
                 _tag(target, tag)
-            elif isinstance(target, torch.Tensor) and hasattr(args[0], "_truemfu_allowed"):
-                if target.shape == args[0].shape:
-                    target._truemfu_allowed = args[0]._truemfu_allowed  # type: ignore[attr-defined]
+            elif hasattr(args[0], "_truemfu_allowed") and target.shape == args[0].shape:
+                target._truemfu_allowed = args[0]._truemfu_allowed
 
     def _see_add(self, args: tuple[Any, ...], out: Any) -> None:
         for one, other in ((args[0], args[1]), (args[1], args[0])):
@@ -178,16 +178,25 @@ class EagerAttention:
                 out._truemfu_allowed = allowed
                 return
 
-    def _see_mask(self, scores: Any, condition: Any, fill: Any, out: Any, *, blocked_where: bool) -> None:
-        tag = tag_of(scores)
-        if tag is None:
+    def _see_mask(self, masked: Any, condition: Any, fill: Any, out: Any, *, blocked_where: bool) -> None:
+        tag = tag_of(masked)
+        if tag is not None:
+            _tag(out, tag)
+        if isinstance(tag, Probabilities) or not _lowest(fill) or (value := readable(condition)) is None:
             return
-        _tag(out, tag)
-        if not isinstance(tag, Scores) or (value := readable(condition)) is None:
-            return
-        number = fill
-        if isinstance(fill, torch.Tensor):
-            known = readable(fill)
-            number = known.tensor().max().item() if known is not None and fill.numel() == 1 else None
-        if number is not None and number <= MASKED_SCORE:
-            tag.masks.append(Value(lambda: value.tensor() != blocked_where))
+        allowed = Value(lambda: value.tensor() != blocked_where)
+        if isinstance(tag, Scores):
+            tag.masks.append(allowed)
+        elif isinstance(out, torch.Tensor) and readable(out) is None:
+            out._truemfu_allowed = allowed  # type: ignore[attr-defined]
+
+
+def _lowest(fill: Any) -> bool:
+    """Whether a number, or a tensor of one, is so low that no softmax lets it through."""
+    if isinstance(fill, torch.Tensor):
+        known = readable(fill) if fill.numel() == 1 else None
+        if known is None:
+            return False
+        with _disable_current_modes():
+            fill = known.tensor().max().item()
+    return bool(fill <= MASKED_SCORE)

@@ -11,8 +11,8 @@ A table of kinds, most specific first, each with the arguments that give it away
     pictures                        ViT, ResNet, ConvNeXt …
     text                            causal, masked, encoder-decoder
 
-Integers are real tensors with valid values, because models read them (placeholders, grids). Everything in
-floating point lies on the meta device: nobody needs its values.
+Integers are real tensors with valid values, because models read them (placeholders, grids). For a model on
+the meta device everything in floating point lies there too: nobody needs its values.
 """
 
 from __future__ import annotations
@@ -171,11 +171,12 @@ def _crops(view: ModelView, height: int, width: int) -> int:
 
 
 def _visual_tokens(view: ModelView, image: Batch) -> int:
-    """Tokens one image becomes, asked of the model itself: its image features on the meta device."""
-    with torch.no_grad(), torch.device("meta"):
+    """Tokens one image becomes, asked of the model itself: its image features have that many rows."""
+    with torch.no_grad(), torch.device("meta" if view.on_meta else "cpu"):
         try:
-            ask: Any = view.model.get_image_features
-            features = ask(**image)
+            whole: Any = view.model
+            asked = whole if hasattr(whole, "get_image_features") else whole.base_model
+            features = asked.get_image_features(**image)
         except Exception as error:
             raise BatchError(
                 f"{type(view.model).__name__} does not say how many tokens an image takes: "
@@ -208,11 +209,12 @@ def _spectrogram(view: ModelView, request: BatchRequest) -> Batch:
 
 def _sound(view: ModelView, request: BatchRequest) -> Batch:
     bins, frames = getattr(view.config, "num_mel_bins", None), getattr(view.config, "max_length", None)
-    if bins and frames:
+    if isinstance(bins, int) and isinstance(frames, int):
         batch: Batch = {"input_values": view.floats(request.samples, frames, bins)}
     else:
-        per_frame = int(getattr(view.config, "inputs_to_logits_ratio", 320))
-        batch = {"input_values": view.floats(request.samples, view.length(request) * per_frame)}
+        ratio = getattr(view.config, "inputs_to_logits_ratio", 320)
+        per_frame = ratio() if callable(ratio) else ratio
+        batch = {"input_values": view.floats(request.samples, view.length(request) * int(per_frame))}
     if not view.takes("labels"):
         return batch
     if view.head("ForCTC"):
@@ -246,13 +248,17 @@ def _has_images(view: ModelView, request: BatchRequest) -> bool:
     return view.image_token is not None and request.images > 0
 
 
+def _no_tokens(view: ModelView, request: BatchRequest) -> bool:
+    return not view.takes("input_ids")
+
+
 _KINDS = (
     _Kind(("input_ids", "pixel_values", "image_grid_thw"), _grid, _has_images),
     _Kind(("input_ids", "pixel_values"), _images_among_tokens, _has_images),
     _Kind(("input_ids", "pixel_values", "return_loss"), _side_by_side),
-    _Kind(("input_features",), _spectrogram),
-    _Kind(("input_values",), _sound),
+    _Kind(("input_features",), _spectrogram, _no_tokens),
+    _Kind(("input_values",), _sound, _no_tokens),
     _Kind(("input_ids", "pixel_values"), _picture_and_text, lambda view, request: request.images > 0),
-    _Kind(("pixel_values",), _pictures, lambda view, _: not view.takes("input_ids")),
-    _Kind(("input_ids",), _text),
+    _Kind(("pixel_values",), _pictures, _no_tokens),
+    _Kind(("input_ids",), _text, lambda view, request: not view.takes("input_features")),
 )

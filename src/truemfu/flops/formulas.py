@@ -39,9 +39,6 @@ def _mm(a: Any, b: Any) -> int:
     return int(2 * a.shape[-2] * a.shape[-1] * b.shape[-1])
 
 
-# -- matrix products ------------------------------------------------------------------------------------
-
-
 @register_formula("aten::mm", "aten::_int_mm", "aten::_scaled_mm", "aten::_scaled_mm_v2")
 def mm(a: Any, b: Any, *_: Any, out: Any, **__: Any) -> int:
     """M×K by K×N."""
@@ -165,9 +162,6 @@ def transformers_grouped_mm(a: Any, b: Any, *_: Any, out: Any, **__: Any) -> int
     return int(2 * a.shape[-2] * a.shape[-1] * b.shape[-1])
 
 
-# -- convolutions ---------------------------------------------------------------------------------------
-
-
 def _convolution(x: Any, weight: Any, y: Any, transposed: bool) -> int:
     """Each element on the narrow side meets one kernel of `weight.shape[1:]`.
 
@@ -226,7 +220,6 @@ def backend_convolution_transpose(x: Any, weight: Any, *_: Any, out: Any, **__: 
     return _convolution(x, weight, out, transposed=True)
 
 
-# -- recurrent layers in one kernel -----------------------------------------------------------------------
 #
 # Forward: at each step the input meets W_ih and the state meets W_hh. Backward needs a gradient of both
 # weights, of the input where something below wants it, and of the state at every step but the first (at the

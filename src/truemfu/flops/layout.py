@@ -115,7 +115,12 @@ class Layout:
             names = ("samples", "decoder_length")
         if key == "pixel_values" and not isinstance(tokens, torch.Tensor):
             names = ("samples", *names[1:])
-        if key == "position_ids" and shape[0] == 1 and isinstance(tokens, torch.Tensor) and tokens.shape[0] != 1:
+        if (
+            key == "position_ids"
+            and shape[0] == 1
+            and isinstance(tokens, torch.Tensor)
+            and tokens.shape[0] != 1
+        ):
             names = (None, *names[1:])
         return tuple(n if n is not None else shape[i] for i, n in enumerate(names))
 
@@ -126,26 +131,24 @@ class Layout:
         return bool(getattr(self._config, "is_encoder_decoder", False)) or other
 
     def _visual(self, pixels: str) -> Visual | None:
-        ids = self.example.get("input_ids")
+        ids: Any = self.example.get("input_ids")
         if pixels not in self.example or not is_readable(ids) or self._config is None:
             return None
         kind = "video" if pixels.endswith("videos") else "image"
         token = getattr(self._config, f"{kind}_token_id", getattr(self._config, f"{kind}_token_index", None))
         if token is None:
             return None
-        found = (ids == token).flatten().nonzero().flatten()  # type: ignore[union-attr]
+        found = (ids == token).flatten().nonzero().flatten()
         grid = next((g for g, p in _GRID_KEYS.items() if p == pixels and g in self.example), None)
         units = (
-            sum(t * h * w for t, h, w in grids_of(self.example, grid))  # type: ignore[arg-type]
+            sum(t * h * w for t, h, w in grids_of(self.example, grid))  # type: ignore[arg-type,misc]
             if grid
             else self.example[pixels].shape[0]
         )
         if not len(found) or not units:
             return None
-        start = int(ids.flatten()[max(int(found[0]) - 1, 0)])  # type: ignore[union-attr]
+        start = int(ids.flatten()[max(int(found[0]) - 1, 0)])
         return Visual(pixels, grid, int(token), start, Fraction(len(found), int(units)))
-
-    # -- reading sizes ---------------------------------------------------------------------------------------
 
     def _plan_reading(self) -> None:
         self._reading = [
@@ -208,8 +211,6 @@ class Layout:
                 return None
             self._read_values(batch, found)
         return found
-
-    # -- making batches ----------------------------------------------------------------------------------------
 
     def make(self, sizes: Mapping[str, Any]) -> Any:
         """A batch of this kind with these sizes: integers have real values, floating-point tensors none."""
@@ -285,7 +286,9 @@ class Layout:
         rows, need = int(sizes.get("samples", 1)), [8] * int(sizes.get("samples", 1))
         for visual in self.visuals:
             units = (
-                [t * h * w for t, h, w in sizes["grids"]] if visual.grid else [1] * int(sizes.get("images", 0))
+                [t * h * w for t, h, w in sizes["grids"]]
+                if visual.grid
+                else [1] * int(sizes.get("images", 0))
             )
             for index, n in enumerate(units):
                 need[index * rows // len(units)] += int(visual.tokens_per_unit * n) + 2

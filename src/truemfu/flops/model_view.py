@@ -40,7 +40,7 @@ class BatchRequest:
 
 
 class ModelView:
-    """What can be read off a model: its forward arguments, its configuration, its dtype."""
+    """What can be read off a model: its forward arguments, its configuration, its dtype and device."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -49,8 +49,8 @@ class ModelView:
         text_config: Any = getattr(self.config, "get_text_config", None)
         self.text: Any = text_config() if callable(text_config) else self.config
         self.vision: Any = getattr(self.config, "vision_config", None) or self.config
-        floats = (parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
-        self.dtype = next(floats, torch.get_default_dtype())
+        first = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0, device="cpu"))
+        self.dtype, self.on_meta = first.dtype, first.is_meta
 
     def takes(self, *names: str) -> bool:
         return all(name in self.arguments for name in names)
@@ -59,7 +59,11 @@ class ModelView:
         return type(self.model).__name__.endswith(endings)
 
     def floats(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=self.dtype, device="meta")
+        """Without values for a model without values, else random: some models drop an image of zeros."""
+        if self.on_meta:
+            return torch.empty(shape, dtype=self.dtype, device="meta")
+        generator = torch.Generator().manual_seed(0)
+        return torch.rand(shape, generator=generator, device="cpu").to(self.dtype)
 
     @property
     def vocab(self) -> int:

@@ -22,6 +22,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..errors import ModelError
+from .batch import is_readable
 from .registry import module_formula
 from .values import Value, attach
 
@@ -87,8 +88,6 @@ class Shadow:
             self._memo[id(thing)] = make(thing)
         return self._memo[id(thing)]
 
-    # -- tensors -------------------------------------------------------------------------------------------
-
     def tensor(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A leaf like this tensor, without its data; small values of a CPU tensor stay readable."""
         wanted = tensor.requires_grad
@@ -105,14 +104,9 @@ class Shadow:
                 made = torch.empty_strided(
                     tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device=device
                 )
-            if (
-                not tensor.is_meta
-                and tensor.numel() <= _MAX_BUFFER_VALUE
-                and not isinstance(tensor, nn.Parameter)
-            ):
-                if not (tensor.is_floating_point() and tensor.requires_grad):
-                    source = tensor.detach()
-                    attach(made, Value(lambda: source.cpu().clone()))
+            if _has_small_value(tensor):
+                source = tensor.detach()
+                attach(made, Value(lambda: source.cpu().clone()))
         elif hasattr(tensor, "_spec") and hasattr(tensor, "device_mesh"):  # DTensor: its whole size
             device = torch.device("cpu") if tensor.device.type == "meta" else tensor.device
             with self.fake_mode:
@@ -136,8 +130,6 @@ class Shadow:
             setattr(shell, name, self._attribute(inner))
         return shell
 
-    # -- modules -------------------------------------------------------------------------------------------
-
     def _module(self, module: nn.Module) -> nn.Module:
         if id(module) in self._memo:
             return self._memo[id(module)]  # type: ignore[no-any-return]
@@ -147,7 +139,7 @@ class Shadow:
             )
         cls, fsdp_dtype = _beneath_fsdp(module)
         inherited, self._param_dtype = self._param_dtype, fsdp_dtype or self._param_dtype
-        shell = cls.__new__(cls)
+        shell: nn.Module = cls.__new__(cls)
         self._alive.append(module)
         self._memo[id(module)] = shell
         state = shell.__dict__
@@ -219,8 +211,6 @@ class Shadow:
             shell.__dict__[name] = self.tree(value)
         return shell
 
-    # -- what leads to modules and tensors ------------------------------------------------------------------
-
     def _container(self, thing: Any) -> Any:
         try:
             if isinstance(thing, dict):
@@ -276,6 +266,12 @@ class Shadow:
         return made
 
 
+def _has_small_value(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's values may steer the model and can be kept: no weights, nothing large."""
+    is_weight = isinstance(tensor, nn.Parameter) or tensor.requires_grad
+    return is_readable(tensor) and not is_weight and tensor.numel() <= _MAX_BUFFER_VALUE
+
+
 def _is_plain(tensor: torch.Tensor) -> bool:
     """A strided tensor of torch's own, or a Parameter (subclasses of Parameter carry their extras along)."""
     return (
@@ -291,13 +287,13 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
-def _beneath_fsdp(module: nn.Module) -> tuple[type, torch.dtype | None]:
-    """The class beneath FSDP2's, and the dtype in which FSDP2 computes with the parameters (None: their own)."""
+def _beneath_fsdp(module: nn.Module) -> tuple[type[nn.Module], torch.dtype | None]:
+    """The class beneath FSDP2's, and the dtype FSDP2 computes in (None: the parameters' own)."""
     cls = type(module)
     bases = cls.__bases__
     if len(bases) != 2 or bases[0].__name__ != "FSDPModule":
         return cls, None
-    policy = module._get_fsdp_state()._mp_policy  # type: ignore[operator,union-attr]
+    policy = module._get_fsdp_state()._mp_policy  # type: ignore[operator]
     return bases[1], policy.param_dtype
 
 

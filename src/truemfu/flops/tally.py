@@ -9,6 +9,7 @@ more than autograd needs; the surplus is recomputation too.
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -55,6 +56,11 @@ _BIAS_FIRST = frozenset(
 )
 
 
+def _next_sequence_nr() -> int:
+    """The number the next autograd node of this thread will get."""
+    return torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+
+
 class Entry:
     """One counted call: what was needed, what was executed, and where."""
 
@@ -65,7 +71,7 @@ class Entry:
     ) -> None:
         self.phase, self.module, self.operator, self.dtype = phase, module, operator, dtype
         self.needed, self.executed = needed, executed
-        self.sequence = torch.autograd._get_sequence_nr() - 1 if torch.is_grad_enabled() else None
+        self.sequence = _next_sequence_nr() - 1 if torch.is_grad_enabled() else None
 
 
 class Tally(TorchDispatchMode):
@@ -84,13 +90,15 @@ class Tally(TorchDispatchMode):
         documents: Sequence[Sequence[int]] | None = None,
         following: Following | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.convention = convention
         self.documents = documents
         self.entries: list[Entry] = []
         self.operators = 0
         self.uncounted: Counter[str] = Counter()
         self.notes: dict[str, None] = {}
+        self.windows: dict[str, int] = {}
+        """Sliding windows that modules declare, by path: a mask over short documents does not show them."""
         self.bands: set[Band] = set()
         self.size_steps: list[list[tuple[int, int, SizeStep]]] = []
         self._following = following
@@ -104,8 +112,6 @@ class Tally(TorchDispatchMode):
         packed = documents is not None and any(len(d) > 1 for d in documents)
         self._pairs_matter = packed or convention.attention == "causal"
         self._eager = EagerAttention(self._resolve_eager, self._rescale) if self._pairs_matter else None
-
-    # -- where we are ---------------------------------------------------------------------------------
 
     @contextmanager
     def module(self, path: str) -> Iterator[None]:
@@ -127,7 +133,7 @@ class Tally(TorchDispatchMode):
         self._mark(self._paths[-1])
 
     def _mark(self, path: str) -> None:
-        self._starts.append(torch.autograd._get_sequence_nr())
+        self._starts.append(_next_sequence_nr())
         self._start_paths.append(path)
 
     @contextmanager
@@ -142,8 +148,6 @@ class Tally(TorchDispatchMode):
     def _module_of(self, node: Any) -> str:
         """The module whose forward made this autograd node: nodes are numbered in order of creation."""
         return self._start_paths[max(0, bisect_right(self._starts, node._sequence_nr()) - 1)]
-
-    # -- seeing operators ------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -195,7 +199,7 @@ class Tally(TorchDispatchMode):
             phase, module = "recompute", self._paths[-1]
         else:
             phase, module = "backward", self._module_of(node) if node is not None else self._paths[-1]
-        needed, executed = self._flops(work, node if phase == "backward" else None)
+        needed, executed = self._flops(work, module, node if phase == "backward" else None)
         operand = args[1] if name in _BIAS_FIRST else args[0]
         if isinstance(operand, torch.Tensor) and operand.is_complex():
             needed, executed = 4 * needed, 4 * executed
@@ -203,10 +207,10 @@ class Tally(TorchDispatchMode):
         self.entries.append(entry)
         return entry
 
-    def _flops(self, work: Any, node: Any) -> tuple[int, int]:
+    def _flops(self, work: Any, module: str, node: Any) -> tuple[int, int]:
         """(needed, executed) of one call."""
         if isinstance(work, AttentionWork):
-            return self._attention_flops(work, node)
+            return self._attention_flops(work, module, node)
         if isinstance(work, RecurrentWork):
             if not work.backward:
                 return work.forward_flops(), work.forward_flops()
@@ -219,14 +223,14 @@ class Tally(TorchDispatchMode):
             return scale(int(work))
         return int(work), int(work)
 
-    def _attention_flops(self, work: AttentionWork, node: Any) -> tuple[int, int]:
+    def _attention_flops(self, work: AttentionWork, module: str, node: Any) -> tuple[int, int]:
         if not work.backward:
             if self._head_dims:
                 qk_dim, v_dim = self._head_dims[-1]
                 work = _with_head_dims(work, qk_dim, v_dim)
             if torch.is_grad_enabled():
-                self._forward_work[torch.autograd._get_sequence_nr() - 1] = work
-            needed, executed = self._pairs(work)
+                self._forward_work[_next_sequence_nr() - 1] = work
+            needed, executed = self._pairs(work, module)
             return work.forward_flops(needed), work.forward_flops(executed)
         q = k = v = True
         if node is not None:
@@ -236,15 +240,13 @@ class Tally(TorchDispatchMode):
             forward = self._forward_work.get(node._sequence_nr())
             if forward is not None:
                 work = _with_head_dims(work, forward.qk_dim, forward.v_dim)
-        needed, executed = self._pairs(work)
+        needed, executed = self._pairs(work, module)
         return (
             work.needed_backward_flops(needed, q=q, k=k, v=v),
             work.executed_backward_flops(executed),
         )
 
-    # -- pairs -----------------------------------------------------------------------------------------
-
-    def _pairs(self, work: AttentionWork) -> tuple[int, int]:
+    def _pairs(self, work: AttentionWork, module: str) -> tuple[int, int]:
         """(needed, executed) pairs of an attention call, all samples, one head."""
         if work.cumulative is not None:
             lengths = [_lengths(c if c is not None else work.cumulative[0]) for c in work.cumulative]
@@ -264,13 +266,22 @@ class Tally(TorchDispatchMode):
                 masks.append(allowed)
         if work.mask_function is not None:
             masks.append(_mask_of_function(work.mask_function, work.q_len, work.k_len))
-        return self._masked_pairs((work.samples, work.heads, work.q_len, work.k_len), masks, work.band)
+        shape = (work.samples, work.heads, work.q_len, work.k_len)
+        return self._masked_pairs(shape, masks, work.band, module)
 
     def _unread_mask(self) -> None:
         self.notes["an attention mask could not be read: all its pairs are counted"] = None
 
-    def _masked_pairs(self, shape: Sequence[int], masks: list[Value], band: Band) -> tuple[int, int]:
+    def _masked_pairs(
+        self, shape: Sequence[int], masks: list[Value], band: Band, module: str
+    ) -> tuple[int, int]:
         """Pairs for scores of this shape (samples, heads, queries, keys), by convention and documents."""
+        with _disable_current_modes(), torch.no_grad():
+            return self._pairs_of(shape, masks, band, self.windows.get(module))
+
+    def _pairs_of(
+        self, shape: Sequence[int], masks: list[Value], band: Band, window: int | None
+    ) -> tuple[int, int]:
         samples, _, q_len, k_len = shape
         causal = self.convention.attention == "causal"
         allowed = _intersection(masks, samples, q_len, k_len)
@@ -293,6 +304,8 @@ class Tally(TorchDispatchMode):
                 pairs = int(allowed.expand(samples, q_len, k_len).sum())
                 self.notes["an attention mask is no band: the pairs it allows were counted one by one"] = None
                 return pairs, pairs
+            if found.behind is None and window is not None and max(lengths) <= window < k_len:
+                found = Band(behind=window - 1, ahead=found.ahead)
             band = found
         self.bands.add(band)
         executed = samples * band.pairs(q_len, k_len)
@@ -324,7 +337,9 @@ class Tally(TorchDispatchMode):
         heads = 1
         for n in shape[1:-2]:
             heads *= n
-        needed, executed = self._masked_pairs((samples, heads, shape[-2], shape[-1]), masks, FULL)
+        needed, executed = self._masked_pairs(
+            (samples, heads, shape[-2], shape[-1]), masks, FULL, self._paths[-1]
+        )
         whole = samples * shape[-2] * shape[-1]
 
         def scale(flops: int) -> tuple[int, int]:
@@ -338,8 +353,6 @@ class Tally(TorchDispatchMode):
         entry.needed, entry.executed = scale(entry.needed)
         if entry.sequence is not None:
             self._scales[entry.sequence] = scale
-
-    # -- the result --------------------------------------------------------------------------------------
 
     def _dtype(self, name: str, operand: Any) -> str:
         if not isinstance(operand, torch.Tensor):
@@ -420,15 +433,15 @@ def _lengths(cumulative: torch.Tensor) -> list[int]:
     value = readable(cumulative)
     if value is None:
         raise RuntimeError("cumulative lengths of packed sequences are not known")
-    ends = [int(n) for n in value.tensor().tolist()]
-    return [b - a for a, b in zip(ends, ends[1:], strict=False)]
+    with _disable_current_modes():
+        ends = [int(n) for n in value.tensor().tolist()]
+    return [b - a for a, b in itertools.pairwise(ends)]
 
 
 def _mask_of_function(function: Callable[..., Any], q_len: int, k_len: int) -> Value:
     def compute() -> torch.Tensor:
         zero = torch.zeros((), dtype=torch.int64)
-        with _disable_current_modes():
-            allowed = function(zero, zero, torch.arange(q_len)[:, None], torch.arange(k_len)[None, :])
+        allowed = function(zero, zero, torch.arange(q_len)[:, None], torch.arange(k_len)[None, :])
         return torch.as_tensor(allowed).expand(q_len, k_len)
 
     return Value(compute)
@@ -437,17 +450,16 @@ def _mask_of_function(function: Callable[..., Any], q_len: int, k_len: int) -> V
 def _intersection(masks: list[Value], samples: int, q_len: int, k_len: int) -> torch.Tensor | None:
     """What all masks allow, as (samples or 1, queries, keys); masks of one dimension per head use head 0."""
     together: torch.Tensor | None = None
-    with _disable_current_modes():
-        for mask in masks:
-            allowed = mask.tensor()
-            while allowed.dim() < 3:
-                allowed = allowed[None]
-            if allowed.dim() == 4:
-                allowed = allowed[:, 0]
-            if allowed.dim() != 3 or allowed.shape[0] not in (1, samples):
-                continue
-            allowed = allowed.expand(allowed.shape[0], q_len, k_len)
-            together = allowed if together is None else together & allowed
+    for mask in masks:
+        allowed = mask.tensor()
+        while allowed.dim() < 3:
+            allowed = allowed[None]
+        if allowed.dim() == 4:
+            allowed = allowed[:, 0]
+        if allowed.dim() != 3 or allowed.shape[0] not in (1, samples):
+            continue
+        allowed = allowed.expand(allowed.shape[0], q_len, k_len)
+        together = allowed if together is None else together & allowed
     return together
 
 

@@ -10,19 +10,22 @@ No network is used and no code of a repository is run: a configuration is plain 
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import ModelError, TruemfuError, UsageError, closest
+from ..convention import Convention
+from ..errors import ModelError, UsageError, closest
+from .count import count_flops
 from .example_batch import example_batch
+from .flop_count import FlopCount
+from .hf_config import BuildOptions, model_from_config, one_line, read_config
 from .model_view import BatchRequest
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -32,43 +35,26 @@ DTYPES: Mapping[str, torch.dtype] = {
     "bf16": torch.bfloat16,
 }
 
-# In the order in which a configuration without (known) `architectures` looks for its training head.
-_AUTO_CLASSES = (
-    "AutoModelForImageTextToText",
-    "AutoModelForSpeechSeq2Seq",
-    "AutoModelForSeq2SeqLM",
-    "AutoModelForMaskedLM",
-    "AutoModelForCausalLM",
-    "AutoModelForZeroShotImageClassification",
-    "AutoModelForImageClassification",
-    "AutoModelForCTC",
-    "AutoModelForAudioClassification",
-    "AutoModel",
-)
-
 # Arguments that hold tokens; those of a tuple have no name.
 _TOKENS = ("input_ids", "decoder_input_ids", "labels", "")
+
+_MAX_BYTES_WITH_VALUES = 4 << 30
 
 NamedModels = Mapping[str, Callable[[torch.dtype, int], nn.Module]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TargetOptions:
-    """How to build the model. `dtype=None` is bf16, except for a factory, whose model stays as it is."""
-
-    dtype: torch.dtype | None = None
-    attn_implementation: str | None = None
-    checkpointing: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
 class Target:
-    """A model to count and the batch to count it on, which a factory may have brought along."""
+    """A model to count and the batch to count it on, which a factory may have brought along.
+
+    `with_values` builds the same on the CPU with real, random weights, where that is possible.
+    """
 
     name: str
     model: nn.Module
     batch: Any
     brought_batch: bool = False
+    with_values: Callable[[], Target] | None = None
 
     @property
     def samples(self) -> int | None:
@@ -115,7 +101,7 @@ def parse_dtype(name: str) -> torch.dtype:
 def resolve_target(
     text: str,
     request: BatchRequest,
-    options: TargetOptions | None = None,
+    options: BuildOptions | None = None,
     *,
     named: NamedModels | None = None,
 ) -> Target:
@@ -123,23 +109,43 @@ def resolve_target(
 
     Such a model is built on the meta device, for a dtype and a number of positions.
     """
-    options = options or TargetOptions()
+    options = options or BuildOptions()
     named = named or {}
-    batch: Any = None
     if text in named:
         _only_for_configs(text, options)
         with torch.device("meta"):
             model = named[text](options.dtype or torch.bfloat16, request.length or 1)
-    elif ":" in text and not Path(text).exists():
+        return _target(text, model, None, request, options)
+    if ":" in text and not Path(text).exists():
         _only_for_configs(text, options)
         model, batch = _from_factory(text, options.dtype)
-    elif Path(text).exists():
-        model = model_from_config(read_config(Path(text)), options)
-    else:
-        raise UsageError(
-            f"no model {text!r}{closest(text, named)}: expected {', '.join(named)}{', ' if named else ''}"
-            "a Hugging Face config.json or its folder, or package.module:factory"
-        )
+        return _target(text, model, batch, request, options)
+    if Path(text).exists():
+        config = read_config(Path(text))
+
+        def build(device: str) -> Target:
+            return _target(text, model_from_config(config, options, device=device), None, request, options)
+
+        return replace(build("meta"), with_values=lambda: build("cpu"))
+    raise UsageError(
+        f"no model {text!r}{closest(text, named)}: expected {', '.join(named)}{', ' if named else ''}"
+        "a Hugging Face config.json or its folder, or package.module:factory"
+    )
+
+
+def count_target(target: Target, *, convention: Convention, backward: bool) -> FlopCount:
+    """Count it. A model that cannot run without values is built again with them, if it is small enough."""
+    try:
+        return count_flops(target.model, target.batch, convention=convention, backward=backward)
+    except ModelError:
+        size = sum(parameter.numel() * parameter.element_size() for parameter in target.model.parameters())
+        if target.with_values is None or size > _MAX_BYTES_WITH_VALUES:
+            raise
+    real = target.with_values()
+    return count_flops(real.model, real.batch, convention=convention, backward=backward)
+
+
+def _target(text: str, model: nn.Module, batch: Any, request: BatchRequest, options: BuildOptions) -> Target:
     if options.checkpointing:
         _enable_checkpointing(model)
     model.train()
@@ -152,75 +158,6 @@ def resolve_target(
     )
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """The Hugging Face configuration in this file or folder, as plain data."""
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UsageError(f"no config.json in {path}") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ModelError(f"{file} is not a readable JSON file: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{file} is not a Hugging Face configuration: expected a JSON object")
-    return content
-
-
-def model_from_config(config: Mapping[str, Any] | Any, options: TargetOptions | None = None) -> nn.Module:
-    """The model a configuration (plain data, or a transformers object) describes, on the meta device."""
-    options = options or TargetOptions()
-    transformers = _transformers()
-    try:
-        if isinstance(config, Mapping):
-            config = _config_object(transformers, dict(config))
-        model_class = _model_class(transformers, config)
-        if model_class.__name__.endswith("ForSequenceClassification") and config.pad_token_id is None:
-            config.pad_token_id = 0
-        how: dict[str, Any] = {"dtype": options.dtype or torch.bfloat16}
-        if options.attn_implementation is not None:
-            how["attn_implementation"] = options.attn_implementation
-        with torch.device("meta"):
-            model = model_class._from_config(config, **how)
-    except TruemfuError:
-        raise
-    except Exception as error:
-        raise ModelError(f"the configuration does not build a model: {_one_line(error)}") from error
-    if not isinstance(model, nn.Module):
-        raise ModelError(f"the configuration builds a {type(model).__name__}, not a PyTorch module")
-    # Parameters made with the legacy torch.Tensor(n) constructor ignore the device context.
-    return model.to("meta")
-
-
-def _config_object(transformers: Any, content: dict[str, Any]) -> Any:
-    known = transformers.CONFIG_MAPPING
-    model_type = content.get("model_type")
-    if model_type is None:
-        for architecture in content.get("architectures") or ():
-            model_class = getattr(transformers, architecture, None)
-            if model_class is not None:
-                return model_class.config_class.from_dict(content)
-        raise ModelError("the configuration names no model_type and no architecture transformers knows")
-    if model_type not in known:
-        raise ModelError(
-            f"unknown model_type {model_type!r}{closest(str(model_type), known.keys())}: transformers "
-            f"{transformers.__version__} has no such architecture"
-        )
-    return known[model_type].from_dict(content)
-
-
-def _model_class(transformers: Any, config: Any) -> Any:
-    for architecture in getattr(config, "architectures", None) or ():
-        model_class = getattr(transformers, architecture, None)
-        if isinstance(model_class, type) and issubclass(model_class, nn.Module):
-            return model_class
-    for name in _AUTO_CLASSES:
-        auto = getattr(transformers, name, None)
-        if auto is not None and type(config) in auto._model_mapping:
-            model_class = auto._model_mapping[type(config)]
-            return model_class[0] if isinstance(model_class, tuple) else model_class
-    raise ModelError(f"transformers {transformers.__version__} has no model for {type(config).__name__}")
-
-
 def _from_factory(text: str, dtype: torch.dtype | None) -> tuple[nn.Module, Any]:
     module_name, _, attribute = text.partition(":")
     try:
@@ -229,15 +166,15 @@ def _from_factory(text: str, dtype: torch.dtype | None) -> tuple[nn.Module, Any]
         for name in attribute.split("."):
             factory = getattr(factory, name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise UsageError(f"cannot import {text!r}: {_one_line(error)}") from error
+        raise UsageError(f"cannot import {text!r}: {one_line(error)}") from error
     except (Exception, SystemExit) as error:
-        raise ModelError(f"importing {module_name!r} failed: {_one_line(error)}") from error
+        raise ModelError(f"importing {module_name!r} failed: {one_line(error)}") from error
     if not callable(factory) or isinstance(factory, nn.Module):
         raise UsageError(f"{text!r} is not a factory: expected a callable that returns a module")
     try:
         made = factory()
     except (Exception, SystemExit) as error:
-        raise ModelError(f"the factory {text!r} raised {_one_line(error)}") from error
+        raise ModelError(f"the factory {text!r} raised {one_line(error)}") from error
     model, batch = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
         raise ModelError(f"the factory {text!r} returned {type(model).__name__}; expected a module")
@@ -268,23 +205,11 @@ def _enable_checkpointing(model: nn.Module) -> None:
             raise ValueError("it has no gradient_checkpointing_enable()")
         enable()
     except ValueError as error:
-        raise UsageError(f"{type(model).__name__} cannot be checkpointed: {_one_line(error)}") from error
+        raise UsageError(f"{type(model).__name__} cannot be checkpointed: {one_line(error)}") from error
 
 
-def _only_for_configs(text: str, options: TargetOptions) -> None:
+def _only_for_configs(text: str, options: BuildOptions) -> None:
     if options.attn_implementation is not None:
         raise UsageError(
             f"the attention implementation can be chosen for Hugging Face configs, not for {text!r}"
         )
-
-
-def _transformers() -> Any:
-    try:
-        import transformers
-    except ImportError as error:
-        raise UsageError("a Hugging Face config needs transformers: pip install 'truemfu[hf]'") from error
-    return transformers
-
-
-def _one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"

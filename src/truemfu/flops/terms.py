@@ -101,8 +101,8 @@ def size_chains(
 ) -> tuple[list[Term], list[Term]]:
     """The sizes, and the areas, that convolutions and poolings make of these sizes, as terms.
 
-    `calls` are the recorded calls of each run, in order. A step whose input is a known size in every run makes
-    its output a known size too; the sizes of one call multiply to its area.
+    `calls` are the recorded calls of each run, in order. A step whose input is a known size in every run
+    makes its output a known size too; the sizes of one call multiply to its area.
     """
     known: dict[tuple[int, ...], Term] = {}
     areas: dict[str, Term] = {}

@@ -5,7 +5,9 @@ measured figures: `burst` (the best short run: the silicon before it heats up) a
 the second half of a longer run: what a training job can hope for). Both use random numbers: zeros draw less
 power and run faster than any real data.
 
-    for each dtype:  make operands ─► warm up ─► best of short runs, per shape ─► long run at the best shape
+    each dtype: best of short runs, shape by shape ─► then each dtype: a long run at its best shape
+
+All bursts come first, so that no dtype is measured on a chip that another one has heated.
 
 Nothing outside changes: own random generator, torch's TF32 setting put back, operands freed after each dtype.
 """
@@ -88,18 +90,26 @@ def measure_ceiling(
         torch.cuda.device(target) if target.type == "cuda" else nullcontext()
     )
     with where, torch.no_grad():
-        return tuple(_measure(target, name, shapes, seconds) for name in names)
+        bursts = [_best_burst(target, name, shapes, seconds) for name in names]
+        return tuple(
+            _ceiling(target, name, burst, seconds) for name, burst in zip(names, bursts, strict=True)
+        )
 
 
-def _measure(device: torch.device, dtype: str, shapes: Sequence[Shape], seconds: float) -> MatmulCeiling:
-    """One dtype: the best shape in a burst, then that shape for `seconds`."""
+@dataclass(frozen=True, kw_only=True)
+class _Burst:
+    """The best shape of one dtype and what it reached; or why there is none."""
+
+    shape: Shape | None = None
+    flops_per_s: float | None = None
+    skipped: str | None = None
+
+
+def _best_burst(device: torch.device, dtype: str, shapes: Sequence[Shape], patience_s: float) -> _Burst:
+    """Try the shapes in turn; a product that takes longer than `patience_s` ends the search."""
     import torch
 
-    spec = spec_of(device)
-    datasheet = None if spec is None else spec.peak(dtype)
-    device_name = _name_of(device)
-    best: tuple[float, Shape] | None = None
-    reason = "no shape fits in memory"
+    best = _Burst(skipped="no shape fits in memory")
     with _fp32_precision(dtype):
         for shape in shapes:
             try:
@@ -107,32 +117,32 @@ def _measure(device: torch.device, dtype: str, shapes: Sequence[Shape], seconds:
             except torch.OutOfMemoryError:
                 continue
             except (RuntimeError, NotImplementedError, AttributeError, ValueError, TypeError) as error:
-                reason = _first_line(error)
-                break
+                return _Burst(skipped=_first_line(error))
             flops_per_s = _flops(shape) / burst_s
-            if best is None or flops_per_s > best[0]:
-                best = flops_per_s, shape
-            if burst_s > seconds:
-                break  # an emulated dtype: larger shapes would only take longer
-        if best is None:
-            return MatmulCeiling(
-                dtype=dtype,
-                device_name=device_name,
-                shape=None,
-                burst_flops_per_s=None,
-                sustained_flops_per_s=None,
-                datasheet_flops_per_s=datasheet,
-                skipped=reason,
-            )
-        burst, shape = best
-        sustained_s = _sustained_s(_product(device, dtype, shape), device, seconds, _flops(shape) / burst)
+            if best.flops_per_s is None or flops_per_s > best.flops_per_s:
+                best = _Burst(shape=shape, flops_per_s=flops_per_s)
+            if burst_s > patience_s:
+                break
+    return best
+
+
+def _ceiling(device: torch.device, dtype: str, burst: _Burst, seconds: float) -> MatmulCeiling:
+    """The burst of one dtype together with a run of `seconds` at its best shape."""
+    spec = spec_of(device)
+    sustained_flops_per_s: float | None = None
+    if burst.shape is not None and burst.flops_per_s is not None:
+        flops = _flops(burst.shape)
+        with _fp32_precision(dtype):
+            product = _product(device, dtype, burst.shape)
+            sustained_flops_per_s = flops / _sustained_s(product, device, seconds, flops / burst.flops_per_s)
     return MatmulCeiling(
         dtype=dtype,
-        device_name=device_name,
-        shape=shape,
-        burst_flops_per_s=burst,
-        sustained_flops_per_s=_flops(shape) / sustained_s,
-        datasheet_flops_per_s=datasheet,
+        device_name=_name_of(device),
+        shape=burst.shape,
+        burst_flops_per_s=burst.flops_per_s,
+        sustained_flops_per_s=sustained_flops_per_s,
+        datasheet_flops_per_s=None if spec is None else spec.peak(dtype),
+        skipped=burst.skipped,
     )
 
 

@@ -1,0 +1,54 @@
+# Two commands on a fresh machine: `make demo` and `make test`. Everything else is here to be looked up.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+# The oldest Python and torch we support; any python3 will do where there is no 3.10.
+OLDEST_PYTHON ?= $(shell python3.10 -c 'print("python3.10")' 2>/dev/null || echo $(PYTHON))
+OLDEST_VENV   := .venv-oldest
+OLDEST_STAMP  := $(OLDEST_VENV)/.installed
+
+.PHONY: help setup demo test lint format test-oldest bench clean
+
+help:           ## this list
+	@sed -n 's/^\([a-z-]*\):[^#]*## /\1 # /p' $(MAKEFILE_LIST) | awk -F' # ' '{printf "make %-12s %s\n", $$1, $$2}'
+
+setup: $(STAMP) ## .venv with the package and everything its development needs
+
+$(STAMP): pyproject.toml constraints-dev.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints-dev.txt -e ".[dev]"
+	@touch $@
+
+demo: setup     ## count well-known models, time a step, write out/demo.html
+	$(BIN)/python examples/demo.py
+
+test: setup     ## the tests
+	$(BIN)/python -m pytest -n 2
+
+lint: setup     ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup   ## let ruff mend what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test-oldest: $(OLDEST_STAMP) ## the tests on the oldest torch we support
+	$(OLDEST_VENV)/bin/python -m pytest -n 2
+
+$(OLDEST_STAMP): pyproject.toml constraints-oldest.txt
+	test -x $(OLDEST_VENV)/bin/python || $(OLDEST_PYTHON) -m venv $(OLDEST_VENV)
+	$(OLDEST_VENV)/bin/python -m pip install --quiet -c constraints-oldest.txt -e ".[dev]"
+	@touch $@
+
+bench: setup    ## the figures of the documentation
+	for script in benchmarks/flops_*.py; do $(BIN)/python $$script || exit 1; done
+
+clean:          ## remove what was built and written, environments included
+	rm -rf $(VENV) $(OLDEST_VENV) out build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src -name '*.egg-info' -type d -prune -exec rm -rf {} +

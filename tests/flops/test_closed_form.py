@@ -1,0 +1,185 @@
+"""A closed form is exact for shapes it never saw: every public case, against direct counts and the truth."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from truemfu import Convention, FlopModel, count_flops
+from truemfu.errors import TruemfuWarning
+
+cases = pytest.importorskip("benchmarks.cases")
+
+UNCOMPILED = [c.name for c in cases.CASES if not c.compiled]
+PACKABLE = [
+    name
+    for name in UNCOMPILED
+    if name.startswith(("gpt2", "llama", "qwen2", "qwen3", "mistral", "gemma", "mixtral", "deep"))
+    and name not in ("llama-padded", "qwen2.5-vl")
+]
+QUICK = settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@lru_cache(maxsize=None)
+def fitted(name: str, attention: str) -> tuple[cases.Case, nn.Module, FlopModel]:
+    c = cases.case(name)
+    model = c.build()
+    return c, model, FlopModel.fit(model, c.batch(samples=2, length=24), convention=Convention(attention=attention))
+
+
+def assert_same(count, other) -> None:
+    assert (count.forward, count.backward, count.recompute) == (other.forward, other.backward, other.recompute)
+
+
+def extras(name: str) -> st.SearchStrategy[dict]:
+    """What else may vary in a case: numbers and sizes of images."""
+    side = st.integers(1, 8).map(lambda n: 2 * n)
+    if name == "qwen2.5-vl":
+        grids = st.lists(st.tuples(st.integers(1, 3), side, side), min_size=1, max_size=3)
+        return grids.map(lambda images: {"images": images})
+    if name == "llava":
+        return st.integers(1, 5).map(lambda n: {"images": n})
+    if name.startswith("resnet"):
+        return st.integers(33, 130).map(lambda n: {"size": n})
+    return st.just({})
+
+
+@pytest.mark.parametrize("attention", ["full", "causal"])
+@pytest.mark.parametrize("name", UNCOMPILED)
+def test_closed_form_equals_the_truth_at_unseen_shapes(name, attention):
+    c, model, f = fitted(name, attention)
+    assert f.closed, "counted once per shape"
+
+    @QUICK
+    @given(st.integers(1, 9), st.integers(5, 60), extras(name))
+    def holds(samples, length, extra):
+        if name == "llava":
+            length += 9 * extra["images"]
+        batch = c.batch(samples=samples, length=length, **extra)
+        assert_same(f(batch), c.truth(model, batch, attention=attention))
+
+    holds()
+
+
+@pytest.mark.parametrize("attention", ["full", "causal"])
+@pytest.mark.parametrize("name", PACKABLE)
+def test_closed_form_equals_the_truth_for_packed_documents(name, attention):
+    c, model, f = fitted(name, attention)
+
+    @QUICK
+    @given(st.integers(1, 4), st.lists(st.integers(1, 20), min_size=2, max_size=5))
+    def holds(samples, documents):
+        batch = c.batch(samples=samples, length=sum(documents), documents=documents)
+        assert_same(f(batch), c.truth(model, batch, attention=attention))
+
+    holds()
+
+
+@pytest.mark.parametrize("name", ["llama-sdpa", "mistral", "t5", "resnet", "mamba2", "clip", "whisper"])
+def test_closed_form_equals_a_direct_count_in_every_split(name):
+    c, model, f = fitted(name, "full")
+    batch = c.batch(samples=4, length=31)
+    direct, closed = count_flops(model, batch), f(batch)
+    assert_same(closed, direct)
+    assert dict(closed.by_module) == dict(direct.by_module)
+    assert dict(closed.by_dtype) == dict(direct.by_dtype)
+    assert dict(closed.by_operator) == dict(direct.by_operator)
+    assert closed.method == "closed form"
+
+
+def test_padding_changes_nothing():
+    c, _, f = fitted("llama-padded", "full")
+    batch = c.batch(samples=3, length=30)
+    padded = f(batch)
+    batch["attention_mask"] = torch.ones_like(batch["attention_mask"])
+    assert_same(f(batch), padded)
+
+
+def test_a_fixed_size_may_not_vary_but_a_batch_may():
+    c, model, f = fitted("vit", "full")
+    batch = c.batch(samples=7)
+    assert_same(f(batch), c.truth(model, batch))
+
+
+def test_positional_batches():
+    model = nn.Sequential(nn.Conv2d(3, 5, 3, stride=2, padding=1), nn.MaxPool2d(3, 2), nn.Conv2d(5, 7, 2))
+    f = FlopModel.fit(model, (torch.zeros(2, 3, 32, 32),))
+    for shape in ((1, 3, 47, 33), (5, 3, 64, 90)):
+        batch = (torch.zeros(shape),)
+        assert f.closed
+        assert_same(f(batch), count_flops(model, batch))
+
+
+def test_sequence_of_vectors():
+    model = nn.TransformerEncoderLayer(16, 4, 24, dropout=0.0, batch_first=True)
+    f = FlopModel.fit(model, (torch.zeros(2, 9, 16),))
+    batch = (torch.zeros(3, 21, 16),)
+    assert_same(f(batch), count_flops(model, batch))
+
+
+class Prefixed(nn.Module):
+    """Learned prefix tokens before the sequence: lengths enter as (length + 5)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prefix = nn.Parameter(torch.zeros(1, 5, 16))
+        self.embed = nn.Embedding(50, 16)
+        self.q, self.k, self.v = (nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, input_ids):
+        x = torch.cat([self.prefix.expand(len(input_ids), -1, -1), self.embed(input_ids)], 1)
+        scores = self.q(x) @ self.k(x).transpose(1, 2)
+        return scores.softmax(-1) @ self.v(x)
+
+
+def test_sums_of_terms_are_found():
+    model = Prefixed()
+    f = FlopModel.fit(model, {"input_ids": torch.zeros(2, 9, dtype=torch.long)})
+    assert f.closed
+    for shape in ((1, 3), (4, 50)):
+        batch = {"input_ids": torch.zeros(shape, dtype=torch.long)}
+        assert_same(f(batch), count_flops(model, batch))
+
+
+class Sorter(nn.Module):
+    """Work that is no polynomial of the length: one product for each bit of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 16)
+        self.mix = nn.Linear(16, 16)
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        for _ in range(bin(input_ids.shape[1]).count("1")):
+            x = self.mix(x)
+        return x
+
+
+def test_a_model_without_closed_form_is_counted_once_per_shape_and_says_so():
+    model = Sorter()
+    with pytest.warns(TruemfuWarning, match="counted once per shape"):
+        f = FlopModel.fit(model, {"input_ids": torch.zeros(2, 9, dtype=torch.long)})
+    assert not f.closed
+    batch = {"input_ids": torch.zeros(3, 14, dtype=torch.long)}
+    assert_same(f(batch), count_flops(model, batch))
+    assert "counted once per shape" in f(batch).method
+
+
+def test_a_new_kind_of_batch_is_calibrated_when_it_comes():
+    c, model, f = fitted("llama-sdpa", "full")
+    batch = c.batch(samples=2, length=13)
+    batch["attention_mask"] = torch.ones(2, 13, dtype=torch.long)
+    assert_same(f(batch), c.truth(model, batch))
+    assert f(batch).method == "closed form"
+
+
+def test_formulas_are_written_out():
+    _, _, f = fitted("llama-sdpa", "full")
+    assert set(f.formulas()) == {"forward", "backward", "recompute"}
+    assert "samples·length·length" in f.formulas()["recompute"]

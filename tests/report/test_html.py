@@ -1,0 +1,32 @@
+"""The page is one file that needs nothing else, and says what it was given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from truemfu.report.html import Section, write_page
+
+
+def page(tmp_path: Path, *sections: Section) -> str:
+    path = write_page(tmp_path / "new" / "page.html", title="A <title>", lead="Lead.", sections=sections)
+    return path.read_text(encoding="utf-8")
+
+
+def test_text_is_escaped_and_every_cell_is_there(tmp_path: Path) -> None:
+    rows = [["a < b", "1"], ["c", "2"]]
+    text = page(tmp_path, Section(heading="Heading", sentences=["One."], columns=["x", "y"], rows=rows))
+    assert "<title>A &lt;title&gt;</title>" in text
+    for piece in ("<h2>Heading</h2>", "<p>One.</p>", "<th>y</th>", "<td>a &lt; b</td>", "<td>2</td>"):
+        assert piece in text
+
+
+def test_bars_are_as_long_as_their_share(tmp_path: Path) -> None:
+    text = page(tmp_path, Section(heading="h", columns=["x"], rows=[["1"], ["2"]], bars=[0.25, 0.5]))
+    assert "--share: 25.0%" in text
+    assert "--share: 50.0%" in text
+
+
+def test_nothing_is_loaded_from_elsewhere(tmp_path: Path) -> None:
+    text = page(tmp_path, Section(heading="h"))
+    assert not any(sign in text for sign in ("http", "src=", "<link", "<script", "@import", "url("))
+    assert "<table>" not in text

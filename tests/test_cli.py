@@ -1,0 +1,287 @@
+"""The command line: what it prints, and one line and exit code 2 for every wrong call."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+import truemfu
+from truemfu import count_flops
+from truemfu.cli import main
+from truemfu.cli.console import short
+from truemfu.flops.model_view import BatchRequest
+from truemfu.flops.targets import resolve_target
+from truemfu.sweep.models import REFERENCE_MODELS
+
+FACTORIES = """
+import torch
+from torch import nn
+
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 4, bias=False)
+    def forward(self, x):
+        return self.layer(x)
+
+class Silent(Plain):
+    def forward(self, x):
+        self.layer(x)
+        return "done"
+
+def fits():
+    return Plain(), {"x": torch.zeros(5, 8)}
+
+def wrong_shape():
+    return Plain(), {"x": torch.zeros(5, 7)}
+
+def wrong_name():
+    return Plain(), {"y": torch.zeros(5, 8)}
+
+def no_tensor():
+    return Silent(), {"x": torch.zeros(5, 8)}
+
+def frozen():
+    return Plain().requires_grad_(False), {"x": torch.zeros(5, 8)}
+
+def raises():
+    raise RuntimeError("no weights here")
+
+def leaves():
+    raise SystemExit("too late")
+"""
+
+
+class Result(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., Result]:
+    """Call the command line in this process, from a folder that holds factories and configurations."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "clifactories", raising=False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
+    (tmp_path / "clifactories.py").write_text(FACTORIES)
+    (tmp_path / "unknown.json").write_text('{"model_type": "lama"}')
+    (tmp_path / "broken.json").write_text("{")
+
+    def call(*arguments: str) -> Result:
+        with pytest.raises(SystemExit) as stop:
+            main(arguments)
+        captured = capsys.readouterr()
+        return Result(int(stop.value.code or 0), captured.out, captured.err)
+
+    return call
+
+
+def counted(run: Run, *arguments: str) -> dict[str, Any]:
+    result = run("count", *arguments, "--json")
+    assert (result.code, result.err) == (0, "")
+    data: dict[str, Any] = json.loads(result.out)
+    return data
+
+
+def test_json_has_the_attribute_names_as_keys(run: Run) -> None:
+    data = counted(run, "tiny", "--batch", "2", "--seq", "16")
+    target = resolve_target("tiny", BatchRequest(samples=2, length=16), named=REFERENCE_MODELS)
+    expected = count_flops(target.model, target.batch).as_dict()
+    head = {"model": "tiny", "parameters": 359_168, "batch": 2, "seq": 16}
+    assert data == {**head, **expected}
+
+
+def test_forward_of_tiny_is_this_integer(run: Run) -> None:
+    tokens, hidden, layers, vocab, length = 2 * 16, 64, 2, 1000, 16
+    linear = 2 * tokens * (layers * 12 * hidden * hidden + hidden * vocab)
+    attention = layers * 2 * 2 * tokens * length * hidden
+    data = counted(run, "tiny", "--batch", "2", "--seq", "16")
+    assert data["forward"] == linear + attention
+    assert data["backward"] == 2 * data["forward"]
+
+
+def test_options_reach_the_count(run: Run) -> None:
+    shape = ("--batch", "2", "--seq", "16")
+    plain = counted(run, "tiny", *shape)
+    causal = counted(run, "tiny", *shape, "--attention-convention", "causal")
+    forward = counted(run, "tiny", *shape, "--no-backward")
+    checkpointed = counted(run, "tiny", *shape, "--checkpointing")
+    assert causal["convention"] == {"attention": "causal"}
+    assert plain["forward"] - causal["forward"] == 2 * 2 * 2 * 2 * 64 * (16 * 16 - 16 * 17 // 2)
+    assert (forward["forward"], forward["backward"]) == (plain["forward"], 0)
+    assert checkpointed["model_flops"] == plain["model_flops"]
+    assert checkpointed["recompute"] > plain["recompute"]
+
+
+def test_dtype_is_bf16_unless_said(run: Run) -> None:
+    assert set(counted(run, "tiny", "--seq", "8")["by_dtype"]) == {"bf16"}
+    assert set(counted(run, "tiny", "--seq", "8", "--dtype", "fp16")["by_dtype"]) == {"fp16"}
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_a_configuration_counts_the_same_under_each_attention(
+    run: Run, tmp_path: Path, implementation: str
+) -> None:
+    config = {
+        "model_type": "llama",
+        "vocab_size": 99,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    data = counted(run, ".", "--batch", "2", "--seq", "16", "--attn-implementation", implementation)
+    projections = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 48
+    rotary = data["by_module"].get("model.rotary_emb", 0)  # older transformers multiply matrices there
+    assert data["forward"] - rotary == 2 * 32 * (2 * projections + 32 * 99) + 2 * 4 * 32 * 16 * 32
+
+
+def test_a_factory_brings_its_own_batch_and_says_what_is_not_used(run: Run) -> None:
+    result = run("count", "clifactories:fits", "--batch", "3", "--json")
+    data = json.loads(result.out)
+    assert result.code == 0
+    assert result.err == "note: clifactories:fits brings its own batch; --batch not used\n"
+    assert (data["batch"], data["seq"], data["parameters"]) == (5, None, 32)
+    assert (data["forward"], data["backward"]) == (2 * 5 * 8 * 4, 2 * 5 * 8 * 4)
+
+
+def test_tables_show_the_exact_integers_and_the_convention(run: Run) -> None:
+    data = counted(run, "tiny", "--batch", "2", "--seq", "16")
+    result = run("count", "tiny", "--batch", "2", "--seq", "16", "--depth", "1")
+    assert (result.code, result.err) == (0, "")
+    for value in (data["forward"], data["backward"], data["model_flops"], data["by_module"]["blocks"]):
+        assert f"{value:,}" in result.out
+    assert "359,168 parameters" in result.out
+    assert "attention counts all pairs" in result.out
+    assert "blocks.*" not in result.out
+    assert "\x1b" not in result.out
+
+
+BAD_CALLS = {
+    "a batch that does not fit": (["count", "clifactories:wrong_shape"], "Plain"),
+    "an argument the model has not": (["count", "clifactories:wrong_name"], "does not fit Plain"),
+    "a model that returns no tensor": (["count", "clifactories:no_tensor"], "tensor"),
+    "a loss that needs no gradient": (["count", "clifactories:frozen"], "gradient"),
+    "an unknown architecture": (["count", "unknown.json"], "unknown model_type 'lama'"),
+    "a file that is no JSON": (["count", "broken.json"], "not a readable JSON file"),
+    "a factory that raises": (["count", "clifactories:raises"], "RuntimeError: no weights here"),
+    "a factory that exits": (["count", "clifactories:leaves"], "SystemExit: too late"),
+    "a factory that is not there": (["count", "clifactories:nothing"], "no attribute 'nothing'"),
+    "a module that is not there": (["count", "nowhere:f"], "No module named 'nowhere'"),
+    "a model that is not there": (["count", "tinny"], "did you mean 'tiny'?"),
+    "a negative batch": (["count", "tiny", "--batch", "-1"], "batch size must be at least 1; got -1"),
+    "an empty sequence": (["count", "tiny", "--seq", "0"], "sequence length must be at least 1; got 0"),
+    "a negative number of images": (["count", "tiny", "--images", "-2"], "at least 0; got -2"),
+    "a negative image size": (["count", "tiny", "--image-size", "-2"], "at least 1; got -2"),
+    "a negative depth": (["count", "tiny", "--depth", "-1"], "depth must be at least 0"),
+    "a batch that is no number": (["count", "tiny", "--batch", "x"], "'x' is not a valid integer"),
+    "an unknown dtype": (["count", "tiny", "--dtype", "bf17"], "did you mean 'bf16'?"),
+    "an unknown convention": (["count", "tiny", "--attention-convention", "half"], "'half' is not one of"),
+    "an attention that cannot be chosen": (["count", "tiny", "--attn-implementation", "eager"], "tiny"),
+    "checkpointing without support": (
+        ["count", "clifactories:fits", "--checkpointing"],
+        "cannot be checkpointed",
+    ),
+    "no model": (["count"], "MODEL"),
+    "an unknown command": (["cuont"], "cuont"),
+    "an unknown option": (["count", "tiny", "--bach", "4"], "--bach"),
+    "an unknown dtype for the ceiling": (["peak", "--dtype", "bf17"], "bf17"),
+    "a negative time": (["peak", "--seconds", "-1"], "seconds must be"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD_CALLS.values(), ids=BAD_CALLS)
+def test_a_wrong_call_is_one_line_and_exit_code_2(run: Run, arguments: list[str], message: str) -> None:
+    result = run(*arguments)
+    assert (result.code, result.out) == (2, "")
+    assert result.err.startswith("error: ")
+    assert result.err.count("\n") == 1
+    assert message in result.err
+
+
+def test_libraries_add_nothing_to_that_line(run: Run, tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-c",
+        "from truemfu.cli import main; main()",
+        "count",
+        "clifactories:wrong_shape",
+    ]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_debug_adds_the_traceback(run: Run) -> None:
+    result = run("count", "clifactories:raises", "--debug")
+    assert result.code == 2
+    assert "Traceback" in result.err
+    assert result.err.splitlines()[-1].startswith("error: the factory")
+
+
+def test_devices_lists_every_row_and_this_machine(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    from truemfu.hardware.specs import DEVICES
+
+    monkeypatch.delenv("TRUEMFU_PEAK_TFLOPS", raising=False)
+    result = run("devices")
+    assert result.code == 0
+    assert all(spec.name in result.out for spec in DEVICES)
+    assert "this machine: " in result.out
+    data = json.loads(run("devices", "--json").out)
+    assert [row["key"] for row in data["devices"]] == [spec.key for spec in DEVICES]
+    assert set(data["this_machine"]) == {"name", "match", "override_flops_per_s"}
+
+
+def test_devices_says_that_the_environment_overrides(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRUEMFU_PEAK_TFLOPS", "123.5")
+    assert "TRUEMFU_PEAK_TFLOPS overrides the table: 123.5 TFLOP/s" in run("devices").out
+    assert json.loads(run("devices", "--json").out)["this_machine"]["override_flops_per_s"] == 123.5e12
+
+
+def test_peak_measures_something(run: Run) -> None:
+    (ceiling,) = json.loads(run("peak", "--dtype", "fp32", "--seconds", "0.05", "--json").out)
+    assert ceiling["dtype"] == "fp32"
+    assert ceiling["burst_flops_per_s"] > 1e8
+    assert "fp32" in run("peak", "--dtype", "fp32", "--seconds", "0.05").out
+
+
+def test_help_teaches_and_version_is_the_packages(run: Run) -> None:
+    assert run().out == run("--help").out
+    assert "truemfu count 1b --batch 4 --seq 512" in run("--help").out
+    assert "package.module:factory" in run("count", "--help").out
+    assert run("--version").out == f"truemfu, version {truemfu.__version__}\n"
+
+
+def test_a_reader_that_leaves_early_is_no_error() -> None:
+    program = f"{sys.executable} -c 'from truemfu.cli import main; main()' devices"
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", f"{program} | head -n 1"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0, "0"), (999, "999"), (1.6344e13, "16.34 T"), (2.5e18, "2.5 E"), (2e22, "2e+04 E")]
+)
+def test_numbers_are_short(value: float, text: str) -> None:
+    assert short(value) == text
