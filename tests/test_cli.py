@@ -101,7 +101,7 @@ def test_json_has_the_attribute_names_as_keys(run: Run) -> None:
     data = counted(run, "tiny", "--batch", "2", "--seq", "16")
     target = resolve_target("tiny", BatchRequest(samples=2, length=16), named=REFERENCE_MODELS)
     expected = count_flops(target.model, target.batch).as_dict()
-    head = {"model": "tiny", "parameters": 359_168, "batch": 2, "seq": 16}
+    head = {"model": "tiny", "parameters": 228_096, "batch": 2, "seq": 16}
     assert data == {**head, **expected}
 
 
@@ -167,7 +167,7 @@ def test_tables_show_the_exact_integers_and_the_convention(run: Run) -> None:
     assert (result.code, result.err) == (0, "")
     for value in (data["forward"], data["backward"], data["model_flops"], data["by_module"]["blocks"]):
         assert f"{value:,}" in result.out
-    assert "359,168 parameters" in result.out
+    assert "228,096 parameters" in result.out
     assert "attention counts all pairs" in result.out
     assert "blocks.*" not in result.out
     assert "\x1b" not in result.out

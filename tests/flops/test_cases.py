@@ -7,9 +7,12 @@ import pytest
 pytest.importorskip("transformers", minversion="5.0")
 
 from benchmarks.cases import CASES, Case, case
+
 from truemfu import Convention, count_flops
 
-DECODERS = [c for c in CASES if c.name.startswith(("gpt2", "llama", "qwen", "mistral", "gemma", "mixtral", "deep"))]
+DECODERS = [
+    c for c in CASES if c.name.startswith(("gpt2", "llama", "qwen", "mistral", "gemma", "mixtral", "deep"))
+]
 PACKABLE = [c for c in DECODERS if not c.compiled and c.name not in ("llama-padded", "qwen2.5-vl")]
 
 
@@ -73,7 +76,9 @@ def test_model_flops_do_not_depend_on_the_kernel():
     batch = case("llama-sdpa").batch(samples=2, length=24)
     for attention in ("full", "causal"):
         counts = {
-            name: count_flops(case(name).build(), batch, convention=Convention(attention=attention)).model_flops
+            name: count_flops(
+                case(name).build(), batch, convention=Convention(attention=attention)
+            ).model_flops
             for name in ("llama-sdpa", "llama-eager", "llama-checkpointed", "llama-compiled")
         }
         assert len(set(counts.values())) == 1, counts

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 import pytest
 import torch
@@ -25,15 +25,23 @@ PACKABLE = [
 QUICK = settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 
 
-@lru_cache(maxsize=None)
+@cache
 def fitted(name: str, attention: str) -> tuple[cases.Case, nn.Module, FlopModel]:
     c = cases.case(name)
     model = c.build()
-    return c, model, FlopModel.fit(model, c.batch(samples=2, length=24), convention=Convention(attention=attention))
+    return (
+        c,
+        model,
+        FlopModel.fit(model, c.batch(samples=2, length=24), convention=Convention(attention=attention)),
+    )
 
 
 def assert_same(count, other) -> None:
-    assert (count.forward, count.backward, count.recompute) == (other.forward, other.backward, other.recompute)
+    assert (count.forward, count.backward, count.recompute) == (
+        other.forward,
+        other.backward,
+        other.recompute,
+    )
 
 
 def extras(name: str) -> st.SearchStrategy[dict]:

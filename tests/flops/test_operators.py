@@ -59,7 +59,7 @@ def frozen(module: nn.Module, *names: str) -> nn.Module:
     return module
 
 
-# -- matrix products ------------------------------------------------------------------------------------------
+# -- matrix products -----------------------------------------------------------------------------------------
 
 # name: (function of input and weights, shape of the input, shapes of the weights,
 #        forward, backward for the weights, backward for the input)
@@ -139,7 +139,7 @@ PRODUCTS: dict[str, tuple[Callable[..., Any], tuple[int, ...], list[tuple[int, .
         2 * M * (K * 4) * N,
         2 * M * (K * 4) * N,
     ),
-    # (x w) u, the cheaper order: 2·3·5·7 + 2·3·7·2 against 2·5·7·2 + 2·3·5·2 … which is cheaper still
+    # x (w u): 140 + 60 FLOPs, where (x w) u would take 210 + 84
     "multi_dot": (
         lambda x, w, u: torch.linalg.multi_dot([x, w, u]),
         (M, K),
@@ -204,12 +204,11 @@ def test_products(name: str, grad: bool) -> None:
     assert flops(count) == (forward, for_weights + grad * for_input, 0)
 
 
-@pytest.mark.parametrize("name", PRODUCTS)
+# in a chain of products the gradient of the input passes through the later weights
+@pytest.mark.parametrize("name", sorted(PRODUCTS.keys() - {"multi_dot", "einsum of three"}))
 def test_products_with_frozen_weights(name: str) -> None:
     function, shape, weights, forward, _, for_input = PRODUCTS[name]
     model = frozen(Apply(function, *(randn(*w) for w in weights)))
-    if len(weights) > 1 and name in ("multi_dot", "einsum of three"):
-        pytest.skip("a chain of products: its input's gradient passes through the second weight")
     assert flops(count_flops(model, (randn(*shape, grad=True),))) == (forward, for_input, 0)
 
 
@@ -227,7 +226,7 @@ def test_complex_multiply_add_is_eight_real_flops() -> None:
     assert count.by_dtype == {"fp32": 16 * M * K * N}
 
 
-# -- convolutions ---------------------------------------------------------------------------------------------
+# -- convolutions --------------------------------------------------------------------------------------------
 
 CONVOLUTIONS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
     # 2 · samples · out channels · out size · (in channels / groups) · kernel
@@ -261,7 +260,7 @@ CONVOLUTIONS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = 
         (B, 4, 5, 5, 5),
         2 * B * 2 * (2 * 2 * 2) * 2 * (2 * 2 * 2),
     ),
-    # transposed: every input element meets the kernel: 2 · samples · in channels · in size · (out / groups) · k
+    # transposed: every input element meets the kernel of its (out channels / groups)
     "transposed 1d": (lambda: nn.ConvTranspose1d(4, 6, 3), (B, 4, 10), 2 * B * 4 * 10 * 6 * 3),
     "transposed 2d, all options": (
         lambda: nn.ConvTranspose2d(4, 6, 3, stride=2, padding=1, output_padding=1, groups=2, dilation=2),
@@ -298,13 +297,12 @@ def test_convolution_with_a_frozen_weight_and_a_trained_bias(name: str) -> None:
 
 def test_convolution_as_unfolding_and_a_product_is_the_same_integer() -> None:
     unfolded = Apply(lambda x, w: F.unfold(x, 3).mT @ w, randn(4 * 9, 6))
-    make, shape, one = CONVOLUTIONS["2d"][0], (B, 4, 9, 9), 2 * B * 6 * (7 * 7) * 4 * 9
-    assert flops(count_flops(unfolded, (randn(*shape),))) == (one, one, 0)
-    assert flops(count_flops(nn.Conv2d(4, 6, 3), (randn(*shape),))) == (one, one, 0)
-    assert make is not None
+    one = 2 * B * 6 * (7 * 7) * 4 * 9
+    assert flops(count_flops(unfolded, (randn(B, 4, 9, 9),))) == (one, one, 0)
+    assert flops(count_flops(nn.Conv2d(4, 6, 3), (randn(B, 4, 9, 9),))) == (one, one, 0)
 
 
-# -- recurrent layers -----------------------------------------------------------------------------------------
+# -- recurrent layers ----------------------------------------------------------------------------------------
 
 STEPS, SAMPLES, FEATURES, HIDDEN = 5, 3, 4, 6
 
@@ -364,9 +362,7 @@ def first_output(out: Any) -> torch.Tensor:
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize(("cls", "gates"), [(nn.LSTM, 4), (nn.GRU, 3), (nn.RNN, 1)])
-def test_recurrent_layers(
-    cls: type, gates: int, layers: int, bidirectional: bool, input_grad: bool
-) -> None:
+def test_recurrent_layers(cls: type, gates: int, layers: int, bidirectional: bool, input_grad: bool) -> None:
     model = cls(FEATURES, HIDDEN, layers, bidirectional=bidirectional)
     count = count_flops(model, (randn(STEPS, SAMPLES, FEATURES, grad=input_grad),), loss_fn=first_output)
     forward, backward = recurrent(gates, layers, 1 + bidirectional, input_grad=input_grad)
@@ -451,7 +447,7 @@ def test_executed_lstm_equals_the_fake_one() -> None:
     assert flops(executed) == flops(count_flops(model, (x,), loss_fn=first_output))
 
 
-# -- what needs a gradient ------------------------------------------------------------------------------------
+# -- what needs a gradient -----------------------------------------------------------------------------------
 
 
 class TiedLanguageModel(nn.Module):
@@ -605,7 +601,7 @@ def test_scaled_product_in_fp8() -> None:
         assert count.by_operator == {"aten._scaled_mm": one * (2 + grad)}
 
 
-# -- grouped products -----------------------------------------------------------------------------------------
+# -- grouped products ----------------------------------------------------------------------------------------
 
 GROUPS, ROWS, IN, OUT = 3, 16, 16, 24
 ENDS = torch.tensor([5, 6, 16], dtype=torch.int32)
@@ -616,15 +612,17 @@ ENDS = torch.tensor([5, 6, 16], dtype=torch.int32)
 @pytest.mark.parametrize("kind", ["2d by 3d", "3d by 2d", "3d by 3d"])
 def test_grouped_products(kind: str, dtype: torch.dtype, grad: bool) -> None:
     if kind == "2d by 3d":  # each row meets the matrix of its group; the weights' gradient is 2-D by 2-D
-        model = Apply(lambda x, ends, w: torch._grouped_mm(x, w, offs=ends), randn(GROUPS, IN, OUT, dtype=dtype))
+        model = Apply(
+            lambda x, ends, w: torch._grouped_mm(x, w, offs=ends), randn(GROUPS, IN, OUT, dtype=dtype)
+        )
         batch: tuple[torch.Tensor, ...] = (randn(ROWS, IN, dtype=dtype, grad=grad), ENDS)
         one = 2 * ROWS * IN * OUT
     elif kind == "3d by 2d":
-        model = Apply(lambda x, ends, w: torch._grouped_mm(w, x, offs=ends), randn(GROUPS, OUT, IN, dtype=dtype))
-        batch = (randn(ROWS, IN, dtype=dtype, grad=grad).t(), ENDS)
+        model = Apply(
+            lambda x, ends, w: torch._grouped_mm(w, x, offs=ends), randn(GROUPS, OUT, IN, dtype=dtype)
+        )
+        batch = (randn(IN, ROWS, dtype=dtype, grad=grad), ENDS)
         one = 2 * ROWS * IN * OUT
-        if grad:
-            pytest.skip("a transposed leaf is no leaf; the first kind covers the gradient of an input")
     else:
         model = Apply(torch._grouped_mm, randn(GROUPS, IN, OUT, dtype=dtype))
         batch = (randn(GROUPS, ROWS, IN, dtype=dtype, grad=grad),)
@@ -646,7 +644,7 @@ def test_grouped_products_equal_a_loop_over_experts() -> None:
     assert flops(count_flops(grouped, (x, ENDS))) == flops(count_flops(Apply(loop, weight), (x,)))
 
 
-# -- what is not counted --------------------------------------------------------------------------------------
+# -- what is not counted -------------------------------------------------------------------------------------
 
 
 def test_elementwise_work_normalisation_softmax_and_embeddings_are_not_counted() -> None:
@@ -654,7 +652,9 @@ def test_elementwise_work_normalisation_softmax_and_embeddings_are_not_counted()
         def __init__(self) -> None:
             super().__init__()
             self.words, self.bag = nn.Embedding(9, 4), nn.EmbeddingBag(9, 4)
-            self.norms = nn.Sequential(nn.LayerNorm(4), nn.RMSNorm(4), nn.SiLU(), nn.Softmax(-1), nn.Dropout())
+            self.norms = nn.Sequential(
+                nn.LayerNorm(4), nn.RMSNorm(4), nn.SiLU(), nn.Softmax(-1), nn.Dropout()
+            )
             self.batch_norm, self.group_norm = nn.BatchNorm1d(M), nn.GroupNorm(1, M)
 
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -678,7 +678,7 @@ def test_distances_are_never_silently_zero() -> None:
         assert count.forward > 0
 
 
-# -- dtypes ---------------------------------------------------------------------------------------------------
+# -- dtypes --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -716,7 +716,7 @@ def test_autocast_around_the_count_decides_the_dtype() -> None:
     assert count.by_dtype == {"bf16": 2 * (2 * M * K * N)}
 
 
-# -- views of the total ---------------------------------------------------------------------------------------
+# -- views of the total --------------------------------------------------------------------------------------
 
 
 class Tree(nn.Module):
@@ -749,11 +749,14 @@ def test_views_add_up_to_the_total() -> None:
 
 def test_forward_alone() -> None:
     model = frozen(Tree())  # nothing to train: forward can still be counted
-    alone, whole = count_flops(model, (randn(B, K, M),), backward=False), count_flops(Tree(), (randn(B, K, M),))
+    alone, whole = (
+        count_flops(model, (randn(B, K, M),), backward=False),
+        count_flops(Tree(), (randn(B, K, M),)),
+    )
     assert flops(alone) == (whole.forward, 0, 0)
 
 
-# -- a whole step that runs -----------------------------------------------------------------------------------
+# -- a whole step that runs ----------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
@@ -824,7 +827,7 @@ class Energy(nn.Module):
 def test_gradients_of_gradients_are_backward_not_recomputation() -> None:
     wide, narrow = 2 * M * K * N, 2 * M * N
     forces = wide + narrow
-    # d force: through both products and to both weights; d tanh: to `up` and on to x; d energy: to `down`, to tanh
+    # of the force: through `up`, to both weights; of tanh: to `up` and x; of the energy: to `down` and tanh
     second = (wide + wide + narrow) + (wide + wide) + (narrow + narrow)
     assert flops(count_flops(Energy(), (randn(M, K),))) == (wide + narrow, forces + second, 0)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch.utils._pytree import tree_flatten
 
 from ..convention import Convention
 from ..errors import BatchError, ModelError, TruemfuError, UsageError, warn_once
-from .batch import documents_of
+from .batch import documents_of, is_readable
 from .flop_count import FlopCount
 from .shadow import Shadow, unwrap
 from .tally import Tally
@@ -116,7 +117,7 @@ def run_counted(
     else:
         notes = tuple(f"{assumed} was assumed" for assumed in following.assumptions)
         return tally, FAKE, notes
-    if step.real_bytes() > _MAX_REAL_BYTES:
+    if not step.has_values() or step.real_bytes() > _MAX_REAL_BYTES:
         raise _explain(fake_error, model) from fake_error
     try:
         tally = step.run_real()
@@ -146,20 +147,22 @@ class _Step:
         self.convention, self.backward, self.loss_fn = convention, backward, loss_fn
         self.documents = documents
 
+    def has_values(self) -> bool:
+        """Whether the model could be copied: nothing of it is on the meta device or fake."""
+        return all(is_readable(t) for t in (*self.model.parameters(), *self.model.buffers()))
+
     def real_bytes(self) -> int:
         """What real copies of parameters, buffers and batch would take."""
-        tensors = [
-            *self.model.parameters(),
-            *self.model.buffers(),
-            *tree_flatten((self.args, self.kwargs))[0],
-        ]
+        inputs = tree_flatten((self.args, self.kwargs))[0]
+        tensors = [*self.model.parameters(), *self.model.buffers(), *inputs]
         return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
 
     def run_fake(self) -> tuple[Tally, Following]:
         fake_mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
         following = Following(fake_mode)
         tally = Tally(self.convention, documents=self.documents, following=following)
-        self._run(Shadow(fake_mode), tally, fake_mode)
+        with _flex_attention_anywhere():
+            self._run(Shadow(fake_mode), tally, fake_mode)
         return tally, following
 
     def run_real(self) -> Tally:
@@ -342,6 +345,21 @@ def _uncompiled() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _flex_attention_anywhere() -> Iterator[None]:
+    """Let flex attention take fake CPU tensors that need gradients: there is no kernel, and none is needed."""
+    flex = sys.modules.get("torch.nn.attention.flex_attention")
+    check = getattr(flex, "_validate_device", None)
+    if check is None:
+        yield
+        return
+    flex._validate_device = lambda *args, **kwargs: None  # type: ignore[union-attr]
+    try:
+        yield
+    finally:
+        flex._validate_device = check  # type: ignore[union-attr]
+
+
+@contextlib.contextmanager
 def _untouched_state() -> Iterator[None]:
     """Random states of every device and library, and autocast's cache, are afterwards as before."""
     cpu_state = torch.get_rng_state()
@@ -365,6 +383,4 @@ def _untouched_state() -> Iterator[None]:
 
 
 def _numpy_random() -> Any:
-    import sys
-
     return getattr(sys.modules.get("numpy"), "random", None)

@@ -92,12 +92,10 @@ class Shadow:
         """A leaf like this tensor, without its data; small values of a CPU tensor stay readable."""
         wanted = tensor.requires_grad
         if self.fake_mode is None:
-            data = tensor.detach()
-            if data.is_meta:
-                raise ModelError(
-                    "this model needs real values, and it is on the meta device: build it on a CPU"
-                )
-            made = data.to(dtype or data.dtype).cpu().clone()
+            source = (
+                torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor.detach().cpu().clone()
+            )
+            made = source.to(dtype or tensor.dtype)
         elif _is_plain(tensor):
             device = self.place or (torch.device("cpu") if tensor.is_meta else tensor.device)
             with self.fake_mode:
@@ -105,8 +103,8 @@ class Shadow:
                     tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device=device
                 )
             if _has_small_value(tensor):
-                source = tensor.detach()
-                attach(made, Value(lambda: source.cpu().clone()))
+                values = tensor.detach()
+                attach(made, Value(lambda: values.cpu().clone()))
         elif hasattr(tensor, "_spec") and hasattr(tensor, "device_mesh"):  # DTensor: its whole size
             device = torch.device("cpu") if tensor.device.type == "meta" else tensor.device
             with self.fake_mode:

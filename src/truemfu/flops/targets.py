@@ -40,7 +40,7 @@ _TOKENS = ("input_ids", "decoder_input_ids", "labels", "")
 
 _MAX_BYTES_WITH_VALUES = 4 << 30
 
-NamedModels = Mapping[str, Callable[[torch.dtype, int], nn.Module]]
+NamedModels = Mapping[str, Callable[[torch.dtype], nn.Module]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,14 +107,14 @@ def resolve_target(
 ) -> Target:
     """Model and batch for what the user typed; `named` are the models known by a plain name.
 
-    Such a model is built on the meta device, for a dtype and a number of positions.
+    Such a model is built on the meta device, in a dtype.
     """
     options = options or BuildOptions()
     named = named or {}
     if text in named:
         _only_for_configs(text, options)
         with torch.device("meta"):
-            model = named[text](options.dtype or torch.bfloat16, request.length or 1)
+            model = named[text](options.dtype or torch.bfloat16)
         return _target(text, model, None, request, options)
     if ":" in text and not Path(text).exists():
         _only_for_configs(text, options)

@@ -1,15 +1,16 @@
 """The reference models: one GPT-style decoder in plain PyTorch, in four sizes.
 
 They are what the sweep times and what `truemfu count 1b` counts, so they must run under every trainer,
-the differentially private ones too. Three details are there for these: positions are real indices of
-shape (batch, sequence), because per-sample gradients of an embedding are wrong or fail for anything
-broadcast; every `Linear` sees (batch, sequence, features); and the head has a weight of its own.
+the differentially private ones too. Three details are there for these: positions are rotary, so no embedding
+is looked up with an index that is not of the batch's shape; every `Linear` sees (batch, sequence, features);
+and the head has a weight of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ..errors import BatchError, UsageError, closest
+from ..errors import UsageError, closest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +30,6 @@ class ModelSize:
     hidden: int
     layers: int
     heads: int
-    max_positions: int = 2048
 
 
 SIZES: Mapping[str, ModelSize] = MappingProxyType(
@@ -65,12 +65,13 @@ class Block(nn.Module):
         self.up = nn.Linear(hidden, 4 * hidden, **factory)
         self.down = nn.Linear(4 * hidden, hidden, **factory)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         normed = self.attention_norm(x)
         query, key, value = (
             layer(normed).unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for layer in (self.query, self.key, self.value)
         )
+        query, key = _rotate(query, cos, sin), _rotate(key, cos, sin)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(-2))
         processed: Tensor = self.down(F.gelu(self.up(self.mlp_norm(x))))
@@ -78,14 +79,13 @@ class Block(nn.Module):
 
 
 class ReferenceModel(nn.Module):
-    """GPT-style language model with learned positions and an untied head."""
+    """GPT-style language model with rotary positions and an untied head."""
 
     def __init__(self, size: ModelSize, **factory: Any) -> None:
         super().__init__()
         self.size = size
         self.gradient_checkpointing = False
         self.tokens = nn.Embedding(size.vocab, size.hidden, **factory)
-        self.positions = nn.Embedding(size.max_positions, size.hidden, **factory)
         self.blocks = nn.ModuleList(Block(size, **factory) for _ in range(size.layers))
         self.norm = nn.LayerNorm(size.hidden, **factory)
         self.head = nn.Linear(size.hidden, size.vocab, bias=False, **factory)
@@ -96,18 +96,13 @@ class ReferenceModel(nn.Module):
         self.gradient_checkpointing = True
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> ReferenceOutput:
-        samples, length = input_ids.shape
-        if length > self.size.max_positions:
-            raise BatchError(
-                f"sequence of {length} tokens; this model has {self.size.max_positions} positions"
-            )
-        positions = torch.arange(length, device=input_ids.device).repeat(samples, 1)
-        x = self.tokens(input_ids) + self.positions(positions)
+        x = self.tokens(input_ids)
+        cos, sin = _rotation(input_ids.shape[1], self.size.hidden // self.size.heads, x)
         for block in self.blocks:
             if self.gradient_checkpointing and self.training:
-                x = checkpoint(block, x, use_reentrant=False)
+                x = checkpoint(block, x, cos, sin, use_reentrant=False)
             else:
-                x = block(x)
+                x = block(x, cos, sin)
         logits = self.head(self.norm(x))
         return ReferenceOutput(None if labels is None else _next_token_loss(logits, labels), logits)
 
@@ -116,34 +111,39 @@ def build_reference_model(
     size: str,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
-    *,
-    max_positions: int | None = None,
 ) -> ReferenceModel:
     """The reference model of this name (`SIZES`), on `device` (or the device context in force)."""
     if size not in SIZES:
         raise UsageError(f"model size must be one of {', '.join(SIZES)}; got {size!r}{closest(size, SIZES)}")
-    dimensions = SIZES[size]
-    if max_positions is not None:
-        dimensions = ModelSize(**{**vars(dimensions), "max_positions": max_positions})
-    return ReferenceModel(dimensions, device=device, dtype=dtype)
+    return ReferenceModel(SIZES[size], device=device, dtype=dtype)
 
 
-def _named(size: str) -> Callable[[torch.dtype, int], ReferenceModel]:
-    def build(dtype: torch.dtype, length: int) -> ReferenceModel:
-        return build_reference_model(size, dtype=dtype, max_positions=max(SIZES[size].max_positions, length))
-
-    return build
+def _in_dtype(size: str, dtype: torch.dtype) -> ReferenceModel:
+    return build_reference_model(size, dtype=dtype)
 
 
-REFERENCE_MODELS: Mapping[str, Callable[[torch.dtype, int], ReferenceModel]] = MappingProxyType(
-    {size: _named(size) for size in SIZES}
+REFERENCE_MODELS: Mapping[str, Callable[[torch.dtype], ReferenceModel]] = MappingProxyType(
+    {size: partial(_in_dtype, size) for size in SIZES}
 )
-"""Each size as a function of dtype and sequence length, which is what the command line asks for."""
+"""Each size as a function of the dtype, which is what the command line asks for."""
 
 
 def parameter_count(model: nn.Module) -> int:
     """Number of parameters, a shared one once."""
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _rotation(length: int, dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of each position's angles, (length, dim / 2): elementwise, no matrix product."""
+    frequencies = 10_000.0 ** (torch.arange(0, dim, 2, device=like.device) / -dim)
+    angles = torch.arange(length, device=like.device)[:, None] * frequencies
+    return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair of features by its position's angle; x is (batch, heads, length, dim)."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 def _initialise(module: nn.Module) -> None:
