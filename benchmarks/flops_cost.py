@@ -169,7 +169,7 @@ def main() -> None:
         "",
         f"FlopModel.fit on the 1.3 B model: {closed['fit_1b_s']:.1f} s, once",
         f"a shape it has not seen: {closed['call_us_median']:.1f} µs (p99 {closed['call_us_p99']:.1f})",
-        f"FlopCounterMode on meta tensors, for every shape: {closed['flop_counter_mode_per_shape_1b_s']:.1f} s",
+        f"FlopCounterMode on meta tensors, per shape: {closed['flop_counter_mode_per_shape_1b_s']:.1f} s",
         f"truemfu count on Llama 3.1 405 B, 1 × 8192: {config['count_405b_s']:.1f} s, "
         f"{config['count_405b_peak_gib']:.2f} GiB, {config['count_405b_model_flops']:.4e} FLOPs",
         "",

@@ -192,6 +192,7 @@ class _Kind:
         counted = self._runs[0][1].result(method=CLOSED_FORM)
         self._uncounted, self._notes = counted.uncounted, (*counted.notes, *self._said)
         warn_uncounted(counted)
+        self._runs.clear()
 
     @property
     def _is_spatial(self) -> bool:

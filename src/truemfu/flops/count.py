@@ -78,7 +78,7 @@ def profile_model_flops(model: nn.Module, batch_example: Mapping[str, Any] | tup
     """Forward and backward FLOPs for a real batch; None, and one warning that says why, if there are none."""
     try:
         return float(count_flops(model, batch_example).model_flops)
-    except TruemfuError as error:
+    except Exception as error:  # a training run must not stop for want of a number
         warn_once(f"no FLOPs for this model: {error}")
         return None
 
@@ -346,7 +346,7 @@ def _uncompiled() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _flex_attention_anywhere() -> Iterator[None]:
-    """Let flex attention take fake CPU tensors that need gradients: there is no kernel, and none is needed."""
+    """Let flex attention take fake CPU tensors that need gradients: there is no kernel, none is needed."""
     flex = sys.modules.get("torch.nn.attention.flex_attention")
     check = getattr(flex, "_validate_device", None)
     if check is None:
