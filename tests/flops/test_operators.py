@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from truemfu import FlopCount, TruemfuWarning, count_flops, count_step, errors
 
@@ -798,6 +798,65 @@ def test_executed_training_step_equals_the_count(how: str | None) -> None:
     # non-reentrant checkpoints stop once the last saved tensor is there: before the last product
     again = {None: 0, "reentrant": 4 * one, "non-reentrant": 2 * one}[how]
     assert flops(counted) == (forward, 2 * forward - convolution, again)
+
+
+@pytest.mark.parametrize(("kept", "again"), [("up", 1), ("both", 0)])
+def test_selective_checkpointing_runs_again_what_was_not_kept(kept: str, again: int) -> None:
+    """Both layers are `addmm`; the policy keeps the first, or both."""
+    up, down = nn.Linear(K, N), nn.Linear(N, K)
+    seen = {"forward": 0, "recompute": 0}
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if op is not torch.ops.aten.addmm.default:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        phase = "recompute" if ctx.is_recompute else "forward"
+        seen[phase] += 1
+        keep = kept == "both" or seen[phase] % 2 == 1
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    class Selective(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = up, down
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(
+                lambda x: F.gelu(self.down(F.gelu(self.up(x)))),
+                x,
+                use_reentrant=False,
+                context_fn=lambda: create_selective_checkpoint_contexts(policy),
+            )
+
+    one = 2 * M * K * N
+    assert flops(count_flops(Selective(), (randn(M, K),))) == (2 * one, 3 * one, again * one)
+
+
+class OwnProduct(torch.autograd.Function):
+    """A product with a backward of its own, as kernel libraries write them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        return grad @ weight.mT, x.mT @ grad
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+def test_autograd_functions_run_again_by_a_checkpoint_are_recomputation(reentrant: bool) -> None:
+    """Inside such a function gradients are off, in the first run and in the second."""
+
+    def inner(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return OwnProduct.apply(OwnProduct.apply(x, w).relu(), w).relu()
+
+    model = Apply(lambda x, w: checkpoint(inner, x, w, use_reentrant=reentrant), randn(K, K))
+    one = 2 * M * K * K
+    x = randn(M, K, grad=True)
+    assert flops(count_flops(model, (x,))) == (2 * one, 4 * one, 2 * one)
+    assert flops(count_step(lambda: model(x).sum().backward())) == (2 * one, 4 * one, 2 * one)
 
 
 def test_gradient_accumulation_adds_up() -> None:

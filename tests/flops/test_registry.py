@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from truemfu import (
+    Convention,
     TruemfuWarning,
     UsageError,
     count_flops,
@@ -20,6 +21,8 @@ from truemfu import (
     register_formula,
     register_module,
 )
+from truemfu.flops.attention import AttentionWork
+from truemfu.flops.pairs import Band
 from truemfu.flops.registry import MODULE_FORMULAS, OPERATOR_FORMULAS, module_formula
 
 ROWS, IN, OUT = 3, 4, 6
@@ -86,6 +89,16 @@ def gate(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 @gate.register_fake
 def _(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
+
+
+@torch.library.custom_op("truemfu_tests::attention", mutates_args=())
+def fused_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+@fused_attention.register_fake
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(q)
 
 
 class Calls(nn.Module):
@@ -160,6 +173,44 @@ def test_a_kernel_on_quantised_weights_is_named() -> None:
     with pytest.warns(TruemfuWarning, match="truemfu_tests::linear"):
         count = count_flops(model, (torch.randn(ROWS, IN),), backward=False)
     assert count.uncounted == {"truemfu_tests::linear": 1}
+
+
+def test_an_attention_kernel_whose_tensors_all_have_one_shape_is_named() -> None:
+    class Attends(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return fused_attention(x, x + 1, x + 2)
+
+    with pytest.warns(TruemfuWarning, match="truemfu_tests::attention"):
+        count = count_flops(Attends(), (torch.randn(2, ROWS, 5, IN),), backward=False)
+    assert count.uncounted == {"truemfu_tests::attention": 1}
+
+
+def test_a_formula_may_describe_an_attention_kernel() -> None:
+    """The convention, not the formula, then decides which pairs count."""
+
+    @register_formula("truemfu_tests::attention")
+    def attention(q: Any, k: Any, v: Any, *, out: Any) -> AttentionWork:
+        samples, heads, length, head = q.shape
+        return AttentionWork(
+            samples=samples,
+            heads=heads,
+            q_len=length,
+            k_len=k.shape[2],
+            qk_dim=head,
+            v_dim=v.shape[3],
+            backward=False,
+            band=Band(ahead=0),
+        )
+
+    class Attends(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return fused_attention(x, x + 1, x + 2)
+
+    batch = (torch.randn(2, ROWS, 5, IN),)
+    full = count_flops(Attends(), batch, backward=False)
+    causal = count_flops(Attends(), batch, backward=False, convention=Convention(attention="causal"))
+    assert full.forward == 4 * 2 * ROWS * (5 * 5) * IN
+    assert causal.forward == 4 * 2 * ROWS * (5 * 6 // 2) * IN
 
 
 def test_an_elementwise_operator_is_not_suspected() -> None:

@@ -181,7 +181,7 @@ class _Step:
                 if not self.backward:
                     return
                 loss = _loss(output, self.loss_fn)
-            with torch.autograd.set_multithreading_enabled(False):
+            with torch.autograd.set_multithreading_enabled(False), tally.final_backward():
                 loss.backward()
 
 

@@ -25,7 +25,7 @@ MATRIX_WORK_WITHOUT_FORMULA = frozenset(
         "_transformer_encoder_layer_fwd _sparse_mm _sparse_addmm _sparse_sparse_matmul sparse_sampled_addmm "
         "_sparse_mm_reduce_impl _sparse_mm_reduce_impl_backward hspmm sspaddmm smm _cslt_sparse_mm "
         "_sparse_semi_structured_mm _sparse_semi_structured_addmm _sparse_semi_structured_linear "
-        "_cdist_forward _cdist_backward _convolution_double_backward conv_tbc conv_tbc_backward "
+        "_convolution_double_backward conv_tbc conv_tbc_backward "
         "_dyn_quant_matmul_4bit _wrapped_quantized_linear_prepacked linalg_cholesky_ex linalg_eigh "
         "_linalg_eigh linalg_eig _linalg_svd linalg_qr linalg_inv_ex _linalg_solve_ex _linalg_det "
         "_linalg_slogdet linalg_lu_factor_ex linalg_lu linalg_lu_solve linalg_ldl_factor_ex linalg_lstsq "
@@ -97,6 +97,12 @@ def matmul(a: Any, b: Any, *, out: Any, **__: Any) -> int:
 def matmul_backward(grad: Any, a: Any, b: Any, mask: Sequence[bool], *, out: Any) -> int:
     """As the forward product, once for each gradient asked."""
     return int(2 * a.numel() * b.shape[-1]) * (int(mask[0]) + int(mask[1]))
+
+
+@register_formula("aten::_euclidean_dist")
+def euclidean_dist(a: Any, b: Any, *, out: Any) -> int:
+    """Distances of M by N points of K coordinates: one product, with the squared norms as two more."""
+    return int(2 * out.numel() * (a.shape[-1] + 2))
 
 
 @register_formula("aten::_trilinear")
@@ -236,12 +242,21 @@ class RecurrentWork:
         """Both products of every layer."""
         return sum(x + h for x, h in self.layers)
 
-    def needed_backward_flops(self, *, input_grad: bool, weight_grad: bool, state_grad: bool) -> int:
-        """What autograd would compute on the same layer written out step by step."""
+    def needed_backward_flops(self, edges: Sequence[bool]) -> int:
+        """What autograd would compute on the same layers written out step by step.
+
+        `edges` says which inputs of the kernel need a gradient: the sequence, each layer's tensors (W_ih and
+        W_hh first), the initial hidden state, the initial cell state.
+        """
+        input_grad, hidden_grad = edges[0], edges[-2]
+        weights = edges[1:-2]
+        stride = len(weights) // len(self.layers)
         total = 0
         for index, (x, h) in enumerate(self.layers):
-            total += (x + h) * weight_grad
-            total += x * (index > 0 or input_grad) + (h if state_grad else h - h // self.steps)
+            own = weights[index * stride : (index + 1) * stride]
+            total += x * own[0] + h * own[1]
+            total += x * input_grad + (h if hidden_grad else h - h // self.steps)
+            input_grad = input_grad or any(own)
         return total
 
     def executed_backward_flops(self) -> int:

@@ -34,6 +34,8 @@ def register_formula(*operators: str) -> Callable[[F], F]:
     It is called with the operator's own arguments and the keyword `out`, the operator's result, and
     returns the FLOPs of that call. A formula that returns 0 says: this operator does no matrix work.
     """
+    if not operators:
+        raise UsageError("register_formula takes the operator's name: @register_formula('library::operator')")
     for name in operators:
         if not isinstance(name, str) or name.count("::") != 1:
             raise UsageError(
@@ -55,6 +57,8 @@ def register_module(*classes: type) -> Callable[[F], F]:
     """
     from torch import nn
 
+    if not classes:
+        raise UsageError("register_module takes the module's class: @register_module(MyModule)")
     for cls in classes:
         if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
             raise UsageError(f"register_module takes subclasses of torch.nn.Module; got {cls!r}")

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten
 
 from ..convention import Convention
+from ..errors import UsageError
 from . import attention as attention_kernels
 from .attention import AttentionWork
 from .eager_attention import EagerAttention, allowed_by, readable
@@ -50,6 +51,7 @@ _DTYPES = {
     torch.complex64: "fp32",
     torch.complex128: "fp64",
 }
+_INDICES = (torch.int64, torch.int32, torch.int16, torch.bool)
 _BIAS_FIRST = frozenset(
     f"aten::{n}"
     for n in "addmm addmm_ _addmm_activation baddbmm baddbmm_ addbmm addbmm_ addmv addmv_".split()
@@ -59,6 +61,15 @@ _BIAS_FIRST = frozenset(
 def _next_sequence_nr() -> int:
     """The number the next autograd node of this thread will get."""
     return torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+
+
+def _checkpoint_is_running() -> bool:
+    """Whether `torch.utils.checkpoint` has its hooks on the tensors saved right now."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    if top is None:  # before torch 2.7 the hooks cannot be seen; gradients enabled are the best sign
+        return torch.is_grad_enabled()
+    hooks = top(True)
+    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 
 class Entry:
@@ -102,7 +113,7 @@ class Tally(TorchDispatchMode):
         self.bands: set[Band] = set()
         self.size_steps: list[list[tuple[int, int, SizeStep]]] = []
         self._following = following
-        self._outer_backward: int | None = None
+        self._final_backward = False
         self._paths: list[str] = [""]
         self._starts: list[int] = [0]
         self._start_paths: list[str] = [""]
@@ -170,12 +181,35 @@ class Tally(TorchDispatchMode):
         entry = self._count(name, func, args, kwargs, out)
         if ("pool" in name or name == "aten::convolution") and (steps := size_steps(name, args, out)):
             self.size_steps.append(steps)
-        if self._eager is not None and isinstance(func, OpOverload) and self._is_forward():
+        if (
+            self._eager is not None
+            and isinstance(func, OpOverload)
+            and self._phase(torch._C._current_autograd_node()) != "backward"
+        ):
             self._eager.see(func.overloadpacket, args, out, entry)
         return out
 
-    def _is_forward(self) -> bool:
-        return torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled()
+    def _phase(self, node: Any) -> str:
+        """What an operator that runs now is for.
+
+        Inside a backward pass a checkpoint that runs its stretch again shows by the hooks it sets on saved
+        tensors, or by its node. Otherwise gradients are enabled there by other ways of recomputing, or as
+        the pass is to be differentiated itself (`create_graph`), which `final_backward` rules out.
+        """
+        if torch._C._current_graph_task_id() == -1:
+            return "forward"
+        if _checkpoint_is_running() or (node is not None and "Checkpoint" in node.name()):
+            return "recompute"
+        return "recompute" if self._final_backward and torch.is_grad_enabled() else "backward"
+
+    @contextmanager
+    def final_backward(self) -> Iterator[None]:
+        """The backward pass inside is not to be differentiated: what enables gradients there recomputes."""
+        self._final_backward = True
+        try:
+            yield
+        finally:
+            self._final_backward = False
 
     def _count(self, name: str, func: Any, args: Any, kwargs: Any, out: Any) -> Entry | None:
         work: Any
@@ -184,7 +218,7 @@ class Tally(TorchDispatchMode):
         elif name in ("higher_order::flex_attention", "higher_order::flex_attention_backward"):
             work = attention_kernels.work_of_flex(name, args)
         elif (formula := OPERATOR_FORMULAS.get(name)) is not None:
-            work = formula(*args, **kwargs, out=out)
+            work = _apply(name, formula, args, kwargs, out)
         else:
             if name in MATRIX_WORK_WITHOUT_FORMULA or _may_be_matrix_work(name, args, kwargs, out):
                 self.uncounted[name] += 1
@@ -192,13 +226,8 @@ class Tally(TorchDispatchMode):
         if isinstance(work, int) and work == 0:
             return None
         node = torch._C._current_autograd_node()
-        inside_backward = torch._C._current_graph_task_id() != -1
-        if not inside_backward:
-            phase, module = "forward", self._paths[-1]
-        elif torch.is_grad_enabled():
-            phase, module = "recompute", self._paths[-1]
-        else:
-            phase, module = "backward", self._module_of(node) if node is not None else self._paths[-1]
+        phase = self._phase(node)
+        module = self._module_of(node) if phase == "backward" and node is not None else self._paths[-1]
         needed, executed = self._flops(work, module, node if phase == "backward" else None)
         operand = args[1] if name in _BIAS_FIRST else args[0]
         if isinstance(operand, torch.Tensor) and operand.is_complex():
@@ -214,10 +243,7 @@ class Tally(TorchDispatchMode):
         if isinstance(work, RecurrentWork):
             if not work.backward:
                 return work.forward_flops(), work.forward_flops()
-            edges = [edge is not None for edge, _ in node.next_functions]
-            needed = work.needed_backward_flops(
-                input_grad=edges[0], weight_grad=any(edges[1:-2]), state_grad=any(edges[-2:])
-            )
+            needed = work.needed_backward_flops([edge is not None for edge, _ in node.next_functions])
             return needed, max(needed, work.executed_backward_flops())
         if node is not None and (scale := self._scales.get(node._sequence_nr())) is not None:
             return scale(int(work))
@@ -406,6 +432,18 @@ def with_ancestors(own: dict[str, int]) -> dict[str, int]:
     return dict(total)
 
 
+def _apply(name: str, formula: Callable[..., Any], args: Any, kwargs: Any, out: Any) -> Any:
+    """Ask a formula; what goes wrong in it is said with the operator's name."""
+    kwargs = {key: value for key, value in kwargs.items() if key != "out"}
+    try:
+        work = formula(*args, **kwargs, out=out)
+    except Exception as error:
+        raise UsageError(f"the formula of {name} failed: {type(error).__name__}: {error}") from error
+    if isinstance(work, (int, RecurrentWork)):
+        return work
+    raise UsageError(f"the formula of {name} must return an integer; it returned {work!r}")
+
+
 def _bind(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     names = [a.name for a in func._schema.arguments]
     return {**dict(zip(names, args, strict=False)), **kwargs}
@@ -416,14 +454,14 @@ def _with_head_dims(work: AttentionWork, qk_dim: int, v_dim: int) -> AttentionWo
 
 
 def _may_be_matrix_work(name: str, args: Any, kwargs: Any, out: Any) -> bool:
-    """Whether an operator from outside torch could multiply matrices: two or more floating-point tensors of
-    two or more dimensions go in, not all of the result's shape."""
+    """Whether an operator from outside torch could multiply matrices: two or more tensors of two or more
+    dimensions go in, not all of the result's shape; integers of 16 bits and more are indices."""
     if name.partition("::")[0] in _OWN_LIBRARIES:
         return False
     inputs = [
         a
         for a in tree_flatten((args, kwargs))[0]
-        if isinstance(a, torch.Tensor) and a.dim() >= 2 and (a.is_floating_point() or a.is_complex())
+        if isinstance(a, torch.Tensor) and a.dim() >= 2 and a.dtype not in _INDICES
     ]
     results = [o for o in tree_flatten(out)[0] if isinstance(o, torch.Tensor) and o.is_floating_point()]
     return len(inputs) >= 2 and any(a.shape != results[0].shape for a in inputs) if results else False

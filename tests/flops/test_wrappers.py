@@ -1,0 +1,420 @@
+"""A wrapper changes how a model runs, not what it computes: the count inside equals the count of the model.
+
+Compiled, checkpointed, wrapped for many ranks, with adapters on a frozen base. Two processes stand for a
+job: one counts, the other does nothing at all, so a collective would hang, and the sequence numbers of the
+process groups tell whether one was started.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from truemfu import FlopCount, FlopModel, count_flops, count_step
+
+WIDTH, INNER, HEADS, VOCAB, LAYERS = 16, 24, 2, 50, 2
+SAMPLES, LENGTH = 3, 7
+ROWS = SAMPLES * LENGTH
+LINEAR = 2 * ROWS * (4 * WIDTH * WIDTH + 2 * WIDTH * INNER)
+ATTENTION = 2 * SAMPLES * LENGTH * LENGTH * 2 * WIDTH
+HEAD = 2 * ROWS * WIDTH * VOCAB
+FORWARD = LAYERS * (LINEAR + ATTENTION) + HEAD
+BACKWARD = 2 * FORWARD
+SCORES_AGAIN = LAYERS * ATTENTION // 2
+TIME_LIMIT_S = 90
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.up = nn.Linear(WIDTH, INNER)
+        self.down = nn.Linear(INNER, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Model(nn.Module):
+    """A small decoder whose blocks may run under a checkpoint."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, VOCAB)
+        self.options = options
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = checkpoint(block, x, **self.options) if self.options else block(x)
+        logits = self.head(x)
+        out = {"logits": logits}
+        if labels is not None:
+            out["loss"] = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return out
+
+
+def batch() -> dict[str, torch.Tensor]:
+    ids = torch.arange(ROWS).reshape(SAMPLES, LENGTH) % VOCAB
+    return {"input_ids": ids, "labels": ids}
+
+
+def numbers(count: FlopCount) -> tuple[int, int, int]:
+    return count.forward, count.backward, count.recompute
+
+
+def test_the_plain_model_counts_what_its_dimensions_say() -> None:
+    assert numbers(count_flops(Model(), batch())) == (FORWARD, BACKWARD, SCORES_AGAIN)
+
+
+# -- torch.compile -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", ["counted first", "run first"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_model_counts_as_the_plain_one(backend: str, first: str) -> None:
+    torch._dynamo.reset()
+    model = torch.compile(Model(), backend=backend)
+    if first == "run first":
+        model(**batch())["loss"].backward()
+    assert numbers(count_flops(model, batch())) == (FORWARD, BACKWARD, SCORES_AGAIN)
+    model(**batch())["loss"].backward()
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
+def test_a_model_compiled_by_inductor_counts_as_the_plain_one() -> None:
+    torch._dynamo.reset()
+    model = torch.compile(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 4)))
+    x = torch.ones(4, 8)
+    model(x).sum().backward()
+    forward = 2 * 4 * (8 * 8 + 8 * 4)
+    assert numbers(count_flops(model, (x,))) == (forward, 2 * forward - 2 * 4 * 8 * 8, 0)
+    assert count_step(lambda: model(x).sum().backward()).model_flops == 3 * forward - 2 * 4 * 8 * 8
+
+
+@pytest.mark.parametrize("where", ["blocks", "in place", "forward", "function"])
+def test_a_compiled_part_counts_as_the_plain_one(where: str) -> None:
+    torch._dynamo.reset()
+    model = Model()
+    if where == "blocks":
+        model.blocks[0] = torch.compile(model.blocks[0], backend="eager")
+    elif where == "in place":
+        model.compile(backend="eager")
+    elif where == "forward":
+        model.forward = torch.compile(model.forward, backend="eager")
+    else:
+        loss = torch.compile(lambda out: out["loss"] * 1, backend="eager")
+        assert numbers(count_flops(model, batch(), loss_fn=loss)) == (FORWARD, BACKWARD, SCORES_AGAIN)
+    assert numbers(count_flops(model, batch())) == (FORWARD, BACKWARD, SCORES_AGAIN)
+    assert numbers(FlopModel.fit(model, batch())(batch())) == (FORWARD, BACKWARD, SCORES_AGAIN)
+
+
+# -- activation checkpointing --------------------------------------------------------------------------------
+
+LAST_LINEAR = 2 * ROWS * INNER * WIDTH
+
+
+@pytest.mark.parametrize(
+    ("options", "early_stop", "again"),
+    [
+        ({"use_reentrant": True}, True, LINEAR + ATTENTION),
+        ({"use_reentrant": False}, False, LINEAR + ATTENTION),
+        # the last product's result is no input of any gradient: recomputing stops before it
+        ({"use_reentrant": False}, True, LINEAR + ATTENTION - LAST_LINEAR),
+        ({"use_reentrant": True, "preserve_rng_state": False}, True, LINEAR + ATTENTION),
+    ],
+    ids=["reentrant", "whole", "early stop", "without random state"],
+)
+def test_a_checkpoint_adds_recompute_and_no_model_flops(
+    options: dict[str, bool], early_stop: bool, again: int
+) -> None:
+    with set_checkpoint_early_stop(early_stop):
+        count = count_flops(Model(**options), batch())
+    assert (count.forward, count.backward) == (FORWARD, BACKWARD)
+    assert count.recompute == SCORES_AGAIN + LAYERS * again
+    assert sum(count.by_operator.values()) == count.model_flops
+
+
+def test_a_checkpoint_that_keeps_its_products_recomputes_none() -> None:
+    from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+    kept = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+    contexts = functools.partial(create_selective_checkpoint_contexts, kept)
+    count = count_flops(Model(use_reentrant=False, context_fn=contexts), batch())
+    assert numbers(count) == (FORWARD, BACKWARD, SCORES_AGAIN + LAYERS * ATTENTION)
+
+
+def test_checkpoints_inside_a_checkpoint_recompute_twice() -> None:
+    class Nested(Model):
+        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+            return checkpoint(super().forward, input_ids, labels, use_reentrant=False)
+
+    with set_checkpoint_early_stop(False):
+        count = count_flops(Nested(use_reentrant=False), batch())
+    assert (count.forward, count.backward) == (FORWARD, BACKWARD)
+    assert count.recompute == SCORES_AGAIN + FORWARD + LAYERS * (LINEAR + ATTENTION)
+
+
+# -- one process ----------------------------------------------------------------------------------------------
+
+
+def test_data_parallel_counts_the_model_inside() -> None:
+    assert numbers(count_flops(nn.DataParallel(Model()), batch())) == (FORWARD, BACKWARD, SCORES_AGAIN)
+
+
+def test_averaged_weights_count_as_the_model_inside() -> None:
+    averaged = torch.optim.swa_utils.AveragedModel(Model())
+    assert numbers(count_flops(averaged, batch())) == (FORWARD, BACKWARD, SCORES_AGAIN)
+
+
+def test_a_traced_graph_counts_as_the_model() -> None:
+    traced = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)))
+    forward = 2 * 4 * (8 * 8 + 8 * 4)
+    assert count_flops(traced, (torch.ones(4, 8),)).forward == forward
+
+
+# -- adapters -------------------------------------------------------------------------------------------------
+
+RANK = 2
+
+
+def _llama(**options: Any) -> Any:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=WIDTH,
+        intermediate_size=INNER,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
+        vocab_size=VOCAB,
+    )
+    return transformers.LlamaForCausalLM._from_config(config, **options)
+
+
+def _adapted(model: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(model, peft.LoraConfig(r=RANK, target_modules=["q_proj", "v_proj"]))
+
+
+def _adapted_truth() -> tuple[int, int]:
+    """Forward and backward of the Llama with adapters on queries and values: see which gradients are asked."""
+    square, wide = 2 * ROWS * WIDTH * WIDTH, 2 * ROWS * WIDTH * INNER
+    adapter = 2 * ROWS * (WIDTH * RANK + RANK * WIDTH)
+    layer = 4 * square + 3 * wide + ATTENTION + 2 * adapter
+    forward = LAYERS * layer + HEAD
+    inputs_first = 2 * ROWS * RANK * WIDTH  # of an adapter: the first product's input needs no gradient
+    # below the first layer nothing asks for a gradient: not its input, not its keys
+    first = 2 * (adapter + inputs_first) + (square + 3 * wide) + 3 * ATTENTION // 2
+    other = 4 * square + 3 * wide + 2 * ATTENTION + 2 * 2 * adapter
+    return forward, first + (LAYERS - 1) * other + HEAD
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_adapters_on_a_frozen_base_count_only_the_gradients_they_need(attention: str) -> None:
+    model = _adapted(_llama(attn_implementation=attention))
+    count = count_flops(model, batch())
+    assert (count.forward, count.backward) == _adapted_truth()
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_adapters_count_the_same_model_flops(reentrant: bool) -> None:
+    plain = _adapted(_llama())
+    plain.enable_input_require_grads()
+    expected = count_flops(plain, batch())
+    model = _adapted(_llama())
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.train()
+    count = count_flops(model, batch())
+    assert (count.forward, count.backward) == (expected.forward, expected.backward)
+    assert count.recompute > expected.recompute
+    forward, backward = _adapted_truth()
+    square = 2 * ROWS * WIDTH * WIDTH
+    adapter_inputs = 2 * (2 * ROWS * RANK * WIDTH)
+    # the embeddings' output now asks for a gradient: so do the first layer's input and keys
+    below = 3 * square + ATTENTION // 2 + adapter_inputs
+    assert (expected.forward, expected.backward) == (forward, backward + below)
+
+
+def test_merged_adapters_count_as_the_base() -> None:
+    base = count_flops(_llama(), batch(), backward=False)
+    merged = _adapted(_llama()).merge_and_unload()
+    assert count_flops(merged, batch(), backward=False).forward == base.forward
+
+
+def _quantised_counts(quantise: Any) -> tuple[FlopCount, FlopCount]:
+    """Adapters on the plain base, and on the base after `quantise(base)`."""
+    return count_flops(_adapted(_llama()), batch()), count_flops(_adapted(quantise(_llama())), batch())
+
+
+@pytest.mark.parametrize("bits", ["4-bit", "8-bit"])
+def test_a_base_quantised_by_bitsandbytes_counts_as_the_plain_one(bits: str) -> None:
+    bnb = pytest.importorskip("bitsandbytes")
+
+    def quantise(model: nn.Module) -> nn.Module:
+        for name, module in list(model.named_modules()):
+            if isinstance(module, nn.Linear) and "lm_head" not in name:
+                kind = bnb.nn.Linear4bit if bits == "4-bit" else bnb.nn.Linear8bitLt
+                options = {"compute_dtype": torch.float32} if bits == "4-bit" else {"has_fp16_weights": False}
+                made = kind(module.in_features, module.out_features, bias=False, **options)
+                made.load_state_dict(module.state_dict())
+                model.set_submodule(name, made.to("cpu"))
+        model.is_loaded_in_4bit, model.is_loaded_in_8bit = bits == "4-bit", bits == "8-bit"
+        return model.requires_grad_(False)
+
+    plain, quantised = _quantised_counts(quantise)
+    assert (quantised.forward, quantised.backward) == (plain.forward, plain.backward)
+    assert not quantised.uncounted
+
+
+@pytest.mark.parametrize("config", ["Int8WeightOnlyConfig", "IntxWeightOnlyConfig", "Float8WeightOnlyConfig"])
+def test_a_base_quantised_by_torchao_counts_as_the_plain_one(config: str) -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+
+    def quantise(model: nn.Module) -> nn.Module:
+        quantization.quantize_(model, getattr(quantization, config)())
+        return model.requires_grad_(False)
+
+    plain, quantised = _quantised_counts(quantise)
+    assert (quantised.forward, quantised.backward) == (plain.forward, plain.backward)
+    assert not quantised.uncounted
+
+
+# -- two processes -------------------------------------------------------------------------------------------
+
+
+def _collectives() -> int:
+    """Collectives started so far on this rank, in all its process groups."""
+    groups = torch.distributed.distributed_c10d._world.pg_map
+    return sum(group._get_sequence_number_for_group() for group in groups)
+
+
+def _wrap(kind: str) -> nn.Module:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.manual_seed(0)
+    model = Model(use_reentrant=False) if "checkpointed" in kind else Model()
+    if kind.startswith("fsdp"):
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if "bf16" in kind else None)
+        for block in model.blocks:
+            fully_shard(block, mp_policy=policy)
+        fully_shard(model, mp_policy=policy)
+        return torch.compile(model, backend="eager") if "compiled" in kind else model
+    if kind == "ddp of compiled":
+        return DistributedDataParallel(torch.compile(model, backend="eager"))
+    model = DistributedDataParallel(model)
+    return torch.compile(model, backend="eager") if kind == "compiled ddp" else model
+
+
+KINDS = (
+    "ddp",
+    "ddp of compiled",
+    "compiled ddp",
+    "ddp checkpointed",
+    "fsdp",
+    "fsdp bf16",
+    "fsdp checkpointed",
+    "fsdp compiled",
+)
+
+
+def _rank(rank: int, port: int, folder: str, go: Any) -> None:
+    """One rank: the first counts while the second waits for an event; then both train."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
+    found: dict[str, Any] = {}
+    models = {kind: _wrap(kind) for kind in KINDS}
+    torch.distributed.barrier()
+    if rank == 0:
+        for kind, model in models.items():
+            before = _collectives()
+            try:
+                count, fitted = count_flops(model, batch()), FlopModel.fit(model, batch())(batch())
+                found[kind] = {
+                    "numbers": numbers(count),
+                    "fitted": numbers(fitted),
+                    "dtypes": dict(count.by_dtype),
+                    "modules": count.by_module.get("blocks.1.up"),
+                }
+            except Exception as error:
+                found[kind] = {"error": f"{type(error).__name__}: {error}"}
+            found[kind]["collectives"] = _collectives() - before
+            found[kind]["grads"] = [n for n, p in model.named_parameters() if p.grad is not None]
+        Path(folder, "counted").touch()
+        go.set()
+    else:
+        go.wait(TIME_LIMIT_S)
+    for kind, model in models.items():
+        before = _collectives()
+        for _ in range(2):
+            model(**batch())["loss"].backward()
+        bad = [n for n, p in model.named_parameters() if p.grad is None]
+        found.setdefault(kind, {})["trained"] = {"without grad": bad, "collectives": _collectives() - before}
+    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+        pytest.skip("needs torch.distributed with gloo")
+    folder = tmp_path_factory.mktemp("ranks")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = torch.multiprocessing.get_context("spawn")
+    go = context.Event()
+    ranks = [context.Process(target=_rank, args=(r, port, str(folder), go)) for r in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(TIME_LIMIT_S)
+    hung = [process for process in ranks if process.is_alive()]
+    for process in hung:
+        process.kill()
+        process.join()
+    counted = (folder / "counted").exists()
+    assert not hung, f"the job hung {'in training, after' if counted else 'while'} one rank counted"
+    assert [process.exitcode for process in ranks] == [0, 0]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_rank_counts_alone(two_ranks: list[dict[str, Any]], kind: str) -> None:
+    found = two_ranks[0][kind]
+    assert "error" not in found, found["error"]
+    again = LAYERS * (LINEAR + ATTENTION - LAST_LINEAR) if "checkpointed" in kind else 0
+    assert found["numbers"] == [FORWARD, BACKWARD, SCORES_AGAIN + again]
+    assert found["fitted"] == found["numbers"]
+    assert found["dtypes"] == {"bf16" if "bf16" in kind else "fp32": FORWARD + BACKWARD}
+    assert found["modules"] == 3 * 2 * ROWS * WIDTH * INNER
+    assert found["collectives"] == 0
+    assert found["grads"] == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_after_one_rank_has_counted_both_train(two_ranks: list[dict[str, Any]], kind: str) -> None:
+    for found in two_ranks:
+        assert found[kind]["trained"]["without grad"] == []
+        assert found[kind]["trained"]["collectives"] > 0  # else the test above could not fail
