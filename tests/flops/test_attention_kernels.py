@@ -696,7 +696,7 @@ def test_a_compiled_flex_attention_counts_the_same() -> None:
 # -- the property ------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     samples=st.integers(1, 3),
     kv_heads=st.integers(1, 3),

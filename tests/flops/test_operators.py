@@ -6,6 +6,7 @@ wrong formula and a wrong expectation cannot agree by accident.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from truemfu import FlopCount, TruemfuWarning, count_flops, count_step, errors
+from truemfu.flops.registry import OPERATOR_FORMULAS
 
 B, M, K, N = 2, 3, 5, 7
 FP8 = torch.float8_e4m3fn
@@ -212,6 +214,23 @@ def test_products_with_frozen_weights(name: str) -> None:
     assert flops(count_flops(model, (randn(*shape, grad=True),))) == (forward, for_input, 0)
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, w: torch.mm(x, w, out=torch.empty(M, N)),
+        lambda x, w: torch.addmm(torch.zeros(N), x, w, out=torch.empty(M, N)),
+        lambda x, w: torch.bmm(x[None], w[None], out=torch.empty(1, M, N)),
+        lambda x, w: torch.matmul(x, w, out=torch.empty(M, N)),
+        lambda x, w: torch.baddbmm(torch.zeros(N), x[None], w[None], out=torch.empty(1, M, N)),
+    ],
+    ids=["mm", "addmm", "bmm", "matmul", "baddbmm"],
+)
+def test_products_written_into_a_tensor(function: Callable[..., Any]) -> None:
+    count = count_flops(Apply(function, randn(K, N)), (randn(M, K),), backward=False)
+    assert flops(count) == (2 * M * K * N, 0, 0)
+    assert "fake" in count.method
+
+
 @pytest.mark.parametrize("grads", [0, 1, 2])
 def test_bilinear_is_one_product_over_both_inputs_for_each_gradient(grads: int) -> None:
     one = 2 * B * N * M * K  # y[b, n] = Σ x[b, m] w[n, m, k] z[b, k]
@@ -304,7 +323,7 @@ def test_convolution_as_unfolding_and_a_product_is_the_same_integer() -> None:
 
 # -- recurrent layers ----------------------------------------------------------------------------------------
 
-STEPS, SAMPLES, FEATURES, HIDDEN = 5, 3, 4, 6
+STEPS, SAMPLES, FEATURES, HIDDEN = 3, 5, 4, 6
 
 
 class Cells(nn.Module):
@@ -393,18 +412,26 @@ FROZEN = {
 }
 
 
-@pytest.mark.parametrize("bidirectional", [False, True])
-@pytest.mark.parametrize("what", FROZEN)
-def test_fused_lstm_equals_the_same_lstm_written_out(what: str, bidirectional: bool) -> None:
+def partly_frozen(what: str, bidirectional: bool) -> tuple[nn.LSTM, torch.Tensor]:
     lstm = nn.LSTM(FEATURES, HIDDEN, 2, bidirectional=bidirectional)
     if FROZEN[what]:
         frozen(lstm, *FROZEN[what])
-    x = randn(STEPS, SAMPLES, FEATURES, grad="the input" in what and "all" in what)
+    return lstm, randn(STEPS, SAMPLES, FEATURES, grad=what.startswith("all"))
+
+
+@functools.cache
+def written_out(what: str, bidirectional: bool) -> tuple[int, int, int]:
+    lstm, x = partly_frozen(what, bidirectional)
+    return flops(count_flops(Cells(lstm), (x,)))
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("what", FROZEN)
+def test_fused_lstm_equals_the_same_lstm_written_out(what: str, bidirectional: bool) -> None:
+    lstm, x = partly_frozen(what, bidirectional)
     fused = count_flops(lstm, (x,), loss_fn=first_output)
-    written_out = count_flops(Cells(lstm), (x,), loss_fn=first_output)
     assert "aten.mkldnn_rnn_layer" in fused.by_operator
-    assert (fused.forward, fused.backward) == (written_out.forward, written_out.backward)
-    assert written_out.recompute == 0
+    assert (fused.forward, fused.backward, 0) == written_out(what, bidirectional)
 
 
 @pytest.mark.parametrize(("hidden", "cell"), [(False, False), (True, False), (False, True), (True, True)])
@@ -412,13 +439,12 @@ def test_fused_lstm_with_an_initial_state(hidden: bool, cell: bool) -> None:
     lstm = nn.LSTM(FEATURES, HIDDEN)
     state = (randn(1, SAMPLES, HIDDEN, grad=hidden), randn(1, SAMPLES, HIDDEN, grad=cell))
     batch = (randn(STEPS, SAMPLES, FEATURES), state)
-    fused = count_flops(lstm, batch, loss_fn=first_output)
-    written_out = count_flops(Cells(lstm), batch, loss_fn=first_output)
-    assert (fused.forward, fused.backward) == (written_out.forward, written_out.backward)
+    fused, plain = (count_flops(m, batch, loss_fn=first_output) for m in (lstm, Cells(lstm)))
+    assert (fused.forward, fused.backward) == (plain.forward, plain.backward)
 
 
 def test_lstm_on_packed_sequences_counts_the_steps_each_sample_has() -> None:
-    lengths = [5, 3, 2]
+    lengths = [3, 3, 2, 1, 1]
     packed = nn.utils.rnn.pack_padded_sequence(randn(STEPS, SAMPLES, FEATURES), torch.tensor(lengths))
     count = count_flops(nn.LSTM(FEATURES, HIDDEN), (packed,), loss_fn=lambda out: out[0].data.sum())
     rows = sum(lengths)
@@ -445,6 +471,59 @@ def test_executed_lstm_equals_the_fake_one() -> None:
     model, x = nn.LSTM(FEATURES, HIDDEN, 2), randn(STEPS, SAMPLES, FEATURES)
     executed = count_step(lambda: model(x)[0].sum().backward())
     assert flops(executed) == flops(count_flops(model, (x,), loss_fn=first_output))
+
+
+def cudnn(module: nn.RNNBase, x: torch.Tensor, sizes: list[int] | None = None) -> tuple[int, int]:
+    """Forward and needed backward by the formulas of cuDNN's kernels, called with their real arguments."""
+    weights = list(module._flat_weights)
+    known = {
+        "input": x,
+        "weight": weights,
+        "weight_stride0": len(weights) // (module.num_layers * (1 + module.bidirectional)),
+        "hidden_size": module.hidden_size,
+        "proj_size": module.proj_size,
+        "num_layers": module.num_layers,
+        "batch_first": module.batch_first,
+        "bidirectional": module.bidirectional,
+        "batch_sizes": sizes or [],
+    }
+    works = []
+    for name in ("aten::_cudnn_rnn", "aten::_cudnn_rnn_backward"):
+        (schema,) = (s for s in torch._C._jit_get_schemas_for_operator(name) if not s.overload_name)
+        works.append(OPERATOR_FORMULAS[name](*(known.get(a.name) for a in schema.arguments), out=None))
+    edges = [x.requires_grad, *(w.requires_grad for w in weights), False, False]
+    return works[0].forward_flops(), works[1].needed_backward_flops(edges)
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("layers", [1, 2, 3])
+@pytest.mark.parametrize("input_grad", [False, True])
+@pytest.mark.parametrize(("cls", "gates"), [(nn.LSTM, 4), (nn.GRU, 3), (nn.RNN, 1)])
+def test_cudnn_recurrent_formulas(
+    cls: type, gates: int, layers: int, bidirectional: bool, input_grad: bool
+) -> None:
+    module = cls(FEATURES, HIDDEN, layers, bidirectional=bidirectional, batch_first=True)
+    x = randn(SAMPLES, STEPS, FEATURES, grad=input_grad)
+    assert cudnn(module, x) == recurrent(gates, layers, 1 + bidirectional, input_grad=input_grad)
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("what", FROZEN)
+def test_cudnn_formulas_with_frozen_weights(what: str, bidirectional: bool) -> None:
+    assert (*cudnn(*partly_frozen(what, bidirectional)), 0) == written_out(what, bidirectional)
+
+
+def test_cudnn_formulas_on_packed_sequences() -> None:
+    module, lengths = nn.LSTM(FEATURES, HIDDEN, 2, bidirectional=True), [3, 3, 2, 1, 1]
+    packed = nn.utils.rnn.pack_padded_sequence(randn(STEPS, SAMPLES, FEATURES), torch.tensor(lengths))
+    count = count_flops(module, (packed,), loss_fn=lambda out: out[0].data.sum())
+    assert cudnn(module, packed.data, packed.batch_sizes.tolist()) == (count.forward, count.backward)
+
+
+def test_cudnn_formulas_with_a_projection() -> None:
+    module, x = nn.LSTM(FEATURES, HIDDEN, 2, proj_size=2), randn(STEPS, SAMPLES, FEATURES)
+    count = count_flops(module, (x,), loss_fn=first_output)
+    assert cudnn(module, x) == (count.forward, count.backward)
 
 
 # -- what needs a gradient -----------------------------------------------------------------------------------

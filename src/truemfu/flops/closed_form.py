@@ -315,7 +315,9 @@ class _Kind:
         quantities += [t for t in chains if t.name not in {q.name for q in quantities}]
         if "length" in names:
             quantities += [vocabulary.chunks("length", c) for c in _chunk_sizes(self._owner.model)]
-        bands = sorted({b for _, tally in self._runs for b in tally.bands} | {FULL}, key=lambda b: str(b))
+        bands = sorted(
+            {b for _, tally in self._runs for b in tally.pairs.bands} | {FULL}, key=lambda b: str(b)
+        )
         pairs = [
             vocabulary.band_pairs(n, b) for b in bands if b != FULL for n in names if n.endswith("length")
         ]

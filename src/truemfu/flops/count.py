@@ -262,7 +262,7 @@ def _follow_modules(model: nn.Module, tally: Tally) -> None:
     for path, module in model.named_modules():
         window = getattr(module, "sliding_window", None)
         if isinstance(window, int):
-            tally.windows[path] = window
+            tally.pairs.windows[path] = window
 
         def enter(module: nn.Module, args: Any, path: str = path) -> None:
             tally.enter_module(path)

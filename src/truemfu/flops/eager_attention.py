@@ -28,9 +28,10 @@ Scale = Callable[[int], tuple[int, int]]
 MASKED_SCORE = -1e4
 """An additive mask blocks a pair where it is at most this."""
 
-_PRODUCTS = {aten.bmm, aten.baddbmm}
+_PRODUCTS = {aten.bmm, aten.baddbmm, aten.mm, aten.addmm}
 _SOFTMAX = {aten._softmax, aten._safe_softmax}
-_PASS_ON = {
+_TURN = {aten.transpose, aten.permute, aten.t}
+_PASS_ON = _TURN | {
     aten.view,
     aten._unsafe_view,
     aten.reshape,
@@ -53,20 +54,25 @@ _PASS_ON = {
 }
 _ADD = {aten.add, aten.add_}
 _FILL = {aten.masked_fill, aten.masked_fill_}
+_WRITE = {aten.index_put, aten.index_put_}
 
 
 @dataclass
 class Scores:
-    """Products that may turn out to be attention scores, and the masks met on the way to a softmax."""
+    """A product that may turn out to be attention scores, and the masks met on the way to a softmax.
 
-    entries: list[Any]
-    masks: list[Value] = field(default_factory=list)
+    A mask of None is one that could not be read.
+    """
+
+    entry: Any
+    masks: list[Value | None] = field(default_factory=list)
 
 
 @dataclass
 class Probabilities:
-    """The result of a softmax over scores."""
+    """The result of a softmax over scores; once they meet the values, both products are attention's."""
 
+    scores: Any
     scale: Scale
 
 
@@ -112,7 +118,7 @@ class EagerAttention:
 
     def __init__(
         self,
-        resolve: Callable[[Sequence[int], list[Value]], Scale],
+        resolve: Callable[[Sequence[int], Sequence[Value | None]], Scale],
         rescale: Callable[[Any, Scale], None],
     ) -> None:
         self._resolve = resolve
@@ -120,40 +126,56 @@ class EagerAttention:
 
     def see(self, packet: Any, args: tuple[Any, ...], out: Any, entry: Any) -> None:
         """Look at one operator of the forward pass; `entry` is its line in the tally, if it is a product."""
-        if packet in _PRODUCTS:
-            operands = args[1:3] if packet is aten.baddbmm else args[:2]
-            probabilities = next((t for a in operands if isinstance(t := tag_of(a), Probabilities)), None)
-            if probabilities is not None:
-                self._rescale(entry, probabilities.scale)
-            else:
-                scores = Scores([entry])
-                if packet is aten.baddbmm and (allowed := allowed_by(args[0])) is not None:
-                    scores.masks.append(allowed)
-                _tag(out, scores)
+        if packet in _PRODUCTS and entry is not None:
+            self._see_product(packet, args, out, entry)
         elif packet in _SOFTMAX:
             tag = tag_of(args[0])
             if isinstance(tag, Scores):
-                scale = self._resolve(tuple(args[0].shape), tag.masks)
-                for product in tag.entries:
-                    self._rescale(product, scale)
-                _tag(out, Probabilities(scale))
+                shape = tuple(args[0].shape)
+                turned = args[1] not in (-1, len(shape) - 1)
+                masks: list[Value | None] = [None] * len(tag.masks) if turned else tag.masks
+                _tag(out, Probabilities(tag.entry, self._resolve(shape, masks)))
         elif packet in _ADD:
             self._see_add(args, out)
         elif packet in _FILL:
             self._see_mask(args[0], args[1], args[2], out, blocked_where=True)
+        elif packet in _WRITE:
+            condition = _whole_mask(args[1], args[0])
+            if condition is not None:
+                self._see_mask(args[0], condition, args[2], out, blocked_where=True)
         elif packet is aten.where and len(args) == 3:
             if _lowest(args[1]):
                 self._see_mask(args[2], args[0], args[1], out, blocked_where=True)
             else:
                 self._see_mask(args[1], args[0], args[2], out, blocked_where=False)
         elif packet in _PASS_ON:
-            sources = args[0] if isinstance(args[0], (list, tuple)) else args[:2]
-            tag = next((t for a in sources if (t := tag_of(a)) is not None), None)
-            target = out[0] if isinstance(out, (tuple, list)) else out
-            if tag is not None:
-                _tag(target, tag)
-            elif hasattr(args[0], "_truemfu_allowed") and target.shape == args[0].shape:
-                target._truemfu_allowed = args[0]._truemfu_allowed
+            self._pass_on(packet, args, out)
+
+    def _see_product(self, packet: Any, args: tuple[Any, ...], out: Any, entry: Any) -> None:
+        biased = packet in (aten.baddbmm, aten.addmm)
+        operands = args[1:3] if biased else args[:2]
+        probabilities = next((t for a in operands if isinstance(t := tag_of(a), Probabilities)), None)
+        if probabilities is not None:
+            self._rescale(entry, probabilities.scale)
+            if probabilities.scores is not None:
+                self._rescale(probabilities.scores, probabilities.scale)
+                probabilities.scores = None
+            return
+        scores = Scores(entry)
+        if biased and (allowed := allowed_by(args[0])) is not None:
+            scores.masks.append(allowed)
+        _tag(out, scores)
+
+    def _pass_on(self, packet: Any, args: tuple[Any, ...], out: Any) -> None:
+        sources = args[0] if isinstance(args[0], (list, tuple)) else args[:2]
+        tag = next((t for a in sources if (t := tag_of(a)) is not None), None)
+        target = out[0] if isinstance(out, (tuple, list)) else out
+        if isinstance(tag, Scores) and packet in _TURN and tag.masks:
+            tag = Scores(tag.entry, [None] * len(tag.masks))  # masks of another orientation
+        if tag is not None:
+            _tag(target, tag)
+        elif hasattr(args[0], "_truemfu_allowed") and target.shape == args[0].shape:
+            target._truemfu_allowed = args[0]._truemfu_allowed
 
     def _see_add(self, args: tuple[Any, ...], out: Any) -> None:
         for one, other in ((args[0], args[1]), (args[1], args[0])):
@@ -189,6 +211,15 @@ class EagerAttention:
             tag.masks.append(allowed)
         elif isinstance(out, torch.Tensor) and readable(out) is None:
             out._truemfu_allowed = allowed  # type: ignore[attr-defined]
+
+
+def _whole_mask(indices: Any, tensor: torch.Tensor) -> torch.Tensor | None:
+    """The boolean mask of `tensor[..., mask] = value`, if it is one and covers the last dimensions."""
+    masks = [index for index in indices if index is not None]
+    if len(masks) != 1 or masks[0].dtype is not torch.bool or indices[-1] is None:
+        return None
+    mask: torch.Tensor = masks[0]
+    return mask if len(indices) - 1 + mask.dim() == tensor.dim() else None
 
 
 def _lowest(fill: Any) -> bool:

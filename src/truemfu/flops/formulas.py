@@ -87,16 +87,23 @@ def linear_backward(x: Any, grad: Any, weight: Any, output_mask: Sequence[bool],
     return int(2 * x.numel() * weight.shape[0]) * (int(output_mask[0]) + int(output_mask[1]))
 
 
+def _matmul(a: Any, b: Any) -> int:
+    if a.is_nested and b.is_nested:
+        sizes = zip(a._nested_tensor_size().tolist(), b._nested_tensor_size().tolist(), strict=True)
+        return sum(2 * prod(left) * right[-1] for left, right in sizes)
+    return int(2 * a.numel() * (b.shape[-1] if b.dim() > 1 else 1))
+
+
 @register_formula("aten::matmul")
 def matmul(a: Any, b: Any, *, out: Any, **__: Any) -> int:
-    """Each output element is a dot product of length K. Seen whole only on nested tensors."""
-    return int(2 * a.numel() * (b.shape[-1] if b.dim() > 1 else 1))
+    """Each element of `a` meets a row of `b`. Seen whole only on nested tensors, sample by sample."""
+    return _matmul(a, b)
 
 
 @register_formula("aten::matmul_backward")
 def matmul_backward(grad: Any, a: Any, b: Any, mask: Sequence[bool], *, out: Any) -> int:
     """As the forward product, once for each gradient asked."""
-    return int(2 * a.numel() * b.shape[-1]) * (int(mask[0]) + int(mask[1]))
+    return _matmul(a, b) * (int(mask[0]) + int(mask[1]))
 
 
 @register_formula("aten::_euclidean_dist")

@@ -15,6 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
@@ -27,14 +28,15 @@ from ..convention import Convention
 from ..errors import UsageError
 from . import attention as attention_kernels
 from .attention import AttentionWork
-from .eager_attention import EagerAttention, allowed_by, readable
+from .eager_attention import EagerAttention, Scale, allowed_by, readable
 from .flop_count import FlopCount
 from .formulas import MATRIX_WORK_WITHOUT_FORMULA, RecurrentWork
-from .pairs import FULL, Band, band_of_mask, document_ids
+from .masks import PairCounter, mask_of_function
+from .pairs import FULL
 from .registry import OPERATOR_FORMULAS
 from .sizes import SizeStep, size_steps
 from .stand_ins import STAND_INS
-from .values import Following, Value
+from .values import Following, FollowingMode, Value
 
 _DEVICE = torch.ops.prim.device.default
 _OWN_LIBRARIES = frozenset(
@@ -103,26 +105,20 @@ class Tally(TorchDispatchMode):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.convention = convention
-        self.documents = documents
+        self.pairs = PairCounter(convention, documents)
         self.entries: list[Entry] = []
         self.operators = 0
         self.uncounted: Counter[str] = Counter()
-        self.notes: dict[str, None] = {}
-        self.windows: dict[str, int] = {}
-        """Sliding windows that modules declare, by path: a mask over short documents does not show them."""
-        self.bands: set[Band] = set()
         self.size_steps: list[list[tuple[int, int, SizeStep]]] = []
         self._following = following
         self._final_backward = False
         self._paths: list[str] = [""]
         self._starts: list[int] = [0]
         self._start_paths: list[str] = [""]
-        self._scales: dict[int, Callable[[int], tuple[int, int]]] = {}
+        self._scales: dict[int, Scale] = {}
         self._forward_work: dict[int, AttentionWork] = {}
         self._head_dims: list[tuple[int, int]] = []
-        packed = documents is not None and any(len(d) > 1 for d in documents)
-        self._pairs_matter = packed or convention.attention == "causal"
-        self._eager = EagerAttention(self._resolve_eager, self._rescale) if self._pairs_matter else None
+        self._eager = EagerAttention(self._resolve_eager, self._rescale) if self.pairs.masks_matter else None
 
     @contextmanager
     def module(self, path: str) -> Iterator[None]:
@@ -252,12 +248,12 @@ class Tally(TorchDispatchMode):
     def _attention_flops(self, work: AttentionWork, module: str, node: Any) -> tuple[int, int]:
         if not work.backward:
             if self._head_dims:
-                qk_dim, v_dim = self._head_dims[-1]
-                work = _with_head_dims(work, qk_dim, v_dim)
+                work = _with_head_dims(work, *self._head_dims[-1])
             if torch.is_grad_enabled():
                 self._forward_work[_next_sequence_nr() - 1] = work
             needed, executed = self._pairs(work, module)
-            return work.forward_flops(needed), work.forward_flops(executed)
+            per_pair = work.forward_flops(1) // work.heads
+            return per_pair * needed, per_pair * executed
         q = k = v = True
         if node is not None:
             edges = [edge is not None for edge, _ in node.next_functions][:3]
@@ -268,113 +264,48 @@ class Tally(TorchDispatchMode):
                 work = _with_head_dims(work, forward.qk_dim, forward.v_dim)
         needed, executed = self._pairs(work, module)
         return (
-            work.needed_backward_flops(needed, q=q, k=k, v=v),
-            work.executed_backward_flops(executed),
+            work.needed_backward_flops(1, q=q, k=k, v=v) // work.heads * needed,
+            work.executed_backward_flops(1) // work.heads * executed,
         )
 
     def _pairs(self, work: AttentionWork, module: str) -> tuple[int, int]:
-        """(needed, executed) pairs of an attention call, all samples, one head."""
+        """(needed, executed) pairs of an attention kernel, all samples and heads."""
         if work.cumulative is not None:
-            lengths = [_lengths(c if c is not None else work.cumulative[0]) for c in work.cumulative]
-            band = work.band if self.convention.attention == "causal" else FULL
-            self.bands.add(band)
-            pairs = sum(band.pairs(q, k) for q, k in zip(*lengths, strict=True))
+            q_lengths, k_lengths = (
+                _lengths(c if c is not None else work.cumulative[0]) for c in work.cumulative
+            )
+            pairs = self.pairs.packed(q_lengths, k_lengths, work.heads, work.band)
             return pairs, pairs
-        if not self._pairs_matter:
-            pairs = work.samples * work.q_len * work.k_len
-            return pairs, pairs
-        masks: list[Value] = []
-        if work.mask is not None:
-            allowed = allowed_by(work.mask)
-            if allowed is None:
-                self._unread_mask()
-            else:
-                masks.append(allowed)
-        if work.mask_function is not None:
-            masks.append(_mask_of_function(work.mask_function, work.q_len, work.k_len))
         shape = (work.samples, work.heads, work.q_len, work.k_len)
-        return self._masked_pairs(shape, masks, work.band, module)
+        masks: list[Value | None] = []
+        if self.pairs.masks_matter:
+            if work.mask is not None:
+                masks.append(allowed_by(work.mask))
+            if work.mask_function is not None:
+                masks.append(self._evaluated(work.mask_function, shape))
+        return self.pairs.dense(shape, masks, work.band, module)
 
-    def _unread_mask(self) -> None:
-        self.notes["an attention mask could not be read: all its pairs are counted"] = None
+    def _evaluated(self, function: Callable[..., Any], shape: Sequence[int]) -> Value | None:
+        """A flex-attention mask, worked out on real indices or on fake ones whose values are known."""
+        if self._following is None:
+            with _disable_current_modes():
+                allowed = mask_of_function(function, shape, torch.arange)
+        else:
+            with FollowingMode(self._following):
+                allowed = mask_of_function(function, shape, torch.arange)
+        return None if allowed is None else readable(allowed)
 
-    def _masked_pairs(
-        self, shape: Sequence[int], masks: list[Value], band: Band, module: str
-    ) -> tuple[int, int]:
-        """Pairs for scores of this shape (samples, heads, queries, keys), by convention and documents."""
-        with _disable_current_modes(), torch.no_grad():
-            return self._pairs_of(shape, masks, band, self.windows.get(module))
-
-    def _pairs_of(
-        self, shape: Sequence[int], masks: list[Value], band: Band, window: int | None
-    ) -> tuple[int, int]:
-        samples, _, q_len, k_len = shape
-        causal = self.convention.attention == "causal"
-        allowed = _intersection(masks, samples, q_len, k_len)
-        documents = self._documents_of(samples, q_len, k_len, allowed)
-        if not causal:
-            self.bands.add(FULL)
-            executed = samples * q_len * k_len
-            return (sum(n * n for d in documents for n in d) if documents else executed), executed
-        if allowed is not None and not bool(allowed.all()):
-            if band.behind is not None or band.ahead is not None:
-                distance = torch.arange(q_len)[:, None] - torch.arange(k_len)[None, :]
-                if band.behind is not None:
-                    allowed = allowed & (distance <= band.behind)
-                if band.ahead is not None:
-                    allowed = allowed & (distance >= -band.ahead)
-            fullest = int(allowed.flatten(1).sum(1).argmax())
-            lengths = documents[fullest % len(documents)] if documents else [k_len]
-            found = band_of_mask(allowed[fullest], lengths)
-            if found is None:
-                pairs = int(allowed.expand(samples, q_len, k_len).sum())
-                self.notes["an attention mask is no band: the pairs it allows were counted one by one"] = None
-                return pairs, pairs
-            if found.behind is None and window is not None and max(lengths) <= window < k_len:
-                found = Band(behind=window - 1, ahead=found.ahead)
-            band = found
-        self.bands.add(band)
-        executed = samples * band.pairs(q_len, k_len)
-        return (sum(band.pairs(n) for d in documents for n in d) if documents else executed), executed
-
-    def _documents_of(
-        self, samples: int, q_len: int, k_len: int, allowed: torch.Tensor | None
-    ) -> Sequence[Sequence[int]] | None:
-        """The batch's documents where this attention keeps them apart, else None."""
-        documents = self.documents
-        if documents is None or q_len != k_len or samples % len(documents):
-            return None
-        if any(sum(d) != q_len for d in documents) or allowed is None:
-            return None
-        each = samples // len(documents)
-        documents = [d for d in documents for _ in range(each)]
-        for sample, lengths in enumerate(documents):
-            ids = document_ids(lengths, q_len)
-            view = allowed[sample if allowed.shape[0] > 1 else 0]
-            if bool((view & (ids[:, None] != ids[None, :])).any()):
-                return None
-        return documents
-
-    def _resolve_eager(self, shape: Sequence[int], masks: list[Value]) -> Callable[[int], tuple[int, int]]:
+    def _resolve_eager(self, shape: Sequence[int], masks: Sequence[Value | None]) -> Scale:
         """Scores of this shape met a softmax: how their plain FLOPs become needed and executed ones."""
-        if len(shape) < 3:
-            return lambda flops: (flops, flops)
-        samples = shape[0]
-        heads = 1
-        for n in shape[1:-2]:
-            heads *= n
-        needed, executed = self._masked_pairs(
-            (samples, heads, shape[-2], shape[-1]), masks, FULL, self._paths[-1]
-        )
-        whole = samples * shape[-2] * shape[-1]
+        needed, executed = self.pairs.dense(shape, masks, FULL, self._paths[-1])
+        whole = prod(shape)
 
         def scale(flops: int) -> tuple[int, int]:
-            unit = flops // whole
-            return unit * needed, unit * executed
+            return flops // whole * needed, flops // whole * executed
 
         return scale
 
-    def _rescale(self, entry: Entry, scale: Callable[[int], tuple[int, int]]) -> None:
+    def _rescale(self, entry: Entry, scale: Scale) -> None:
         """A product has turned out to belong to attention: so do its gradients, later."""
         entry.needed, entry.executed = scale(entry.needed)
         if entry.sequence is not None:
@@ -416,7 +347,7 @@ class Tally(TorchDispatchMode):
             uncounted=dict(self.uncounted),
             method=method,
             convention=self.convention,
-            notes=(*self.notes, *notes),
+            notes=(*self.pairs.notes, *notes),
         )
 
 
@@ -439,7 +370,7 @@ def _apply(name: str, formula: Callable[..., Any], args: Any, kwargs: Any, out: 
         work = formula(*args, **kwargs, out=out)
     except Exception as error:
         raise UsageError(f"the formula of {name} failed: {type(error).__name__}: {error}") from error
-    if isinstance(work, (int, RecurrentWork)):
+    if isinstance(work, (int, RecurrentWork, AttentionWork)):
         return work
     raise UsageError(f"the formula of {name} must return an integer; it returned {work!r}")
 
@@ -455,7 +386,8 @@ def _with_head_dims(work: AttentionWork, qk_dim: int, v_dim: int) -> AttentionWo
 
 def _may_be_matrix_work(name: str, args: Any, kwargs: Any, out: Any) -> bool:
     """Whether an operator from outside torch could multiply matrices: two or more tensors of two or more
-    dimensions go in, not all of the result's shape; integers of 16 bits and more are indices."""
+    dimensions go in, not all of the result's shape unless they could be queries, keys and values; integers
+    of 16 bits and more are indices."""
     if name.partition("::")[0] in _OWN_LIBRARIES:
         return False
     inputs = [
@@ -464,7 +396,10 @@ def _may_be_matrix_work(name: str, args: Any, kwargs: Any, out: Any) -> bool:
         if isinstance(a, torch.Tensor) and a.dim() >= 2 and a.dtype not in _INDICES
     ]
     results = [o for o in tree_flatten(out)[0] if isinstance(o, torch.Tensor) and o.is_floating_point()]
-    return len(inputs) >= 2 and any(a.shape != results[0].shape for a in inputs) if results else False
+    if not results or len(inputs) < 2:
+        return False
+    attends = len(inputs) >= 3 and all(a.dim() >= 3 for a in inputs)
+    return attends or any(a.shape != results[0].shape for a in inputs)
 
 
 def _lengths(cumulative: torch.Tensor) -> list[int]:
@@ -474,31 +409,6 @@ def _lengths(cumulative: torch.Tensor) -> list[int]:
     with _disable_current_modes():
         ends = [int(n) for n in value.tensor().tolist()]
     return [b - a for a, b in itertools.pairwise(ends)]
-
-
-def _mask_of_function(function: Callable[..., Any], q_len: int, k_len: int) -> Value:
-    def compute() -> torch.Tensor:
-        zero = torch.zeros((), dtype=torch.int64)
-        allowed = function(zero, zero, torch.arange(q_len)[:, None], torch.arange(k_len)[None, :])
-        return torch.as_tensor(allowed).expand(q_len, k_len)
-
-    return Value(compute)
-
-
-def _intersection(masks: list[Value], samples: int, q_len: int, k_len: int) -> torch.Tensor | None:
-    """What all masks allow, as (samples or 1, queries, keys); masks of one dimension per head use head 0."""
-    together: torch.Tensor | None = None
-    for mask in masks:
-        allowed = mask.tensor()
-        while allowed.dim() < 3:
-            allowed = allowed[None]
-        if allowed.dim() == 4:
-            allowed = allowed[:, 0]
-        if allowed.dim() != 3 or allowed.shape[0] not in (1, samples):
-            continue
-        allowed = allowed.expand(allowed.shape[0], q_len, k_len)
-        together = allowed if together is None else together & allowed
-    return together
 
 
 def _float32_on_cuda(convolution: bool) -> str:

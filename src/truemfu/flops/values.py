@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 aten = torch.ops.aten
@@ -110,6 +110,17 @@ _DYNAMIC = {
     aten.bincount.default,
 }
 _TRUTH = {aten.equal.default, aten.is_nonzero.default, aten.allclose.default}
+
+
+class FollowingMode(TorchDispatchMode):
+    """Runs whatever is inside on fake tensors with their values followed, and counts nothing."""
+
+    def __init__(self, following: Following) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._following = following
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._following.run(func, args, kwargs or {})
 
 
 class Following:
