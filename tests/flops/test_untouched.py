@@ -105,10 +105,9 @@ def _of_process() -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _quick_garbage_collection() -> Iterator[None]:
-    """What lives before these tests is none of their business, and walking through it takes a second."""
-    gc.collect()
+@pytest.fixture(autouse=True)
+def _only_new_objects() -> Iterator[None]:
+    """What lives before a test is none of its business, and walking through it takes a second."""
     gc.freeze()
     yield
     gc.unfreeze()

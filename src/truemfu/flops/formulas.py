@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from .registry import register_formula
 
@@ -30,7 +30,11 @@ MATRIX_WORK_WITHOUT_FORMULA = frozenset(
         "_linalg_eigh linalg_eig _linalg_svd linalg_qr linalg_inv_ex _linalg_solve_ex _linalg_det "
         "_linalg_slogdet linalg_lu_factor_ex linalg_lu linalg_lu_solve linalg_ldl_factor_ex linalg_lstsq "
         "linalg_solve_triangular triangular_solve cholesky cholesky_solve cholesky_inverse "
-        "linalg_matrix_exp linalg_householder_product"
+        "linalg_matrix_exp linalg_householder_product "
+        "_pdist_forward _pdist_backward _foreach_mm _linalg_eigvals linalg_ldl_solve mkldnn_linear_backward "
+        "mkldnn_linear_backward_input mkldnn_linear_backward_weights conv_depthwise3d _conv_depthwise2d "
+        "_slow_conv2d_forward _slow_conv2d_backward slow_conv3d_forward slow_conv_dilated2d slow_conv_dilated3d "
+        "slow_conv_transpose2d slow_conv_transpose3d cudnn_convolution_relu cudnn_convolution_add_relu"
     ).split()
 )
 
@@ -239,31 +243,47 @@ def backend_convolution_transpose(x: Any, weight: Any, *_: Any, out: Any, **__: 
 # first only where the initial state itself needs one). `RecurrentWork` tells these parts apart.
 
 
-class RecurrentWork:
-    """Products of a recurrent kernel: `input_flops` per direction over all steps, likewise the state's."""
+class Direction(NamedTuple):
+    """FLOPs of one direction of one recurrent layer over all steps: products with W_ih, W_hh and, where the
+    state is projected, W_hr; `first` is the state's product at the first step alone."""
 
-    def __init__(self, layers: list[tuple[int, int]], steps: int, *, backward: bool) -> None:
-        self.layers, self.steps, self.backward = layers, steps, backward
+    by_input: int
+    by_state: int
+    projection: int
+    first: int
+
+
+class RecurrentWork:
+    """Products of a recurrent kernel: its layers from the bottom up, each with its directions."""
+
+    def __init__(self, layers: Sequence[Sequence[Direction]], *, backward: bool) -> None:
+        self.layers, self.backward = layers, backward
 
     def forward_flops(self) -> int:
-        """Both products of every layer."""
-        return sum(x + h for x, h in self.layers)
+        """All products of every layer."""
+        return sum(d.by_input + d.by_state + d.projection for layer in self.layers for d in layer)
 
     def needed_backward_flops(self, edges: Sequence[bool]) -> int:
         """What autograd would compute on the same layers written out step by step.
 
-        `edges` says which inputs of the kernel need a gradient: the sequence, each layer's tensors (W_ih and
-        W_hh first), the initial hidden state, the initial cell state.
+        `edges` says which inputs of the kernel need a gradient: the sequence, the tensors of each layer and
+        direction (W_ih and W_hh first, W_hr last), the initial hidden state, the initial cell state.
         """
-        input_grad, hidden_grad = edges[0], edges[-2]
-        weights = edges[1:-2]
-        stride = len(weights) // len(self.layers)
+        below, hidden_grad = edges[0], edges[-2]
+        stride = (len(edges) - 3) // sum(len(layer) for layer in self.layers)
+        weights = iter(range(1, len(edges) - 2, stride))
         total = 0
-        for index, (x, h) in enumerate(self.layers):
-            own = weights[index * stride : (index + 1) * stride]
-            total += x * own[0] + h * own[1]
-            total += x * input_grad + (h if hidden_grad else h - h // self.steps)
-            input_grad = input_grad or any(own)
+        for layer in self.layers:
+            wanted = []
+            for d in layer:
+                start = next(weights)
+                own = edges[start : start + stride]
+                total += d.by_input * own[0] + d.by_state * own[1] + d.projection * own[-1]
+                wanted.append(below or any(own) or hidden_grad)
+                if wanted[-1]:
+                    state = d.by_state if hidden_grad else d.by_state - d.first
+                    total += d.by_input * below + d.projection + state
+            below = any(wanted)
         return total
 
     def executed_backward_flops(self) -> int:
@@ -271,29 +291,46 @@ class RecurrentWork:
         return 2 * self.forward_flops()
 
 
+def _mkldnn_layer(x: Any, w_ih: Any, w_hh: Any) -> list[list[Direction]]:
+    """One layer, one direction; x is (steps, samples, features)."""
+    steps, samples = x.shape[:2]
+    rows = steps * samples
+    by_state = 2 * w_hh.numel()
+    return [[Direction(2 * rows * w_ih.numel(), rows * by_state, 0, samples * by_state)]]
+
+
 @register_formula("aten::mkldnn_rnn_layer")
 def mkldnn_rnn_layer(x: Any, w_ih: Any, w_hh: Any, *_: Any, out: Any, **__: Any) -> RecurrentWork:
-    """One LSTM layer, one direction, on CPU: x is (steps, samples, features)."""
-    rows = x.shape[0] * x.shape[1]
-    return RecurrentWork([(2 * rows * w_ih.numel(), 2 * rows * w_hh.numel())], x.shape[0], backward=False)
+    """One LSTM layer, one direction, on CPU."""
+    return RecurrentWork(_mkldnn_layer(x, w_ih, w_hh), backward=False)
 
 
 @register_formula("aten::mkldnn_rnn_layer_backward")
 def mkldnn_rnn_layer_backward(x: Any, w_ih: Any, w_hh: Any, *_: Any, out: Any, **__: Any) -> RecurrentWork:
     """The layer's gradients, all of them in one kernel."""
-    rows = x.shape[0] * x.shape[1]
-    return RecurrentWork([(2 * rows * w_ih.numel(), 2 * rows * w_hh.numel())], x.shape[0], backward=True)
+    return RecurrentWork(_mkldnn_layer(x, w_ih, w_hh), backward=True)
 
 
-def _cudnn_layers(x: Any, weights: Sequence[Any], stride: int, batch_first: bool, sizes: Any) -> Any:
-    """cuDNN holds W_ih and W_hh first among each layer's (and direction's) `stride` tensors."""
-    rows = sum(sizes) if sizes else x.shape[0] * x.shape[1]
-    steps = len(sizes) if sizes else x.shape[1 if batch_first else 0]
-    layers = [
-        (2 * rows * weights[i].numel(), 2 * rows * weights[i + 1].numel())
-        for i in range(0, len(weights), stride)
-    ]
-    return layers, int(steps)
+def _cudnn_layers(
+    x: Any,
+    weights: Sequence[Any],
+    stride: int,
+    batch_first: bool,
+    projected: bool,
+    bidirectional: bool,
+    packed: Sequence[int],
+) -> list[list[Direction]]:
+    """cuDNN holds W_ih and W_hh first among the `stride` tensors of a layer and direction, W_hr last."""
+    rows = sum(packed) if packed else x.shape[0] * x.shape[1]
+    samples = packed[0] if packed else x.shape[0 if batch_first else 1]
+    directions = []
+    for i in range(0, len(weights), stride):
+        w_ih, w_hh, last = weights[i], weights[i + 1], weights[i + stride - 1]
+        by_state = 2 * w_hh.numel()
+        projection = 2 * rows * last.numel() if projected else 0
+        directions.append(Direction(2 * rows * w_ih.numel(), rows * by_state, projection, samples * by_state))
+    each = 2 if bidirectional else 1
+    return [directions[i : i + each] for i in range(0, len(directions), each)]
 
 
 @register_formula("aten::_cudnn_rnn", "aten::miopen_rnn")
@@ -317,8 +354,8 @@ def cudnn_rnn(
     out: Any,
 ) -> RecurrentWork:
     """All layers and directions of an RNN, LSTM or GRU at once."""
-    layers, steps = _cudnn_layers(x, weight, weight_stride0, batch_first, batch_sizes)
-    return RecurrentWork(layers, steps, backward=False)
+    layers = _cudnn_layers(x, weight, weight_stride0, batch_first, proj_size > 0, bidirectional, batch_sizes)
+    return RecurrentWork(layers, backward=False)
 
 
 @register_formula("aten::_cudnn_rnn_backward", "aten::miopen_rnn_backward")
@@ -346,5 +383,5 @@ def cudnn_rnn_backward(
     out: Any,
 ) -> RecurrentWork:
     """The gradients of all layers."""
-    layers, steps = _cudnn_layers(x, weight, weight_stride0, batch_first, batch_sizes)
-    return RecurrentWork(layers, steps, backward=True)
+    layers = _cudnn_layers(x, weight, weight_stride0, batch_first, proj_size > 0, bidirectional, batch_sizes)
+    return RecurrentWork(layers, backward=True)

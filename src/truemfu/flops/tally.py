@@ -216,7 +216,7 @@ class Tally(TorchDispatchMode):
         elif (formula := OPERATOR_FORMULAS.get(name)) is not None:
             work = _apply(name, formula, args, kwargs, out)
         else:
-            if name in MATRIX_WORK_WITHOUT_FORMULA or _may_be_matrix_work(name, args, kwargs, out):
+            if _does_matrix_work(name) or _may_be_matrix_work(name, args, kwargs, out):
                 self.uncounted[name] += 1
             return None
         if isinstance(work, int) and work == 0:
@@ -382,6 +382,14 @@ def _bind(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> dict
 
 def _with_head_dims(work: AttentionWork, qk_dim: int, v_dim: int) -> AttentionWork:
     return work if (work.qk_dim, work.v_dim) == (qk_dim, v_dim) else replace(work, qk_dim=qk_dim, v_dim=v_dim)
+
+
+def _does_matrix_work(name: str) -> bool:
+    """Whether an operator of torch's own multiplies matrices in a way no formula covers."""
+    packed = name.startswith(
+        ("quantized::linear", "quantized::conv", "mkldnn::_convolution", "mkldnn::_linear")
+    )
+    return name in MATRIX_WORK_WITHOUT_FORMULA or (packed and "prepack" not in name and "unpack" not in name)
 
 
 def _may_be_matrix_work(name: str, args: Any, kwargs: Any, out: Any) -> bool:
