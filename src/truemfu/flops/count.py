@@ -67,7 +67,8 @@ def count_step(
     if not callable(fn):
         raise UsageError(f"count_step takes a callable and its arguments; got {type(fn).__name__}")
     tally = Tally(convention)
-    with _uncompiled(), _following_modules(tally), _Calls(tally), tally:
+    single_thread = torch.autograd.set_multithreading_enabled(False)  # autograd numbers its nodes by thread
+    with single_thread, _uncompiled(), _following_modules(tally), _Calls(tally), tally:
         fn(*args, **kwargs)
     count = tally.result(method=EXECUTED)
     warn_uncounted(count)
@@ -125,7 +126,7 @@ def run_counted(
         raise
     except Exception as error:
         raise _explain(error, model) from fake_error
-    return tally, REAL, ()
+    return tally, REAL, (f"fake tensors would not do ({_one_line(fake_error)})",)
 
 
 class _Step:
@@ -170,17 +171,19 @@ class _Step:
         self._run(Shadow(None), tally, contextlib.nullcontext())
         return tally
 
+    @torch.inference_mode(False)
     def _run(self, shadow: Shadow, tally: Tally, fake_mode: contextlib.AbstractContextManager[Any]) -> None:
         model = shadow.model(self.model)
         shadow.place = self.place or shadow.place
         args, kwargs = shadow.tree(self.args), shadow.tree(self.kwargs)
+        loss_fn = shadow.tree(self.loss_fn)
         _follow_modules(model, tally)
-        with _untouched_state(), fake_mode, _Calls(tally), tally:
+        with _untouched_state(), fake_mode, _Calls(tally, stand_in=True), tally:
             with torch.set_grad_enabled(self.backward):
                 output = model(*args, **kwargs)
                 if not self.backward:
                     return
-                loss = _loss(output, self.loss_fn)
+                loss = _loss(output, loss_fn)
             with torch.autograd.set_multithreading_enabled(False), tally.final_backward():
                 loss.backward()
 
@@ -244,17 +247,22 @@ def _sum_of_outputs(output: Any) -> torch.Tensor:
     return total.real if total.is_complex() else total
 
 
+def _one_line(error: Exception) -> str:
+    """An error's text on one line, not too long, with its kind where that says more than the text."""
+    text = " ".join(str(error).split())
+    text = text if len(text) <= 300 else text[:297] + "…"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
 def _explain(error: Exception, model: nn.Module) -> TruemfuError:
     """One line for an error from inside the model."""
     name = type(unwrap(model)).__name__
-    text = " ".join(str(error).split()) or type(error).__name__
-    text = text if len(text) <= 300 else text[:297] + "…"
+    text = _one_line(error)
     if isinstance(error, TypeError) and ("argument" in text or "forward()" in text):
         return BatchError(f"the batch does not fit {name}: {text}")
-    kind = type(error).__name__
     if "shape" in text or "size" in text or "Expected" in text or "index" in text:
-        return BatchError(f"{name} cannot run on this batch: {kind}: {text}")
-    return ModelError(f"{name} cannot be run for a count: {kind}: {text}")
+        return BatchError(f"{name} cannot run on this batch: {text}")
+    return ModelError(f"{name} cannot be run for a count: {text}")
 
 
 def _follow_modules(model: nn.Module, tally: Tally) -> None:
@@ -306,26 +314,45 @@ def _following_modules(tally: Tally) -> Iterator[None]:
 class _Calls(TorchFunctionMode):
     """Sees a few torch calls whole, before they turn into operators.
 
-    `scaled_dot_product_attention` before torch pads head sizes for its kernels, and constructors and exports
-    that read a tensor's memory directly, which fake tensors do not have.
+    `scaled_dot_product_attention` before torch pads head sizes for its kernels; constructors and exports that
+    read a tensor's memory directly, which fake tensors do not have; and, where the run may `stand_in` for the
+    real one, attention on nested tensors, which few devices have kernels for.
     """
 
-    def __init__(self, tally: Tally) -> None:
+    def __init__(self, tally: Tally, *, stand_in: bool = False) -> None:
         super().__init__()
         self._tally = tally
+        self._stand_in = stand_in
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is nn.functional.scaled_dot_product_attention:
             q = args[0] if args else kwargs["query"]
             v = args[2] if len(args) > 2 else kwargs["value"]
+            if self._stand_in and q.is_nested:
+                return _attention_by_document(*args, **kwargs)
             with self._tally.sdpa_head_dims(q.shape[-1], v.shape[-1]):
                 return func(*args, **kwargs)
         if func in (torch.tensor, torch.as_tensor) and args and isinstance(args[0], (list, tuple)):
             return func(_plain_numbers(args[0]), *args[1:], **kwargs)
         if func in (torch.Tensor.numpy, torch.Tensor.__array__) and isinstance(args[0], FakeTensor):
             return torch.tensor(args[0].tolist(), dtype=args[0].dtype).numpy()
+        if func is torch.Tensor.data_ptr and isinstance(args[0], FakeTensor):
+            raise RuntimeError("a kernel bound by hand reads a tensor's memory")
         return func(*args, **kwargs)
+
+
+def _attention_by_document(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+    """Attention on jagged tensors of (samples, heads, ragged length, head size), sample after sample."""
+    offsets = query.transpose(1, 2).offsets()
+    parts = []
+    for tensor in (query, key, value):
+        tokens_first = tensor.transpose(1, 2)
+        lengths = tokens_first.offsets().diff().tolist()
+        parts.append([part.transpose(0, 1)[None] for part in tokens_first.values().split(lengths)])
+    attention = nn.functional.scaled_dot_product_attention
+    results = [attention(q, k, v, *args, **kwargs)[0].transpose(0, 1) for q, k, v in zip(*parts, strict=True)]
+    return torch.nested.nested_tensor_from_jagged(torch.cat(results), offsets).transpose(1, 2)
 
 
 def _plain_numbers(values: Any) -> Any:

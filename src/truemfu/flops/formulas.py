@@ -33,8 +33,9 @@ MATRIX_WORK_WITHOUT_FORMULA = frozenset(
         "linalg_matrix_exp linalg_householder_product "
         "_pdist_forward _pdist_backward _foreach_mm _linalg_eigvals linalg_ldl_solve mkldnn_linear_backward "
         "mkldnn_linear_backward_input mkldnn_linear_backward_weights conv_depthwise3d _conv_depthwise2d "
-        "_slow_conv2d_forward _slow_conv2d_backward slow_conv3d_forward slow_conv_dilated2d slow_conv_dilated3d "
-        "slow_conv_transpose2d slow_conv_transpose3d cudnn_convolution_relu cudnn_convolution_add_relu"
+        "_slow_conv2d_forward _slow_conv2d_backward slow_conv3d_forward slow_conv_dilated2d "
+        "slow_conv_dilated3d slow_conv_transpose2d slow_conv_transpose3d cudnn_convolution_relu "
+        "cudnn_convolution_add_relu"
     ).split()
 )
 
@@ -322,9 +323,10 @@ def _cudnn_layers(
 ) -> list[list[Direction]]:
     """cuDNN holds W_ih and W_hh first among the `stride` tensors of a layer and direction, W_hr last."""
     rows = sum(packed) if packed else x.shape[0] * x.shape[1]
-    samples = packed[0] if packed else x.shape[0 if batch_first else 1]
     directions = []
     for i in range(0, len(weights), stride):
+        backwards = bidirectional and i // stride % 2 == 1
+        samples = packed[-1 if backwards else 0] if packed else x.shape[0 if batch_first else 1]
         w_ih, w_hh, last = weights[i], weights[i + 1], weights[i + stride - 1]
         by_state = 2 * w_hh.numel()
         projection = 2 * rows * last.numel() if projected else 0

@@ -2,8 +2,9 @@
 
 Counting runs the shadow, never the model: no parameter, gradient, buffer, hook, mode flag or compiled code of
 the model is touched, even if the count fails half-way. Each module becomes a shell of the same class with its
-own dictionaries; parameters and buffers become fake tensors; containers, bound methods, partials and closures
-that lead back to a module or a tensor are rebuilt to lead to the shadow's; everything else is shared.
+own dictionaries; parameters and buffers become fake tensors; containers, closures, bound methods and plain
+objects on the way are rebuilt to lead to the shadow's modules and tensors, so that writing to them leaves no
+trace; what belongs to a framework or a C library is shared.
 
 Wrappers are taken off: DDP and DataParallel, `torch.compile`, FSDP2 (a sharded parameter has its full size
 here). So nothing starts a collective, and nothing compiled is disturbed.
@@ -11,9 +12,14 @@ here). So nothing starts a collective, and nothing compiled is disturbed.
 
 from __future__ import annotations
 
+import collections
 import copy
+import enum
 import functools
+import random
+import sys
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +33,13 @@ from .registry import module_formula
 from .values import Value, attach
 
 _OWN_HOOK = "_truemfu_hook"
+_SHARED = (str, bytes, int, float, bool, complex, type, types.ModuleType, torch.dtype, torch.device)
+_FRAMEWORKS = (set(sys.stdlib_module_names) - {"__main__"}) | {
+    "torch", "transformers", "lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "deepspeed",
+    "wandb", "mlflow", "tensorboard", "numpy", "datasets", "ray",
+}  # fmt: skip
+_HEAP_TYPE = 1 << 9  # set for classes made by a class statement
+_MAX_CONTAINER = 100_000
 _MAX_BUFFER_VALUE = 1 << 24
 
 
@@ -54,6 +67,18 @@ class Shadow:
         self._memo: dict[int, Any] = {}
         self._param_dtype: torch.dtype | None = None
         self._alive: list[Any] = []  # keeps ids in the memo from being used again
+        self._makers: tuple[tuple[type | tuple[type, ...], Callable[[Any], Any]], ...] = (
+            (torch.Tensor, self.tensor),
+            (nn.Module, lambda module: self._module(unwrap(module))),
+            ((list, tuple, dict, set, collections.deque), self._container),
+            (types.MethodType, self._method),
+            (functools.partial, self._partial),
+            (types.FunctionType, self._function),
+            (types.SimpleNamespace, self._namespace),
+            (weakref.ref, self._reference),
+            (torch.Generator, _copy_of_generator),
+            ((random.Random, bytearray), copy.copy),
+        )
 
     def model(self, model: nn.Module) -> nn.Module:
         """The shadow of a whole model."""
@@ -62,25 +87,17 @@ class Shadow:
         return shadow
 
     def tree(self, thing: Any) -> Any:
-        """The shadow of anything: modules and tensors inside are replaced, the rest is shared."""
-        if isinstance(thing, torch.Tensor):
-            return self._once(thing, self.tensor)
-        if isinstance(thing, nn.Module):
-            return self._module(unwrap(thing))
-        if (
-            isinstance(thing, (str, bytes, int, float, bool, complex, type, types.ModuleType))
-            or thing is None
-        ):
+        """The shadow of anything: modules and tensors are replaced, what could be written to is copied."""
+        if thing is None or isinstance(thing, _SHARED):
             return thing
-        if isinstance(thing, (list, tuple, dict, set)):
-            return self._once(thing, self._container)
-        if isinstance(thing, types.MethodType):
-            return self._method(thing)
-        if isinstance(thing, functools.partial):
-            return self._once(thing, self._partial)
-        if isinstance(thing, types.FunctionType) and thing.__closure__:
-            return self._once(thing, self._closure)
-        return thing
+        if type(thing) in weakref.ProxyTypes:
+            return weakref.proxy(self.tree(thing.__repr__.__self__))
+        for kind, make in self._makers:
+            if isinstance(thing, kind):
+                return self._once(thing, make)
+        if type(thing).__module__.startswith("numpy"):
+            return self._once(thing, copy.deepcopy) if getattr(thing, "size", 0) <= _MAX_CONTAINER else thing
+        return self._once(thing, self._object) if _is_plain_object(type(thing)) else thing
 
     def _once(self, thing: Any, make: Callable[[Any], Any]) -> Any:
         if id(thing) not in self._memo:
@@ -115,18 +132,9 @@ class Shadow:
             parameter = nn.Parameter(made, requires_grad=wanted)
             extra = {k: v for k, v in vars(tensor).items() if not k.startswith("_truemfu")}
             for name, value in extra.items():
-                setattr(parameter, name, self._attribute(value))
+                setattr(parameter, name, self.tree(value))
             return parameter
         return made.requires_grad_(wanted) if wanted else made
-
-    def _attribute(self, value: Any) -> Any:
-        """An attribute of a parameter, such as a quantisation state: objects that hold tensors are copied."""
-        if type(value).__module__.split(".")[0] in ("builtins", "torch") or not hasattr(value, "__dict__"):
-            return self.tree(value)
-        shell = copy.copy(value)
-        for name, inner in vars(value).items():
-            setattr(shell, name, self._attribute(inner))
-        return shell
 
     def _module(self, module: nn.Module) -> nn.Module:
         if id(module) in self._memo:
@@ -137,7 +145,8 @@ class Shadow:
             )
         cls, fsdp_dtype = _beneath_fsdp(module)
         inherited, self._param_dtype = self._param_dtype, fsdp_dtype or self._param_dtype
-        shell: nn.Module = cls.__new__(cls)
+        shell: nn.Module = object.__new__(cls)
+        _copy_slots(module, shell, self.tree)
         self._alive.append(module)
         self._memo[id(module)] = shell
         state = shell.__dict__
@@ -184,59 +193,34 @@ class Shadow:
             owner = type(getattr(target, "__self__", None)).__module__
             if hasattr(target, _OWN_HOOK) or "_fsdp" in home or "_fsdp" in owner:
                 continue
-            kept[key] = self._hook(hook)
+            kept[key] = self.tree(hook)
         return kept
 
-    def _hook(self, hook: Any) -> Any:
-        owner = getattr(hook, "__self__", None)
-        if isinstance(hook, types.MethodType) and not isinstance(owner, nn.Module):
-            return types.MethodType(hook.__func__, self._once(owner, self._object))
-        if isinstance(hook, types.FunctionType):
-            return self.tree(hook)
-        if callable(hook) and not isinstance(hook, functools.partial):
-            return self._once(hook, self._object)
-        return self.tree(hook)
-
-    def _object(self, thing: Any) -> Any:
-        """A copy of an object that owns a hook, so that what the hook writes stays with us."""
-        if not hasattr(thing, "__dict__") or isinstance(thing, type):
-            return thing
-        try:
-            shell = copy.copy(thing)
-        except Exception:  # not copyable: the hook runs on the object itself
-            return thing
-        for name, value in vars(thing).items():
-            shell.__dict__[name] = self.tree(value)
-        return shell
-
     def _container(self, thing: Any) -> Any:
+        if len(thing) > _MAX_CONTAINER or isinstance(thing, torch.Size):
+            return thing
+        if isinstance(thing, tuple):
+            items = [self.tree(value) for value in thing]
+            if all(a is b for a, b in zip(items, thing, strict=True)):
+                return thing
+            return type(thing)(*items) if hasattr(thing, "_fields") else type(thing)(items)
         try:
-            if isinstance(thing, dict):
-                made = copy.copy(thing)
-                self._memo[id(thing)] = made
-                for key, value in thing.items():
-                    dict.__setitem__(made, key, self.tree(value))
-                return made
-            if isinstance(thing, list):
-                made_list = copy.copy(thing)
-                self._memo[id(thing)] = made_list
-                for index, value in enumerate(thing):
-                    list.__setitem__(made_list, index, self.tree(value))
-                return made_list
-            if isinstance(thing, set):
-                return copy.copy(thing)
-        except TypeError:  # a container of its own making: share it
+            made = copy.copy(thing)
+        except Exception:  # a container of its own making that cannot be copied is shared
             return thing
-        items = [self.tree(v) for v in thing]
-        if all(a is b for a, b in zip(items, thing, strict=True)):
-            return thing
-        return type(thing)(*items) if hasattr(thing, "_fields") else type(thing)(items)
+        self._memo[id(thing)] = made
+        if isinstance(thing, dict):
+            for key, value in thing.items():
+                dict.__setitem__(made, key, self.tree(value))
+        elif isinstance(thing, (list, collections.deque)):
+            for index, value in enumerate(thing):
+                made[index] = self.tree(value)
+        return made
 
     def _method(self, method: types.MethodType) -> Any:
-        owner = method.__self__
-        if isinstance(owner, nn.Module):
-            return types.MethodType(method.__func__, self._module(unwrap(owner)))
-        return method
+        owner, function = self.tree(method.__self__), self.tree(method.__func__)
+        unchanged = owner is method.__self__ and function is method.__func__
+        return method if unchanged else types.MethodType(function, owner)
 
     def _partial(self, partial: functools.partial[Any]) -> Any:
         made = functools.partial(
@@ -247,21 +231,73 @@ class Shadow:
         made.__dict__.update(partial.__dict__)
         return made
 
-    def _closure(self, function: types.FunctionType) -> Any:
+    def _function(self, function: types.FunctionType) -> Any:
+        """A function with copies of what it closes over and of its defaults; a plain one is shared."""
+        if not (function.__closure__ or function.__defaults__ or function.__kwdefaults__):
+            return function
         cells = tuple(types.CellType() for _ in function.__closure__ or ())
         made = types.FunctionType(
-            function.__code__, function.__globals__, function.__name__, function.__defaults__, cells
+            function.__code__, function.__globals__, function.__name__, None, cells if cells else None
         )
-        made.__kwdefaults__ = function.__kwdefaults__
-        made.__dict__.update(function.__dict__)
-        made.__module__ = function.__module__
         self._memo[id(function)] = made
+        made.__defaults__ = self.tree(function.__defaults__)
+        made.__kwdefaults__ = self.tree(function.__kwdefaults__)
+        made.__dict__.update(function.__dict__)
+        made.__module__, made.__qualname__ = function.__module__, function.__qualname__
         for old, new in zip(function.__closure__ or (), cells, strict=True):
             try:
                 new.cell_contents = self.tree(old.cell_contents)
             except ValueError:  # the cell is still empty
                 continue
         return made
+
+    def _object(self, thing: Any) -> Any:
+        """A copy of an object of a plain Python class, so that what is written to it stays with us."""
+        try:
+            shell = object.__new__(type(thing))
+        except TypeError:  # built by a C type after all
+            return thing
+        self._memo[id(thing)] = shell
+        _copy_slots(thing, shell, self.tree)
+        for name, value in getattr(thing, "__dict__", {}).items():
+            shell.__dict__[name] = self.tree(value)
+        return shell
+
+    def _namespace(self, thing: types.SimpleNamespace) -> Any:
+        made = types.SimpleNamespace()
+        self._memo[id(thing)] = made
+        made.__dict__.update({name: self.tree(value) for name, value in vars(thing).items()})
+        return made
+
+    def _reference(self, reference: weakref.ref[Any]) -> Any:
+        target = reference()
+        copied = self.tree(target)
+        return reference if copied is target else weakref.ref(copied)
+
+
+def _copy_of_generator(generator: torch.Generator) -> torch.Generator:
+    made = torch.Generator(device=generator.device)
+    made.set_state(generator.get_state())
+    return made
+
+
+def _copy_slots(thing: Any, shell: Any, tree: Callable[[Any], Any]) -> None:
+    for cls in type(thing).__mro__:
+        slots = cls.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__") and hasattr(thing, name):
+                object.__setattr__(shell, name, tree(getattr(thing, name)))
+
+
+def _is_plain_object(cls: type) -> bool:
+    """Whether objects of a class are the user's own: written in Python, no framework's, no enumeration."""
+    bases = [base for base in cls.__mro__ if base is not object]
+    return all(
+        base.__flags__ & _HEAP_TYPE
+        and base.__module__.split(".")[0] not in _FRAMEWORKS
+        and not issubclass(base, (enum.Enum, BaseException, type))
+        for base in bases
+    )
 
 
 def _has_small_value(tensor: torch.Tensor) -> bool:
