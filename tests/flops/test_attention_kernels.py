@@ -920,6 +920,7 @@ def test_a_flex_call_is_read_by_position(backward: bool) -> None:
     assert work == AttentionWork(
         samples=2,
         heads=6,
+        device=q.device,
         q_len=5,
         k_len=7,
         qk_dim=8,

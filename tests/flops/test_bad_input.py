@@ -88,7 +88,9 @@ def picture(model: Any) -> Any:
     )
 
 
-def complaint(kind: type[TruemfuError], call: Callable[..., Any], model: Any, *args: Any, **options: Any) -> str:
+def complaint(
+    kind: type[TruemfuError], call: Callable[..., Any], model: Any, *args: Any, **options: Any
+) -> str:
     """The one line that a call ends with; it must be of this kind, and leave the model as it was."""
     before = picture(model)
     with pytest.raises(TruemfuError) as caught:
@@ -280,7 +282,17 @@ def _divides(output: Any) -> Any:
         (lambda out: out.loss, ["loss_fn", "AttributeError", "loss"]),
         (lambda out: out.sum() * 1j, ["loss", "complex"]),
     ],
-    ids=["raises", "float", "None", "item", "detached", "integer", "two arguments", "no such attribute", "complex"],
+    ids=[
+        "raises",
+        "float",
+        "None",
+        "item",
+        "detached",
+        "integer",
+        "two arguments",
+        "no such attribute",
+        "complex",
+    ],
 )
 def test_a_loss_that_is_none(call: Any, loss_fn: Any, words: list[str]) -> None:
     message = complaint(ModelError, call, Net(), (X,), loss_fn=loss_fn)
@@ -336,7 +348,9 @@ def test_an_unknown_convention(attention: Any, hint: str | None) -> None:
 
 
 @pytest.mark.parametrize(
-    "sizes", [{"samples": -1}, {"samples": 0}, {"samples": 1, "length": -5}, {"samples": 1, "images": -1}], ids=str
+    "sizes",
+    [{"samples": -1}, {"samples": 0}, {"samples": 1, "length": -5}, {"samples": 1, "images": -1}],
+    ids=str,
 )
 def test_a_negative_size(sizes: dict[str, int]) -> None:
     with pytest.raises(UsageError, match=r"must be at least \d; got (-\d|0)$"):
@@ -385,7 +399,8 @@ def test_a_fitted_model_refuses_what_the_model_would(batch: Any, words: list[str
 
 
 @pytest.mark.parametrize(
-    ("model", "batch"), [(Net(), {"wrong": X}), (Net(), 3), ("gpt2", {"x": X}), (raising(OSError("gone"))(), (X,))]
+    ("model", "batch"),
+    [(Net(), {"wrong": X}), (Net(), 3), ("gpt2", {"x": X}), (raising(OSError("gone"))(), (X,))],
 )
 def test_profiling_what_cannot_be_counted_gives_none_and_says_why(model: Any, batch: Any) -> None:
     from truemfu import errors

@@ -229,7 +229,9 @@ def _(m: Odd, ids: torch.Tensor) -> Any:
 
 @case(PLAIN, "bincount", IDS)
 def _(m: Odd, ids: torch.Tensor) -> Any:
-    return sum(rows(m, torch.zeros(int(n), dtype=torch.long)).sum() for n in torch.bincount(ids.flatten() % 5))
+    return sum(
+        rows(m, torch.zeros(int(n), dtype=torch.long)).sum() for n in torch.bincount(ids.flatten() % 5)
+    )
 
 
 @case(PLAIN, "item", IDS)
@@ -256,7 +258,10 @@ def _(m: Odd, ids: torch.Tensor) -> Any:
 
 @case(PLAIN, "arithmetic on plain numbers", IDS)
 def _(m: Odd, ids: torch.Tensor) -> Any:
-    return rows(m, ids[:, : torch.div(7, 2, rounding_mode="trunc")]).sum() + rows(m, ids[:, : torch.add(1, 1)]).sum()
+    return (
+        rows(m, ids[:, : torch.div(7, 2, rounding_mode="trunc")]).sum()
+        + rows(m, ids[:, : torch.add(1, 1)]).sum()
+    )
 
 
 @case(PLAIN, "an index that is a tensor", IDS)
@@ -414,12 +419,16 @@ case(PLAIN, "a dataclass", X)(lambda m, x: Output(m.down(m.up(x))))
 case(PLAIN, "a dataclass with slots", X)(lambda m, x: SlottedOutput(m.down(m.up(x))))
 case(PLAIN, "a named tuple with a loss", X)(lambda m, x: Pair(m.up(x).sum(), m.down(m.up(x))))
 case(PLAIN, "a dict with a loss", X)(lambda m, x: {"loss": m.up(x).sum(), "logits": m.down(m.up(x))})
-case(PLAIN, "mixed outputs", X)(lambda m, x: {"a": (m.up(x), 3), "n": x.argmax(), "l": [m.down(m.up(x)), None]})
+case(PLAIN, "mixed outputs", X)(
+    lambda m, x: {"a": (m.up(x), 3), "n": x.argmax(), "l": [m.down(m.up(x)), None]}
+)
 case(PLAIN, "an empty batch", X[:0])(lambda m, x: m.down(m.up(x)))
 case(FUSED, "attention over an empty batch", SEQUENCE[:0, None])(
     lambda m, x: F.scaled_dot_product_attention(m.up(x), m.up(x), m.up(x))
 )
-case(PLAIN, "nested arguments", {"a": [X, (X, 2)]}, None)(lambda m, d, n: m.up(d["a"][0]) + m.up(d["a"][1][0]))
+case(PLAIN, "nested arguments", {"a": [X, (X, 2)]}, None)(
+    lambda m, d, n: m.up(d["a"][0]) + m.up(d["a"][1][0])
+)
 case(PLAIN, "a batch that needs a gradient", X.clone().requires_grad_())(lambda m, x: m.up(x))
 
 # parts that get no gradient, and odd weights
@@ -523,7 +532,9 @@ def _(m: Odd, x: torch.Tensor) -> Any:
     return second.sum()
 
 
-@case(DERIVED, "convolution differentiated twice", WIDE, modules=lambda: {"c": nn.Conv2d(6, 8, 3, 2, groups=2)})
+@case(
+    DERIVED, "convolution differentiated twice", WIDE, modules=lambda: {"c": nn.Conv2d(6, 8, 3, 2, groups=2)}
+)
 def _(m: Odd, x: torch.Tensor) -> Any:
     x = x.detach().requires_grad_()
     return torch.autograd.grad(m.c(x).tanh().sum(), x, create_graph=True)[0]
@@ -540,10 +551,14 @@ def _twice(m: Odd, x: torch.Tensor) -> torch.Tensor:
 
 
 case(DERIVED, "func.grad", X)(lambda m, x: torch.func.grad(functools.partial(_twice, m))(x))
-case(DERIVED, "vmap of grad", X)(lambda m, x: torch.func.vmap(torch.func.grad(functools.partial(_twice, m)))(x))
+case(DERIVED, "vmap of grad", X)(
+    lambda m, x: torch.func.vmap(torch.func.grad(functools.partial(_twice, m)))(x)
+)
 case(DERIVED, "jacobian", X)(lambda m, x: torch.func.jacrev(lambda r: m.down(m.up(r)).tanh().sum(0))(x))
 case(PLAIN, "vmap", X)(lambda m, x: torch.func.vmap(lambda row: m.down(m.up(row)))(x))
-case(PLAIN, "forward-mode derivative", X)(lambda m, x: torch.func.jvp(lambda r: m.down(m.up(r)), (x,), (x,))[1])
+case(PLAIN, "forward-mode derivative", X)(
+    lambda m, x: torch.func.jvp(lambda r: m.down(m.up(r)), (x,), (x,))[1]
+)
 case(PLAIN, "functional_call", X)(
     lambda m, x: torch.func.functional_call(m.up, dict(m.up.named_parameters()), (x,))
 )
@@ -594,9 +609,12 @@ case(
     modules=lambda: {"t": nn.Transformer(16, 4, 1, 1, 32, batch_first=True)},
 )(lambda m, x, y: m.t(x, y))
 for _kind in (nn.LSTM, nn.GRU):
-    case(FUSED, f"{_kind.__name__}", SEQUENCE, modules=lambda kind=_kind: {"r": kind(16, 8, 2, bidirectional=True)})(
-        lambda m, x: m.r(x)[0]
-    )
+    case(
+        FUSED,
+        f"{_kind.__name__}",
+        SEQUENCE,
+        modules=lambda kind=_kind: {"r": kind(16, 8, 2, bidirectional=True)},
+    )(lambda m, x: m.r(x)[0])
 
     @case(FUSED, f"{_kind.__name__} over packed sequences", SEQUENCE, torch.tensor([2, 5]),
           modules=lambda kind=_kind: {"r": kind(16, 8, batch_first=True)})  # fmt: skip
@@ -625,7 +643,9 @@ case(FUSED, "a checkpoint with dropout", X)(
 case(FUSED, "a checkpointed choice by values", IDS)(
     lambda m, ids: checkpoint(lambda i: m.up(m.embed(i)[i > 25]) * 2, ids, use_reentrant=False)
 )
-case(FUSED, "a checkpointed derivative", X)(lambda m, x: checkpoint(lambda h: _penalty(m, h), x, use_reentrant=False))
+case(FUSED, "a checkpointed derivative", X)(
+    lambda m, x: checkpoint(lambda h: _penalty(m, h), x, use_reentrant=False)
+)
 
 
 @pytest.mark.parametrize("c", PLAIN, ids=lambda c: c.name)
@@ -678,7 +698,9 @@ def _while(m: Odd, x: torch.Tensor) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("function", "forward"), [(_cond, 2 * 6 * 2 * 16 * 24), (_while, 3 * 2 * 6 * 2 * 16 * 24)], ids=["cond", "while"]
+    ("function", "forward"),
+    [(_cond, 2 * 6 * 2 * 16 * 24), (_while, 3 * 2 * 6 * 2 * 16 * 24)],
+    ids=["cond", "while"],
 )
 def test_the_branch_that_runs_is_counted_or_named(function: Any, forward: int) -> None:
     model = Odd(function)
@@ -738,7 +760,9 @@ def _on(place: str, tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
 @pytest.mark.parametrize("model_on", ["real", "meta", "fake"])
 def test_a_model_or_a_batch_without_data_counts_the_same(model_on: str, batch_on: str) -> None:
     def build() -> Odd:
-        return Odd(lambda m, ids: m.t(m.embed(ids)), t=nn.TransformerEncoderLayer(16, 4, 32, batch_first=True))
+        return Odd(
+            lambda m, ids: m.t(m.embed(ids)), t=nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+        )
 
     expected = count_flops(build(), (IDS,))
     mode = FakeTensorMode()
@@ -801,7 +825,13 @@ def test_a_model_of_hundreds_of_billions_takes_seconds_and_no_memory() -> None:
 
 # -- architectures beyond the public cases --------------------------------------------------------------------------
 
-SMALL = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 99}
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 99,
+}
 FEW = {**SMALL, "num_key_value_heads": 2, "head_dim": 8}
 MOE = {**FEW, "num_local_experts": 4, "num_experts_per_tok": 2}
 VISION = {"image_size": 32, "patch_size": 8, "num_channels": 3}
@@ -846,7 +876,9 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 def _architecture(name: str) -> tuple[nn.Module, dict[str, Any]]:
     transformers = pytest.importorskip("transformers")
     cls = getattr(transformers, name)
-    config = cls.config_class(**{**ARCHITECTURES[name], "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2})
+    config = cls.config_class(
+        **{**ARCHITECTURES[name], "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    )
     torch.manual_seed(0)
     model = cls(config).train()
     ids = torch.arange(2 * 24).reshape(2, 24) % 90 + 3

@@ -591,7 +591,11 @@ def test_generators_of_the_model_do_not_advance(values: bool) -> None:
     model = Noisy()
 
     def states() -> tuple[Any, ...]:
-        return model.torch.get_state().tolist(), model.python.getstate(), repr(model.numpy.bit_generator.state)
+        return (
+            model.torch.get_state().tolist(),
+            model.python.getstate(),
+            repr(model.numpy.bit_generator.state),
+        )
 
     before = states()
     with untouched(model):
@@ -1125,7 +1129,9 @@ def _hidden_parts(model: nn.Module) -> list[nn.Module]:
 
 @both
 @pytest.mark.parametrize("make", WAYS, ids=lambda f: f.__name__.strip("_"))
-def test_however_a_module_is_reached_its_copy_runs(make: Callable[[], nn.Module], count: Callable[..., Any]) -> None:
+def test_however_a_module_is_reached_its_copy_runs(
+    make: Callable[[], nn.Module], count: Callable[..., Any]
+) -> None:
     model = make()
     with untouched(model, *_hidden_parts(model)):
         counted = count(model, (X,))

@@ -35,6 +35,7 @@ class AttentionWork:
     band: Band = FULL
     mask: Any = None
     mask_function: Callable[..., Any] | None = None
+    device: Any = None
     cumulative: tuple[Any, Any] | None = None
 
     def forward_flops(self, pairs: int) -> int:
@@ -148,4 +149,5 @@ def work_of_flex(name: str, args: Sequence[Any]) -> AttentionWork:
         v_dim=v.shape[3],
         backward=backward,
         mask_function=block_mask[-1],
+        device=q.device,
     )

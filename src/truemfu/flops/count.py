@@ -8,7 +8,11 @@ model, batch ──► shadow on fake tensors ──► forward, loss, backward 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import inspect
+import logging
 import random
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -16,7 +20,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten
 
 from ..convention import Convention
@@ -30,6 +36,7 @@ from .values import Following
 FAKE, REAL, EXECUTED = "count on fake tensors", "count on real CPU copies", "count of an executed step"
 _DEFAULT = Convention()
 _MAX_REAL_BYTES = 4 << 30
+_RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 
 
 def count_flops(
@@ -107,6 +114,7 @@ def run_counted(
 
     `place` is the device a made-up batch stands for, where its own tensors are elsewhere.
     """
+    check_options(convention, backward, loss_fn)
     args, kwargs = check_call(model, batch)
     step = _Step(model, args, kwargs, convention, backward, loss_fn, documents_of(batch), place)
     try:
@@ -125,7 +133,8 @@ def run_counted(
     except TruemfuError:
         raise
     except Exception as error:
-        raise _explain(error, model) from fake_error
+        told = error if _is_about_fake_tensors(fake_error) else fake_error
+        raise _explain(told, model) from error
     return tally, REAL, (f"fake tensors would not do ({_one_line(fake_error)})",)
 
 
@@ -162,7 +171,7 @@ class _Step:
         fake_mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
         following = Following(fake_mode)
         tally = Tally(self.convention, documents=self.documents, following=following)
-        with _flex_attention_anywhere():
+        with _flex_attention_anywhere(), _quiet_fake_tensors():
             self._run(Shadow(fake_mode), tally, fake_mode)
         return tally, following
 
@@ -173,6 +182,12 @@ class _Step:
 
     @torch.inference_mode(False)
     def _run(self, shadow: Shadow, tally: Tally, fake_mode: contextlib.AbstractContextManager[Any]) -> None:
+        with _disable_current_modes():  # a mode around the count must not see it
+            self._run_alone(shadow, tally, fake_mode)
+
+    def _run_alone(
+        self, shadow: Shadow, tally: Tally, fake_mode: contextlib.AbstractContextManager[Any]
+    ) -> None:
         model = shadow.model(self.model)
         shadow.place = self.place or shadow.place
         args, kwargs = shadow.tree(self.args), shadow.tree(self.kwargs)
@@ -188,10 +203,35 @@ class _Step:
                 loss.backward()
 
 
+def check_options(convention: Any, backward: Any, loss_fn: Any) -> None:
+    """The options of a count, or a clear error."""
+    if not isinstance(convention, Convention):
+        raise UsageError(
+            f"convention must be a Convention, such as Convention(attention='causal'); got {convention!r}"
+        )
+    if not isinstance(backward, bool):
+        raise UsageError(f"backward must be True or False; got {backward!r}")
+    if loss_fn is not None and not callable(loss_fn):
+        raise UsageError(f"loss_fn must be a function of the model's output; got {loss_fn!r}")
+
+
 def check_call(model: Any, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The batch as positional and keyword arguments, or a clear error."""
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        raise UsageError(
+            f"expected a torch.nn.Module to count; got the class itself: pass an instance, {model.__name__}()"
+        )
     if not isinstance(model, nn.Module):
         raise UsageError(f"expected a torch.nn.Module to count; got {type(model).__name__}")
+    name = type(model).__name__
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ModelError(
+            f"{name} is TorchScript, which cannot be counted: pass the nn.Module it was made from"
+        )
+    if "_parameters" not in vars(model):
+        raise ModelError(f"{name} is not initialised: its __init__ must call super().__init__()")
+    if any(nn.parameter.is_lazy(p) for p in model.parameters()):
+        raise ModelError(f"{name} has uninitialised parameters: run one batch through its lazy layers first")
     if isinstance(batch, Mapping):
         unknown = [key for key in batch if not isinstance(key, str)]
         if unknown:
@@ -212,7 +252,12 @@ def check_call(model: Any, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]
 
 def _loss(output: Any, loss_fn: Callable[[Any], torch.Tensor] | None) -> torch.Tensor:
     if loss_fn is not None:
-        loss = loss_fn(output)
+        try:
+            loss = loss_fn(output)
+        except Exception as error:
+            raise ModelError(
+                f"loss_fn raised {_one_line(error)} (it is called with the model's output)"
+            ) from error
         if not isinstance(loss, torch.Tensor):
             raise ModelError(f"loss_fn must return a tensor; it returned {type(loss).__name__}")
     else:
@@ -223,28 +268,45 @@ def _loss(output: Any, loss_fn: Callable[[Any], torch.Tensor] | None) -> torch.T
             "the loss needs no gradient: no parameter that requires one reaches it "
             "(count with backward=False, or unfreeze something)"
         )
+    if loss.is_complex():
+        raise ModelError(f"the loss must be a real number; it is {loss.dtype}")
     return loss if loss.dim() == 0 else loss.sum()
 
 
 def _sum_of_outputs(output: Any) -> torch.Tensor:
-    if not isinstance(output, (torch.Tensor, tuple, list, dict)) and hasattr(output, "__dict__"):
-        output = vars(output)
+    kind = type(output).__name__
+    if dataclasses.is_dataclass(output):
+        output = [getattr(output, field.name) for field in dataclasses.fields(output)]
+    elif not isinstance(output, (torch.Tensor, tuple, list, dict)) and hasattr(output, "__dict__"):
+        output = list(vars(output).values())
     tensors = [t for t in tree_flatten(output)[0] if isinstance(t, torch.Tensor)]
     if not tensors:
         raise ModelError(
-            f"the model returned {type(output).__name__} without a tensor in it: a training step needs an "
+            f"the model returned {kind} without a tensor in it: a training step needs an "
             "output to differentiate (or pass loss_fn)"
         )
     needed = [t for t in tensors if t.requires_grad and (t.is_floating_point() or t.is_complex())]
     if not needed:
+        dtypes = ", ".join(sorted({str(t.dtype).removeprefix("torch.") for t in tensors}))
         raise ModelError(
-            "no output of the model needs a gradient: all its parameters are frozen, or it runs without "
-            "gradients (count with backward=False)"
+            f"no output of the model ({dtypes}) needs a gradient: its parameters are frozen, it returns no "
+            "floating-point tensor, or it runs without gradients (count with backward=False)"
         )
     total = needed[0].sum()
     for tensor in needed[1:]:
         total = total + tensor.sum()
     return total.real if total.is_complex() else total
+
+
+def _is_about_fake_tensors(error: Exception) -> bool:
+    """Whether an error comes from running without data, and says nothing to the user."""
+    home = type(error).__module__
+    text = str(error).lower()
+    return (
+        home.startswith(("torch._subclasses", "torch.fx.experimental"))
+        or "fake" in text
+        or "shape_env" in text
+    )
 
 
 def _one_line(error: Exception) -> str:
@@ -256,13 +318,30 @@ def _one_line(error: Exception) -> str:
 
 def _explain(error: Exception, model: nn.Module) -> TruemfuError:
     """One line for an error from inside the model."""
-    name = type(unwrap(model)).__name__
-    text = _one_line(error)
+    name, text = type(unwrap(model)).__name__, _one_line(error)
     if isinstance(error, TypeError) and ("argument" in text or "forward()" in text):
-        return BatchError(f"the batch does not fit {name}: {text}")
-    if "shape" in text or "size" in text or "Expected" in text or "index" in text:
+        return BatchError(f"the batch does not fit {name}, which takes {_arguments(model)}: {text}")
+    names = _arguments(model).split(", ")
+    about_batch = _came_from_torch(error) or any(re.search(rf"\b{re.escape(n)}\b", text) for n in names)
+    if about_batch and not isinstance(error, NotImplementedError):
         return BatchError(f"{name} cannot run on this batch: {text}")
     return ModelError(f"{name} cannot be run for a count: {text}")
+
+
+def _arguments(model: nn.Module) -> str:
+    """The names of the arguments a model takes."""
+    names = [p.name for p in inspect.signature(unwrap(model).forward).parameters.values() if p.kind < 4]
+    return ", ".join(names[:12]) + (", …" if len(names) > 12 else "")
+
+
+def _came_from_torch(error: Exception) -> bool:
+    """Whether torch refused an operation, rather than the model's own code: shapes or dtypes do not fit."""
+    trace = error.__traceback__
+    home = ""
+    while trace is not None:
+        home = trace.tb_frame.f_globals.get("__name__", "")
+        trace = trace.tb_next
+    return home.partition(".")[0] == "torch" or home.startswith("truemfu.")
 
 
 def _follow_modules(model: nn.Module, tally: Tally) -> None:
@@ -337,6 +416,11 @@ class _Calls(TorchFunctionMode):
             return func(_plain_numbers(args[0]), *args[1:], **kwargs)
         if func in (torch.Tensor.numpy, torch.Tensor.__array__) and isinstance(args[0], FakeTensor):
             return torch.tensor(args[0].tolist(), dtype=args[0].dtype).numpy()
+        if func in _RECURRENT and any(isinstance(t, FakeTensor) for t in tree_flatten(args)[0]):
+            with torch.backends.cudnn.flags(
+                enabled=False
+            ):  # cuDNN's own kernel looks at the weights' storage
+                return func(*args, **kwargs)
         if func is torch.Tensor.data_ptr and isinstance(args[0], FakeTensor):
             raise RuntimeError("a kernel bound by hand reads a tensor's memory")
         return func(*args, **kwargs)
@@ -351,7 +435,10 @@ def _attention_by_document(query: Any, key: Any, value: Any, *args: Any, **kwarg
         lengths = tokens_first.offsets().diff().tolist()
         parts.append([part.transpose(0, 1)[None] for part in tokens_first.values().split(lengths)])
     attention = nn.functional.scaled_dot_product_attention
-    results = [attention(q, k, v, *args, **kwargs)[0].transpose(0, 1) for q, k, v in zip(*parts, strict=True)]
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):  # a forced kernel may not exist here
+        results = [
+            attention(q, k, v, *args, **kwargs)[0].transpose(0, 1) for q, k, v in zip(*parts, strict=True)
+        ]
     return torch.nested.nested_tensor_from_jagged(torch.cat(results), offsets).transpose(1, 2)
 
 
@@ -384,6 +471,17 @@ def _flex_attention_anywhere() -> Iterator[None]:
         yield
     finally:
         flex._validate_device = check  # type: ignore[union-attr]
+
+
+@contextlib.contextmanager
+def _quiet_fake_tensors() -> Iterator[None]:
+    """Torch logs a traceback for every operator that fails on fake tensors; our error is one line."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 @contextlib.contextmanager

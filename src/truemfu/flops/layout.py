@@ -155,6 +155,7 @@ class Layout:
             (
                 key,
                 len(dims),
+                self.example[key].is_floating_point(),
                 [(i, d) for i, d in enumerate(dims) if isinstance(d, str) and d[0] != "_"],
                 [(i, d) for i, d in enumerate(dims) if isinstance(d, int)],
             )
@@ -192,8 +193,10 @@ class Layout:
         elif len(batch) != len(self._keys):
             return None
         found: dict[str, Any] = {}
-        for key, count, named, fixed in self._reading:
+        for key, count, floating, named, fixed in self._reading:
             value = batch[key]
+            if not isinstance(value, torch.Tensor) or value.is_floating_point() is not floating:
+                return None
             shape = value.shape
             if len(shape) != count:
                 return None

@@ -48,8 +48,8 @@ def unwrap(model: nn.Module) -> nn.Module:
     while True:
         if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
             model = model.module
-        elif isinstance(original := model.__dict__.get("_modules", {}).get("_orig_mod"), nn.Module):
-            model = original
+        elif type(model).__name__ == "OptimizedModule" and isinstance(model._orig_mod, nn.Module):
+            model = model._orig_mod
         else:
             return model
 

@@ -15,6 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -53,6 +54,7 @@ _DTYPES = {
     torch.complex64: "fp32",
     torch.complex128: "fp64",
 }
+_SAME_DTYPE = frozenset(f"aten::{n}" for n in "mm addmm bmm baddbmm mv addmv dot".split())
 _INDICES = (torch.int64, torch.int32, torch.int16, torch.bool)
 _BIAS_FIRST = frozenset(
     f"aten::{n}"
@@ -118,6 +120,7 @@ class Tally(TorchDispatchMode):
         self._scales: dict[int, Scale] = {}
         self._forward_work: dict[int, AttentionWork] = {}
         self._head_dims: list[tuple[int, int]] = []
+        self._true_dims: dict[str, tuple[int, int]] = {}
         self._eager = EagerAttention(self._resolve_eager, self._rescale) if self.pairs.masks_matter else None
 
     @contextmanager
@@ -221,6 +224,10 @@ class Tally(TorchDispatchMode):
             return None
         if isinstance(work, int) and work == 0:
             return None
+        if name in _SAME_DTYPE and self._following is not None:
+            left, right = args[1:3] if name in _BIAS_FIRST else args[:2]
+            if left.dtype is not right.dtype:  # fake tensors let pass what a real product refuses
+                raise RuntimeError(f"{name} of {left.dtype} and {right.dtype}: a product needs one dtype")
         node = torch._C._current_autograd_node()
         phase = self._phase(node)
         module = self._module_of(node) if phase == "backward" and node is not None else self._paths[-1]
@@ -248,7 +255,10 @@ class Tally(TorchDispatchMode):
     def _attention_flops(self, work: AttentionWork, module: str, node: Any) -> tuple[int, int]:
         if not work.backward:
             if self._head_dims:
+                self._true_dims[module] = self._head_dims[-1]
                 work = _with_head_dims(work, *self._head_dims[-1])
+            elif module in self._true_dims:  # run again by a checkpoint, where only the kernel is seen
+                work = _with_head_dims(work, *self._true_dims[module])
             if torch.is_grad_enabled():
                 self._forward_work[_next_sequence_nr() - 1] = work
             needed, executed = self._pairs(work, module)
@@ -282,17 +292,18 @@ class Tally(TorchDispatchMode):
             if work.mask is not None:
                 masks.append(allowed_by(work.mask))
             if work.mask_function is not None:
-                masks.append(self._evaluated(work.mask_function, shape))
+                masks.append(self._evaluated(work.mask_function, shape, work.device))
         return self.pairs.dense(shape, masks, work.band, module)
 
-    def _evaluated(self, function: Callable[..., Any], shape: Sequence[int]) -> Value | None:
+    def _evaluated(self, function: Callable[..., Any], shape: Sequence[int], device: Any) -> Value | None:
         """A flex-attention mask, worked out on real indices or on fake ones whose values are known."""
+        indices = partial(torch.arange, device=device)
         if self._following is None:
             with _disable_current_modes():
-                allowed = mask_of_function(function, shape, torch.arange)
+                allowed = mask_of_function(function, shape, indices)
         else:
             with FollowingMode(self._following):
-                allowed = mask_of_function(function, shape, torch.arange)
+                allowed = mask_of_function(function, shape, indices)
         return None if allowed is None else readable(allowed)
 
     def _resolve_eager(self, shape: Sequence[int], masks: Sequence[Value | None]) -> Scale:

@@ -98,8 +98,10 @@ _LIKE = {
     aten.empty_like.default: 0,
     aten.new_empty.default: 0,
 }
-_RANKING = {aten.topk.default, aten.sort.default, aten.sort.stable}
-_CHOICE = {aten.argmax.default, aten.multinomial.default, aten.argsort.default}
+_RANKING = {aten.topk.default, aten.sort.default, aten.sort.stable, aten.max.dim, aten.min.dim}
+_CHOICE = {aten.argmax.default, aten.argmin.default, aten.multinomial.default, aten.argsort.default}
+_WINNER = {aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim}
+_ONE_DIMENSION = _WINNER | {aten.sort.default, aten.argsort.default}
 _DYNAMIC = {
     aten.nonzero.default,
     aten.masked_select.default,
@@ -110,6 +112,20 @@ _DYNAMIC = {
     aten.bincount.default,
 }
 _TRUTH = {aten.equal.default, aten.is_nonzero.default, aten.allclose.default}
+
+
+def _check_rows(weight: torch.Tensor, ids: torch.Tensor) -> None:
+    """Looking up a row that is not there fails in a real run; fake tensors would let it pass."""
+    value = value_of(ids)
+    if value is None or value.assumed or ids.device.type != "cpu" or not ids.numel():
+        return
+    with _disable_current_modes():
+        lowest, highest = value.tensor().aminmax()
+        if int(lowest) < 0 or int(highest) >= weight.shape[0]:
+            raise IndexError(
+                f"ids from {int(lowest)} to {int(highest)} for an embedding of {weight.shape[0]} rows: "
+                "the batch holds ids outside the vocabulary"
+            )
 
 
 class FollowingMode(TorchDispatchMode):
@@ -144,6 +160,8 @@ class Following:
             return self._dynamic(func, args, kwargs)
         if func is aten.index.Tensor:
             args = self._integer_indices(args)
+        elif func is aten.embedding.default:
+            _check_rows(args[0], args[1])
         out = func(*args, **kwargs)
         self._follow(func, args, kwargs, out)
         return out
@@ -176,9 +194,13 @@ class Following:
         tensors = [a for a in tree_flatten((args, kwargs))[0] if isinstance(a, torch.Tensor)]
         device = tensors[0].device
         if func is aten.masked_select.default:
-            mask = torch.broadcast_to(args[1], torch.broadcast_shapes(args[0].shape, args[1].shape))
-            index = self._dynamic(aten.nonzero.default, (mask,), {})
-            return aten.index.Tensor(args[0].expand(mask.shape), list(index.unbind(1)))
+            shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
+            asked = self._ask(args[1])
+            with _disable_current_modes():
+                places = asked.expand(shape).nonzero().unbind(1)
+            picked = [self._fake(place, device, None) for place in places]
+            source = self.run(aten.expand.default, (args[0], shape), {})
+            return self.run(aten.index.Tensor, (source, picked), {})
         real_args, real_kwargs = self._real(args), self._real(kwargs)
         assumed = next((v.assumed for t in tensors if (v := value_of(t)) and v.assumed), None)
         with _disable_current_modes(), torch.no_grad():
@@ -211,7 +233,11 @@ class Following:
         if schema is not None and schema.is_mutable:
             self._follow_write(func, schema, args, kwargs, flat, spec, positions, values)
             return
-        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
+        if func in _RANKING or func in _CHOICE:
+            if any(v is None for v in values) or torch.Tag.nondeterministic_seeded in func.tags:
+                self._assume_ranking(func, args, out)
+                return
+        elif torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
             if isinstance(out, FakeTensor) and out.numel() == 1:
                 dtype = out.dtype
                 attach(
@@ -224,8 +250,6 @@ class Following:
         if not positions:
             return
         if any(v is None for v in values):
-            if func in _RANKING or func in _CHOICE:
-                self._assume_ranking(func, args, out)
             return
         known = [v for v in values if v is not None]
         assumed = next((v.assumed for v in known if v.assumed), None)
@@ -314,13 +338,13 @@ class Following:
         dim = -1
         if func is aten.topk.default:
             dim = args[2] if len(args) > 2 else -1
-        elif func in (aten.sort.default, aten.argsort.default, aten.argmax.default) and len(args) > 1:
+        elif func in _ONE_DIMENSION and len(args) > 1:
             dim = args[1] if args[1] is not None else -1
         choices = source.shape[dim] if source.dim() else 1
         shape = tuple(indices.shape)
 
         def spread() -> torch.Tensor:
-            if func is aten.argmax.default or not shape:
+            if func in _WINNER or not shape:
                 return torch.arange(max(indices.numel(), 1)).remainder(max(choices, 1)).reshape(shape)
             moved = torch.empty(shape).movedim(dim, -1).shape
             return torch.arange(indices.numel()).remainder(max(choices, 1)).reshape(moved).movedim(-1, dim)
