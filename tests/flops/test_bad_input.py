@@ -104,11 +104,16 @@ def complaint(
     return message
 
 
+def says(message: str, words: list[str]) -> bool:
+    """Whether all words are in the message; `a|b` is one of the two."""
+    return all(any(one in message for one in word.split("|")) for word in words)
+
+
 CALLS = {"count_flops": count_flops, "FlopModel.fit": FlopModel.fit}
 both = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 
 
-# -- a batch that does not fit ----------------------------------------------------------------------------------
+# -- a batch that does not fit --
 
 
 @both
@@ -120,14 +125,14 @@ both = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
         (Net, {}, ["Net", "'x'"]),
         (Net, (), ["Net", "'x'"]),
         (Net, (X, 1.0, 2.0), ["Net", "positional"]),
-        (Net, {"x": X[:, :7]}, ["Net", "3x7", "8x4"]),
+        (Net, {"x": X[:, :7]}, ["Net", "3x7|[3, 7]", "8x4|[8, 4]"]),
         (Net, {"x": X[0, :3]}, ["Net"]),
         (Net, {"x": None}, ["Net", "None"]),
         (Net, {"x": X.numpy()}, ["Net", "numpy"]),
         (Net, {"x": X.double()}, ["Net", "dtype"]),
         (Net, {"x": X.long()}, ["Net", "dtype"]),
         (Net, {"x": X.bfloat16()}, ["Net", "dtype"]),
-        (Tokens, {"input_ids": torch.rand(2, 5)}, ["Tokens", "indices", "Float"]),
+        (Tokens, {"input_ids": torch.rand(2, 5)}, ["Tokens", "indices", "Float|float"]),
         (Tokens, {"input_ids": IDS.tolist()}, ["Tokens", "list"]),
         (Net, {1: X}, ["argument names", "1"]),
         (Net, 3, ["mapping", "tuple", "int"]),
@@ -143,7 +148,7 @@ both = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 )  # fmt: skip
 def test_a_batch_that_does_not_fit(call: Any, model: type[nn.Module], batch: Any, words: list[str]) -> None:
     message = complaint(BatchError, call, model(), batch)
-    assert not [word for word in words if word not in message], message
+    assert says(message, words), message
 
 
 @pytest.mark.parametrize("ids", [IDS + 7, IDS - 3], ids=["too large", "negative"])
@@ -174,10 +179,10 @@ def _llama() -> nn.Module:
 )
 def test_a_batch_that_does_not_fit_a_language_model(call: Any, batch: Any, words: list[str]) -> None:
     message = complaint(BatchError, call, _llama(), batch)
-    assert not [word for word in words if word not in message], message
+    assert says(message, words), message
 
 
-# -- a model that cannot be counted ------------------------------------------------------------------------------
+# -- a model that cannot be counted --
 
 
 class NoForward(nn.Module):
@@ -201,7 +206,7 @@ class NotInitialised(nn.Module):
         (returning(lambda y: object()), ["no tensor|without a tensor", "object", "loss_fn"]),
         (returning(lambda y: y.argmax(-1)), ["gradient", "integer|int64"]),
         (returning(lambda y: y.detach()), ["gradient", "backward=False"]),
-        (returning(lambda y: {"loss": y.detach().sum(), "logits": y}), ["loss", "gradient", "backward=False"]),
+        (returning(lambda y: {"loss": y.sum().detach(), "y": y}), ["loss", "gradient", "backward=False"]),
         (raising(ValueError("one\ntwo")), ["Raising", "ValueError: one two"]),
         (raising(RuntimeError), ["Raising", "RuntimeError"]),
         (raising(AssertionError()), ["Raising", "AssertionError"]),
@@ -227,7 +232,7 @@ def test_a_model_that_cannot_be_counted(call: Any, model: Callable[[], nn.Module
         assert "\n" not in message
     else:
         message = complaint(ModelError, call, made, (X,))
-    assert not [word for word in words if not any(one in message for one in word.split("|"))], message
+    assert says(message, words), message
 
 
 def test_an_error_without_a_text_is_named_once() -> None:
@@ -261,7 +266,7 @@ def test_torchscript_is_named() -> None:
             count_flops(model, (X,))
 
 
-# -- the loss ---------------------------------------------------------------------------------------------------
+# -- the loss --
 
 
 def _divides(output: Any) -> Any:
@@ -296,7 +301,7 @@ def _divides(output: Any) -> Any:
 )
 def test_a_loss_that_is_none(call: Any, loss_fn: Any, words: list[str]) -> None:
     message = complaint(ModelError, call, Net(), (X,), loss_fn=loss_fn)
-    assert not [word for word in words if word not in message], message
+    assert says(message, words), message
 
 
 def test_a_loss_of_several_numbers_is_their_sum() -> None:
@@ -304,7 +309,7 @@ def test_a_loss_of_several_numbers_is_their_sum() -> None:
     assert vector.backward == count_flops(Net(), (X,)).backward > 0
 
 
-# -- wrong arguments ----------------------------------------------------------------------------------------------
+# -- wrong arguments --
 
 
 @both
@@ -368,7 +373,7 @@ def test_a_step_that_raises_raises_its_own_error() -> None:
         count_step(lambda: _divides(Net()(X)))
 
 
-# -- a fitted model and a batch of another kind ----------------------------------------------------------------------
+# -- a fitted model and a batch of another kind --
 
 
 @pytest.mark.parametrize(
@@ -377,7 +382,7 @@ def test_a_step_that_raises_raises_its_own_error() -> None:
         ({"ids": IDS}, ["Tokens", "'ids'"]),
         ({}, ["Tokens", "'input_ids'"]),
         ({"input_ids": IDS.tolist()}, ["Tokens", "list"]),
-        ({"input_ids": torch.rand(2, 5)}, ["Tokens", "indices", "Float"]),
+        ({"input_ids": torch.rand(2, 5)}, ["Tokens", "indices", "Float|float"]),
         ({"input_ids": None}, ["Tokens", "None"]),
         (3, ["mapping", "int"]),
         (None, ["mapping", "NoneType"]),
@@ -391,11 +396,11 @@ def test_a_fitted_model_refuses_what_the_model_would(batch: Any, words: list[str
         fitted(batch)
     message = str(caught.value)
     assert "\n" not in message
-    assert not [word for word in words if word not in message], message
+    assert says(message, words), message
     assert fitted({"input_ids": IDS}).forward == 2 * 10 * 8 * 10
 
 
-# -- no number is None, with one warning ----------------------------------------------------------------------------
+# -- no number is None, with one warning --
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from truemfu import FlopModel, count_flops, count_step
 
-# -- the referee ---------------------------------------------------------------------------------------------
+# -- the referee --
 
 
 def _attention(products_qk: int, products_v: int) -> Callable[..., int]:
@@ -126,7 +126,7 @@ def executed(model: nn.Module, args: tuple[Any, ...]) -> tuple[int, int]:
     return forward, step.flops
 
 
-# -- the models -----------------------------------------------------------------------------------------------
+# -- the models --
 
 X = torch.linspace(-1, 1, 96).reshape(6, 16)
 IDS = (torch.arange(21) * 17 % 50).reshape(3, 7)
@@ -683,7 +683,7 @@ def test_a_step_that_runs_counts_what_it_executes(c: Case) -> None:
     assert count_step(lambda: _loss(model(*c.args)).backward()).hardware_flops == whole
 
 
-# -- higher-order operators: the branches' work must not vanish ---------------------------------------------------
+# -- higher-order operators: the branches' work must not vanish --
 
 
 def _cond(m: Odd, x: torch.Tensor) -> Any:
@@ -709,7 +709,7 @@ def test_the_branch_that_runs_is_counted_or_named(function: Any, forward: int) -
             assert count.forward == forward or count.uncounted
 
 
-# -- what hangs on activations ------------------------------------------------------------------------------------
+# -- what hangs on activations --
 
 
 def _fixed_point(m: Odd, x: torch.Tensor) -> Any:
@@ -749,7 +749,7 @@ def test_what_hangs_on_activations_is_counted_on_real_values_or_said_to_be_assum
     assert count.forward > 0
 
 
-# -- models and batches without data --------------------------------------------------------------------------------
+# -- models and batches without data --
 
 
 def _on(place: str, tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
@@ -823,7 +823,7 @@ def test_a_model_of_hundreds_of_billions_takes_seconds_and_no_memory() -> None:
     assert (count.forward, count.backward) == (forward, 2 * forward)
 
 
-# -- architectures beyond the public cases --------------------------------------------------------------------------
+# -- architectures beyond the public cases --
 
 SMALL = {
     "hidden_size": 32,
@@ -845,7 +845,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "GptOssForCausalLM": {**MOE, "sliding_window": 8},
     "OlmoeForCausalLM": {**FEW, "num_experts": 4, "num_experts_per_tok": 2},
     "GraniteMoeForCausalLM": {**MOE},
-    "RwkvForCausalLM": {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 99, "attention_hidden_size": 32},
+    "RwkvForCausalLM": {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 99},
     "ModernBertForMaskedLM": {**SMALL, "global_attn_every_n_layers": 2, "local_attention": 8},
     "DebertaV2ForMaskedLM": {**SMALL, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
     "AlbertForMaskedLM": {**SMALL, "embedding_size": 16},

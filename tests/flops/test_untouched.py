@@ -48,7 +48,7 @@ class Net(nn.Module):
         return self.b(F.relu(self.bn(self.a(x))))
 
 
-# -- pictures ------------------------------------------------------------------------------------------------
+# -- pictures --
 
 
 def _tensor(t: torch.Tensor | None) -> Any:
@@ -156,11 +156,11 @@ def _value_of(x: torch.Tensor) -> torch.Tensor:
     return x.sum()
 
 
-# -- the model -------------------------------------------------------------------------------------------------
+# -- the model --
 
 
 class Everything(Net):
-    """Dropout, statistics, a power iteration, tied and frozen weights, old gradients, mixed modes, numbers."""
+    """Dropout, statistics, a power iteration, tied and frozen weights, old gradients, mixed modes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -226,7 +226,7 @@ POINTERS: list[int] = []
 
 
 def test_a_kernel_never_gets_a_null_pointer() -> None:
-    """Kernels bound by hand (pybind, ctypes, raw Triton) read a tensor's pointer: a null one ends the process."""
+    """Kernels bound by hand (pybind, ctypes, raw Triton) read a pointer: a null one ends the process."""
 
     class ByHand(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -317,7 +317,7 @@ def test_the_batch_is_untouched(count: Callable[..., Any]) -> None:
     assert x.grad is None
 
 
-# -- hooks -----------------------------------------------------------------------------------------------------
+# -- hooks --
 
 
 class Recorder:
@@ -511,7 +511,7 @@ def test_state_dict_hooks_do_not_fire() -> None:
     assert fired == []
 
 
-# -- states of the process ------------------------------------------------------------------------------------
+# -- states of the process --
 
 
 @pytest.mark.parametrize("cached", [True, False])
@@ -613,7 +613,7 @@ def test_count_step_leaves_the_process_as_it_was() -> None:
     _assert_same(before, _of_process())
 
 
-# -- compiled code ----------------------------------------------------------------------------------------------
+# -- compiled code --
 
 
 class Backend:
@@ -751,7 +751,7 @@ def test_a_model_counted_before_its_first_run_compiles_once() -> None:
     assert (backend.compiled, backend.runs) == (1, 2)
 
 
-# -- parametrised weights -----------------------------------------------------------------------------------------
+# -- parametrised weights --
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -779,7 +779,7 @@ def test_parametrised_weights_stay(wrap: Callable[[nn.Module], Any]) -> None:
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
 
 
-# -- attributes nobody can copy, and ways to reach a module ----------------------------------------------------
+# -- attributes nobody can copy, and ways to reach a module --
 
 
 def test_attributes_that_cannot_be_copied_do_not_matter() -> None:
@@ -1259,7 +1259,7 @@ def test_plain_enumerations_and_frozen_values_on_a_parameter_stay() -> None:
     assert model.a.weight.setting is setting
 
 
-# -- on a GPU ------------------------------------------------------------------------------------------------------
+# -- on a GPU --
 
 
 @pytest.fixture

@@ -85,7 +85,7 @@ def test_the_plain_model_counts_what_its_dimensions_say() -> None:
     assert numbers(count_flops(Model(), batch())) == (FORWARD, BACKWARD, SCORES_AGAIN)
 
 
-# -- torch.compile -----------------------------------------------------------------------------------------
+# -- torch.compile --
 
 
 @pytest.mark.parametrize("first", ["counted first", "run first"])
@@ -127,7 +127,7 @@ def test_a_compiled_part_counts_as_the_plain_one(where: str) -> None:
     assert numbers(FlopModel.fit(model, batch())(batch())) == (FORWARD, BACKWARD, SCORES_AGAIN)
 
 
-# -- activation checkpointing --------------------------------------------------------------------------------
+# -- activation checkpointing --
 
 LAST_LINEAR = 2 * ROWS * INNER * WIDTH
 
@@ -173,7 +173,7 @@ def test_checkpoints_inside_a_checkpoint_recompute_twice() -> None:
     assert count.recompute == SCORES_AGAIN + FORWARD + LAYERS * (LINEAR + ATTENTION)
 
 
-# -- one process ----------------------------------------------------------------------------------------------
+# -- one process --
 
 
 def test_data_parallel_counts_the_model_inside() -> None:
@@ -191,7 +191,7 @@ def test_a_traced_graph_counts_as_the_model() -> None:
     assert count_flops(traced, (torch.ones(4, 8),)).forward == forward
 
 
-# -- adapters -------------------------------------------------------------------------------------------------
+# -- adapters --
 
 RANK = 2
 
@@ -215,7 +215,7 @@ def _adapted(model: Any) -> Any:
 
 
 def _adapted_truth() -> tuple[int, int]:
-    """Forward and backward of the Llama with adapters on queries and values: see which gradients are asked."""
+    """Forward and backward of the Llama with adapters on queries and values, gradient by gradient."""
     square, wide = 2 * ROWS * WIDTH * WIDTH, 2 * ROWS * WIDTH * INNER
     adapter = 2 * ROWS * (WIDTH * RANK + RANK * WIDTH)
     layer = 4 * square + 3 * wide + ATTENTION + 2 * adapter
@@ -299,7 +299,7 @@ def test_a_base_quantised_by_torchao_counts_as_the_plain_one(config: str) -> Non
     assert not quantised.uncounted
 
 
-# -- two processes -------------------------------------------------------------------------------------------
+# -- two processes --
 
 
 def _collectives() -> int:

@@ -31,11 +31,12 @@ from .batch import documents_of, is_readable
 from .flop_count import FlopCount
 from .shadow import Shadow, unwrap
 from .tally import Tally
-from .values import Following
+from .values import Following, attach, value_of
 
 FAKE, REAL, EXECUTED = "count on fake tensors", "count on real CPU copies", "count of an executed step"
 _DEFAULT = Convention()
 _MAX_REAL_BYTES = 4 << 30
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 
 
@@ -421,6 +422,8 @@ class _Calls(TorchFunctionMode):
                 enabled=False
             ):  # cuDNN's own kernel looks at the weights' storage
                 return func(*args, **kwargs)
+        if func is _SET_DATA and (value := value_of(args[1])) is not None:
+            attach(args[0], value)
         if func is torch.Tensor.data_ptr and isinstance(args[0], FakeTensor):
             raise RuntimeError("a kernel bound by hand reads a tensor's memory")
         return func(*args, **kwargs)

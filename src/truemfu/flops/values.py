@@ -128,6 +128,10 @@ def _check_rows(weight: torch.Tensor, ids: torch.Tensor) -> None:
             )
 
 
+def _numel(out: Any) -> int:
+    return sum(t.numel() for t in tree_flatten(out)[0] if isinstance(t, torch.Tensor))
+
+
 class FollowingMode(TorchDispatchMode):
     """Runs whatever is inside on fake tensors with their values followed, and counts nothing."""
 
@@ -247,9 +251,7 @@ class Following:
         if func in _LIKE and values and values[0] is None:
             self._follow_like(func, args, out)
             return
-        if not positions:
-            return
-        if any(v is None for v in values):
+        if any(v is None for v in values) or (not positions and _numel(out) > _MAX_FLOAT_FACTORY):
             return
         known = [v for v in values if v is not None]
         assumed = next((v.assumed for v in known if v.assumed), None)
