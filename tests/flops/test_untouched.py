@@ -349,6 +349,20 @@ class Slotted:
         self.seen.append(args)
 
 
+class CountsFromZero:
+    """Its counter is an attribute of the class until the first call."""
+
+    calls = 0
+
+    def __call__(self, *args: Any) -> None:
+        self.calls += 1
+
+
+def _from_zero() -> tuple[Any, Any]:
+    recorder = CountsFromZero()
+    return recorder, lambda: recorder.calls
+
+
 def _closure_list() -> tuple[Any, Any]:
     seen: list[Any] = []
     return lambda *args: seen.append(args), lambda: seen
@@ -429,7 +443,7 @@ def _slotted() -> tuple[Any, Any]:
 
 HOOKS = (
     _closure_list, _closure_dict, _closure_set, _closure_deque, _nonlocal, _default, _keyword_default,
-    _partial, _object, _method, _closure_object, _partial_method, _slotted,
+    _partial, _object, _method, _closure_object, _partial_method, _slotted, _from_zero,
 )  # fmt: skip
 
 
@@ -829,7 +843,18 @@ class SlottedState:
         self.items: list[Any] = []
 
 
-@pytest.mark.parametrize("kind", [State, OwnState, SlottedState, types.SimpleNamespace])
+class ClassState:
+    """Everything is an attribute of the class until it is written."""
+
+    calls = 0
+    kept: Any = None
+
+    @property
+    def items(self) -> list[Any]:
+        return []
+
+
+@pytest.mark.parametrize("kind", [State, OwnState, SlottedState, ClassState, types.SimpleNamespace])
 def test_objects_that_the_model_writes_to_stay(kind: Any) -> None:
     class Stateful(Net):
         def __init__(self) -> None:
@@ -1168,6 +1193,33 @@ def test_modules_of_the_loss_are_untouched_and_counted(how: str, count: Callable
     with untouched(model, head):
         counted = count(model, (X,), loss_fn=loss_fn)
     assert head.seen == []
+    if count is count_flops:
+        assert counted.forward == FORWARD + 2 * 4 * 4 * 3
+
+
+HEAD = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3))
+"""A module at the top of a script, as losses often are."""
+
+
+def _global_loss(output: torch.Tensor) -> torch.Tensor:
+    return HEAD(output).sum()
+
+
+@both
+@pytest.mark.parametrize("where", ["loss", "closure of the loss", "hook", "forward"])
+def test_modules_that_are_globals_are_untouched_and_counted(where: str, count: Callable[..., Any]) -> None:
+    class Reaching(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return HEAD(super().forward(x))
+
+    model = Reaching() if where == "forward" else Net()
+    options: dict[str, Any] = {}
+    if where == "hook":
+        model.b.register_forward_hook(lambda module, args, out: HEAD(out))
+    elif where != "forward":
+        options["loss_fn"] = _global_loss if where == "loss" else lambda out: _global_loss(out)
+    with untouched(model, HEAD):
+        counted = count(model, (X,), **options)
     if count is count_flops:
         assert counted.forward == FORWARD + 2 * 4 * 4 * 3
 

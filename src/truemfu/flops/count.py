@@ -422,7 +422,7 @@ class _Calls(TorchFunctionMode):
                 enabled=False
             ):  # cuDNN's own kernel looks at the weights' storage
                 return func(*args, **kwargs)
-        if func is _SET_DATA and (value := value_of(args[1])) is not None:
+        if func == _SET_DATA and (value := value_of(args[1])) is not None:
             attach(args[0], value)
         if func is torch.Tensor.data_ptr and isinstance(args[0], FakeTensor):
             raise RuntimeError("a kernel bound by hand reads a tensor's memory")

@@ -128,6 +128,14 @@ def _check_rows(weight: torch.Tensor, ids: torch.Tensor) -> None:
             )
 
 
+def _draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """A random tensor, the same every time."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        drawn: torch.Tensor = func(*args, **{**kwargs, "device": torch.device("cpu"), "pin_memory": False})
+    return drawn
+
+
 def _numel(out: Any) -> int:
     return sum(t.numel() for t in tree_flatten(out)[0] if isinstance(t, torch.Tensor))
 
@@ -242,11 +250,8 @@ class Following:
                 self._assume_ranking(func, args, out)
                 return
         elif torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
-            if isinstance(out, FakeTensor) and out.numel() == 1:
-                dtype = out.dtype
-                attach(
-                    out, Value(lambda: torch.full(tuple(out.shape), 0.5).to(dtype), "a random number (0.5)")
-                )
+            if not positions and isinstance(out, FakeTensor) and out.numel() <= _MAX_FLOAT_FACTORY:
+                attach(out, Value(lambda: _draw(func, args, kwargs), "a random draw"))
             return
         if func in _LIKE and values and values[0] is None:
             self._follow_like(func, args, out)
