@@ -12,19 +12,19 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.attention.varlen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 
 from truemfu import Convention, FlopCount, count_flops, count_step
 from truemfu.flops.attention import KERNELS, AttentionWork, work_of_flex, work_of_kernel
 from truemfu.flops.pairs import CAUSAL, FULL, Band
+
+varlen_attn = pytest.importorskip("torch.nn.attention.varlen", reason="torch before 2.10").varlen_attn
 
 FULL_PAIRS, CAUSAL_PAIRS = Convention(), Convention(attention="causal")
 SAMPLES, LENGTH, HEADS, HEAD = 2, 12, 4, 8

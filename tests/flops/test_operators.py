@@ -686,6 +686,10 @@ GROUPS, ROWS, IN, OUT = 3, 16, 16, 24
 ENDS = torch.tensor([5, 6, 16], dtype=torch.int32)
 
 
+needs_grouped_mm = pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="torch before 2.8")
+
+
+@needs_grouped_mm
 @pytest.mark.parametrize("grad", [False, True], ids=["data", "input with a gradient"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("kind", ["2d by 3d", "3d by 2d", "3d by 3d"])
@@ -712,6 +716,7 @@ def test_grouped_products(kind: str, dtype: torch.dtype, grad: bool) -> None:
     assert count.by_dtype == {"bf16" if dtype is torch.bfloat16 else "fp32": one * (2 + grad)}
 
 
+@needs_grouped_mm
 def test_grouped_products_equal_a_loop_over_experts() -> None:
     def loop(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         pieces = x.split([5, 1, 10])

@@ -5,6 +5,7 @@ Every test takes a picture before and after `count_flops` and `FlopModel.fit`, a
 
 from __future__ import annotations
 
+import abc
 import collections
 import copy
 import functools
@@ -16,7 +17,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ from torch.nn.utils import parametrizations, prune
 from truemfu import FlopModel, count_flops, count_step
 from truemfu.errors import ModelError, TruemfuError
 
+T = TypeVar("T")
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
 FORWARD = 2 * 4 * (8 * 8 + 8 * 4)
 """Forward FLOPs of a `Net` on `X`."""
@@ -315,6 +317,20 @@ def test_the_batch_is_untouched(count: Callable[..., Any]) -> None:
     count(Net(), (x,))
     assert torch.equal(x, X)
     assert x.grad is None
+
+
+def test_a_cache_of_keys_and_values_is_untouched() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=20))
+    ids, cache = torch.arange(10).reshape(2, 5), transformers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(input_ids=ids, past_key_values=cache)
+    before = [_tensor(t) for layer in cache.layers for t in (layer.keys, layer.values)]
+    with untouched(model):
+        count_flops(model, {"input_ids": ids, "labels": ids, "past_key_values": cache, "use_cache": True})
+    assert cache.get_seq_length() == 5
+    assert [_tensor(t) for layer in cache.layers for t in (layer.keys, layer.values)] == before
 
 
 # -- hooks --
@@ -854,7 +870,27 @@ class ClassState:
         return []
 
 
-@pytest.mark.parametrize("kind", [State, OwnState, SlottedState, ClassState, types.SimpleNamespace])
+class AbstractState(OwnState, abc.ABC):
+    pass
+
+
+class GenericState(OwnState, Generic[T]):
+    pass
+
+
+class MappingState(collections.UserDict[str, Any]):
+    def __init__(self) -> None:
+        super().__init__()
+        OwnState.__init__(self)  # type: ignore[arg-type]
+
+
+STATES = (
+    State, OwnState, SlottedState, ClassState, AbstractState, GenericState, MappingState,
+    types.SimpleNamespace,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", STATES)
 def test_objects_that_the_model_writes_to_stay(kind: Any) -> None:
     class Stateful(Net):
         def __init__(self) -> None:

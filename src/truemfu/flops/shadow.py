@@ -34,9 +34,9 @@ from .values import Value, attach
 
 _OWN_HOOK = "_truemfu_hook"
 _SHARED = (str, bytes, int, float, bool, complex, type, types.ModuleType, torch.dtype, torch.device)
-_FRAMEWORKS = (set(sys.stdlib_module_names) - {"__main__"}) | {
-    "torch", "transformers", "lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "deepspeed",
-    "wandb", "mlflow", "tensorboard", "numpy", "datasets", "ray",
+_FRAMEWORKS = {
+    "torch", "lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "deepspeed", "wandb",
+    "mlflow", "tensorboard", "numpy", "datasets", "ray",
 }  # fmt: skip
 _HEAP_TYPE = 1 << 9  # set for classes made by a class statement
 _MAX_CONTAINER = 100_000
@@ -291,7 +291,9 @@ def _copy_slots(thing: Any, shell: Any, tree: Callable[[Any], Any]) -> None:
 
 def _is_plain_object(cls: type) -> bool:
     """Whether objects of a class are the user's own: written in Python, no framework's, no enumeration."""
-    bases = [base for base in cls.__mro__ if base is not object]
+    if cls.__module__.split(".")[0] in sys.stdlib_module_names - {"__main__"}:
+        return False
+    bases = [base for base in cls.__mro__ if base is not object and base.__module__ != "typing"]
     return all(
         base.__flags__ & _HEAP_TYPE
         and base.__module__.split(".")[0] not in _FRAMEWORKS
