@@ -676,6 +676,16 @@ def test_derivatives_inside_forward_are_model_work(c: Case) -> None:
     assert (count.model_flops, count.recompute) == (whole, 0)
 
 
+@pytest.mark.parametrize("c", DERIVED[:3], ids=lambda c: c.name)
+def test_a_checkpoint_around_a_derivative_changes_no_model_flops(c: Case) -> None:
+    def checkpointed(m: Odd, x: torch.Tensor) -> Any:
+        return checkpoint(lambda h: c.function(m, h), x, use_reentrant=False)
+
+    plain, again = count_flops(c.build(), c.args), count_flops(Odd(checkpointed), c.args)
+    assert again.hardware_flops > plain.hardware_flops
+    assert again.model_flops == plain.model_flops
+
+
 @pytest.mark.parametrize("c", [*PLAIN[:4], *DERIVED[:3], FUSED[0], FUSED[-1]], ids=lambda c: c.name)
 def test_a_step_that_runs_counts_what_it_executes(c: Case) -> None:
     model = c.build()

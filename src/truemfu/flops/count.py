@@ -183,8 +183,12 @@ class _Step:
 
     @torch.inference_mode(False)
     def _run(self, shadow: Shadow, tally: Tally, fake_mode: contextlib.AbstractContextManager[Any]) -> None:
-        with _disable_current_modes():  # a mode around the count must not see it
-            self._run_alone(shadow, tally, fake_mode)
+        try:
+            with _disable_current_modes():  # a mode around the count must not see it
+                self._run_alone(shadow, tally, fake_mode)
+        finally:
+            for parameter, grad in tally.strangers.values():
+                parameter.grad = grad
 
     def _run_alone(
         self, shadow: Shadow, tally: Tally, fake_mode: contextlib.AbstractContextManager[Any]

@@ -110,6 +110,8 @@ class Tally(TorchDispatchMode):
         self.pairs = PairCounter(convention, documents)
         self.entries: list[Entry] = []
         self.operators = 0
+        self.strangers: dict[int, tuple[torch.nn.Parameter, torch.Tensor | None]] = {}
+        """Real parameters that took part, reached through global variables, and their gradients before."""
         self.uncounted: Counter[str] = Counter()
         self.size_steps: list[list[tuple[int, int, SizeStep]]] = []
         self._following = following
@@ -164,6 +166,9 @@ class Tally(TorchDispatchMode):
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device
         self.operators += 1
+        for argument in args:
+            if type(argument) is torch.nn.Parameter and id(argument) not in self.strangers:
+                self.strangers[id(argument)] = (argument, argument.grad)
         if isinstance(func, HigherOrderOperator):
             name = f"higher_order::{func.name()}"
         elif isinstance(func, OpOverload):

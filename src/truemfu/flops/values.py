@@ -319,6 +319,8 @@ class Following:
             if a.alias_info is not None and a.alias_info.is_write
         ]
         tensors = [t for t in tree_flatten(written)[0] if isinstance(t, torch.Tensor)]
+        if not all(isinstance(tensor, FakeTensor) for tensor in tensors):
+            return  # a real tensor from outside the model: not ours to write to
         seeded = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
         if seeded or any(v is None for v in values):
             for tensor in tensors:
