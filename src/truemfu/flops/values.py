@@ -174,6 +174,8 @@ class Following:
             args = self._integer_indices(args)
         elif func is aten.embedding.default:
             _check_rows(args[0], args[1])
+        if func._schema.is_mutable and args and type(args[0]) is torch.Tensor and "out" not in kwargs:
+            return args[0]  # a real tensor from outside the model is not ours to write to
         out = func(*args, **kwargs)
         self._follow(func, args, kwargs, out)
         return out
@@ -319,8 +321,6 @@ class Following:
             if a.alias_info is not None and a.alias_info.is_write
         ]
         tensors = [t for t in tree_flatten(written)[0] if isinstance(t, torch.Tensor)]
-        if not all(isinstance(tensor, FakeTensor) for tensor in tensors):
-            return  # a real tensor from outside the model: not ours to write to
         seeded = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
         if seeded or any(v is None for v in values):
             for tensor in tensors:
