@@ -1254,8 +1254,11 @@ def test_modules_that_are_globals_are_untouched_and_counted(where: str, count: C
         model.b.register_forward_hook(lambda module, args, out: HEAD(out))
     elif where != "forward":
         options["loss_fn"] = _global_loss if where == "loss" else lambda out: _global_loss(out)
-    with untouched(model, HEAD):
+    before = copy.deepcopy(HEAD.state_dict())
+    with untouched(model):
         counted = count(model, (X,), **options)
+    assert all(torch.equal(value, before[name]) for name, value in HEAD.state_dict().items())
+    assert all(parameter.grad is None for parameter in HEAD.parameters())
     if count is count_flops:
         assert counted.forward == FORWARD + 2 * 4 * 4 * 3
 
