@@ -159,8 +159,9 @@ class _Step:
         self.documents = documents
 
     def has_values(self) -> bool:
-        """Whether the model could be copied: nothing of it is on the meta device or fake."""
-        return all(is_readable(t) for t in (*self.model.parameters(), *self.model.buffers()))
+        """Whether the model could be copied: nothing of it is on the meta device, fake or sharded."""
+        tensors = (*self.model.parameters(), *self.model.buffers())
+        return all(is_readable(t) and not hasattr(t, "device_mesh") for t in tensors)
 
     def real_bytes(self) -> int:
         """What real copies of parameters, buffers and batch would take."""
@@ -235,6 +236,11 @@ def check_call(model: Any, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]
         )
     if "_parameters" not in vars(model):
         raise ModelError(f"{name} is not initialised: its __init__ must call super().__init__()")
+    if any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules()):
+        raise ModelError(
+            f"{name} is sharded by FullyShardedDataParallel, which keeps flat pieces of its parameters: count "
+            "the model before wrapping it, or shard it with fully_shard"
+        )
     if any(nn.parameter.is_lazy(p) for p in model.parameters()):
         raise ModelError(f"{name} has uninitialised parameters: run one batch through its lazy layers first")
     if isinstance(batch, Mapping):

@@ -155,6 +155,8 @@ def weight_int8pack_mm(x: Any, weight: Any, *_: Any, out: Any) -> int:
     "aten::_weight_int4pack_mm_with_scales_and_zeros",
     "aten::_mixed_dtypes_linear",
     "bitsandbytes::gemv_4bit",
+    "bitsandbytes::gemm_4bit",
+    "bitsandbytes::int8_mixed_scaled_mm",
     "bitsandbytes::int8_linear_matmul",
     "bitsandbytes::int8_scaled_mm",
 )

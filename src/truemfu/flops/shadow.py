@@ -180,8 +180,8 @@ class Shadow:
     def _hooks(self, name: str, hooks: dict[Any, Any]) -> dict[Any, Any]:
         """Hooks run in a count, for they may change the work, but on copies of what they close over.
 
-        Left out: hooks of FSDP (their collectives), ours, and hooks on backward and state dicts, which do no
-        work of the step.
+        Left out: hooks of FSDP and tensor parallelism (their collectives), ours, and hooks on backward and
+        state dicts, which do no work of the step.
         """
         kind = type(hooks)
         if "state_dict" in name or "backward" in name:
@@ -191,7 +191,8 @@ class Shadow:
             target = getattr(hook, "func", hook)
             home = getattr(target, "__module__", "") or ""
             owner = type(getattr(target, "__self__", None)).__module__
-            if hasattr(target, _OWN_HOOK) or "_fsdp" in home or "_fsdp" in owner:
+            sharding = "_fsdp" in home or "_fsdp" in owner or home.startswith("torch.distributed.tensor")
+            if hasattr(target, _OWN_HOOK) or sharding:
                 continue
             kept[key] = self.tree(hook)
         return kept

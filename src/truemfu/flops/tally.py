@@ -68,12 +68,12 @@ def _next_sequence_nr() -> int:
 
 
 def _checkpoint_is_running() -> bool:
-    """Whether `torch.utils.checkpoint` has its hooks on the tensors saved right now."""
+    """Whether `torch.utils.checkpoint` is running a stretch again: it has its hooks on the tensors saved."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     if top is None:  # before torch 2.7 the hooks cannot be seen; gradients enabled are the best sign
         return torch.is_grad_enabled()
     hooks = top(True)
-    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+    return hooks is not None and getattr(hooks[0], "__qualname__", "").startswith("_recomputation_hook")
 
 
 class Entry:
