@@ -238,7 +238,7 @@ def check_call(model: Any, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]
         raise ModelError(f"{name} is not initialised: its __init__ must call super().__init__()")
     if any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules()):
         raise ModelError(
-            f"{name} is sharded by FullyShardedDataParallel, which keeps flat pieces of its parameters: count "
+            f"{name} is sharded by FullyShardedDataParallel, which keeps flat pieces of parameters: count "
             "the model before wrapping it, or shard it with fully_shard"
         )
     if any(nn.parameter.is_lazy(p) for p in model.parameters()):
