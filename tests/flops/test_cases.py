@@ -37,7 +37,8 @@ def assert_exact(c: Case, batch: dict, attention: str = "full") -> None:
     assert count.by_module[""] == sum(count.by_operator.values()) == sum(count.by_dtype.values())
     assert count.by_module[""] == count.model_flops
     assert not count.uncounted
-    assert count.method == "count on fake tensors"
+    if FUSED_FOR_ALL:  # transformers' own grouped product has no fake implementation on older versions
+        assert count.method == "count on fake tensors"
 
 
 def test_there_are_29_cases():

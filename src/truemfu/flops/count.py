@@ -30,7 +30,7 @@ from ..errors import BatchError, ModelError, TruemfuError, UsageError, warn_once
 from .batch import documents_of, is_readable
 from .flop_count import FlopCount
 from .shadow import Shadow, unwrap
-from .tally import Tally
+from .tally import CHECKPOINTS_SHOW, Tally
 from .values import Following, attach, value_of
 
 FAKE, REAL, EXECUTED = "count on fake tensors", "count on real CPU copies", "count of an executed step"
@@ -76,7 +76,8 @@ def count_step(
         raise UsageError(f"count_step takes a callable and its arguments; got {type(fn).__name__}")
     tally = Tally(convention)
     single_thread = torch.autograd.set_multithreading_enabled(False)  # autograd numbers its nodes by thread
-    with single_thread, _uncompiled(), _following_modules(tally), _Calls(tally), tally:
+    final = contextlib.nullcontext() if CHECKPOINTS_SHOW else tally.final_backward()
+    with single_thread, final, _uncompiled(), _following_modules(tally), _Calls(tally), tally:
         fn(*args, **kwargs)
     count = tally.result(method=EXECUTED)
     warn_uncounted(count)

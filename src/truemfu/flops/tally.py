@@ -67,12 +67,14 @@ def _next_sequence_nr() -> int:
     return torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
 
 
+_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+CHECKPOINTS_SHOW = _top_hooks is not None
+"""Whether this torch lets us see a checkpoint's hooks; the oldest versions do not."""
+
+
 def _checkpoint_is_running() -> bool:
     """Whether `torch.utils.checkpoint` is running a stretch again: it has its hooks on the tensors saved."""
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    if top is None:  # before torch 2.7 the hooks cannot be seen; gradients enabled are the best sign
-        return torch.is_grad_enabled()
-    hooks = top(True)
+    hooks = _top_hooks(True) if _top_hooks is not None else None
     return hooks is not None and getattr(hooks[0], "__qualname__", "").startswith("_recomputation_hook")
 
 
