@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ..errors import BatchError
-from .batch import documents_of, grids_of, is_readable
+from .batch import CUMULATIVE, GRIDS, documents_of, grids_of, is_readable
 
 Key = str | int
 
@@ -48,8 +48,6 @@ _BY_DIMS: Mapping[tuple[bool, int], tuple[str | None, ...]] = {  # (floating poi
     (True, 4): ("samples", None, "height", "width"),
     (True, 5): ("samples", None, "frames", "height", "width"),
 }
-_CUMULATIVE = ("cu_seqlens", "cu_seq_lens", "cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens_q", "cu_seqlens_k")
-_GRID_KEYS = {"image_grid_thw": "pixel_values", "video_grid_thw": "pixel_values_videos"}
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,7 @@ class Layout:
         self.packed = documents_of(batch) is not None
         self.dims: dict[Key, tuple[str | int, ...]] = {}
         self.constants: dict[Key, Any] = {}
-        self.grids = [key for key in _GRID_KEYS if key in self.example]
+        self.grids = [key for key in GRIDS if key in self.example]
         self._config = getattr(model, "config", None)
         for key, value in self.example.items():
             if isinstance(value, torch.Tensor):
@@ -99,11 +97,11 @@ class Layout:
 
     def _dims_of(self, key: Key, tensor: torch.Tensor) -> tuple[str | int, ...]:
         shape = tuple(int(n) for n in tensor.shape)
-        if key in _CUMULATIVE:
+        if key in CUMULATIVE:
             return ("_documents",)
-        if key in _GRID_KEYS:
+        if key in GRIDS:
             return ("_grids", 3)
-        if key in _GRID_KEYS.values() and any(_GRID_KEYS[g] == key for g in self.grids):
+        if key in GRIDS.values() and any(GRIDS[g] == key for g in self.grids):
             return ("_patches", *shape[1:])
         names = _NAMED.get(str(key)) if self.is_mapping else None
         if names is not None and len(names) != len(shape):
@@ -139,7 +137,7 @@ class Layout:
         if token is None:
             return None
         found = (ids == token).flatten().nonzero().flatten()
-        grid = next((g for g, p in _GRID_KEYS.items() if p == pixels and g in self.example), None)
+        grid = next((g for g, p in GRIDS.items() if p == pixels and g in self.example), None)
         units = (
             sum(t * h * w for t, h, w in grids_of(self.example, grid))  # type: ignore[arg-type,misc]
             if grid
@@ -224,10 +222,10 @@ class Layout:
             shape = [self._extent(d, sizes, key) if isinstance(d, str) else d for d in dims]
             if example.is_floating_point() or example.is_complex():
                 made[key] = torch.empty(shape, dtype=example.dtype, device="meta")
-            elif key in _CUMULATIVE:
+            elif key in CUMULATIVE:
                 ends = torch.tensor([0, *(n for row in documents or () for n in row)])
                 made[key] = ends.cumsum(0).to(example.dtype)
-            elif key in _GRID_KEYS:
+            elif key in GRIDS:
                 made[key] = torch.tensor(sizes["grids"], dtype=example.dtype)
             elif key == "attention_mask":
                 made[key] = torch.ones(shape, dtype=example.dtype)

@@ -32,7 +32,6 @@ from .batch import is_readable
 from .registry import module_formula
 from .values import Value, attach
 
-_OWN_HOOK = "_truemfu_hook"
 _SHARED = (str, bytes, int, float, bool, complex, type, types.ModuleType, torch.dtype, torch.device)
 _FRAMEWORKS = {
     "torch", "lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "deepspeed", "wandb",
@@ -180,7 +179,7 @@ class Shadow:
     def _hooks(self, name: str, hooks: dict[Any, Any]) -> dict[Any, Any]:
         """Hooks run in a count, for they may change the work, but on copies of what they close over.
 
-        Left out: hooks of FSDP and tensor parallelism (their collectives), ours, and hooks on backward and
+        Left out: hooks of FSDP and tensor parallelism (their collectives), and hooks on backward and
         state dicts, which do no work of the step.
         """
         kind = type(hooks)
@@ -192,7 +191,7 @@ class Shadow:
             home = getattr(target, "__module__", "") or ""
             owner = type(getattr(target, "__self__", None)).__module__
             sharding = "_fsdp" in home or "_fsdp" in owner or home.startswith("torch.distributed.tensor")
-            if hasattr(target, _OWN_HOOK) or sharding:
+            if sharding:
                 continue
             kept[key] = self.tree(hook)
         return kept

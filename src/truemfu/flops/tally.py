@@ -127,15 +127,6 @@ class Tally(TorchDispatchMode):
         self._true_dims: dict[str, tuple[int, int]] = {}
         self._eager = EagerAttention(self._resolve_eager, self._rescale) if self.pairs.masks_matter else None
 
-    @contextmanager
-    def module(self, path: str) -> Iterator[None]:
-        """Everything that runs inside belongs to this module."""
-        self.enter_module(path)
-        try:
-            yield
-        finally:
-            self.leave_module()
-
     def enter_module(self, path: str) -> None:
         """A module's forward begins."""
         self._paths.append(path)
