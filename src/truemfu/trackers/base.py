@@ -1,0 +1,115 @@
+"""What a tracker is, and which ones there are.
+
+    make_tracker("wandb", output_dir) ─► a Tracker ─► Lane (a thread of its own) ─► W&B
+
+A tracker is any object with the four methods of `Tracker`: pass one of your own in place of a name. A lane
+calls it from one thread, so it needs no lock, may be slow, and may raise.
+
+A new tracker is one file and one line in `TRACKERS`. Constructors are light and never import the package they
+are for: that happens in `start`, on the lane's thread.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..errors import UsageError, closest
+
+
+class Tracker(Protocol):
+    """Takes the rows of a run: `start` once, `log` and `flush` many times, `finish` once."""
+
+    def start(self, run: Mapping[str, Any]) -> None:
+        """Once, before the first row: what is known of the run, as plain JSON data."""
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """One row: numbers, strings, booleans, or None where unknown; a number may be NaN or infinite."""
+
+    def flush(self) -> None:
+        """Write what was logged so far."""
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Once, after the last row: write everything, close."""
+
+
+_METHODS = ("start", "log", "flush", "finish")
+
+
+def _wandb(output_dir: Path) -> Tracker:
+    from .wandb import WandbTracker
+
+    _require("wandb", extra="wandb")
+    return WandbTracker(output_dir)
+
+
+def _tensorboard(output_dir: Path) -> Tracker:
+    from .tensorboard import TensorBoardTracker
+
+    _require("tensorboard", extra="tensorboard")
+    return TensorBoardTracker(output_dir)
+
+
+def _mlflow(output_dir: Path) -> Tracker:
+    from .mlflow import MlflowTracker
+
+    _require("mlflow", extra="mlflow")
+    return MlflowTracker(output_dir)
+
+
+def _trackio(output_dir: Path) -> Tracker:
+    from .trackio import TrackioTracker
+
+    _require("trackio", extra="trackio")
+    return TrackioTracker(output_dir)
+
+
+def _prometheus(output_dir: Path) -> Tracker:
+    from .prometheus import PrometheusTracker
+
+    _require("prometheus_client", extra="prometheus")
+    return PrometheusTracker(run=output_dir.resolve().name)
+
+
+TRACKERS: dict[str, Callable[[Path], Tracker]] = {
+    "wandb": _wandb,
+    "tensorboard": _tensorboard,
+    "mlflow": _mlflow,
+    "trackio": _trackio,
+    "prometheus": _prometheus,
+}
+
+
+def make_tracker(name_or_object: str | Tracker, output_dir: Path) -> Tracker:
+    """The tracker of this name, writing under `output_dir`; an object with the four methods as it is."""
+    if isinstance(name_or_object, str):
+        if name_or_object not in TRACKERS:
+            raise UsageError(
+                f"unknown tracker {name_or_object!r}; known: {', '.join(TRACKERS)}"
+                f"{closest(name_or_object, TRACKERS)}"
+            )
+        return TRACKERS[name_or_object](Path(output_dir))
+    kind = type(name_or_object).__name__
+    if isinstance(name_or_object, type):
+        raise UsageError(
+            f"expected a tracker, got the class {name_or_object.__name__}; pass an instance of it"
+        )
+    missing = [method for method in _METHODS if not callable(getattr(name_or_object, method, None))]
+    if missing:
+        raise UsageError(
+            f"{kind} is no tracker: it has no {' and no '.join(f'{method}()' for method in missing)}; "
+            f"a tracker has {', '.join(f'{method}()' for method in _METHODS)}"
+        )
+    return name_or_object
+
+
+def _require(package: str, *, extra: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise UsageError(f"the tracker {extra!r} needs {package}: pip install 'truemfu[{extra}]'")
+
+
+def known(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """The row without what is unknown: no tracker draws None."""
+    return {key: value for key, value in metrics.items() if value is not None}

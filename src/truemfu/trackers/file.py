@@ -1,0 +1,187 @@
+"""The local log: a JSON array that loads at any time and grows by appending.
+
+    [                                       the file after a flush
+    {"global_step": 1, "training/loss": 2.5},
+    {"global_step": 2, "training/loss": 2.4}
+    ]
+
+Rows are encoded when they are logged and written when they are flushed, in one `pwrite` that starts on the
+closing bracket and ends with a new one. A process killed inside that write leaves a torn last row, which the
+next start cuts off; every row flushed before is whole.
+
+A log that is there already is continued. A run that restarts from step n replays steps, so a step can stand
+in the file more than once: the last row of a step is the one that counts.
+
+JSON has no NaN. A number that is not finite is written as null, and the row says which it was:
+`"training/loss": null, "non_finite": {"training/loss": "nan"}`.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from collections.abc import Callable, Mapping
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ..errors import warn_once
+from .base import known
+
+_CLOSING = b"\n]\n"
+_NOTHING_YET = b"["
+_ROWS = msgspec.json.Decoder(list[msgspec.Raw])
+
+
+class JsonArrayFile:
+    """A tracker that writes rows to one JSON file; errors of the disk are raised as they are."""
+
+    def __init__(self, path: str | os.PathLike[str], *, notice: Callable[[str], None] = warn_once) -> None:
+        self.path = Path(path)
+        self._notice = notice
+        self._encode = msgspec.json.Encoder().encode
+        self._fd: int | None = None
+        self._end = 0
+        self._is_empty = True
+        self._waiting: list[bytes] = []
+
+    def start(self, run: Mapping[str, Any]) -> None:
+        """Open the file, mend or move aside what is there. The run itself is not written: rows alone are."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._fd = self._open()
+        self._end, self._is_empty = self._continue()
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Encode a row; it is written by the next flush."""
+        row = {"global_step": step, **known(metrics)}
+        odd = {
+            key: str(value) for key, value in row.items() if isinstance(value, float) and not isfinite(value)
+        }
+        if odd:
+            row["non_finite"] = odd
+        try:
+            self._waiting.append(self._encode(row))
+        except (
+            TypeError,
+            ValueError,
+        ):  # a number of another library, half of a surrogate pair: slow, but kept
+            self._waiting.append(json.dumps(row, default=_plain, allow_nan=False).encode())
+
+    def flush(self) -> None:
+        """Write the rows that wait; the file loads before and after, and also where the disk is full."""
+        if not self._waiting:
+            return
+        rows, self._waiting = b",\n".join(self._waiting), []
+        self._write((b"\n" if self._is_empty else b",\n") + rows)
+        self._is_empty = False
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Write the rest and close."""
+        self.flush()
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def _write(self, text: bytes) -> None:
+        """Put `text` where the closing bracket is and a new one behind it, or leave the file as it was."""
+        assert self._fd is not None, "start comes first"
+        whole = text + _CLOSING
+        written = 0
+        try:
+            # One call, unless the disk is nearly full: the second then says what is wrong.
+            while written < len(whole):
+                written += os.pwrite(self._fd, whole[written:], self._end + written)
+        except OSError:
+            os.pwrite(self._fd, _CLOSING, self._end)
+            os.ftruncate(self._fd, self._end + len(_CLOSING))
+            raise
+        self._end += len(text)
+
+    def _open(self) -> int:
+        fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise OSError(errno.EINVAL, "the log must be a plain file", str(self.path))
+        try:
+            import fcntl
+
+            # A record lock: unlike flock's, it is not inherited by forked workers that outlive a killed run.
+            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            os.close(fd)
+            raise OSError(errno.EBUSY, "another process is writing this log", str(self.path)) from None
+        except OSError:
+            pass  # a file system without locks: nothing tells two writers apart, as before
+        return fd
+
+    def _continue(self) -> tuple[int, bool]:
+        """Where the next row goes, and whether it is the first."""
+        found = self._read()
+        whole = _whole_rows(found)
+        if whole is None:
+            self._move_aside()
+            found, whole = b"", _NOTHING_YET
+        if found != whole + _CLOSING:
+            assert self._fd is not None
+            kept = len(whole) if found.startswith(whole) else 0
+            os.pwrite(self._fd, (whole + _CLOSING)[kept:], kept)
+            os.ftruncate(self._fd, len(whole) + len(_CLOSING))
+        return len(whole), whole == _NOTHING_YET
+
+    def _read(self) -> bytes:
+        """What the file holds, through our own descriptor: closing another one would give up the lock."""
+        assert self._fd is not None
+        pieces: list[bytes] = []
+        at = 0
+        while piece := os.pread(self._fd, 1 << 30, at):
+            pieces.append(piece)
+            at += len(piece)
+        return b"".join(pieces)
+
+    def _move_aside(self) -> None:
+        aside = self.path.with_name(self.path.name + ".damaged")
+        number = 1
+        while aside.exists():
+            number += 1
+            aside = self.path.with_name(f"{self.path.name}.damaged{number}")
+        assert self._fd is not None
+        os.rename(self.path, aside)
+        os.close(self._fd)
+        self._fd = self._open()
+        self._notice(f"{self.path.name} is no log of rows that can be continued; it was kept as {aside.name}")
+
+
+def _plain(value: Any) -> float | str:
+    """A number of another library as ours; anything else in words."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return str(value)
+    return number if isfinite(number) else str(number)
+
+
+def _whole_rows(found: bytes) -> bytes | None:
+    """A log up to the end of its last whole row, without the closing bracket; None where it is no log."""
+    text = found.rstrip(b"\0 \t\r\n")
+    if not text:
+        return _NOTHING_YET
+    if text.endswith(b"]") and _is_rows(text):
+        return text[:-1].rstrip()
+    # Torn inside a write: the last row may be whole, or cut off anywhere; rows end where a line ends.
+    for torn in (text, text[: max(text.rfind(b"\n"), 0)]):
+        rows = torn.rstrip().removesuffix(b",")
+        if rows and _is_rows(rows + b"]"):
+            return rows
+    return None
+
+
+def _is_rows(text: bytes) -> bool:
+    """Whether this is a JSON array of objects; the objects are looked through, not built."""
+    try:
+        return all(memoryview(row)[0] == ord("{") for row in _ROWS.decode(text))
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return False

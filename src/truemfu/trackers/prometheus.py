@@ -1,0 +1,79 @@
+"""Prometheus: the last values, served for scraping.
+
+    http://<host>:9464/metrics          truemfu_mfu{rank="0",run="llama"} 0.41
+
+`perf/mfu` is `truemfu_mfu`, `training/loss` is `truemfu_training_loss`; the metrics of a dataset carry its
+name as the label `dataset`. What is known of the run is in the labels of `truemfu_run_info`. Anybody who
+reaches the port can read it; `PrometheusTracker(address="127.0.0.1")` keeps it to this machine.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from .base import known
+
+DEFAULT_PORT = 9464
+_DATASET = re.compile(r"dataset/(?P<dataset>.+)/(?P<metric>[^/]+)")
+_NOT_IN_NAMES = re.compile(r"\W+", re.ASCII)
+
+
+class PrometheusTracker:
+    """Serves gauges on `port` (0: any free one; `port` then says which) from `start` until `finish`."""
+
+    def __init__(self, *, run: str = "", port: int = DEFAULT_PORT, address: str = "0.0.0.0") -> None:
+        self.port = port
+        self._address = address
+        self._labels = {"run": run, "rank": os.environ.get("RANK", "0")}
+        self._gauges: dict[tuple[str, tuple[str, ...]], Any] = {}
+        self._registry: Any = None
+        self._server: Any = None
+
+    def start(self, run: Mapping[str, Any]) -> None:
+        """Start serving; a port in use is an OSError that says which."""
+        from prometheus_client import CollectorRegistry, start_http_server
+
+        self._registry = CollectorRegistry()
+        try:
+            self._server, _ = start_http_server(self.port, self._address, self._registry)
+        except OSError as problem:
+            advice = f"port {self.port}: {problem.strerror}; pass PrometheusTracker(port=...) with another"
+            raise OSError(problem.errno, advice) from None
+        self.port = self._server.server_port
+        told = {_clean(key): str(value) for key, value in run.items() if isinstance(value, (str, int, float))}
+        self._set("truemfu_run_info", 1.0, {**told, **self._labels})
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Make these the last values; what is not in this row keeps its own."""
+        for key, value in {"global_step": step, **known(metrics)}.items():
+            if isinstance(value, str):
+                continue  # a gauge is a number; what a run says in words is in truemfu_run_info
+            dataset = _DATASET.fullmatch(key)
+            if dataset:
+                labels = {**self._labels, "dataset": dataset["dataset"]}
+                self._set(f"truemfu_dataset_{_clean(dataset['metric'])}", value, labels)
+            else:
+                self._set(f"truemfu_{_clean(key.removeprefix('perf/'))}", value, self._labels)
+
+    def flush(self) -> None:
+        """Nothing to do: a scrape reads the values as they are."""
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Stop serving."""
+        self._server.shutdown()
+        self._server.server_close()
+
+    def _set(self, name: str, value: float, labels: Mapping[str, str]) -> None:
+        from prometheus_client import Gauge
+
+        family = (name, tuple(sorted(labels)))
+        if family not in self._gauges:
+            self._gauges[family] = Gauge(name, f"{name}, last value", family[1], registry=self._registry)
+        self._gauges[family].labels(**labels).set(value)
+
+
+def _clean(name: str) -> str:
+    return _NOT_IN_NAMES.sub("_", name.replace("%", "percent")).strip("_")

@@ -1,0 +1,136 @@
+"""Weights & Biases: into the run that is open, or one of our own.
+
+Our metrics have the training step as their x axis: it is logged as `global_step`, and W&B's own step counter,
+which the program may use as it likes, means nothing for them. How two writers share one counter without
+losing a row is told in `wandb_shared.py`.
+
+A run of our own (project "truemfu", under the output folder) does not become `wandb.run`, so a program that
+opens its run later gets the one it asked for. Without a login it is kept offline; `wandb sync` uploads it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from .base import known
+from .wandb_shared import SharedRun
+
+_STEP = "global_step"
+
+# Written when the program ends its run, at about a millisecond each: a few seconds at worst.
+_MOST_WAITING = 5_000
+
+
+class WandbTracker:
+    """Logs into `wandb.run` where there is one, else into a run of its own.
+
+    `before_end`, where set, is called when the program ends its run with the monitor still open: it should
+    return once the rows that are on their way have been logged.
+    """
+
+    def __init__(self, output_dir: Path) -> None:
+        self.before_end: Callable[[], None] | None = None
+        self._dir = output_dir
+        self._run: Any = None
+        self._shared: SharedRun | None = None
+        self._about: dict[str, Any] = {}
+        self._defined: set[str] = set()
+
+    def start(self, run: Mapping[str, Any]) -> None:
+        """Find the open run or start one; what is known of the run goes to its configuration."""
+        import wandb
+
+        self._about = {"truemfu": dict(run)}
+        if wandb.run is None:
+            self._open(project="truemfu")
+        else:
+            self._run = wandb.run
+            self._shared = SharedRun(wandb.run, before_end=self._rows_on_their_way)
+        self._run.config.update(self._about, allow_val_change=True)
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Write a row, or keep it until it can be written without harm to the program's rows."""
+        row = {_STEP: step, **known(metrics)}
+        if self._shared is None:
+            self._define(row)
+            self._run.log(row)
+        elif self._shared.is_over:
+            raise RuntimeError("the program finished its W&B run before the monitor; close the monitor first")
+        else:
+            self._define(row)
+            if self._shared.log(row) > _MOST_WAITING:
+                self._move_to_second_run()
+
+    def flush(self) -> None:
+        """Nothing to do: W&B writes what it gets by itself."""
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Close a run of our own; what waits in the program's is written when that ends."""
+        if self._shared is not None and self._shared.is_over:
+            return
+        self._run.summary.update({"truemfu": dict(summary)})
+        if self._shared is None:
+            self._run.finish()
+        else:
+            self._shared.finish()
+
+    def _rows_on_their_way(self) -> None:
+        if self.before_end is not None:
+            self.before_end()
+
+    def _define(self, row: Mapping[str, Any]) -> None:
+        """Name the x axis, metric by metric: a pattern would change the program's own metrics too."""
+        for key in row.keys() - self._defined:
+            self._run.define_metric(key, step_metric=None if key == _STEP else _STEP)
+            self._defined.add(key)
+
+    def _open(self, **where: Any) -> None:
+        import wandb
+
+        self._dir.mkdir(parents=True, exist_ok=True)
+        if "mode" not in where and "WANDB_MODE" not in os.environ and not _is_logged_in():
+            wandb.termlog(f"truemfu: not logged in, the run is kept offline under {self._dir}")
+            where["mode"] = "offline"
+        self._run = wandb.init(dir=str(self._dir), reinit="create_new", config=self._about, **where)
+        # A later `wandb.init` of the program would otherwise be given our run, the newest that is active.
+        session: Any = getattr(self._run, "_wl", None)
+        if hasattr(session, "remove_active_run"):
+            session.remove_active_run(self._run)
+        self._shared = None
+        self._defined.clear()
+
+    def _move_to_second_run(self) -> None:
+        import wandb
+
+        assert self._shared is not None
+        shared, theirs = self._shared, self._run
+        name = theirs.name or theirs.id
+        wandb.termwarn(
+            f"truemfu: this program logs with explicit steps, and {_MOST_WAITING:,} rows wait for one; "
+            f"they and all that follow go to a second run, '{name}-truemfu'",
+            repeat=False,
+        )
+        self._open(
+            project=theirs.project,
+            entity=theirs.entity or None,
+            group=theirs.group or None,
+            name=f"{name}-truemfu",
+            job_type="truemfu",
+            mode="offline" if theirs.offline else "online",
+        )
+        for row in shared.give_up():
+            self._define(row)
+            self._run.log(row)
+
+
+def _is_logged_in() -> bool:
+    """Whether W&B knows who we are; asked so that it never prompts, from a thread, on somebody's terminal."""
+    import wandb
+
+    try:
+        return bool(wandb.login(prompt=False))
+    except TypeError:  # older versions of W&B cannot be asked; they decide by themselves
+        return True
