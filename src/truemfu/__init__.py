@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from .flops.flop_count import FlopCount
     from .flops.registry import register_formula, register_module
     from .hardware.detect import get_gpu_peak_flops
+    from .monitor.monitor import TrainingMonitor
+    from .monitor.on_demand import calculate_mfu_with_profiler, calculate_precise_mfu
     from .utilization import Utilization, calculate_mfu
 
 __version__ = "0.1.0"
@@ -35,6 +37,9 @@ _HOMES = {
     "register_formula": "flops.registry",
     "register_module": "flops.registry",
     "get_gpu_peak_flops": "hardware.detect",
+    "TrainingMonitor": "monitor.monitor",
+    "calculate_mfu_with_profiler": "monitor.on_demand",
+    "calculate_precise_mfu": "monitor.on_demand",
     "Utilization": "utilization",
     "calculate_mfu": "utilization",
 }
@@ -45,12 +50,15 @@ __all__ = [
     "FlopCount",
     "FlopModel",
     "ModelError",
+    "TrainingMonitor",
     "TruemfuError",
     "TruemfuWarning",
     "UsageError",
     "Utilization",
     "__version__",
     "calculate_mfu",
+    "calculate_mfu_with_profiler",
+    "calculate_precise_mfu",
     "count_flops",
     "count_step",
     "get_gpu_peak_flops",

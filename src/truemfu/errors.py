@@ -3,6 +3,7 @@
     TruemfuError                 anything we raise on purpose; its text is one clear line
     ├── ModelError               the model cannot be built, run or differentiated
     ├── BatchError               the batch does not fit the model, or says too little
+    ├── NeedsTrainingThread      this model cannot be counted beside its training, only in its place
     └── UsageError               a wrong argument: an unknown name, size, dtype, device
 
     TruemfuWarning               said once, then never again for the same text
@@ -27,6 +28,10 @@ class ModelError(TruemfuError):
 
 class BatchError(TruemfuError):
     """The batch does not fit the model, or does not say what is needed."""
+
+
+class NeedsTrainingThread(TruemfuError):
+    """A count off the training thread would disturb the training; on it, it would not."""
 
 
 class UsageError(TruemfuError, ValueError):

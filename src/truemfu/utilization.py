@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from .flops.flop_count import FlopCount
 
-_ABOVE_ONE = (
+ABOVE_ONE = (
     "a utilisation above 1 was measured and is reported as it is; likely causes: a wrong peak (another chip, "
     "a wrong override, a dense peak under sparse kernels), a time that is too short because the device was "
     "not synchronised, a peak for another dtype than the one that ran, or the FLOPs of several devices over "
@@ -39,15 +39,18 @@ def calculate_mfu(
     None when a part is None, not finite or negative, or when the time or the peak is zero. Never clamped:
     above 1 it is returned as it is, with one warning.
     """
-    if flops is None or compute_time is None or gpu_peak_flops is None:
-        return None
-    achieved_flops_per_s = _rate(flops, compute_time)
-    if achieved_flops_per_s is None:
-        return None
-    utilisation = _rate(achieved_flops_per_s, gpu_peak_flops)
+    utilisation = share_of_peak(flops, compute_time, gpu_peak_flops)
     if utilisation is not None and utilisation > 1:
-        warn_once(_ABOVE_ONE)
+        warn_once(ABOVE_ONE)
     return utilisation
+
+
+def share_of_peak(flops: float | None, seconds: float | None, peak_flops_per_s: float | None) -> float | None:
+    """`flops / (seconds × peak)` as `calculate_mfu` gives it, without its warning."""
+    if flops is None or seconds is None or peak_flops_per_s is None:
+        return None
+    achieved_flops_per_s = _rate(flops, seconds)
+    return None if achieved_flops_per_s is None else _rate(achieved_flops_per_s, peak_flops_per_s)
 
 
 def _rate(amount: float, per: float) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 
 import pytest
@@ -107,6 +108,52 @@ def test_closed_form_equals_a_direct_count_in_every_split(name):
     assert dict(closed.by_dtype) == dict(direct.by_dtype)
     assert dict(closed.by_operator) == dict(direct.by_operator)
     assert closed.method == "closed form"
+
+
+@pytest.mark.parametrize("attention", ["full", "causal"])
+@pytest.mark.parametrize("name", UNCOMPILED)
+def test_an_export_gives_the_same_counts_elsewhere_without_counting(name, attention, monkeypatch):
+    c, model, f = fitted(name, attention)
+    batches = [c.batch(samples=3, length=41)]
+    if name in PACKABLE:
+        batches.append(c.batch(samples=2, length=30, documents=[7, 3, 20]))
+    expected = [f(batch).as_dict() for batch in batches]
+    data = json.loads(json.dumps(f.export()))
+    monkeypatch.setattr("truemfu.flops.closed_form.run_counted", None)
+    adopted = FlopModel.from_export(model, data)
+    assert [adopted(batch).as_dict() for batch in batches] == expected
+    assert adopted.formulas() == f.formulas()
+
+
+def without_values(batch):
+    """As a monitor has it: images, sounds and tokens without values, what decides the work with them."""
+    return {
+        key: value.to("meta") if isinstance(value, torch.Tensor) and key != "image_grid_thw" else value
+        for key, value in batch.items()
+    }
+
+
+@pytest.mark.parametrize("name", ["llama-sdpa", "qwen2.5-vl", "llava", "t5", "clip", "whisper", "resnet"])
+def test_batches_without_values_are_fitted_and_counted_alike(name):
+    c, model, f = fitted(name, "full")
+    g = FlopModel.fit(model, without_values(c.batch(samples=2, length=24)))
+    batch = c.batch(samples=3, length=41)
+    assert g.closed
+    assert g(without_values(batch)).as_dict() == f(batch).as_dict()
+
+
+def test_positions_in_three_dimensions_vary_with_the_tokens():
+    """Time, height and width of each token, as collators of image models pass them."""
+    c, model, f = fitted("qwen2.5-vl", "full")
+
+    def batch(samples, length):
+        plain = c.batch(samples=samples, length=length)
+        return {**plain, "position_ids": torch.zeros(3, *plain["input_ids"].shape, dtype=torch.long)}
+
+    g = FlopModel.fit(model, batch(2, 24))
+    assert g.closed
+    assert g.knows(batch(3, 61))
+    assert_same(g(batch(3, 61)), f(c.batch(samples=3, length=61)))
 
 
 def test_padding_changes_nothing():

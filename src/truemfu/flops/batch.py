@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from .host_copy import on_host
+
 CUMULATIVE = ("cu_seqlens", "cu_seq_lens", "cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens_q", "cu_seqlens_k")
 """Arguments that hold cumulative lengths of packed documents."""
 
@@ -18,13 +20,18 @@ GRIDS = {"image_grid_thw": "pixel_values", "video_grid_thw": "pixel_values_video
 
 def is_readable(tensor: Any) -> bool:
     """Whether a tensor has values."""
-    return isinstance(tensor, torch.Tensor) and not tensor.is_meta and not isinstance(tensor, FakeTensor)
+    return (
+        isinstance(tensor, torch.Tensor)
+        and not tensor.is_meta
+        and not isinstance(tensor, FakeTensor)
+        and not hasattr(tensor, "_truemfu_unreadable")
+    )
 
 
 def grids_of(batch: Mapping[str, Any], key: str) -> list[tuple[int, int, int]]:
     """The (t, h, w) grids of a batch's images or videos, in patches."""
     grid: Any = batch.get(key)
-    return [(t, h, w) for t, h, w in grid.tolist()] if is_readable(grid) else []
+    return [(t, h, w) for t, h, w in on_host(grid).tolist()] if is_readable(grid) else []
 
 
 def documents_of(batch: Any) -> list[list[int]] | None:
@@ -37,11 +44,12 @@ def documents_of(batch: Any) -> list[list[int]] | None:
         return None
     for key in CUMULATIVE:
         if is_readable(batch.get(key)) and batch[key].dim() == 1:
-            ends = batch[key].tolist()
+            ends = on_host(batch[key]).tolist()
             return [[b - a for a, b in itertools.pairwise(ends) if b > a]]
     positions: Any = batch.get("position_ids")
     if not is_readable(positions) or positions.dim() not in (1, 2):
         return None
+    positions = on_host(positions)
     rows = [lengths_of_positions(row) for row in (positions if positions.dim() == 2 else positions[None])]
     return rows if any(len(row) > 1 for row in rows) else None
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from .host_copy import on_host
 from .values import Value, value_of
 
 aten = torch.ops.aten
@@ -94,7 +95,7 @@ def readable(tensor: Any) -> Value | None:
         return value
     if isinstance(tensor, torch._subclasses.fake_tensor.FakeTensor) or tensor.is_meta:
         return None
-    return Value(lambda: tensor.detach().cpu())
+    return Value(lambda: on_host(tensor))
 
 
 def allowed_by(mask: Any) -> Value | None:

@@ -1,27 +1,28 @@
-"""Which sizes of a batch can change, and batches of other sizes made from one example.
+"""The kind of a batch: which arguments it has, and which of their dimensions vary together.
 
     example ──► Layout: input_ids is (samples, length), pixel_values is (images, 3, 24, 24) …
-    Layout.sizes(batch)  the sizes of another batch of the same kind, from shapes alone where they tell
-    Layout.make(sizes)   a batch of these sizes, for a calibration
+    Layout.quick_sizes(batch)  the sizes of another batch of the same kind, or None if it is of another
 
-What a dimension means follows from the argument's name where models agree on it, else from its dtype and
-number of dimensions.
+Sizes come from shapes alone where they tell. Packed documents and image grids are read from values, which
+must lie on the CPU for that to be free: reading a CUDA tensor waits for the device. What a dimension means
+follows from the argument's name where models agree on it, else from its dtype and number of dimensions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from fractions import Fraction
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import msgspec
 import torch
-from torch import nn
 
 from ..errors import BatchError
 from .batch import CUMULATIVE, GRIDS, documents_of, grids_of, is_readable
 
 Key = str | int
+
+READ_BY_VALUE = frozenset({*CUMULATIVE, *GRIDS, "position_ids"})
+"""Arguments whose values decide the work of a batch."""
 
 _TOKENS = ("samples", "length")
 _NAMED: Mapping[str, tuple[str | None, ...]] = {
@@ -48,152 +49,134 @@ _BY_DIMS: Mapping[tuple[bool, int], tuple[str | None, ...]] = {  # (floating poi
     (True, 4): ("samples", None, "height", "width"),
     (True, 5): ("samples", None, "frames", "height", "width"),
 }
+_PLAIN = (bool, int, float, str, type(None))
 
 
-@dataclass(frozen=True)
-class Visual:
-    """How images appear among the tokens: `token` stands for `tokens_per_unit` of a patch or an image."""
+class TensorLayout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One tensor of a batch: each dimension is a name, if it varies, or a number.
 
-    pixels: str
-    grid: str | None
-    token: int
-    start: int
-    tokens_per_unit: Fraction
+    Names that begin with "_" are no sizes of their own: they follow from documents or grids.
+    """
+
+    key: Key
+    is_floating: bool
+    dims: tuple[str | int, ...]
+
+    def named(self) -> list[tuple[int, str]]:
+        """The dimensions that are sizes of the batch."""
+        return [(i, d) for i, d in enumerate(self.dims) if isinstance(d, str) and d[:1] != "_"]
+
+
+class LayoutData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A layout as it travels to another process."""
+
+    is_mapping: bool
+    is_packed: bool
+    tensors: list[TensorLayout]
+    constants: list[tuple[Key, Any]]
 
 
 class Layout:
-    """The kind of a batch: which keys it has, and which of their dimensions vary together."""
+    """The kind of a batch: tensors with their dimensions, other arguments with their values."""
 
-    def __init__(self, model: nn.Module, batch: Any) -> None:
-        self.example: dict[Key, Any] = _items(batch)
-        self.is_mapping = isinstance(batch, Mapping)
-        self.packed = documents_of(batch) is not None
-        self.dims: dict[Key, tuple[str | int, ...]] = {}
-        self.constants: dict[Key, Any] = {}
-        self.grids = [key for key in GRIDS if key in self.example]
-        self._config = getattr(model, "config", None)
-        for key, value in self.example.items():
-            if isinstance(value, torch.Tensor):
-                self.dims[key] = self._dims_of(key, value)
-            else:
-                self.constants[key] = value
-        self.visuals = [v for v in map(self._visual, ("pixel_values", "pixel_values_videos")) if v]
-        self._own_sizes = self.sizes(batch)
-        self._plan_reading()
-
-    @property
-    def names(self) -> list[str]:
+    def __init__(
+        self,
+        *,
+        is_mapping: bool,
+        is_packed: bool,
+        tensors: Mapping[Key, TensorLayout],
+        constants: Mapping[Key, Any],
+    ) -> None:
+        self.is_mapping, self.is_packed = is_mapping, is_packed
+        self.tensors, self.constants = tensors, constants
+        self.grids = [key for key in GRIDS if key in tensors]
+        self.names = sorted({name for tensor in tensors.values() for _, name in tensor.named()})
         """The sizes that vary, in a fixed order."""
-        return sorted({d for dims in self.dims.values() for d in dims if isinstance(d, str) and d[0] != "_"})
-
-    def fix(self, name: str) -> None:
-        """This size cannot change after all: the model takes it only as it is."""
-        self.dims = {
-            key: tuple(int(self.example[key].shape[i]) if d == name else d for i, d in enumerate(dims))
-            for key, dims in self.dims.items()
-        }
-        self._own_sizes.pop(name, None)
-        self._plan_reading()
-
-    def _dims_of(self, key: Key, tensor: torch.Tensor) -> tuple[str | int, ...]:
-        shape = tuple(int(n) for n in tensor.shape)
-        if key in CUMULATIVE:
-            return ("_documents",)
-        if key in GRIDS:
-            return ("_grids", 3)
-        if key in GRIDS.values() and any(GRIDS[g] == key for g in self.grids):
-            return ("_patches", *shape[1:])
-        names = _NAMED.get(str(key)) if self.is_mapping else None
-        if names is not None and len(names) != len(shape):
-            names = ("samples",) if len(shape) == 1 and key == "labels" else None
-        if names is None:
-            names = _BY_DIMS.get((tensor.is_floating_point(), len(shape)), (None,) * len(shape))
-        tokens = self.example.get("input_ids")
-        if key == "labels" and names == _TOKENS and self._labels_are_decoded(shape):
-            names = ("samples", "decoder_length")
-        if key == "pixel_values" and not isinstance(tokens, torch.Tensor):
-            names = ("samples", *names[1:])
-        if (
-            key == "position_ids"
-            and shape[0] == 1
-            and isinstance(tokens, torch.Tensor)
-            and tokens.shape[0] != 1
-        ):
-            names = (None, *names[1:])
-        return tuple(n if n is not None else shape[i] for i, n in enumerate(names))
-
-    def _labels_are_decoded(self, shape: tuple[int, ...]) -> bool:
-        """Labels of an encoder-decoder are as long as the decoder's input, not the encoder's."""
-        tokens = self.example.get("input_ids")
-        other = not isinstance(tokens, torch.Tensor) or tuple(tokens.shape) != shape
-        return bool(getattr(self._config, "is_encoder_decoder", False)) or other
-
-    def _visual(self, pixels: str) -> Visual | None:
-        ids: Any = self.example.get("input_ids")
-        if pixels not in self.example or not is_readable(ids) or self._config is None:
-            return None
-        kind = "video" if pixels.endswith("videos") else "image"
-        token = getattr(self._config, f"{kind}_token_id", getattr(self._config, f"{kind}_token_index", None))
-        if token is None:
-            return None
-        found = (ids == token).flatten().nonzero().flatten()
-        grid = next((g for g, p in GRIDS.items() if p == pixels and g in self.example), None)
-        units = (
-            sum(t * h * w for t, h, w in grids_of(self.example, grid))  # type: ignore[arg-type,misc]
-            if grid
-            else self.example[pixels].shape[0]
-        )
-        if not len(found) or not units:
-            return None
-        start = int(ids.flatten()[max(int(found[0]) - 1, 0)])
-        return Visual(pixels, grid, int(token), start, Fraction(len(found), int(units)))
-
-    def _plan_reading(self) -> None:
+        self._keys = frozenset((*tensors, *constants))
+        self._values_read = READ_BY_VALUE & self._keys if is_mapping else frozenset()
+        self._compared = [(key, value) for key, value in constants.items() if not self.is_longest(key)]
         self._reading = [
             (
-                key,
-                len(dims),
-                self.example[key].is_floating_point(),
-                [(i, d) for i, d in enumerate(dims) if isinstance(d, str) and d[0] != "_"],
-                [(i, d) for i, d in enumerate(dims) if isinstance(d, int)],
+                tensor.key,
+                len(tensor.dims),
+                tensor.is_floating,
+                tensor.named(),
+                [(i, d) for i, d in enumerate(tensor.dims) if isinstance(d, int)],
             )
-            for key, dims in self.dims.items()
+            for tensor in tensors.values()
         ]
-        self._reads_values = self.packed or bool(self.grids) or "position_ids" in self.dims
-        self._keys = frozenset(self.example)
+
+    @classmethod
+    def of(cls, config: Any, batch: Any) -> Layout:
+        """The layout of batches like this one, for a model with this configuration."""
+        arguments = arguments_of(batch)
+        tensors = {key: value for key, value in arguments.items() if isinstance(value, torch.Tensor)}
+        for key, value in tensors.items():
+            if value.is_nested:
+                raise BatchError(
+                    f"{key!r} is a nested tensor, whose rows have their own lengths: it has no closed form, "
+                    "count each batch with count_flops"
+                )
+        is_mapping = isinstance(batch, Mapping)
+        names = _Names(config, tensors, is_mapping)
+        return cls(
+            is_mapping=is_mapping,
+            is_packed=documents_of(batch) is not None,
+            tensors={
+                key: TensorLayout(key, value.is_floating_point(), names.dims(key))
+                for key, value in tensors.items()
+            },
+            constants={key: value for key, value in arguments.items() if key not in tensors},
+        )
+
+    def with_fixed(self, name: str, size: int) -> Layout:
+        """The same where this size cannot change after all: the model takes it only as it is."""
+        return Layout(
+            is_mapping=self.is_mapping,
+            is_packed=self.is_packed,
+            tensors={
+                key: TensorLayout(key, t.is_floating, tuple(size if d == name else d for d in t.dims))
+                for key, t in self.tensors.items()
+            },
+            constants=self.constants,
+        )
+
+    def is_longest(self, key: Key) -> bool:
+        """Whether an argument is the length of the longest document: it follows from the documents."""
+        return self.is_packed and type(self.constants.get(key)) is int and "max" in str(key)
 
     def sizes(self, batch: Any) -> dict[str, Any]:
-        """The sizes of a batch of this kind; a BatchError where its tensors do not agree with each other."""
+        """The sizes of a batch of this kind; a BatchError where they are unknown or contradict each other."""
         found: dict[str, Any] = {}
-        for key, dims in self.dims.items():
-            for i, d in enumerate(dims):
-                if isinstance(d, str) and d[0] != "_":
-                    n = int(batch[key].shape[i])
-                    if found.setdefault(d, n) != n:
-                        raise BatchError(
-                            f"{key!r} has {n} {d} where another tensor of the batch has {found[d]}: "
-                            "they must agree"
-                        )
+        for tensor in self.tensors.values():
+            for i, name in tensor.named():
+                n = int(batch[tensor.key].shape[i])
+                if found.setdefault(name, n) != n:
+                    raise BatchError(
+                        f"{tensor.key!r} has {n} {name} where another tensor of the batch has {found[name]}: "
+                        "they must agree"
+                    )
+        for key in self._without_values(batch):
+            raise BatchError(
+                f"{key!r} has no values (it is a meta or fake tensor), and the work of the batch depends on "
+                "them: pass it as a CPU tensor"
+            )
         self._read_values(batch, found)
         return found
 
-    def _read_values(self, batch: Any, found: dict[str, Any]) -> None:
-        if self.packed:
-            found["documents"] = documents_of(batch) or [[found["length"]]] * found["samples"]
-        if self.grids:
-            found["grids"] = [grid for key in self.grids for grid in grids_of(batch, key)]
-
     def quick_sizes(self, batch: Any) -> dict[str, Any] | None:
-        """Likewise, in microseconds; None for a batch of another kind."""
+        """The sizes of a batch, in microseconds; None for a batch of another kind."""
         if self.is_mapping:
             if not isinstance(batch, Mapping) or batch.keys() != self._keys:
                 return None
-        elif len(batch) != len(self._keys):
+        elif isinstance(batch, Mapping) or len(batch) != len(self._keys):
             return None
         found: dict[str, Any] = {}
-        for key, count, floating, named, fixed in self._reading:
+        for key, count, is_floating, named, fixed in self._reading:
             value = batch[key]
-            if not isinstance(value, torch.Tensor) or value.is_floating_point() is not floating:
+            if not isinstance(value, torch.Tensor) or value.is_nested:
+                return None
+            if value.is_floating_point() is not is_floating:
                 return None
             shape = value.shape
             if len(shape) != count:
@@ -204,97 +187,117 @@ class Layout:
             for i, name in named:
                 if found.setdefault(name, shape[i]) != shape[i]:
                     return None
-        for key, constant in self.constants.items():
-            if batch[key] is not constant and batch[key] != constant:
+        for key, constant in self._compared:
+            if not _same(batch[key], constant):
                 return None
-        if self._reads_values:
-            if (documents_of(batch) is not None) != self.packed:
+        if self._values_read:
+            if (documents_of(batch) is not None) != self.is_packed or any(self._without_values(batch)):
                 return None
             self._read_values(batch, found)
         return found
 
-    def make(self, sizes: Mapping[str, Any]) -> Any:
-        """A batch of this kind with these sizes: integers have real values, floating-point tensors none."""
-        made: dict[Key, Any] = dict(self.constants)
-        documents = sizes.get("documents")
-        for key, dims in self.dims.items():
-            example = self.example[key]
-            shape = [self._extent(d, sizes, key) if isinstance(d, str) else d for d in dims]
-            if example.is_floating_point() or example.is_complex():
-                made[key] = torch.empty(shape, dtype=example.dtype, device="meta")
-            elif key in CUMULATIVE:
-                ends = torch.tensor([0, *(n for row in documents or () for n in row)])
-                made[key] = ends.cumsum(0).to(example.dtype)
-            elif key in GRIDS:
-                made[key] = torch.tensor(sizes["grids"], dtype=example.dtype)
-            elif key == "attention_mask":
-                made[key] = torch.ones(shape, dtype=example.dtype)
-            elif key == "position_ids" and len(shape) == 2:
-                rows = documents or [[shape[1]]] * shape[0]
-                made[key] = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in rows])
-                made[key] = made[key].to(example.dtype)
-            else:
-                made[key] = torch.full(shape, self._filler(key), dtype=example.dtype)
-        for key, value in self.constants.items():
-            if documents and isinstance(value, int) and "max" in str(key):
-                made[key] = max(n for row in documents for n in row)
-        for visual in self.visuals:
-            self._place(visual, made, sizes)
-        return made if self.is_mapping else tuple(made[i] for i in range(len(made)))
+    def _without_values(self, batch: Any) -> Iterator[str]:
+        """Arguments that must be read and cannot be. Positions may be missing: they are taken to go on."""
+        for key in self._values_read:
+            if key != "position_ids" and not is_readable(batch[key]):
+                yield str(key)
 
-    def _extent(self, name: str, sizes: Mapping[str, Any], key: Key) -> int:
-        if name == "_documents":
-            return sum(len(row) for row in sizes["documents"]) + 1
-        if name == "_grids":
-            return len(sizes["grids"])
-        if name == "_patches":
-            return sum(t * h * w for t, h, w in sizes["grids"])
-        return int(sizes[name])
+    def _read_values(self, batch: Any, found: dict[str, Any]) -> None:
+        if self.is_packed:
+            found["documents"] = documents_of(batch) or [[found["length"]]] * found["samples"]
+        if self.grids:
+            found["grids"] = [grid for key in self.grids for grid in grids_of(batch, key)]
 
-    def _filler(self, key: Key) -> int:
-        """An integer that is valid where the example's are, and is no placeholder of an image."""
-        example = self.example[key]
-        if not is_readable(example) or example.dtype is torch.bool or str(key).endswith("type_ids"):
-            return 0
-        special = {t for v in self.visuals for t in (v.token, v.start)}
-        usual = [n for n in example.flatten()[:4096].tolist() if n not in special and n >= 0]
-        return usual[0] if usual else 0
+    @property
+    def can_travel(self) -> bool:
+        """Whether the arguments that are no tensors are plain data."""
+        return all(_is_plain(value) for value in self.constants.values())
 
-    def _place(self, visual: Visual, made: dict[Key, Any], sizes: Mapping[str, Any]) -> None:
-        """Put the placeholders of the images into the tokens, image by image, row by row."""
-        ids = made["input_ids"]
-        if visual.grid is not None:
-            units = [t * h * w for t, h, w in sizes["grids"]]
-        else:
-            units = [1] * int(sizes["images"])
-        counts = [int(visual.tokens_per_unit * n) for n in units]
-        rows = ids.shape[0]
-        ends = [1] * rows
-        types = made.get("mm_token_type_ids")
-        for index, count in enumerate(counts):
-            row = index * rows // len(counts)
-            at = ends[row]
-            ids[row, at] = visual.start if visual.start != visual.token else ids[row, 0]
-            ids[row, at + 1 : at + 1 + count] = visual.token
-            if types is not None:
-                types[row, at + 1 : at + 1 + count] = 2 if visual.pixels.endswith("videos") else 1
-            if "labels" in made and made["labels"].shape == ids.shape:
-                made["labels"][row, at : at + 1 + count] = -100
-            ends[row] = at + count + 2
+    def export(self) -> dict[str, Any]:
+        """Plain data from which `from_export` makes an equal layout."""
+        data = LayoutData(
+            is_mapping=self.is_mapping,
+            is_packed=self.is_packed,
+            tensors=list(self.tensors.values()),
+            constants=list(self.constants.items()),
+        )
+        return msgspec.to_builtins(data)  # type: ignore[no-any-return]
 
-    def tokens_for(self, sizes: Mapping[str, Any]) -> int:
-        """The length a row needs for its images' placeholders and a little text."""
-        rows, need = int(sizes.get("samples", 1)), [8] * int(sizes.get("samples", 1))
-        for visual in self.visuals:
-            units = (
-                [t * h * w for t, h, w in sizes["grids"]]
-                if visual.grid
-                else [1] * int(sizes.get("images", 0))
-            )
-            for index, n in enumerate(units):
-                need[index * rows // len(units)] += int(visual.tokens_per_unit * n) + 2
-        return max(need)
+    @classmethod
+    def from_export(cls, data: LayoutData) -> Layout:
+        """The layout that was exported."""
+        return cls(
+            is_mapping=data.is_mapping,
+            is_packed=data.is_packed,
+            tensors={tensor.key: tensor for tensor in data.tensors},
+            constants=dict(data.constants),
+        )
 
 
-def _items(batch: Any) -> dict[Key, Any]:
+class _Names:
+    """Finds out what the dimensions of an example's tensors mean."""
+
+    def __init__(self, config: Any, tensors: Mapping[Key, torch.Tensor], is_mapping: bool) -> None:
+        self._config, self._tensors, self._is_mapping = config, tensors, is_mapping
+
+    def dims(self, key: Key) -> tuple[str | int, ...]:
+        shape = tuple(int(n) for n in self._tensors[key].shape)
+        if key in CUMULATIVE:
+            return ("_documents",)
+        if key in GRIDS:
+            return ("_grids", 3)
+        if key in GRIDS.values() and any(pixels == key for g, pixels in GRIDS.items() if g in self._tensors):
+            return ("_patches", *shape[1:])
+        names = self._names(key, shape)
+        return tuple(n if n is not None else shape[i] for i, n in enumerate(names))
+
+    def _names(self, key: Key, shape: tuple[int, ...]) -> tuple[str | None, ...]:
+        names = _NAMED.get(str(key)) if self._is_mapping else None
+        if names is not None and len(names) != len(shape):
+            names = ("samples",) if len(shape) == 1 and key == "labels" else None
+            if key == "position_ids" and len(shape) == 3:  # time, height and width of each token
+                names = (None, *_TOKENS)
+        if names is None:
+            floating = self._tensors[key].is_floating_point()
+            names = _BY_DIMS.get((floating, len(shape)), (None,) * len(shape))
+        tokens = self._tensors.get("input_ids")
+        if key == "labels" and names == _TOKENS and self._labels_are_decoded(shape):
+            return ("samples", "decoder_length")
+        if key == "pixel_values" and tokens is None:
+            return ("samples", *names[1:])
+        if key == "position_ids" and shape[0] == 1 and tokens is not None and tokens.shape[0] != 1:
+            return (None, *names[1:])
+        return names
+
+    def _labels_are_decoded(self, shape: tuple[int, ...]) -> bool:
+        """Labels of an encoder-decoder are as long as the decoder's input, not the encoder's."""
+        tokens = self._tensors.get("input_ids")
+        other = tokens is None or tuple(tokens.shape) != shape
+        return bool(getattr(self._config, "is_encoder_decoder", False)) or other
+
+
+def arguments_of(batch: Any) -> dict[Key, Any]:
+    """A batch as a mapping, positional arguments by their place."""
     return dict(batch) if isinstance(batch, Mapping) else dict(enumerate(batch))
+
+
+def _same(value: Any, constant: Any) -> bool:
+    """Whether two arguments are equal. Tensors inside are not compared: that could wait for a device."""
+    if value is constant:
+        return True
+    if type(value) is not type(constant) or isinstance(value, torch.Tensor):
+        return False
+    if isinstance(value, (list, tuple)):
+        return len(value) == len(constant) and all(map(_same, value, constant))
+    if isinstance(value, dict):
+        return value.keys() == constant.keys() and all(_same(value[k], constant[k]) for k in value)
+    return (value == constant) is True
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether JSON gives a value back as it is."""
+    if type(value) is list:
+        return all(map(_is_plain, value))
+    if type(value) is dict:
+        return all(type(key) is str and _is_plain(item) for key, item in value.items())
+    return type(value) in _PLAIN and value == value

@@ -25,21 +25,25 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..errors import ModelError
+from .background import give_way, in_background
 from .batch import is_readable
 from .registry import module_formula
-from .values import Value, attach
 
+Maker = Callable[[torch.Tensor, torch.dtype, "torch.device | None"], torch.Tensor]
+"""Makes what stands for a tensor, with this dtype, on this device (None: its own). See `likeness.py`."""
+
+_PLAIN = frozenset((str, bytes, int, float, bool, complex, type(None), torch.dtype, torch.device, torch.Size))
 _SHARED = (str, bytes, int, float, bool, complex, type, types.ModuleType, torch.dtype, torch.device)
 _FRAMEWORKS = {
     "torch", "lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "deepspeed", "wandb",
     "mlflow", "tensorboard", "numpy", "datasets", "ray",
 }  # fmt: skip
+_OF_TORCH = frozenset(vars(nn.Module()))
+"""Attributes that every module has to itself."""
 _HEAP_TYPE = 1 << 9  # set for classes made by a class statement
 _MAX_CONTAINER = 100_000
-_MAX_BUFFER_VALUE = 1 << 24
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -53,16 +57,26 @@ def unwrap(model: nn.Module) -> nn.Module:
             return model
 
 
-class Shadow:
-    """Makes the shadow of a model and of whatever the model is called with.
+def has_values(model: nn.Module) -> bool:
+    """Whether a model could be copied with its values: nothing of it is on the meta device, fake or sharded.
 
-    Without a fake mode the tensors are real copies on the CPU, for models that cannot do without values.
+    A snapshot answers for the model it was taken of.
     """
+    known: bool | None = getattr(model, "_truemfu_had_values", None)
+    if known is not None:
+        return known
+    tensors = (*model.parameters(), *model.buffers())
+    return all(is_readable(t) and not hasattr(t, "device_mesh") for t in tensors)
 
-    def __init__(self, fake_mode: FakeTensorMode | None) -> None:
-        self.fake_mode = fake_mode
+
+class Shadow:
+    """Makes the shadow of a model and of whatever the model is called with; `make` decides on its tensors."""
+
+    def __init__(self, make: Maker) -> None:
         self.place: torch.device | None = None
         """Where tensors made from here on stand, if not where they are."""
+        self._make = make
+        self._polite = in_background()
         self._memo: dict[int, Any] = {}
         self._param_dtype: torch.dtype | None = None
         self._alive: list[Any] = []  # keeps ids in the memo from being used again
@@ -76,7 +90,7 @@ class Shadow:
             (types.SimpleNamespace, self._namespace),
             (weakref.ref, self._reference),
             (torch.Generator, _copy_of_generator),
-            ((random.Random, bytearray), copy.copy),
+            ((random.Random, bytearray, torch.autocast), copy.copy),
         )
 
     def model(self, model: nn.Module) -> nn.Module:
@@ -87,7 +101,7 @@ class Shadow:
 
     def tree(self, thing: Any) -> Any:
         """The shadow of anything: modules and tensors are replaced, what could be written to is copied."""
-        if thing is None or isinstance(thing, _SHARED):
+        if type(thing) in _PLAIN or isinstance(thing, _SHARED):
             return thing
         if type(thing) in weakref.ProxyTypes:
             return weakref.proxy(self.tree(thing.__repr__.__self__))
@@ -105,35 +119,17 @@ class Shadow:
         return self._memo[id(thing)]
 
     def tensor(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A leaf like this tensor, without its data; small values of a CPU tensor stay readable."""
-        wanted = tensor.requires_grad
-        if self.fake_mode is None:
-            source = (
-                torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor.detach().cpu().clone()
-            )
-            made = source.to(dtype or tensor.dtype)
-        elif _is_plain(tensor):
-            device = self.place or (torch.device("cpu") if tensor.is_meta else tensor.device)
-            with self.fake_mode:
-                made = torch.empty_strided(
-                    tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device=device
-                )
-            if _has_small_value(tensor):
-                values = tensor.detach()
-                attach(made, Value(lambda: values.cpu().clone()))
-        elif hasattr(tensor, "_spec") and hasattr(tensor, "device_mesh"):  # DTensor: its whole size
-            device = torch.device("cpu") if tensor.device.type == "meta" else tensor.device
-            with self.fake_mode:
-                made = torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device=device)
-        else:
-            made = self.fake_mode.from_tensor(tensor.detach(), static_shapes=True)
-        if isinstance(tensor, nn.Parameter):
-            parameter = nn.Parameter(made, requires_grad=wanted)
-            extra = {k: v for k, v in vars(tensor).items() if not k.startswith("_truemfu")}
+        """What stands for a tensor; for a parameter one too, with the attributes it carries."""
+        made = self._make(tensor, dtype or tensor.dtype, self.place)
+        if made is not tensor and isinstance(tensor, nn.Parameter):
+            if type(made) is torch.Tensor:
+                made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+            own = vars(made)
+            extra = {k: v for k, v in vars(tensor).items() if not k.startswith("_truemfu") and k not in own}
             for name, value in extra.items():
-                setattr(parameter, name, self.tree(value))
-            return parameter
-        return made.requires_grad_(wanted) if wanted else made
+                setattr(made, name, self.tree(value))
+            made._is_param = True
+        return made
 
     def _module(self, module: nn.Module) -> nn.Module:
         if id(module) in self._memo:
@@ -142,6 +138,8 @@ class Shadow:
             raise ModelError(
                 f"{type(module).__name__} is TorchScript, which cannot be counted: pass the nn.Module"
             )
+        if self._polite:
+            give_way()
         cls, fsdp_dtype = _beneath_fsdp(module)
         inherited, self._param_dtype = self._param_dtype, fsdp_dtype or self._param_dtype
         shell: nn.Module = object.__new__(cls)
@@ -150,16 +148,20 @@ class Shadow:
         self._memo[id(module)] = shell
         state = shell.__dict__
         for name, value in module.__dict__.items():
-            if name == "_parameters":
+            if type(value) in _PLAIN:
+                state[name] = value
+            elif name in _OF_TORCH and not value:
+                state[name] = type(value)()
+            elif name == "_parameters":
                 state[name] = {k: self._parameter(v) for k, v in value.items()}
-            elif name.endswith("_hooks") and isinstance(value, dict):
-                state[name] = self._hooks(name, value)
-            elif name == "_compiled_call_impl":
-                state[name] = None
             elif name == "_modules":
                 state[name] = {k: None if v is None else self._module(unwrap(v)) for k, v in value.items()}
             elif name == "_buffers":
                 state[name] = {k: self.tree(v) for k, v in value.items()}
+            elif name.endswith("_hooks") and isinstance(value, dict):
+                state[name] = self._hooks(name, value)
+            elif name == "_compiled_call_impl":
+                state[name] = None
             else:
                 state[name] = self.tree(value)
         formula = module_formula(cls)
@@ -179,19 +181,21 @@ class Shadow:
     def _hooks(self, name: str, hooks: dict[Any, Any]) -> dict[Any, Any]:
         """Hooks run in a count, for they may change the work, but on copies of what they close over.
 
-        Left out: hooks of FSDP and tensor parallelism (their collectives), and hooks on backward and
-        state dicts, which do no work of the step.
+        Left out: hooks of FSDP and tensor parallelism (their collectives), hooks on backward and state dicts,
+        which do no work of the step, and hooks marked `_truemfu_skip` (themselves or the object they are
+        bound to), which watch the run.
         """
-        kind = type(hooks)
+        kept = type(hooks)()
         if "state_dict" in name or "backward" in name:
-            return kind()
-        kept = kind()
+            return kept
         for key, hook in hooks.items():
             target = getattr(hook, "func", hook)
             home = getattr(target, "__module__", "") or ""
-            owner = type(getattr(target, "__self__", None)).__module__
+            bound_to = getattr(target, "__self__", None)
+            owner = type(bound_to).__module__
             sharding = "_fsdp" in home or "_fsdp" in owner or home.startswith("torch.distributed.tensor")
-            if sharding:
+            watching = hasattr(target, "_truemfu_skip") or hasattr(bound_to, "_truemfu_skip")
+            if sharding or watching:
                 continue
             kept[key] = self.tree(hook)
         return kept
@@ -232,7 +236,13 @@ class Shadow:
         return made
 
     def _function(self, function: types.FunctionType) -> Any:
-        """A function with copies of what it closes over and of its defaults; a plain one is shared."""
+        """A function with copies of what it closes over and of its defaults; a plain one is shared.
+
+        Of a compiled function, the one that was compiled.
+        """
+        compiled_from = getattr(function, "_torchdynamo_orig_callable", None)
+        if compiled_from is not None and not getattr(function, "_torchdynamo_disable", False):
+            return self.tree(compiled_from)
         if not (function.__closure__ or function.__defaults__ or function.__kwdefaults__):
             return function
         cells = tuple(types.CellType() for _ in function.__closure__ or ())
@@ -299,27 +309,6 @@ def _is_plain_object(cls: type) -> bool:
         and base.__module__.split(".")[0] not in _FRAMEWORKS
         and not issubclass(base, (enum.Enum, BaseException, type))
         for base in bases
-    )
-
-
-def _has_small_value(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's values may steer the model and can be kept: no weights, nothing large."""
-    is_weight = isinstance(tensor, nn.Parameter) or tensor.requires_grad
-    return is_readable(tensor) and not is_weight and tensor.numel() <= _MAX_BUFFER_VALUE
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """A strided tensor of torch's own, or a Parameter (subclasses of Parameter carry their extras along)."""
-    return (
-        tensor.layout is torch.strided
-        and (
-            type(tensor) is torch.Tensor
-            or (
-                isinstance(tensor, (nn.Parameter, torch._subclasses.FakeTensor))
-                and not torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor)
-            )
-        )
-        and not hasattr(tensor, "_spec")
     )
 
 

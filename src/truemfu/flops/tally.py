@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -26,9 +26,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten
 
 from ..convention import Convention
-from ..errors import UsageError
+from ..errors import NeedsTrainingThread, UsageError
 from . import attention as attention_kernels
 from .attention import AttentionWork
+from .background import give_way, in_background
 from .eager_attention import EagerAttention, Scale, allowed_by, readable
 from .flop_count import FlopCount
 from .formulas import MATRIX_WORK_WITHOUT_FORMULA, RecurrentWork
@@ -100,6 +101,12 @@ class Tally(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch wraps a mode's dispatch so that it is not compiled, at a price for every operator; here the
+        compiler is off anyway."""
+        return False
+
     def __init__(
         self,
         convention: Convention,
@@ -112,11 +119,12 @@ class Tally(TorchDispatchMode):
         self.pairs = PairCounter(convention, documents)
         self.entries: list[Entry] = []
         self.operators = 0
-        self.strangers: dict[int, tuple[torch.nn.Parameter, torch.Tensor | None]] = {}
-        """Real parameters that took part, reached through global variables, and their gradients before."""
+        self.strangers: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        """Leaves outside the model that took part, reached through globals, and their gradients before."""
         self.uncounted: Counter[str] = Counter()
         self.size_steps: list[list[tuple[int, int, SizeStep]]] = []
         self._following = following
+        self._polite = in_background()
         self._final_backward = False
         self._paths: list[str] = [""]
         self._starts: list[int] = [0]
@@ -155,13 +163,11 @@ class Tally(TorchDispatchMode):
         return self._start_paths[max(0, bisect_right(self._starts, node._sequence_nr()) - 1)]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device
+        kwargs = kwargs or {}
         self.operators += 1
-        for argument in args:
-            if type(argument) is torch.nn.Parameter and id(argument) not in self.strangers:
-                self.strangers[id(argument)] = (argument, argument.grad)
+        self._note_strangers(args)
         if isinstance(func, HigherOrderOperator):
             name = f"higher_order::{func.name()}"
         elif isinstance(func, OpOverload):
@@ -184,7 +190,26 @@ class Tally(TorchDispatchMode):
             and self._phase(torch._C._current_autograd_node()) != "backward"
         ):
             self._eager.see(func.overloadpacket, args, out, entry)
+        if self._polite:
+            give_way()
         return out
+
+    def _note_strangers(self, args: Iterable[Any]) -> None:
+        """Remember the gradients of parameters from outside the model: this step would add to them.
+
+        A background thread cannot put them back in time, so there the count ends before the backward pass.
+        """
+        for argument in args:
+            kind = type(argument)
+            if kind is list or kind is tuple:
+                self._note_strangers(argument)
+            elif kind is not FakeTensor and isinstance(argument, torch.Tensor) and argument.requires_grad:
+                if self._polite:
+                    raise NeedsTrainingThread(
+                        "a parameter outside the model takes part in the step: its gradient would change"
+                    )
+                if argument.is_leaf and id(argument) not in self.strangers:
+                    self.strangers[id(argument)] = (argument, argument.grad)
 
     def _phase(self, node: Any) -> str:
         """What an operator that runs now is for.

@@ -12,14 +12,18 @@ evenly, a comparison is false. A count that hangs on an assumption says so.
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from .fake_results import FakeResults
+from .host_copy import on_host
 
 aten = torch.ops.aten
 
@@ -65,7 +69,7 @@ def value_of(tensor: Any) -> Value | None:
 
 def _value(tensor: torch.Tensor) -> Value | None:
     """Likewise for any tensor: a real one, such as a literal in the model's code, is known as it is."""
-    return value_of(tensor) if isinstance(tensor, FakeTensor) else Value(lambda: tensor.detach().cpu())
+    return value_of(tensor) if isinstance(tensor, FakeTensor) else Value(lambda: on_host(tensor))
 
 
 def attach(tensor: torch.Tensor, value: Value) -> None:
@@ -112,6 +116,30 @@ _DYNAMIC = {
     aten.bincount.default,
 }
 _TRUTH = {aten.equal.default, aten.is_nonzero.default, aten.allclose.default}
+_ANSWERED = {aten._local_scalar_dense.default} | _TRUTH | _DYNAMIC
+_LOOKED_AT = {aten.index.Tensor, aten.embedding.default}
+
+
+@functools.cache
+def _traits(func: Any) -> tuple[bool, bool, bool]:
+    """Of an operator: whether it is handled here in its own way, whether it writes into an argument, and
+    whether nothing is to be followed once one of its inputs is unknown."""
+    mutable = func._schema.is_mutable
+    ends = not mutable and func not in _RANKING and func not in _CHOICE and func not in _LIKE
+    return func in _ANSWERED or func in _LOOKED_AT, mutable, ends and func not in _FACTORIES
+
+
+def _has_unknown(arguments: Iterable[Any]) -> bool:
+    """Whether a fake tensor among these, or in a list among them, has no value."""
+    for argument in arguments:
+        kind = type(argument)
+        if kind is FakeTensor:
+            value = argument.__dict__.get("_truemfu_value")
+            if value is None or value.root.unknown:
+                return True
+        elif (kind is list or kind is tuple) and _has_unknown(argument):
+            return True
+    return False
 
 
 def _check_rows(weight: torch.Tensor, ids: torch.Tensor) -> None:
@@ -129,10 +157,9 @@ def _check_rows(weight: torch.Tensor, ids: torch.Tensor) -> None:
 
 
 def _draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """A random tensor, the same every time."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        drawn: torch.Tensor = func(*args, **{**kwargs, "device": torch.device("cpu"), "pin_memory": False})
+    """A random tensor, the same every time, from a generator of its own."""
+    own = {"device": torch.device("cpu"), "pin_memory": False, "generator": torch.Generator().manual_seed(0)}
+    drawn: torch.Tensor = func.overloadpacket(*args, **{**kwargs, **own})
     return drawn
 
 
@@ -157,28 +184,36 @@ class Following:
     def __init__(self, fake_mode: FakeTensorMode) -> None:
         self.fake_mode = fake_mode
         self.assumptions: dict[str, None] = {}
+        self._results = FakeResults(fake_mode)
         self._pending: weakref.WeakSet[Value] = weakref.WeakSet()
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One operator, as the model sees it."""
-        if func is aten._local_scalar_dense.default:
-            with _disable_current_modes():
-                return self._ask(args[0]).item()
+        special, mutable, ends = _traits(func)
+        if special:
+            if func in _ANSWERED:
+                return self._answer(func, args, kwargs)
+            if func is aten.index.Tensor:
+                args = self._integer_indices(args)
+            else:
+                _check_rows(args[0], args[1])
+        if mutable and args and type(args[0]) is torch.Tensor and "out" not in kwargs:
+            return args[0]  # a real tensor from outside the model is not ours to write to
+        out = self._results.run(func, args, kwargs)
+        if not (ends and (_has_unknown(args) or _has_unknown(kwargs.values()))):
+            self._follow(func, args, kwargs, out)
+        return out
+
+    def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An operator whose result, or its shape, is a matter of values."""
+        if func in _DYNAMIC:
+            return self._dynamic(func, args, kwargs)
         if func in _TRUTH:
             real_args, real_kwargs = self._real((args, kwargs))
             with _disable_current_modes():
                 return func(*real_args, **real_kwargs)
-        if func in _DYNAMIC:
-            return self._dynamic(func, args, kwargs)
-        if func is aten.index.Tensor:
-            args = self._integer_indices(args)
-        elif func is aten.embedding.default:
-            _check_rows(args[0], args[1])
-        if func._schema.is_mutable and args and type(args[0]) is torch.Tensor and "out" not in kwargs:
-            return args[0]  # a real tensor from outside the model is not ours to write to
-        out = func(*args, **kwargs)
-        self._follow(func, args, kwargs, out)
-        return out
+        with _disable_current_modes():
+            return self._ask(args[0]).item()
 
     def _ask(self, tensor: torch.Tensor) -> torch.Tensor:
         """The value of a tensor that the model reads: known, or assumed and noted."""

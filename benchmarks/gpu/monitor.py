@@ -1,0 +1,338 @@
+"""The monitor on a real GPU: what it costs, that it never waits, and that its MFU is right.
+
+Why: "free to leave on" is a claim about a real run. For the 1.3 B reference model at each shape it prints
+  overhead    monitor on against off, in alternating short blocks over at least 2,000 monitored steps with the
+              default settings, in which recalibrations fall: the median of the pairs' differences, a 95 %
+              interval from resampling the pairs, and the spread; beside it what its calls take by the clock
+  waiting     synchronising calls and blocking copies in a Kineto trace of the same steps, off and on, and a
+              run under torch.cuda.set_sync_debug_mode("error")
+  truth       the MFU it logs against count ÷ (time between CUDA events × peak) by hand
+Ends with one line of JSON; exits 1 where a check failed.
+
+    python benchmarks/gpu/monitor.py [--shapes 4x512 8x1024] [--steps 2000] [--llama] [--output FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import platform
+import random
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import truemfu
+from truemfu import TrainingMonitor, count_flops, get_gpu_peak_flops
+from truemfu.sweep.models import build_reference_model, parameter_count
+
+LEAD_IN_STEPS = 2
+ON_STEPS, OFF_STEPS = 20, 10
+WAITING = (
+    "Synchronize",
+    "cudaMemcpy",
+    "cudaEventQuery",
+    "cudaStreamQuery",
+    "cudaFree",
+    "cudaHostAlloc",
+    "cudaMalloc",
+)
+
+
+class Training:
+    """The run that is measured."""
+
+    def __init__(self, samples: int, length: int, *, llama: bool) -> None:
+        torch.manual_seed(0)
+        if llama:
+            from transformers import LlamaConfig, LlamaForCausalLM
+
+            config = LlamaConfig(
+                hidden_size=2048,
+                intermediate_size=5504,
+                num_hidden_layers=24,
+                num_attention_heads=32,
+                vocab_size=32000,
+                max_position_embeddings=4096,
+            )
+            with torch.device("cuda"):
+                self.model: Any = LlamaForCausalLM(config).to(torch.bfloat16)
+        else:
+            self.model = build_reference_model("1b", device="cuda", dtype=torch.bfloat16)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
+        ids = torch.randint(32000, (samples, length), device="cuda")
+        self.batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+        if not llama:
+            del self.batch["attention_mask"]
+        self.step_number = 0
+
+    def forward_backward(self) -> torch.Tensor:
+        loss: torch.Tensor = self.model(**self.batch).loss
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss
+
+    def next_step(self) -> int:
+        self.step_number += 1
+        return self.step_number
+
+    def step(self, monitor: TrainingMonitor | None) -> None:
+        loss = self.forward_backward()
+        if monitor is not None:
+            monitor.log_step(self.next_step(), 0, loss, loss, 1e-5)
+
+
+def step_time_s(training: Training, monitor: TrainingMonitor | None, steps: int) -> float:
+    """Seconds of a step on the device's timeline; the first steps fill its queue and are not timed."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(LEAD_IN_STEPS):
+        training.step(monitor)
+    begin.record()
+    for _ in range(steps):
+        training.step(monitor)
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / 1e3 / steps
+
+
+def overhead(training: Training, monitor: TrainingMonitor, steps: int) -> dict[str, Any]:
+    """Pairs of blocks, on and off in random order; the relative difference of each pair.
+
+    What the monitor's own thread has to do for a block is done before the next one begins.
+    """
+    order = random.Random(0)
+    on_s: list[float] = []
+    off_s: list[float] = []
+    while len(on_s) * (ON_STEPS + LEAD_IN_STEPS) < steps:
+        for is_on in order.sample((True, False), 2):
+            if is_on:
+                monitor.attach(training.model)
+                on_s.append(step_time_s(training, monitor, ON_STEPS))
+                monitor.detach()
+                monitor.save_logs()
+            else:
+                with monitor.pause():
+                    off_s.append(step_time_s(training, None, OFF_STEPS))
+    differences = [a / b - 1 for a, b in zip(on_s, off_s, strict=True)]
+    resampled = sorted(statistics.median(order.choices(differences, k=len(differences))) for _ in range(2000))
+    ordered = sorted(differences)
+    return {
+        "steps_on": len(on_s) * (ON_STEPS + LEAD_IN_STEPS),
+        "steps_off": len(off_s) * (OFF_STEPS + LEAD_IN_STEPS),
+        "step_ms_off": statistics.median(off_s) * 1e3,
+        "step_ms_on": statistics.median(on_s) * 1e3,
+        "median": statistics.median(differences),
+        "of_medians": statistics.median(on_s) / statistics.median(off_s) - 1,
+        "interval_95": [resampled[50], resampled[1949]],
+        "spread": [ordered[len(ordered) // 20], ordered[-1 - len(ordered) // 20]],
+    }
+
+
+def own_costs(training: Training, monitor: TrainingMonitor) -> dict[str, float]:
+    """Medians of what the monitor takes on the training thread, in microseconds, and of its own thread."""
+    monitor.attach(training.model)
+    hooks: list[float] = []
+    logs: list[float] = []
+    noted = monitor._on_forward
+
+    def timed_note(batch: Any) -> None:
+        began = time.perf_counter()
+        noted(batch)
+        hooks.append(time.perf_counter() - began)
+
+    assert monitor._attachment is not None
+    monitor._attachment._seen = timed_note
+    resolver_before = monitor._resolver.own_time_s
+    for _ in range(100):
+        loss = training.forward_backward()
+        began = time.perf_counter()
+        monitor.log_step(training.next_step(), 0, loss, loss, 1e-5)
+        logs.append(time.perf_counter() - began)
+    torch.cuda.synchronize()
+    monitor.detach()
+    monitor.save_logs()
+    return {
+        "hook_us": statistics.median(hooks) * 1e6,
+        "log_step_us": statistics.median(logs) * 1e6,
+        "own_thread_us_per_step": (monitor._resolver.own_time_s - resolver_before) / 100 * 1e6,
+    }
+
+
+def start_up(training: Training, monitor: TrainingMonitor, plain_step_s: float) -> dict[str, float]:
+    """What the one calibration costs: steps while it runs in the background, against plain ones."""
+    monitor.attach(training.model)
+    torch.cuda.synchronize()
+    began, steps = time.perf_counter(), 0
+    while not monitor.last and time.perf_counter() - began < 120:
+        training.step(monitor)
+        steps += 1
+        if steps % 5 == 0:
+            torch.cuda.synchronize()
+    torch.cuda.synchronize()
+    took = time.perf_counter() - began
+    monitor.detach()
+    return {"seconds": took, "steps": steps, "lost_s": took - steps * plain_step_s}
+
+
+def waiting_calls(training: Training, monitor: TrainingMonitor | None) -> Counter[str]:
+    """Calls in a Kineto trace of ten steps that wait, query or copy, and how often."""
+    if monitor is not None:
+        monitor.attach(training.model)
+        training.step(monitor)
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
+        for _ in range(10):
+            training.step(monitor)
+        time.sleep(1.2)  # the monitor's own thread works on these steps inside the trace
+    if monitor is not None:
+        monitor.detach()
+    calls: Counter[str] = Counter()
+    for event in recorded.events():
+        if any(word in event.name for word in WAITING):
+            calls[event.name] += 1
+    return calls
+
+
+def without_waiting(training: Training, monitor: TrainingMonitor) -> str | None:
+    """None if twenty steps ran under sync debug mode "error"; else what was said."""
+    monitor.attach(training.model)
+    before = len(monitor.summary()["warnings"])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(20):
+            training.step(monitor)
+        time.sleep(1.2)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        monitor.detach()
+    said = monitor.summary()["warnings"][before:]
+    return None if not said else " | ".join(said)
+
+
+def mfu_by_hand(training: Training, monitor: TrainingMonitor) -> dict[str, float]:
+    """The median MFU of 50 logged steps, and count ÷ (event time × peak) of the same 50."""
+    monitor.attach(training.model)
+    training.step(monitor)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    first = training.step_number + 1
+    for _ in range(50):
+        training.step(monitor)
+    end.record()
+    torch.cuda.synchronize()
+    monitor.detach()
+    monitor.save_logs()
+    seconds = begin.elapsed_time(end) / 1e3 / 50
+    flops = count_flops(training.model, training.batch).model_flops
+    peak = get_gpu_peak_flops("cuda", torch.bfloat16)
+    assert peak is not None
+    rows = json.loads((monitor.output_dir / "training_log.json").read_text(encoding="utf-8"))
+    logged = [row["perf/mfu"] for row in rows if row["global_step"] >= first]
+    harmonic = len(logged) / sum(1 / m for m in logged)
+    by_hand = flops / (seconds * peak)
+    return {"logged": harmonic, "by_hand": by_hand, "difference": harmonic / by_hand - 1, "rows": len(logged)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shapes", nargs="*", default=["4x512", "8x1024"])
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--llama", action="store_true", help="transformers' Llama of that size, launch-bound")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    lines: list[str] = []
+    failed: list[str] = []
+
+    def say(text: str = "") -> None:
+        print(text, flush=True)
+        lines.append(text)
+
+    def check(name: str, passed: bool, text: str) -> None:
+        say(f"  {'PASS' if passed else 'FAIL'}  {name}: {text}")
+        if not passed:
+            failed.append(name)
+
+    warnings.simplefilter("default")
+    say(
+        f"gpu/monitor {datetime.date.today()}  truemfu {truemfu.__version__}, torch {torch.__version__}, "
+        f"Python {platform.python_version()}, {torch.cuda.get_device_name()}"
+    )
+    results: dict[str, Any] = {}
+    for shape in options.shapes:
+        samples, length = (int(n) for n in shape.split("x"))
+        training = Training(samples, length, llama=options.llama)
+        name = type(training.model).__name__
+        say(f"\n{name}, {parameter_count(training.model):,} parameters, {samples} × {length}, AdamW, bf16")
+        for _ in range(10):
+            training.step(None)
+        plain_s = statistics.median(step_time_s(training, None, 10) for _ in range(5))
+        with tempfile.TemporaryDirectory() as folder:
+            before_bytes = torch.cuda.memory_allocated()
+            monitor = TrainingMonitor(folder)
+            started = start_up(training, monitor, plain_s)
+            say(
+                f"  start-up: {started['seconds']:.1f} s ({started['steps']} steps) until the first row; "
+                f"slower than plain steps by {started['lost_s']:.2f} s, once in a run"
+            )
+            error = without_waiting(training, monitor)
+            check("sync debug mode 'error'", error is None, error or "20 steps, nothing raised, nothing said")
+            off, on = waiting_calls(training, None), waiting_calls(training, monitor)
+            extra = {k: v for k, v in (on - off).items() if "Query" not in k and k != "cudaMemcpyAsync"}
+            check("no further waiting call in ten traced steps", not extra, f"off {dict(off)}, on {dict(on)}")
+            hand = mfu_by_hand(training, monitor)
+            check(
+                "MFU logged against by hand",
+                abs(hand["difference"]) <= 0.005,
+                f"{hand['logged']:.4%} against {hand['by_hand']:.4%} ({hand['difference']:+.3%})",
+            )
+            own = own_costs(training, monitor)
+            say(
+                f"  medians: hook {own['hook_us']:.1f} µs, log_step {own['log_step_us']:.1f} µs a step on "
+                f"the training thread, {own['own_thread_us_per_step']:.1f} µs of the monitor's own thread"
+            )
+            cost = overhead(training, monitor, options.steps)
+            low, high = cost["interval_95"]
+            check(
+                "monitor on against off",
+                cost["median"] <= 0.0005,
+                f"{cost['median']:+.4%}, 95 % interval {low:+.4%} … {high:+.4%}; 5th to 95th percentile of "
+                f"the pairs {cost['spread'][0]:+.3%} … {cost['spread'][1]:+.3%}; of the medians "
+                f"{cost['of_medians']:+.4%}; {cost['steps_on']:,} steps on and {cost['steps_off']:,} off, "
+                f"{cost['step_ms_off']:.2f} ms a step off",
+            )
+            added = torch.cuda.memory_allocated() - before_bytes
+            say(f"  GPU memory added: {added:,} bytes")
+            summary = monitor.summary()
+            for text in summary["warnings"]:
+                say(f"  said: {text}")
+            monitor.close()
+        results[f"{name} {shape}"] = {
+            "start_up": started,
+            "overhead": cost,
+            "mfu": hand,
+            "added_bytes": added,
+        }
+        del training, monitor
+        torch.cuda.empty_cache()
+    say()
+    say("all checks passed" if not failed else f"failed: {', '.join(failed)}")
+    say(json.dumps(results))
+    if options.output:
+        options.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,223 @@
+"""Does exact measuring slow training down? The same training under every mode of the monitor, interleaved.
+
+Why: this is the question people ask before they switch a monitor on. Prints, for the same number of steps in
+each mode (no monitor, estimate, smart, profiler, hybrid, and the profiler every 1, 10, 50, 100, 500 steps):
+total time, overhead, the spread of the overhead over the blocks, steps per second, added memory, mean MFU.
+Modes take turns in blocks of steps, in another order each round; the first block of a mode holds its start-up
+(the one calibration) and ends when that is done. Overheads compare each block with the block without a
+monitor of the same round. Ends with one line of JSON.
+
+    python benchmarks/measuring_modes.py [--size tiny] [--batch 4] [--seq 128] [--steps 1000] [--output FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import io
+import json
+import platform
+import random
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import truemfu
+from truemfu import TrainingMonitor
+from truemfu.sweep.models import build_reference_model, parameter_count
+
+MODES: dict[str, dict[str, Any] | None] = {
+    "no monitor": None,
+    "estimate": {"mfu_calculation_mode": "estimate"},
+    "smart": {},
+    "profiler": {"mfu_calculation_mode": "profiler"},
+    "hybrid": {"mfu_calculation_mode": "hybrid"},
+    **{
+        f"profiler every {n}": {"mfu_calculation_mode": "profiler", "flops_profile_freq": n}
+        for n in (1, 10, 50, 100, 500)
+    },
+}
+WARM_UP_STEPS = 5
+
+
+@dataclass
+class Trial:
+    """One mode: its monitor, and what its blocks took."""
+
+    name: str
+    monitor: TrainingMonitor | None
+    blocks_s: list[float] = field(default_factory=list)
+    host_bytes: int = 0
+    device_bytes: int = 0
+    step: int = 0
+
+
+class Training:
+    """The run that is measured: a reference model, AdamW, made-up tokens."""
+
+    def __init__(self, size: str, batch: int, seq: int) -> None:
+        cuda = torch.cuda.is_available()
+        self.device = torch.device("cuda" if cuda else "cpu")
+        dtype = torch.bfloat16 if cuda else torch.float32
+        torch.manual_seed(0)
+        self.model = build_reference_model(size, device=self.device, dtype=dtype)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self.ids = torch.randint(1000, (batch, seq), device=self.device)
+
+    def step(self) -> torch.Tensor:
+        loss: torch.Tensor = self.model(self.ids, labels=self.ids).loss
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss
+
+    def finish(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def block(training: Training, trial: Trial, steps: int) -> None:
+    """Run some steps under one mode; a first block waits for what the mode has begun."""
+    monitor, is_first = trial.monitor, not trial.blocks_s
+    training.finish()
+    before_device = torch.cuda.memory_allocated() if training.device.type == "cuda" else 0
+    before_host = resident_bytes()
+    began = time.perf_counter()
+    if monitor is None:
+        for _ in range(steps):
+            training.step()
+    else:
+        monitor.attach(training.model)
+        for _ in range(steps):
+            trial.step += 1
+            loss = training.step()
+            monitor.log_step(trial.step, 0, loss, None, 1e-4)
+        if is_first:
+            training.finish()
+            monitor.save_logs()
+        monitor.detach()
+    training.finish()
+    trial.blocks_s.append(time.perf_counter() - began)
+    if monitor is not None:
+        monitor.save_logs()
+    trial.host_bytes = max(trial.host_bytes, resident_bytes() - before_host)
+    if training.device.type == "cuda":
+        trial.device_bytes = max(trial.device_bytes, torch.cuda.memory_allocated() - before_device)
+
+
+def resident_bytes() -> int:
+    """Memory of this process, from the kernel."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    stderr, sys.stderr = sys.stderr, io.StringIO()
+    try:
+        yield
+    finally:
+        sys.stderr = stderr
+
+
+def mean_mfu(folder: Path) -> float | None:
+    rows = json.loads((folder / "training_log.json").read_text(encoding="utf-8"))
+    found = [row["perf/mfu"] for row in rows if "perf/mfu" in row and "perf/warmup" not in row]
+    found = found or [row["perf/mfu"] for row in rows if "perf/mfu" in row]
+    return statistics.fmean(found) if found else None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", default="tiny")
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--seq", type=int, default=128)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--modes", nargs="*", default=list(MODES), help="some of: " + ", ".join(MODES))
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    lines: list[str] = []
+
+    def say(text: str = "") -> None:
+        print(text, flush=True)
+        lines.append(text)
+
+    training = Training(options.size, options.batch, options.seq)
+    device = (
+        torch.cuda.get_device_name()
+        if training.device.type == "cuda"
+        else f"CPU, {torch.get_num_threads()} threads"
+    )
+    say(
+        f"measuring_modes {datetime.date.today()}  truemfu {truemfu.__version__}, torch {torch.__version__}, "
+        f"Python {platform.python_version()}, {device}"
+    )
+    say(
+        f"{options.size} ({parameter_count(training.model):,} parameters), "
+        f"batch {options.batch} × {options.seq}, AdamW, {options.steps:,} steps, {options.rounds} blocks"
+    )
+    for _ in range(WARM_UP_STEPS):
+        training.step()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        trials = []
+        for name in options.modes:
+            config = MODES[name]
+            monitor = None
+            if config is not None:
+                monitor = TrainingMonitor(folder / name.replace(" ", "_"), {"monitoring": config})
+            trials.append(Trial(name, monitor))
+        order = random.Random(0)
+        for _ in range(options.rounds):
+            turn = list(trials)
+            order.shuffle(turn)
+            for trial in turn:
+                block(training, trial, options.steps // options.rounds)
+        with quiet():
+            for trial in trials:
+                if trial.monitor is not None:
+                    trial.monitor.close()
+        mfus = {t.name: mean_mfu(folder / t.name.replace(" ", "_")) for t in trials if t.monitor is not None}
+    plain = next(t for t in trials if t.monitor is None)
+    say()
+    say(
+        f"{'mode':20} {'total s':>9} {'overhead':>9} {'later blocks: median (spread)':>32} {'steps/s':>8} "
+        f"{'host MiB':>9} {'GPU MiB':>8} {'mean MFU':>9}"
+    )
+    results = {}
+    for trial in trials:
+        total = sum(trial.blocks_s)
+        overhead = total / sum(plain.blocks_s) - 1
+        later = [a / b - 1 for a, b in zip(trial.blocks_s[1:], plain.blocks_s[1:], strict=True)]
+        mfu = mfus.get(trial.name)
+        results[trial.name] = {
+            "total_s": total,
+            "overhead": overhead,
+            "later_blocks": later,
+            "steps_per_s": options.steps / total,
+            "added_host_bytes": trial.host_bytes,
+            "added_device_bytes": trial.device_bytes,
+            "mean_mfu": mfu,
+        }
+        spread = f"{statistics.median(later):+8.2%} ({min(later):+.2%} … {max(later):+.2%})" if later else ""
+        say(
+            f"{trial.name:20} {total:9.2f} {overhead:+9.2%} {spread:>32} {options.steps / total:8.2f} "
+            f"{trial.host_bytes / 2**20:9.1f} {trial.device_bytes / 2**20:8.2f} "
+            + ("unknown" if mfu is None else f"{mfu:.2%}").rjust(9)
+        )
+    say(json.dumps(results))
+    if options.output:
+        options.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""What stands for a tensor in a shadow: a fake tensor, a real copy on the CPU, or a stand-in.
+
+    fake_tensor   runs under a count; knows the values of small tensors that are no weights
+    real_copy     for models that cannot do without values
+    stand_in      shape, stride, dtype, device and need of a gradient: all a count asks of a weight
+
+Each is made by a function of the tensor, the dtype it should have, and the device it should stand on (None:
+its own).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ..errors import ModelError
+from .batch import is_readable
+from .host_copy import host_copy, place_of
+from .values import Value, attach
+
+_MAX_BUFFER_VALUE = 1 << 24
+_COMMON = (torch.Tensor, nn.Parameter)
+
+
+class StandIn(torch.Tensor):
+    """A tensor that says what it is like and can do nothing: no memory is behind it."""
+
+    _truemfu_unreadable = True
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise ModelError(f"{func} was called on a parameter of a snapshot, which is there to be counted only")
+
+
+def stand_in(tensor: torch.Tensor, dtype: torch.dtype, place: torch.device | None) -> torch.Tensor:
+    """For a weight a stand-in; whatever else may hold a value is kept as it is, not copied."""
+    sharded = _is_sharded(tensor)
+    if not sharded and (not _is_plain(tensor) or nn.parameter.is_lazy(tensor) or _has_small_value(tensor)):
+        return tensor
+    made: torch.Tensor = torch.Tensor._make_wrapper_subclass(
+        StandIn,
+        tensor.shape,
+        strides=None if sharded else tensor.stride(),
+        dtype=dtype,
+        device=place or place_of(tensor),
+        requires_grad=tensor.requires_grad,
+    )
+    return made
+
+
+def real_copy(tensor: torch.Tensor, dtype: torch.dtype, place: torch.device | None) -> torch.Tensor:
+    """The same values in CPU memory; zeros for a tensor that has none."""
+    if tensor.is_meta:
+        return torch.zeros_like(tensor, device="cpu", dtype=dtype, requires_grad=tensor.requires_grad)
+    return tensor.detach().cpu().clone().to(dtype).requires_grad_(tensor.requires_grad)
+
+
+class FakeLikeness:
+    """Makes fake tensors of one mode."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self._mode = mode
+
+    def __call__(self, tensor: torch.Tensor, dtype: torch.dtype, place: torch.device | None) -> torch.Tensor:
+        """A leaf like this tensor, without its data; small values stay readable."""
+        wanted = tensor.requires_grad
+        if _is_sharded(tensor):  # here it has its whole size
+            shape, stride = tensor.shape, torch.empty(tensor.shape, device="meta").stride()
+        elif _is_plain(tensor):
+            shape, stride = tensor.shape, tensor.stride()
+        else:
+            made = self._mode.from_tensor(tensor.detach(), static_shapes=True)
+            return made.requires_grad_(wanted)
+        bare = torch.empty_strided(shape, stride, dtype=dtype, device="meta", requires_grad=wanted)
+        fake: torch.Tensor = FakeTensor(self._mode, bare, place or place_of(tensor))
+        if not _is_sharded(tensor) and _has_small_value(tensor):
+            values = tensor.detach()
+            attach(fake, Value(lambda: host_copy(values)))
+        return fake
+
+
+def _is_sharded(tensor: torch.Tensor) -> bool:
+    """A DTensor: a piece of a tensor that is spread over devices."""
+    return type(tensor) not in _COMMON and hasattr(tensor, "_spec") and hasattr(tensor, "device_mesh")
+
+
+def _has_small_value(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's values may steer the model and can be kept: no weights, nothing large."""
+    is_weight = tensor.requires_grad or isinstance(tensor, nn.Parameter)
+    return not is_weight and is_readable(tensor) and tensor.numel() <= _MAX_BUFFER_VALUE
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """A strided tensor of torch's own, or a Parameter (subclasses of Parameter carry their extras along)."""
+    kind = type(tensor)
+    return kind is StandIn or (
+        tensor.layout is torch.strided
+        and (
+            kind in _COMMON
+            or (isinstance(tensor, (nn.Parameter, FakeTensor)) and not is_traceable_wrapper_subclass(tensor))
+        )
+        and (kind in _COMMON or not hasattr(tensor, "_spec"))
+    )

@@ -1,0 +1,84 @@
+"""What a recorded operator was for: the forward pass, the backward pass, or a checkpoint running again.
+
+The profiler tells two things that decide it: operators beneath the evaluation of an autograd node belong to
+its gradient, and an operator that ran with gradients enabled has a sequence number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+NODE = "autograd::engine::evaluate_function: "
+"""How the evaluation of a node of the autograd graph is named."""
+
+COMPILING = "(dynamo_timed)"
+"""In the name of whatever the compiler does."""
+
+_FUNCTION = torch._C._profiler.RecordScope.FUNCTION
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where in the step an event is.
+
+    `phase` is what operators are for there, `enabled` what those are for that run with gradients enabled.
+    `stopped` is the operator at which a checkpoint stopped running again, `node` the event of the autograd
+    node, `head_dims` the head sizes that SDPA was called with.
+    """
+
+    phase: str = "forward"
+    enabled: str = "forward"
+    stopped: int | None = None
+    node: Any = None
+    head_dims: tuple[int, int] | None = None
+
+
+def is_call(event: Any) -> bool:
+    """Whether an event is an operator or a function with its own gradient: no label, no autograd node."""
+    return bool(getattr(event.extra_fields, "scope", None) == _FUNCTION)
+
+
+def place_of_node(event: Any) -> Place:
+    """What the operators are for that an autograd node runs.
+
+    A backward formula runs without gradients, so what runs with them is a stretch of the forward pass that a
+    checkpoint runs again; unless everything does, for then the pass itself is to be differentiated.
+    """
+    calls = list(_outermost_calls(event))
+    enabled = [call for call in calls if call.extra_fields.sequence_number >= 0]
+    reentrant = "Checkpoint" in event.name
+    if not enabled or not (reentrant or len(enabled) < len(calls)):
+        return Place(phase="backward", enabled="backward", node=event)
+    stopped = None if reentrant else _stopped_at(enabled[-1])
+    return Place(phase="backward", enabled="recompute", stopped=stopped, node=event)
+
+
+def _outermost_calls(event: Any) -> Iterator[Any]:
+    """The calls an autograd node makes, those of backward passes inside it left out."""
+    for child in event.children:
+        if child.name.startswith(NODE) or COMPILING in child.name:
+            continue
+        if is_call(child) and ("::" in child.name or child.extra_fields.sequence_number >= 0):
+            yield child
+        else:
+            yield from _outermost_calls(child)
+
+
+def _stopped_at(call: Any) -> int | None:
+    """The operator at which a checkpoint stopped, where `call` is the last it ran again.
+
+    A checkpoint stops when the last tensor it needs is saved. A product saves its operands before it runs, so
+    the last one is recorded and does not run: nothing is beneath it but the saving.
+    """
+    last = call
+    while True:
+        within = [c for c in last.children if is_call(c) and c.extra_fields.sequence_number >= 0]
+        if not within:
+            break
+        last = within[-1]
+    idle = all(child.name == "aten::detach" for child in last.children)
+    return int(last.correlation_id) if idle else None

@@ -1,0 +1,164 @@
+"""Convolutions and poolings: which picture or sound they take, and what they leave of its size."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from ..sizes import SizeStep
+from . import kinds
+from .source import FunctionalPool, names_in
+from .streams import FEATURES, FRAMES, PIXELS, TARGET, TOKENS, FixedSize, Padded, Rows, Stream, Strided
+from .work import Flow
+
+if TYPE_CHECKING:
+    from .walk import Walk
+
+WIDTHS_NOTE = "layers do not fit one another in the order they are registered: sizes may be far off"
+_JOINS = {"cat", "concat", "concatenate"}
+CONVOLUTIONS = (nn.modules.conv._ConvNd,)
+_TRANSPOSED = nn.modules.conv._ConvTransposeNd
+_ADAPTIVE = (nn.modules.pooling._AdaptiveAvgPoolNd, nn.modules.pooling._AdaptiveMaxPoolNd)
+_PADS = (
+    nn.modules.padding._ConstantPadNd,
+    nn.modules.padding._ReflectionPadNd,
+    nn.modules.padding._ReplicationPadNd,
+)
+RESIZERS = (*_PADS, nn.modules.pooling._MaxPoolNd, nn.modules.pooling._AvgPoolNd, *_ADAPTIVE)
+
+
+def convolve(walk: Walk, module: Any, path: str, flow: Flow) -> Flow:
+    """Each output is a sum over the kernel and the channels of its group; transposed, each input spreads."""
+    trained = kinds.is_trained(module)
+    taken = _taken(walk, module, flow)
+    if taken is None:
+        walk.uncounted[f"{type(module).__name__} in {path or 'the model'}"] += 1
+        return replace(flow.trained(trained), width=module.out_channels)
+    stream = taken.stream
+    if stream.source == PIXELS:
+        walk.pixel_channels = walk.pixel_channels or module.in_channels
+    if module.padding == "same":  # what pads for other strides is not run
+        stream = replace(
+            stream, steps=tuple(s[:-1] if s and isinstance(s[-1], Padded) else s for s in stream.steps)
+        )
+    steps = _steps(module, _is_padded_by_function(walk, module))
+    out = replace(stream, steps=tuple((*old, *new) for old, new in zip(stream.steps, steps, strict=True)))
+    seen = Rows(stream if isinstance(module, _TRANSPOSED) else out)
+    unit = 2 * module.out_channels * (module.in_channels // module.groups) * prod(module.kernel_size)
+    weights = [p for name, p in module.named_parameters() if not name.endswith("bias")]
+    factor = any(p.requires_grad for p in weights) + taken.needs
+    walk.add(path, "convolution", walk.dtype(module, weights[0], conv=True), seen, unit, unit * factor)
+    if all(s and _is_cut(s[0], stream.source) for s in steps):
+        out = stream
+    after = replace(taken.trained(trained), stream=out, width=module.out_channels)
+    walk.recent.append(after)
+    return after
+
+
+def _taken(walk: Walk, module: Any, flow: Flow) -> Flow | None:
+    """The flow that a convolution takes: this one, an earlier one of its width, or a new picture or sound.
+
+    None where its size cannot be told: a picture made of plain features.
+    """
+    dims, stream = len(module.kernel_size), flow.stream
+    fresh = Flow(Stream(FRAMES if dims == 1 else PIXELS, steps=((),) * dims))
+    if stream.source == FEATURES and flow.width is None:
+        return fresh
+    if stream.source in (TOKENS, TARGET, FEATURES):
+        if dims == 1 and (module.groups > 1 or module.in_channels == flow.width):
+            return flow
+        return None if stream.source == FEATURES else fresh
+    if flow.width in (module.in_channels, None) and len(stream.steps) == dims:
+        return flow
+    if module.in_channels == walk.pixel_channels or len(stream.steps) != dims:
+        return fresh
+    wider = module.in_channels > (flow.width or 0)
+    if wider and any(_JOINS & names_in(type(around).forward) for around in walk.around):
+        return flow
+    for earlier in reversed(walk.recent):
+        if earlier.width == module.in_channels and len(earlier.stream.steps) == dims:
+            if earlier.stream != stream:
+                walk.notes[WIDTHS_NOTE] = None
+            return earlier.trained(flow.needs)
+    walk.notes[WIDTHS_NOTE] = None
+    return flow
+
+
+def _is_padded_by_function(walk: Walk, module: Any) -> bool:
+    """Whether the forward around a convolution without padding pads for it."""
+    if len(walk.around) < 2 or max(module.kernel_size) == 1 or tuple(module.stride) == module.kernel_size:
+        return False
+    words = {word for name in names_in(type(walk.around[-2]).forward) for word in name.split("_")}
+    return module.padding != "same" and not any(module.padding) and bool({"pad", "padding"} & words)
+
+
+def _steps(module: Any, padded: bool) -> list[tuple[Any, ...]]:
+    """What a convolution does to each dimension; nothing, where it keeps the size."""
+    if module.padding == "same":
+        return [()] * len(module.kernel_size)
+    if padded:
+        return [(Strided(n),) if n > 1 else () for n in module.stride]
+    padding = (0,) * len(module.kernel_size) if module.padding == "valid" else module.padding
+    transposed = isinstance(module, _TRANSPOSED)
+    steps: list[tuple[Any, ...]] = []
+    for i, kernel in enumerate(module.kernel_size):
+        extra = module.output_padding[i] if transposed else 0
+        step = SizeStep(kernel, module.stride[i], padding[i], module.dilation[i], transposed, extra)
+        keeps_size = step.stride == 1 and not transposed and 2 * step.padding == step.dilation * (kernel - 1)
+        steps.append(() if keeps_size else (step,))
+    return steps
+
+
+def _is_cut(step: Any, source: str) -> bool:
+    """Whether a convolution is padded for more than it needs, and its output cut to the sequence again."""
+    if not isinstance(step, SizeStep):
+        return False
+    reach = step.dilation * (step.kernel - 1)
+    causal = step.padding == reach and source in (TOKENS, TARGET, FEATURES)
+    return step.stride == 1 and reach > 0 and (causal or 2 * step.padding == reach + 1)
+
+
+def resize(module: Any, flow: Flow) -> Flow:
+    """A pooling or a padding that is a module."""
+    stream = flow.stream
+    if isinstance(module, _PADS) and flow.width is None and stream.source == FEATURES:
+        dims = len(module.padding) // 2
+        stream = Stream(FRAMES if dims == 1 else PIXELS, steps=((),) * dims)
+    if stream.source not in (PIXELS, FRAMES):
+        return flow
+    dims = len(stream.steps)
+    if isinstance(module, _PADS):  # the last dimension's ends come first
+        ends = [sum(module.padding[2 * i : 2 * i + 2]) for i in range(len(module.padding) // 2)][::-1]
+        return replace(flow, stream=_stepped(stream, [Padded(n) for n in ends]))
+    if isinstance(module, _ADAPTIVE):
+        sizes = module.output_size if isinstance(module.output_size, tuple) else (module.output_size,) * dims
+        return replace(flow, stream=_stepped(stream, [None if n is None else FixedSize(n) for n in sizes]))
+    kernel, stride, padding = (
+        value if isinstance(value, tuple) else (value,) * dims
+        for value in (module.kernel_size, module.stride or module.kernel_size, module.padding)
+    )
+    steps = [SizeStep(kernel[i], stride[i], padding[i], ceil_mode=module.ceil_mode) for i in range(dims)]
+    return replace(flow, stream=_stepped(stream, steps))
+
+
+def pool_by_function(call: FunctionalPool, flow: Flow) -> Flow:
+    """A pooling that a forward calls as a function."""
+    if call.dims != len(flow.stream.steps) or flow.stream.source not in (PIXELS, FRAMES):
+        return flow
+    return replace(flow, stream=_stepped(flow.stream, [call.step] * call.dims))
+
+
+def _stepped(stream: Stream, steps: list[Any]) -> Stream:
+    """A stream whose dimensions have each gone through one more step; None leaves one as it is."""
+    grown = tuple(old if new is None else (*old, new) for old, new in zip(stream.steps, steps, strict=True))
+    return replace(stream, steps=grown)
+
+
+def is_gate(before: Flow, after: Flow) -> bool:
+    """Whether a module weighs channels by what pooling leaves of them: what follows is not pooled."""
+    squeezed = all(steps and steps[-1] == FixedSize(1) for steps in after.stream.steps)
+    same = before.width is not None and before.width == after.width
+    return squeezed and same and before.stream.source == PIXELS and before.stream != after.stream

@@ -1,0 +1,283 @@
+"""From noted batches to FLOPs, on the monitor's own thread.
+
+    smart      a closed form, fitted once in the background; another state of the model is fitted anew
+    estimate   the model's structure, nothing is run
+    profiler   smart for what the model needs; what was executed comes from a profiled step
+    hybrid     hardware counters for what was executed; until there are any, the profiler
+
+A model that cannot be counted is estimated, one that cannot be estimated has no FLOPs: None, and it is said.
+Fitting costs Python time, and Python has one lock: a model that needs a count for every new shape would slow
+its own training down. So counting has a budget, and beyond it a batch is estimated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from ..convention import Convention
+from ..errors import TruemfuError
+from ..flops.background import background
+from ..flops.closed_form import FlopModel
+from ..flops.estimate import Estimator
+from ..flops.flop_count import FlopCount
+from ..flops.off_thread import needs_training_thread
+from ..flops.profiler import StepProfile
+from ..flops.snapshot import snapshot
+from ..flops.surroundings import AutocastState
+from ..utilization import ideal_flops_per_s
+from .config import MonitorConfig
+from .fingerprint import fingerprint, structure
+from .observe import BatchNote
+from .ranks import RankLink
+
+Notice = Callable[[str], None]
+Result = TypeVar("Result")
+
+_FIRST_BUDGET_S = 60.0
+_BUDGET_SHARE = 0.01
+_RANK_TIMEOUT_S = 120.0
+_MAX_PEAKS_KEPT = 256
+
+
+@dataclass(eq=False, kw_only=True)
+class ModelState:
+    """The model as it was when a count became due: a stand-in without data, and what was fitted to it."""
+
+    number: int
+    """Which state of the model it is, counted from 0."""
+    fingerprint: int
+    structure: str
+    model: nn.Module
+    forms: dict[AutocastState, FlopModel | None] = field(default_factory=dict)
+    estimators: dict[AutocastState, Estimator | None] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: nn.Module, *, number: int) -> ModelState:
+        """Taken on the training thread, in milliseconds."""
+        return cls(
+            number=number,
+            fingerprint=fingerprint(model),
+            structure=structure(model),
+            model=snapshot(model),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFlops:
+    """The FLOPs of all micro-batches of a step, and the peak for their mix of dtypes."""
+
+    model_flops: int
+    hardware_flops: float | None
+    peak_flops_per_s: float | None
+    peak_source: str | None
+    method: str
+    uncounted: tuple[str, ...] = ()
+
+
+class Counting:
+    """Counts the micro-batches of steps, by the configured mode; used from one thread."""
+
+    def __init__(
+        self,
+        config: MonitorConfig,
+        *,
+        ranks: RankLink,
+        notice: Notice,
+        device: torch.device | None,
+        rest: Callable[[], None],
+    ) -> None:
+        self._config = config
+        self.convention = Convention(attention=config.attention)  # type: ignore[arg-type]
+        self._ranks, self._notice = ranks, notice
+        self.device = device
+        self._rest = rest
+        self._peaks: OrderedDict[int, tuple[FlopCount, float | None, str | None]] = OrderedDict()
+        self._born = time.perf_counter()
+        self.spent_s = 0.0
+        self._is_at_work = False
+        self.executed_ratio: float | None = None
+        """Executed FLOPs of the last profiled step over those counted for it."""
+        self.profiled_steps = 0
+
+    @property
+    def estimates_only(self) -> bool:
+        """Whether this mode never counts."""
+        return self._config.mode == "estimate" or not self._config.calibration_enabled
+
+    def is_busy_with(self, state: ModelState) -> bool:
+        """Whether a count of this state is under way, or will be as soon as its first step is worked out."""
+        return not self.estimates_only and (self._is_at_work or not state.forms)
+
+    def fit_on_training_thread(
+        self, state: ModelState, model: nn.Module, note: BatchNote, batch: Any
+    ) -> None:
+        """Fit here and now what cannot be fitted in the background: some models share state with training."""
+        reason = None if self.estimates_only else needs_training_thread(model, batch)
+        if reason is None or not self._ranks.is_first:
+            return
+        self._notice(f"the model was counted on the training thread, once: {reason}")
+        self._timed(lambda: self._fit(state, note.template.autocast, batch, model))
+
+    def step(self, state: ModelState, notes: Sequence[BatchNote], *, measured: bool) -> StepFlops | None:
+        """The FLOPs of a step; None where a micro-batch has none. Not `measured`: estimated for now."""
+        counts = []
+        for note in notes:
+            count = self.batch(state, note, measured=measured)
+            if count is None:
+                return None
+            counts.append(count)
+        if not counts:
+            return None
+        model_flops = sum([c.model_flops for c in counts])
+        peak, source = self._peak(counts)
+        return StepFlops(
+            model_flops=model_flops,
+            hardware_flops=sum([c.hardware_flops for c in counts]),
+            peak_flops_per_s=peak,
+            peak_source=source,
+            method=counts[0].method,
+            uncounted=tuple(counts[0].uncounted),
+        )
+
+    def learn_executed(self, profile: StepProfile, counted: StepFlops | None) -> None:
+        """Take over what a profiled step executed, against what was counted for it."""
+        try:
+            executed = profile.count()
+        except Exception as error:
+            self._notice(f"the profiled step could not be read, HFU rests on the count: {_line(error)}")
+            return
+        self.profiled_steps += 1
+        if counted is not None and counted.hardware_flops:
+            self.executed_ratio = executed.hardware_flops / counted.hardware_flops
+
+    def with_executed(self, flops: StepFlops | None) -> StepFlops | None:
+        """The same step with what the last profiled one executed beyond its count, or less."""
+        if flops is None:
+            return None
+        if self._config.mode == "hybrid" and not self._config.fallback_to_profiler:
+            return dataclasses.replace(flops, hardware_flops=None)
+        if self.executed_ratio is None:
+            return flops
+        assert flops.hardware_flops is not None
+        return dataclasses.replace(flops, hardware_flops=flops.hardware_flops * self.executed_ratio)
+
+    def batch(self, state: ModelState, note: BatchNote, *, measured: bool) -> FlopCount | None:
+        """The FLOPs of one micro-batch."""
+        batch = note.template.example(note.values)
+        autocast = note.template.autocast
+        if not self.estimates_only and measured:
+            form = state.forms.get(autocast)
+            if form is not None and form.knows(batch):
+                return form(batch)
+            if form is not None or autocast not in state.forms:
+                count = self._count_anew(state, autocast, batch)
+                if count is not None:
+                    return count
+        return self._estimate(state, autocast, batch)
+
+    def _count_anew(self, state: ModelState, autocast: AutocastState, batch: Any) -> FlopCount | None:
+        """Fit a first form, or a new kind of batch; None, said once, where that cannot be."""
+        if self.spent_s > _FIRST_BUDGET_S + _BUDGET_SHARE * (time.perf_counter() - self._born):
+            self._notice(
+                f"counting took {self.spent_s:.0f} s so far, more than {_BUDGET_SHARE:.0%} of the run: "
+                "batches of new kinds are estimated"
+            )
+            return None
+        return self._timed(lambda: self._fit_and_count(state, autocast, batch))
+
+    def _fit_and_count(self, state: ModelState, autocast: AutocastState, batch: Any) -> FlopCount | None:
+        with background(self._rest), autocast.applied():
+            form = state.forms.get(autocast) or self._fit(state, autocast, batch, state.model)
+            try:
+                return None if form is None else form(batch)
+            except Exception as error:
+                self._notice(f"a batch could not be counted and is estimated: {_line(error)}")
+                return None
+
+    def _fit(
+        self, state: ModelState, autocast: AutocastState, batch: Any, model: nn.Module
+    ) -> FlopModel | None:
+        key = f"{state.number}/{autocast}/{self.convention.attention}"
+        shares = self._ranks.is_first and self._ranks.world_size > 1
+        if shares:
+            self._ranks.announce(key, state.structure)
+        form = None if self._ranks.is_first else self._received(key, state)
+        if form is None:
+            try:
+                form = FlopModel.fit(model, batch, convention=self.convention)
+            except Exception as error:
+                self._notice(f"the model cannot be counted, its FLOPs are estimated: {_line(error)}")
+            if shares:
+                self._ranks.publish(key, {} if form is None else form.export(), fingerprint=state.structure)
+        state.forms[autocast] = form
+        return form
+
+    def _received(self, key: str, state: ModelState) -> FlopModel | None:
+        data = self._ranks.poll(key, timeout_s=_RANK_TIMEOUT_S, fingerprint=state.structure)
+        if not data:
+            return None
+        try:
+            return FlopModel.from_export(state.model, data)
+        except TruemfuError as error:
+            self._notice(f"the count of rank 0 cannot be used, this rank counts for itself: {_line(error)}")
+            return None
+
+    def _timed(self, work: Callable[[], Result]) -> Result:
+        began_s, self._is_at_work = time.thread_time(), True
+        try:
+            return work()
+        finally:
+            self._is_at_work = False
+            self.spent_s += time.thread_time() - began_s
+
+    def _estimate(self, state: ModelState, autocast: AutocastState, batch: Any) -> FlopCount | None:
+        if autocast not in state.estimators:
+            try:
+                with autocast.applied():
+                    state.estimators[autocast] = Estimator(state.model, convention=self.convention)
+            except Exception as error:
+                state.estimators[autocast] = None
+                self._notice(f"the model cannot be estimated either, so there is no MFU: {_line(error)}")
+        estimator = state.estimators[autocast]
+        if estimator is None:
+            return None
+        try:
+            return estimator(batch)
+        except Exception as error:
+            self._notice(f"a batch cannot be estimated, so its step has no MFU: {_line(error)}")
+            return None
+
+    def _peak(self, counts: Sequence[FlopCount]) -> tuple[float | None, str | None]:
+        """The peak at which the ideal times of all micro-batches add up."""
+        if self._config.peak_tflops is not None:
+            return self._config.peak_tflops * 1e12, "monitoring.peak_tflops"
+        ideal_s, source = 0.0, None
+        for count in counts:
+            peak, source = self._peak_of(count)
+            if peak is None:
+                return None, None
+            ideal_s += count.model_flops / peak
+        return sum([c.model_flops for c in counts]) / ideal_s, source
+
+    def _peak_of(self, count: FlopCount) -> tuple[float | None, str | None]:
+        kept = self._peaks.get(id(count))
+        if kept is None:
+            kept = (count, *ideal_flops_per_s(count.by_dtype, self.device))
+            self._peaks[id(count)] = kept  # holds the count, so its id stays its own
+            if len(self._peaks) > _MAX_PEAKS_KEPT:
+                self._peaks.popitem(last=False)
+        return kept[1], kept[2]
+
+
+def _line(error: Exception) -> str:
+    """An error on one line."""
+    text = " ".join(str(error).split())[:300]
+    return text if isinstance(error, TruemfuError) else f"{type(error).__name__}: {text}"

@@ -1,0 +1,549 @@
+"""TrainingMonitor: MFU and HFU on every step, off the step's path.
+
+    forward pass ──► hook: a note of the batch ┐
+    log_step ──► a mark on the device's clock  ┴─► StepNote ──► resolver ──► row ──► trackers
+
+The training thread notes and queues, nothing else: it reads no device value, waits for nothing and writes no
+file. An exception of ours never leaves these methods; it is said once and the summary repeats it. Only a
+wrong configuration is raised, at construction.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import ModelError, UsageError, closest
+from ..flops.background import PAUSE_S
+from ..flops.host_copy import HostCopy, start_host_copy
+from ..flops.profiler import StepProfile, StepProfiler
+from ..trackers.base import Tracker
+from .clock import StepClock, clock_for
+from .config import MonitorConfig, load_config
+from .counting import Counting, ModelState
+from .data import WatchedData
+from .datasets import DatasetMetrics, PendingDatasetMetrics, shifts_labels
+from .fingerprint import fingerprint
+from .host_values import HostValues
+from .notices import Notices
+from .observe import Attachment, Batch, BatchNotes
+from .output import Output
+from .ranks import RankLink
+from .resolver import Resolver, StepNote
+from .summary import show
+from .totals import Totals
+
+_WARMUP_STEPS = 3
+_CLOSE_TIMEOUT_S = 60.0
+_LONGEST_FORWARD_S = 2.0
+
+
+class _Default(int):
+    """An integer nobody gave: what a configuration file says wins over it."""
+
+
+class TrainingMonitor:
+    """Measures a training run and logs it, at no cost to it.
+
+        monitor = TrainingMonitor("out", model=model)
+        for step, batch in enumerate(monitor.data(loader)):
+            ...  # forward, backward, optimizer
+            monitor.log_step(step, epoch, loss, grad_norm, learning_rate)
+
+    `config` is a mapping or a YAML file with the sections `monitoring`, `wandb`, `training`; `trackers` are
+    names ("wandb", "tensorboard", "mlflow", "trackio", "prometheus") or objects with the four methods of
+    `truemfu.trackers.base.Tracker`. A W&B run that is already active is used without being named.
+    """
+
+    def __init__(
+        self,
+        output_dir: str | os.PathLike[str],
+        config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        log_file: str = "training_log.json",
+        flops_profile_freq: int = _Default(500),
+        *,
+        model: nn.Module | None = None,
+        trackers: Sequence[str | Tracker] | None = None,
+    ) -> None:
+        explicit = None if isinstance(flops_profile_freq, _Default) else flops_profile_freq
+        self.config: MonitorConfig = load_config(config, flops_profile_freq=explicit)
+        self.output_dir = Path(output_dir)
+        self._notices = Notices()
+        self._ranks = RankLink.current(notice=self._notices)
+        self._output = Output(
+            self.output_dir,
+            log_file,
+            self.config,
+            trackers,
+            notice=self._notices,
+            is_first=self._ranks.is_first,
+        )
+        self._attachment: Attachment | None = None
+        self._watched: weakref.ref[nn.Module] | None = None
+        self._is_set_up = self._is_closed = self._is_broken = False
+        self._pid = os.getpid()
+        self._is_manual = False
+        self._pauses = 0
+        self._phase: str | None = None
+        self._datasets = DatasetMetrics()
+        self._pending_datasets: list[tuple[PendingDatasetMetrics, HostCopy]] = []
+        self._state: ModelState | None = None
+        self._check_is_due = self._profile_is_due = True
+        self._is_measured = self.config.initial_profiling
+        self._profiler: StepProfiler | None = None
+        self._logged = 0
+        self._last_step: int | None = None
+        self._last_end_s: float | None = None
+        self._data_wait_s: float | None = None
+        self._compilations = _compilations()
+        self._own_time_s = 0.0
+        self._forward_since_s: float | None = None
+        atexit.register(self.close)
+        if model is not None:
+            self.attach(model)
+
+    def attach(self, model: nn.Module) -> TrainingMonitor:
+        """Watch this model: each training forward pass notes its batch. Attach what you call."""
+        if not isinstance(model, nn.Module):
+            raise UsageError(f"attach takes the model, a torch.nn.Module; got {type(model).__name__}")
+        self.detach()
+        if self._watched is None or self._watched() is not model:
+            self._watched = weakref.ref(model)
+            self._state = None
+            self._check_is_due = True
+            self._datasets = DatasetMetrics(shift=shifts_labels(model))
+        self._attachment = Attachment(model, self._on_forward, self._on_forward_end)
+        return self
+
+    def detach(self) -> None:
+        """Leave the model as it was before `attach`."""
+        if self._attachment is not None:
+            self._attachment.remove()
+            self._attachment = None
+
+    def observe(self, batch: Mapping[str, Any] | Sequence[Any] | torch.Tensor) -> None:
+        """Note a micro-batch yourself, where the model's forward does not get it whole; hooks then rest."""
+        self._is_manual = True
+        if isinstance(batch, torch.Tensor):
+            batch = (batch,)
+        named = batch if isinstance(batch, Mapping) else dict(enumerate(batch))
+        self._guarded(self._note, named)
+
+    def data(self, loader: Iterable[Any]) -> WatchedData:
+        """The same batches, with the time spent waiting for each of them noted."""
+        return WatchedData(loader, self._waited)
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """What runs inside (an evaluation, a checkpoint) is no part of a step."""
+        mark, began_s = None, time.perf_counter()
+        if self._is_set_up and not self._pauses:
+            mark = self._guarded(self._clock.clock.mark)
+        self._pauses += 1
+        try:
+            yield
+        finally:
+            self._pauses -= 1
+            if mark is not None and not self._pauses:
+                self._guarded(self._clock.pause, mark)
+                if self._last_end_s is not None:
+                    self._last_end_s += time.perf_counter() - began_s
+
+    def set_phase(self, name: str | None) -> None:
+        """Measure as often as this phase of the training asks for; None: as often as without phases."""
+        if name is not None and name not in self.config.phases:
+            known = ", ".join(self.config.phases)
+            raise UsageError(f"unknown phase {name!r}; known: {known}{closest(name, self.config.phases)}")
+        self._phase = name
+
+    def log_step(
+        self,
+        step: int,
+        epoch: float,
+        loss: Any,
+        grad_norm: Any,
+        learning_rate: Any,
+        attention_mask: torch.Tensor | None = None,
+        skip_wandb: bool = False,
+    ) -> None:
+        """End an optimizer step: call it once per step, after the optimizer, whatever the accumulation.
+
+        Loss, gradient norm and mask may be device tensors: they are read later, when they are ready.
+        """
+        began_s = time.perf_counter()
+        self._guarded(
+            self._log_step, step, epoch, loss, grad_norm, learning_rate, attention_mask, skip_wandb, began_s
+        )
+        self._last_end_s = time.perf_counter()
+        self._own_time_s += self._last_end_s - began_s
+
+    def update_dataset_metrics(self, batch: Mapping[str, Any], outputs: Any, aggregated_loss: Any) -> None:
+        """Loss and accuracy of each dataset of a mixed batch, with the next `log_step`."""
+        config = self.config
+        if not config.log_dataset_metrics or not config.dataset_metrics_freq or self._pauses:
+            return
+        if (self._logged + 1) % config.dataset_metrics_freq and self._logged:
+            return
+        self._guarded(self._measure_datasets, batch, outputs, aggregated_loss)
+
+    def save_logs(self) -> None:
+        """Write everything logged so far to the local log; waits for it, so not for inside the step."""
+        if self._is_set_up and os.getpid() == self._pid:
+            if not self._resolver.finish_pending(_CLOSE_TIMEOUT_S):
+                self._notices(
+                    f"some steps were not worked out within {_CLOSE_TIMEOUT_S:.0f} s and are not saved yet"
+                )
+            self._output.flush(_CLOSE_TIMEOUT_S)
+
+    @property
+    def last(self) -> dict[str, Any]:
+        """The newest row that is worked out, all metrics in it; empty before the first."""
+        return dict(self._output.last_row)
+
+    def summary(self) -> dict[str, Any]:
+        """The run so far in plain data; None for what is not known."""
+        totals = self._resolver.totals if self._is_set_up else Totals()
+        counting_s = self._counting.spent_s if self._is_set_up else 0.0
+        profiling_s = self._resolver.profile_cost_s if self._is_set_up else 0.0
+        lost_steps = self._resolver.lost_steps if self._is_set_up else 0
+        run = totals.as_dict()
+        own_s = self._own_time_s / self._logged if self._logged else None
+        step_s = run["median_step_time_s"]
+        return {
+            **run,
+            **self._run_info(),
+            "monitor_cost": {
+                "training_thread_us_per_step": None if own_s is None else own_s * 1e6,
+                "share_of_step": None if own_s is None or not step_s else own_s / step_s,
+                "background_s": self._resolver.own_time_s if self._is_set_up else 0.0,
+                "counting_s": counting_s,
+                "profiling_s": profiling_s,
+            },
+            "lost": [
+                *([f"{lost_steps:,} steps: the monitor was held up"] if lost_steps else []),
+                *self._output.lost(),
+            ],
+            "warnings": list(self._notices.texts),
+        }
+
+    def close(self) -> None:
+        """Write what is left, close the trackers and print the summary; called at exit by itself."""
+        if self._is_closed or os.getpid() != self._pid:
+            return
+        self._is_closed = True
+        atexit.unregister(self.close)
+        try:
+            self._close()
+        except Exception as error:
+            self._notices(f"the monitor could not be closed properly: {type(error).__name__}: {error}")
+
+    def __enter__(self) -> TrainingMonitor:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _close(self) -> None:
+        self.detach()
+        if self._profiler is not None:
+            self._profiler.stop()
+        if not self._is_set_up:
+            return
+        if not self._resolver.finish_pending(_CLOSE_TIMEOUT_S):
+            self._notices(f"the last steps were not worked out within {_CLOSE_TIMEOUT_S:.0f} s and are lost")
+        self._resolver.stop(_CLOSE_TIMEOUT_S)
+        self._output.flush(_CLOSE_TIMEOUT_S)
+        summary = self.summary()
+        self._output.close(summary, _CLOSE_TIMEOUT_S)
+        summary["lost"] += [text for text in self._output.lost() if text not in summary["lost"]]
+        summary["warnings"] = list(self._notices.texts)
+        if self._ranks.is_first:
+            show(summary)
+
+    def _guarded(self, work: Callable[..., Any], *args: Any) -> Any:
+        """Run a part of the monitor; what it raises is said once and goes no further."""
+        if self._is_broken:
+            return None
+        try:
+            return work(*args)
+        except Exception as error:
+            self._is_broken = True
+            self._notices(
+                "the monitor failed and is switched off, the training goes on: "
+                f"{type(error).__name__}: {error}"
+            )
+            return None
+
+    def _set_up(self, device: torch.device) -> None:
+        """Make what depends on the device, at the first batch or step."""
+        self._device = device
+        self._values = HostValues(device)
+        self._batches = BatchNotes(self._values)
+        self._clock = StepClock(clock_for(device))
+        self._counting = Counting(
+            self.config,
+            ranks=self._ranks,
+            notice=self._notices,
+            device=device,
+            rest=self._rest_between_operators,
+        )
+        self._output.finish_rows = self.save_logs
+        self._resolver = Resolver(
+            clock=self._clock.clock,
+            device=device,
+            counting=self._counting,
+            world_size=self._ranks.world_size,
+            output=self._output,
+            notices=self._notices,
+            detailed_log_freq=self.config.detailed_log_freq,
+        )
+        self._is_set_up = True
+        self._output.start(self._run_info())
+
+    def _on_forward(self, batch: Batch) -> None:
+        if not (self._is_manual or self._pauses or self._is_closed):
+            self._guarded(self._note, batch)
+        self._forward_since_s = time.perf_counter()
+
+    def _on_forward_end(self) -> None:
+        self._forward_since_s = None
+
+    def _rest_between_operators(self) -> None:
+        """Hold a background count while the training thread needs Python: in the forward pass.
+
+        A backward pass runs in C++ without Python's lock, so what is counted meanwhile costs no step. A
+        forward pass that does not end (an error, a model compiled whole) holds a count up for a moment only.
+        Whoever waits for the count (`save_logs`, `close`) has it without rests.
+        """
+        if self._resolver.gives_up:
+            raise ModelError("the run ended before the model was counted")
+        if self._resolver.is_awaited:
+            return
+        time.sleep(PAUSE_S)
+        while (since_s := self._forward_since_s) is not None and not self._resolver.is_awaited:
+            if time.perf_counter() - since_s > _LONGEST_FORWARD_S:
+                return
+            time.sleep(PAUSE_S)
+
+    def _note(self, batch: Batch) -> None:
+        """Note a micro-batch; with the first of a step also that the step has begun."""
+        began_s = time.perf_counter()
+        if not self._is_set_up:
+            self._set_up(self._model_device(batch))
+        if not self._batches.noted:
+            self._begin_step(began_s)
+        self._batches.note(batch)
+        if self._check_is_due:
+            self._check_model(batch)
+        self._own_time_s += time.perf_counter() - began_s
+
+    def _begin_step(self, now_s: float) -> None:
+        if self._last_end_s is not None and self._data_wait_s is None:
+            self._data_wait_s = now_s - self._last_end_s
+        self._clock.begin()
+        if self._profile_is_due and self._profiles:
+            self._profile_is_due = False
+            self._start_profiler()
+
+    def _check_model(self, batch: Batch) -> None:
+        """See whether what was counted still holds; only if not, a new count is begun, elsewhere."""
+        self._check_is_due = False
+        model = self._model()
+        if model is None:
+            self._notices("no model is attached, so there is no MFU: call monitor.attach(model)")
+            return
+        if self._state is None or self._state.fingerprint != fingerprint(model):
+            number = 0 if self._state is None else self._state.number + 1
+            self._state = ModelState.of(model, number=number)
+            if self._is_measured:
+                self._counting.fit_on_training_thread(self._state, model, self._batches.noted[-1], batch)
+
+    @property
+    def _profiles(self) -> bool:
+        """Whether this mode profiles real steps."""
+        if self.config.mode == "hybrid":
+            self._notices(
+                "hybrid mode: there are no hardware counters here yet, executed FLOPs come from "
+                + ("torch.profiler" if self.config.fallback_to_profiler else "nowhere: HFU is unknown")
+            )
+            return self.config.fallback_to_profiler
+        return self.config.mode == "profiler"
+
+    def _start_profiler(self) -> None:
+        profiler = StepProfiler(self._counting.convention)
+        try:
+            profiler.start()
+        except Exception as error:
+            self._notices(f"this step could not be profiled, HFU rests on the count: {error}")
+        else:
+            self._profiler = profiler
+
+    def _stop_profiler(self) -> StepProfile | None:
+        profiler, self._profiler = self._profiler, None
+        if profiler is None:
+            return None
+        try:
+            return profiler.stop()
+        except Exception as error:
+            self._notices(f"this step could not be profiled, HFU rests on the count: {error}")
+            return None
+
+    def _log_step(
+        self,
+        step: Any,
+        epoch: Any,
+        loss: Any,
+        grad_norm: Any,
+        learning_rate: Any,
+        attention_mask: Any,
+        skip_wandb: bool,
+        now_s: float,
+    ) -> None:
+        if self._is_closed:
+            self._notices("log_step was called after close(): the step is not logged")
+            return
+        if not self._is_set_up:
+            self._set_up(self._model_device({"loss": loss}))
+        if self._attachment is not None and not self._batches.noted and not self._is_manual:
+            self._notices(
+                "a step without a training forward pass of the attached model has no MFU: "
+                "attach what you call (a model compiled later, its wrapper), or call monitor.observe(batch)"
+            )
+        profile = self._stop_profiler()
+        step = self._step_number(step)
+        steps = self._steps_since_last(step)
+        take = self._number  # floats, the usual case, need no look
+        mask_tokens, mask_useful_tokens = self._mask(attention_mask)
+        compilations = _compilations()
+        note = StepNote(
+            step=step,
+            epoch=epoch if type(epoch) is float else take("epoch", epoch),
+            loss=loss if type(loss) is float else take("loss", loss),
+            grad_norm=grad_norm if type(grad_norm) is float else take("grad_norm", grad_norm),
+            learning_rate=learning_rate
+            if type(learning_rate) is float
+            else take("learning_rate", learning_rate),
+            mask_tokens=mask_tokens,
+            mask_useful_tokens=mask_useful_tokens,
+            steps=steps,
+            batches_missing=self._batches.too_many,
+            batches=self._batches.take(),
+            state=self._state,
+            measured=self._is_measured,
+            data_wait_s=self._data_wait_s,
+            warmup=self._logged < _WARMUP_STEPS or compilations != self._compilations or profile is not None,
+            profile=profile,
+            datasets=self._pending_datasets,
+            skip_remote=bool(skip_wandb),
+            span=self._clock.end(),
+        )
+        self._compilations = compilations
+        self._pending_datasets, self._data_wait_s = [], None
+        self._resolver.put(note)
+        self._logged += 1
+        if self._attachment is not None and self._state is not None:
+            self._attachment.tell_ends(self._counting.is_busy_with(self._state))
+        self._plan_next()
+
+    def _plan_next(self) -> None:
+        """Decide whether the next step measures."""
+        frequency = self.config.flops_profile_freq if self._phase is None else self.config.phases[self._phase]
+        if not frequency:
+            return
+        recalibration = self.config.recalibration_frequency
+        is_recalibration = recalibration and self._logged % recalibration == 0
+        if self._logged % frequency == 0:
+            self._check_is_due = self._profile_is_due = True
+        elif is_recalibration:
+            self._check_is_due = True
+        if is_recalibration:
+            self._is_measured = True
+
+    def _step_number(self, step: Any) -> int:
+        if type(step) is int:
+            return step
+        if isinstance(step, torch.Tensor) and step.device.type != "cpu":
+            self._notices(
+                "step is a device tensor, which cannot be read without waiting: steps are counted instead"
+            )
+            return 0 if self._last_step is None else self._last_step + 1
+        return int(step)
+
+    def _steps_since_last(self, step: int) -> int:
+        last, self._last_step = self._last_step, step
+        if last is None:
+            return 1
+        if step <= last:
+            self._notices(
+                f"step {step} was logged after step {last}: steps should increase; it is logged as it is"
+            )
+            return 1
+        return step - last
+
+    def _number(self, name: str, value: Any) -> Any:
+        try:
+            return self._values.take(value)
+        except (TypeError, ValueError) as error:
+            self._notices(f"{name} is not logged: got {error}")
+            return None
+
+    def _mask(self, mask: Any) -> tuple[int | None, Any]:
+        """Tokens of a mask, and how many of them are real."""
+        if mask is None:
+            return None, None
+        if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
+            got = f"shape {tuple(mask.shape)}" if isinstance(mask, torch.Tensor) else type(mask).__name__
+            self._notices(f"attention_mask is not used: expected a tensor of samples × length, got {got}")
+            return None, None
+        return mask.numel(), self._values.tokens_in(mask)
+
+    def _measure_datasets(self, batch: Mapping[str, Any], outputs: Any, aggregated_loss: Any) -> None:
+        pending = self._datasets.measure(batch, outputs, aggregated_loss)
+        if pending is not None:
+            self._pending_datasets.append((pending, start_host_copy(pending.sums)))
+
+    def _waited(self, seconds: float) -> None:
+        self._data_wait_s = (self._data_wait_s or 0.0) + seconds
+
+    def _model_device(self, tensors: Batch) -> torch.device:
+        """Where the training runs: the model's first parameter, else the first tensor at hand."""
+        model = self._model()
+        parameter = next(iter(model.parameters()), None) if model is not None else None
+        found = [parameter, *tensors.values()]
+        return next((t.device for t in found if isinstance(t, torch.Tensor)), torch.device("cpu"))
+
+    def _model(self) -> nn.Module | None:
+        return None if self._watched is None else self._watched()
+
+    def _run_info(self) -> dict[str, Any]:
+        """What is true of the whole run."""
+        world_size = self._ranks.world_size
+        return {
+            "mode": self.config.mode,
+            "convention": {"attention": self.config.attention},
+            "device": _device_name(self._device) if self._is_set_up else None,
+            "time_source": self._clock.clock.source if self._is_set_up else None,
+            "world_size": world_size,
+            "rank": self._ranks.rank,
+            "scope": "one device" if world_size == 1 else f"this rank × {world_size}",
+        }
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _compilations() -> int:
+    """How many graphs torch.compile has made in this process; a step that adds one is no measure of speed."""
+    counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
+    return 0 if counters is None else int(counters["stats"]["unique_graphs"])

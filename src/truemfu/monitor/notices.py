@@ -1,0 +1,40 @@
+"""What the monitor has to say: each thing once, now as a warning and at the end in the summary."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import TypeVar
+
+from ..errors import TruemfuWarning, warn_once
+
+Result = TypeVar("Result")
+_MAX_KEPT = 100
+
+
+class Notices:
+    """Collects texts; saying one never raises, even where warnings are turned into errors."""
+
+    def __init__(self) -> None:
+        self._texts: dict[str, None] = {}
+
+    def __call__(self, text: str) -> None:
+        """Say this, unless it has been said."""
+        if text in self._texts or len(self._texts) >= _MAX_KEPT:
+            return
+        self._texts[text] = None
+        with contextlib.suppress(TruemfuWarning):  # a filter may make errors of warnings
+            warn_once(text)
+
+    def among(self, work: Callable[[], Result]) -> Result:
+        """The result of work that may warn by itself, with its warning kept."""
+        try:
+            return work()
+        except TruemfuWarning as warning:
+            self(str(warning))
+            return work()  # a warning is said once, so the second try goes through
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Everything said so far."""
+        return tuple(self._texts)

@@ -1,0 +1,188 @@
+"""Where rows go: the local log gets all of every step, the other trackers what was asked for.
+
+    every step           loss, learning rate, epoch, global_step (and dataset metrics where measured)
+    detailed_log_freq    also the gradient norm and everything under perf/
+    reduced_logging      the basics alone
+    logging_steps        no row at all in between
+    skip_wandb           no row for this step
+
+Only the first rank writes. A tracker that is not installed, raises or hangs loses its own rows and nothing
+else; what is lost is counted.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ..errors import UsageError, closest
+from ..trackers.base import TRACKERS, Tracker, make_tracker
+from ..trackers.file import JsonArrayFile
+from ..trackers.lane import Lane
+from ..trackers.names import rename
+from ..trackers.wandb import WandbTracker
+from .config import MonitorConfig
+
+_BASICS = frozenset({"training/loss", "training/lr", "training/epoch", "global_step"})
+RUN_FILE = "training_run.json"
+
+
+class Output:
+    """The local log and the other trackers, each behind a lane of its own."""
+
+    def __init__(
+        self,
+        output_dir: Path,
+        log_file: str,
+        config: MonitorConfig,
+        trackers: Sequence[str | Tracker] | None,
+        *,
+        notice: Callable[[str], None],
+        is_first: bool,
+    ) -> None:
+        self._dir, self._config, self._notice = output_dir, config, notice
+        self.last_row: Mapping[str, Any] = {}
+        self._run_info: Mapping[str, Any] = {}
+        self.finish_rows: Callable[[], None] = lambda: None
+        """Works out what is not yet a row; called before a W&B run that the user ends is closed."""
+        self._is_first = is_first
+        self._log_path = output_dir / log_file
+        self._local: Lane | None = None
+        self._remote: list[Lane] = []
+        self._is_started = self._is_written = False
+        self._unsaved = 0
+        self._started_at = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        wanted = _wanted(trackers, config)
+        if is_first:
+            self._check_folder()
+            for tracker in wanted:
+                self._open(tracker)
+
+    def put(self, step: int, row: dict[str, Any], *, skip_remote: bool) -> None:
+        """Hand a finished row to whoever wants it; on the resolver's thread."""
+        self.last_row = row
+        if self._local is not None:
+            self._local.put(step, row)
+            self._unsaved += 1
+            if self._unsaved >= self._config.save_freq:
+                self._local.flush()
+                self._unsaved = 0
+        if self._remote and not skip_remote and step % (self._config.logging_steps or 1) == 0:
+            wanted = rename(self._for_remote(step, row), self._config.metric_names)
+            for lane in self._remote:
+                lane.put(step, wanted)
+
+    def _for_remote(self, step: int, row: dict[str, Any]) -> dict[str, Any]:
+        if not self._config.reduced_logging and step % self._config.detailed_log_freq == 0:
+            return row
+        with_datasets = not self._config.reduced_logging
+        return {k: v for k, v in row.items() if k in _BASICS or (with_datasets and k.startswith("dataset/"))}
+
+    def wake(self) -> None:
+        """Rows were put: let the lanes work; with the first ones the run itself is written down."""
+        if self._is_started and not self._is_written:
+            self._is_written = True
+            self._write_run(self._run())
+        for lane in self._lanes():
+            lane.wake()
+
+    def flush(self, timeout_s: float) -> None:
+        """Wait until every row put so far has been handed to its tracker and written."""
+        for lane in self._lanes():
+            lane.flush()
+        for lane in self._lanes():
+            if not lane.wait_until_idle(timeout_s):
+                self._notice(f"tracker {lane.name} did not take its rows within {timeout_s:.0f} s")
+
+    def close(self, summary: Mapping[str, Any], timeout_s: float) -> None:
+        """Finish every tracker, and write the run with its summary beside the log."""
+        for lane in self._lanes():
+            lane.close(summary, timeout_s)
+        if self._is_started:
+            self._write_run({**self._run(), "summary": summary})
+
+    def lost(self) -> list[str]:
+        """What did not reach a tracker, in words."""
+        return [
+            f"{lane.lost_rows:,} rows of tracker {lane.name}" + (f": {lane.error}" if lane.error else "")
+            for lane in self._lanes()
+            if lane.lost_rows or lane.error
+        ]
+
+    def _lanes(self) -> list[Lane]:
+        return [*([self._local] if self._local is not None else []), *self._remote]
+
+    def start(self, run_info: Mapping[str, Any]) -> None:
+        """Open the trackers, as the training begins: W&B must see what the user logs from the start."""
+        self._run_info = run_info
+        if not self._is_first:
+            return
+        self._is_started = True
+        run = self._run()
+        self._local = Lane(JsonArrayFile(self._log_path, notice=self._notice), "file", notice=self._notice)
+        if _wandb_is_active() and "wandb" not in [lane.name for lane in self._remote]:
+            self._open("wandb")
+        for lane in self._lanes():
+            lane.start(run)
+
+    def _open(self, wanted: str | Tracker) -> None:
+        """Put a tracker behind a lane; one that is not installed is said and left out."""
+        name = wanted if isinstance(wanted, str) else type(wanted).__name__
+        try:
+            tracker = make_tracker(wanted, self._dir)
+        except UsageError as error:
+            self._notice(f"tracker {name} is left out: {error}")
+            return
+        if isinstance(tracker, WandbTracker):
+            tracker.before_end = lambda: self.finish_rows()
+        self._remote.append(Lane(tracker, name, notice=self._notice))
+
+    def _run(self) -> dict[str, Any]:
+        from .. import __version__
+
+        versions = {"torch": str(sys.modules["torch"].__version__)}
+        return {
+            "truemfu_version": __version__,
+            "versions": versions,
+            "python": ".".join(map(str, sys.version_info[:3])),
+            "started_at": self._started_at,
+            "log_file": self._log_path.name,
+            **self._run_info,
+        }
+
+    def _write_run(self, run: Mapping[str, Any]) -> None:
+        path = self._dir / RUN_FILE
+        temporary = path.with_suffix(".tmp")
+        try:
+            temporary.write_bytes(msgspec.json.format(msgspec.json.encode(run), indent=2))
+            os.replace(temporary, path)
+        except OSError as error:
+            self._notice(f"{path.name} could not be written: {error}")
+
+    def _check_folder(self) -> None:
+        try:
+            self._dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            self._notice(f"the output folder cannot be made, nothing is logged locally: {error}")
+
+
+def _wanted(trackers: Sequence[str | Tracker] | None, config: MonitorConfig) -> tuple[str | Tracker, ...]:
+    """The trackers asked for; a name nobody knows is an error now, before training."""
+    wanted = tuple(trackers if trackers is not None else config.trackers or ())
+    for tracker in wanted:
+        if isinstance(tracker, str) and tracker not in TRACKERS:
+            raise UsageError(
+                f"unknown tracker {tracker!r}; known: {', '.join(TRACKERS)}{closest(tracker, TRACKERS)}"
+            )
+    return wanted
+
+
+def _wandb_is_active() -> bool:
+    """Whether the user has a W&B run open: it is used without being named."""
+    return getattr(sys.modules.get("wandb"), "run", None) is not None

@@ -1,0 +1,231 @@
+"""The monitor's own thread: turns noted steps into rows once the device has passed them, in order.
+
+    training thread ── StepNote ──► pending ──► resolver: time, FLOPs, values ──► a row ──► trackers' lanes
+
+It wakes a few times a second and does all that has come since, so that it takes Python's lock rarely. The
+training thread only appends to a queue of bounded length; if the resolver is held up, the oldest steps are
+dropped and counted as lost.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..flops.host_copy import HostCopy
+from ..flops.profiler import StepProfile
+from ..utilization import ABOVE_ONE
+from .clock import CudaClock, HostClock, Span, duration_s
+from .counting import Counting, ModelState, StepFlops
+from .datasets import PendingDatasetMetrics, dataset_metrics
+from .host_values import Slot, resolved
+from .metrics import StepMeasures, Window, performance
+from .notices import Notices
+from .observe import BatchNote
+from .output import Output
+from .totals import Totals
+
+_MAX_PENDING = 10_000
+_WAKE_EVERY_S = 0.5
+_POLL_S = 0.005
+
+Number = float | Slot | None
+
+
+@dataclass(slots=True, kw_only=True)
+class StepNote:
+    """All that is known of a step when `log_step` returns; numbers may still be on their way."""
+
+    step: int
+    epoch: Number
+    loss: Number
+    grad_norm: Number
+    learning_rate: Number
+    mask_tokens: int | None
+    mask_useful_tokens: Number
+    span: Span
+    steps: int
+    batches: list[BatchNote]
+    batches_missing: bool
+    state: ModelState | None
+    measured: bool
+    data_wait_s: float | None
+    warmup: bool
+    profile: StepProfile | None
+    datasets: list[tuple[PendingDatasetMetrics, HostCopy]]
+    skip_remote: bool
+
+
+class Resolver:
+    """Owns the thread, and hands each finished row to the output."""
+
+    def __init__(
+        self,
+        *,
+        clock: HostClock | CudaClock,
+        device: torch.device,
+        counting: Counting,
+        world_size: int,
+        output: Output,
+        notices: Notices,
+        detailed_log_freq: int,
+    ) -> None:
+        self._clock, self._device = clock, device
+        self._counting, self._world_size = counting, world_size
+        self._output = output
+        self._notices = notices
+        self._detailed_log_freq = detailed_log_freq
+        self._pending: deque[StepNote] = deque()
+        self._wake = threading.Event()
+        self._stopping = False
+        self.is_awaited = self.gives_up = False
+        self._taken = self._done = 0
+        self.window, self.totals = Window(), Totals()
+        self.lost_steps = 0
+        self.own_time_s = 0.0
+        self.profile_cost_s = 0.0
+        self._thread = threading.Thread(target=self._run, name="truemfu-resolver", daemon=True)
+        self._thread.start()
+
+    def put(self, note: StepNote) -> None:
+        """Hand a step over; never waits."""
+        self._taken += 1
+        self._pending.append(note)
+        if len(self._pending) > _MAX_PENDING:
+            try:
+                self._pending.popleft()
+            except IndexError:  # the resolver took it at this very moment
+                return
+            self.lost_steps += 1
+
+    def finish_pending(self, timeout_s: float) -> bool:
+        """Wait until every step handed over so far is a row; False if that took longer than allowed."""
+        wanted = self._taken
+        deadline = time.perf_counter() + timeout_s
+        self.is_awaited = True
+        try:
+            while self._done + self.lost_steps < wanted:
+                self._wake.set()
+                if time.perf_counter() > deadline or not self._thread.is_alive():
+                    return False
+                time.sleep(_POLL_S)
+            return True
+        finally:
+            self.is_awaited = False
+
+    def stop(self, timeout_s: float) -> None:
+        """End the thread; a count that still runs is given up, for torch must not be left in the middle."""
+        self._stopping = self.gives_up = True
+        self._wake.set()
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # else this thread would open a context on device 0
+        while not self._stopping:
+            self._wake.wait(_WAKE_EVERY_S)
+            self._wake.clear()
+            began = time.thread_time()
+            if self._drain():
+                self._output.wake()
+            self.own_time_s += time.thread_time() - began
+
+    def _drain(self) -> bool:
+        any_done = False
+        while self._pending and self._is_ready(self._pending[0]):
+            try:
+                note = self._pending.popleft()
+            except IndexError:  # dropped by `put` at this very moment
+                break
+            try:
+                self._output.put(note.step, self._row(note), skip_remote=note.skip_remote)
+            except Exception as error:
+                self._notices(
+                    f"a step could not be worked out and is not logged: {type(error).__name__}: {error}"
+                )
+            self._done += 1
+            any_done = True
+        return any_done
+
+    def _is_ready(self, note: StepNote) -> bool:
+        if not self._clock.has_passed(note.span.end):
+            return False
+        copies = [copy for batch in note.batches for copy in batch.values.values()]
+        copies += [copy for _, copy in note.datasets]
+        return all(copy.ready() for copy in copies)
+
+    def _row(self, note: StepNote) -> dict[str, Any]:
+        measures = self._measures(note)
+        self.window.add(measures)
+        self.totals.add(measures)
+        row: dict[str, Any] = {
+            "global_step": note.step,
+            "training/loss": resolved(note.loss),
+            "training/lr": resolved(note.learning_rate),
+            "training/epoch": resolved(note.epoch),
+            "training/grad_norm": resolved(note.grad_norm),
+            **performance(measures),
+        }
+        if (measures.mfu or 0) > 1 or (measures.hfu or 0) > 1:
+            self._notices(ABOVE_ONE)
+        if note.step % self._detailed_log_freq == 0:
+            row |= self.window.medians()
+            row["perf/memory_peak_bytes"] = peak_memory_bytes(self._device)
+        if note.datasets:
+            names = [name for pending, _ in note.datasets for name in pending.names]
+            row |= dataset_metrics(names, torch.cat([copy.get() for _, copy in note.datasets]))
+        return {key: value for key, value in row.items() if value is not None}
+
+    def _measures(self, note: StepNote) -> StepMeasures:
+        elapsed_s = duration_s(self._clock, note.span)
+        samples = _sum([b.template.samples for b in note.batches])
+        tokens = _sum([b.template.tokens for b in note.batches])
+        useful_tokens = _sum([resolved(b.useful_tokens) for b in note.batches])
+        mask_useful_tokens = resolved(note.mask_useful_tokens)
+        if useful_tokens is None and tokens in (None, note.mask_tokens):
+            tokens, useful_tokens = note.mask_tokens, mask_useful_tokens
+        return StepMeasures(
+            steps=note.steps,
+            elapsed_s=elapsed_s,
+            data_wait_s=note.data_wait_s,
+            samples=samples,
+            tokens=tokens,
+            useful_tokens=useful_tokens,
+            flops=self._flops(note),
+            warmup=note.warmup,
+            world_size=self._world_size,
+        )
+
+    def _flops(self, note: StepNote) -> StepFlops | None:
+        if note.state is None or note.batches_missing or not note.batches:
+            return None
+        state = note.state
+        flops = self._notices.among(lambda: self._counting.step(state, note.batches, measured=note.measured))
+        if note.profile is not None:
+            self.profile_cost_s += note.profile.cost_s
+            self._counting.learn_executed(note.profile, flops)
+        return self._counting.with_executed(flops)
+
+
+def _sum(values: list[Any]) -> Any:
+    """The sum of what every micro-batch has; None where one has none, or there is none."""
+    return None if not values or any(v is None for v in values) else sum(values)
+
+
+def peak_memory_bytes(device: torch.device) -> int | None:
+    """The most memory in use so far: the allocator's on CUDA, the process's on a CPU; None elsewhere."""
+    if device.type == "cuda":
+        stats = torch.cuda.memory.memory_stats_as_nested_dict(device)
+        return int(stats["allocated_bytes"]["all"]["peak"])
+    if device.type != "cpu":
+        return None
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return None
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

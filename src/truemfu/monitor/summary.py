@@ -1,0 +1,93 @@
+"""The closing words of a run: a table in a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any, TextIO
+
+
+def lines_of(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The summary as labels and texts; what is not known says so."""
+    return [
+        ("steps", _steps(summary)),
+        ("step, median", _seconds(summary["median_step_time_s"])),
+        ("MFU, median", _share(summary["median_mfu"], "no peak or no FLOPs known")),
+        ("HFU, median", _share(summary["median_hfu"], "no peak or no FLOPs known")),
+        ("peak", summary["peak_source"] or "unknown"),
+        ("FLOPs by", _method(summary)),
+        ("tokens/s", _rate(summary["median_tokens_per_second"], summary["scope"])),
+        ("samples/s", _rate(summary["median_samples_per_second"], summary["scope"])),
+        ("padding lost", _share(summary["padding_lost"], "no mask seen")),
+        ("waiting for data", _share(summary["data_wait_share"], "not seen")),
+        ("monitor's own cost", _cost(summary)),
+        *[("lost", text) for text in summary["lost"]],
+        *[("warning", text) for text in summary["warnings"]],
+    ]
+
+
+def show(summary: Mapping[str, Any], stream: TextIO | None = None) -> None:
+    """Print the summary: with rich in a terminal, as plain lines in a file or a pipe."""
+    stream = stream or sys.stderr
+    lines = lines_of(summary)
+    if stream.isatty():
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(title="truemfu", title_justify="left", show_header=False, box=None, pad_edge=False)
+        table.add_column(style="bold", no_wrap=True)
+        table.add_column(overflow="fold")
+        for label, text in lines:
+            table.add_row(label, Text(text, style="yellow" if label in ("warning", "lost") else ""))
+        Console(file=stream).print(table)
+        return
+    width = max(len(label) for label, _ in lines)
+    stream.write("truemfu\n" + "".join(f"  {label:{width}}  {text}\n" for label, text in lines))
+    stream.flush()
+
+
+def _steps(summary: Mapping[str, Any]) -> str:
+    text = f"{summary['steps']:,} logged"
+    if summary["skipped_steps"]:
+        text += f", {summary['skipped_steps']:,} between them not logged"
+    if summary["warmup_steps"]:
+        text += f"; {summary['warmup_steps']:,} warm-up"
+    return text + f"; medians over {summary['medians_over']}"
+
+
+def _method(summary: Mapping[str, Any]) -> str:
+    if summary["method"] is None:
+        return "nothing: no model was counted"
+    attention = "all pairs" if summary["convention"]["attention"] == "full" else "pairs the mask allows"
+    return f"{summary['method']}; a multiply-add is 2, attention counts {attention}"
+
+
+def _seconds(seconds: float | None) -> str:
+    if seconds is None:
+        return "unknown"
+    return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def _share(share: float | None, why_not: str) -> str:
+    if share is None:
+        return f"unknown ({why_not})"
+    return f"{share:.1%}" if share >= 0.01 or share == 0 else f"{100 * share:.2g} %"
+
+
+def _rate(rate: float | None, scope: str) -> str:
+    return "unknown" if rate is None else f"{rate:,.0f} ({scope})"
+
+
+def _cost(summary: Mapping[str, Any]) -> str:
+    cost = summary["monitor_cost"]
+    parts = []
+    if cost["training_thread_us_per_step"] is not None:
+        parts.append(f"{cost['training_thread_us_per_step']:.0f} µs a step on the training thread")
+    if cost["share_of_step"] is not None:
+        parts.append(f"{cost['share_of_step']:.3%} of a step")
+    if cost["counting_s"]:
+        parts.append(f"counting {cost['counting_s']:.1f} s in the background")
+    if cost["profiling_s"]:
+        parts.append(f"profiling {cost['profiling_s']:.1f} s on the training thread")
+    return ", ".join(parts) or "nothing measured"

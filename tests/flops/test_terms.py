@@ -1,0 +1,95 @@
+"""Terms are plain data: they come back from JSON as the same functions, and nothing else does."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from truemfu.errors import UsageError
+from truemfu.flops import terms
+from truemfu.flops.matcher import Matcher
+from truemfu.flops.pairs import Band
+from truemfu.flops.sizes import SizeStep
+
+SIZES = {
+    "samples": 3,
+    "length": 70,
+    "frames": 5,
+    "height": 33,
+    "documents": [[7, 3], [10]],
+    "grids": [(1, 4, 6), (2, 9, 5)],
+}
+POOLED = terms.after_step(SizeStep(3, 2, 1, ceil_mode=True), terms.size("height"))
+VALUES = [
+    (terms.ONE, 1),
+    (terms.size("length"), 70),
+    (terms.chunks("length", 64), 2),
+    (terms.band_pairs("length", Band(ahead=0)), 70 * 71 // 2),
+    (terms.band_pairs("length", Band(behind=1, ahead=0)), 70 + 69),
+    (terms.document_pairs(Band()), 49 + 9 + 100),
+    (terms.document_pairs(Band(ahead=0)), 28 + 6 + 55),
+    (terms.documents(), 3),
+    (terms.window_pairs(4), 1 * 16 * (16 + 4) + 2 * (16 + 16 + 1) * (16 + 1)),
+    (POOLED, 17),
+    (terms.after_step(SizeStep(2, 2, 0, transposed=True, output_padding=1), POOLED), 35),
+    (terms.size("samples").times(terms.size("length")).times(POOLED.times(POOLED)), 3 * 70 * 17 * 17),
+    *zip(terms.grid_terms([]), (24 + 90, 24**2 + 2 * 45**2, 24**2 + 90**2, 2, 3), strict=True),
+]
+
+
+@pytest.mark.parametrize(("term", "value"), VALUES, ids=lambda v: v.name if isinstance(v, terms.Term) else "")
+def test_a_term_comes_back_from_json_as_the_same_function(term: terms.Term, value: int) -> None:
+    back = terms.term_of(json.loads(json.dumps(term.data)))
+    assert term.of(SIZES) == value
+    assert back.of(SIZES) == value
+    assert back.name == term.name
+    assert json.dumps(back.data) == json.dumps(term.data)
+
+
+def test_a_product_with_one_is_the_term_itself() -> None:
+    length = terms.size("length")
+    assert terms.ONE.times(length) is length
+    assert length.times(terms.ONE) is length
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        None,
+        [],
+        "size",
+        {"size": "length"},
+        ["length"],
+        ["size"],
+        ["size", 3],
+        ["size", "length", 3],
+        ["chunks", "length", 0],
+        ["chunks", "length", 2.5],
+        ["pairs", "length", "all", None],
+        ["conv", 3, 0, 1, 1, False, 0, False, ["size", "height"]],
+        ["conv", 3, 1, 1, 1, False, 0, False],
+        ["conv", 3, 1, 1, 1, False, 0, False, ["sizes", "height"]],
+        ["product"],
+        ["product", ["size", "length"], 2],
+        [["size"], "length"],
+        ["__import__", "os"],
+    ],
+    ids=str,
+)
+def test_what_describes_no_term_is_refused(data: Any) -> None:
+    with pytest.raises(UsageError, match="describes no term of a closed form"):
+        terms.term_of(data)
+
+
+def test_terms_of_one_name_are_not_taken_for_each_other() -> None:
+    """A pooling that rounds up, and a convolution that does not, are written alike."""
+    plain, ceil = (
+        terms.after_step(SizeStep(2, 2, 0, ceil_mode=up), terms.size("height")) for up in (False, True)
+    )
+    assert plain.name == ceil.name
+    runs = [{"height": n} for n in (5, 9, 13, 8)]
+    matcher = Matcher(runs, [plain, ceil], [])
+    assert matcher.match((20, 40, 60, 40)) == ((10, plain),)
+    assert matcher.match((30, 50, 70, 40)) == ((10, ceil),)

@@ -1,0 +1,149 @@
+"""One run into five real trackers at once, with the user logging to the same W&B run, all read back."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("wandb")
+pytest.importorskip("mlflow")
+pytest.importorskip("trackio")
+pytest.importorskip("tensorboard")
+pytest.importorskip("prometheus_client")
+
+STEPS = 60
+
+PROGRAM = """
+import json, sys, urllib.request
+from pathlib import Path
+import torch, wandb
+from truemfu import TrainingMonitor
+from truemfu.sweep.models import build_reference_model
+from truemfu.trackers.prometheus import PrometheusTracker
+
+folder = Path(sys.argv[1])
+mine = wandb.init(project="mine", dir=folder, mode="offline")
+model = build_reference_model("tiny")
+prometheus = PrometheusTracker(run="test", port=0, address="127.0.0.1")
+monitor = TrainingMonitor(
+    folder / "out", {"monitoring": {"peak_tflops": 1, "detailed_log_freq": 10}}, model=model,
+    trackers=["tensorboard", "mlflow", "trackio", prometheus],
+)
+ids = torch.zeros(2, 16, dtype=torch.long)
+for step in range(1, 61):
+    loss = model(ids, labels=ids).loss
+    loss.backward()
+    monitor.log_step(step, 0, step / 2, 1.0, 1e-3)
+    mine.log({"mine": step}, step=7 * step)
+monitor.save_logs()
+with urllib.request.urlopen(f"http://127.0.0.1:{prometheus.port}/metrics", timeout=10) as answer:
+    scraped = answer.read().decode()
+monitor.close()
+mine.finish()
+from trackio.sqlite_storage import SQLiteStorage
+(project,) = SQLiteStorage.get_projects()
+(run,) = SQLiteStorage.get_runs(project)
+rows = SQLiteStorage.get_logs(project, run)
+print("FOUND" + json.dumps([scraped, rows], default=str))
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, list[dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("run")
+    environment = {
+        **os.environ,
+        "TRACKIO_DIR": str(folder / "trackio"),
+        "HF_HUB_OFFLINE": "1",
+        "WANDB_SILENT": "true",
+        "WANDB_CONSOLE": "off",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(folder)],
+        env=environment,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "rows of tracker" not in done.stderr, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("FOUND")]
+    scraped, trackio_rows = json.loads(line.removeprefix("FOUND"))
+    return folder, scraped, trackio_rows
+
+
+@pytest.fixture(scope="module")
+def local(run: tuple[Path, str, list[dict[str, Any]]]) -> dict[int, dict[str, Any]]:
+    rows = json.loads((run[0] / "out" / "training_log.json").read_text(encoding="utf-8"))
+    assert [row["global_step"] for row in rows] == list(range(1, STEPS + 1))
+    return {row["global_step"]: row for row in rows}
+
+
+DETAILED = range(10, STEPS + 1, 10)
+
+
+def test_tensorboard_holds_every_step(run: Any, local: dict[int, dict[str, Any]]) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run[0] / "out" / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    losses = [(event.step, event.value) for event in events.Scalars("training/loss")]
+    assert losses == [(step, step / 2) for step in range(1, STEPS + 1)]
+    mfus = {event.step: event.value for event in events.Scalars("perf/mfu")}
+    assert mfus == {step: pytest.approx(local[step]["perf/mfu"], rel=1e-6) for step in DETAILED}
+
+
+def test_mlflow_holds_every_step(run: Any, local: dict[int, dict[str, Any]]) -> None:
+    import mlflow
+
+    client = mlflow.MlflowClient(f"sqlite:///{run[0] / 'out' / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name("truemfu")
+    assert experiment is not None
+    (found,) = client.search_runs([experiment.experiment_id])
+    losses = sorted((m.step, m.value) for m in client.get_metric_history(found.info.run_id, "training/loss"))
+    assert losses == [(step, step / 2) for step in range(1, STEPS + 1)]
+    mfus = {m.step: m.value for m in client.get_metric_history(found.info.run_id, "perf/mfu")}
+    assert mfus == {step: local[step]["perf/mfu"] for step in DETAILED}
+
+
+def test_trackio_holds_every_step(run: Any, local: dict[int, dict[str, Any]]) -> None:
+    assert [(row["step"], row["training/loss"]) for row in run[2]] == [
+        (s, s / 2) for s in range(1, STEPS + 1)
+    ]
+    mfus = {row["step"]: row["perf/mfu"] for row in run[2] if "perf/mfu" in row}
+    assert mfus == {step: local[step]["perf/mfu"] for step in DETAILED}
+
+
+def test_wandb_holds_every_row_of_ours_and_of_the_users(run: Any, local: dict[int, dict[str, Any]]) -> None:
+    from wandb.util import get_core_path
+
+    (file,) = run[0].glob("wandb/offline-run-*/*.wandb")
+    command = [get_core_path(), "leet", "inspect", "--no-observability", "--json", "--run-file", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    records = [json.loads(line) for line in done.stdout.splitlines()]
+    rows = [record["history"]["item"] for record in records if record["type"] == "history"]
+    theirs = {row["mine"]: row["_step"] for row in rows if "mine" in row}
+    assert theirs == {step: 7 * step for step in range(1, STEPS + 1)}
+    ours = {row["global_step"]: row["training/loss"] for row in rows if "global_step" in row}
+    assert ours == {step: step / 2 for step in range(1, STEPS + 1)}
+    mfus = {row["global_step"]: row["perf/mfu"] for row in rows if "perf/mfu" in row}
+    assert mfus == {step: pytest.approx(local[step]["perf/mfu"]) for step in DETAILED}
+
+
+def test_a_prometheus_scrape_returns_the_last_values(run: Any, local: dict[int, dict[str, Any]]) -> None:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    values = {
+        sample.name: sample.value
+        for family in text_string_to_metric_families(run[1])
+        for sample in family.samples
+    }
+    assert values["truemfu_training_loss"] == STEPS / 2
+    assert values["truemfu_mfu"] == pytest.approx(local[STEPS]["perf/mfu"])

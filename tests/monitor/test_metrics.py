@@ -1,0 +1,137 @@
+"""The arithmetic of a step: names, units, what is left out."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from truemfu.monitor.counting import StepFlops
+from truemfu.monitor.metrics import StepMeasures, Window, performance
+from truemfu.monitor.totals import Reservoir, Totals
+
+FLOPS = StepFlops(
+    model_flops=2 * 10**12,
+    hardware_flops=3 * 10**12,
+    peak_flops_per_s=10e12,
+    peak_source="override",
+    method="closed form",
+)
+STEP = StepMeasures(
+    steps=1,
+    elapsed_s=0.5,
+    data_wait_s=0.1,
+    samples=4,
+    tokens=2048,
+    useful_tokens=1024.0,
+    flops=FLOPS,
+    warmup=False,
+    world_size=8,
+)
+
+
+def test_a_row_holds_every_rate_for_the_job_and_for_this_gpu() -> None:
+    assert performance(STEP) == {
+        "perf/step_time": 0.5,
+        "perf/steps_per_second": 2.0,
+        "perf/tokens_per_second": 8 * 4096.0,
+        "perf/tokens_per_second_per_gpu": 4096.0,
+        "perf/real_tokens_per_second": 8 * 2048.0,
+        "perf/real_tokens_per_second_per_gpu": 2048.0,
+        "perf/samples_per_second": 64.0,
+        "perf/samples_per_second_per_gpu": 8.0,
+        "perf/mfu": 0.4,
+        "perf/mfu_percent": 40.0,
+        "perf/hfu": pytest.approx(0.6),
+        "perf/hfu_percent": pytest.approx(60.0),
+        "perf/tflops_per_gpu": 4.0,
+        "perf/padding_efficiency": 0.5,
+        "perf/data_wait": 0.1,
+    }
+
+
+def test_steps_that_were_not_logged_share_the_time() -> None:
+    row = performance(dataclasses.replace(STEP, steps=5))
+    assert row["perf/step_time"] == pytest.approx(0.1)
+    assert row["perf/data_wait"] == pytest.approx(0.02)
+    assert row["perf/mfu"] == 0.4
+
+
+@pytest.mark.parametrize(
+    ("change", "absent"),
+    [
+        ({"elapsed_s": None}, "perf/step_time perf/mfu perf/tokens_per_second perf/tflops_per_gpu"),
+        ({"elapsed_s": 0.0}, "perf/step_time perf/mfu perf/tokens_per_second perf/tflops_per_gpu"),
+        ({"flops": None}, "perf/mfu perf/mfu_percent perf/hfu perf/tflops_per_gpu"),
+        ({"flops": dataclasses.replace(FLOPS, peak_flops_per_s=None)}, "perf/mfu perf/hfu"),
+        ({"tokens": None}, "perf/tokens_per_second perf/padding_efficiency"),
+        ({"useful_tokens": None}, "perf/real_tokens_per_second perf/padding_efficiency"),
+        ({"samples": None}, "perf/samples_per_second"),
+        ({"data_wait_s": None}, "perf/data_wait"),
+    ],
+)
+def test_what_is_not_known_is_left_out(change: dict[str, object], absent: str) -> None:
+    row = performance(dataclasses.replace(STEP, **change))  # type: ignore[arg-type]
+    assert not set(absent.split()) & set(row)
+    assert all(value is not None for value in row.values())
+
+
+def test_a_utilisation_above_one_is_not_clamped() -> None:
+    assert performance(dataclasses.replace(STEP, elapsed_s=0.1))["perf/mfu"] == pytest.approx(2.0)
+
+
+def test_a_warm_up_is_marked_and_out_of_the_medians() -> None:
+    window = Window()
+    slow = dataclasses.replace(STEP, elapsed_s=60.0, warmup=True)
+    assert performance(slow)["perf/warmup"] is True
+    for measures in (slow, STEP, STEP, dataclasses.replace(STEP, elapsed_s=1.0)):
+        window.add(measures)
+    assert window.medians() == {"perf/step_time_median": 0.5, "perf/mfu_median": 0.4}
+
+
+def test_the_window_forgets() -> None:
+    window = Window(steps=3)
+    for elapsed_s in (9.0, 9.0, 1.0, 2.0, 3.0):
+        window.add(dataclasses.replace(STEP, elapsed_s=elapsed_s))
+    assert window.medians()["perf/step_time_median"] == 2.0
+
+
+def test_totals_are_medians_over_the_steps_after_warm_up() -> None:
+    totals = Totals()
+    totals.add(dataclasses.replace(STEP, elapsed_s=50.0, warmup=True))
+    for _ in range(3):
+        totals.add(STEP)
+    run = totals.as_dict()
+    assert run["steps"] == 4
+    assert run["warmup_steps"] == 1
+    assert run["median_step_time_s"] == 0.5
+    assert run["median_mfu"] == 0.4
+    assert run["median_tokens_per_second"] == 8 * 4096.0
+    assert run["padding_lost"] == 0.5
+    assert run["data_wait_share"] == pytest.approx(0.2)
+    assert run["method"] == "closed form"
+
+
+def test_a_run_of_warm_up_alone_says_so() -> None:
+    totals = Totals()
+    totals.add(dataclasses.replace(STEP, warmup=True))
+    run = totals.as_dict()
+    assert run["median_step_time_s"] == 0.5
+    assert run["medians_over"] == "all steps (none after warm-up)"
+
+
+def test_a_run_without_steps_knows_nothing() -> None:
+    run = Totals().as_dict()
+    assert run["steps"] == 0
+    assert run["median_mfu"] is None
+    assert run["padding_lost"] is None
+
+
+def test_a_reservoir_keeps_its_size_and_a_fair_median() -> None:
+    reservoir = Reservoir(size=512)
+    for value in range(100_000):
+        reservoir.add(float(value))
+    median = reservoir.median()
+    assert len(reservoir._kept) == 512
+    assert median is not None
+    assert 40_000 < median < 60_000
