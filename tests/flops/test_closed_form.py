@@ -247,3 +247,39 @@ def test_formulas_are_written_out():
     _, _, f = fitted("llama-sdpa", "full")
     assert set(f.formulas()) == {"forward", "backward", "recompute"}
     assert "samples·length·length" in f.formulas()["recompute"]
+
+
+class Divided(nn.Module):
+    """Takes numbers beside its tensors: one that decides the work, and some that do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, items: int = 1, scale: float = 1.0, depth: int = 3) -> torch.Tensor:
+        for layer in self.layers[:depth]:
+            x = layer(x)
+        return x.sum() * scale / items
+
+
+def test_a_number_that_makes_no_difference_is_fitted_twice_and_never_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = Divided()
+    form = FlopModel.fit(model, {"x": torch.ones(2, 4, 8), "items": 5, "scale": 0.5})
+    expected = count_flops(model, {"x": torch.ones(3, 5, 8)}).model_flops
+    assert form({"x": torch.ones(3, 5, 8), "items": 6, "scale": 0.25}).model_flops == expected
+    monkeypatch.setattr(FlopModel, "_run", lambda self, batch: pytest.fail("counted again"))
+    for items in range(7, 20):
+        assert form.knows({"x": torch.ones(3, 5, 8), "items": items, "scale": 1 / items})
+        assert form({"x": torch.ones(3, 5, 8), "items": items, "scale": 1 / items}).model_flops == expected
+    travelled = FlopModel.from_export(model, form.export())
+    assert travelled({"x": torch.ones(3, 5, 8), "items": 99, "scale": 2.0}).model_flops == expected
+
+
+def test_a_number_that_decides_the_work_stays_part_of_the_kind() -> None:
+    model = Divided()
+    form = FlopModel.fit(model, {"x": torch.ones(2, 4, 8), "depth": 3})
+    for depth in (1, 2, 3, 2):
+        batch = {"x": torch.ones(3, 5, 8), "depth": depth}
+        assert form(batch).model_flops == count_flops(model, batch).model_flops

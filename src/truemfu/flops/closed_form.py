@@ -200,6 +200,10 @@ class FlopModel:
         except NoClosedForm as reason:
             warn_once(f"{type(model).__name__} has no closed form ({reason}): {PER_SHAPE}")
         kind = Kind(calibration.layout, form)
+        for other in self._kinds:
+            if apart := other.is_the_same_but_for(kind):
+                other.layout = other.layout.with_free(apart)
+                return other
         self._kinds.append(kind)
         if len(self._kinds) > _MAX_KINDS:
             del self._kinds[0]

@@ -49,6 +49,13 @@ class Kind:
         self.layout, self.form = layout, form
         self._kept: OrderedDict[str, FlopCount] = OrderedDict()
 
+    def is_the_same_but_for(self, other: Kind) -> frozenset[str | int]:
+        """Numbers that set two kinds apart though their work is the same: a step counter, a divisor."""
+        if self.form is None or other.form is None:
+            return frozenset()
+        apart = self.layout.numbers_apart(other.layout)
+        return apart if apart and self.form.export() == other.form.export() else frozenset()
+
     def known(self, sizes: Sizes, convention: Convention) -> FlopCount | None:
         """The count for these sizes; None where they have to be counted first."""
         if self.form is not None:

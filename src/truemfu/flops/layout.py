@@ -74,10 +74,14 @@ class LayoutData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     is_packed: bool
     tensors: list[TensorLayout]
     constants: list[tuple[Key, Any]]
+    free: list[Key]
 
 
 class Layout:
-    """The kind of a batch: tensors with their dimensions, other arguments with their values."""
+    """The kind of a batch: tensors with their dimensions, other arguments with their values.
+
+    `free` are numbers among the other arguments that were found to make no difference to the work.
+    """
 
     def __init__(
         self,
@@ -86,15 +90,18 @@ class Layout:
         is_packed: bool,
         tensors: Mapping[Key, TensorLayout],
         constants: Mapping[Key, Any],
+        free: frozenset[Key] = frozenset(),
     ) -> None:
         self.is_mapping, self.is_packed = is_mapping, is_packed
-        self.tensors, self.constants = tensors, constants
+        self.tensors, self.constants, self.free = tensors, constants, free
         self.grids = [key for key in GRIDS if key in tensors]
         self.names = sorted({name for tensor in tensors.values() for _, name in tensor.named()})
         """The sizes that vary, in a fixed order."""
         self._keys = frozenset((*tensors, *constants))
         self._values_read = READ_BY_VALUE & self._keys if is_mapping else frozenset()
-        self._compared = [(key, value) for key, value in constants.items() if not self.is_longest(key)]
+        self._compared = [
+            (key, value) for key, value in constants.items() if key not in free and not self.is_longest(key)
+        ]
         self._reading = [
             (
                 tensor.key,
@@ -139,7 +146,31 @@ class Layout:
                 for key, t in self.tensors.items()
             },
             constants=self.constants,
+            free=self.free,
         )
+
+    def with_free(self, keys: frozenset[Key]) -> Layout:
+        """The same where these numbers make no difference."""
+        return Layout(
+            is_mapping=self.is_mapping,
+            is_packed=self.is_packed,
+            tensors=self.tensors,
+            constants=self.constants,
+            free=self.free | keys,
+        )
+
+    def numbers_apart(self, other: Layout) -> frozenset[Key]:
+        """The numbers that set two layouts apart; empty where something else does, or nothing."""
+        alike = (self.is_mapping, self.is_packed, self.tensors) == (
+            other.is_mapping,
+            other.is_packed,
+            other.tensors,
+        )
+        if not alike or self.constants.keys() != other.constants.keys():
+            return frozenset()
+        apart = {key for key, value in self._compared if not _same(other.constants[key], value)}
+        both = [layout.constants[key] for key in apart for layout in (self, other)]
+        return frozenset(apart) if all(type(value) in (int, float) for value in both) else frozenset()
 
     def is_longest(self, key: Key) -> bool:
         """Whether an argument is the length of the longest document: it follows from the documents."""
@@ -220,6 +251,7 @@ class Layout:
             is_packed=self.is_packed,
             tensors=list(self.tensors.values()),
             constants=list(self.constants.items()),
+            free=sorted(self.free, key=str),
         )
         return msgspec.to_builtins(data)  # type: ignore[no-any-return]
 
@@ -231,6 +263,7 @@ class Layout:
             is_packed=data.is_packed,
             tensors={tensor.key: tensor for tensor in data.tensors},
             constants=dict(data.constants),
+            free=frozenset(data.free),
         )
 
 

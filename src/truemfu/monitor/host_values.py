@@ -7,7 +7,6 @@ queued behind the copy, so once that mark has passed the number lies on the host
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from typing import Any
 
@@ -51,14 +50,8 @@ class HostValues:
         return float(value)
 
     def _take_tensor(self, tensor: torch.Tensor) -> float | Slot | None:
-        placements = getattr(tensor, "placements", None)
-        if placements is not None:
-            if not all(placement.is_replicate() for placement in placements):
-                raise TypeError(
-                    "a sharded DTensor: its value is known after a collective, which is yours to start "
-                    "(pass tensor.full_tensor())"
-                )
-            tensor = tensor.to_local()  # type: ignore[attr-defined]
+        if type(tensor) is not torch.Tensor:
+            tensor = _local(tensor)
         if tensor.numel() != 1:
             raise TypeError(f"a tensor of shape {tuple(tensor.shape)}, where one number was expected")
         if tensor.is_meta:
@@ -68,7 +61,7 @@ class HostValues:
         if not self._free:
             return None  # the reading side is far behind; a step without this value is better than a wait
         cell = self._free.popleft()
-        cell.copy_(tensor.detach().reshape(()), non_blocking=True)
+        cell.copy_(tensor.detach() if tensor.dim() == 0 else tensor.detach().reshape(()), non_blocking=True)
         return Slot(cell, self._free)
 
     def tokens_in(self, mask: torch.Tensor) -> float | Slot | None:
@@ -76,11 +69,20 @@ class HostValues:
         return self._take_tensor(mask.detach().count_nonzero() if mask.is_cuda else mask.count_nonzero())
 
 
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor that may be spread over ranks; a TypeError where that is a part of it."""
+    placements = getattr(tensor, "placements", None)
+    if placements is None:
+        return tensor
+    if not all(placement.is_replicate() for placement in placements):
+        raise TypeError(
+            "a sharded DTensor: its value is known after a collective, which is yours to start "
+            "(pass tensor.full_tensor())"
+        )
+    return tensor.to_local()  # type: ignore[attr-defined,no-any-return]
+
+
 def resolved(value: float | Slot | None) -> float | None:
     """A taken number, once its step's end mark has passed."""
     return value.read() if isinstance(value, Slot) else value
 
-
-def is_finite(value: float | None) -> bool:
-    """Whether a number is there and is neither infinite nor NaN."""
-    return value is not None and math.isfinite(value)

@@ -106,7 +106,7 @@ class TrainingMonitor:
         self._last_end_s: float | None = None
         self._data_wait_s: float | None = None
         self._compilations = _compilations()
-        self._own_time_s = 0.0
+        self._own_time_s = self._own_check_s = 0.0
         self._forward_since_s: float | None = None
         atexit.register(self.close)
         if model is not None:
@@ -225,6 +225,7 @@ class TrainingMonitor:
             "monitor_cost": {
                 "training_thread_us_per_step": None if own_s is None else own_s * 1e6,
                 "share_of_step": None if own_s is None or not step_s else own_s / step_s,
+                "checks_s": self._own_check_s,
                 "background_s": self._resolver.own_time_s if self._is_set_up else 0.0,
                 "counting_s": counting_s,
                 "profiling_s": profiling_s,
@@ -338,14 +339,19 @@ class TrainingMonitor:
     def _note(self, batch: Batch) -> None:
         """Note a micro-batch; with the first of a step also that the step has begun."""
         began_s = time.perf_counter()
+        is_check = self._check_is_due
         if not self._is_set_up:
             self._set_up(self._model_device(batch))
         if not self._batches.noted:
             self._begin_step(began_s)
         self._batches.note(batch)
-        if self._check_is_due:
+        if is_check:
             self._check_model(batch)
-        self._own_time_s += time.perf_counter() - began_s
+        took_s = time.perf_counter() - began_s
+        if is_check:
+            self._own_check_s += took_s
+        else:
+            self._own_time_s += took_s
 
     def _begin_step(self, now_s: float) -> None:
         if self._last_end_s is not None and self._data_wait_s is None:

@@ -86,6 +86,8 @@ def _cost(summary: Mapping[str, Any]) -> str:
         parts.append(f"{cost['training_thread_us_per_step']:.0f} µs a step on the training thread")
     if cost["share_of_step"] is not None:
         parts.append(f"{cost['share_of_step']:.3%} of a step")
+    if cost["checks_s"]:
+        parts.append(f"{1e3 * cost['checks_s']:.0f} ms in all for setting up and checks")
     if cost["counting_s"]:
         parts.append(f"counting {cost['counting_s']:.1f} s in the background")
     if cost["profiling_s"]:
