@@ -41,6 +41,7 @@ ONE = 2 * 4 * 8 * 8
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background_module, "PAUSE_S", 0)
+    monkeypatch.setattr(background_module, "WORK_S", 0)
 
 
 def elsewhere(work: Callable[[], Any]) -> Any:
@@ -618,17 +619,22 @@ def test_code_is_compiled_beside_counts_and_stays_compiled() -> None:
     assert len(compiled) == len(functions)
 
 
+SEEN: list[bool] = []
+
+
+def look_at_flags(x: torch.Tensor) -> torch.Tensor:
+    flags = [name for name in vars(_python_dispatch) if re.match("_is_in_.*mode", name)]
+    SEEN.extend(vars(_python_dispatch)[name] for name in flags)
+    return x
+
+
 def test_no_other_thread_sees_the_modes_of_a_count() -> None:
-    seen: list[Any] = []
-
-    def look(x: torch.Tensor) -> torch.Tensor:
-        flags = [name for name in vars(_python_dispatch) if re.match("_is_in_.*mode", name)]
-        seen.extend(vars(_python_dispatch)[name] for name in flags)
-        return x
-
-    counted_elsewhere(Net(look), (X,))
-    assert seen
-    assert not any(seen)
+    SEEN.clear()
+    counted_elsewhere(Net(look_at_flags), (X,))
+    assert SEEN
+    assert not any(SEEN)
+    count_flops(Net(look_at_flags), (X,))
+    assert any(SEEN)  # as they are set on the training thread
 
 
 def test_a_count_beside_another_count_on_the_training_thread_is_right() -> None:

@@ -171,7 +171,9 @@ class Counting:
 
     def batch(self, state: ModelState, note: BatchNote, *, measured: bool) -> FlopCount | None:
         """The FLOPs of one micro-batch."""
-        batch = note.template.example(note.values)
+        batch = note.example()
+        if batch is None:
+            return None
         autocast = note.template.autocast
         if not self.estimates_only and measured:
             form = state.forms.get(autocast)

@@ -1,76 +1,157 @@
-"""Numbers that lie on the device, read without waiting for them.
+"""What lies on the device and is wanted on the host, fetched together and without waiting.
 
-`log_step` may get its loss, gradient norm and mask as device tensors. Reading one there would wait for the
-GPU. Instead a copy into pinned memory is queued behind the work that makes the value; the step's end mark is
-queued behind the copy, so once that mark has passed the number lies on the host.
+`log_step` may get its loss, gradient norm and mask as device tensors, and a batch may hold its documents or
+image grids there. Reading one on the spot would wait for the GPU, and even an asynchronous copy of a single
+number is a driver call that a launch-bound run feels. So tensors are kept for a moment, each as it is, and
+every second or so all of one shape become one copy to the host:
+
+    hold ─► kept tensors ─► flush: one stack, one copy per shape and dtype ─► Held.get, on another thread
+
+A kept tensor must still be what it was. One that was changed in place meanwhile is not used, and from then on
+its kind is copied at once; so is a number that comes again at the same place, as a running sum or the output
+of a CUDA graph does, and what would keep much memory alive.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import time
+from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-_SLOTS = 1 << 14
+from ..flops.host_copy import HostCopy
+
+_LONGEST_WAIT_S = 1.0
+_MAX_KEPT = 256
+_MAX_KEPT_BYTES = 16 << 20
+_MAX_STORAGE_BYTES = 4 << 20
 
 
-class Slot:
-    """A number on its way from the device; `read` it after the step's end mark has passed."""
+class Held:
+    """A tensor on its way to the host; `is_void` where its value was gone before it could be fetched."""
 
-    __slots__ = ("_cell", "_free")
+    __slots__ = ("_copy", "_place", "is_void")
 
-    def __init__(self, cell: torch.Tensor, free: deque[torch.Tensor]) -> None:
-        self._cell, self._free = cell, free
+    def __init__(self) -> None:
+        self._copy: HostCopy | None = None
+        self._place = 0
+        self.is_void = False
 
-    def read(self) -> float:
-        """The number; the slot is free afterwards."""
-        value = float(self._cell)
-        self._free.append(self._cell)
-        return value
+    def sent(self, copy: HostCopy, place: int) -> None:
+        """It is part of this copy, at this place."""
+        self._copy, self._place = copy, place
+
+    def ready(self) -> bool:
+        """Whether `get` has an answer: asks, never waits."""
+        return self.is_void or (self._copy is not None and self._copy.ready())
+
+    def get(self) -> torch.Tensor:
+        """The values, once they are ready."""
+        assert self._copy is not None
+        return self._copy.get()[self._place]
+
+
+Number = float | Held | None
 
 
 class HostValues:
-    """Takes numbers of any kind on the training thread; device tensors become slots in pinned memory."""
+    """Takes tensors and numbers on the training thread, and fetches what lies on a CUDA device."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._free: deque[torch.Tensor] = deque()
-        if device.type == "cuda":
-            self._free.extend(torch.zeros(_SLOTS, dtype=torch.float32, pin_memory=True).unbind())
+    def __init__(self, notice: Callable[[str], None]) -> None:
+        self._notice = notice
+        self._kept: defaultdict[Any, list[tuple[torch.Tensor, int, Held]]] = defaultdict(list)
+        self._places: dict[tuple[str, int], tuple[Held, int]] = {}
+        self._count = self._bytes = 0
+        self._since_s = 0.0
+        self._copied_at_once: set[str] = set()
 
-    def take(self, value: Any) -> float | Slot | None:
-        """A number now, a slot for a number that is on its way, or None for what is no number.
-
-        None comes back for None alone; anything else that holds no single number is a TypeError.
-        """
+    def number(self, name: str, value: Any) -> Number:
+        """A number now, or one that is on its way; None for None. Anything else is a TypeError."""
         if value is None or type(value) is float:
             return value
-        if isinstance(value, torch.Tensor):
-            return self._take_tensor(value)
-        return float(value)
-
-    def _take_tensor(self, tensor: torch.Tensor) -> float | Slot | None:
-        if type(tensor) is not torch.Tensor:
-            tensor = _local(tensor)
-        if tensor.numel() != 1:
-            raise TypeError(f"a tensor of shape {tuple(tensor.shape)}, where one number was expected")
-        if tensor.is_meta:
+        if not isinstance(value, torch.Tensor):
+            return float(value)
+        if type(value) is not torch.Tensor:
+            value = _local(value)
+        if value.numel() != 1:
+            raise TypeError(f"a tensor of shape {tuple(value.shape)}, where one number was expected")
+        if value.is_meta:
             raise TypeError("a tensor without a value (meta)")
-        if not tensor.is_cuda:
-            return float(tensor.detach())
-        if not self._free:
-            return None  # the reading side is far behind; a step without this value is better than a wait
-        cell = self._free.popleft()
-        cell.copy_(tensor.detach() if tensor.dim() == 0 else tensor.detach().reshape(()), non_blocking=True)
-        return Slot(cell, self._free)
+        if not value.is_cuda:
+            return float(value.detach())
+        return self._hold(name, value if value.dim() == 0 else value.reshape(()), is_input=False)
 
-    def tokens_in(self, mask: torch.Tensor) -> float | Slot | None:
+    def tokens_in(self, mask: torch.Tensor) -> Number:
         """How many positions of a mask are set."""
-        return self._take_tensor(mask.detach().count_nonzero() if mask.is_cuda else mask.count_nonzero())
+        if not mask.is_cuda:
+            return float(mask.count_nonzero())
+        return self._hold("attention_mask", mask, is_input=True, count=True)
+
+    def values(self, name: str, tensor: torch.Tensor) -> torch.Tensor | Held:
+        """All values of an argument of the model, as they are now."""
+        return self._hold(name, tensor, is_input=True) if tensor.is_cuda else tensor.detach().clone()
+
+    def _hold(self, name: str, tensor: torch.Tensor, *, is_input: bool, count: bool = False) -> Held:
+        """Keep a tensor until the next flush; with `count` only how many of its elements are not zero."""
+        tensor = tensor.detach()
+        place, version = (name, tensor.data_ptr()), tensor._version
+        before = self._places.get(place)
+        if before is not None:
+            if is_input and before[1] == version:
+                return before[0]  # the same argument again
+            before[0].is_void = True  # its place holds a newer value now
+            self._copy_at_once(name)
+        if name in self._copied_at_once or tensor.untyped_storage().nbytes() > _MAX_STORAGE_BYTES:
+            tensor = tensor.count_nonzero() if count else tensor.clone()
+            place, version, count = (name, tensor.data_ptr()), tensor._version, False
+        held = Held()
+        self._kept[name, tensor.shape, tensor.dtype, count].append((tensor, version, held))
+        self._places[place] = (held, version)
+        if not self._count:
+            self._since_s = time.perf_counter()
+        self._count += 1
+        self._bytes += tensor.nbytes
+        return held
+
+    def flush_if_due(self, now_s: float) -> None:
+        """Send what is kept, if there is enough of it or it has waited long enough."""
+        if self._count and (
+            now_s - self._since_s > _LONGEST_WAIT_S
+            or self._count > _MAX_KEPT
+            or self._bytes > _MAX_KEPT_BYTES
+        ):
+            self.flush()
+
+    def flush(self) -> None:
+        """Send all that is kept to the host: one copy for each shape and dtype, behind the work queued."""
+        kept, self._kept = self._kept, defaultdict(list)
+        self._places = {}
+        self._count = self._bytes = 0
+        for (name, _, _, count), entries in kept.items():
+            for tensor, version, held in entries:
+                if tensor._version != version:
+                    held.is_void = True
+                    self._copy_at_once(name)
+            live = [(tensor, held) for tensor, _, held in entries if not held.is_void]
+            if live:
+                together = torch.stack([tensor for tensor, _ in live])
+                copy = HostCopy(together.flatten(1).count_nonzero(dim=1) if count else together)
+                for place, (_, held) in enumerate(live):
+                    held.sent(copy, place)
+
+    def _copy_at_once(self, name: str) -> None:
+        if name not in self._copied_at_once:
+            self._copied_at_once.add(name)
+            self._notice(
+                f"{name} was overwritten on the device after it was passed in, so a value of it is missing; "
+                "from now on it is copied at once"
+            )
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor that may be spread over ranks; a TypeError where that is a part of it."""
+    """What this rank holds of a tensor that may be spread over ranks; a TypeError if that is a part."""
     placements = getattr(tensor, "placements", None)
     if placements is None:
         return tensor
@@ -82,7 +163,13 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local()  # type: ignore[attr-defined,no-any-return]
 
 
-def resolved(value: float | Slot | None) -> float | None:
-    """A taken number, once its step's end mark has passed."""
-    return value.read() if isinstance(value, Slot) else value
+def is_there(value: Number) -> bool:
+    """Whether a number can be read without waiting."""
+    return not isinstance(value, Held) or value.ready()
 
+
+def resolved(value: Number) -> float | None:
+    """A number that is there; None where there is none, or where it was overwritten too soon."""
+    if not isinstance(value, Held):
+        return value
+    return None if value.is_void else float(value.get())

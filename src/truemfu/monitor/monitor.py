@@ -149,6 +149,7 @@ class TrainingMonitor:
         mark, began_s = None, time.perf_counter()
         if self._is_set_up and not self._pauses:
             mark = self._guarded(self._clock.clock.mark)
+            self._guarded(self._values.flush)
         self._pauses += 1
         try:
             yield
@@ -199,6 +200,7 @@ class TrainingMonitor:
     def save_logs(self) -> None:
         """Write everything logged so far to the local log; waits for it, so not for inside the step."""
         if self._is_set_up and os.getpid() == self._pid:
+            self._values.flush()
             if not self._resolver.finish_pending(_CLOSE_TIMEOUT_S):
                 self._notices(
                     f"some steps were not worked out within {_CLOSE_TIMEOUT_S:.0f} s and are not saved yet"
@@ -260,6 +262,7 @@ class TrainingMonitor:
             self._profiler.stop()
         if not self._is_set_up:
             return
+        self._values.flush()
         if not self._resolver.finish_pending(_CLOSE_TIMEOUT_S):
             self._notices(f"the last steps were not worked out within {_CLOSE_TIMEOUT_S:.0f} s and are lost")
         self._resolver.stop(_CLOSE_TIMEOUT_S)
@@ -288,7 +291,7 @@ class TrainingMonitor:
     def _set_up(self, device: torch.device) -> None:
         """Make what depends on the device, at the first batch or step."""
         self._device = device
-        self._values = HostValues(device)
+        self._values = HostValues(self._notices)
         self._batches = BatchNotes(self._values)
         self._clock = StepClock(clock_for(device))
         self._counting = Counting(
@@ -453,6 +456,7 @@ class TrainingMonitor:
             skip_remote=bool(skip_wandb),
             span=self._clock.end(),
         )
+        self._values.flush_if_due(now_s)
         self._compilations = compilations
         self._pending_datasets, self._data_wait_s = [], None
         self._resolver.put(note)
@@ -498,7 +502,7 @@ class TrainingMonitor:
 
     def _number(self, name: str, value: Any) -> Any:
         try:
-            return self._values.take(value)
+            return self._values.number(name, value)
         except (TypeError, ValueError) as error:
             self._notices(f"{name} is not logged: got {error}")
             return None

@@ -23,7 +23,7 @@ from ..flops.batch import CUMULATIVE, GRIDS
 from ..flops.host_copy import HostCopy, start_host_copy
 from ..flops.shadow import unwrap
 from ..flops.surroundings import AutocastState, autocast_state
-from .host_values import HostValues, Slot
+from .host_values import Held, HostValues, Number, is_there
 
 _MAX_TEMPLATES = 1024
 _MAX_VALUE_BYTES = 64 << 20
@@ -47,32 +47,44 @@ class Template:
     autocast: AutocastState
     values_ready: bool = field(default=False)
 
-    def example(self, values: Mapping[str, HostCopy]) -> Any:
-        """A batch to count, with these values, as the model takes it; None while a copy is under way."""
+    def example(self, values: Mapping[str, torch.Tensor]) -> Any:
+        """A batch to count, with these values, as the model takes it."""
         if not self.values_ready:
-            copies = {k: v for k, v in self.batch.items() if isinstance(v, HostCopy)}
-            if not all(copy.ready() for copy in copies.values()):
-                return None
-            self.batch.update({k: copy.get() for k, copy in copies.items()})
+            self.batch = {k: v.get() if isinstance(v, HostCopy) else v for k, v in self.batch.items()}
             self.values_ready = True
         if 0 in self.batch:
             return tuple(self.batch.values())
-        if not values:
-            return self.batch
-        if not all(copy.ready() for copy in values.values()):
-            return None
-        return {**self.batch, **{k: copy.get() for k, copy in values.items()}}
+        return {**self.batch, **values} if values else self.batch
 
 
 class BatchNote(NamedTuple):
     """One micro-batch: its template, the values that decide its work, and how many tokens are no padding."""
 
     template: Template
-    values: Mapping[str, HostCopy]
-    useful_tokens: float | Slot | None
+    values: Mapping[str, torch.Tensor | Held]
+    useful_tokens: Number
+
+    def ready(self) -> bool:
+        """Whether everything noted can be read without waiting."""
+        return is_there(self.useful_tokens) and all(
+            not isinstance(value, Held) or value.ready() for value in self.values.values()
+        )
+
+    def example(self) -> Any:
+        """A batch to count; None where its values were overwritten before they could be read."""
+        if not self.values:
+            return self.template.example(self.values)  # type: ignore[arg-type]
+        found = {}
+        for key, value in self.values.items():
+            if isinstance(value, Held):
+                if value.is_void:
+                    return None
+                value = value.get()
+            found[key] = value
+        return self.template.example(found)
 
 
-_NO_VALUES: Mapping[str, HostCopy] = {}
+_NO_VALUES: Mapping[str, torch.Tensor | Held] = {}
 
 
 class BatchNotes:
@@ -81,6 +93,8 @@ class BatchNotes:
     def __init__(self, values: HostValues) -> None:
         self._values = values
         self._templates: OrderedDict[Any, Template] = OrderedDict()
+        self._kinds: set[Any] = set()
+        self._last: tuple[list[tuple[Any, ...]], tuple[Any, ...], Template] | None = None
         self.noted: list[BatchNote] = []
         self.too_many = False
 
@@ -89,24 +103,10 @@ class BatchNotes:
         if len(self.noted) >= _MAX_NOTES:
             self.too_many = True
             return
-        key = (
-            _autocast_key(),
-            *[
-                (k, v.shape, v.dtype)
-                if isinstance(v, torch.Tensor)
-                else (k, v if isinstance(v, _PLAIN) else type(v))
-                for k, v in batch.items()
-            ],
-        )
-        template = self._templates.get(key)
+        template = self._template_of(batch)
         values = _NO_VALUES
-        if template is None:
-            template = self._template(batch, autocast_state())
-            self._templates[key] = template
-            if len(self._templates) > _MAX_TEMPLATES:
-                self._templates.popitem(last=False)
         if template.value_keys:
-            values = {k: start_host_copy(batch[k]) for k in template.value_keys}
+            values = {k: self._values.values(k, batch[k]) for k in template.value_keys}
         mask = template.mask_key
         useful = None if mask is None else self._values.tokens_in(batch[mask])
         self.noted.append(BatchNote(template, values, useful))
@@ -116,21 +116,50 @@ class BatchNotes:
         taken, self.noted, self.too_many = self.noted, [], False
         return taken
 
-    def _template(self, batch: Batch, autocast: AutocastState) -> Template:
+    def _template_of(self, batch: Batch) -> Template:
+        signature = [
+            (k, v.shape, v.dtype)
+            if isinstance(v, torch.Tensor)
+            else (k, v if isinstance(v, _PLAIN) else type(v))
+            for k, v in batch.items()
+        ]
+        autocast = _autocast_key()
+        last = self._last
+        if last is not None and signature == last[0] and autocast == last[1]:
+            return last[2]  # the usual case, without a hash
+        key = (autocast, *signature)
+        template = self._templates.get(key)
+        if template is None:
+            template = self._new_template(batch, autocast_state())
+            self._templates[key] = template
+            if len(self._templates) > _MAX_TEMPLATES:
+                self._templates.popitem(last=False)
+        self._last = (signature, autocast, template)
+        return template
+
+    def _new_template(self, batch: Batch, autocast: AutocastState) -> Template:
+        """A template; the first of its kind holds the batch's integers too, which a count may look at."""
+        kind = tuple((k, v.dim(), v.dtype) if isinstance(v, torch.Tensor) else k for k, v in batch.items())
+        is_first = kind not in self._kinds
+        self._kinds.add(kind)
         example: dict[str | int, Any] = {}
+        value_keys = []
         for key, value in batch.items():
             if not isinstance(value, torch.Tensor):
                 example[key] = value
             elif value.is_floating_point() or value.is_complex() or value.nbytes > _MAX_VALUE_BYTES:
                 example[key] = torch.empty(value.shape, dtype=value.dtype, device="meta")
             else:
-                example[key] = start_host_copy(value)
+                if key in _VALUE_KEYS:
+                    value_keys.append(key)
+                is_wanted = is_first or not value.is_cuda
+                example[key] = start_host_copy(value) if is_wanted else value.to("meta")
         samples, tokens = _extent(batch)
         mask = batch.get("attention_mask")
         has_mask = isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.numel() == tokens
         return Template(
             batch=example,
-            value_keys=tuple(k for k in batch if k in _VALUE_KEYS and isinstance(example[k], HostCopy)),
+            value_keys=tuple(value_keys),
             mask_key="attention_mask" if has_mask else None,
             samples=samples,
             tokens=tokens,
@@ -141,6 +170,8 @@ class BatchNotes:
 def _autocast_key() -> tuple[Any, ...]:
     """What autocast does on this thread now: as much of it as tells states apart, in a microsecond."""
     on_cuda, on_cpu = torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")
+    if not on_cuda and not on_cpu:
+        return ()
     return (
         torch.get_autocast_dtype("cuda") if on_cuda else None,
         torch.get_autocast_dtype("cpu") if on_cpu else None,

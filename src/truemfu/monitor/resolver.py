@@ -23,7 +23,7 @@ from ..utilization import ABOVE_ONE
 from .clock import CudaClock, HostClock, Span, duration_s
 from .counting import Counting, ModelState, StepFlops
 from .datasets import PendingDatasetMetrics, dataset_metrics
-from .host_values import Slot, resolved
+from .host_values import Number, is_there, resolved
 from .metrics import StepMeasures, Window, performance
 from .notices import Notices
 from .observe import BatchNote
@@ -33,8 +33,6 @@ from .totals import Totals
 _MAX_PENDING = 10_000
 _WAKE_EVERY_S = 0.5
 _POLL_S = 0.005
-
-Number = float | Slot | None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -155,9 +153,12 @@ class Resolver:
     def _is_ready(self, note: StepNote) -> bool:
         if not self._clock.has_passed(note.span.end):
             return False
-        copies = [copy for batch in note.batches for copy in batch.values.values()]
-        copies += [copy for _, copy in note.datasets]
-        return all(copy.ready() for copy in copies)
+        numbers = (note.loss, note.grad_norm, note.learning_rate, note.epoch, note.mask_useful_tokens)
+        return (
+            all(map(is_there, numbers))
+            and all(batch.ready() for batch in note.batches)
+            and all(copy.ready() for _, copy in note.datasets)
+        )
 
     def _row(self, note: StepNote) -> dict[str, Any]:
         measures = self._measures(note)

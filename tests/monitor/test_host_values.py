@@ -1,0 +1,198 @@
+"""Device values: kept for a moment, fetched together, never a value that is not the one passed in.
+
+What is kept and when is decided without looking at the device, so CPU tensors show it here.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from truemfu.monitor.host_values import Held, HostValues, is_there, resolved
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def values(said: list[str]) -> HostValues:
+    return HostValues(said.append)
+
+
+def keep(values: HostValues, tensor: torch.Tensor, name: str = "loss") -> Held:
+    return values._hold(name, tensor, is_input=False)
+
+
+def test_plain_numbers_are_taken_at_once(values: HostValues) -> None:
+    assert values.number("loss", 2.5) == 2.5
+    assert values.number("loss", 3) == 3.0
+    assert values.number("loss", None) is None
+    assert values.number("loss", torch.tensor([[1.5]], requires_grad=True)) == 1.5
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        (torch.zeros(2), r"a tensor of shape \(2,\)"),
+        (torch.zeros((), device="meta"), "without a value"),
+        ([1.0], "list"),
+    ],
+)
+def test_what_is_no_number_is_said(values: HostValues, value: object, problem: str) -> None:
+    with pytest.raises(TypeError, match=problem):
+        values.number("loss", value)
+
+
+def test_kept_numbers_are_there_after_a_flush_and_not_before(values: HostValues) -> None:
+    held = [keep(values, torch.tensor(float(i))) for i in range(5)]
+    assert not any(is_there(h) for h in held)
+    values.flush()
+    assert [resolved(h) for h in held] == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+def test_one_copy_is_made_for_each_shape_and_dtype(
+    values: HostValues, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[torch.Size] = []
+    from truemfu.monitor import host_values
+
+    own = host_values.HostCopy
+
+    def counted(tensor: torch.Tensor) -> object:
+        made.append(tensor.shape)
+        return own(tensor)
+
+    monkeypatch.setattr(host_values, "HostCopy", counted)
+    losses = [keep(values, torch.tensor(float(i))) for i in range(40)]
+    norms = [keep(values, torch.tensor(float(i), dtype=torch.bfloat16), "grad_norm") for i in range(40)]
+    values.flush()
+    assert made == [torch.Size([40]), torch.Size([40])]
+    assert [resolved(h) for h in (losses[7], norms[8])] == [7.0, 8.0]
+
+
+def test_no_graph_is_kept_alive(values: HostValues) -> None:
+    import weakref
+
+    weight = torch.ones(3, requires_grad=True)
+    loss = (weight * 2).sum()
+    node = weakref.ref(loss.grad_fn)  # type: ignore[arg-type]
+    held = keep(values, loss)
+    del loss
+    assert node() is None
+    values.flush()
+    assert resolved(held) == 6.0
+
+
+def test_a_value_changed_in_place_is_missing_not_wrong(values: HostValues, said: list[str]) -> None:
+    loss = torch.tensor(1.0)
+    first = keep(values, loss)
+    loss.zero_()
+    values.flush()
+    assert is_there(first)
+    assert resolved(first) is None
+    assert len(said) == 1
+    assert "loss was overwritten" in said[0]
+
+
+def test_after_that_its_kind_is_copied_at_once(values: HostValues, said: list[str]) -> None:
+    total = torch.tensor(0.0)
+    held = []
+    for _ in range(5):
+        total += 1
+        held.append(keep(values, total))
+    values.flush()
+    assert [resolved(h) for h in held] == [None, 2.0, 3.0, 4.0, 5.0]
+    assert len(said) == 1
+
+
+def test_a_place_that_is_written_behind_torchs_back_is_noticed(values: HostValues) -> None:
+    static = torch.tensor(1.0)  # the output of a CUDA graph: written by replays, which leave no trace
+    first = keep(values, static)
+    static.data_ptr()
+    static.numpy()[...] = 2.0
+    second = keep(values, static)
+    static.numpy()[...] = 3.0
+    values.flush()
+    assert resolved(first) is None
+    assert resolved(second) == 2.0
+
+
+def test_two_names_may_share_a_tensor(values: HostValues, said: list[str]) -> None:
+    loss = torch.tensor(4.0)
+    held = keep(values, loss), keep(values, loss, "grad_norm")
+    values.flush()
+    assert [resolved(h) for h in held] == [4.0, 4.0]
+    assert said == []
+
+
+def test_an_argument_that_comes_again_unchanged_is_kept_once(values: HostValues, said: list[str]) -> None:
+    mask = torch.ones(2, 3)
+    first = values._hold("attention_mask", mask, is_input=True, count=True)
+    assert values._hold("attention_mask", mask, is_input=True, count=True) is first
+    mask[0, 0] = 0
+    second = values._hold("attention_mask", mask, is_input=True, count=True)
+    mask.zero_()
+    values.flush()
+    assert resolved(first) is None
+    assert resolved(second) == 5.0
+    assert len(said) == 1
+
+
+def test_masks_of_one_shape_are_counted_together(values: HostValues) -> None:
+    masks = [torch.ones(2, 4, dtype=torch.bool).tril(i) for i in range(-1, 3)]
+    held = [values._hold("attention_mask", m, is_input=True, count=True) for m in masks]
+    values.flush()
+    assert [resolved(h) for h in held] == [float(m.sum()) for m in masks]
+
+
+def test_a_small_part_of_something_large_is_copied(values: HostValues) -> None:
+    losses = torch.zeros(3 << 20)
+    held = keep(values, losses[5])
+    losses += 1
+    values.flush()
+    assert resolved(held) == 0.0
+
+
+def test_what_is_kept_is_bounded(values: HostValues) -> None:
+    for i in range(10_000):
+        keep(values, torch.tensor(float(i)))
+        values.flush_if_due(values._since_s)
+        assert values._count <= 257
+    big = [torch.ones(1 << 20) for _ in range(8)]
+    for tensor in big:
+        values._hold("position_ids", tensor, is_input=True)
+        values.flush_if_due(values._since_s)
+    assert values._bytes <= (16 << 20)
+
+
+def test_nothing_waits_longer_than_a_second(values: HostValues) -> None:
+    held = keep(values, torch.tensor(1.0))
+    values.flush_if_due(values._since_s + 0.5)
+    assert not is_there(held)
+    values.flush_if_due(values._since_s + 1.1)
+    assert is_there(held)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_nothing_synchronises_on_a_gpu(values: HostValues) -> None:
+    done = torch.cuda.Event()
+    mask = torch.ones(4, 512, dtype=torch.long, device="cuda")
+    torch.stack([torch.zeros((), device="cuda")]).flatten(0).count_nonzero()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.cuda._sleep(2_000_000_000)
+        held = [values.number("loss", torch.full((), float(i), device="cuda")) for i in range(8)]
+        tokens = values.tokens_in(mask)
+        values.flush()
+        done.record()
+        assert not done.query()
+        assert not any(is_there(h) for h in held)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    assert [resolved(h) for h in held] == [float(i) for i in range(8)]
+    assert resolved(tokens) == 2048.0
