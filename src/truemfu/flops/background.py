@@ -32,7 +32,7 @@ from torch.utils import _python_dispatch as dispatch
 from torch.utils import checkpoint
 
 from ..errors import NeedsTrainingThread
-from .doors import Door
+from .doors import Door, never_traced
 
 # Python has one lock, and a thread that works keeps it for 5 ms whoever else asks: beside a count that never
 # sleeps, a loop of tiny operators took 11 times as long a step. Each change of threads costs too, so sleeping
@@ -66,6 +66,7 @@ def background(rest: Callable[[], None] | None = None) -> Iterator[None]:
     # Imported before the doors go up, for two of them stand there, and nobody may import them in between.
     importlib.import_module("torch._dynamo")
     importlib.import_module("torch.nn.attention.flex_attention")
+    never_traced(in_background)
     with ExitStack() as doors:
         for door in (*_DOORS, _FLEX_ATTENTION):
             doors.enter_context(door)

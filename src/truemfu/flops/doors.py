@@ -32,7 +32,9 @@ class Door:
             owner = self._find()
             if self._owner is None and owner is not None and self._name in vars(owner):
                 self._owner, self._own = owner, vars(owner)[self._name]
-                setattr(owner, self._name, self._make(self._own))
+                door = self._make(self._own)
+                never_traced(getattr(door, "__func__", door))
+                setattr(owner, self._name, door)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -42,3 +44,10 @@ class Door:
             if not self._inside and self._owner is not None:
                 setattr(self._owner, self._name, self._own)
                 self._owner = self._own = None
+
+
+def never_traced(function: Callable[..., Any]) -> None:
+    """Keep the compiler from tracing a function that it meets in place of one of torch's own."""
+    from torch._dynamo.eval_frame import skip_code
+
+    skip_code(function.__code__)

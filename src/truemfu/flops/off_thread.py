@@ -127,7 +127,7 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
 def _reason(function: types.FunctionType) -> str | None:
     """What a function does to the process by itself, as a clause; None if nothing shows."""
     if _is_compiled(function):
-        return "is compiled: off the training thread it would run under the eyes of the counter, and spoil"
+        return "is compiled, and a count would have to switch the compiler off for all threads"
     for wrapped in _wrapped(function):
         for code in _codes(wrapped.__code__):
             names = set(code.co_names)

@@ -1,0 +1,472 @@
+"""The FLOPs behind every logged row, for many kinds of models, batches and modes.
+
+What is expected comes from the public cases' own truth, which shares no code with the counter, or from sizes
+worked out by hand.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import random
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
+
+pytest.importorskip("transformers", minversion="5.0")
+
+import transformers as hf
+from benchmarks.cases import CASES, Case, case
+
+from truemfu import TrainingMonitor, calculate_precise_mfu, count_flops, profile_model_flops
+from truemfu.errors import TruemfuWarning
+from truemfu.monitor.counting import Counting
+
+SLOW = ("mamba", "llama-compiled", "gpt2-compiled")
+"""A sequential scan and two compilations take half a minute each; their counts are held by tests/flops."""
+PLAIN = [c.name for c in CASES if c.name not in SLOW]
+WIDTH, CLASSES = 16, 8
+
+
+class Run:
+    """A finished training run, as its log tells it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.rows: list[dict[str, Any]] = json.loads((folder / "training_log.json").read_text("utf-8"))
+        self.summary = json.loads((folder / "training_run.json").read_text("utf-8"))["summary"]
+
+    @property
+    def model_flops(self) -> list[int | None]:
+        return [self._flops(row, row.get("perf/tflops_per_gpu")) for row in self.rows]
+
+    @property
+    def executed(self) -> list[int | None]:
+        return [self._flops(row, row.get("perf/hfu")) for row in self.rows]  # the peak is 1 TFLOP/s
+
+    @property
+    def methods(self) -> set[str]:
+        return set(self.summary["methods"])
+
+    @staticmethod
+    def _flops(row: Mapping[str, Any], tflops_per_s: float | None) -> int | None:
+        return None if tflops_per_s is None else round(tflops_per_s * row["perf/step_time"] * 1e12)
+
+
+def settings(**monitoring: Any) -> dict[str, Any]:
+    return {"monitoring": {"peak_tflops": 1, **monitoring}}
+
+
+def by_name(model: nn.Module, batch: Any) -> Any:
+    return model(**batch)
+
+
+def train(
+    model: nn.Module,
+    folder: Path,
+    steps: Iterable[Any],
+    call: Callable[[nn.Module, Any], Any] = by_name,
+    before: Callable[[int, TrainingMonitor], None] = lambda step, monitor: None,
+    after: Callable[[int, TrainingMonitor], None] = lambda step, monitor: None,
+    **monitoring: Any,
+) -> Run:
+    """Train on steps, each a batch or a list of micro-batches; `call` runs the model and gives its loss."""
+    monitor = TrainingMonitor(folder, settings(**monitoring), model=model)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-4)
+    for step, batches in enumerate(steps, start=1):
+        before(step, monitor)
+        for batch in batches if isinstance(batches, list) else [batches]:
+            output = call(model, batch)
+            loss = output if isinstance(output, Tensor) else output.loss
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        monitor.log_step(step, 0, loss, 1.0, 1e-4)
+        after(step, monitor)
+    monitor.close()
+    return Run(folder)
+
+
+def assert_as_in_truth(
+    run: Run, c: Case, model: nn.Module, batches: list[Any], attention: str = "full"
+) -> None:
+    truths = [c.truth(model, batch, attention=attention) for batch in batches]
+    assert run.model_flops == [t.model_flops for t in truths]
+    assert run.executed == [t.hardware_flops for t in truths]
+    assert run.methods == {"closed form"}
+    assert run.summary["warnings"] == run.summary["lost"] == []
+
+
+class Mlp(nn.Module):
+    """Two linear layers; the first needs no gradient for its input unless that asks for one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).relu())  # type: ignore[no-any-return]
+
+
+def mlp_flops(samples: int, *, input_gradient: bool = False) -> int:
+    return 2 * samples * WIDTH * (WIDTH * (3 if input_gradient else 2) + CLASSES * 3)
+
+
+def rows_of(samples: int, **options: Any) -> Tensor:
+    return torch.randn(samples, WIDTH, **options)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_every_case_logs_its_truth_for_batches_of_several_shapes(name: str, tmp_path: Path) -> None:
+    c = case(name)
+    model = c.build()
+    batches = [c.batch(samples=2, length=24)]
+    if not c.compiled:
+        batches += [c.batch(samples=3, length=41), c.batch(samples=2, length=24)]
+    assert_as_in_truth(train(model, tmp_path, batches), c, model, batches)
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3", "deepseek-v3", "qwen2.5-vl"])
+def test_allowed_pairs_are_logged_where_they_are_asked_for(name: str, tmp_path: Path) -> None:
+    c = case(name)
+    model = c.build()
+    batches = [c.batch(samples=2, length=24), c.batch(samples=3, length=41)]
+    run = train(model, tmp_path, batches, attention="causal")
+    assert_as_in_truth(run, c, model, batches, attention="causal")
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama-lora", "mixtral"])
+def test_packed_and_plain_micro_batches_mix_in_one_step(name: str, tmp_path: Path) -> None:
+    c = case(name)
+    model = c.build()
+    plain = c.batch(samples=2, length=24)
+    packed = [c.batch(samples=2, documents=d) for d in ([10, 9, 5], [12, 12], [23, 1])]
+    run = train(model, tmp_path, [[plain, packed[0]], [packed[1], packed[2], plain], packed[2]])
+    flops = {id(b): c.truth(model, b).model_flops for b in (plain, *packed)}
+    a, b, d = (flops[id(p)] for p in packed)
+    assert run.model_flops == [flops[id(plain)] + a, b + d + flops[id(plain)], d]
+    assert run.methods == {"closed form"}
+
+
+def test_images_of_several_numbers_and_sizes(tmp_path: Path) -> None:
+    for name, batches in {
+        "qwen2.5-vl": [{"images": [(1, 4, 10), (2, 6, 6), (1, 12, 4)]}, {"images": [(1, 6, 4), (1, 4, 8)]}],
+        "llava": [{"images": 3}, {"images": 0}],
+        "resnet": [{"size": 40}, {"size": 57}, {"size": 96}],
+        "vit": [{"size": 36}, {"size": 48}],
+    }.items():
+        c = case(name)
+        model = c.build()
+        made = [c.batch(samples=2, length=30, **options) for options in batches]  # type: ignore[arg-type]
+        assert_as_in_truth(train(model, tmp_path / name, made), c, model, made)
+
+
+def test_a_batch_is_the_same_by_position_by_name_and_mixed(tmp_path: Path) -> None:
+    c = case("llama-sdpa")
+    model = c.build()
+    batch = c.batch(samples=2, length=24)
+    ids, labels = batch["input_ids"], batch["labels"]
+    calls = [
+        lambda: model(ids, labels=labels),
+        lambda: model(ids, None, None, None, None, labels),
+        lambda: model(**batch),
+    ]
+    run = train(model, tmp_path, [0, 1, 2], lambda _, index: calls[index]())
+    assert_as_in_truth(run, c, model, [batch] * 3)
+
+
+def test_padding_on_some_batches_only(tmp_path: Path) -> None:
+    c = case("llama-padded")
+    model = c.build()
+    padded = c.batch(samples=2, length=24)
+    plain = {key: value for key, value in padded.items() if key != "attention_mask"}
+    flops = c.truth(model, padded).model_flops
+    run = train(model, tmp_path, [padded, plain, [padded, plain]])
+    assert run.model_flops == [flops, flops, 2 * flops]
+    assert [row.get("perf/padding_efficiency") for row in run.rows] == [0.5, None, None]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_decides_the_dtype_of_the_count(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    count_batch = Counting.batch
+
+    def noted(*args: Any, **options: Any) -> Any:
+        count = count_batch(*args, **options)
+        assert count is not None
+        seen.append(dict(count.by_dtype))
+        return count
+
+    monkeypatch.setattr(Counting, "batch", noted)
+    c = case("llama-sdpa")
+    model = c.build()
+    batch = c.batch(samples=2, length=24)
+
+    def call(model: nn.Module, enabled: bool) -> Any:
+        with torch.autocast("cpu", dtype=dtype, enabled=enabled):
+            return model(**batch)
+
+    train(model, tmp_path, [True, False], call)
+    flops = c.truth(model, batch).model_flops
+    assert seen == [{"bf16" if dtype is torch.bfloat16 else "fp16": flops}, {"fp32": flops}]
+
+
+def test_adapters_with_reentrant_checkpointing_and_inputs_that_require_gradients(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    c = case("llama-sdpa")
+    adapters = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1)
+    model = peft.get_peft_model(c.build(), adapters)
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    batches = [c.batch(samples=2, length=24), c.batch(samples=3, length=41)]
+    run = train(model, tmp_path, batches)
+    counts = [count_flops(model, batch) for batch in batches]
+    assert run.model_flops == [count.model_flops for count in counts]
+    assert run.executed == [count.hardware_flops for count in counts]
+    assert counts[0].recompute > counts[0].forward // 2
+
+
+def test_what_changes_in_mid_run_is_counted_from_the_next_check(tmp_path: Path) -> None:
+    c = case("llama-sdpa")
+    model: Any = c.build()
+    batch = c.batch(samples=2, length=24)
+    expected = []
+
+    def resize_head() -> None:
+        model.lm_head = nn.Linear(model.config.hidden_size, 200, bias=False)
+        model.config.vocab_size = model.vocab_size = 200
+
+    changes = {
+        2: lambda: model.gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs={"use_reentrant": False}
+        ),
+        3: model.gradient_checkpointing_disable,
+        4: lambda: model.model.embed_tokens.requires_grad_(False),
+        5: lambda: model.model.layers[0].requires_grad_(False),
+        6: resize_head,
+        7: lambda: model.set_attn_implementation("eager"),
+        8: model.eval,
+    }
+
+    def before(step: int, monitor: TrainingMonitor) -> None:
+        changes.get(step, lambda: None)()
+        count = count_flops(model, batch)
+        expected.append((count.model_flops, count.hardware_flops))
+
+    run = train(model, tmp_path, [batch] * 8, before=before, flops_profile_freq=1)
+    assert list(zip(run.model_flops, run.executed, strict=True)) == expected
+    assert len(set(expected)) == 6
+
+
+def test_a_loss_outside_the_model_and_a_recurrent_model(tmp_path: Path) -> None:
+    run = train(
+        Mlp(), tmp_path / "mlp", [5, 6, 5], lambda model, samples: model(rows_of(samples)).pow(2).mean()
+    )
+    assert run.model_flops == [mlp_flops(5), mlp_flops(6), mlp_flops(5)]
+    lstm = nn.LSTM(8, WIDTH, num_layers=2, batch_first=True)
+    shapes = [(2, 5), (3, 9)]
+    run = train(lstm, tmp_path / "lstm", shapes, lambda model, shape: model(torch.randn(*shape, 8))[0].sum())
+    gates = [2 * samples * length * 4 * WIDTH for samples, length in shapes]
+    assert run.model_flops == [n * (8 * 2 + WIDTH * 3 + 2 * WIDTH * 3) for n in gates]
+
+
+class WithCompiledPart(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = torch.compile(Mlp(), backend="eager")
+        self.head = nn.Linear(CLASSES, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x)).sum()  # type: ignore[no-any-return]
+
+
+@torch.compile(backend="eager")
+def compiled_product(a: Tensor, b: Tensor) -> Tensor:
+    return (a @ b).relu()
+
+
+class CallsCompiledFunction(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return compiled_product(x, self.weight).sum()
+
+
+def test_compiled_code_inside_a_model(tmp_path: Path) -> None:
+    run = train(WithCompiledPart(), tmp_path / "part", [5, 6], lambda model, n: model(rows_of(n)))
+    assert run.model_flops == [mlp_flops(n) + 6 * n * CLASSES * 4 for n in (5, 6)]
+    with pytest.warns(TruemfuWarning, match="counted on the training thread, once: .* compiled_product"):
+        run = train(
+            CallsCompiledFunction(), tmp_path / "function", [5, 6], lambda model, n: model(rows_of(n))
+        )
+    assert run.model_flops == [4 * n * WIDTH * 4 for n in (5, 6)]
+    assert run.methods == {"closed form"}
+
+
+def test_flex_attention_of_transformers_is_estimated_and_said(tmp_path: Path) -> None:
+    c = case("llama-sdpa")
+    model: Any = c.build()
+    model.set_attn_implementation("flex_attention")
+    batch = c.batch(samples=2, length=24)
+
+    def before(step: int, monitor: TrainingMonitor) -> None:
+        monitor.observe(batch)  # its backward pass does not run on a CPU
+
+    with pytest.warns(TruemfuWarning, match="estimated: flex attention calls the compiler"):
+        run = train(
+            model, tmp_path, [batch], lambda model, _: sum(0 * p.sum() for p in model.parameters()), before
+        )
+    assert run.model_flops == [c.truth(model, batch).model_flops]
+    assert run.methods == {"estimate"}
+
+
+def test_profiled_steps_are_warm_up_and_their_recomputation_is_right(tmp_path: Path) -> None:
+    c = case("llama-checkpointed")
+    model = c.build()
+    short, long = c.batch(samples=2, length=24), c.batch(samples=3, length=41)
+    batches = [short, short, long, short, short, long, short, short]
+    run = train(model, tmp_path, batches, mfu_calculation_mode="profiler", flops_profile_freq=3)
+    assert_as_in_truth(run, c, model, batches)
+    assert [row["global_step"] for row in run.rows if "perf/warmup" in row] == [1, 2, 3, 4, 7]
+    assert run.summary["monitor_cost"]["profiling_s"] > 0
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mixtral", "t5", "qwen2.5-vl", "resnet"])
+def test_the_profiler_finds_executed_what_the_truth_says(name: str, tmp_path: Path) -> None:
+    c = case(name)
+    model = c.build()
+    batch = c.batch(samples=2, length=24)
+    run = train(model, tmp_path, [batch] * 2, mfu_calculation_mode="profiler")
+    assert_as_in_truth(run, c, model, [batch] * 2)
+
+
+def test_a_profiler_of_the_user_around_the_run_is_left_alone(tmp_path: Path) -> None:
+    with (
+        pytest.warns(TruemfuWarning, match="HFU rests on the count: another torch.profiler"),
+        profile(activities=[ProfilerActivity.CPU]) as users,
+    ):
+        run = train(
+            Mlp(),
+            tmp_path,
+            [5, 6],
+            lambda model, n: model(rows_of(n)).sum(),
+            mfu_calculation_mode="profiler",
+        )
+    assert run.executed == [mlp_flops(5), mlp_flops(6)]
+    assert any(event.key == "aten::mm" for event in users.key_averages())
+
+
+@pytest.mark.parametrize(
+    ("smart", "methods"),
+    [
+        ({"initial_profiling": False, "recalibration_frequency": 2}, {"estimate": 2, "closed form": 2}),
+        ({"calibration_enabled": False}, {"estimate": 4}),
+        ({}, {"closed form": 4}),
+    ],
+)
+def test_the_switches_of_smart_decide_what_is_counted(
+    smart: dict[str, Any], methods: dict[str, int], tmp_path: Path
+) -> None:
+    c = case("llama-sdpa")
+    model = c.build()
+    batch = c.batch(samples=2, length=24)
+    run = train(model, tmp_path, [batch] * 4, performance_monitoring={"smart_mode": smart})
+    assert run.model_flops == [c.truth(model, batch).model_flops] * 4
+    assert run.summary["methods"] == methods
+
+
+@pytest.mark.parametrize("mode", ["smart", "profiler", "estimate"])
+@pytest.mark.parametrize("name", ["gpt2", "llama-checkpointed", "deepseek-v3", "bert", "llava"])
+def test_mfu_on_demand_is_the_truth(name: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRUEMFU_PEAK_TFLOPS", "1")
+    c = case(name)
+    model = c.build()
+    batch = c.batch(samples=2, length=24)
+    flops = c.truth(model, batch).model_flops
+    mfu = calculate_precise_mfu(model, 2, 24, 1.0, mode)
+    assert mfu is not None
+    assert round(mfu * 1e12) == flops
+    assert profile_model_flops(model, batch) == flops
+    assert calculate_precise_mfu(model, 2, 24, 2.0, mode, actual_flops=5e11) == 0.25
+
+
+def trained(c: Case, folder: Path | None, mode: str) -> dict[str, Any]:
+    """All that training leaves behind, with a monitor or without."""
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    model = c.build()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.1
+    batches = [c.batch(samples=2, length=24), c.batch(samples=3, length=41), c.batch(samples=2, length=24)]
+    losses, gradients = [], []
+
+    def call(model: nn.Module, batch: Any) -> Tensor:
+        loss: Tensor = model(**batch).loss
+        losses.append((loss.detach().clone(), random.random(), np.random.rand()))
+        return loss
+
+    if folder is None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+        for batch in batches:
+            call(model, batch).backward()
+            gradients.append([copy.copy(p.grad) for p in model.parameters()])
+            optimizer.step()
+            optimizer.zero_grad()
+    else:
+
+        def after(step: int, monitor: TrainingMonitor) -> None:
+            monitor.save_logs()  # the count runs now, at the latest
+
+        model.register_full_backward_hook(lambda *_: None)
+        train(model, folder, batches, call, after=after, mfu_calculation_mode=mode, flops_profile_freq=2)
+    return {
+        "losses": losses,
+        "state": dict(model.state_dict()),
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": np.random.get_state()[1:3],
+    }
+
+
+@pytest.mark.filterwarnings("ignore:hybrid mode")
+@pytest.mark.parametrize("name", ["gpt2", "resnet", "qwen3-moe-eager"])
+def test_training_is_bit_identical_in_every_mode(name: str, tmp_path: Path) -> None:
+    c = case(name)
+    alone = trained(c, None, "")
+    for mode in ("smart", "estimate", "profiler", "hybrid"):
+        torch.testing.assert_close(trained(c, tmp_path / mode, mode), alone, rtol=0, atol=0)
+
+
+def test_the_original_import_path_works_from_another_folder(tmp_path: Path) -> None:
+    compat = Path(__file__).parents[2] / "compat"
+    script = (
+        "from training.utils.monitor import calculate_mfu_with_profiler, profile_model_flops, TrainingMonitor\n"
+        "import torch\n"
+        "print(profile_model_flops(torch.nn.Linear(4, 4), (torch.ones(2, 4),)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(compat), "PATH": ""},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == f"{2 * (2 * 2 * 4 * 4)}.0\n"
