@@ -249,6 +249,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", nargs="*", default=["4x512", "8x1024"])
     parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--no-start-up", action="store_true", help="hurry the calibration, do not time it")
     parser.add_argument("--llama", action="store_true", help="transformers' Llama of that size, launch-bound")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
@@ -281,11 +282,17 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             before_bytes = torch.cuda.memory_allocated()
             monitor = TrainingMonitor(folder)
-            started = start_up(training, monitor, plain_s)
-            say(
-                f"  start-up: {started['seconds']:.1f} s ({started['steps']} steps) until the first row; "
-                f"slower than plain steps by {started['lost_s']:.2f} s, once in a run"
-            )
+            started = {}
+            if options.no_start_up:
+                monitor.attach(training.model)
+                training.step(monitor)
+                monitor.save_logs()
+            else:
+                started = start_up(training, monitor, plain_s)
+                say(
+                    f"  start-up: {started['seconds']:.1f} s ({started['steps']} steps) until the first row; "
+                    f"slower than plain steps by {started['lost_s']:.2f} s, once in a run"
+                )
             error = without_waiting(training, monitor)
             check("sync debug mode 'error'", error is None, error or "20 steps, nothing raised, nothing said")
             off, on = waiting_calls(training, None), waiting_calls(training, monitor)

@@ -288,12 +288,8 @@ def test_autocast_is_carried_over() -> None:
 
 
 def test_the_default_device_is_carried_over() -> None:
-    before = torch.get_default_device()
-    torch.set_default_device("meta")
-    try:
+    with torch.device("meta"):
         state = autocast_state()
-    finally:
-        torch.set_default_device(before)
 
     def places() -> list[str]:
         with state.applied():
@@ -441,7 +437,8 @@ def test_doors_are_up_only_while_somebody_counts_in_the_background() -> None:
     import torch._dynamo.eval_frame as eval_frame
     import torch.nn.attention.flex_attention as flex
 
-    doors = [*DOORS, (eval_frame, "_callback_from_stance"), (flex, "_validate_device")]
+    opener = next(n for n in ("setup_compilation_env", "_set_compilation_env") if n in vars(flex))
+    doors = [*DOORS, (eval_frame, "_callback_from_stance"), (flex, opener)]
     before = [vars(owner)[name] for owner, name in doors]
     go, leave = threading.Event(), threading.Event()
 
@@ -467,16 +464,15 @@ def test_an_error_in_the_background_leaves_everything_as_it_was() -> None:
     def fail(x: torch.Tensor) -> torch.Tensor:
         raise ValueError("no luck today")
 
-    def picture() -> Any:
-        return (
-            [vars(owner)[name] for owner, name in DOORS],
-            torch._C._len_torch_dispatch_stack(),
-            torch._C._len_torch_function_stack(),
-            torch.is_autocast_cache_enabled(),
-            torch.autocast_increment_nesting() - torch.autocast_decrement_nesting(),
-            torch.get_rng_state().tolist(),
-            in_background(),
-        )
+    def picture() -> dict[str, Any]:
+        return {
+            "doors": [vars(owner)[name] for owner, name in DOORS],
+            "modes": (torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()),
+            "autocast cache": torch.is_autocast_cache_enabled(),
+            "autocast regions": (torch.autocast_increment_nesting(), torch.autocast_decrement_nesting()),
+            "random state": torch.get_rng_state().tolist(),
+            "in background": in_background(),
+        }
 
     taken = snapshot(Net(fail))
     before, inside = picture(), []
@@ -489,7 +485,8 @@ def test_an_error_in_the_background_leaves_everything_as_it_was() -> None:
     thread = threading.Thread(target=count)
     thread.start()
     thread.join()
-    assert inside == [before]
+    for key in before:
+        assert inside[0][key] == before[key], key
     assert picture() == before
 
 
@@ -582,6 +579,18 @@ def test_training_is_bit_identical_beside_counts() -> None:
     assert all(torch.equal(a, b) for a, b in zip(beside["weights"], alone["weights"], strict=True))
 
 
+TO_COMPILE: list[Callable[[torch.Tensor], torch.Tensor]] = [
+    lambda x: x.sin(),
+    lambda x: x.cos(),
+    lambda x: x.exp(),
+    lambda x: x.tanh(),
+    lambda x: x.abs(),
+    lambda x: x.neg(),
+    lambda x: x.square(),
+    lambda x: x.sigmoid(),
+]
+
+
 def test_code_is_compiled_beside_counts_and_stays_compiled() -> None:
     compiled: list[int] = []
     ran: list[int] = []
@@ -595,11 +604,6 @@ def test_code_is_compiled_beside_counts_and_stays_compiled() -> None:
 
         return run
 
-    def fresh(n: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        scope: dict[str, Any] = {}
-        exec(compile(f"def f{n}(x):\n    return (x + {n}).sin()", f"function {n}", "exec"), scope)
-        return torch.compile(scope[f"f{n}"], backend=backend)
-
     taken = snapshot(Net())
     began, over = threading.Event(), threading.Event()
 
@@ -612,7 +616,7 @@ def test_code_is_compiled_beside_counts_and_stays_compiled() -> None:
     thread = threading.Thread(target=count)
     thread.start()
     assert began.wait(30)
-    functions = [fresh(n) for n in range(30)]
+    functions = [torch.compile(function, backend=backend) for function in TO_COMPILE]
     for function in functions:
         function(X)
     over.set()
@@ -809,15 +813,18 @@ def test_kernels_chosen_in_a_helper_are_refused_and_stay_as_they_are() -> None:
     assert torch.nn.attention._cur_sdpa_kernel_backends() == before
 
 
-def test_flex_attention_is_refused() -> None:
+@pytest.mark.parametrize("backward", [True, False])
+def test_flex_attention_is_refused(backward: bool) -> None:
     from torch.nn.attention.flex_attention import flex_attention
 
     def attend(x: torch.Tensor) -> torch.Tensor:
         q = x.reshape(1, 1, 4, 8).expand(1, 1, 4, 8)
         return flex_attention(q, q, q).reshape(4, 8)
 
-    with pytest.raises(NeedsTrainingThread, match="flex attention calls the compiler"):
-        counted_elsewhere(Net(attend), (X,))
+    # Newer versions of torch refuse to differentiate flex attention on a CPU before we can refuse it.
+    why = "real tensors|calls the compiler" if backward else "calls the compiler"
+    with pytest.raises(NeedsTrainingThread, match=why):
+        counted_elsewhere(Net(attend), (X,), backward=backward)
 
 
 def test_jagged_batches_are_refused() -> None:

@@ -68,7 +68,7 @@ def background(rest: Callable[[], None] | None = None) -> Iterator[None]:
     importlib.import_module("torch.nn.attention.flex_attention")
     never_traced(in_background)
     with ExitStack() as doors:
-        for door in (*_DOORS, _FLEX_ATTENTION):
+        for door in _DOORS:
             doors.enter_context(door)
         _thread.inside, _thread.rest, _thread.since_s = True, rest or _short_sleep, time.perf_counter()
         try:
@@ -176,20 +176,28 @@ def _flex_attention_check(own: Callable[..., Any]) -> Callable[..., Any]:
     """Flex attention has no kernel for CPU tensors that need gradients; fake tensors need none."""
 
     def _validate_device(*args: Any, **kwargs: Any) -> Any:
-        if in_background():
-            raise NeedsTrainingThread("flex attention calls the compiler, which all threads share")
         return None if getattr(_thread, "any_device", False) else own(*args, **kwargs)
 
     return _validate_device
+
+
+def _refuse_compiler(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Flex attention calls the compiler where nobody else has, and sets the compiler's options to do so."""
+
+    def environment(*args: Any, **kwargs: Any) -> Any:
+        if in_background():
+            raise NeedsTrainingThread("flex attention calls the compiler, which all threads share")
+        return own(*args, **kwargs)
+
+    return environment
 
 
 def _loaded(name: str) -> Callable[[], Any]:
     return lambda: sys.modules.get(name)
 
 
-_FLEX_ATTENTION = Door(
-    _loaded("torch.nn.attention.flex_attention"), "_validate_device", _flex_attention_check
-)
+_FLEX = _loaded("torch.nn.attention.flex_attention")
+_FLEX_ATTENTION = Door(_FLEX, "_validate_device", _flex_attention_check)
 
 _DOORS = (
     Door(lambda: dispatch.TorchDispatchMode, "__enter__", _enter_mode),
@@ -204,12 +212,17 @@ _DOORS = (
     ),
     Door(_loaded("torch._subclasses.meta_utils"), "safe_grad", _quiet_gradient),
     Door(lambda: torch.nn.attention, "_sdpa_kernel", _refuse_kernels),
+    Door(_FLEX, "setup_compilation_env", _refuse_compiler),
+    Door(_FLEX, "_set_compilation_env", _refuse_compiler),  # before torch 2.9
 )
 
 
 @contextmanager
 def flex_attention_anywhere() -> Iterator[None]:
-    """Let flex attention take fake tensors of any device on this thread."""
+    """Let flex attention take fake tensors of any device on this thread; in the background it is refused."""
+    if in_background():
+        yield
+        return
     with _FLEX_ATTENTION:
         _thread.any_device = True
         try:

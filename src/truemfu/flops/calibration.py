@@ -17,6 +17,7 @@ from torch import nn
 
 from ..errors import TruemfuError
 from . import terms as vocabulary
+from .batch import CUMULATIVE
 from .calibration_batch import BatchMaker
 from .config_numbers import chunk_sizes, limits, merge_size, window_sizes
 from .count import warn_uncounted
@@ -137,6 +138,9 @@ class Calibration:
         if self.layout.grids:
             merge = merge_size(self._model)
             sizes["grids"] = [(t, h * merge, w * merge) for t, h, w in _GRIDS[index]]
+        has_ends = any(key in CUMULATIVE for key in self.layout.tensors)
+        if has_ends and self._own.get("samples") == 1:
+            sizes["samples"] = 1  # cumulative lengths know no rows
         if "length" in sizes:
             longest = self._limits["length"]
             if long:

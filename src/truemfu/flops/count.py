@@ -8,7 +8,6 @@ model, batch ──► shadow on fake tensors ──► forward, loss, backward 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,6 +25,7 @@ from .calls import Calls, follow_modules, following_modules
 from .explain import explain, is_about_fake_tensors, one_line
 from .flop_count import FlopCount
 from .likeness import FakeLikeness, real_copy
+from .loss import loss_of
 from .off_thread import lay_wires, needs_training_thread
 from .shadow import Shadow, has_values
 from .surroundings import quiet_fake_tensors, uncompiled, untouched_state
@@ -94,12 +94,20 @@ def profile_model_flops(model: nn.Module, batch_example: Mapping[str, Any] | tup
 
 def warn_uncounted(count: FlopCount) -> None:
     """One warning that names the operators nobody has a formula for."""
-    if count.uncounted:
-        names = ", ".join(f"{name} ({calls}×)" for name, calls in sorted(count.uncounted.items()))
-        warn_once(
-            f"operators that may do matrix work and have no formula are not counted: {names}; "
-            "register one with truemfu.register_formula"
-        )
+    text = uncounted_notice(count)
+    if text is not None:
+        warn_once(text)
+
+
+def uncounted_notice(count: FlopCount) -> str | None:
+    """What there is to say about operators without a formula; None where all have one."""
+    if not count.uncounted:
+        return None
+    names = ", ".join(f"{name} ({calls}×)" for name, calls in sorted(count.uncounted.items()))
+    return (
+        f"operators that may do matrix work and have no formula are not counted: {names}; "
+        "register one with truemfu.register_formula"
+    )
 
 
 def run_counted(
@@ -207,7 +215,7 @@ class _Step:
                 output = model(*args, **kwargs)
                 if not self.backward:
                     return
-                loss = _loss(output, loss_fn)
+                loss = loss_of(output, loss_fn)
             with torch.autograd.set_multithreading_enabled(False), tally.final_backward():
                 loss.backward()
 
@@ -262,53 +270,3 @@ def check_call(model: Any, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]
             f"got {type(batch).__name__}"
         )
     return args, kwargs
-
-
-def _loss(output: Any, loss_fn: Callable[[Any], torch.Tensor] | None) -> torch.Tensor:
-    if loss_fn is not None:
-        try:
-            loss = loss_fn(output)
-        except NeedsTrainingThread:
-            raise
-        except Exception as error:
-            raise ModelError(
-                f"loss_fn raised {one_line(error)} (it is called with the model's output)"
-            ) from error
-        if not isinstance(loss, torch.Tensor):
-            raise ModelError(f"loss_fn must return a tensor; it returned {type(loss).__name__}")
-    else:
-        own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-        loss = own if isinstance(own, torch.Tensor) else _sum_of_outputs(output)
-    if not loss.requires_grad:
-        raise ModelError(
-            "the loss needs no gradient: no parameter that requires one reaches it "
-            "(count with backward=False, or unfreeze something)"
-        )
-    if loss.is_complex():
-        raise ModelError(f"the loss must be a real number; it is {loss.dtype}")
-    return loss if loss.dim() == 0 else loss.sum()
-
-
-def _sum_of_outputs(output: Any) -> torch.Tensor:
-    kind = type(output).__name__
-    if dataclasses.is_dataclass(output):
-        output = [getattr(output, field.name) for field in dataclasses.fields(output)]
-    elif not isinstance(output, (torch.Tensor, tuple, list, dict)) and hasattr(output, "__dict__"):
-        output = list(vars(output).values())
-    tensors = [t for t in tree_flatten(output)[0] if isinstance(t, torch.Tensor)]
-    if not tensors:
-        raise ModelError(
-            f"the model returned {kind} without a tensor in it: a training step needs an "
-            "output to differentiate (or pass loss_fn)"
-        )
-    needed = [t for t in tensors if t.requires_grad and (t.is_floating_point() or t.is_complex())]
-    if not needed:
-        dtypes = ", ".join(sorted({str(t.dtype).removeprefix("torch.") for t in tensors}))
-        raise ModelError(
-            f"no output of the model ({dtypes}) needs a gradient: its parameters are frozen, it returns no "
-            "floating-point tensor, or it runs without gradients (count with backward=False)"
-        )
-    total = needed[0].sum()
-    for tensor in needed[1:]:
-        total = total + tensor.sum()
-    return total.real if total.is_complex() else total

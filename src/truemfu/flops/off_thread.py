@@ -8,6 +8,7 @@ never be reached, so there a wire is laid instead: calling one ends the count wi
 
 from __future__ import annotations
 
+import dis
 import random
 import sys
 import types
@@ -124,6 +125,11 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from _codes(constant)
 
 
+def _imports(code: types.CodeType) -> bool:
+    """Whether a code imports something while it runs."""
+    return any(instruction.opname == "IMPORT_NAME" for instruction in dis.get_instructions(code))
+
+
 def _reason(function: types.FunctionType) -> str | None:
     """What a function does to the process by itself, as a clause; None if nothing shows."""
     if _is_compiled(function):
@@ -133,6 +139,8 @@ def _reason(function: types.FunctionType) -> str | None:
             names = set(code.co_names)
             for name in names & _SWITCHES.keys():
                 return _SWITCHES[name]
+            if "random" in names and "random" not in wrapped.__globals__ and _imports(code):
+                return "imports a generator of random numbers that the process shares"
             for name in names:
                 value = wrapped.__globals__.get(name)
                 if _draws(value) or ("random" in names and getattr(value, "__name__", "") == "numpy"):

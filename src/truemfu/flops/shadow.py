@@ -85,6 +85,7 @@ class Shadow:
             (nn.Module, lambda module: self._module(unwrap(module))),
             ((list, tuple, dict, set, collections.deque), self._container),
             (types.MethodType, self._method),
+            (types.BuiltinMethodType, self._builtin_method),
             (functools.partial, self._partial),
             (types.FunctionType, self._function),
             (types.SimpleNamespace, self._namespace),
@@ -225,6 +226,12 @@ class Shadow:
         owner, function = self.tree(method.__self__), self.tree(method.__func__)
         unchanged = owner is method.__self__ and function is method.__func__
         return method if unchanged else types.MethodType(function, owner)
+
+    def _builtin_method(self, method: Any) -> Any:
+        """A generator's own method draws from the copy of the generator, not from the training's numbers."""
+        owner = getattr(method, "__self__", None)
+        is_generator = isinstance(owner, random.Random) or type(owner).__module__.startswith("numpy.random")
+        return getattr(self.tree(owner), method.__name__) if is_generator else method
 
     def _partial(self, partial: functools.partial[Any]) -> Any:
         made = functools.partial(

@@ -56,7 +56,7 @@ def autocast_state() -> AutocastState:
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
             for kind in _AUTOCAST_DEVICES
         ),
-        default_device=torch.get_default_device(),
+        default_device=torch.empty(0).device,
     )
 
 

@@ -13,6 +13,7 @@ its own training down. So counting has a budget, and beyond it a batch is estima
 from __future__ import annotations
 
 import dataclasses
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ from ..convention import Convention
 from ..errors import TruemfuError
 from ..flops.background import background
 from ..flops.closed_form import FlopModel
+from ..flops.count import uncounted_notice
 from ..flops.estimate import Estimator
 from ..flops.flop_count import FlopCount
 from ..flops.form import CLOSED_FORM
@@ -46,6 +48,7 @@ _FIRST_BUDGET_S = 60.0
 _BUDGET_SHARE = 0.01
 _RANK_TIMEOUT_S = 120.0
 _MAX_PEAKS_KEPT = 256
+_MAX_CHANGES = 3
 
 
 @dataclass(eq=False, kw_only=True)
@@ -54,17 +57,29 @@ class ModelState:
 
     number: int
     """Which state of the model it is, counted from 0."""
-    fingerprint: int
+    fingerprint: tuple[int, int]
     structure: str
     model: nn.Module
     forms: dict[AutocastState, FlopModel | None] = field(default_factory=dict)
     estimators: dict[AutocastState, Estimator | None] = field(default_factory=dict)
 
+    changes: int = 0
+    """How often nothing but a number of the model had changed at a check."""
+
+    def still_holds(self, model: nn.Module) -> bool:
+        """Whether the model is as it was; a number that changes all the time is a counter, and is let be."""
+        now = fingerprint(model)
+        if now == self.fingerprint or (now[0] == self.fingerprint[0] and self.changes >= _MAX_CHANGES):
+            return True
+        self.changes += now[0] == self.fingerprint[0]
+        return False
+
     @classmethod
-    def of(cls, model: nn.Module, *, number: int) -> ModelState:
+    def of(cls, model: nn.Module, *, number: int, changes: int = 0) -> ModelState:
         """Taken on the training thread, in milliseconds."""
         return cls(
             number=number,
+            changes=changes,
             fingerprint=fingerprint(model),
             structure=structure(model),
             model=snapshot(model),
@@ -99,14 +114,17 @@ class Counting:
         self._ranks, self._notice = ranks, notice
         self.device = device
         self._rest = rest
+        self.give_up = threading.Event()
+        """Set when the run ends: nobody waits for another rank or a count any more."""
         self._peaks: OrderedDict[int, tuple[FlopCount, float | None, str | None]] = OrderedDict()
         self._born = time.perf_counter()
+        self.notes: dict[str, None] = {}
+        """What the counts rest on, each thing once."""
         self.spent_s = 0.0
         self._last: tuple[ModelState, list[Template], StepFlops | None] | None = None
         self._is_at_work = False
         self.executed_ratio: float | None = None
         """Executed FLOPs of the last profiled step over those counted for it."""
-        self.profiled_steps = 0
 
     @property
     def estimates_only(self) -> bool:
@@ -153,7 +171,7 @@ class Counting:
             hardware_flops=sum([c.hardware_flops for c in counts]),
             peak_flops_per_s=peak,
             peak_source=source,
-            method=counts[0].method,
+            method=" and ".join(dict.fromkeys(c.method for c in counts)),
         )
 
     def learn_executed(self, profile: StepProfile, counted: StepFlops | None) -> None:
@@ -163,8 +181,11 @@ class Counting:
         except Exception as error:
             self._notice(f"the profiled step could not be read, HFU rests on the count: {_line(error)}")
             return
-        self.profiled_steps += 1
-        if counted is not None and counted.hardware_flops:
+        if not executed.hardware_flops:
+            self._notice(
+                "the profiled step shows no work (another profiler ran in it); HFU rests on the count"
+            )
+        elif counted is not None and counted.hardware_flops:
             self.executed_ratio = executed.hardware_flops / counted.hardware_flops
 
     def with_executed(self, flops: StepFlops | None) -> StepFlops | None:
@@ -208,10 +229,16 @@ class Counting:
         with background(self._rest), autocast.applied():
             form = state.forms.get(autocast) or self._fit(state, autocast, batch, state.model)
             try:
-                return None if form is None else form(batch)
+                count = None if form is None else form(batch)
             except Exception as error:
                 self._notice(f"a batch could not be counted and is estimated: {_line(error)}")
                 return None
+        if count is not None:
+            self.notes.update(dict.fromkeys(count.notes))
+            text = uncounted_notice(count)
+            if text is not None:
+                self._notice(text)
+        return count
 
     def _fit(
         self, state: ModelState, autocast: AutocastState, batch: Any, model: nn.Module
@@ -232,7 +259,9 @@ class Counting:
         return form
 
     def _received(self, key: str, state: ModelState) -> FlopModel | None:
-        data = self._ranks.poll(key, timeout_s=_RANK_TIMEOUT_S, fingerprint=state.structure)
+        data = self._ranks.poll(
+            key, timeout_s=_RANK_TIMEOUT_S, fingerprint=state.structure, stop=self.give_up
+        )
         if not data:
             return None
         try:
@@ -276,6 +305,8 @@ class Counting:
             if peak is None:
                 return None, None
             ideal_s += count.model_flops / peak
+        if not ideal_s:
+            return None, None
         return sum([c.model_flops for c in counts]) / ideal_s, source
 
     def _peak_of(self, count: FlopCount) -> tuple[float | None, str | None]:

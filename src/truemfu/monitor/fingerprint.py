@@ -2,7 +2,7 @@
 
 The work of a step changes when a parameter is frozen or freed, a module is swapped, added or wrapped, a dtype
 changes, dropout or checkpointing is switched. All of these show in the structure of the modules, their
-parameters' shapes, dtypes and flags, and the modules' own switches (booleans and short texts).
+parameters' shapes, dtypes and flags, and the modules' own switches and numbers.
 """
 
 from __future__ import annotations
@@ -14,22 +14,49 @@ from ..flops.shadow import unwrap
 _MAX_TEXT = 40
 
 
-def fingerprint(model: nn.Module) -> int:
-    """A number that changes, within this process, when a new count is due."""
+def fingerprint(model: nn.Module) -> tuple[int, int]:
+    """Two numbers that change, within this process, when a new count is due.
+
+    The first sums up structure, parameters and switches, the second the modules' own numbers (a depth, the
+    experts of a token, a rate of dropout). Some models count something in such a number, step by step.
+    """
     model = unwrap(model)
     parts: list[object] = []
+    numbers: list[object] = []
     for module in model.modules():
         own = vars(module)
         parts.append(type(module))
-        parts.append(len(own["_forward_hooks"]) + len(own["_forward_pre_hooks"]))
+        hooks = (*own["_forward_hooks"].values(), *own["_forward_pre_hooks"].values())
+        parts.append(sum(not getattr(hook, "_truemfu_skip", False) for hook in hooks))
         for name, value in own.items():
-            if value is True or value is False or (type(value) is str and len(value) <= _MAX_TEXT):
+            kind = type(value)
+            if kind is bool or (kind is str and len(value) <= _MAX_TEXT):
                 parts.append((name, value))
+            elif kind is int or kind is float:
+                numbers.append((name, value))
         for name, parameter in own["_parameters"].items():
             if parameter is not None:
                 parts.append((name, parameter.requires_grad, parameter.dtype, tuple(parameter.shape)))
-    parts.append(getattr(getattr(model, "config", None), "_attn_implementation", None))
-    return hash(tuple(parts))
+    config = getattr(model, "config", None)
+    parts.append(getattr(config, "_attn_implementation", None))
+    own_config = getattr(config, "__dict__", {})
+    numbers += [(name, value) for name, value in own_config.items() if type(value) in (int, float)]
+    return hash(tuple(parts)), hash(tuple(numbers))
+
+
+def is_tensor_parallel(model: nn.Module) -> bool:
+    """Whether layers are split over ranks, beyond what FSDP splits to save memory alone."""
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            placements = getattr(parameter, "placements", ())
+            shards = sum("Shard" in type(placement).__name__ for placement in placements)
+            if shards > 1 or (shards and not _is_under_fsdp(model)):
+                return True
+    return False
+
+
+def _is_under_fsdp(model: nn.Module) -> bool:
+    return any(base.__name__ == "FSDPModule" for m in model.modules() for base in type(m).__mro__)
 
 
 def structure(model: nn.Module) -> str:

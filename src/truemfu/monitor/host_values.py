@@ -95,7 +95,7 @@ class HostValues:
 
     def _hold(self, name: str, tensor: torch.Tensor, *, is_input: bool, count: bool = False) -> Held:
         """Keep a tensor until the next flush; with `count` only how many of its elements are not zero."""
-        tensor = tensor.detach()
+        tensor = tensor.clone() if tensor.is_inference() else tensor.detach()
         place, version = (name, tensor.data_ptr()), tensor._version
         before = self._places.get(place)
         if before is not None:

@@ -24,7 +24,6 @@ import torch
 from torch import nn
 
 from ..errors import ModelError, UsageError, closest
-from ..flops.background import PAUSE_S
 from ..flops.host_copy import HostCopy, start_host_copy
 from ..flops.profiler import StepProfile, StepProfiler
 from ..trackers.base import Tracker
@@ -33,19 +32,24 @@ from .config import MonitorConfig, load_config
 from .counting import Counting, ModelState
 from .data import WatchedData
 from .datasets import DatasetMetrics, PendingDatasetMetrics, shifts_labels
-from .fingerprint import fingerprint
+from .fingerprint import is_tensor_parallel
 from .host_values import HostValues
 from .notices import Notices
 from .observe import Attachment, Batch, BatchNotes
 from .output import Output
 from .ranks import RankLink
-from .resolver import Resolver, StepNote
+from .resolver import Resolver
+from .step_note import StepNote
 from .summary import show
 from .totals import Totals
 
 _WARMUP_STEPS = 3
-_CLOSE_TIMEOUT_S = 60.0
+_CLOSE_TIMEOUT_S = 20.0
+_COUNT_TIMEOUT_S = 10.0
+_SAVE_TIMEOUT_S = 60.0
 _LONGEST_FORWARD_S = 2.0
+_REST_S = 0.0002
+_FORWARD_POLL_S = 0.002
 
 
 class _Default(int):
@@ -79,15 +83,7 @@ class TrainingMonitor:
         self.config: MonitorConfig = load_config(config, flops_profile_freq=explicit)
         self.output_dir = Path(output_dir)
         self._notices = Notices()
-        self._ranks = RankLink.current(notice=self._notices)
-        self._output = Output(
-            self.output_dir,
-            log_file,
-            self.config,
-            trackers,
-            notice=self._notices,
-            is_first=self._ranks.is_first,
-        )
+        self._output = Output(self.output_dir, log_file, self.config, trackers, notice=self._notices)
         self._attachment: Attachment | None = None
         self._watched: weakref.ref[nn.Module] | None = None
         self._is_set_up = self._is_closed = self._is_broken = False
@@ -98,6 +94,7 @@ class TrainingMonitor:
         self._datasets = DatasetMetrics()
         self._pending_datasets: list[tuple[PendingDatasetMetrics, HostCopy]] = []
         self._state: ModelState | None = None
+        self._states_made = 0
         self._check_is_due = self._profile_is_due = True
         self._is_measured = self.config.initial_profiling
         self._profiler: StepProfiler | None = None
@@ -136,8 +133,12 @@ class TrainingMonitor:
         self._is_manual = True
         if isinstance(batch, torch.Tensor):
             batch = (batch,)
-        named = batch if isinstance(batch, Mapping) else dict(enumerate(batch))
-        self._guarded(self._note, named)
+        if not isinstance(batch, (Mapping, tuple, list)):
+            self._notices(
+                f"observe expects the batch as the model takes it, got {type(batch).__name__}: not noted"
+            )
+        elif not self._pauses:
+            self._guarded(self._note, batch if isinstance(batch, Mapping) else dict(enumerate(batch)))
 
     def data(self, loader: Iterable[Any]) -> WatchedData:
         """The same batches, with the time spent waiting for each of them noted."""
@@ -150,6 +151,8 @@ class TrainingMonitor:
         if self._is_set_up and not self._pauses:
             mark = self._guarded(self._clock.clock.mark)
             self._guarded(self._values.flush)
+            if self._stop_profiler() is not None:  # what runs inside is no part of the step: profile another
+                self._profile_is_due = True
         self._pauses += 1
         try:
             yield
@@ -162,10 +165,12 @@ class TrainingMonitor:
 
     def set_phase(self, name: str | None) -> None:
         """Measure as often as this phase of the training asks for; None: as often as without phases."""
-        if name is not None and name not in self.config.phases:
-            known = ", ".join(self.config.phases)
-            raise UsageError(f"unknown phase {name!r}; known: {known}{closest(name, self.config.phases)}")
-        self._phase = name
+        if name is None or name in self.config.phases:
+            self._phase = name
+            return
+        known = ", ".join(self.config.phases)
+        hint = closest(str(name), self.config.phases)
+        self._notices(f"unknown phase {name!r}, the one before holds on; known: {known}{hint}")
 
     def log_step(
         self,
@@ -200,12 +205,12 @@ class TrainingMonitor:
     def save_logs(self) -> None:
         """Write everything logged so far to the local log; waits for it, so not for inside the step."""
         if self._is_set_up and os.getpid() == self._pid:
-            self._values.flush()
-            if not self._resolver.finish_pending(_CLOSE_TIMEOUT_S):
+            self._guarded(self._values.flush)
+            if not self._resolver.finish_pending(_SAVE_TIMEOUT_S):
                 self._notices(
-                    f"some steps were not worked out within {_CLOSE_TIMEOUT_S:.0f} s and are not saved yet"
+                    f"some steps were not worked out within {_SAVE_TIMEOUT_S:.0f} s and are not saved yet"
                 )
-            self._output.flush(_CLOSE_TIMEOUT_S)
+            self._output.flush(_SAVE_TIMEOUT_S)
 
     @property
     def last(self) -> dict[str, Any]:
@@ -232,6 +237,7 @@ class TrainingMonitor:
                 "counting_s": counting_s,
                 "profiling_s": profiling_s,
             },
+            "notes": list(self._counting.notes) if self._is_set_up else [],
             "lost": [
                 *([f"{lost_steps:,} steps: the monitor was held up"] if lost_steps else []),
                 *self._output.lost(),
@@ -258,20 +264,22 @@ class TrainingMonitor:
 
     def _close(self) -> None:
         self.detach()
-        if self._profiler is not None:
-            self._profiler.stop()
+        self._stop_profiler()
         if not self._is_set_up:
             return
-        self._values.flush()
-        if not self._resolver.finish_pending(_CLOSE_TIMEOUT_S):
-            self._notices(f"the last steps were not worked out within {_CLOSE_TIMEOUT_S:.0f} s and are lost")
-        self._resolver.stop(_CLOSE_TIMEOUT_S)
-        self._output.flush(_CLOSE_TIMEOUT_S)
+        try:
+            self._values.flush()
+            if not self._resolver.finish_pending(_COUNT_TIMEOUT_S):
+                self._counting.give_up.set()  # what is not counted by now is estimated
+                if not self._resolver.finish_pending(_COUNT_TIMEOUT_S):
+                    self._notices("the last steps were not worked out in time and are lost")
+        finally:  # also where the user does not want to wait: torch must not be left in the middle of a count
+            self._resolver.stop(_COUNT_TIMEOUT_S)
         summary = self.summary()
-        self._output.close(summary, _CLOSE_TIMEOUT_S)
-        summary["lost"] += [text for text in self._output.lost() if text not in summary["lost"]]
-        summary["warnings"] = list(self._notices.texts)
         if self._ranks.is_first:
+            self._output.close(summary, _CLOSE_TIMEOUT_S)
+            summary["lost"] += [text for text in self._output.lost() if text not in summary["lost"]]
+            summary["warnings"] = list(self._notices.texts)
             show(summary)
 
     def _guarded(self, work: Callable[..., Any], *args: Any) -> Any:
@@ -289,8 +297,9 @@ class TrainingMonitor:
             return None
 
     def _set_up(self, device: torch.device) -> None:
-        """Make what depends on the device, at the first batch or step."""
+        """Make what depends on the device and the job, at the first batch or step."""
         self._device = device
+        self._ranks = RankLink.current(notice=self._notices)
         self._values = HostValues(self._notices)
         self._batches = BatchNotes(self._values)
         self._clock = StepClock(clock_for(device))
@@ -312,9 +321,10 @@ class TrainingMonitor:
             detailed_log_freq=self.config.detailed_log_freq,
         )
         self._is_set_up = True
-        self._output.start(self._run_info())
+        if self._ranks.is_first:
+            self._output.start(self._run_info())
 
-    def _on_forward(self, batch: Batch) -> None:
+    def _on_forward(self, batch: Batch | None) -> None:
         if not (self._is_manual or self._pauses or self._is_closed):
             self._guarded(self._note, batch)
         self._forward_since_s = time.perf_counter()
@@ -329,22 +339,29 @@ class TrainingMonitor:
         forward pass that does not end (an error, a model compiled whole) holds a count up for a moment only.
         Whoever waits for the count (`save_logs`, `close`) has it without rests.
         """
-        if self._resolver.gives_up:
+        if self._counting.give_up.is_set():
             raise ModelError("the run ended before the model was counted")
         if self._resolver.is_awaited:
             return
-        time.sleep(PAUSE_S)
+        time.sleep(_REST_S)
         while (since_s := self._forward_since_s) is not None and not self._resolver.is_awaited:
             if time.perf_counter() - since_s > _LONGEST_FORWARD_S:
                 return
-            time.sleep(PAUSE_S)
+            time.sleep(_FORWARD_POLL_S)
 
-    def _note(self, batch: Batch) -> None:
+    def _note(self, batch: Batch | None) -> None:
         """Note a micro-batch; with the first of a step also that the step has begun."""
         began_s = time.perf_counter()
         is_check = self._check_is_due
         if not self._is_set_up:
-            self._set_up(self._model_device(batch))
+            self._set_up(self._model_device(batch or {}))
+        if batch is None or not self._batches.can_note(batch):
+            self._batches.is_incomplete = True
+            self._notices(
+                "a batch cannot be told to a count, so its step has no MFU: it holds nested tensors, is "
+                "inside vmap or its kin, or mixes arguments by place and by name in a forward that takes any"
+            )
+            return
         if not self._batches.noted:
             self._begin_step(began_s)
         self._batches.note(batch)
@@ -371,9 +388,16 @@ class TrainingMonitor:
         if model is None:
             self._notices("no model is attached, so there is no MFU: call monitor.attach(model)")
             return
-        if self._state is None or self._state.fingerprint != fingerprint(model):
-            number = 0 if self._state is None else self._state.number + 1
-            self._state = ModelState.of(model, number=number)
+        if is_tensor_parallel(model):
+            self._notices(
+                "the model's layers are split over ranks (tensor parallel), so this rank's share of its "
+                "FLOPs is not known: there is no MFU"
+            )
+            return
+        if self._state is None or not self._state.still_holds(model):
+            changes = 0 if self._state is None else self._state.changes
+            self._state = ModelState.of(model, number=self._states_made, changes=changes)
+            self._states_made += 1
             if self._is_measured:
                 self._counting.fit_on_training_thread(self._state, model, self._batches.noted[-1], batch)
 
@@ -381,10 +405,11 @@ class TrainingMonitor:
     def _profiles(self) -> bool:
         """Whether this mode profiles real steps."""
         if self.config.mode == "hybrid":
-            self._notices(
-                "hybrid mode: there are no hardware counters here yet, executed FLOPs come from "
-                + ("torch.profiler" if self.config.fallback_to_profiler else "nowhere: HFU is unknown")
-            )
+            if self.config.hardware_counters_enabled:
+                self._notices(
+                    "hybrid mode: there are no hardware counters here yet, executed FLOPs come from "
+                    + ("torch.profiler" if self.config.fallback_to_profiler else "nowhere: HFU is unknown")
+                )
             return self.config.fallback_to_profiler
         return self.config.mode == "profiler"
 
@@ -445,7 +470,7 @@ class TrainingMonitor:
             mask_tokens=mask_tokens,
             mask_useful_tokens=mask_useful_tokens,
             steps=steps,
-            batches_missing=self._batches.too_many,
+            batches_missing=self._batches.is_incomplete,
             batches=self._batches.take(),
             state=self._state,
             measured=self._is_measured,
@@ -482,12 +507,14 @@ class TrainingMonitor:
     def _step_number(self, step: Any) -> int:
         if type(step) is int:
             return step
-        if isinstance(step, torch.Tensor) and step.device.type != "cpu":
-            self._notices(
-                "step is a device tensor, which cannot be read without waiting: steps are counted instead"
-            )
-            return 0 if self._last_step is None else self._last_step + 1
-        return int(step)
+        if not isinstance(step, torch.Tensor) or step.device.type == "cpu":
+            with contextlib.suppress(TypeError, ValueError, OverflowError, RuntimeError):
+                return int(step)
+        self._notices(
+            f"step cannot be read ({type(step).__name__}: a device tensor, or no number): "
+            "steps are counted instead"
+        )
+        return 0 if self._last_step is None else self._last_step + 1
 
     def _steps_since_last(self, step: int) -> int:
         last, self._last_step = self._last_step, step
@@ -503,7 +530,7 @@ class TrainingMonitor:
     def _number(self, name: str, value: Any) -> Any:
         try:
             return self._values.number(name, value)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             self._notices(f"{name} is not logged: got {error}")
             return None
 
@@ -512,7 +539,7 @@ class TrainingMonitor:
         if mask is None:
             return None, None
         if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
-            got = f"shape {tuple(mask.shape)}" if isinstance(mask, torch.Tensor) else type(mask).__name__
+            got = f"{mask.dim()} dimensions" if isinstance(mask, torch.Tensor) else type(mask).__name__
             self._notices(f"attention_mask is not used: expected a tensor of samples × length, got {got}")
             return None, None
         return mask.numel(), self._values.tokens_in(mask)
@@ -526,25 +553,26 @@ class TrainingMonitor:
         self._data_wait_s = (self._data_wait_s or 0.0) + seconds
 
     def _model_device(self, tensors: Batch) -> torch.device:
-        """Where the training runs: the model's first parameter, else the first tensor at hand."""
+        """Where the training runs: on CUDA if anything of the model or the batch is there."""
         model = self._model()
-        parameter = next(iter(model.parameters()), None) if model is not None else None
-        found = [parameter, *tensors.values()]
-        return next((t.device for t in found if isinstance(t, torch.Tensor)), torch.device("cpu"))
+        found = [*(() if model is None else model.parameters()), *tensors.values()]
+        devices = [t.device for t in found if isinstance(t, torch.Tensor)]
+        on_cuda = [device for device in devices if device.type == "cuda"]
+        return next(iter((*on_cuda, *devices)), torch.device("cpu"))
 
     def _model(self) -> nn.Module | None:
         return None if self._watched is None else self._watched()
 
     def _run_info(self) -> dict[str, Any]:
         """What is true of the whole run."""
-        world_size = self._ranks.world_size
+        world_size = self._ranks.world_size if self._is_set_up else 1
         return {
             "mode": self.config.mode,
             "convention": {"attention": self.config.attention},
             "device": _device_name(self._device) if self._is_set_up else None,
             "time_source": self._clock.clock.source if self._is_set_up else None,
             "world_size": world_size,
-            "rank": self._ranks.rank,
+            "rank": self._ranks.rank if self._is_set_up else 0,
             "scope": "one device" if world_size == 1 else f"this rank × {world_size}",
         }
 

@@ -8,6 +8,7 @@ copied to the host for each batch, asynchronously.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import weakref
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten, tree_map
 
 from ..flops.batch import CUMULATIVE, GRIDS
 from ..flops.host_copy import HostCopy, start_host_copy
@@ -50,7 +52,7 @@ class Template:
     def example(self, values: Mapping[str, torch.Tensor]) -> Any:
         """A batch to count, with these values, as the model takes it."""
         if not self.values_ready:
-            self.batch = {k: v.get() if isinstance(v, HostCopy) else v for k, v in self.batch.items()}
+            self.batch = tree_map(lambda v: v.get() if isinstance(v, HostCopy) else v, self.batch)
             self.values_ready = True
         if 0 in self.batch:
             return tuple(self.batch.values())
@@ -96,12 +98,17 @@ class BatchNotes:
         self._kinds: set[Any] = set()
         self._last: tuple[list[tuple[Any, ...]], tuple[Any, ...], Template] | None = None
         self.noted: list[BatchNote] = []
-        self.too_many = False
+        self._noted_in_backward: list[BatchNote] = []
+        self.is_incomplete = False
 
     def note(self, batch: Batch) -> None:
         """Note one micro-batch of the step under way."""
-        if len(self.noted) >= _MAX_NOTES:
-            self.too_many = True
+        # A checkpoint around the model runs it again in the backward pass; one that is reentrant ran it
+        # without gradients before, and then this is the only run that is seen.
+        in_backward = torch._C._current_graph_task_id() != -1
+        noted = self._noted_in_backward if in_backward else self.noted
+        if len(noted) >= _MAX_NOTES:
+            self.is_incomplete = True
             return
         template = self._template_of(batch)
         values = _NO_VALUES
@@ -109,18 +116,25 @@ class BatchNotes:
             values = {k: self._values.values(k, batch[k]) for k in template.value_keys}
         mask = template.mask_key
         useful = None if mask is None else self._values.tokens_in(batch[mask])
-        self.noted.append(BatchNote(template, values, useful))
+        noted.append(BatchNote(template, values, useful))
+
+    def can_note(self, batch: Batch) -> bool:
+        """Whether shapes tell what a batch is: not for nested tensors, nor inside vmap and its kin."""
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return False
+        return not any(isinstance(value, torch.Tensor) and value.is_nested for value in batch.values())
 
     def take(self) -> list[BatchNote]:
         """The notes of the step that ends now."""
-        taken, self.noted, self.too_many = self.noted, [], False
+        taken = self.noted or self._noted_in_backward
+        self.noted, self._noted_in_backward, self.is_incomplete = [], [], False
         return taken
 
     def _template_of(self, batch: Batch) -> Template:
         signature = [
             (k, v.shape, v.dtype)
             if isinstance(v, torch.Tensor)
-            else (k, v if isinstance(v, _PLAIN) else type(v))
+            else (k, v if isinstance(v, _PLAIN) else _nested_signature(v))
             for k, v in batch.items()
         ]
         autocast = _autocast_key()
@@ -146,14 +160,13 @@ class BatchNotes:
         value_keys = []
         for key, value in batch.items():
             if not isinstance(value, torch.Tensor):
-                example[key] = value
+                example[key] = tree_map(_without_data, value)
             elif value.is_floating_point() or value.is_complex() or value.nbytes > _MAX_VALUE_BYTES:
-                example[key] = torch.empty(value.shape, dtype=value.dtype, device="meta")
+                example[key] = _without_data(value)
             else:
                 if key in _VALUE_KEYS:
                     value_keys.append(key)
-                is_wanted = is_first or not value.is_cuda
-                example[key] = start_host_copy(value) if is_wanted else value.to("meta")
+                example[key] = start_host_copy(value) if is_first else value.to("meta")
         samples, tokens = _extent(batch)
         mask = batch.get("attention_mask")
         has_mask = isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.numel() == tokens
@@ -165,6 +178,28 @@ class BatchNotes:
             tokens=tokens,
             autocast=autocast,
         )
+
+
+def _nested_signature(value: Any) -> tuple[Any, ...]:
+    """What tells arguments apart that are no tensors themselves but may hold some."""
+    leaves, structure = tree_flatten(value)
+    return (
+        str(structure),
+        *[
+            (v.shape, v.dtype) if isinstance(v, torch.Tensor) else v if isinstance(v, _PLAIN) else type(v)
+            for v in leaves
+        ],
+    )
+
+
+def _without_data(value: Any) -> Any:
+    """A tensor inside an argument: its integers on their way to the host, or its shape alone."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.is_floating_point() or value.is_complex() or value.nbytes > _MAX_VALUE_BYTES:
+        shape_alone = torch.empty(value.shape, dtype=value.dtype, device="meta")
+        return shape_alone.requires_grad_(value.requires_grad) if value.requires_grad else shape_alone
+    return start_host_copy(value)
 
 
 def _autocast_key() -> tuple[Any, ...]:
@@ -186,7 +221,8 @@ def _extent(batch: Batch) -> tuple[int | None, int | None]:
             return int(tensor.shape[0]), int(tensor.shape[0] * tensor.shape[1])
     tensors = [v for v in batch.values() if isinstance(v, torch.Tensor) and v.dim() > 0]
     if not tensors:
-        return None, None
+        inner = [v for v in batch.values() if isinstance(v, Mapping)]
+        return _extent(inner[0]) if len(inner) == 1 else (None, None)
     first = tensors[0]
     is_tokens = first.dim() == 2 and not first.is_floating_point()
     return int(first.shape[0]), int(first.numel()) if is_tokens else None
@@ -209,30 +245,22 @@ class _Hook:
             self._seen(*args)
 
     def __deepcopy__(self, memo: Any) -> Callable[..., None]:
-        return _do_nothing
+        return contextlib.nullcontext().__exit__  # takes anything, does nothing
 
     def __reduce__(self) -> Any:
-        return (_nothing, ())
-
-
-def _do_nothing(module: nn.Module, *args: Any) -> None:
-    return None
-
-
-_do_nothing._truemfu_skip = True  # type: ignore[attr-defined]
-
-
-def _nothing() -> Callable[..., None]:
-    return _do_nothing
+        return (getattr, (contextlib.nullcontext(), "__exit__"))  # loads where truemfu is not installed
 
 
 class Attachment:
     """Hooks on a model: `seen` gets each training batch, `ended` is told when a forward pass is over.
 
+    A batch that cannot be given back to the model by name or by place alone is seen as None.
     Only a count that runs in the background asks when a forward pass ends, so that hook is there on demand.
     """
 
-    def __init__(self, model: nn.Module, seen: Callable[[Batch], None], ended: Callable[[], None]) -> None:
+    def __init__(
+        self, model: nn.Module, seen: Callable[[Batch | None], None], ended: Callable[[], None]
+    ) -> None:
         self._model = weakref.ref(model)
         self._names = _positional_names(unwrap(model))
         self._seen, self._ended = seen, ended
@@ -277,12 +305,12 @@ class Attachment:
         elif self._names is not None and len(args) <= len(self._names):
             self._seen({**dict(zip(self._names, args, strict=False)), **kwargs})
         else:
-            self._seen({**dict(enumerate(args)), **kwargs})
+            self._seen(dict(enumerate(args)) if not kwargs else None)
 
 
 def _positional_names(model: nn.Module) -> tuple[str, ...] | None:
-    """The names of a forward's positional arguments; None where it takes any number of them."""
+    """The names of a forward's positional arguments; None where they have none, or any number."""
     parameters = list(inspect.signature(model.forward).parameters.values())
-    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+    if any(p.kind in (p.VAR_POSITIONAL, p.POSITIONAL_ONLY) for p in parameters):
         return None
-    return tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
+    return tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)

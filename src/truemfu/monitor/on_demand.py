@@ -28,11 +28,12 @@ from torch.utils._pytree import tree_map_only
 
 from ..errors import ModelError, TruemfuError, UsageError, closest, warn_once
 from ..flops.closed_form import FlopModel
-from ..flops.count import _loss, check_call, count_flops, warn_uncounted
+from ..flops.count import check_call, count_flops, warn_uncounted
 from ..flops.estimate import estimate_flops
 from ..flops.example_batch import example_batch
 from ..flops.explain import one_line
 from ..flops.flop_count import FlopCount
+from ..flops.loss import loss_of
 from ..flops.model_view import BatchRequest
 from ..flops.profiler import StepProfiler
 from ..flops.shadow import Shadow, has_values, unwrap
@@ -182,7 +183,7 @@ def _count(model: nn.Module, batch: Batch, mode: str) -> FlopCount | None:
 class _Kept:
     """A closed form and what it was fitted for."""
 
-    fingerprint: int
+    fingerprint: tuple[int, int]
     autocast: AutocastState
     form: FlopModel
 
@@ -218,7 +219,7 @@ def _profiled(model: nn.Module, batch: Batch) -> FlopCount:
         arguments = tree_map_only(torch.Tensor, lambda t: t.to(device), batch)
         profiler.start()
         try:
-            _loss(twin(**arguments), None).backward()
+            loss_of(twin(**arguments), None).backward()
         finally:
             profile = profiler.stop()
     count = profile.count()

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -28,8 +29,10 @@ from ..trackers.lane import Lane
 from ..trackers.names import rename
 from ..trackers.wandb import WandbTracker
 from .config import MonitorConfig
+from .step_note import StepNote
 
 _BASICS = frozenset({"training/loss", "training/lr", "training/epoch", "global_step"})
+_LEAST_CLOSE_S = 1.0
 RUN_FILE = "training_run.json"
 
 
@@ -44,42 +47,36 @@ class Output:
         trackers: Sequence[str | Tracker] | None,
         *,
         notice: Callable[[str], None],
-        is_first: bool,
     ) -> None:
         self._dir, self._config, self._notice = output_dir, config, notice
         self.last_row: Mapping[str, Any] = {}
         self._run_info: Mapping[str, Any] = {}
         self.finish_rows: Callable[[], None] = lambda: None
         """Works out what is not yet a row; called before a W&B run that the user ends is closed."""
-        self._is_first = is_first
         self._log_path = output_dir / log_file
         self._local: Lane | None = None
         self._remote: list[Lane] = []
         self._is_started = self._is_written = False
         self._unsaved = 0
         self._started_at = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        wanted = _wanted(trackers, config)
-        if is_first:
-            self._check_folder()
-            for tracker in wanted:
-                self._open(tracker)
+        self._wanted = _wanted(trackers, config)
 
-    def put(self, step: int, row: dict[str, Any], *, skip_remote: bool) -> None:
+    def put(self, note: StepNote, row: dict[str, Any]) -> None:
         """Hand a finished row to whoever wants it; on the resolver's thread."""
         self.last_row = row
         if self._local is not None:
-            self._local.put(step, row)
+            self._local.put(note.step, row)
             self._unsaved += 1
             if self._unsaved >= self._config.save_freq:
                 self._local.flush()
                 self._unsaved = 0
-        if self._remote and not skip_remote and step % (self._config.logging_steps or 1) == 0:
-            wanted = rename(self._for_remote(step, row), self._config.metric_names)
+        if self._remote and not note.skip_remote and note.reaches(self._config.logging_steps or 1):
+            wanted = rename(self._for_remote(note, row), self._config.metric_names)
             for lane in self._remote:
-                lane.put(step, wanted)
+                lane.put(note.step, wanted)
 
-    def _for_remote(self, step: int, row: dict[str, Any]) -> dict[str, Any]:
-        if not self._config.reduced_logging and step % self._config.detailed_log_freq == 0:
+    def _for_remote(self, note: StepNote, row: dict[str, Any]) -> dict[str, Any]:
+        if not self._config.reduced_logging and note.reaches(self._config.detailed_log_freq):
             return row
         with_datasets = not self._config.reduced_logging
         return {k: v for k, v in row.items() if k in _BASICS or (with_datasets and k.startswith("dataset/"))}
@@ -94,16 +91,20 @@ class Output:
 
     def flush(self, timeout_s: float) -> None:
         """Wait until every row put so far has been handed to its tracker and written."""
+        ends_s = time.monotonic() + timeout_s
         for lane in self._lanes():
             lane.flush()
         for lane in self._lanes():
-            if not lane.wait_until_idle(timeout_s):
+            if not lane.wait_until_idle(max(ends_s - time.monotonic(), 0)):
                 self._notice(f"tracker {lane.name} did not take its rows within {timeout_s:.0f} s")
 
     def close(self, summary: Mapping[str, Any], timeout_s: float) -> None:
         """Finish every tracker, and write the run with its summary beside the log."""
+        ends_s = time.monotonic() + timeout_s
         for lane in self._lanes():
-            lane.close(summary, timeout_s)
+            lane.wake()
+        for lane in self._lanes():
+            lane.close(summary, max(ends_s - time.monotonic(), _LEAST_CLOSE_S))
         if self._is_started:
             self._write_run({**self._run(), "summary": summary})
 
@@ -121,9 +122,10 @@ class Output:
     def start(self, run_info: Mapping[str, Any]) -> None:
         """Open the trackers, as the training begins: W&B must see what the user logs from the start."""
         self._run_info = run_info
-        if not self._is_first:
-            return
         self._is_started = True
+        self._check_folder()
+        for tracker in self._wanted:
+            self._open(tracker)
         run = self._run()
         self._local = Lane(JsonArrayFile(self._log_path, notice=self._notice), "file", notice=self._notice)
         if _wandb_is_active() and "wandb" not in [lane.name for lane in self._remote]:

@@ -12,51 +12,24 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ..flops.host_copy import HostCopy
-from ..flops.profiler import StepProfile
 from ..utilization import ABOVE_ONE
-from .clock import CudaClock, HostClock, Span, duration_s
-from .counting import Counting, ModelState, StepFlops
-from .datasets import PendingDatasetMetrics, dataset_metrics
-from .host_values import Number, is_there, resolved
+from .clock import CudaClock, HostClock, duration_s
+from .counting import Counting, StepFlops
+from .datasets import dataset_metrics
+from .host_values import is_there, resolved
 from .metrics import StepMeasures, Window, performance
 from .notices import Notices
-from .observe import BatchNote
 from .output import Output
+from .step_note import StepNote
 from .totals import Totals
 
 _MAX_PENDING = 10_000
 _WAKE_EVERY_S = 0.5
 _POLL_S = 0.005
-
-
-@dataclass(slots=True, kw_only=True)
-class StepNote:
-    """All that is known of a step when `log_step` returns; numbers may still be on their way."""
-
-    step: int
-    epoch: Number
-    loss: Number
-    grad_norm: Number
-    learning_rate: Number
-    mask_tokens: int | None
-    mask_useful_tokens: Number
-    span: Span
-    steps: int
-    batches: list[BatchNote]
-    batches_missing: bool
-    state: ModelState | None
-    measured: bool
-    data_wait_s: float | None
-    warmup: bool
-    profile: StepProfile | None
-    datasets: list[tuple[PendingDatasetMetrics, HostCopy]]
-    skip_remote: bool
 
 
 class Resolver:
@@ -81,7 +54,7 @@ class Resolver:
         self._pending: deque[StepNote] = deque()
         self._wake = threading.Event()
         self._stopping = False
-        self.is_awaited = self.gives_up = False
+        self.is_awaited = False
         self._taken = self._done = 0
         self.window, self.totals = Window(), Totals()
         self.lost_steps = 0
@@ -118,7 +91,8 @@ class Resolver:
 
     def stop(self, timeout_s: float) -> None:
         """End the thread; a count that still runs is given up, for torch must not be left in the middle."""
-        self._stopping = self.gives_up = True
+        self._stopping = True
+        self._counting.give_up.set()
         self._wake.set()
         self._thread.join(timeout_s)
 
@@ -141,7 +115,7 @@ class Resolver:
             except IndexError:  # dropped by `put` at this very moment
                 break
             try:
-                self._output.put(note.step, self._row(note), skip_remote=note.skip_remote)
+                self._output.put(note, self._row(note))
             except Exception as error:
                 self._notices(
                     f"a step could not be worked out and is not logged: {type(error).__name__}: {error}"
@@ -171,10 +145,11 @@ class Resolver:
             "training/epoch": resolved(note.epoch),
             "training/grad_norm": resolved(note.grad_norm),
             **performance(measures),
+            "perf/method": None if measures.flops is None else measures.flops.method,
         }
         if (measures.mfu or 0) > 1 or (measures.hfu or 0) > 1:
             self._notices(ABOVE_ONE)
-        if note.step % self._detailed_log_freq == 0:
+        if note.reaches(self._detailed_log_freq):
             row |= self.window.medians()
             row["perf/memory_peak_bytes"] = peak_memory_bytes(self._device)
         if note.datasets:

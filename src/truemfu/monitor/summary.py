@@ -21,6 +21,7 @@ def lines_of(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("padding lost", _share(summary["padding_lost"], "no mask seen")),
         ("waiting for data", _share(summary["data_wait_share"], "not seen")),
         ("monitor's own cost", _cost(summary)),
+        *[("note", text) for text in summary["notes"]],
         *[("lost", text) for text in summary["lost"]],
         *[("warning", text) for text in summary["warnings"]],
     ]

@@ -34,6 +34,7 @@ from .base import known
 
 _CLOSING = b"\n]\n"
 _NOTHING_YET = b"["
+_writing: set[Path] = set()  # a lock on a file does not keep the process that has it from taking it again
 _ROWS = msgspec.json.Decoder(list[msgspec.Raw])
 
 
@@ -52,7 +53,10 @@ class JsonArrayFile:
     def start(self, run: Mapping[str, Any]) -> None:
         """Open the file, mend or move aside what is there. The run itself is not written: rows alone are."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.path.resolve() in _writing:
+            raise OSError(errno.EBUSY, "another monitor of this process writes this log", str(self.path))
         self._fd = self._open()
+        _writing.add(self.path.resolve())
         self._end, self._is_empty = self._continue()
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -85,10 +89,13 @@ class JsonArrayFile:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
+            _writing.discard(self.path.resolve())
 
     def _write(self, text: bytes) -> None:
         """Put `text` where the closing bracket is and a new one behind it, or leave the file as it was."""
         assert self._fd is not None, "start comes first"
+        if not os.fstat(self._fd).st_nlink:
+            raise OSError(errno.ENOENT, "the log was deleted while it was written", str(self.path))
         whole = text + _CLOSING
         written = 0
         try:

@@ -1,0 +1,41 @@
+"""What the training thread hands over for each step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..flops.host_copy import HostCopy
+from ..flops.profiler import StepProfile
+from .clock import Span
+from .counting import ModelState
+from .datasets import PendingDatasetMetrics
+from .host_values import Number
+from .observe import BatchNote
+
+
+@dataclass(slots=True, kw_only=True)
+class StepNote:
+    """All that is known of a step when `log_step` returns; numbers may still be on their way."""
+
+    step: int
+    epoch: Number
+    loss: Number
+    grad_norm: Number
+    learning_rate: Number
+    mask_tokens: int | None
+    mask_useful_tokens: Number
+    span: Span
+    steps: int
+    batches: list[BatchNote]
+    batches_missing: bool
+    state: ModelState | None
+    measured: bool
+    data_wait_s: float | None
+    warmup: bool
+    profile: StepProfile | None
+    datasets: list[tuple[PendingDatasetMetrics, HostCopy]]
+    skip_remote: bool
+
+    def reaches(self, frequency: int) -> bool:
+        """Whether a multiple of this frequency lies between the last logged step and this one."""
+        return self.step % frequency < self.steps

@@ -1,0 +1,246 @@
+"""TrainingMonitor in a job of several ranks: real processes, gloo, ranks that stay away, die or come late."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import truemfu.monitor.monitor as monitor_module
+from truemfu import TrainingMonitor
+
+TIME_LIMIT_S = 150
+WIDTH = 16
+
+
+class Layers(nn.Module):
+    """3 × 2 × tokens × 16² FLOPs a step for each layer."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(100, WIDTH)
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(layers)])
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        total: torch.Tensor = x.sum()
+        return total
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        total: torch.Tensor = self.down(self.up(x).relu()).sum()
+        return total
+
+
+def flops(layers: int) -> int:
+    return layers * 3 * 2 * 16 * WIDTH * WIDTH
+
+
+def steps(monitor: TrainingMonitor, model: nn.Module, first: int = 1) -> None:
+    for step in range(first, first + 4):
+        model(torch.zeros(2, 8, dtype=torch.long)).backward()
+        monitor.log_step(step, 0, 1.0, 1.0, 1.0)
+
+
+def scenario(name: str, rank: int, world_size: int, init: str, folder: str) -> dict[str, Any]:
+    """What one rank does; what it found is written down by `rank_process`."""
+    settings = {"monitoring": {"peak_tflops": 10.0}}
+    if name == "made before":
+        model: nn.Module = Layers(1)
+        monitor = TrainingMonitor(folder, settings, model=model)
+        start(init, rank, world_size)
+    else:
+        start(init, rank, world_size)
+        if name == "nobody at rank 0" and rank == 0:
+            wait_for(Path(folder) / "1.json")
+            return {}
+        if name == "nobody at rank 0":
+            monitor_module._CLOSE_TIMEOUT_S = 5.0
+        model = Layers(2)
+        if name == "ddp":
+            model = nn.parallel.DistributedDataParallel(model)
+        elif name == "fsdp2":
+            mesh = init_device_mesh("cpu", (world_size,))
+            for layer in model.layers:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+        elif name == "tensor parallel":
+            mesh = init_device_mesh("cpu", (world_size,))
+            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            model = parallelize_module(Pair(), mesh, plan)
+        monitor = TrainingMonitor(folder, settings, model=model)
+    if name == "rank 0 dies":
+        model(torch.zeros(2, 8, dtype=torch.long)).backward()
+        if rank == 0:
+            os._exit(7)
+    if name == "tensor parallel":
+        model(torch.ones(8, 16)).backward()
+        monitor.log_step(1, 0, 1.0, 1.0, 1.0)
+    else:
+        steps(monitor, model)
+    if name == "another model":
+        monitor.save_logs()
+        dist.barrier()
+        model = Layers(400)
+        monitor.attach(model)
+        if rank:
+            announced(monitor)
+        steps(monitor, model, first=5)
+    if name == "destroyed":
+        dist.barrier()
+        dist.destroy_process_group()
+    began = time.monotonic()
+    monitor.close()
+    return {"last": monitor.last, "summary": monitor.summary(), "close_s": time.monotonic() - began}
+
+
+def announced(monitor: TrainingMonitor) -> None:
+    """Wait until rank 0 has said which model it counts next, and has not counted it yet."""
+    store = monitor._ranks._store()
+    key = f"truemfu/monitor/0/0/{first_key(monitor)}/model"
+    before = store.get(key)
+    ends = time.monotonic() + 30
+    while store.get(key) == before and time.monotonic() < ends:
+        time.sleep(0.001)
+
+
+def first_key(monitor: TrainingMonitor) -> str:
+    from truemfu.flops.surroundings import autocast_state
+
+    return f"{autocast_state()}/{monitor.config.attention}"
+
+
+def start(init: str, rank: int, world_size: int) -> None:
+    dist.init_process_group("gloo", init_method=init, rank=rank, world_size=world_size)
+
+
+def rank_process(name: str, rank: int, world_size: int, init: str, folder: str) -> None:
+    torch.set_num_threads(1)
+    found = scenario(name, rank, world_size, init, folder)
+    partial = Path(folder) / f"{rank}.partial"
+    partial.write_text(json.dumps(found))
+    partial.rename(Path(folder) / f"{rank}.json")
+    if rank == 0:  # it serves the store, so it goes last
+        for other in range(1, world_size):
+            wait_for(Path(folder) / f"{other}.json")
+
+
+def wait_for(path: Path) -> None:
+    ends = time.monotonic() + TIME_LIMIT_S
+    while not path.exists() and time.monotonic() < ends:
+        time.sleep(0.02)
+
+
+def job(folder: Path, name: str, world_size: int = 2) -> tuple[list[int | None], dict[int, Any]]:
+    """Exit codes, and what each rank found."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        init = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    context = torch.multiprocessing.get_context("spawn")
+    ranks = [
+        context.Process(target=rank_process, args=(name, rank, world_size, init, str(folder)))
+        for rank in range(world_size)
+    ]
+    for process in ranks:
+        process.start()
+    ends = time.monotonic() + TIME_LIMIT_S
+    for process in ranks:
+        process.join(max(0.0, ends - time.monotonic()))
+    codes = [process.exitcode for process in ranks]
+    for process in ranks:
+        if process.is_alive():
+            process.kill()
+            process.join()
+    written = {rank: folder / f"{rank}.json" for rank in range(world_size)}
+    return codes, {rank: json.loads(p.read_text()) for rank, p in written.items() if p.exists()}
+
+
+def flops_of(found: dict[str, Any]) -> int:
+    row: dict[str, float] = found["last"]
+    return round(row["perf/tflops_per_gpu"] * row["perf/step_time"] * 1e12)
+
+
+@pytest.mark.parametrize(("name", "world_size"), [("ddp", 2), ("ddp", 3), ("fsdp2", 2)])
+def test_every_rank_has_its_mfu_and_rank_0_alone_writes(tmp_path: Path, name: str, world_size: int) -> None:
+    codes, found = job(tmp_path, name, world_size)
+    assert codes == [0] * world_size
+    for rank in range(world_size):
+        assert flops_of(found[rank]) == flops(2)
+        assert found[rank]["last"]["perf/mfu"] > 0
+        assert found[rank]["summary"]["scope"] == f"this rank × {world_size}"
+        assert found[rank]["summary"]["warnings"] == []
+    names = {path.name for path in tmp_path.iterdir()}
+    own = {f"{rank}.json" for rank in range(world_size)}
+    assert names - own == {"training_log.json", "training_run.json"}
+    assert len(json.loads((tmp_path / "training_log.json").read_text())) == 4
+
+
+def test_where_rank_0_dies_the_other_goes_on(tmp_path: Path) -> None:
+    codes, found = job(tmp_path, "rank 0 dies")
+    assert codes == [7, 0]
+    assert flops_of(found[1]) == flops(2)
+    assert any("rank 1 counts for itself" in text for text in found[1]["summary"]["warnings"])
+
+
+def test_a_group_that_is_gone_before_the_end_is_no_trouble(tmp_path: Path) -> None:
+    codes, found = job(tmp_path, "destroyed")
+    assert codes == [0, 0]
+    for rank in (0, 1):
+        assert flops_of(found[rank]) == flops(2)
+        assert found[rank]["close_s"] < 30
+
+
+@pytest.mark.xfail(
+    strict=True, raises=AssertionError, reason="the rank is asked for when the monitor is made, not later"
+)
+def test_a_monitor_made_before_the_group_knows_its_rank(tmp_path: Path) -> None:
+    codes, found = job(tmp_path, "made before")
+    assert codes == [0, 0]
+    assert [found[rank]["summary"]["world_size"] for rank in (0, 1)] == [2, 2]
+
+
+@pytest.mark.xfail(
+    strict=True, raises=AssertionError, reason="no row is worked out before rank 0 has answered"
+)
+def test_without_a_monitor_on_rank_0_the_others_have_their_rows(tmp_path: Path) -> None:
+    codes, found = job(tmp_path, "nobody at rank 0")
+    assert codes == [0, 0]
+    assert found[1]["summary"]["steps"] == 4
+
+
+@pytest.mark.xfail(
+    strict=True, raises=AssertionError, reason="a second model's answer has the first one's key in the store"
+)
+def test_a_second_model_is_not_taken_for_the_first(tmp_path: Path) -> None:
+    codes, found = job(tmp_path, "another model")
+    assert codes == [0, 0]
+    assert flops_of(found[0]) == flops(400)
+    assert flops_of(found[1]) == flops(400)
+
+
+@pytest.mark.xfail(
+    strict=True, raises=AssertionError, reason="a rank of a tensor-parallel model is taken to do all its work"
+)
+def test_ranks_that_share_each_product_share_its_flops(tmp_path: Path) -> None:
+    codes, found = job(tmp_path, "tensor parallel")
+    assert codes == [0, 0]
+    forward = 2 * (2 * 8 * 16 * 64)
+    assert flops_of(found[0]) == (forward + 2 * forward - forward // 2) // 2
