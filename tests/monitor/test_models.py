@@ -580,7 +580,6 @@ def test_tensors_in_a_dict_are_not_kept_alive(tmp_path: Path) -> None:
     assert not is_alive
 
 
-@bug("a template forgets that an input requires a gradient")
 def test_an_input_that_requires_a_gradient_costs_one(tmp_path: Path) -> None:
     run = train(Mlp(), tmp_path, [5, 6], lambda model, n: model(rows_of(n, requires_grad=True)).sum())
     assert run.model_flops == [mlp_flops(n, input_gradient=True) for n in (5, 6)]

@@ -78,7 +78,9 @@ class BatchMaker:
             example = self._example[key]
             shape = [_extent(d, sizes) if isinstance(d, str) else d for d in tensor.dims]
             if example.is_floating_point() or example.is_complex():
-                made[key] = torch.empty(shape, dtype=example.dtype, device="meta")
+                made[key] = torch.empty(
+                    shape, dtype=example.dtype, device="meta", requires_grad=example.requires_grad
+                )
             elif key in CUMULATIVE:
                 ends = torch.tensor([0, *(n for row in documents or () for n in row)])
                 made[key] = ends.cumsum(0).to(example.dtype)

@@ -35,7 +35,7 @@ from .datasets import DatasetMetrics, PendingDatasetMetrics, shifts_labels
 from .fingerprint import is_tensor_parallel
 from .host_values import HostValues
 from .notices import Notices
-from .observe import Attachment, Batch, BatchNotes
+from .observe import Attachment, Batch, BatchNote, BatchNotes
 from .output import Output
 from .ranks import RankLink
 from .resolver import Resolver
@@ -45,7 +45,7 @@ from .totals import Totals
 
 _WARMUP_STEPS = 3
 _CLOSE_TIMEOUT_S = 20.0
-_COUNT_TIMEOUT_S = 10.0
+_COUNT_TIMEOUT_S = 5.0
 _SAVE_TIMEOUT_S = 60.0
 _LONGEST_FORWARD_S = 2.0
 _REST_S = 0.0002
@@ -362,11 +362,11 @@ class TrainingMonitor:
                 "inside vmap or its kin, or mixes arguments by place and by name in a forward that takes any"
             )
             return
-        if not self._batches.noted:
+        if not self._batches.has_notes:
             self._begin_step(began_s)
-        self._batches.note(batch)
-        if is_check:
-            self._check_model(batch)
+        note = self._batches.note(batch)
+        if is_check and note is not None:
+            self._check_model(note, batch)
         took_s = time.perf_counter() - began_s
         if is_check:
             self._own_check_s += took_s
@@ -381,7 +381,7 @@ class TrainingMonitor:
             self._profile_is_due = False
             self._start_profiler()
 
-    def _check_model(self, batch: Batch) -> None:
+    def _check_model(self, note: BatchNote, batch: Batch) -> None:
         """See whether what was counted still holds; only if not, a new count is begun, elsewhere."""
         self._check_is_due = False
         model = self._model()
@@ -399,7 +399,7 @@ class TrainingMonitor:
             self._state = ModelState.of(model, number=self._states_made, changes=changes)
             self._states_made += 1
             if self._is_measured:
-                self._counting.fit_on_training_thread(self._state, model, self._batches.noted[-1], batch)
+                self._counting.fit_on_training_thread(self._state, model, note, batch)
 
     @property
     def _profiles(self) -> bool:
@@ -448,7 +448,8 @@ class TrainingMonitor:
             return
         if not self._is_set_up:
             self._set_up(self._model_device({"loss": loss}))
-        if self._attachment is not None and not self._batches.noted and not self._is_manual:
+        is_unseen = not (self._batches.has_notes or self._batches.is_incomplete or self._is_manual)
+        if is_unseen and self._attachment is not None:
             self._notices(
                 "a step without a training forward pass of the attached model has no MFU: "
                 "attach what you call (a model compiled later, its wrapper), or call monitor.observe(batch)"

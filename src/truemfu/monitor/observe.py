@@ -97,26 +97,33 @@ class BatchNotes:
         self._templates: OrderedDict[Any, Template] = OrderedDict()
         self._kinds: set[Any] = set()
         self._last: tuple[list[tuple[Any, ...]], tuple[Any, ...], Template] | None = None
-        self.noted: list[BatchNote] = []
+        self._noted: list[BatchNote] = []
         self._noted_in_backward: list[BatchNote] = []
         self.is_incomplete = False
 
-    def note(self, batch: Batch) -> None:
-        """Note one micro-batch of the step under way."""
+    def note(self, batch: Batch) -> BatchNote | None:
+        """Note one micro-batch of the step under way; None where there are too many of them."""
         # A checkpoint around the model runs it again in the backward pass; one that is reentrant ran it
         # without gradients before, and then this is the only run that is seen.
         in_backward = torch._C._current_graph_task_id() != -1
-        noted = self._noted_in_backward if in_backward else self.noted
+        noted = self._noted_in_backward if in_backward else self._noted
         if len(noted) >= _MAX_NOTES:
             self.is_incomplete = True
-            return
+            return None
         template = self._template_of(batch)
         values = _NO_VALUES
         if template.value_keys:
             values = {k: self._values.values(k, batch[k]) for k in template.value_keys}
         mask = template.mask_key
         useful = None if mask is None else self._values.tokens_in(batch[mask])
-        noted.append(BatchNote(template, values, useful))
+        note = BatchNote(template, values, useful)
+        noted.append(note)
+        return note
+
+    @property
+    def has_notes(self) -> bool:
+        """Whether the step under way has a micro-batch yet."""
+        return bool(self._noted or self._noted_in_backward)
 
     def can_note(self, batch: Batch) -> bool:
         """Whether shapes tell what a batch is: not for nested tensors, nor inside vmap and its kin."""
@@ -126,8 +133,8 @@ class BatchNotes:
 
     def take(self) -> list[BatchNote]:
         """The notes of the step that ends now."""
-        taken = self.noted or self._noted_in_backward
-        self.noted, self._noted_in_backward, self.is_incomplete = [], [], False
+        taken = self._noted or self._noted_in_backward
+        self._noted, self._noted_in_backward, self.is_incomplete = [], [], False
         return taken
 
     def _template_of(self, batch: Batch) -> Template:

@@ -32,7 +32,6 @@ from .config import MonitorConfig
 from .step_note import StepNote
 
 _BASICS = frozenset({"training/loss", "training/lr", "training/epoch", "global_step"})
-_LEAST_CLOSE_S = 1.0
 RUN_FILE = "training_run.json"
 
 
@@ -102,9 +101,9 @@ class Output:
         """Finish every tracker, and write the run with its summary beside the log."""
         ends_s = time.monotonic() + timeout_s
         for lane in self._lanes():
-            lane.wake()
+            lane.ask_to_finish(summary)
         for lane in self._lanes():
-            lane.close(summary, max(ends_s - time.monotonic(), _LEAST_CLOSE_S))
+            lane.close(summary, max(ends_s - time.monotonic(), 0))
         if self._is_started:
             self._write_run({**self._run(), "summary": summary})
 

@@ -85,13 +85,17 @@ class Lane:
             asked = self._asked
             return self._idle.wait_for(lambda: self._answered >= asked or not self._is_alive(), timeout_s)
 
+    def ask_to_finish(self, summary: Mapping[str, Any]) -> None:
+        """Let the thread hand over the rest and finish the tracker; returns at once."""
+        self._summary = summary
+        self._work.set()
+
     def close(self, summary: Mapping[str, Any], timeout_s: float) -> None:
         """Hand over the rest, finish the tracker; back within the timeout, whatever the tracker does."""
         if self._is_closed or os.getpid() != self._pid:
             return
         if self._thread is not None:
-            self._summary = summary
-            self._work.set()
+            self.ask_to_finish(summary)
             self._thread.join(timeout_s)
             if self._thread.is_alive():
                 self._switch_off(
