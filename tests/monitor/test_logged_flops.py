@@ -653,10 +653,13 @@ def test_a_profiler_started_within_a_profiled_step_does_not_make_hfu_zero(tmp_pa
     def call(model: nn.Module, samples: int) -> Tensor:
         loss: Tensor = model(rows_of(samples)).sum()
         users.append(profile(activities=[ProfilerActivity.CPU]))
-        users[0].start()
+        users[0].__enter__()
         return loss
 
-    run = train(Mlp(), tmp_path, [5], call, after=lambda *_: users[0].stop(), mfu_calculation_mode="profiler")
+    def after(*_: object) -> None:
+        users[0].__exit__(None, None, None)
+
+    run = train(Mlp(), tmp_path, [5], call, after=after, mfu_calculation_mode="profiler")
     assert run.executed in ([mlp_flops(5)], [None])
 
 
