@@ -91,6 +91,7 @@ def our_log_step(folder: str, steps: int, *, tensors: bool = False, mask: bool =
         def forward() -> None:
             monitor._on_forward({"input_ids": ids})
 
+        forward()
         log(0)
         result = timed(log, steps, forward)
         for _ in range(min(steps, 2000)):
