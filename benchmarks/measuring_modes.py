@@ -5,7 +5,7 @@ each mode (no monitor, estimate, smart, profiler, hybrid, and the profiler every
 total time, overhead, the spread of the overhead over the blocks, steps per second, added memory, mean MFU.
 Modes take turns in blocks of steps, in another order each round; the first block of a mode holds its start-up
 (the one calibration) and ends when that is done. Overheads compare each block with the block without a
-monitor of the same round. Ends with one line of JSON.
+monitor of the same round; a second row without a monitor shows the noise. Ends with one line of JSON.
 
     python benchmarks/measuring_modes.py [--size tiny] [--batch 4] [--seq 128] [--steps 1000] [--output FILE]
 """
@@ -37,6 +37,7 @@ from truemfu.sweep.models import build_reference_model, parameter_count
 
 MODES: dict[str, dict[str, Any] | None] = {
     "no monitor": None,
+    "no monitor, again": None,
     "estimate": {"mfu_calculation_mode": "estimate"},
     "smart": {},
     "profiler": {"mfu_calculation_mode": "profiler"},
@@ -141,7 +142,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--seq", type=int, default=128)
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--modes", nargs="*", default=list(MODES), help="some of: " + ", ".join(MODES))
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
@@ -151,6 +152,8 @@ def main() -> None:
         print(text, flush=True)
         lines.append(text)
 
+    if not torch.cuda.is_available():
+        torch.set_num_threads(1)  # a core of two is left to everything else, which makes less noise
     training = Training(options.size, options.batch, options.seq)
     device = (
         torch.cuda.get_device_name()
