@@ -3,6 +3,7 @@
     TruemfuError                 anything we raise on purpose; its text is one clear line
     ├── ModelError               the model cannot be built, run or differentiated
     ├── BatchError               the batch does not fit the model, or says too little
+    ├── RecordError              a file that should hold one of our records does not
     ├── NeedsTrainingThread      this model cannot be counted beside its training, only in its place
     └── UsageError               a wrong argument: an unknown name, size, dtype, device
 
@@ -28,6 +29,10 @@ class ModelError(TruemfuError):
 
 class BatchError(TruemfuError):
     """The batch does not fit the model, or does not say what is needed."""
+
+
+class RecordError(TruemfuError):
+    """A file that should hold one of our records does not; the message names it and says why."""
 
 
 class NeedsTrainingThread(TruemfuError):

@@ -1,0 +1,272 @@
+"""Everything the sweep writes to disk and reads back: one struct a file, versioned, JSON.
+
+    sweep.json              SweepRecord      the matrix, and which sweep this folder belongs to
+    results/<name>.json     CaseResult       one experiment and all that became of it
+    logs/<name>.log         …                the worker's output; its last line is the CaseResult again
+
+Field names carry their units. What is not known is None. A record of a newer version than ours is refused
+with one line; unknown fields of our own version are left alone, so that a reader survives a small addition.
+"""
+
+from __future__ import annotations
+
+import os
+from enum import Enum
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from .errors import RecordError
+
+RECORD_VERSION = 1
+
+Record = TypeVar("Record", bound="_Record")
+
+
+class _Record(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of what is a file of its own."""
+
+    version: int = RECORD_VERSION
+
+
+class End(str, Enum):
+    """How an experiment ended; everything but OK is a failure with a cause of its own."""
+
+    OK = "ok"
+    CUDA_OOM = "cuda_oom"
+    """The GPU's memory was too small."""
+    HOST_OOM = "host_oom"
+    """The machine's memory (or the limit set for the experiment) was too small."""
+    SIGNAL = "signal"
+    """Killed by a signal nobody of us sent."""
+    TIMEOUT = "timeout"
+    UNSUPPORTED = "unsupported"
+    """The trainer cannot train this model, and says so."""
+    INCORRECT = "incorrect"
+    """The trainer runs, but its gradient is not the one its name promises."""
+    ERROR = "error"
+    PRUNED = "pruned"
+    """Not run: a smaller batch of the same kind was already out of memory."""
+    LOST = "lost"
+    """Begun, but whoever supervised it ended before it did."""
+
+
+class Phase(str, Enum):
+    """What a worker is doing, in this order."""
+
+    START = "start"
+    """The interpreter starts and imports."""
+    GATE = "gate"
+    """The trainer's gradient is compared with a per-sample loop."""
+    BUILD = "build"
+    WARM_UP = "warm_up"
+    TIMED = "timed"
+    COUNT = "count"
+    PROFILED = "profiled"
+    DONE = "done"
+    """Measured; only files are left to write."""
+
+
+class SweepCase(msgspec.Struct, frozen=True, kw_only=True):
+    """One experiment: everything that decides what runs and how it is measured."""
+
+    trainer: str
+    """A name of `sweep.trainers.TRAINERS`, or `package.module:Class`."""
+    model: str
+    """A size of `sweep.models.SIZES`, a Hugging Face config file or folder, or `package.module:factory`."""
+    batch_size: int
+    seq_len: int
+    dtype: str = "bf16"
+    """fp32 or bf16: the dtype of weights and activations."""
+    optimizer: str = "sgd"
+    learning_rate: float = 1e-4
+    compile: bool = False
+    device: str = "cuda"
+    """cuda or cpu."""
+    max_grad_norm: float = 1.0
+    noise_multiplier: float = 1.0
+    attention: str = "full"
+    """The convention of the FLOP counts: full or causal."""
+    seed: int = 0
+    warm_up_steps: int = 5
+    min_steps: int = 20
+    max_steps: int = 200
+    max_timed_s: float = 30.0
+    """No further step is timed after this long, once there are `min_steps`."""
+    target_spread: float = 0.005
+    """Enough steps are timed when the median's relative standard error is below this."""
+    profiled_steps: int = 2
+    """Steps under torch.profiler after the timed ones; 0: no trace."""
+    max_trace_bytes: int = 200_000_000
+
+
+class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """The timed steps of an experiment, in seconds."""
+
+    times_s: list[float]
+    median_s: float
+    mean_s: float
+    p10_s: float
+    p90_s: float
+    relative_error: float | None
+    """Standard error of the median over the median, from the spread of the steps."""
+    source: str
+    """"CUDA events" or "host clock"."""
+    stable: bool
+    """Whether `target_spread` was reached before `max_steps` or `max_timed_s`."""
+
+
+class Memory(msgspec.Struct, frozen=True, kw_only=True):
+    """Peaks, in bytes; `allocated` and `reserved` are torch's on the GPU and None on a CPU."""
+
+    allocated_bytes: int | None = None
+    reserved_bytes: int | None = None
+    process_bytes: int | None = None
+    """The most memory of the host the process held (resident)."""
+    device_total_bytes: int | None = None
+
+
+class Flops(msgspec.Struct, frozen=True, kw_only=True):
+    """The work of one step: what the model needs, and what this trainer executes for it."""
+
+    model_flops: int
+    hardware_flops: int
+    model_method: str
+    hardware_method: str
+    attention: str
+    peak_flops_per_s: float | None
+    peak_source: str | None
+    mfu: float | None
+    hfu: float | None
+    uncounted: dict[str, int] = {}
+
+
+class Gate(msgspec.Struct, frozen=True, kw_only=True):
+    """The trainer's gradient against a per-sample loop on a tiny model."""
+
+    passed: bool
+    relative_error: float
+    tolerance: float
+    model: str
+    batch_size: int
+    seq_len: int
+    clipped: bool
+    """Whether the loop clips each sample's gradient, as a private trainer must."""
+
+
+class Measured(msgspec.Struct, frozen=True, kw_only=True):
+    """What a finished experiment measured."""
+
+    steps: StepTimes
+    tokens_per_step: int
+    tokens_per_s: float
+    samples_per_s: float
+    flops: Flops | None
+    data_wait_s: float | None
+    """Median time a step waited for its batch."""
+    final_loss: float | None
+    trace: str | None
+    """The profiler's trace, relative to the sweep's folder; None where there is none."""
+    trace_note: str | None = None
+    """Why there is no trace, or why it covers fewer steps than asked for."""
+
+
+class Environment(msgspec.Struct, frozen=True, kw_only=True):
+    """Where an experiment ran."""
+
+    device_name: str
+    python: str
+    versions: dict[str, str]
+    host: str
+    git_commit: str | None
+    """Of the folder the sweep was started in, "-dirty" behind it where files differ; None outside git."""
+    driver: str | None = None
+
+
+class PhaseTime(msgspec.Struct, frozen=True, kw_only=True):
+    """When a phase began, on the wall clock."""
+
+    phase: Phase
+    began_at_s: float
+
+
+class CaseResult(_Record, frozen=True, kw_only=True):
+    """One experiment and all that became of it."""
+
+    name: str
+    sweep_id: str
+    content_hash: str
+    """Of everything that decides the result; a finished result with the same hash is not run again."""
+    case: SweepCase
+    end: End
+    phase: Phase
+    """The last phase it reached."""
+    message: str | None = None
+    """Why it failed, in one line."""
+    log_tail: list[str] = []
+    exit_code: int | None = None
+    signal: str | None = None
+    """The name of the signal that ended it, for instance SIGSEGV."""
+    began_at_s: float | None = None
+    wall_s: float | None = None
+    """From handing the case to the worker until its process was gone."""
+    phases: list[PhaseTime] = []
+    parameters: int | None = None
+    measured: Measured | None = None
+    memory: Memory | None = None
+    gate: Gate | None = None
+    environment: Environment | None = None
+    fits: str | None = None
+    """After an out-of-memory: the largest batch, or model, that was seen to fit, in words."""
+    notes: list[str] = []
+
+
+class SweepRecord(_Record, frozen=True, kw_only=True):
+    """The matrix of a sweep, as it was asked for."""
+
+    sweep_id: str
+    created_at_s: float
+    truemfu_version: str
+    cases: list[str]
+    """Names of all experiments, in order: the denominator of every rate."""
+    config: dict[str, Any]
+
+
+def encode(record: msgspec.Struct) -> bytes:
+    """A record as one line of JSON."""
+    return msgspec.json.encode(record)
+
+
+def decode(data: bytes | str, kind: type[Record], where: str) -> Record:
+    """A record read back; a RecordError that names `where` if it is none of ours."""
+    try:
+        found = msgspec.json.decode(data, type=kind)
+    except msgspec.MsgspecError as error:
+        raise RecordError(f"{where} holds no {kind.__name__}: {error}") from error
+    if found.version > RECORD_VERSION:
+        raise RecordError(
+            f"{where} was written by a newer truemfu (record version {found.version}, this one reads up to "
+            f"{RECORD_VERSION}): update truemfu"
+        )
+    return found
+
+
+def read_record(path: Path, kind: type[Record]) -> Record:
+    """Read one record from its file."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise RecordError(f"{path} cannot be read: {error.strerror}") from error
+    return decode(data, kind, str(path))
+
+
+def write_record(path: Path, record: msgspec.Struct) -> None:
+    """Write a record under a temporary name and rename it: a reader never sees half of one."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(msgspec.json.format(encode(record), indent=2) + b"\n")
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
