@@ -22,8 +22,8 @@ $(STAMP): pyproject.toml constraints-dev.txt
 	$(BIN)/python -m pip install --quiet -c constraints-dev.txt -e ".[dev]"
 	@touch $@
 
-demo: setup     ## count well-known models, time a step, write out/demo.html
-	$(BIN)/python examples/demo.py
+demo: setup     ## every trainer once on this machine, the summary, and out/demo/report.html
+	$(BIN)/truemfu sweep --mode test --output out/demo --rerun all
 
 test: setup     ## the tests
 	$(BIN)/python -m pytest -n 2

@@ -2,12 +2,14 @@
 
 Why: this is the question people ask before they switch a monitor on. Prints, for the same number of steps in
 each mode (no monitor, estimate, smart, profiler, hybrid, and the profiler every 1, 10, 50, 100, 500 steps):
-total time, overhead, the spread of the overhead over the blocks, steps per second, added memory, mean MFU.
-Modes take turns in blocks of steps, in another order each round; the first block of a mode holds its start-up
-(the one calibration) and ends when that is done. Overheads compare each block with the block without a
-monitor of the same round; a second row without a monitor shows the noise. Ends with one line of JSON.
+time of 1,000 steps, overhead, its spread over the blocks, steps per second, added memory, mean
+MFU. Modes take turns in blocks of steps, in another order each round. The first block of a mode holds its
+start-up: training goes on in it until the one calibration is done. Overheads compare each block with the
+block without a monitor of the same round; a second row without a monitor shows the noise. With `--brief` the
+rows of the profiler more often than every 500 steps run just long enough for three profiles, and their
+overhead is that of the blocks after the first. Ends with one line of JSON.
 
-    python benchmarks/measuring_modes.py [--size tiny] [--batch 4] [--seq 128] [--steps 1000] [--output FILE]
+    python benchmarks/measuring_modes.py [--size tiny] [--batch 4] [--seq 128] [--steps 1000] [--brief]
 """
 
 from __future__ import annotations
@@ -56,7 +58,12 @@ class Trial:
 
     name: str
     monitor: TrainingMonitor | None
+    steps_wanted: int
+    is_brief: bool
     blocks_s: list[float] = field(default_factory=list)
+    """Seconds of a step in each block."""
+    steps_done: int = 0
+    total_s: float = 0.0
     host_bytes: int = 0
     device_bytes: int = 0
     step: int = 0
@@ -65,12 +72,14 @@ class Trial:
 class Training:
     """The run that is measured: a reference model, AdamW, made-up tokens."""
 
-    def __init__(self, size: str, batch: int, seq: int) -> None:
+    def __init__(self, size: str, batch: int, seq: int, *, compiled: bool) -> None:
         cuda = torch.cuda.is_available()
         self.device = torch.device("cuda" if cuda else "cpu")
         dtype = torch.bfloat16 if cuda else torch.float32
         torch.manual_seed(0)
         self.model = build_reference_model(size, device=self.device, dtype=dtype)
+        if compiled:
+            self.model.compile()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         self.ids = torch.randint(1000, (batch, seq), device=self.device)
 
@@ -87,27 +96,32 @@ class Training:
 
 
 def block(training: Training, trial: Trial, steps: int) -> None:
-    """Run some steps under one mode; a first block waits for what the mode has begun."""
+    """Run some steps under one mode; a first block goes on until what the mode has begun is done."""
     monitor, is_first = trial.monitor, not trial.blocks_s
     training.finish()
     before_device = torch.cuda.memory_allocated() if training.device.type == "cuda" else 0
     before_host = resident_bytes()
     began = time.perf_counter()
+    done = 0
     if monitor is None:
         for _ in range(steps):
             training.step()
+        done = steps
     else:
         monitor.attach(training.model)
-        for _ in range(steps):
+        while done < steps or (is_first and not monitor.last):
             trial.step += 1
             loss = training.step()
             monitor.log_step(trial.step, 0, loss, None, 1e-4)
-        if is_first:
-            training.finish()
-            monitor.save_logs()
+            done += 1
+            if done >= steps and done % 5 == 0:
+                training.finish()
         monitor.detach()
     training.finish()
-    trial.blocks_s.append(time.perf_counter() - began)
+    took_s = time.perf_counter() - began
+    trial.blocks_s.append(took_s / done)
+    trial.total_s += took_s
+    trial.steps_done += done
     if monitor is not None:
         monitor.save_logs()
     trial.host_bytes = max(trial.host_bytes, resident_bytes() - before_host)
@@ -143,6 +157,8 @@ def main() -> None:
     parser.add_argument("--seq", type=int, default=128)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--compile", action="store_true", help="torch.compile the model")
+    parser.add_argument("--brief", action="store_true", help="few steps where every step costs much")
     parser.add_argument("--modes", nargs="*", default=list(MODES), help="some of: " + ", ".join(MODES))
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
@@ -154,7 +170,7 @@ def main() -> None:
 
     if not torch.cuda.is_available():
         torch.set_num_threads(1)  # a core of two is left to everything else, which makes less noise
-    training = Training(options.size, options.batch, options.seq)
+    training = Training(options.size, options.batch, options.seq, compiled=options.compile)
     device = (
         torch.cuda.get_device_name()
         if training.device.type == "cuda"
@@ -166,7 +182,8 @@ def main() -> None:
     )
     say(
         f"{options.size} ({parameter_count(training.model):,} parameters), "
-        f"batch {options.batch} × {options.seq}, AdamW, {options.steps:,} steps, {options.rounds} blocks"
+        f"batch {options.batch} × {options.seq}, AdamW, {'compiled' if options.compile else 'eager'}, "
+        f"{options.steps:,} steps, {options.rounds} blocks"
     )
     for _ in range(WARM_UP_STEPS):
         training.step()
@@ -178,13 +195,16 @@ def main() -> None:
             monitor = None
             if config is not None:
                 monitor = TrainingMonitor(folder / name.replace(" ", "_"), {"monitoring": config})
-            trials.append(Trial(name, monitor))
+            every = (config or {}).get("flops_profile_freq", 500)
+            is_brief = options.brief and every < 500
+            steps = min(options.steps, max(3 * every, 30)) if is_brief else options.steps
+            trials.append(Trial(name, monitor, steps, is_brief))
         order = random.Random(0)
         for _ in range(options.rounds):
             turn = list(trials)
             order.shuffle(turn)
             for trial in turn:
-                block(training, trial, options.steps // options.rounds)
+                block(training, trial, max(trial.steps_wanted // options.rounds, 1))
         with quiet():
             for trial in trials:
                 if trial.monitor is not None:
@@ -193,27 +213,29 @@ def main() -> None:
     plain = next(t for t in trials if t.monitor is None)
     say()
     say(
-        f"{'mode':20} {'total s':>9} {'overhead':>9} {'later blocks: median (spread)':>32} {'steps/s':>8} "
-        f"{'host MiB':>9} {'GPU MiB':>8} {'mean MFU':>9}"
+        f"{'mode':20} {'steps':>6} {'s/1,000':>8} {'overhead':>9} {'later blocks: median (spread)':>32} "
+        f"{'steps/s':>8} {'host MiB':>9} {'GPU MiB':>8} {'mean MFU':>9}"
     )
     results = {}
+    plain_s = plain.total_s / plain.steps_done
     for trial in trials:
-        total = sum(trial.blocks_s)
-        overhead = total / sum(plain.blocks_s) - 1
+        step_s = statistics.fmean(trial.blocks_s[1:]) if trial.is_brief else trial.total_s / trial.steps_done
         later = [a / b - 1 for a, b in zip(trial.blocks_s[1:], plain.blocks_s[1:], strict=True)]
         mfu = mfus.get(trial.name)
         results[trial.name] = {
-            "total_s": total,
-            "overhead": overhead,
+            "steps": trial.steps_done,
+            "seconds_per_1000_steps": step_s * 1000,
+            "overhead": step_s / plain_s - 1,
             "later_blocks": later,
-            "steps_per_s": options.steps / total,
+            "steps_per_s": 1 / step_s,
             "added_host_bytes": trial.host_bytes,
             "added_device_bytes": trial.device_bytes,
             "mean_mfu": mfu,
         }
         spread = f"{statistics.median(later):+8.2%} ({min(later):+.2%} … {max(later):+.2%})" if later else ""
         say(
-            f"{trial.name:20} {total:9.2f} {overhead:+9.2%} {spread:>32} {options.steps / total:8.2f} "
+            f"{trial.name:20} {trial.steps_done:6,} {step_s * 1000:8.2f} {step_s / plain_s - 1:+9.2%} "
+            f"{spread:>32} {1 / step_s:8.2f} "
             f"{trial.host_bytes / 2**20:9.1f} {trial.device_bytes / 2**20:8.2f} "
             + ("unknown" if mfu is None else f"{mfu:.2%}").rjust(9)
         )

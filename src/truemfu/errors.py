@@ -47,6 +47,17 @@ class TruemfuWarning(UserWarning):
     """Something the user should know; each text is said once in a process."""
 
 
+_MAX_LINE = 300
+
+
+def one_line(error: BaseException) -> str:
+    """An error as one line of bounded length; the words alone where they are ours."""
+    text = " ".join(str(error).split())
+    if not isinstance(error, TruemfuError):
+        text = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return text if len(text) <= _MAX_LINE else f"{text[: _MAX_LINE - 1]}…"
+
+
 _said: set[str] = set()
 
 

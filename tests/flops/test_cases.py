@@ -97,6 +97,19 @@ def test_model_flops_do_not_depend_on_the_expert_kernel():
     assert len(set(counts.values())) == 1, counts
 
 
+@pytest.mark.skipif(not FUSED_FOR_ALL, reason="transformers' grouped product cannot run without data there")
+@pytest.mark.parametrize("name", ["mixtral", "deepseek-v3", "qwen3-moe-grouped_mm"])
+def test_experts_on_another_device_count_as_on_the_cpu(name):
+    """Transformers routes otherwise where the device is not the CPU; `meta` stands for such a one."""
+    model, batch = case(name).build().to(torch.bfloat16), case(name).batch(samples=2, length=24)
+    here = count_flops(model, batch)
+    for tensor in (*model.parameters(), *model.buffers(), *batch.values()):
+        tensor._truemfu_place = torch.device("meta")
+    there = count_flops(model, batch)
+    assert (there.method, there.notes) == ("count on fake tensors", here.notes)
+    assert (there.forward, there.backward) == (here.forward, here.backward)
+
+
 def test_a_tower_that_needs_no_gradient_costs_forward_alone():
     c = case("llava")
     model = c.build()

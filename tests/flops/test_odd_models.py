@@ -685,9 +685,10 @@ def test_a_checkpoint_around_a_derivative_changes_no_model_flops(c: Case) -> Non
     def checkpointed(m: Odd, x: torch.Tensor) -> Any:
         return checkpoint(lambda h: c.function(m, h), x, use_reentrant=False)
 
-    plain, again = count_flops(c.build(), c.args), count_flops(Odd(checkpointed), c.args)
-    assert again.hardware_flops > plain.hardware_flops
-    assert again.model_flops == plain.model_flops
+    plain, model = count_flops(c.build(), c.args), Odd(checkpointed)
+    for again in (count_flops(model, c.args), count_step(lambda: _loss(model(*c.args)).backward())):
+        assert again.hardware_flops > plain.hardware_flops
+        assert again.model_flops == plain.model_flops
 
 
 @pytest.mark.parametrize("c", [*PLAIN[:4], *DERIVED[:3], FUSED[0], FUSED[-1]], ids=lambda c: c.name)
@@ -696,6 +697,49 @@ def test_a_step_that_runs_counts_what_it_executes(c: Case) -> None:
     _, whole = executed(model, c.args)
     _seed()
     assert count_step(lambda: _loss(model(*c.args)).backward()).hardware_flops == whole
+
+
+# -- what only a GPU works out --
+
+
+def _elsewhere(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, said to be on a device that is not the CPU; `meta` stands for a GPU where there is none."""
+    tensor._truemfu_place = torch.device("meta")
+    return tensor
+
+
+def _by_histogram(m: Odd, x: torch.Tensor, experts: torch.Tensor) -> Any:
+    """Routing as transformers writes it for a GPU: a histogram of integers, which the CPU does not have."""
+    counts = torch.histc(experts.int(), bins=4, min=0, max=3)
+    assert counts.dtype is torch.int32
+    return m.up(x[: int(counts[1])]).sum() + m.down(m.up(x[: int(counts[3])])).sum()
+
+
+def test_a_histogram_of_integers_is_followed() -> None:
+    experts = _elsewhere(torch.tensor([3, 1, 3, 0, 1, 3, 3, 7, -1]))  # four of 3, two of 1, two outside
+    count = count_flops(Odd(_by_histogram), (X, experts), backward=False)
+    one = 2 * 16 * 24
+    assert (count.forward, count.method, count.notes) == ((2 + 2 * 4) * one, "count on fake tensors", ())
+
+
+@pytest.mark.parametrize(
+    ("bins", "lowest", "highest"), [(4, 0, 3), (7, -2, 9), (3, 0, 0), (100, 0, 99), (5, 0, 64)]
+)
+def test_a_followed_histogram_has_the_bins_of_a_gpu(bins: int, lowest: int, highest: int) -> None:
+    """A GPU bins integers with integer arithmetic; a range of nothing stands for that of the values."""
+    values = torch.arange(64).square() % 61 - 3
+    first, last = (lowest, highest) if lowest < highest else (int(values.min()), int(values.max()))
+    expected = [0] * bins
+    for value in values.tolist():
+        if first <= value <= last:
+            expected[min((value - first) * bins // (last - first), bins - 1)] += 1
+
+    def as_expected(m: Odd, x: torch.Tensor, values: torch.Tensor) -> Any:
+        counts = torch.histc(values.int(), bins=bins, min=lowest, max=highest)
+        return m.up(x) if counts.tolist() == expected else x
+
+    count = count_flops(Odd(as_expected), (X, _elsewhere(values)), backward=False)
+    assert count.forward == 2 * 6 * 16 * 24
 
 
 # -- higher-order operators: the branches' work must not vanish --

@@ -168,10 +168,32 @@ def test_checkpoints_inside_a_checkpoint_recompute_twice() -> None:
         def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
             return checkpoint(super().forward, input_ids, labels, use_reentrant=False)
 
+    model = Nested(use_reentrant=False)
     with set_checkpoint_early_stop(False):
-        count = count_flops(Nested(use_reentrant=False), batch())
-    assert (count.forward, count.backward) == (FORWARD, BACKWARD)
-    assert count.recompute == SCORES_AGAIN + FORWARD + LAYERS * (LINEAR + ATTENTION)
+        count = count_flops(model, batch())
+        executed = count_step(lambda: model(**batch())["loss"].backward())
+    again = SCORES_AGAIN + FORWARD + LAYERS * (LINEAR + ATTENTION)
+    assert numbers(count) == numbers(executed) == (FORWARD, BACKWARD, again)
+
+
+@pytest.mark.parametrize("outer", [False, True], ids=["in non-reentrant", "in reentrant"])
+@pytest.mark.parametrize("inner", [False, True], ids=["non-reentrant", "reentrant"])
+def test_nested_checkpoints_change_no_model_flops_of_a_step_that_runs(inner: bool, outer: bool) -> None:
+    up, down = nn.Linear(4, 6), nn.Linear(6, 4)
+    x = torch.ones(3, 4, requires_grad=True)
+
+    def part(h: torch.Tensor) -> Any:
+        return F.relu(down(F.relu(up(h))))
+
+    def whole(h: torch.Tensor) -> Any:
+        for _ in range(2):
+            h = checkpoint(part, h, use_reentrant=inner)
+        return h
+
+    with set_checkpoint_early_stop(False):
+        count = count_step(lambda: checkpoint(whole, x, use_reentrant=outer).sum().backward())
+    forward = 2 * 2 * (2 * 3 * 4 * 6)
+    assert numbers(count) == (forward, 2 * forward, 2 * forward)
 
 
 # -- one process --

@@ -217,7 +217,7 @@ def test_a_check_during_the_count_starts_no_other_count(tmp_path: Path) -> None:
     monitor.save_logs()
     model(ids()).backward()
     monitor.log_step(6, 0, 1.0, 1.0, 1.0)
-    states = monitor._state
+    states = monitor._measuring.state
     monitor.close()
     assert states is not None
     assert states.number == 0

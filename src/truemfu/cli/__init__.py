@@ -3,9 +3,13 @@
     main            runs a command and turns errors into one line and an exit code
     count.py        truemfu count
     hardware.py     truemfu devices, truemfu peak
+    sweep.py        truemfu sweep
+    live.py         how a sweep shows its progress
+    summarize.py    truemfu summarize
+    report.py       truemfu report
     console.py      how numbers and tables look
 
-Exit codes: 0 done, 1 the work itself failed, 2 the call was wrong.
+Exit codes: 0 done, 1 the work itself failed (an experiment did), 2 the call was wrong, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -25,6 +29,9 @@ from .. import __version__
 from ..errors import TruemfuError, TruemfuWarning
 from .count import count
 from .hardware import devices, peak
+from .report import report
+from .summarize import summarize
+from .sweep import sweep
 
 DONE, FAILED, WRONG_CALL, INTERRUPTED = 0, 1, 2, 130
 
@@ -48,6 +55,12 @@ def cli(context: click.Context) -> None:
     Then what the hardware could do:
         truemfu devices        the datasheet peaks, and the row this machine matches
         truemfu peak           the matmul rate this device reaches right now
+    \b
+    Then what training on it reaches, standard and differentially private:
+        truemfu sweep --mode test                  every trainer once, under a minute
+        truemfu sweep                              the matrix; each experiment in a process of its own
+        truemfu summarize --logs-dir out/sweep     success, memory, slow-down, MFU and HFU
+        truemfu report out/sweep -o report.html    the same as a page
 
     MFU is the first divided by step time and peak. In Python: from truemfu import count_flops.
     """
@@ -58,6 +71,9 @@ def cli(context: click.Context) -> None:
 cli.add_command(count)
 cli.add_command(devices)
 cli.add_command(peak)
+cli.add_command(sweep)
+cli.add_command(summarize)
+cli.add_command(report)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -18,18 +18,26 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten
 
 from ..convention import Convention
-from ..errors import BatchError, ModelError, NeedsTrainingThread, TruemfuError, UsageError, warn_once
+from ..errors import (
+    BatchError,
+    ModelError,
+    NeedsTrainingThread,
+    TruemfuError,
+    UsageError,
+    one_line,
+    warn_once,
+)
 from .background import flex_attention_anywhere, in_background
 from .batch import documents_of
 from .calls import Calls, follow_modules, following_modules
-from .explain import explain, is_about_fake_tensors, one_line
+from .explain import explain, is_about_fake_tensors
 from .flop_count import FlopCount
 from .likeness import FakeLikeness, real_copy
 from .loss import loss_of
 from .off_thread import lay_wires, needs_training_thread
 from .shadow import Shadow, has_values
 from .surroundings import quiet_fake_tensors, uncompiled, untouched_state
-from .tally import CHECKPOINTS_SHOW, Tally
+from .tally import Tally
 from .values import Following
 
 FAKE, REAL, EXECUTED = "count on fake tensors", "count on real CPU copies", "count of an executed step"
@@ -75,8 +83,7 @@ def count_step(
         raise NeedsTrainingThread("count_step runs a step for real: call it on the thread that trains")
     tally = Tally(convention)
     single_thread = torch.autograd.set_multithreading_enabled(False)  # autograd numbers its nodes by thread
-    final = contextlib.nullcontext() if CHECKPOINTS_SHOW else tally.final_backward()
-    with single_thread, final, uncompiled(), following_modules(tally), Calls(tally), tally:
+    with single_thread, uncompiled(), following_modules(tally), Calls(tally), tally:
         fn(*args, **kwargs)
     count = tally.result(method=EXECUTED)
     warn_uncounted(count)

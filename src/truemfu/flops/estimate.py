@@ -10,7 +10,7 @@ is right where a forward does what its modules suggest. docs/estimate.md has its
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -20,11 +20,11 @@ from ..convention import Convention
 from .count import check_call, check_options
 from .flop_count import FlopCount
 from .shadow import unwrap
+from .splits import LazySplit, with_ancestors
 from .structure.batch_sizes import BatchReader
 from .structure.streams import Quantity
 from .structure.walk import Walk
 from .structure.work import Work
-from .tally import with_ancestors
 
 ESTIMATE = "estimate"
 _DEFAULT = Convention()
@@ -85,9 +85,9 @@ class Estimator:
             forward=sum([flops * values[place] for place, flops in self._forward]),
             backward=sum([flops * values[place] for place, flops in self._backward]),
             recompute=sum([flops * values[place] for place, flops in self._recompute]),
-            by_module=_Split(splits, "by_module"),
-            by_operator=_Split(splits, "by_operator"),
-            by_dtype=_Split(splits, "by_dtype"),
+            by_module=LazySplit(splits, "by_module"),
+            by_operator=LazySplit(splits, "by_operator"),
+            by_dtype=LazySplit(splits, "by_dtype"),
             uncounted=self._uncounted,
             method=ESTIMATE,
             convention=self.convention,
@@ -118,27 +118,3 @@ class _Splits:
     @cached_property
     def by_dtype(self) -> dict[str, int]:
         return self._summed("dtype")
-
-
-class _Split(Mapping[str, int]):
-    """One split of an estimate, as a mapping."""
-
-    __slots__ = ("_name", "_splits")
-
-    def __init__(self, splits: _Splits, name: str) -> None:
-        self._splits, self._name = splits, name
-
-    def _get(self) -> dict[str, int]:
-        return getattr(self._splits, self._name)  # type: ignore[no-any-return]
-
-    def __getitem__(self, key: str) -> int:
-        return self._get()[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._get())
-
-    def __len__(self) -> int:
-        return len(self._get())
-
-    def __repr__(self) -> str:
-        return repr(self._get())

@@ -7,7 +7,7 @@ import re
 
 from torch import nn
 
-from ..errors import BatchError, ModelError, TruemfuError
+from ..errors import BatchError, ModelError, TruemfuError, one_line
 from .shadow import unwrap
 
 
@@ -20,13 +20,6 @@ def is_about_fake_tensors(error: Exception) -> bool:
         or "fake" in text
         or "shape_env" in text
     )
-
-
-def one_line(error: Exception) -> str:
-    """An error's text on one line, not too long, with its kind where that says more than the text."""
-    text = " ".join(str(error).split())
-    text = text if len(text) <= 300 else text[:297] + "…"
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def explain(error: Exception, model: nn.Module) -> TruemfuError:

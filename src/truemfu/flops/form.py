@@ -18,7 +18,7 @@ from ..convention import Convention
 from ..errors import UsageError
 from .flop_count import FlopCount
 from .matcher import Fit
-from .tally import with_ancestors
+from .splits import LazySplit, with_ancestors
 from .terms import Sizes, Term, TermData, term_of
 
 CLOSED_FORM = "closed form"
@@ -90,14 +90,14 @@ class Form:
         """The count for a batch of these sizes."""
         values = [of(sizes) for of in self._functions]
         totals = self._totals
-        views = _Views(self, values)
+        splits = _Splits(self, values)
         return FlopCount(
             forward=int(sum([c * values[i] for i, c in totals["forward"]])),
             backward=int(sum([c * values[i] for i, c in totals["backward"]])),
             recompute=int(sum([c * values[i] for i, c in totals["recompute"]])),
-            by_module=_View(views, "modules"),
-            by_operator=_View(views, "operators"),
-            by_dtype=_View(views, "dtypes"),
+            by_module=LazySplit(splits, "by_module"),
+            by_operator=LazySplit(splits, "by_operator"),
+            by_dtype=LazySplit(splits, "by_dtype"),
             uncounted=self._uncounted,
             method=CLOSED_FORM,
             convention=convention,
@@ -170,7 +170,7 @@ class Form:
         return cls(fits, uncounted=data.uncounted, notes=tuple(data.notes))
 
 
-class _Views:
+class _Splits:
     """The splits of a count, worked out when somebody looks."""
 
     def __init__(self, form: Form, values: list[int]) -> None:
@@ -183,40 +183,16 @@ class _Views:
         return dict(sums)
 
     @cached_property
-    def modules(self) -> dict[str, int]:
+    def by_module(self) -> dict[str, int]:
         return with_ancestors(self._summed(1))
 
     @cached_property
-    def operators(self) -> dict[str, int]:
+    def by_operator(self) -> dict[str, int]:
         return self._summed(2)
 
     @cached_property
-    def dtypes(self) -> dict[str, int]:
+    def by_dtype(self) -> dict[str, int]:
         return self._form.by_dtype(self._values)
-
-
-class _View(Mapping[str, int]):
-    """One split of a count, as a mapping."""
-
-    __slots__ = ("_name", "_views")
-
-    def __init__(self, views: _Views, name: str) -> None:
-        self._views, self._name = views, name
-
-    def _get(self) -> dict[str, int]:
-        return getattr(self._views, self._name)  # type: ignore[no-any-return]
-
-    def __getitem__(self, key: str) -> int:
-        return self._get()[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._get())
-
-    def __len__(self) -> int:
-        return len(self._get())
-
-    def __repr__(self) -> str:
-        return repr(self._get())
 
 
 def _whole(constant: Fraction) -> int | Fraction:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import ModelError, TruemfuError, UsageError, closest
+from ..errors import ModelError, TruemfuError, UsageError, closest, one_line
 
 # In the order in which a configuration without (known) `architectures` looks for its training head.
 _AUTO_CLASSES = (
@@ -127,8 +127,3 @@ def _transformers() -> Any:
     except ImportError as error:
         raise UsageError("a Hugging Face config needs transformers: pip install 'truemfu[hf]'") from error
     return transformers
-
-
-def one_line(error: BaseException) -> str:
-    """An error from elsewhere, as one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten
 
-from ..errors import ModelError, NeedsTrainingThread
-from .explain import one_line
+from ..errors import ModelError, NeedsTrainingThread, one_line
 
 
 def loss_of(output: Any, loss_fn: Callable[[Any], torch.Tensor] | None) -> torch.Tensor:

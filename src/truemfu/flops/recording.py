@@ -16,28 +16,24 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-import torch
-
 from ..convention import Convention
-from ..errors import UsageError
+from ..errors import UsageError, one_line
 from .attention import KERNELS, AttentionWork, work_of_kernel
-from .explain import one_line
+from .dtype_names import dtype_name
 from .flop_count import FlopCount
 from .formulas import RecurrentWork
 from .masks import PairCounter
+from .matrix_work import (
+    INDEX_DTYPES,
+    ask_formula,
+    does_matrix_work,
+    factors,
+    is_torch_own,
+    may_be_matrix_work,
+)
 from .recorded_call import LazyResult, RecordedCall, has_data, is_composite, is_tensor, tensors_of
 from .recorded_place import COMPILING, NODE, Place, is_call, place_of_node
 from .registry import OPERATOR_FORMULAS
-from .tally import (
-    _BIAS_FIRST,
-    _DTYPES,
-    _INDICES,
-    _OWN_LIBRARIES,
-    _apply,
-    _does_matrix_work,
-    _float32_on_cuda,
-    _may_be_matrix_work,
-)
 
 METHOD = "torch.profiler"
 
@@ -147,7 +143,7 @@ class _Reading:
             return self._beneath(event, place) if event.children and not has_data(inputs) else 0
         if not has_data(inputs):
             return self._beneath(event, place)
-        if not known and not _does_matrix_work(name):
+        if not known and not does_matrix_work(name):
             return self._beneath(event, place) or self._stranger(event)
         # a composite operator, and one under autocast, calls the operator that does the work
         calls_on = is_composite(name, len(inputs)) or any(child.name == name for child in event.children)
@@ -160,12 +156,12 @@ class _Reading:
     def _stranger(self, event: Any) -> int:
         """An operator that no formula knows and beneath which nothing was found."""
         name, inputs = event.name, event.extra_fields.inputs
-        if _is_torch_own(name) or not _may_multiply(inputs):
+        if is_torch_own(name) or not _may_multiply(inputs):
             return 0
         call = self._call(event)
         args, kwargs = call.operands
         try:
-            suspect = _may_be_matrix_work(name, args, kwargs, call.result())
+            suspect = may_be_matrix_work(name, args, kwargs, call.result())
         except Exception:  # it cannot run without data, so what it takes has to do
             suspect = True
         return self._miss(name) if suspect else 0
@@ -182,7 +178,7 @@ class _Reading:
         if flops is None:
             return self._miss(name)
         needed, executed = flops
-        operand = inputs[1] if name in _BIAS_FIRST else inputs[0]
+        operand = factors(name, inputs)[0]
         if is_tensor(operand) and operand.dtype.is_complex:
             needed, executed = 4 * needed, 4 * executed
         if place.phase == "recompute":
@@ -199,7 +195,7 @@ class _Reading:
         if name in KERNELS:
             return work_of_kernel(name, call.by_name)
         args, kwargs = call.operands
-        return _apply(name, OPERATOR_FORMULAS[name], args, kwargs, LazyResult(call))
+        return ask_formula(name, OPERATOR_FORMULAS[name], args, kwargs, LazyResult(call))
 
     def _flops(self, event: Any, work: Any, place: Place) -> tuple[int, int] | None:
         """(needed, executed) of one call; None where the recording says too little."""
@@ -255,20 +251,16 @@ class _Reading:
         return self._raw_events[event.correlation_id]
 
 
-def _is_torch_own(name: str) -> bool:
-    return name.partition("::")[0] in _OWN_LIBRARIES
-
-
 @lru_cache(maxsize=4096)
 def _is_without_products(name: str, arguments: int) -> bool:
     """Whether an operator is one of torch's own, whole for autograd, that multiplies no matrices."""
-    return _is_torch_own(name) and not is_composite(name, arguments) and not _does_matrix_work(name)
+    return is_torch_own(name) and not is_composite(name, arguments) and not does_matrix_work(name)
 
 
 def _may_multiply(inputs: Sequence[Any]) -> bool:
     """Whether recorded arguments could be factors of a product: two or more matrices, not all alike, or
     what could be queries, keys and values."""
-    matrices = [t for t in tensors_of(inputs) if len(t.sizes) >= 2 and t.dtype not in _INDICES]
+    matrices = [t for t in tensors_of(inputs) if len(t.sizes) >= 2 and t.dtype not in INDEX_DTYPES]
     if len(matrices) >= 3 and all(len(t.sizes) >= 3 for t in matrices):
         return True
     return len({tuple(t.sizes) for t in matrices}) >= 2
@@ -277,8 +269,4 @@ def _may_multiply(inputs: Sequence[Any]) -> bool:
 def _dtype(name: str, operand: Any) -> str:
     if not is_tensor(operand):
         return "unknown"
-    if operand.dtype is torch.float32 and operand.device.type == "cuda":
-        return _float32_on_cuda("conv" in name)
-    text = str(operand.dtype).removeprefix("torch.")
-    narrow = "fp8" if "float8" in text else "fp4" if "float4" in text else text
-    return _DTYPES.get(operand.dtype, narrow)
+    return dtype_name(operand.dtype, operand.device.type, convolution="conv" in name)

@@ -10,6 +10,7 @@ more than autograd needs; the surplus is recomputation too.
 from __future__ import annotations
 
 import itertools
+import sys
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,50 +18,35 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from math import prod
+from types import FrameType
 from typing import Any
 
 import torch
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_flatten
 
 from ..convention import Convention
-from ..errors import NeedsTrainingThread, UsageError
+from ..errors import NeedsTrainingThread
 from . import attention as attention_kernels
 from .attention import AttentionWork
 from .background import give_way, in_background
+from .dtype_names import dtype_name
 from .eager_attention import EagerAttention, Scale, allowed_by, readable
 from .flop_count import FlopCount
-from .formulas import MATRIX_WORK_WITHOUT_FORMULA, RecurrentWork
+from .formulas import RecurrentWork
 from .masks import PairCounter, mask_of_function
+from .matrix_work import ask_formula, does_matrix_work, factors, may_be_matrix_work
 from .pairs import FULL
 from .registry import OPERATOR_FORMULAS
 from .sizes import SizeStep, size_steps
+from .splits import with_ancestors
 from .stand_ins import STAND_INS
 from .values import Following, FollowingMode, Value
 
 _DEVICE = torch.ops.prim.device.default
-_OWN_LIBRARIES = frozenset(
-    "aten prim prims profiler inductor rngprims debugprims c10d _c10d_functional c10d_functional "
-    "_c10d_functional_autograd symm_mem higher_order fsdp _dtensor torch_attn quantized_decomposed".split()
-)
-_DTYPES = {
-    torch.float64: "fp64",
-    torch.float32: "fp32",
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-    torch.int8: "int8",
-    torch.uint8: "int8",
-    torch.complex64: "fp32",
-    torch.complex128: "fp64",
-}
 _SAME_DTYPE = frozenset(f"aten::{n}" for n in "mm addmm bmm baddbmm mv addmv dot".split())
-_INDICES = (torch.int64, torch.int32, torch.int16, torch.bool)
-_BIAS_FIRST = frozenset(
-    f"aten::{n}"
-    for n in "addmm addmm_ _addmm_activation baddbmm baddbmm_ addbmm addbmm_ addmv addmv_".split()
-)
 
 
 def _next_sequence_nr() -> int:
@@ -68,15 +54,23 @@ def _next_sequence_nr() -> int:
     return torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
 
 
-_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-CHECKPOINTS_SHOW = _top_hooks is not None
-"""Whether this torch lets us see a checkpoint's hooks; the oldest versions do not."""
+_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # new in torch 2.7
 
 
 def _checkpoint_is_running() -> bool:
-    """Whether `torch.utils.checkpoint` is running a stretch again: it has its hooks on the tensors saved."""
-    hooks = _top_hooks(True) if _top_hooks is not None else None
-    return hooks is not None and getattr(hooks[0], "__qualname__", "").startswith("_recomputation_hook")
+    """Whether `torch.utils.checkpoint` is running a stretch again: it does so to unpack a tensor it saved.
+
+    Meanwhile there are hooks on the tensors saved, its own or, on top of them, those of a checkpoint inside
+    the stretch; so most operators need no look at their callers.
+    """
+    if _top_hooks is not None and _top_hooks(True) is None:
+        return False
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "unpack_hook" and frame.f_globals is vars(checkpoint):
+            return True
+        frame = frame.f_back
+    return False
 
 
 class Entry:
@@ -214,9 +208,9 @@ class Tally(TorchDispatchMode):
     def _phase(self, node: Any) -> str:
         """What an operator that runs now is for.
 
-        Inside a backward pass a checkpoint that runs its stretch again shows by the hooks it sets on saved
-        tensors, or by its node. Otherwise gradients are enabled there by other ways of recomputing, or as
-        the pass is to be differentiated itself (`create_graph`), which `final_backward` rules out.
+        Inside a backward pass a checkpoint that runs its stretch again shows among the callers, or by its
+        node. Otherwise gradients are enabled there by other ways of recomputing, or as the pass is to be
+        differentiated itself (`create_graph`), which `final_backward` rules out.
         """
         if torch._C._current_graph_task_id() == -1:
             return "forward"
@@ -240,25 +234,25 @@ class Tally(TorchDispatchMode):
         elif name in ("higher_order::flex_attention", "higher_order::flex_attention_backward"):
             work = attention_kernels.work_of_flex(name, args)
         elif (formula := OPERATOR_FORMULAS.get(name)) is not None:
-            work = _apply(name, formula, args, kwargs, out)
+            work = ask_formula(name, formula, args, kwargs, out)
         else:
-            if _does_matrix_work(name) or _may_be_matrix_work(name, args, kwargs, out):
+            if does_matrix_work(name) or may_be_matrix_work(name, args, kwargs, out):
                 self.uncounted[name] += 1
             return None
         if isinstance(work, int) and work == 0:
             return None
         if name in _SAME_DTYPE and self._following is not None:
-            left, right = args[1:3] if name in _BIAS_FIRST else args[:2]
+            left, right = factors(name, args)[:2]
             if left.dtype is not right.dtype:  # fake tensors let pass what a real product refuses
                 raise RuntimeError(f"{name} of {left.dtype} and {right.dtype}: a product needs one dtype")
         node = torch._C._current_autograd_node()
         phase = self._phase(node)
         module = self._module_of(node) if phase == "backward" and node is not None else self._paths[-1]
         needed, executed = self._flops(work, module, node if phase == "backward" else None)
-        operand = args[1] if name in _BIAS_FIRST else args[0]
+        operand = factors(name, args)[0]
         if isinstance(operand, torch.Tensor) and operand.is_complex():
             needed, executed = 4 * needed, 4 * executed
-        entry = Entry(phase, module, name.replace("::", "."), self._dtype(name, operand), needed, executed)
+        entry = Entry(phase, module, name.replace("::", "."), _dtype(name, operand), needed, executed)
         self.entries.append(entry)
         return entry
 
@@ -345,17 +339,6 @@ class Tally(TorchDispatchMode):
         if entry.sequence is not None:
             self._scales[entry.sequence] = scale
 
-    def _dtype(self, name: str, operand: Any) -> str:
-        if not isinstance(operand, torch.Tensor):
-            return "unknown"
-        if operand.dtype is torch.float32 and operand.device.type == "cuda":
-            return _float32_on_cuda("conv" in name)
-        known = _DTYPES.get(operand.dtype)
-        if known is not None:
-            return known
-        text = str(operand.dtype)
-        return "fp8" if "float8" in text else "fp4" if "float4" in text else text.removeprefix("torch.")
-
     def result(self, *, method: str, notes: Sequence[str] = ()) -> FlopCount:
         """Everything counted so far, added up."""
         totals: Counter[str] = Counter()
@@ -385,28 +368,10 @@ class Tally(TorchDispatchMode):
         )
 
 
-def with_ancestors(own: dict[str, int]) -> dict[str, int]:
-    """Each module's own FLOPs added to all modules that contain it; "" contains them all."""
-    total: defaultdict[str, int] = defaultdict(int)
-    total[""] = 0
-    for path, flops in own.items():
-        total[""] += flops
-        parts = path.split(".") if path else []
-        for depth in range(1, len(parts) + 1):
-            total[".".join(parts[:depth])] += flops
-    return dict(total)
-
-
-def _apply(name: str, formula: Callable[..., Any], args: Any, kwargs: Any, out: Any) -> Any:
-    """Ask a formula; what goes wrong in it is said with the operator's name."""
-    kwargs = {key: value for key, value in kwargs.items() if key != "out"}
-    try:
-        work = formula(*args, **kwargs, out=out)
-    except Exception as error:
-        raise UsageError(f"the formula of {name} failed: {type(error).__name__}: {error}") from error
-    if isinstance(work, (int, RecurrentWork, AttentionWork)):
-        return work
-    raise UsageError(f"the formula of {name} must return an integer; it returned {work!r}")
+def _dtype(name: str, operand: Any) -> str:
+    if not isinstance(operand, torch.Tensor):
+        return "unknown"
+    return dtype_name(operand.dtype, operand.device.type, convolution="conv" in name)
 
 
 def _bind(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -418,34 +383,6 @@ def _with_head_dims(work: AttentionWork, qk_dim: int, v_dim: int) -> AttentionWo
     return work if (work.qk_dim, work.v_dim) == (qk_dim, v_dim) else replace(work, qk_dim=qk_dim, v_dim=v_dim)
 
 
-def _does_matrix_work(name: str) -> bool:
-    """Whether an operator of torch's own multiplies matrices in a way no formula covers."""
-    if name.startswith("higher_order::"):  # control flow: what its branches do is not seen
-        return True
-    packed = name.startswith(
-        ("quantized::linear", "quantized::conv", "mkldnn::_convolution", "mkldnn::_linear")
-    )
-    return name in MATRIX_WORK_WITHOUT_FORMULA or (packed and "prepack" not in name and "unpack" not in name)
-
-
-def _may_be_matrix_work(name: str, args: Any, kwargs: Any, out: Any) -> bool:
-    """Whether an operator from outside torch could multiply matrices: two or more tensors of two or more
-    dimensions go in, not all of the result's shape unless they could be queries, keys and values; integers
-    of 16 bits and more are indices."""
-    if name.partition("::")[0] in _OWN_LIBRARIES:
-        return False
-    inputs = [
-        a
-        for a in tree_flatten((args, kwargs))[0]
-        if isinstance(a, torch.Tensor) and a.dim() >= 2 and a.dtype not in _INDICES
-    ]
-    results = [o for o in tree_flatten(out)[0] if isinstance(o, torch.Tensor) and o.is_floating_point()]
-    if not results or len(inputs) < 2:
-        return False
-    attends = len(inputs) >= 3 and all(a.dim() >= 3 for a in inputs)
-    return attends or any(a.shape != results[0].shape for a in inputs)
-
-
 def _lengths(cumulative: torch.Tensor) -> list[int]:
     value = readable(cumulative)
     if value is None:
@@ -453,12 +390,3 @@ def _lengths(cumulative: torch.Tensor) -> list[int]:
     with _disable_current_modes():
         ends = [int(n) for n in value.tensor().tolist()]
     return [b - a for a, b in itertools.pairwise(ends)]
-
-
-def _float32_on_cuda(convolution: bool) -> str:
-    """fp32 or tf32, as torch's settings and the device decide."""
-    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < 8:
-        return "fp32"
-    if convolution:
-        return "tf32" if torch.backends.cudnn.allow_tf32 else "fp32"
-    return "fp32" if torch.get_float32_matmul_precision() == "highest" else "tf32"

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from ..convention import Convention
-from ..errors import ModelError, UsageError, closest
+from ..errors import ModelError, UsageError, closest, one_line
 from .count import count_flops
 from .example_batch import example_batch
 from .flop_count import FlopCount
-from .hf_config import BuildOptions, model_from_config, one_line, read_config
+from .hf_config import BuildOptions, model_from_config, read_config
 from .model_view import BatchRequest
 
 DTYPES: Mapping[str, torch.dtype] = {

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from ..convention import Convention
-from ..errors import TruemfuError
+from ..errors import TruemfuError, one_line
 from ..flops.background import background
 from ..flops.closed_form import FlopModel
 from ..flops.count import uncounted_notice
@@ -122,7 +122,7 @@ class Counting:
         """What the counts rest on, each thing once."""
         self.spent_s = 0.0
         self._last: tuple[ModelState, list[Template], StepFlops | None] | None = None
-        self._is_at_work = False
+        self.is_at_work = False
         self.executed_ratio: float | None = None
         """Executed FLOPs of the last profiled step over those counted for it."""
 
@@ -133,7 +133,7 @@ class Counting:
 
     def is_busy_with(self, state: ModelState) -> bool:
         """Whether a count of this state is under way, or will be as soon as its first step is worked out."""
-        return not self.estimates_only and (self._is_at_work or not state.forms)
+        return not self.estimates_only and (self.is_at_work or not state.forms)
 
     def fit_on_training_thread(
         self, state: ModelState, model: nn.Module, note: BatchNote, batch: Any
@@ -179,7 +179,7 @@ class Counting:
         try:
             executed = profile.count()
         except Exception as error:
-            self._notice(f"the profiled step could not be read, HFU rests on the count: {_line(error)}")
+            self._notice(f"the profiled step could not be read, HFU rests on the count: {one_line(error)}")
             return
         if not executed.hardware_flops:
             self._notice(
@@ -231,7 +231,7 @@ class Counting:
             try:
                 count = None if form is None else form(batch)
             except Exception as error:
-                self._notice(f"a batch could not be counted and is estimated: {_line(error)}")
+                self._notice(f"a batch could not be counted and is estimated: {one_line(error)}")
                 return None
         if count is not None:
             self.notes.update(dict.fromkeys(count.notes))
@@ -252,7 +252,7 @@ class Counting:
             try:
                 form = FlopModel.fit(model, batch, convention=self.convention)
             except Exception as error:
-                self._notice(f"the model cannot be counted, its FLOPs are estimated: {_line(error)}")
+                self._notice(f"the model cannot be counted, its FLOPs are estimated: {one_line(error)}")
             if shares:
                 self._ranks.publish(key, {} if form is None else form.export(), fingerprint=state.structure)
         state.forms[autocast] = form
@@ -267,15 +267,17 @@ class Counting:
         try:
             return FlopModel.from_export(state.model, data)
         except TruemfuError as error:
-            self._notice(f"the count of rank 0 cannot be used, this rank counts for itself: {_line(error)}")
+            self._notice(
+                f"the count of rank 0 cannot be used, this rank counts for itself: {one_line(error)}"
+            )
             return None
 
     def _timed(self, work: Callable[[], Result]) -> Result:
-        began_s, self._is_at_work = time.thread_time(), True
+        began_s, self.is_at_work = time.thread_time(), True
         try:
             return work()
         finally:
-            self._is_at_work = False
+            self.is_at_work = False
             self.spent_s += time.thread_time() - began_s
 
     def _estimate(self, state: ModelState, autocast: AutocastState, batch: Any) -> FlopCount | None:
@@ -285,14 +287,14 @@ class Counting:
                     state.estimators[autocast] = Estimator(state.model, convention=self.convention)
             except Exception as error:
                 state.estimators[autocast] = None
-                self._notice(f"the model cannot be estimated either, so there is no MFU: {_line(error)}")
+                self._notice(f"the model cannot be estimated either, so there is no MFU: {one_line(error)}")
         estimator = state.estimators[autocast]
         if estimator is None:
             return None
         try:
             return estimator(batch)
         except Exception as error:
-            self._notice(f"a batch cannot be estimated, so its step has no MFU: {_line(error)}")
+            self._notice(f"a batch cannot be estimated, so its step has no MFU: {one_line(error)}")
             return None
 
     def _peak(self, counts: Sequence[FlopCount]) -> tuple[float | None, str | None]:
@@ -317,9 +319,3 @@ class Counting:
             if len(self._peaks) > _MAX_PEAKS_KEPT:
                 self._peaks.popitem(last=False)
         return kept[1], kept[2]
-
-
-def _line(error: Exception) -> str:
-    """An error on one line."""
-    text = " ".join(str(error).split())[:300]
-    return text if isinstance(error, TruemfuError) else f"{type(error).__name__}: {text}"

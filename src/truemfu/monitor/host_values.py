@@ -32,16 +32,22 @@ _MAX_STORAGE_BYTES = 4 << 20
 class Held:
     """A tensor on its way to the host; `is_void` where its value was gone before it could be fetched."""
 
-    __slots__ = ("_copy", "_place", "is_void")
+    __slots__ = ("_copy", "_place", "count", "is_void", "name", "tensor", "version")
 
-    def __init__(self) -> None:
+    def __init__(self, name: str, tensor: torch.Tensor, version: int, count: bool) -> None:
+        self.name, self.version, self.count = name, version, count
+        self.tensor: torch.Tensor | None = tensor
         self._copy: HostCopy | None = None
         self._place = 0
         self.is_void = False
 
     def sent(self, copy: HostCopy, place: int) -> None:
         """It is part of this copy, at this place."""
-        self._copy, self._place = copy, place
+        self._copy, self._place, self.tensor = copy, place, None
+
+    def gone(self) -> None:
+        """What it stood for was overwritten."""
+        self.is_void, self.tensor = True, None
 
     def ready(self) -> bool:
         """Whether `get` has an answer: asks, never waits."""
@@ -61,9 +67,9 @@ class HostValues:
 
     def __init__(self, notice: Callable[[str], None]) -> None:
         self._notice = notice
-        self._kept: defaultdict[Any, list[tuple[torch.Tensor, int, Held]]] = defaultdict(list)
-        self._places: dict[tuple[str, int], tuple[Held, int]] = {}
-        self._count = self._bytes = 0
+        self._kept: list[Held] = []
+        self._places: dict[tuple[str, int], Held] = {}
+        self._bytes = 0
         self._since_s = 0.0
         self._copied_at_once: set[str] = set()
 
@@ -99,47 +105,47 @@ class HostValues:
         place, version = (name, tensor.data_ptr()), tensor._version
         before = self._places.get(place)
         if before is not None:
-            if is_input and before[1] == version:
-                return before[0]  # the same argument again
-            before[0].is_void = True  # its place holds a newer value now
+            if is_input and before.version == version:
+                return before  # the same argument again
+            before.gone()  # its place holds a newer value now
             self._copy_at_once(name)
         if name in self._copied_at_once or tensor.untyped_storage().nbytes() > _MAX_STORAGE_BYTES:
             tensor = tensor.count_nonzero() if count else tensor.clone()
             place, version, count = (name, tensor.data_ptr()), tensor._version, False
-        held = Held()
-        self._kept[name, tensor.shape, tensor.dtype, count].append((tensor, version, held))
-        self._places[place] = (held, version)
-        if not self._count:
+        held = Held(name, tensor, version, count)
+        if not self._kept:
             self._since_s = time.perf_counter()
-        self._count += 1
+        self._kept.append(held)
+        self._places[place] = held
         self._bytes += tensor.nbytes
         return held
 
     def flush_if_due(self, now_s: float) -> None:
         """Send what is kept, if there is enough of it or it has waited long enough."""
-        if self._count and (
-            now_s - self._since_s > _LONGEST_WAIT_S
-            or self._count > _MAX_KEPT
-            or self._bytes > _MAX_KEPT_BYTES
+        kept = len(self._kept)
+        if kept and (
+            now_s - self._since_s > _LONGEST_WAIT_S or kept > _MAX_KEPT or self._bytes > _MAX_KEPT_BYTES
         ):
             self.flush()
 
     def flush(self) -> None:
         """Send all that is kept to the host: one copy for each shape and dtype, behind the work queued."""
-        kept, self._kept = self._kept, defaultdict(list)
-        self._places = {}
-        self._count = self._bytes = 0
-        for (name, _, _, count), entries in kept.items():
-            for tensor, version, held in entries:
-                if tensor._version != version:
-                    held.is_void = True
-                    self._copy_at_once(name)
-            live = [(tensor, held) for tensor, _, held in entries if not held.is_void]
-            if live:
-                together = torch.stack([tensor for tensor, _ in live])
-                copy = HostCopy(together.flatten(1).count_nonzero(dim=1) if count else together)
-                for place, (_, held) in enumerate(live):
-                    held.sent(copy, place)
+        kept, self._kept, self._places, self._bytes = self._kept, [], {}, 0
+        alike: defaultdict[Any, list[tuple[Held, torch.Tensor]]] = defaultdict(list)
+        for held in kept:
+            tensor = held.tensor
+            if tensor is None:
+                continue
+            if tensor._version != held.version:
+                held.gone()
+                self._copy_at_once(held.name)
+            else:
+                alike[held.name, tensor.shape, tensor.dtype, held.count].append((held, tensor))
+        for (_, _, _, count), entries in alike.items():
+            together = torch.stack([tensor for _, tensor in entries])
+            copy = HostCopy(together.flatten(1).count_nonzero(dim=1) if count else together)
+            for place, (held, _) in enumerate(entries):
+                held.sent(copy, place)
 
     def _copy_at_once(self, name: str) -> None:
         if name not in self._copied_at_once:

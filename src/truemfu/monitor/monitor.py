@@ -23,19 +23,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import ModelError, UsageError, closest
+from ..errors import ModelError, UsageError
 from ..flops.host_copy import HostCopy, start_host_copy
-from ..flops.profiler import StepProfile, StepProfiler
 from ..trackers.base import Tracker
 from .clock import StepClock, clock_for
 from .config import MonitorConfig, load_config
-from .counting import Counting, ModelState
+from .counting import Counting
 from .data import WatchedData
 from .datasets import DatasetMetrics, PendingDatasetMetrics, shifts_labels
-from .fingerprint import is_tensor_parallel
 from .host_values import HostValues
+from .measuring import Measuring
 from .notices import Notices
-from .observe import Attachment, Batch, BatchNote, BatchNotes
+from .observe import Attachment, Batch, BatchNotes
 from .output import Output
 from .ranks import RankLink
 from .resolver import Resolver
@@ -50,6 +49,7 @@ _SAVE_TIMEOUT_S = 60.0
 _LONGEST_FORWARD_S = 2.0
 _REST_S = 0.0002
 _FORWARD_POLL_S = 0.002
+_NO_DATASETS: Sequence[tuple[PendingDatasetMetrics, HostCopy]] = ()
 
 
 class _Default(int):
@@ -90,14 +90,10 @@ class TrainingMonitor:
         self._pid = os.getpid()
         self._is_manual = False
         self._pauses = 0
-        self._phase: str | None = None
         self._datasets = DatasetMetrics()
         self._pending_datasets: list[tuple[PendingDatasetMetrics, HostCopy]] = []
-        self._state: ModelState | None = None
-        self._states_made = 0
-        self._check_is_due = self._profile_is_due = True
-        self._is_measured = self.config.initial_profiling
-        self._profiler: StepProfiler | None = None
+        self._measuring = Measuring(self.config, self._notices)
+        self._follows_count = True
         self._logged = 0
         self._last_step: int | None = None
         self._last_end_s: float | None = None
@@ -116,8 +112,7 @@ class TrainingMonitor:
         self.detach()
         if self._watched is None or self._watched() is not model:
             self._watched = weakref.ref(model)
-            self._state = None
-            self._check_is_due = True
+            self._measuring.forget()
             self._datasets = DatasetMetrics(shift=shifts_labels(model))
         self._attachment = Attachment(model, self._on_forward, self._on_forward_end)
         return self
@@ -138,7 +133,8 @@ class TrainingMonitor:
                 f"observe expects the batch as the model takes it, got {type(batch).__name__}: not noted"
             )
         elif not self._pauses:
-            self._guarded(self._note, batch if isinstance(batch, Mapping) else dict(enumerate(batch)))
+            given = batch if isinstance(batch, Mapping) else dict(enumerate(batch))
+            self._guarded(self._note, given, time.perf_counter())
 
     def data(self, loader: Iterable[Any]) -> WatchedData:
         """The same batches, with the time spent waiting for each of them noted."""
@@ -151,8 +147,7 @@ class TrainingMonitor:
         if self._is_set_up and not self._pauses:
             mark = self._guarded(self._clock.clock.mark)
             self._guarded(self._values.flush)
-            if self._stop_profiler() is not None:  # what runs inside is no part of the step: profile another
-                self._profile_is_due = True
+            self._measuring.interrupt()
         self._pauses += 1
         try:
             yield
@@ -165,12 +160,7 @@ class TrainingMonitor:
 
     def set_phase(self, name: str | None) -> None:
         """Measure as often as this phase of the training asks for; None: as often as without phases."""
-        if name is None or name in self.config.phases:
-            self._phase = name
-            return
-        known = ", ".join(self.config.phases)
-        hint = closest(str(name), self.config.phases)
-        self._notices(f"unknown phase {name!r}, the one before holds on; known: {known}{hint}")
+        self._measuring.set_phase(name)
 
     def log_step(
         self,
@@ -264,7 +254,7 @@ class TrainingMonitor:
 
     def _close(self) -> None:
         self.detach()
-        self._stop_profiler()
+        self._measuring.end_step()
         if not self._is_set_up:
             return
         try:
@@ -325,9 +315,10 @@ class TrainingMonitor:
             self._output.start(self._run_info())
 
     def _on_forward(self, batch: Batch | None) -> None:
+        began_s = time.perf_counter()
         if not (self._is_manual or self._pauses or self._is_closed):
-            self._guarded(self._note, batch)
-        self._forward_since_s = time.perf_counter()
+            self._guarded(self._note, batch, began_s)
+        self._forward_since_s = began_s
 
     def _on_forward_end(self) -> None:
         self._forward_since_s = None
@@ -349,24 +340,27 @@ class TrainingMonitor:
                 return
             time.sleep(_FORWARD_POLL_S)
 
-    def _note(self, batch: Batch | None) -> None:
+    def _note(self, batch: Batch | None, began_s: float) -> None:
         """Note a micro-batch; with the first of a step also that the step has begun."""
-        began_s = time.perf_counter()
-        is_check = self._check_is_due
+        is_check = self._measuring.check_is_due
         if not self._is_set_up:
             self._set_up(self._model_device(batch or {}))
-        if batch is None or not self._batches.can_note(batch):
-            self._batches.is_incomplete = True
+        batches = self._batches
+        template = batches.template_of(batch)
+        if template is None:
+            batches.is_incomplete = True
             self._notices(
                 "a batch cannot be told to a count, so its step has no MFU: it holds nested tensors, is "
                 "inside vmap or its kin, or mixes arguments by place and by name in a forward that takes any"
             )
             return
-        if not self._batches.has_notes:
+        assert batch is not None
+        if not batches.has_notes:
             self._begin_step(began_s)
-        note = self._batches.note(batch)
+        note = batches.note(batch, template)
         if is_check and note is not None:
-            self._check_model(note, batch)
+            self._measuring.check(self._counting, self._model(), note, batch)
+            self._follows_count = True
         took_s = time.perf_counter() - began_s
         if is_check:
             self._own_check_s += took_s
@@ -377,60 +371,7 @@ class TrainingMonitor:
         if self._last_end_s is not None and self._data_wait_s is None:
             self._data_wait_s = now_s - self._last_end_s
         self._clock.begin()
-        if self._profile_is_due and self._profiles:
-            self._profile_is_due = False
-            self._start_profiler()
-
-    def _check_model(self, note: BatchNote, batch: Batch) -> None:
-        """See whether what was counted still holds; only if not, a new count is begun, elsewhere."""
-        self._check_is_due = False
-        model = self._model()
-        if model is None:
-            self._notices("no model is attached, so there is no MFU: call monitor.attach(model)")
-            return
-        if is_tensor_parallel(model):
-            self._notices(
-                "the model's layers are split over ranks (tensor parallel), so this rank's share of its "
-                "FLOPs is not known: there is no MFU"
-            )
-            return
-        if self._state is None or not self._state.still_holds(model):
-            changes = 0 if self._state is None else self._state.changes
-            self._state = ModelState.of(model, number=self._states_made, changes=changes)
-            self._states_made += 1
-            if self._is_measured:
-                self._counting.fit_on_training_thread(self._state, model, note, batch)
-
-    @property
-    def _profiles(self) -> bool:
-        """Whether this mode profiles real steps."""
-        if self.config.mode == "hybrid":
-            if self.config.hardware_counters_enabled:
-                self._notices(
-                    "hybrid mode: there are no hardware counters here yet, executed FLOPs come from "
-                    + ("torch.profiler" if self.config.fallback_to_profiler else "nowhere: HFU is unknown")
-                )
-            return self.config.fallback_to_profiler
-        return self.config.mode == "profiler"
-
-    def _start_profiler(self) -> None:
-        profiler = StepProfiler(self._counting.convention)
-        try:
-            profiler.start()
-        except Exception as error:
-            self._notices(f"this step could not be profiled, HFU rests on the count: {error}")
-        else:
-            self._profiler = profiler
-
-    def _stop_profiler(self) -> StepProfile | None:
-        profiler, self._profiler = self._profiler, None
-        if profiler is None:
-            return None
-        try:
-            return profiler.stop()
-        except Exception as error:
-            self._notices(f"this step could not be profiled, HFU rests on the count: {error}")
-            return None
+        self._measuring.begin_step(self._counting.convention)
 
     def _log_step(
         self,
@@ -448,66 +389,62 @@ class TrainingMonitor:
             return
         if not self._is_set_up:
             self._set_up(self._model_device({"loss": loss}))
-        is_unseen = not (self._batches.has_notes or self._batches.is_incomplete or self._is_manual)
-        if is_unseen and self._attachment is not None:
+        is_incomplete = self._batches.is_incomplete
+        batches = self._batches.take()
+        if not (batches or is_incomplete or self._is_manual) and self._attachment is not None:
             self._notices(
                 "a step without a training forward pass of the attached model has no MFU: "
                 "attach what you call (a model compiled later, its wrapper), or call monitor.observe(batch)"
             )
-        profile = self._stop_profiler()
-        step = self._step_number(step)
-        steps = self._steps_since_last(step)
+        measuring = self._measuring
+        profile = measuring.end_step()
+        step = step if type(step) is int else self._step_number(step)
         take = self._number  # floats, the usual case, need no look
-        mask_tokens, mask_useful_tokens = self._mask(attention_mask)
+        mask_tokens, mask_useful_tokens = (
+            (None, None) if attention_mask is None else self._mask(attention_mask)
+        )
+        datasets = self._pending_datasets or _NO_DATASETS
         compilations = _compilations()
+        is_warmup = self._logged < _WARMUP_STEPS or compilations != self._compilations or profile is not None
         note = StepNote(
-            step=step,
-            epoch=epoch if type(epoch) is float else take("epoch", epoch),
-            loss=loss if type(loss) is float else take("loss", loss),
-            grad_norm=grad_norm if type(grad_norm) is float else take("grad_norm", grad_norm),
-            learning_rate=learning_rate
-            if type(learning_rate) is float
-            else take("learning_rate", learning_rate),
-            mask_tokens=mask_tokens,
-            mask_useful_tokens=mask_useful_tokens,
-            steps=steps,
-            batches_missing=self._batches.is_incomplete,
-            batches=self._batches.take(),
-            state=self._state,
-            measured=self._is_measured,
-            data_wait_s=self._data_wait_s,
-            warmup=self._logged < _WARMUP_STEPS or compilations != self._compilations or profile is not None,
-            profile=profile,
-            datasets=self._pending_datasets,
-            skip_remote=bool(skip_wandb),
-            span=self._clock.end(),
+            step,
+            self._steps_since_last(step),
+            epoch if type(epoch) is float else take("epoch", epoch),
+            loss if type(loss) is float else take("loss", loss),
+            grad_norm if type(grad_norm) is float else take("grad_norm", grad_norm),
+            learning_rate if type(learning_rate) is float else take("learning_rate", learning_rate),
+            mask_tokens,
+            mask_useful_tokens,
+            batches,
+            is_incomplete,
+            measuring.state,
+            measuring.is_counted,
+            self._data_wait_s,
+            is_warmup,
+            profile,
+            datasets,
+            bool(skip_wandb),
+            self._clock.end(),
         )
         self._values.flush_if_due(now_s)
-        self._compilations = compilations
-        self._pending_datasets, self._data_wait_s = [], None
         self._resolver.put(note)
+        self._compilations, self._data_wait_s = compilations, None
+        if datasets is not _NO_DATASETS:
+            self._pending_datasets = []
         self._logged += 1
-        if self._attachment is not None and self._state is not None:
-            self._attachment.tell_ends(self._counting.is_busy_with(self._state))
-        self._plan_next()
+        if self._follows_count or self._counting.is_at_work:
+            self._follow_count()
+        if self._logged >= measuring.plan_at:
+            measuring.plan_next(self._logged)
 
-    def _plan_next(self) -> None:
-        """Decide whether the next step measures."""
-        frequency = self.config.flops_profile_freq if self._phase is None else self.config.phases[self._phase]
-        if not frequency:
-            return
-        recalibration = self.config.recalibration_frequency
-        is_recalibration = recalibration and self._logged % recalibration == 0
-        if self._logged % frequency == 0:
-            self._check_is_due = self._profile_is_due = True
-        elif is_recalibration:
-            self._check_is_due = True
-        if is_recalibration:
-            self._is_measured = True
+    def _follow_count(self) -> None:
+        """While a count is under way, its thread wants to know when a forward pass ends."""
+        state = self._measuring.state
+        self._follows_count = state is not None and self._counting.is_busy_with(state)
+        if self._attachment is not None:
+            self._attachment.tell_ends(self._follows_count)
 
     def _step_number(self, step: Any) -> int:
-        if type(step) is int:
-            return step
         if not isinstance(step, torch.Tensor) or step.device.type == "cpu":
             with contextlib.suppress(TypeError, ValueError, OverflowError, RuntimeError):
                 return int(step)
@@ -537,8 +474,6 @@ class TrainingMonitor:
 
     def _mask(self, mask: Any) -> tuple[int | None, Any]:
         """Tokens of a mask, and how many of them are real."""
-        if mask is None:
-            return None, None
         if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
             got = f"{mask.dim()} dimensions" if isinstance(mask, torch.Tensor) else type(mask).__name__
             self._notices(f"attention_mask is not used: expected a tensor of samples × length, got {got}")

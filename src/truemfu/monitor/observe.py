@@ -96,12 +96,45 @@ class BatchNotes:
         self._values = values
         self._templates: OrderedDict[Any, Template] = OrderedDict()
         self._kinds: set[Any] = set()
-        self._last: tuple[list[tuple[Any, ...]], tuple[Any, ...], Template] | None = None
+        self._last: tuple[dict[Any, tuple[torch.Size, torch.dtype]], tuple[Any, ...], Template] | None = None
         self._noted: list[BatchNote] = []
         self._noted_in_backward: list[BatchNote] = []
         self.is_incomplete = False
 
-    def note(self, batch: Batch) -> BatchNote | None:
+    def template_of(self, batch: Batch | None) -> Template | None:
+        """The template of a batch; None where shapes do not tell what it is.
+
+        Nested tensors have no shape to go by, and inside vmap and its kin a shape is not the whole one.
+        """
+        if batch is None or torch._C._functorch.peek_interpreter_stack() is not None:
+            return None
+        autocast = _autocast_key()
+        last = self._last
+        if last is not None and last[1] == autocast and _looks_like(batch, last[0]):
+            return last[2]
+        if any(isinstance(value, torch.Tensor) and value.is_nested for value in batch.values()):
+            return None
+        key = (
+            autocast,
+            *[
+                (k, v.shape, v.dtype)
+                if isinstance(v, torch.Tensor)
+                else (k, v if isinstance(v, _PLAIN) else _nested_signature(v))
+                for k, v in batch.items()
+            ],
+        )
+        template = self._templates.get(key)
+        if template is None:
+            template = self._new_template(batch, autocast_state())
+            self._templates[key] = template
+            if len(self._templates) > _MAX_TEMPLATES:
+                self._templates.popitem(last=False)
+        is_plain = all(type(value) is torch.Tensor for value in batch.values())
+        shapes = {k: (v.shape, v.dtype) for k, v in batch.items()} if is_plain else None
+        self._last = None if shapes is None else (shapes, autocast, template)
+        return template
+
+    def note(self, batch: Batch, template: Template) -> BatchNote | None:
         """Note one micro-batch of the step under way; None where there are too many of them."""
         # A checkpoint around the model runs it again in the backward pass; one that is reentrant ran it
         # without gradients before, and then this is the only run that is seen.
@@ -110,7 +143,6 @@ class BatchNotes:
         if len(noted) >= _MAX_NOTES:
             self.is_incomplete = True
             return None
-        template = self._template_of(batch)
         values = _NO_VALUES
         if template.value_keys:
             values = {k: self._values.values(k, batch[k]) for k in template.value_keys}
@@ -125,38 +157,11 @@ class BatchNotes:
         """Whether the step under way has a micro-batch yet."""
         return bool(self._noted or self._noted_in_backward)
 
-    def can_note(self, batch: Batch) -> bool:
-        """Whether shapes tell what a batch is: not for nested tensors, nor inside vmap and its kin."""
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            return False
-        return not any(isinstance(value, torch.Tensor) and value.is_nested for value in batch.values())
-
     def take(self) -> list[BatchNote]:
         """The notes of the step that ends now."""
         taken = self._noted or self._noted_in_backward
         self._noted, self._noted_in_backward, self.is_incomplete = [], [], False
         return taken
-
-    def _template_of(self, batch: Batch) -> Template:
-        signature = [
-            (k, v.shape, v.dtype)
-            if isinstance(v, torch.Tensor)
-            else (k, v if isinstance(v, _PLAIN) else _nested_signature(v))
-            for k, v in batch.items()
-        ]
-        autocast = _autocast_key()
-        last = self._last
-        if last is not None and signature == last[0] and autocast == last[1]:
-            return last[2]  # the usual case, without a hash
-        key = (autocast, *signature)
-        template = self._templates.get(key)
-        if template is None:
-            template = self._new_template(batch, autocast_state())
-            self._templates[key] = template
-            if len(self._templates) > _MAX_TEMPLATES:
-                self._templates.popitem(last=False)
-        self._last = (signature, autocast, template)
-        return template
 
     def _new_template(self, batch: Batch, autocast: AutocastState) -> Template:
         """A template; the first of its kind holds the batch's integers too, which a count may look at."""
@@ -187,6 +192,27 @@ class BatchNotes:
         )
 
 
+def _looks_like(batch: Batch, shapes: Mapping[Any, tuple[torch.Size, torch.dtype]]) -> bool:
+    """Whether a batch is of these tensors, the usual case.
+
+    Between two forward passes the processor's caches hold other things, and each object that is looked at
+    costs more than what is done with it; so this looks at few, and makes none.
+    """
+    if len(batch) != len(shapes):
+        return False
+    for key, value in batch.items():
+        expected = shapes.get(key)
+        if (
+            expected is None
+            or type(value) is not torch.Tensor
+            or value.dtype is not expected[1]
+            or value.is_nested
+            or value.shape != expected[0]
+        ):
+            return False
+    return True
+
+
 def _nested_signature(value: Any) -> tuple[Any, ...]:
     """What tells arguments apart that are no tensors themselves but may hold some."""
     leaves, structure = tree_flatten(value)
@@ -211,9 +237,9 @@ def _without_data(value: Any) -> Any:
 
 def _autocast_key() -> tuple[Any, ...]:
     """What autocast does on this thread now: as much of it as tells states apart, in a microsecond."""
-    on_cuda, on_cpu = torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")
-    if not on_cuda and not on_cpu:
+    if not torch._C._is_any_autocast_enabled():
         return ()
+    on_cuda, on_cpu = torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")
     return (
         torch.get_autocast_dtype("cuda") if on_cuda else None,
         torch.get_autocast_dtype("cpu") if on_cpu else None,

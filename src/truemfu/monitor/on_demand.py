@@ -26,12 +26,11 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
-from ..errors import ModelError, TruemfuError, UsageError, closest, warn_once
+from ..errors import ModelError, TruemfuError, UsageError, closest, one_line, warn_once
 from ..flops.closed_form import FlopModel
 from ..flops.count import check_call, count_flops, warn_uncounted
 from ..flops.estimate import estimate_flops
 from ..flops.example_batch import example_batch
-from ..flops.explain import one_line
 from ..flops.flop_count import FlopCount
 from ..flops.loss import loss_of
 from ..flops.model_view import BatchRequest

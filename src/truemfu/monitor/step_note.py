@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from ..flops.host_copy import HostCopy
 from ..flops.profiler import StepProfile
@@ -13,19 +14,18 @@ from .host_values import Number
 from .observe import BatchNote
 
 
-@dataclass(slots=True, kw_only=True)
-class StepNote:
+class StepNote(NamedTuple):
     """All that is known of a step when `log_step` returns; numbers may still be on their way."""
 
     step: int
+    steps: int
+    """How many steps this one stands for: more than one where those before it were not logged."""
     epoch: Number
     loss: Number
     grad_norm: Number
     learning_rate: Number
     mask_tokens: int | None
     mask_useful_tokens: Number
-    span: Span
-    steps: int
     batches: list[BatchNote]
     batches_missing: bool
     state: ModelState | None
@@ -33,8 +33,9 @@ class StepNote:
     data_wait_s: float | None
     warmup: bool
     profile: StepProfile | None
-    datasets: list[tuple[PendingDatasetMetrics, HostCopy]]
+    datasets: Sequence[tuple[PendingDatasetMetrics, HostCopy]]
     skip_remote: bool
+    span: Span
 
     def reaches(self, frequency: int) -> bool:
         """Whether a multiple of this frequency lies between the last logged step and this one."""

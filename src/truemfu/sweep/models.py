@@ -9,7 +9,6 @@ and the head has a weight of its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -20,26 +19,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import UsageError, closest
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelSize:
-    """The dimensions of one reference model."""
-
-    vocab: int
-    hidden: int
-    layers: int
-    heads: int
-
-
-SIZES: Mapping[str, ModelSize] = MappingProxyType(
-    {
-        "tiny": ModelSize(vocab=1_000, hidden=64, layers=2, heads=4),
-        "small": ModelSize(vocab=8_000, hidden=256, layers=4, heads=8),
-        "medium": ModelSize(vocab=16_000, hidden=512, layers=8, heads=8),
-        "1b": ModelSize(vocab=32_000, hidden=2_048, layers=24, heads=32),
-    }
-)
+from .sizes import SIZES, ModelSize
 
 
 class ReferenceOutput(NamedTuple):

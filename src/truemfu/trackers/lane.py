@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ..errors import one_line
 from .base import Tracker
 
 
@@ -133,7 +134,7 @@ class Lane:
                     return
         except BaseException as problem:
             self._taken -= self._at_risk  # what was taken and could not be written is lost too
-            self._switch_off(_one_line(problem), then="it is switched off, its rows are lost from here on")
+            self._switch_off(one_line(problem), then="it is switched off, its rows are lost from here on")
         finally:
             self._answer(self._asked)
 
@@ -157,8 +158,3 @@ class Lane:
         with self._idle:
             self._answered = asked
             self._idle.notify_all()
-
-
-def _one_line(problem: BaseException) -> str:
-    text = " ".join(str(problem).split())
-    return f"{type(problem).__name__}: {text}" if text else type(problem).__name__

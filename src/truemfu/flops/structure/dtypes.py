@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ..tally import _DTYPES, _float32_on_cuda
+from ..dtype_names import dtype_name
 
 _LOW = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -35,10 +35,7 @@ class ComputeDtypes:
         dtype = fsdp or dtype
         if self._autocast is not None and dtype in _LOW:
             dtype = self._autocast
-        if dtype is torch.float32 and self._device_type == "cuda":
-            return _float32_on_cuda(conv)
-        text = str(dtype).removeprefix("torch.")
-        return _DTYPES.get(dtype, "fp8" if "float8" in text else "fp4" if "float4" in text else text)
+        return dtype_name(dtype, self._device_type, convolution=conv)
 
 
 def fsdp_dtype(module: nn.Module) -> torch.dtype | None:

@@ -1,6 +1,6 @@
-"""The demo: what models cost, what this machine can do, and how well one training step uses it.
+"""What models cost, what this machine can do, and how well one training step uses it.
 
-    make demo        (or: python examples/demo.py [out/demo.html])
+    python examples/count_and_time.py [out/count_and_time.html]
 
 Counts the reference models and a few well-known architectures from their dimensions alone, times a small
 training step on the hardware at hand, prints both and writes them as one page. No network, no weights, no GPU
@@ -250,7 +250,7 @@ def facts_of(timed: Timed) -> list[tuple[str, str]]:
 
 
 def main() -> None:
-    page = Path(sys.argv[1] if len(sys.argv) > 1 else "out/demo.html")
+    page = Path(sys.argv[1] if len(sys.argv) > 1 else "out/count_and_time.html")
     console = output()
     counted = count_everything()
     timed = time_a_step()
@@ -269,7 +269,7 @@ def main() -> None:
     written = write_page(
         page,
         title="truemfu: what a training step costs, and how well it runs",
-        lead=f"truemfu demo, torch {torch.__version__}. {convention}",
+        lead=f"truemfu, torch {torch.__version__}. {convention}",
         sections=[
             Section(
                 heading="What models cost",

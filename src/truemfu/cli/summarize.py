@@ -1,0 +1,117 @@
+"""`truemfu summarize`: a sweep's files become tables, Markdown, CSV or JSON."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from .console import debug_option, json_option, output, table
+
+if TYPE_CHECKING:
+    from ..report.figures import SweepSummary
+
+_SHOWN_LOG_LINES = 6
+_WIDEST_TABLE = 400
+"""Sentences stand in the last column of some tables; a narrow window wraps them, nothing is cut."""
+
+
+@click.command(short_help="Tables, Markdown, CSV or JSON from a sweep's logs.")
+@click.option(
+    "--logs-dir",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="A sweep's folder, or its logs or results folder alone; copied from anywhere.",
+)
+@click.option(
+    "--output",
+    "-o",
+    "output_path",
+    type=click.Path(path_type=Path),
+    help="Also write the summary here; .json, .csv or .md decides how.",
+)
+@click.option(
+    "--format",
+    "shown_as",
+    type=click.Choice(["table", "markdown", "json", "csv"]),
+    default="table",
+    show_default=True,
+    help="What to print.",
+)
+@json_option
+@debug_option
+def summarize(logs_dir: Path, output_path: Path | None, shown_as: str, as_json: bool) -> None:
+    """What a sweep found: success rate, memory, slow-down, MFU and HFU, every failure with its reason.
+
+    Every experiment is in the denominator: one that failed, one whose log ends without a result (lost), and,
+    where sweep.json lies beside the logs, one that never began. The exit code is 0 whenever there was
+    something to summarise: `truemfu sweep` is what fails when an experiment does.
+
+    \b
+    Examples
+        truemfu summarize --logs-dir out/sweep
+        truemfu summarize --logs-dir out/sweep/logs --output results.json
+        truemfu summarize --logs-dir out/sweep --format markdown > sweep.md
+        truemfu summarize --logs-dir out/sweep --json | jq '.trainers[] | {trainer, success_rate}'
+    """
+    from ..report.load import load_sweep
+    from ..report.render import WRITERS
+    from ..report.summary import summarize as summary_of
+
+    writer = None if output_path is None else _writer_for(output_path)
+    summary = summary_of(load_sweep(logs_dir))
+    if output_path is not None and writer is not None:
+        _write(output_path, WRITERS[writer](summary))
+    if as_json:
+        shown_as = "json"
+    if shown_as == "table":
+        show_summary(summary)
+    else:
+        click.echo(WRITERS[shown_as](summary), nl=False)
+
+
+def show_summary(summary: SweepSummary) -> None:
+    """The summary on a terminal: tables, failures, notes, and last the whole sweep in one line."""
+    from rich.markup import escape
+
+    from ..report.render import context_lines, failure_texts, headline, tables_of
+
+    console = output()
+    console.width = max(console.width, _WIDEST_TABLE)
+    for text in tables_of(summary):
+        drawn = table(*text.columns, title=text.title)
+        for row in text.rows:
+            drawn.add_row(*(escape(cell) for cell in row))
+        console.print(drawn)
+        if text.sentence:
+            console.print(text.sentence, style="dim", soft_wrap=True)
+        console.print()
+    for line, log in failure_texts(summary):
+        console.print(line, markup=False, soft_wrap=True)
+        for entry in log[-_SHOWN_LOG_LINES:]:
+            console.print(f"    {entry}", style="dim", markup=False, soft_wrap=True)
+    for note in summary.notes:
+        console.print(f"note: {note}", markup=False, soft_wrap=True)
+    for line in context_lines(summary):
+        console.print(line, markup=False, soft_wrap=True)
+    console.print(headline(summary), style="bold", soft_wrap=True)
+
+
+def _writer_for(path: Path) -> str:
+    from ..errors import UsageError
+
+    kinds = {".json": "json", ".csv": "csv", ".md": "markdown"}
+    if path.suffix not in kinds:
+        raise UsageError(f"--output must end in {', '.join(kinds)}; got {str(path)!r}")
+    return kinds[path.suffix]
+
+
+def _write(path: Path, text: str) -> None:
+    from ..errors import UsageError
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}") from error

@@ -1,0 +1,245 @@
+"""`truemfu sweep`: the profiling matrix, one fresh process per experiment.
+
+    mode, profiling_config.json, flags ─► SweepConfig ─► run_sweep ─► summary, page, exit code
+
+Progress goes to stderr; stdout gets the summary, or nothing but JSON with `--json`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .console import debug_option, json_option, output, table
+
+if TYPE_CHECKING:
+    from ..records import SweepCase
+    from ..report.figures import SweepSummary
+    from ..sweep.config import SweepConfig
+
+MODES = ("profile", "test", "single")
+CONFIG_NAME = "profiling_config.json"
+FOLDERS = {"profile": "out/sweep", "test": "out/sweep-test", "single": "out/sweep"}
+
+_ONE_EXPERIMENT: dict[str, list[Any]] = {
+    "trainers": ["StandardTrainer"],
+    "batch_sizes": [4],
+    "seq_lengths": [512],
+    "models": ["1b"],
+}
+
+
+@click.command(short_help="The profiling matrix: every experiment in a process of its own.")
+@click.option("--mode", default="profile", show_default=True, help="profile, test or single; see above.")
+@click.option(
+    "--config",
+    "config_path",
+    type=click.Path(path_type=Path),
+    help=f"The whole matrix as JSON; flags override it.  [default: {CONFIG_NAME}, where there is one]",
+)
+@click.option(
+    "--output",
+    "-o",
+    "folder",
+    type=click.Path(path_type=Path),
+    help="Where logs/, runs/ and results/ go.  [default: out/sweep; out/sweep-test in test mode]",
+)
+@click.option(
+    "--trainers", "--trainer", multiple=True, help="A trainer, several with commas, or package.module:Class."
+)
+@click.option("--batch-sizes", "--batch-size", multiple=True, help="Samples per step: 4,8")
+@click.option("--seq-lengths", "--seq-len", multiple=True, help="Tokens per sample: 512,1024")
+@click.option(
+    "--model-sizes",
+    "--model-size",
+    "models",
+    multiple=True,
+    help="tiny, small, medium, 1b, a Hugging Face config.json or its folder, or package.module:factory.",
+)
+@click.option("--dtypes", "--dtype", multiple=True, help="fp32 or bf16.  [default: bf16 on a GPU, else fp32]")
+@click.option("--optimizer", help="sgd or adamw.  [default: sgd]")
+@click.option("--compile", "compiled", is_flag=True, help="torch.compile, where the trainer allows it.")
+@click.option("--device", help="cuda or cpu.  [default: a GPU where there is one]")
+@click.option("--gpus", multiple=True, help="Numbers of the GPUs to use, one experiment each at a time: 0,1")
+@click.option("--timeout", "timeout_s", type=float, metavar="SECONDS", help="Time limit of an experiment.")
+@click.option(
+    "--memory-limit",
+    "memory_limit_gib",
+    type=float,
+    metavar="GIB",
+    help="Host memory an experiment may take.  [default: no limit]",
+)
+@click.option(
+    "--rerun",
+    metavar="WHICH",
+    help="Run again: none, failed, all, or an end such as timeout.  [default: none; all in test mode]",
+)
+@click.option("--prune", is_flag=True, help="After an out-of-memory leave out larger batches, and mark them.")
+@click.option("--no-fit", is_flag=True, help="After an out-of-memory do not look for the batch that fits.")
+@click.option("--dry-run", is_flag=True, help="List the experiments and start none.")
+@json_option
+@debug_option
+def sweep(
+    mode: str,
+    config_path: Path | None,
+    folder: Path | None,
+    rerun: str | None,
+    dry_run: bool,
+    as_json: bool,
+    **flags: Any,
+) -> int:
+    """Profile a matrix of trainers × batch sizes × sequence lengths × models, each in a fresh process.
+
+    \b
+    Modes
+        profile   the matrix; unless told otherwise 4 trainers × batch 4, 8 × sequence 512, 1024 × 1b
+        test      every trainer once on the tiny model: is this machine ready? Under a minute, always run anew
+        single    one experiment: --trainer, --batch-size 4, --seq-len 512, --model-size 1b
+    \b
+    Trainers
+        StandardTrainer                  plain PyTorch
+        DPSGDTrainer                     per-sample gradients (this one and the next two need Opacus)
+        DPGhostClippingTrainer           ghost clipping
+        DPFastGradientClippingTrainer    fast gradient clipping
+        package.module:Class             one of your own
+    \b
+    Examples
+        truemfu sweep --mode test
+        truemfu sweep --mode single --trainer DPSGDTrainer --batch-size 4 --seq-len 512 --model-size 1b
+        truemfu sweep --batch-sizes 4,8,16 --seq-lengths 512 --model-sizes small,medium --prune
+        truemfu sweep --config profiling_config.json --output out/night --timeout 900
+        truemfu sweep --output out/night --rerun failed
+
+    A sweep that was stopped goes on where it was when called again. Exit codes: 0 every experiment succeeded,
+    1 one did not, 2 the call was wrong and nothing was started, 130 interrupted.
+    """
+    from ..sweep.cases import cases_of, resolved
+    from ..sweep.gpus import resolve_device
+    from ..sweep.paths import claim
+
+    config = _config(mode, config_path, flags)
+    folder = folder or Path(FOLDERS[mode])
+    device = resolve_device(config.device)
+    if dry_run:
+        _list(cases_of(config, device), as_json)
+        return 0
+    if mode == "test" and rerun is None:
+        # A test is always run anew, but the folder of another sweep is started over only when asked for.
+        *_, lock = claim(folder, resolved(config, device), start_over=False)
+        lock.release()
+        rerun = "all"
+    return _run(config, folder, rerun or "none", as_json)
+
+
+def _config(mode: str, path: Path | None, flags: dict[str, Any]) -> SweepConfig:
+    """Mode and file decide where to start; a flag that was given has the last word."""
+    from ..errors import UsageError, closest
+    from ..sweep.config import TEST_CONFIG, SweepConfig, load_config, override
+
+    if mode not in MODES:
+        raise UsageError(f"no mode {mode!r}{closest(mode, MODES)}: expected {', '.join(MODES)}")
+    if mode == "test":
+        if path is not None:
+            raise UsageError("test mode has a matrix of its own: leave out --config, or use --mode profile")
+        start = TEST_CONFIG
+    elif path is not None or Path(CONFIG_NAME).is_file():
+        start = load_config(path or CONFIG_NAME)
+    else:
+        start = SweepConfig.default()
+    given = _given(flags)
+    if mode == "single":
+        several = [key for key in _ONE_EXPERIMENT if len(given.get(key) or []) > 1]
+        if several:
+            raise UsageError(f"single mode runs one experiment; got several {several[0]}: use --mode profile")
+        start = override(start, **_ONE_EXPERIMENT)
+    return override(start, **given)
+
+
+def _given(flags: dict[str, Any]) -> dict[str, Any]:
+    """Flags as values of the configuration; None where one was not given."""
+    return {
+        "trainers": _texts(flags["trainers"]),
+        "batch_sizes": _numbers("--batch-sizes", flags["batch_sizes"]),
+        "seq_lengths": _numbers("--seq-lengths", flags["seq_lengths"]),
+        "models": _texts(flags["models"]),
+        "dtypes": _texts(flags["dtypes"]),
+        "gpus": _numbers("--gpus", flags["gpus"]),
+        "compile": flags["compiled"] or None,
+        "prune": flags["prune"] or None,
+        "find_fit": False if flags["no_fit"] else None,
+        **{name: flags[name] for name in ("optimizer", "device", "timeout_s", "memory_limit_gib")},
+    }
+
+
+def _texts(values: tuple[str, ...]) -> list[str] | None:
+    return [part.strip() for value in values for part in value.split(",") if part.strip()] or None
+
+
+def _numbers(option: str, values: tuple[str, ...]) -> list[int] | None:
+    from ..errors import UsageError
+
+    numbers = []
+    for text in _texts(values) or []:
+        try:
+            numbers.append(int(text))
+        except ValueError:
+            raise UsageError(f"{option} takes whole numbers with commas between; got {text!r}") from None
+    return numbers or None
+
+
+def _list(cases: dict[str, SweepCase], as_json: bool) -> None:
+    if as_json:
+        import msgspec
+
+        from .console import print_json
+
+        print_json(msgspec.to_builtins(cases))
+        return
+    console = output()
+    drawn = table("experiment", "trainer", "model", "batch", "sequence", "dtype", "device")
+    for name, case in cases.items():
+        shape = (str(case.batch_size), str(case.seq_len))
+        drawn.add_row(name, case.trainer, case.model, *shape, case.dtype, case.device)
+    console.print(drawn)
+    console.print(f"experiments: {len(cases)}; none was started")
+
+
+def _run(config: SweepConfig, folder: Path, rerun: str, as_json: bool) -> int:
+    from ..records import End
+    from ..report.load import load_sweep, with_results
+    from ..report.render import json_text
+    from ..report.summary import summarize
+    from ..sweep.runner import run_sweep
+    from .live import progress
+    from .summarize import show_summary
+
+    with progress() as listener:
+        outcome = run_sweep(config, folder, rerun=rerun, listener=listener)
+    summary = summarize(with_results(load_sweep(folder), outcome.results))
+    if as_json:
+        click.echo(json_text(summary), nl=False)
+    else:
+        show_summary(summary)
+        outside = f"{outcome.harness_s:.1f} s of it outside the experiments"
+        click.echo(f"\ntime:   {outcome.wall_s:.1f} s, {outside}")
+        click.echo(f"logs:   {folder / 'logs'}")
+        click.echo(f"traces: tensorboard --logdir {folder / 'runs'} (or Perfetto)")
+    _write_page(folder, summary, quiet=as_json)
+    if outcome.interrupted:
+        click.echo("interrupted: the same command goes on from here", err=True)
+        return 130
+    return 0 if all(result.end is End.OK for result in outcome.results) else 1
+
+
+def _write_page(folder: Path, summary: SweepSummary, quiet: bool) -> None:
+    from ..report.sweep_page import write_sweep_page
+
+    try:
+        page = write_sweep_page(folder / "report.html", summary)
+    except OSError as error:
+        click.echo(f"warning: no report: {error.strerror}", err=True)
+        return
+    if not quiet:
+        click.echo(f"report: {page}")

@@ -1,0 +1,135 @@
+"""When a step measures more than time: the check that a count still holds, and the profiled step.
+
+    first step ──► check ─(what was counted no longer holds)─► a new ModelState, counted elsewhere
+    every flops_profile_freq steps, or as often as the phase asks for: check again, and profile where the
+    mode wants it; every recalibration_frequency steps: check again
+
+Lives on the training thread.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from torch import nn
+
+from ..convention import Convention
+from ..errors import closest
+from ..flops.profiler import StepProfile, StepProfiler
+from .config import MonitorConfig
+from .counting import Counting, ModelState
+from .fingerprint import is_tensor_parallel
+from .notices import Notices
+from .observe import Batch, BatchNote
+
+
+class Measuring:
+    """Knows which state of the model counts, and when to look again."""
+
+    def __init__(self, config: MonitorConfig, notices: Notices) -> None:
+        self._config, self._notices = config, notices
+        self._phase: str | None = None
+        self._states_made = 0
+        self._profiler: StepProfiler | None = None
+        self._profile_is_due = True
+        self.state: ModelState | None = None
+        self.check_is_due = True
+        self.is_counted = config.initial_profiling
+        """Whether steps are counted by now; before, they are estimated."""
+        self.plan_at = 0
+        """After this many logged steps `plan_next` has something to decide."""
+
+    def forget(self) -> None:
+        """Another model is watched from now on."""
+        self.state, self.check_is_due = None, True
+
+    def set_phase(self, name: str | None) -> None:
+        """Measure as often as this phase asks for."""
+        known = self._config.phases
+        if name is None or name in known:
+            self._phase, self.plan_at = name, 0
+            return
+        hint = closest(str(name), known)
+        self._notices(f"unknown phase {name!r}, the one before holds on; known: {', '.join(known)}{hint}")
+
+    def check(self, counting: Counting, model: nn.Module | None, note: BatchNote, batch: Batch) -> None:
+        """See whether what was counted still holds; only if not, a new count is begun, elsewhere."""
+        self.check_is_due = False
+        if model is None:
+            self._notices("no model is attached, so there is no MFU: call monitor.attach(model)")
+            return
+        if is_tensor_parallel(model):
+            self._notices(
+                "the model's layers are split over ranks (tensor parallel), so this rank's share of its "
+                "FLOPs is not known: there is no MFU"
+            )
+            return
+        if self.state is None or not self.state.still_holds(model):
+            changes = 0 if self.state is None else self.state.changes
+            self.state = ModelState.of(model, number=self._states_made, changes=changes)
+            self._states_made += 1
+            if self.is_counted:
+                counting.fit_on_training_thread(self.state, model, note, batch)
+
+    def plan_next(self, logged: int) -> None:
+        """Decide whether the next step measures, and when to decide again."""
+        frequency = self._config.flops_profile_freq
+        if self._phase is not None:
+            frequency = self._config.phases[self._phase]
+        if not frequency:
+            self.plan_at = sys.maxsize
+            return
+        recalibration = self._config.recalibration_frequency
+        if logged % frequency == 0:
+            self.check_is_due = self._profile_is_due = True
+        if recalibration and logged % recalibration == 0:
+            self.check_is_due = self.is_counted = True
+        self.plan_at = min(_next_multiple(every, logged) for every in (frequency, recalibration) if every)
+
+    def begin_step(self, convention: Convention) -> None:
+        """Profile the step that begins, if it is due and this mode does."""
+        if not (self._profile_is_due and self._profiles):
+            return
+        self._profile_is_due = False
+        profiler = StepProfiler(convention)
+        try:
+            profiler.start()
+        except Exception as error:
+            self._cannot_profile(error)
+        else:
+            self._profiler = profiler
+
+    def end_step(self) -> StepProfile | None:
+        """The profile of the step that ends; None where it has none."""
+        if self._profiler is None:
+            return None
+        profiler, self._profiler = self._profiler, None
+        try:
+            return profiler.stop()
+        except Exception as error:
+            self._cannot_profile(error)
+            return None
+
+    def interrupt(self) -> None:
+        """Something that is no part of the step runs now: a profile of it would be wrong, so take another."""
+        if self.end_step() is not None:
+            self._profile_is_due = True
+
+    def _cannot_profile(self, error: Exception) -> None:
+        self._notices(f"this step could not be profiled, HFU rests on the count: {error}")
+
+    @property
+    def _profiles(self) -> bool:
+        """Whether this mode profiles real steps."""
+        if self._config.mode == "hybrid":
+            if self._config.hardware_counters_enabled:
+                self._notices(
+                    "hybrid mode: there are no hardware counters here yet, executed FLOPs come from "
+                    + ("torch.profiler" if self._config.fallback_to_profiler else "nowhere: HFU is unknown")
+                )
+            return self._config.fallback_to_profiler
+        return self._config.mode == "profiler"
+
+
+def _next_multiple(every: int, after: int) -> int:
+    return (after // every + 1) * every

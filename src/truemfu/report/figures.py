@@ -1,0 +1,128 @@
+"""The values a sweep's summary is made of: plain structs whose field names are the keys of its JSON.
+
+What is not known, or was not reached, is None.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Experiment(msgspec.Struct, frozen=True, kw_only=True):
+    """One experiment in a row."""
+
+    name: str
+    trainer: str
+    model: str | None
+    batch_size: int | None
+    seq_len: int | None
+    dtype: str | None
+    optimizer: str | None
+    device: str | None
+    end: str
+    phase: str | None
+    message: str | None
+    fits: str | None
+    step_time_s: float | None
+    """Median of the timed steps."""
+    step_time_error: float | None
+    """Relative standard error of that median."""
+    timed_steps: int | None
+    stable: bool | None
+    tokens_per_s: float | None
+    samples_per_s: float | None
+    mfu: float | None
+    hfu: float | None
+    model_flops: int | None
+    hardware_flops: int | None
+    peak_memory_bytes: int | None
+    memory_kind: str | None
+    reserved_bytes: int | None
+    process_bytes: int | None
+    data_wait_s: float | None
+    parameters: int | None
+    gate_error: float | None
+    wall_s: float | None
+
+
+class Totals(msgspec.Struct, frozen=True, kw_only=True):
+    experiments: int
+    succeeded: int
+    success_rate: float
+    ends: dict[str, int]
+
+
+class TrainerTotals(msgspec.Struct, frozen=True, kw_only=True):
+    """One trainer over the whole sweep."""
+
+    trainer: str
+    experiments: int
+    succeeded: int
+    success_rate: float
+    ends: dict[str, int]
+    mean_peak_memory_common_bytes: float | None
+    """Over the points that every trainer finished (one that finished none aside): these can be compared."""
+    common_points: int
+    mean_peak_memory_bytes: float | None
+    """Over all that this trainer finished: not the same points as another trainer's."""
+    finished_points: int
+
+
+class Ratio(msgspec.Struct, frozen=True, kw_only=True):
+    """One figure over the baseline's at equal points."""
+
+    geometric_mean: float
+    lowest: float
+    highest: float
+    points: int
+
+
+class AgainstBaseline(msgspec.Struct, frozen=True, kw_only=True):
+    """A trainer beside the baseline; above 1 is slower, larger, more work."""
+
+    trainer: str
+    step_time: Ratio | None
+    peak_memory: Ratio | None
+    hardware_flops: Ratio | None
+
+
+class LargestBatch(msgspec.Struct, frozen=True, kw_only=True):
+    trainer: str
+    model: str
+    seq_len: int
+    dtype: str
+    largest_finished: int | None
+    smallest_out_of_memory: int | None
+    fits: str | None
+    """What was found to fit after an out-of-memory, in words."""
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    end: str
+    phase: str | None
+    message: str
+    exit_code: int | None
+    signal: str | None
+    fits: str | None
+    peak_memory_bytes: int | None
+    log_tail: list[str]
+
+
+class SweepSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """All of it; its field names are the keys of the JSON."""
+
+    sweep_id: str | None
+    created_at_s: float | None
+    devices: list[str]
+    versions: dict[str, str]
+    memory_kind: str | None
+    baseline: str
+    totals: Totals
+    trainers: list[TrainerTotals]
+    against_baseline: list[AgainstBaseline]
+    largest_batches: list[LargestBatch]
+    experiments: list[Experiment]
+    failures: list[Failure]
+    """Grouped by cause, the most frequent first."""
+    notes: list[str]

@@ -1,0 +1,234 @@
+"""A sweep read back from its files: the whole folder, its logs alone, or its results alone.
+
+    sweep.json ─► which experiments there should be        (the denominator)
+    results/<name>.json ─┐
+    logs/<name>.log ─────┴► what became of each            (a result, else the last line of its log)
+
+Nothing is skipped: a file that cannot be read and an experiment that left no result are entries of their own,
+with the reason. The files may have been copied from anywhere.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ..errors import RecordError, UsageError
+from ..records import CaseResult, End, SweepRecord, decode, read_record
+
+NOT_RUN = "not run"
+"""Beside the values of `End`: asked for, and never begun."""
+
+_NAME = re.compile(r"(?P<trainer>.+?)_bs(?P<batch_size>\d+)_seq(?P<seq_len>\d+)(?:_.*)?")
+_LOG_END_BYTES = 4 << 20
+_TAIL_LINES = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One experiment of a sweep: its result, or why there is none."""
+
+    name: str
+    trainer: str
+    batch_size: int | None
+    seq_len: int | None
+    end: str
+    """A value of `End`, or `NOT_RUN`."""
+    result: CaseResult | None = None
+    reason: str | None = None
+    """Why there is no result."""
+    log_tail: tuple[str, ...] = ()
+    """The last lines of the log of an experiment without a result."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedSweep:
+    """A sweep as its files tell it."""
+
+    source: Path
+    record: SweepRecord | None
+    """None where there is no sweep.json beside the files."""
+    entries: tuple[Entry, ...]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Files:
+    record: Path
+    logs: Path
+    results: Path
+    running: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Missing:
+    reason: str
+    begun: bool
+    log_tail: tuple[str, ...] = ()
+
+
+def load_sweep(source: Path | str) -> LoadedSweep:
+    """Read the sweep in `source`: a sweep's folder, or its `logs` or `results` folder alone."""
+    source = Path(source)
+    files = _files(source)
+    notes: list[str] = []
+    record = _record(files.record, notes)
+    found = {name: _outcome(name, files) for name in _names(files, record)}
+    if not found:
+        raise UsageError(f"{source} holds no sweep: expected logs (*.log), results (*.json) or a sweep.json")
+    if record is not None:
+        _leave_out_other_sweeps(found, record, notes)
+    trainers = _trainer_of_prefix(found.values(), record)
+    entries = tuple(_entry(name, outcome, trainers) for name, outcome in found.items())
+    return LoadedSweep(source=source, record=record, entries=entries, notes=tuple(notes))
+
+
+def with_results(sweep: LoadedSweep, results: Iterable[CaseResult]) -> LoadedSweep:
+    """The same sweep with results that are at hand, and that a full disk may have kept from their files."""
+    entries = {entry.name: entry for entry in sweep.entries}
+    entries.update((result.name, entry_of(result)) for result in results)
+    return replace(sweep, entries=tuple(entries.values()))
+
+
+def entry_of(result: CaseResult) -> Entry:
+    """An experiment whose result is at hand."""
+    return Entry(
+        name=result.name,
+        trainer=result.case.trainer,
+        batch_size=result.case.batch_size,
+        seq_len=result.case.seq_len,
+        end=result.end.value,
+        result=result,
+    )
+
+
+def _files(source: Path) -> _Files:
+    """Where each kind of file lies; a kind that is not there is a path at which nothing is."""
+    if not source.is_dir():
+        what = "is a file" if source.exists() else "does not exist"
+        raise UsageError(f"{source} {what}: expected the folder of a sweep, or its logs or results folder")
+    root = source
+    if source.resolve().name in ("logs", "results") and (source.resolve().parent / "sweep.json").is_file():
+        root = source.resolve().parent
+    of_root = _Files(
+        record=root / "sweep.json", logs=root / "logs", results=root / "results", running=root / "running"
+    )
+    if of_root.record.is_file() or of_root.logs.is_dir() or of_root.results.is_dir():
+        return of_root
+    if any(source.glob("*.log")):
+        return replace(of_root, logs=source)
+    return replace(of_root, results=source)
+
+
+def _record(path: Path, notes: list[str]) -> SweepRecord | None:
+    if not path.is_file():
+        return None
+    try:
+        return read_record(path, SweepRecord)
+    except RecordError as error:
+        notes.append(f"{error}; experiments that left no file are not known")
+        return None
+
+
+def _names(files: _Files, record: SweepRecord | None) -> list[str]:
+    """Every experiment that was asked for or left a file, in the order of the matrix."""
+    names = dict.fromkeys(record.cases if record is not None else ())
+    for path in sorted(files.results.glob("*.json")) + sorted(files.logs.glob("*.log")):
+        names.setdefault(path.stem)
+    return list(names)
+
+
+def _outcome(name: str, files: _Files) -> CaseResult | _Missing:
+    result_path, log_path = files.results / f"{name}.json", files.logs / f"{name}.log"
+    reasons = []
+    if result_path.exists():
+        try:
+            return read_record(result_path, CaseResult)
+        except RecordError as error:
+            reasons.append(str(error))
+    log_tail: tuple[str, ...] = ()
+    if log_path.exists():
+        from_log = _result_in_log(log_path)
+        if isinstance(from_log, CaseResult):
+            return from_log
+        reasons.append(from_log.reason)
+        log_tail = from_log.log_tail
+    if (files.running / f"{name}.json").exists():
+        reasons.append("still running, or its supervisor ended before it did")
+    if not reasons:
+        return _Missing(reason="asked for, but never begun", begun=False)
+    return _Missing(reason="; ".join(reasons), begun=True, log_tail=log_tail)
+
+
+def _result_in_log(path: Path) -> CaseResult | _Missing:
+    """The last line of a log that is a result; something a stray child printed may stand behind it."""
+    try:
+        lines = _last_lines(path)
+    except OSError as error:
+        return _Missing(reason=f"{path.name} cannot be read: {error.strerror}", begun=True)
+    if not lines:
+        return _Missing(reason=f"{path.name} is empty", begun=True)
+    unreadable: list[str] = []
+    for line in reversed(lines):
+        if line.startswith("{"):
+            try:
+                return decode(line, CaseResult, path.name)
+            except RecordError as error:
+                unreadable.append(str(error))
+    tail = tuple(line for line in lines if not line.startswith("{"))[-_TAIL_LINES:]
+    reason = unreadable[0] if unreadable else f"{path.name} ends without a result"
+    return _Missing(reason=reason, begun=True, log_tail=tail)
+
+
+def _last_lines(path: Path) -> list[str]:
+    """The non-empty lines at the end of a file, however long it is."""
+    with path.open("rb") as file:
+        file.seek(max(file.seek(0, os.SEEK_END) - _LOG_END_BYTES, 0))
+        text = file.read().decode("utf-8", errors="replace")
+    return [line.rstrip() for line in text.split("\n") if line.strip()]
+
+
+def _leave_out_other_sweeps(
+    found: dict[str, CaseResult | _Missing], record: SweepRecord, notes: list[str]
+) -> None:
+    """Files of another sweep in the same folder are no part of this one, and that is said."""
+    others = [
+        name
+        for name, outcome in found.items()
+        if name not in record.cases
+        and isinstance(outcome, CaseResult)
+        and outcome.sweep_id != record.sweep_id
+    ]
+    for name in others:
+        del found[name]
+    if others:
+        notes.append(f"left out, results of another sweep: {', '.join(others)}")
+
+
+def _trainer_of_prefix(
+    outcomes: Iterable[CaseResult | _Missing], record: SweepRecord | None
+) -> Mapping[str, str]:
+    """File names hold the class of a trainer alone; here is its full name."""
+    asked = record.config.get("trainers") if record is not None else None
+    names = [name for name in asked if isinstance(name, str)] if isinstance(asked, list) else []
+    names += [outcome.case.trainer for outcome in outcomes if isinstance(outcome, CaseResult)]
+    return {name.rpartition(":")[2]: name for name in names}
+
+
+def _entry(name: str, outcome: CaseResult | _Missing, trainers: Mapping[str, str]) -> Entry:
+    if isinstance(outcome, CaseResult):
+        return replace(entry_of(outcome), name=name)
+    parts = _NAME.fullmatch(name)
+    prefix = parts["trainer"] if parts else name
+    return Entry(
+        name=name,
+        trainer=trainers.get(prefix, prefix),
+        batch_size=int(parts["batch_size"]) if parts else None,
+        seq_len=int(parts["seq_len"]) if parts else None,
+        end=End.LOST.value if outcome.begun else NOT_RUN,
+        reason=outcome.reason,
+        log_tail=outcome.log_tail,
+    )

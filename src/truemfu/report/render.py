@@ -1,0 +1,247 @@
+"""A summary as text: tables for a terminal or a page, Markdown, CSV, JSON.
+
+SweepSummary ─► tables_of, failure_texts ─► terminal (cli/summarize.py), markdown, page (sweep_page.py)
+             └► csv_text, json_text: raw values in base units, for other programs
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import msgspec
+
+from ..records import End
+from .figures import Experiment, Failure, Ratio, SweepSummary
+
+UNKNOWN = "-"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextTable:
+    """A titled table of text; the first column names the row."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    sentence: str | None = None
+    """What the reader needs to know to read it right."""
+
+
+def headline(summary: SweepSummary) -> str:
+    """The sweep in one line."""
+    totals = summary.totals
+    ends = ", ".join(f"{count} {end}" for end, count in totals.ends.items())
+    rate = f"{totals.succeeded} of {totals.experiments} experiments succeeded"
+    return f"{rate} ({share(totals.success_rate)}): {ends}"
+
+
+def tables_of(summary: SweepSummary) -> list[TextTable]:
+    """The tables worth showing, in reading order; failures come as text of their own."""
+    tables = [_experiments(summary), _trainers(summary)]
+    if summary.against_baseline:
+        tables.append(_against_baseline(summary))
+    if any(row.smallest_out_of_memory is not None for row in summary.largest_batches):
+        tables.append(_largest_batches(summary))
+    return tables
+
+
+def failure_texts(summary: SweepSummary) -> list[tuple[str, list[str]]]:
+    """Each failure as a line that says what happened, and the last lines of its log."""
+    return [(_failure_line(failure), failure.log_tail) for failure in summary.failures]
+
+
+def markdown(summary: SweepSummary) -> str:
+    parts = ["# Profiling sweep", f"{headline(summary)}.", *context_lines(summary)]
+    for table in tables_of(summary):
+        parts.append(f"## {table.title}")
+        if table.sentence:
+            parts.append(table.sentence)
+        head = [_markdown_row(table.columns), _markdown_row(["---"] + ["---:"] * (len(table.columns) - 1))]
+        parts.append("\n".join(head + [_markdown_row(row) for row in table.rows]))
+    if summary.failures:
+        parts.append("## Failures")
+    for line, log in failure_texts(summary):
+        parts.append(f"- {line}")
+        if log:
+            parts.append("\n".join(f"      {entry}" for entry in log))
+    parts.extend(f"Note: {note}" for note in summary.notes)
+    return "\n\n".join(parts) + "\n"
+
+
+def csv_text(summary: SweepSummary) -> str:
+    """One row per experiment, every field of `Experiment`, nothing rounded; unknown is empty."""
+    text = io.StringIO()
+    fields = [field.name for field in msgspec.structs.fields(Experiment)]
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(fields)
+    writer.writerows([getattr(row, field) for field in fields] for row in summary.experiments)
+    return text.getvalue()
+
+
+def json_text(summary: SweepSummary) -> str:
+    return msgspec.json.format(msgspec.json.encode(summary), indent=2).decode() + "\n"
+
+
+WRITERS: Mapping[str, Callable[[SweepSummary], str]] = MappingProxyType(
+    {"json": json_text, "csv": csv_text, "markdown": markdown}
+)
+
+
+def context_lines(summary: SweepSummary) -> list[str]:
+    """Where it ran; empty where no experiment told."""
+    if not summary.devices:
+        return []
+    versions = ", ".join(f"{package} {version}" for package, version in summary.versions.items())
+    return [f"{', '.join(summary.devices)}; {versions}."]
+
+
+def _experiments(summary: SweepSummary) -> TextTable:
+    return TextTable(
+        title="Experiments",
+        sentence=(
+            "Median step time with its standard error; MFU is the model's work over time and peak, HFU the "
+            f"executed work. Peak memory: {summary.memory_kind or 'not measured'}."
+        ),
+        columns=("experiment", "end", "step", "±", "tokens/s", "peak memory", "HFU", "MFU"),
+        rows=[
+            (
+                row.name,
+                row.end,
+                duration(row.step_time_s),
+                share(row.step_time_error),
+                number(row.tokens_per_s),
+                size(row.peak_memory_bytes),
+                share(row.hfu),
+                share(row.mfu),
+            )
+            for row in summary.experiments
+        ],
+    )
+
+
+def _trainers(summary: SweepSummary) -> TextTable:
+    return TextTable(
+        title="Trainers",
+        sentence=(
+            "Every experiment is in the rate. Compare the means over points that all trainers finished; "
+            "the others cover whatever each one finished."
+        ),
+        columns=(
+            "trainer",
+            "ok",
+            "of",
+            "success",
+            "mean peak, points all finished",
+            "n",
+            "mean peak, own finished",
+            "n",
+        ),
+        rows=[
+            (
+                row.trainer,
+                str(row.succeeded),
+                str(row.experiments),
+                share(row.success_rate),
+                size(row.mean_peak_memory_common_bytes),
+                str(row.common_points),
+                size(row.mean_peak_memory_bytes),
+                str(row.finished_points),
+            )
+            for row in summary.trainers
+        ],
+    )
+
+
+def _against_baseline(summary: SweepSummary) -> TextTable:
+    return TextTable(
+        title=f"Against {summary.baseline}",
+        sentence="At equal model, batch, sequence, dtype and device: geometric mean, lowest to highest.",
+        columns=("trainer", "points", "step time", "range", "peak memory", "range", "executed work", "range"),
+        rows=[
+            (
+                row.trainer,
+                str(row.step_time.points if row.step_time else 0),
+                *_ratio(row.step_time),
+                *_ratio(row.peak_memory),
+                *_ratio(row.hardware_flops),
+            )
+            for row in summary.against_baseline
+        ],
+    )
+
+
+def _largest_batches(summary: SweepSummary) -> TextTable:
+    return TextTable(
+        title="Largest batch",
+        sentence="Where memory ran out: what finished, what did not, and what was then found to fit.",
+        columns=("trainer", "model", "sequence", "dtype", "finished", "out of memory", "found to fit"),
+        rows=[
+            (
+                row.trainer,
+                row.model,
+                str(row.seq_len),
+                row.dtype,
+                _or_unknown(row.largest_finished),
+                _or_unknown(row.smallest_out_of_memory),
+                row.fits or UNKNOWN,
+            )
+            for row in summary.largest_batches
+        ],
+    )
+
+
+def _failure_line(failure: Failure) -> str:
+    details = [f"{failure.name}: {failure.end}"]
+    if failure.phase and failure.end != End.PRUNED.value:
+        details.append(f" in phase {failure.phase}")
+    if failure.signal:
+        details.append(f" ({failure.signal})")
+    elif failure.exit_code:
+        details.append(f" (exit code {failure.exit_code})")
+    details.append(f": {failure.message}")
+    if failure.peak_memory_bytes is not None:
+        details.append(f"; peak memory {size(failure.peak_memory_bytes)}")
+    if failure.fits:
+        details.append(f"; {failure.fits}")
+    return "".join(details)
+
+
+def _ratio(ratio: Ratio | None) -> tuple[str, str]:
+    if ratio is None:
+        return UNKNOWN, UNKNOWN
+    return f"{ratio.geometric_mean:.2f}×", f"{ratio.lowest:.2f} to {ratio.highest:.2f}"
+
+
+def _markdown_row(cells: Sequence[str]) -> str:
+    escaped = (cell.replace("|", "\\|").replace("\n", " ") for cell in cells)
+    return f"| {' | '.join(escaped)} |"
+
+
+def duration(seconds: float | None) -> str:
+    """0.0364 → `36.40 ms`."""
+    if seconds is None:
+        return UNKNOWN
+    return f"{seconds:.3f} s" if seconds >= 1 else f"{1e3 * seconds:.2f} ms"
+
+
+def size(count_bytes: float | None) -> str:
+    """Bytes in the binary unit that leaves a number one can read."""
+    if count_bytes is None:
+        return UNKNOWN
+    return f"{count_bytes / 2**30:.2f} GiB" if count_bytes >= 2**30 else f"{count_bytes / 2**20:.1f} MiB"
+
+
+def share(fraction: float | None) -> str:
+    return UNKNOWN if fraction is None else f"{100 * fraction:.1f} %"
+
+
+def number(value: float | None) -> str:
+    return UNKNOWN if value is None else f"{value:,.0f}"
+
+
+def _or_unknown(value: object | None) -> str:
+    return UNKNOWN if value is None else str(value)

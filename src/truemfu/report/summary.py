@@ -1,0 +1,315 @@
+"""What a sweep says, worked out from its entries: pure arithmetic, no files, no drawing.
+
+Three rules keep the figures honest.
+
+- Every experiment is in the denominator: those that failed, were pruned, were lost or never began.
+- Trainers are compared at equal points alone (model, batch, sequence, dtype, optimizer, device). A mean over
+  what each trainer happened to finish flatters the one that failed on the large ones; it is given too, and
+  labelled.
+- Peak memory is what torch allocated on the GPU, or on a CPU what the process held. The two are never mixed
+  in a mean; `memory_kind` says which one it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from ..records import CaseResult, End, Environment
+from .figures import (
+    AgainstBaseline,
+    Experiment,
+    Failure,
+    LargestBatch,
+    Ratio,
+    SweepSummary,
+    Totals,
+    TrainerTotals,
+)
+from .load import NOT_RUN, Entry, LoadedSweep
+
+BASELINE = "StandardTrainer"
+GPU_MEMORY, HOST_MEMORY = "GPU allocated", "process resident"
+
+_OUT_OF_MEMORY = (End.CUDA_OOM.value, End.HOST_OOM.value)
+
+
+def summarize(sweep: LoadedSweep) -> SweepSummary:
+    """Work out the summary of a loaded sweep."""
+    experiments = [experiment_of(entry) for entry in sweep.entries]
+    results = [entry.result for entry in sweep.entries if entry.result is not None]
+    kinds = {row.memory_kind for row in experiments if row.memory_kind is not None}
+    memory_kind = GPU_MEMORY if GPU_MEMORY in kinds else HOST_MEMORY if kinds else None
+    finished = _finished_points(sweep.entries)
+    environments = [result.environment for result in results if result.environment is not None]
+    notes = [*sweep.notes, *_version_notes(environments), *_own_notes(results)]
+    if len(kinds) > 1:
+        notes.append("experiments on a CPU are left out of mean peak memory: the others ran on a GPU")
+    without = [trainer for trainer, points in finished.items() if not points]
+    if without and len(without) < len(finished):
+        notes.append(
+            f"finished nothing, and does not narrow the points all trainers finished: {', '.join(without)}"
+        )
+    return SweepSummary(
+        sweep_id=sweep.record.sweep_id if sweep.record is not None else None,
+        created_at_s=sweep.record.created_at_s if sweep.record is not None else None,
+        devices=list(dict.fromkeys(environment.device_name for environment in environments)),
+        versions=dict(environments[-1].versions) if environments else {},
+        memory_kind=memory_kind,
+        baseline=BASELINE,
+        totals=_totals(sweep.entries),
+        trainers=_trainers(sweep.entries, finished, memory_kind),
+        against_baseline=_against_baseline(finished),
+        largest_batches=_largest_batches(results),
+        experiments=experiments,
+        failures=_failures(sweep.entries),
+        notes=notes,
+    )
+
+
+def _version_notes(environments: Sequence[Environment]) -> list[str]:
+    """Experiments under different versions stand side by side; whoever compares them should know."""
+    found: dict[str, set[str]] = {}
+    for environment in environments:
+        for package, version in environment.versions.items():
+            found.setdefault(package, set()).add(version)
+    return [
+        f"experiments ran under different versions of {package}: {', '.join(sorted(versions))}"
+        for package, versions in found.items()
+        if len(versions) > 1
+    ]
+
+
+def _own_notes(results: Iterable[CaseResult]) -> list[str]:
+    """What experiments noted themselves; the same note of several is said once."""
+    names: dict[str, list[str]] = {}
+    for result in results:
+        trace_note = result.measured.trace_note if result.measured is not None else None
+        for note in dict.fromkeys([*result.notes, *([trace_note] if trace_note else [])]):
+            names.setdefault(note, []).append(result.name)
+    return [
+        f"{who[0] if len(who) == 1 else f'{len(who)} experiments'}: {note}" for note, who in names.items()
+    ]
+
+
+def experiment_of(entry: Entry) -> Experiment:
+    """One experiment as a row of figures."""
+    result = entry.result
+    case = result.case if result is not None else None
+    measured = result.measured if result is not None else None
+    flops = measured.flops if measured is not None else None
+    memory = result.memory if result is not None else None
+    peak, kind = _peak_memory(result)
+    return Experiment(
+        name=entry.name,
+        trainer=entry.trainer,
+        model=case.model if case else None,
+        batch_size=entry.batch_size,
+        seq_len=entry.seq_len,
+        dtype=case.dtype if case else None,
+        optimizer=case.optimizer if case else None,
+        device=result.environment.device_name if result and result.environment else None,
+        end=entry.end,
+        phase=result.phase.value if result else None,
+        message=result.message if result else entry.reason,
+        fits=result.fits if result else None,
+        step_time_s=measured.steps.median_s if measured else None,
+        step_time_error=measured.steps.relative_error if measured else None,
+        timed_steps=len(measured.steps.times_s) if measured else None,
+        stable=measured.steps.stable if measured else None,
+        tokens_per_s=measured.tokens_per_s if measured else None,
+        samples_per_s=measured.samples_per_s if measured else None,
+        mfu=flops.mfu if flops else None,
+        hfu=flops.hfu if flops else None,
+        model_flops=flops.model_flops if flops else None,
+        hardware_flops=flops.hardware_flops if flops else None,
+        peak_memory_bytes=peak,
+        memory_kind=kind,
+        reserved_bytes=memory.reserved_bytes if memory else None,
+        process_bytes=memory.process_bytes if memory else None,
+        data_wait_s=measured.data_wait_s if measured else None,
+        parameters=result.parameters if result else None,
+        gate_error=result.gate.relative_error if result and result.gate else None,
+        wall_s=result.wall_s if result else None,
+    )
+
+
+def _peak_memory(result: CaseResult | None) -> tuple[int | None, str | None]:
+    """The peak that counts on this experiment's device, and which one that is."""
+    if result is None or result.memory is None:
+        return None, None
+    on_cpu = result.case.device == "cpu"
+    peak = result.memory.process_bytes if on_cpu else result.memory.allocated_bytes
+    return (None, None) if peak is None else (peak, HOST_MEMORY if on_cpu else GPU_MEMORY)
+
+
+def _totals(entries: Sequence[Entry]) -> Totals:
+    ends = _ends(entries)
+    succeeded = ends.get(End.OK.value, 0)
+    return Totals(
+        experiments=len(entries), succeeded=succeeded, success_rate=succeeded / len(entries), ends=ends
+    )
+
+
+def _ends(entries: Iterable[Entry]) -> dict[str, int]:
+    return dict(Counter(entry.end for entry in entries).most_common())
+
+
+Point = tuple[object, ...]
+
+
+def _point(result: CaseResult) -> Point:
+    """What two experiments must share to be compared; the trainer alone may differ."""
+    case = result.case
+    device = result.environment.device_name if result.environment is not None else case.device
+    return case.model, case.batch_size, case.seq_len, case.dtype, case.optimizer, case.compile, device
+
+
+def _finished_points(entries: Iterable[Entry]) -> dict[str, dict[Point, CaseResult]]:
+    """Every trainer's finished experiments by point; a trainer that finished none is there, and empty."""
+    finished: dict[str, dict[Point, CaseResult]] = {}
+    for entry in entries:
+        points = finished.setdefault(entry.trainer, {})
+        if entry.result is not None and entry.result.end is End.OK:
+            points[_point(entry.result)] = entry.result
+    return finished
+
+
+def _trainers(
+    entries: Sequence[Entry],
+    finished: Mapping[str, Mapping[Point, CaseResult]],
+    memory_kind: str | None,
+) -> list[TrainerTotals]:
+    reached = [set(points) for points in finished.values() if points]
+    common = set.intersection(*reached) if reached else set()
+    rows = []
+    for trainer, points in finished.items():
+        own = [entry for entry in entries if entry.trainer == trainer]
+        at_common = _peaks((points[point] for point in common if point in points), memory_kind)
+        overall = _peaks(points.values(), memory_kind)
+        totals = _totals(own)
+        rows.append(
+            TrainerTotals(
+                trainer=trainer,
+                experiments=totals.experiments,
+                succeeded=totals.succeeded,
+                success_rate=totals.success_rate,
+                ends=totals.ends,
+                mean_peak_memory_common_bytes=_mean(at_common),
+                common_points=len(at_common),
+                mean_peak_memory_bytes=_mean(overall),
+                finished_points=len(overall),
+            )
+        )
+    return rows
+
+
+def _peaks(results: Iterable[CaseResult], memory_kind: str | None) -> list[int]:
+    peaks = (_peak_memory(result) for result in results)
+    return [peak for peak, kind in peaks if peak is not None and kind == memory_kind]
+
+
+def _mean(values: Sequence[int]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _against_baseline(finished: Mapping[str, Mapping[Point, CaseResult]]) -> list[AgainstBaseline]:
+    baseline = finished.get(BASELINE, {})
+    rows = []
+    for trainer, points in finished.items():
+        if trainer == BASELINE:
+            continue
+        pairs = [(points[point], baseline[point]) for point in points if point in baseline]
+        if pairs:
+            rows.append(
+                AgainstBaseline(
+                    trainer=trainer,
+                    step_time=_ratio(pairs, _step_time),
+                    peak_memory=_ratio(pairs, lambda result: _peak_memory(result)[0]),
+                    hardware_flops=_ratio(pairs, _hardware_flops),
+                )
+            )
+    return rows
+
+
+def _step_time(result: CaseResult) -> float | None:
+    return result.measured.steps.median_s if result.measured is not None else None
+
+
+def _hardware_flops(result: CaseResult) -> float | None:
+    flops = result.measured.flops if result.measured is not None else None
+    return flops.hardware_flops if flops is not None else None
+
+
+def _ratio(
+    pairs: Iterable[tuple[CaseResult, CaseResult]], figure: Callable[[CaseResult], float | None]
+) -> Ratio | None:
+    """The figure of the first of each pair over the second's."""
+    both = ((figure(own), figure(baseline)) for own, baseline in pairs)
+    ratios = [own / baseline for own, baseline in both if own and baseline]
+    if not ratios:
+        return None
+    mean = math.exp(sum(math.log(ratio) for ratio in ratios) / len(ratios))
+    return Ratio(geometric_mean=mean, lowest=min(ratios), highest=max(ratios), points=len(ratios))
+
+
+def _largest_batches(results: Iterable[CaseResult]) -> list[LargestBatch]:
+    groups: dict[tuple[str, str, int, str], list[CaseResult]] = {}
+    for result in results:
+        case = result.case
+        groups.setdefault((case.trainer, case.model, case.seq_len, case.dtype), []).append(result)
+    rows = []
+    for (trainer, model, seq_len, dtype), members in groups.items():
+        fit = [result.case.batch_size for result in members if result.end is End.OK]
+        failed = sorted(
+            (result for result in members if result.end.value in _OUT_OF_MEMORY),
+            key=lambda result: result.case.batch_size,
+        )
+        if fit or failed:
+            rows.append(
+                LargestBatch(
+                    trainer=trainer,
+                    model=model,
+                    seq_len=seq_len,
+                    dtype=dtype,
+                    largest_finished=max(fit, default=None),
+                    smallest_out_of_memory=failed[0].case.batch_size if failed else None,
+                    fits=next((result.fits for result in failed if result.fits), None),
+                )
+            )
+    return rows
+
+
+def _failures(entries: Sequence[Entry]) -> list[Failure]:
+    failures = [_failure(entry) for entry in entries if entry.end != End.OK.value]
+    frequency = Counter(failure.end for failure in failures)
+    first = {end: index for index, end in enumerate(frequency)}
+    return sorted(failures, key=lambda failure: (-frequency[failure.end], first[failure.end]))
+
+
+def _failure(entry: Entry) -> Failure:
+    result = entry.result
+    if result is None:
+        return Failure(
+            name=entry.name,
+            end=entry.end,
+            phase=None,
+            message=entry.reason or NOT_RUN,
+            exit_code=None,
+            signal=None,
+            fits=None,
+            peak_memory_bytes=None,
+            log_tail=list(entry.log_tail),
+        )
+    return Failure(
+        name=entry.name,
+        end=entry.end,
+        phase=result.phase.value,
+        message=result.message or "no reason was recorded",
+        exit_code=result.exit_code,
+        signal=result.signal,
+        fits=result.fits,
+        peak_memory_bytes=_peak_memory(result)[0],
+        log_tail=list(result.log_tail),
+    )

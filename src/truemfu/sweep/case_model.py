@@ -1,0 +1,143 @@
+"""The model of a case with real weights on its device, and the batches it is trained on.
+
+    1b                          the reference model of this size
+    path/config.json, path/     a Hugging Face configuration, random weights
+    package.module:factory      a callable that returns a module, or (module, batch)
+
+Batches come from a real (small) data loader, in this process, so that the wait for them is a real one too.
+Text is drawn anew for every batch from a seeded generator; any other batch is the same one every time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from ..errors import BatchError
+from ..flops.example_batch import example_batch
+from ..flops.hf_config import BuildOptions, model_from_config, read_config
+from ..flops.model_view import BatchRequest, ModelView
+from ..flops.targets import Target, parse_dtype, resolve_target
+from ..records import SweepCase
+from .models import REFERENCE_MODELS, build_reference_model
+from .sizes import SIZES
+
+Batch = dict[str, Any]
+
+_BATCHES = 16
+"""Different batches before the loader begins again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaseModel:
+    """A model on its device and one batch for it, on the host."""
+
+    model: nn.Module
+    example: Batch
+    brought_batch: bool = False
+    """Whether the batch came from the user's factory."""
+
+
+def build_case_model(case: SweepCase, device: torch.device) -> CaseModel:
+    """The model of this case, with random weights from its seed, in its dtype, on `device`."""
+    torch.manual_seed(case.seed)
+    dtype = parse_dtype(case.dtype)
+    if case.model in SIZES:
+        return with_example(build_reference_model(case.model, device=device, dtype=dtype), case)
+    if Path(case.model).exists():
+        config = read_config(Path(case.model))
+        return with_example(model_from_config(config, BuildOptions(dtype=dtype), device=str(device)), case)
+    target = count_target_of(case)
+    if not target.brought_batch:
+        return with_example(target.model.to(device), case)
+    if not isinstance(target.batch, Mapping):
+        raise BatchError(
+            f"{case.model!r} brought a {type(target.batch).__name__} as its batch: expected a mapping of the "
+            "model's arguments, with labels where there are any"
+        )
+    return CaseModel(model=target.model.to(device).train(), example=dict(target.batch), brought_batch=True)
+
+
+def with_example(model: nn.Module, case: SweepCase) -> CaseModel:
+    """A model with a batch made up for it, of the case's size."""
+    _keep_no_cache(model)
+    request = BatchRequest(samples=case.batch_size, length=case.seq_len)
+    return CaseModel(model=model.train(), example=example_batch(model, request))
+
+
+def count_target_of(case: SweepCase) -> Target:
+    """The same model and batch without values, for counting."""
+    request = BatchRequest(samples=case.batch_size, length=case.seq_len)
+    return resolve_target(
+        case.model, request, BuildOptions(dtype=parse_dtype(case.dtype)), named=REFERENCE_MODELS
+    )
+
+
+def endless_batches(built: CaseModel, case: SweepCase, device: torch.device) -> Iterator[Batch]:
+    """Batches on the device, without end, through a data loader; copies to a GPU do not wait."""
+    on_gpu = device.type == "cuda"
+    is_text = not built.brought_batch and built.example.keys() <= {"input_ids", "labels"}
+    loader: DataLoader[Any]
+    if is_text and built.example["input_ids"].dim() == 2:
+        loader = DataLoader(_Text(built, case), batch_size=case.batch_size, pin_memory=on_gpu, drop_last=True)
+    else:
+        loader = DataLoader(_OneBatch(built.example), batch_size=None, pin_memory=on_gpu)
+    while True:
+        for batch in loader:
+            yield to_device(batch, device)
+
+
+def to_device(batch: Mapping[str, Any], device: torch.device) -> Batch:
+    """The batch with its tensors on the device."""
+    return {
+        name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+        for name, value in batch.items()
+    }
+
+
+class _Text(Dataset[dict[str, Tensor]]):
+    """Random tokens: sample i is the same in every run with the same seed."""
+
+    def __init__(self, built: CaseModel, case: SweepCase) -> None:
+        self._size = _BATCHES * case.batch_size
+        view = ModelView(built.model)
+        # A configuration may give tokens a meaning of their own; without one all of them are ordinary.
+        known = torch.arange(view.vocab) if view.config is None else view.tokens(1 << 16).unique()
+        generator = torch.Generator().manual_seed(case.seed)
+        length = built.example["input_ids"].shape[1]
+        self._ids = known[torch.randint(len(known), (self._size, length), generator=generator)]
+        self._names = tuple(built.example)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return dict.fromkeys(self._names, self._ids[index])
+
+
+class _OneBatch(Dataset[Batch]):
+    """A batch that cannot be made anew, over and over."""
+
+    def __init__(self, batch: Batch) -> None:
+        self._batch = batch
+
+    def __len__(self) -> int:
+        return _BATCHES
+
+    def __getitem__(self, index: int) -> Batch:
+        if index >= _BATCHES:
+            raise IndexError(index)
+        return self._batch
+
+
+def _keep_no_cache(model: nn.Module) -> None:
+    """Keys and values are kept for generation only; in training they would be memory held for nothing."""
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "use_cache", None):
+        config.use_cache = False

@@ -1,0 +1,87 @@
+"""A matrix, multiplied out: one named case for each combination, in the order they run.
+
+Names are `<Trainer>_bs<B>_seq<S>`, and `_<model>` and `_<dtype>` behind it where the matrix has several.
+Batches run in ascending order, so that a small one tells what a larger one can expect.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from ..records import SweepCase
+from .config import SweepConfig
+from .content_hash import is_path
+
+_SETTINGS = [
+    "optimizer",
+    "learning_rate",
+    "compile",
+    "max_grad_norm",
+    "noise_multiplier",
+    "attention",
+    "seed",
+    "warm_up_steps",
+    "min_steps",
+    "max_steps",
+    "max_timed_s",
+    "profiled_steps",
+]
+
+
+def resolved(config: SweepConfig, device: str) -> SweepConfig:
+    """The same with every `auto` decided for this device, cuda or cpu."""
+    default = "bf16" if device == "cuda" else "fp32"
+    dtypes = list(dict.fromkeys(default if dtype == "auto" else dtype for dtype in config.dtypes))
+    return msgspec.structs.replace(config, device=device, dtypes=dtypes)
+
+
+def cases_of(config: SweepConfig, device: str) -> dict[str, SweepCase]:
+    """Every case of the matrix by name, in order, on cuda or cpu."""
+    config = resolved(config, device)
+    settings = {name: getattr(config, name) for name in _SETTINGS}
+    trainers = _short_names(config.trainers)
+    models = _short_names(config.models)
+    cases: dict[str, SweepCase] = {}
+    for model in config.models:
+        for dtype in config.dtypes:
+            for trainer in config.trainers:
+                for batch_size in sorted(config.batch_sizes):
+                    for seq_len in config.seq_lengths:
+                        name = f"{trainers[trainer]}_bs{batch_size}_seq{seq_len}"
+                        name += f"_{models[model]}" if len(config.models) > 1 else ""
+                        name += f"_{dtype}" if len(config.dtypes) > 1 else ""
+                        cases[name] = SweepCase(
+                            trainer=trainer,
+                            model=model,
+                            batch_size=batch_size,
+                            seq_len=seq_len,
+                            dtype=dtype,
+                            device=device,
+                            **settings,
+                        )
+    return cases
+
+
+def _short_names(full: Sequence[str]) -> dict[str, str]:
+    """A short name for each, fit for a file name; a second `Mine` of another module becomes `Mine-2`."""
+    short: dict[str, str] = {}
+    for name in full:
+        base = _slug(name)
+        taken = set(short.values())
+        candidates = [base, *(f"{base}-{number}" for number in range(2, len(full) + 1))]
+        short[name] = next(candidate for candidate in candidates if candidate not in taken)
+    return short
+
+
+def _slug(name: str) -> str:
+    path = Path(name)
+    if is_path(name):
+        path = path.resolve()
+        name = path.parent.name if path.name == "config.json" else path.stem if path.is_file() else path.name
+    elif ":" in name:
+        name = name.partition(":")[2]
+    return re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-.") or "model"

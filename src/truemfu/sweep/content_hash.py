@@ -1,0 +1,126 @@
+"""What decides a result, in one hash: a result with the same hash is not measured again.
+
+    the case ─┐
+    versions of Python, torch, Opacus, transformers, truemfu ─┤
+    the device's name, the memory limit ─┼─► SHA-256
+    truemfu's own sources that measure and count ─┤
+    the user's own trainer, factory or configuration file ─┘
+
+Nothing of it is imported: versions come from the installed packages' metadata, modules are only looked up.
+A module of the user's that the trainer imports in turn is not followed; `rerun` is for that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+from importlib import metadata
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec
+from pathlib import Path
+
+import msgspec
+
+from .. import __version__
+from ..records import SweepCase
+
+_PACKAGES = ("torch", "opacus", "transformers")
+
+# What a measurement passes through; the supervisor's own files do not change a figure.
+_SOURCES = ("sweep", "flops", "hardware", "monitor/clock.py", "utilization.py", "convention.py")
+_SUPERVISOR = {
+    "config.py",
+    "cases.py",
+    "paths.py",
+    "process.py",
+    "resume.py",
+    "supervise.py",
+    "case_log.py",
+    "outcome.py",
+    "runner.py",
+    "fit.py",
+    "gpus.py",
+    "content_hash.py",
+    "launchers",
+}
+
+
+def find_module(name: str) -> ModuleSpec | None:
+    """Where Python would find a module, the current folder first, without importing it or its packages."""
+    top, *below = name.split(".")
+    spec = PathFinder.find_spec(top, [os.getcwd()]) or find_spec(top)
+    reached = top
+    for part in below:
+        if spec is None:
+            return None
+        reached = f"{reached}.{part}"
+        spec = PathFinder.find_spec(reached, list(spec.submodule_search_locations or []))
+    return spec
+
+
+def is_path(model: str) -> bool:
+    """Whether a case's model is a Hugging Face configuration on disk rather than `module:factory`."""
+    return Path(model).exists()
+
+
+class Surroundings(msgspec.Struct, frozen=True, kw_only=True):
+    """What all experiments of one sweep share and what decides their results, too."""
+
+    device_name: str
+    memory_limit_bytes: int | None
+    python: str
+    versions: dict[str, str]
+    sources: str
+    """Digest of truemfu's own files that measure and count."""
+
+
+def surroundings(device_name: str, memory_limit_bytes: int | None) -> Surroundings:
+    """As things are in this environment, now."""
+    versions = {"truemfu": __version__}
+    for package in _PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return Surroundings(
+        device_name=device_name,
+        memory_limit_bytes=memory_limit_bytes,
+        python=platform.python_version(),
+        versions=versions,
+        sources=_digest(_own_sources()),
+    )
+
+
+def content_hash(case: SweepCase, around: Surroundings) -> str:
+    """The hash of one experiment."""
+    files = [*_files_of(case.trainer), *_files_of(case.model)]
+    content = msgspec.json.encode([msgspec.to_builtins(case), msgspec.to_builtins(around), _digest(files)])
+    return hashlib.sha256(content).hexdigest()
+
+
+def _files_of(name: str) -> list[Path]:
+    """The file behind `module:attribute` or behind a path to a configuration; none for our own names."""
+    if is_path(name):
+        path = Path(name)
+        return [path / "config.json" if path.is_dir() else path]
+    module, colon, _ = name.partition(":")
+    spec = find_module(module) if colon else None
+    return [Path(spec.origin)] if spec is not None and spec.origin else []
+
+
+def _own_sources() -> list[Path]:
+    package = Path(__file__).parent.parent
+    found: list[Path] = []
+    for source in _SOURCES:
+        path = package / source
+        found += sorted(path.rglob("*.py")) if path.is_dir() else [path]
+    supervisor = {package / "sweep" / name for name in _SUPERVISOR}
+    return [file for file in found if not supervisor & {file, file.parent}]
+
+
+def _digest(files: list[Path]) -> str:
+    total = hashlib.sha256()
+    for file in files:
+        total.update(hashlib.sha256(file.read_bytes() if file.is_file() else b"").digest())
+    return total.hexdigest()

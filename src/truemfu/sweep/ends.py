@@ -1,0 +1,54 @@
+"""An exception turned into an end: which kind of failure it is, and one line about it."""
+
+from __future__ import annotations
+
+import errno
+
+import torch
+
+from ..errors import one_line
+from ..records import End
+from .memory_limit import is_limited
+from .trainers import Unsupported
+
+# Memory of the GPU taken past torch's allocator fails with an error of the library that asked for it.
+_CUDA_OOM_TEXTS = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+# What oneDNN says when it gets no memory for the code it makes, and for other reasons.
+_NO_PRIMITIVE = "could not create a primitive"
+_HOST_OOM_TEXTS = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
+
+
+def end_of(error: BaseException) -> tuple[End, str]:
+    """How an experiment that raised this ended, and why, in one line."""
+    if is_cuda_oom(error):
+        return End.CUDA_OOM, one_line(error)
+    if is_host_oom(error):
+        return End.HOST_OOM, one_line(error)
+    if isinstance(error, Unsupported):
+        return End.UNSUPPORTED, one_line(error)
+    return End.ERROR, one_line(error)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory, of the GPU or the host, was too small."""
+    return is_cuda_oom(error) or is_host_oom(error)
+
+
+def is_cuda_oom(error: BaseException) -> bool:
+    """Whether the GPU's memory was too small."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _CUDA_OOM_TEXTS)
+
+
+def is_host_oom(error: BaseException) -> bool:
+    """Whether the host's memory, or the limit set for this process, was too small."""
+    if isinstance(error, MemoryError):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    if not isinstance(error, RuntimeError):
+        return False
+    return any(text in str(error) for text in _HOST_OOM_TEXTS) or (
+        _NO_PRIMITIVE in str(error) and is_limited()
+    )

@@ -1,0 +1,97 @@
+"""Where an experiment runs: device, driver, versions, host; and the memory it has taken."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import re
+import resource
+import socket
+import sys
+from pathlib import Path
+
+import torch
+
+from .. import __version__
+from ..records import Environment, Memory
+
+_PACKAGES = ("opacus", "transformers")
+
+
+def environment(device: torch.device, git_commit: str | None) -> Environment:
+    """What there is to know of this process' surroundings."""
+    versions = {"truemfu": __version__, "torch": str(torch.__version__)}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # what is not installed has no version
+    on_gpu = device.type == "cuda"
+    if on_gpu and torch.version.cuda is not None:
+        versions["cuda"] = torch.version.cuda
+    return Environment(
+        device_name=torch.cuda.get_device_name(device) if on_gpu else cpu_name(),
+        python=platform.python_version(),
+        versions=versions,
+        host=socket.gethostname(),
+        git_commit=git_commit,
+        driver=_driver() if on_gpu else None,
+    )
+
+
+def memory(device: torch.device) -> Memory:
+    """The peaks so far."""
+    if device.type != "cuda" or not torch.cuda.is_initialized():
+        return Memory(process_bytes=process_peak_bytes())
+    return Memory(
+        allocated_bytes=torch.cuda.max_memory_allocated(device),
+        reserved_bytes=torch.cuda.max_memory_reserved(device),
+        process_bytes=process_peak_bytes(),
+        device_total_bytes=torch.cuda.get_device_properties(device).total_memory,
+    )
+
+
+def forget_peaks(device: torch.device) -> None:
+    """From now on the GPU's peaks are those to come."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def process_peak_bytes() -> int:
+    """The most resident memory this process has held."""
+    try:
+        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        status = ""
+    found = re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)
+    if found:
+        return int(found[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def cpu_name() -> str:
+    """The processor as the system calls it."""
+    try:
+        found = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return found[1].strip() if found else platform.processor() or platform.machine() or "CPU"
+
+
+def _driver() -> str | None:
+    """The version of NVIDIA's kernel driver, from NVML where its bindings are installed."""
+    try:
+        import pynvml
+    except ImportError:
+        pass
+    else:
+        try:
+            pynvml.nvmlInit()
+            return str(pynvml.nvmlSystemGetDriverVersion())
+        except pynvml.NVMLError as error:
+            print(f"note: NVML does not answer: {error}")
+    try:
+        return Path("/sys/module/nvidia/version").read_text(encoding="ascii").strip()
+    except OSError:
+        return None

@@ -1,0 +1,129 @@
+"""Which GPUs there are, and what they are called, without torch and without a CUDA context.
+
+The supervisor must start fast and must never hold GPU memory, so it asks the driver: NVML where
+nvidia-ml-py is installed, else the `nvidia-smi` tool, else the device files alone. An existing
+CUDA_VISIBLE_DEVICES is respected: its entries, as they are written, are the GPUs there are.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from ..errors import UsageError
+
+_ASK_TIMEOUT_S = 30.0
+
+
+def visible_gpus() -> list[str]:
+    """What CUDA_VISIBLE_DEVICES would hold for each GPU in turn: an index, or the user's own entry."""
+    allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    present = _names()
+    if allowed is None:
+        return [str(index) for index in range(len(present))]
+    entries = [entry.strip() for entry in allowed.split(",") if entry.strip()]
+    # CUDA itself stops reading at the first entry it does not know; -1 is the usual way to say "none".
+    return entries[: entries.index("-1")] if "-1" in entries else entries if present else []
+
+
+def resolve_device(device: str) -> str:
+    """`auto` → cuda where a GPU is visible, else cpu; `cuda` without one is an error."""
+    if device == "cpu":
+        return "cpu"
+    found = visible_gpus()
+    if device == "cuda" and not found:
+        raise UsageError(
+            "device is cuda, but no NVIDIA GPU is visible: use --device cpu, or check nvidia-smi"
+        )
+    return "cuda" if found else "cpu"
+
+
+def chosen_gpus(asked: list[int] | None) -> list[str]:
+    """The visible GPUs, or those of them that were asked for by their number."""
+    found = visible_gpus()
+    if asked is None:
+        return found
+    wrong = [number for number in asked if number >= len(found)]
+    if wrong:
+        raise UsageError(
+            f"gpus must be numbers from 0 to {len(found) - 1} (visible here: {len(found)}); got {wrong[0]}"
+        )
+    return [found[number] for number in asked]
+
+
+def device_name(device: str) -> str:
+    """What the experiments run on, by name; GPUs of several kinds are all named."""
+    if device == "cuda":
+        return " + ".join(sorted(set(_names()))) or "unknown GPU"
+    return _cpu_name()
+
+
+def _names() -> list[str]:
+    """The name of each GPU in this machine, in the order of the PCI bus."""
+    names = _names_by_nvml()
+    if names is None:
+        names = _names_by_tool()
+    if names is None:
+        names = ["NVIDIA GPU"] * len(
+            [path for path in Path("/dev").glob("nvidia*") if path.name[6:].isdigit()]
+        )
+    return names
+
+
+def _names_by_nvml() -> list[str] | None:
+    try:
+        pynvml: Any = importlib.import_module("pynvml")
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        # The package is there, the driver is not.
+        return None
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        return [_text(pynvml.nvmlDeviceGetName(handle)) for handle in handles]
+    except pynvml.NVMLError:
+        return None
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _names_by_tool() -> list[str] | None:
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return None
+    try:
+        answer = subprocess.run(
+            [tool, "--query-gpu=name", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=_ASK_TIMEOUT_S,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return (
+        [line.strip() for line in answer.stdout.splitlines() if line.strip()]
+        if answer.returncode == 0
+        else None
+    )
+
+
+def _text(name: str | bytes) -> str:
+    return name.decode() if isinstance(name, bytes) else name
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        # No /proc: another system than Linux.
+        pass
+    return platform.processor() or platform.machine()

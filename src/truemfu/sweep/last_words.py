@@ -1,0 +1,63 @@
+"""A worker's last words: the result file, a report people can read, and the result as one line of JSON."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+from ..records import CaseResult, End, encode, write_record
+
+_GIB = 1 << 30
+
+
+def say(text: str) -> None:
+    """A line for the log, at once. A disk that is full costs the line, not the experiment."""
+    with contextlib.suppress(OSError):
+        print(text, flush=True)
+
+
+def report(result: CaseResult, folder: Path) -> int:
+    """Write the result and say it in the log, the JSON last; the worker's exit code."""
+    written = True
+    try:
+        write_record(folder / "results" / f"{result.name}.json", result)
+    except OSError as error:
+        say(f"note: the result cannot be written: {error.strerror or error}")
+        written = False
+    for line in lines_about(result):
+        say(line)
+    say(encode(result).decode())
+    return 0 if written and result.end is End.OK else 1
+
+
+def lines_about(result: CaseResult) -> list[str]:
+    """The result for people, a line for each thing."""
+    lines = [f"{result.name}: {result.end.value}" + (f": {result.message}" if result.message else "")]
+    if result.environment is not None:
+        lines.append(f"  device      {result.environment.device_name}")
+    if result.parameters is not None:
+        lines.append(
+            f"  model       {result.case.model}, {result.parameters:,} parameters, {result.case.dtype}"
+        )
+    if result.gate is not None:
+        verdict = "passed" if result.gate.passed else "failed"
+        lines.append(f"  gate        {verdict}, relative error {result.gate.relative_error:.1e}")
+    measured = result.measured
+    if measured is not None:
+        steps = measured.steps
+        spread = "" if steps.relative_error is None else f" ± {100 * steps.relative_error:.2f} %"
+        lines.append(f"  step        {1e3 * steps.median_s:.2f} ms{spread} ({len(steps.times_s)} steps)")
+        lines.append(f"  tokens/s    {measured.tokens_per_s:,.0f}")
+        if measured.flops is not None:
+            flops = measured.flops
+            lines.append(
+                f"  FLOPs       {flops.model_flops:,} of the model, {flops.hardware_flops:,} executed"
+            )
+            if flops.mfu is not None and flops.hfu is not None:
+                lines.append(f"  MFU, HFU    {100 * flops.mfu:.1f} %, {100 * flops.hfu:.1f} %")
+    memory = result.memory
+    if memory is not None and memory.allocated_bytes is not None:
+        lines.append(f"  GPU memory  {memory.allocated_bytes / _GIB:.2f} GiB allocated at the peak")
+    if memory is not None and memory.process_bytes is not None:
+        lines.append(f"  host memory {memory.process_bytes / _GIB:.2f} GiB resident at the peak")
+    return [*lines, *(f"  note: {note}" for note in result.notes)]

@@ -1,0 +1,242 @@
+"""A worker's process and everything it has started: begun, watched, and ended without a remainder.
+
+    start ─► own session and process group, own token in its environment
+      │
+    wait ─► the kernel wakes us when it ends (pidfd); where there is none, we look every 50 ms
+      │
+    end ─► TERM to the group ─► grace ─► KILL to the group
+             ─► every process that carries the token, wherever it has hidden itself
+
+A child that daemonises leaves the group and the session, but not its environment: the token is found in
+/proc/*/environ. Without /proc (macOS) the group is all there is. A process that starts another with an
+empty environment escapes both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+TOKEN_NAME = "TRUEMFU_SWEEP_TOKEN"
+GRACE_S = 5.0
+
+_LOOK_EVERY_S = 0.05
+_HURRY_EVERY_S = 0.1
+_KILL_ATTEMPTS_S = 10.0
+_PROC = Path("/proc")
+
+
+class WorkerProcess:
+    """One worker, from start to the last process of it."""
+
+    def __init__(self, command: Sequence[str], *, environment: Mapping[str, str], log: Path) -> None:
+        self.token = uuid.uuid4().hex
+        self._peak_bytes: int | None = None
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**environment, TOKEN_NAME: self.token, "PYTHONUNBUFFERED": "1"},
+                start_new_session=True,
+            )
+        self.pid = self._process.pid
+        self.log = log
+        self._pidfd = _pidfd(self.pid)
+
+    @property
+    def exit_code(self) -> int | None:
+        """As the shell sees it; None while it runs, and where a signal ended it."""
+        code = self._process.returncode
+        return None if code is None or code < 0 else code
+
+    @property
+    def signal_name(self) -> str | None:
+        """The signal that ended it, for instance SIGSEGV."""
+        code = self._process.returncode
+        if code is None or code >= 0:
+            return None
+        try:
+            return signal.Signals(-code).name
+        except ValueError:
+            return f"signal {-code}"
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The most host memory it was seen to hold; `wait` looks each time it is called."""
+        return self._peak_bytes
+
+    def send(self, line: bytes) -> None:
+        """Hand it its order; a worker that is already gone is found by `wait`."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(line)
+            self._process.stdin.close()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether it has ended, waiting for it at most this long."""
+        self._look_at_memory()
+        if self._process.returncode is not None:
+            return True
+        if self._pidfd is None:
+            return self._wait_by_looking(timeout_s)
+        waiter = select.poll()
+        waiter.register(self._pidfd, select.POLLIN)
+        return bool(waiter.poll(max(timeout_s, 0.0) * 1000))
+
+    def pause(self) -> None:
+        """Keep it from running until `go_on`: what it has done so far stays."""
+        self._signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def end(self, grace_s: float = 0.0, *, hurry: Callable[[], bool] = lambda: False) -> list[int]:
+        """End it and all it has started; the ids of processes that would not die, normally none.
+
+        With a grace it is asked first, and killed when the grace is over or `hurry` says so. To be called
+        once, in any case, also when it has ended by itself: what it has left behind is ended, and its exit
+        code can be read.
+        """
+        if grace_s > 0 and not self.wait(0):
+            self._signal(signal.SIGTERM)
+            self._signal(signal.SIGCONT)
+            until = time.monotonic() + grace_s
+            while not self.wait(min(_HURRY_EVERY_S, until - time.monotonic())):
+                if time.monotonic() >= until or hurry():
+                    break
+        # The group is signalled while its leader is not yet reaped: until then nobody else can get its id.
+        self._signal(signal.SIGKILL)
+        self._process.wait()
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+            self._pidfd = None
+        if self._process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):  # it had not read what was sent
+                self._process.stdin.close()
+        return kill_leftovers(self.token)
+
+    def _signal(self, number: signal.Signals) -> None:
+        # Nobody may be left in the group; macOS says EPERM where all that is left is a zombie.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, number)
+
+    def _wait_by_looking(self, timeout_s: float) -> bool:
+        until = time.monotonic() + timeout_s
+        while self._process.poll() is None:
+            if time.monotonic() >= until:
+                return False
+            time.sleep(_LOOK_EVERY_S)
+        return True
+
+    def _look_at_memory(self) -> None:
+        found = peak_memory_bytes(self.pid)
+        if found is not None:
+            self._peak_bytes = max(found, self._peak_bytes or 0)
+
+
+def peak_memory_bytes(pid: int) -> int | None:
+    """The most resident memory a process has held (VmHWM); None where it is gone or there is no /proc."""
+    try:
+        status = (_PROC / str(pid) / "status").read_text()
+    except OSError:
+        return None
+    for line in status.splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def kill_leftovers(token: str) -> list[int]:
+    """Kill every process that carries this token; the ids of those that are still there after ten seconds."""
+    until = time.monotonic() + _KILL_ATTEMPTS_S
+    while found := list(_carriers(token)):
+        for pid in found:
+            _kill_if_carrier(pid, token)
+        if time.monotonic() > until:
+            return found
+        time.sleep(_LOOK_EVERY_S / 5)
+    return []
+
+
+def kernel_oom_kills() -> int | None:
+    """How many processes the kernel has killed for want of memory: in our cgroup, or else in the machine."""
+    for path in _oom_counters():
+        try:
+            for line in path.read_text().splitlines():
+                name, _, value = line.partition(" ")
+                if name == "oom_kill":
+                    return int(value)
+        except (OSError, ValueError):
+            # This system counts elsewhere.
+            continue
+    return None
+
+
+def _oom_counters() -> Iterator[Path]:
+    groups = Path("/sys/fs/cgroup")
+    try:
+        memberships = (_PROC / "self" / "cgroup").read_text().splitlines()
+    except OSError:
+        memberships = []
+    for line in memberships:
+        _, controllers, path = line.split(":", 2)
+        inside = path.lstrip("/")
+        if controllers == "":
+            yield groups / inside / "memory.events"
+        elif "memory" in controllers.split(","):
+            yield groups / "memory" / inside / "memory.oom_control"
+    yield _PROC / "vmstat"
+
+
+def _carriers(token: str) -> Iterator[int]:
+    if not _PROC.is_dir() or sys.platform != "linux":
+        return
+    for entry in os.listdir(_PROC):
+        if entry.isdigit() and _carries(int(entry), token):
+            yield int(entry)
+
+
+def _carries(pid: int, token: str) -> bool:
+    try:
+        environment = (_PROC / str(pid) / "environ").read_bytes()
+    except OSError:
+        # It has ended meanwhile, or belongs to someone else and so is none of ours.
+        return False
+    return f"{TOKEN_NAME}={token}".encode() in environment.split(b"\0")
+
+
+def _kill_if_carrier(pid: int, token: str) -> None:
+    """By pidfd where there is one, with a second look: the id may have gone to another process meanwhile."""
+    pidfd = _pidfd(pid)
+    try:
+        if _carries(pid, token):
+            if pidfd is None:
+                os.kill(pid, signal.SIGKILL)
+            else:
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+    except ProcessLookupError:
+        # It has ended by itself.
+        pass
+    finally:
+        if pidfd is not None:
+            os.close(pidfd)
+
+
+def _pidfd(pid: int) -> int | None:
+    if not hasattr(os, "pidfd_open"):
+        return None
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        # It is gone, or the kernel is older than 5.3.
+        return None

@@ -1,0 +1,95 @@
+"""One experiment in a process of its own: `python -m truemfu.sweep.worker`, started by the supervisor.
+
+    die with the supervisor ─► imports ─► one order on stdin ─► its own log ─► experiment ─┐
+                               (no CUDA)  (none: exit 0)                                   │
+                                 results/<name>.json, and the same as the log's last line ◄┘
+
+Exit codes: 0 measured (a probe: answered), 1 failed, with the reason in the result, 2 no order at all.
+The worker may be started long before its order: until then it only imports.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import importlib
+import os
+import signal
+import sys
+import time
+import warnings
+from pathlib import Path
+
+STARTED_AT_S = time.time()
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> int:
+    """Wait for an order, run it, say what became of it."""
+    _die_with_parent()
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's greetings
+    parser = argparse.ArgumentParser(prog="python -m truemfu.sweep.worker")
+    parser.add_argument("--import", dest="imports", action="append", default=[], metavar="NAME")
+    for name in parser.parse_args().imports:
+        with contextlib.suppress(ImportError):  # the trainer that needs it says so, in its result
+            importlib.import_module(name)
+
+    from torch import nn
+
+    from ..errors import RecordError
+    from .experiment import Experiment
+    from .last_words import report
+    from .order import decode_order
+    from .standard_trainer import make_optimizer
+    from .trainers import TrainerSettings
+
+    # Embeddings look up integers, which have no gradient: true for every model, and no news.
+    warnings.filterwarnings("ignore", message="Full backward hook is firing")
+
+    make_optimizer(nn.Linear(1, 1), TrainerSettings())  # loads a third of torch: better now than in the gate
+    line = sys.stdin.buffer.readline()
+    if not line.strip():
+        return 0
+    try:
+        order = decode_order(line)
+    except RecordError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    began_at_s = time.time()
+    _write_to(Path(order.log_path))
+    experiment = Experiment(order, started_at_s=STARTED_AT_S, began_at_s=began_at_s)
+    if order.purpose == "probe":
+        return 1 if experiment.probe() is None else 0
+    return report(experiment.run(), Path(order.folder))
+
+
+def _die_with_parent() -> None:
+    """No worker outlives its supervisor, however that ends."""
+    if sys.platform != "linux":
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended while we asked
+        os._exit(1)
+
+
+def _write_to(log_path: Path) -> None:
+    """From now on output goes to the case's own log, and nothing can be read any more."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((nothing, 0), (log, 1), (log, 2)):
+        os.dup2(source, target)
+    os.close(log)
+    os.close(nothing)
+
+
+if __name__ == "__main__":
+    code = main()
+    with contextlib.suppress(OSError):  # the log's disk may be full
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)  # everything is written; taking torch and CUDA down in order takes longer than some steps

@@ -1,0 +1,173 @@
+"""A sweep is read from whatever is left of it, and nothing is skipped."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from truemfu.errors import UsageError
+from truemfu.records import encode, write_record
+from truemfu.report.load import LoadedSweep, load_sweep, with_results
+
+
+def ends(sweep: LoadedSweep) -> dict[str, str]:
+    return {entry.name: entry.end for entry in sweep.entries}
+
+
+@pytest.mark.parametrize("part", ["", "logs", "results"])
+def test_the_folder_and_each_of_its_parts_tell_the_same(matrix, write_sweep, part: str) -> None:
+    folder = write_sweep(matrix)
+    loaded = load_sweep(folder / part)
+    assert [entry.result for entry in loaded.entries] == matrix
+    assert loaded.record is not None
+    assert loaded.notes == ()
+
+
+@pytest.mark.parametrize("part", ["logs", "results"])
+def test_a_part_copied_elsewhere_is_enough(matrix, write_sweep, tmp_path: Path, part: str) -> None:
+    copy = shutil.copytree(write_sweep(matrix) / part, tmp_path / "copied from afar")
+    loaded = load_sweep(copy)
+    assert loaded.record is None
+    by_name = {entry.name: entry.result for entry in loaded.entries}
+    assert by_name == {result.name: result for result in matrix}
+
+
+def test_a_case_without_any_file_was_not_run_and_keeps_its_place(make_result, write_sweep) -> None:
+    done = make_result(batch_size=8)
+    folder = write_sweep([done], cases=["StandardTrainer_bs4_seq512", done.name])
+    first, second = load_sweep(folder / "logs").entries
+    assert (first.name, first.end, first.reason) == (
+        "StandardTrainer_bs4_seq512",
+        "not run",
+        "asked for, but never begun",
+    )
+    assert (first.trainer, first.batch_size, first.seq_len) == ("StandardTrainer", 4, 512)
+    assert second.result == done
+
+
+def test_a_case_whose_supervisor_was_killed_is_lost(make_result, write_sweep) -> None:
+    folder = write_sweep([make_result()], cases=["StandardTrainer_bs4_seq512", "DPSGDTrainer_bs4_seq512"])
+    (folder / "running" / "DPSGDTrainer_bs4_seq512.json").write_text('{"pid": 1}')
+    (folder / "logs" / "DPSGDTrainer_bs4_seq512.log").write_text("step 1\nstep 2\n")
+    entry = load_sweep(folder).entries[1]
+    assert entry.end == "lost"
+    assert entry.reason == (
+        "DPSGDTrainer_bs4_seq512.log ends without a result; "
+        "still running, or its supervisor ended before it did"
+    )
+    assert entry.log_tail == ("step 1", "step 2")
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "is empty"),
+        (b"\n\n", "is empty"),
+        (b"importing\nbuilding\n", "ends without a result"),
+        (b'importing\n{"version": 1, "name": "Stand', "holds no CaseResult"),
+        (b"\xff\xfe\x00garbage", "ends without a result"),
+        (b'{"version": 99}', "holds no CaseResult"),
+    ],
+)
+def test_a_log_without_a_result_is_lost_with_its_reason(
+    make_result, tmp_path: Path, content: bytes, reason: str
+) -> None:
+    (tmp_path / "DPSGDTrainer_bs4_seq512.log").write_bytes(content)
+    good = make_result()
+    (tmp_path / f"{good.name}.log").write_bytes(encode(good))
+    loaded = load_sweep(tmp_path)
+    assert ends(loaded) == {"DPSGDTrainer_bs4_seq512": "lost", good.name: "ok"}
+    lost = loaded.entries[0]
+    assert reason in (lost.reason or "")
+    assert (lost.trainer, lost.batch_size, lost.seq_len) == ("DPSGDTrainer", 4, 512)
+
+
+def test_a_record_of_a_newer_version_is_lost_and_says_to_update(make_result, tmp_path: Path) -> None:
+    newer = json.loads(encode(make_result())) | {"version": 99}
+    (tmp_path / "StandardTrainer_bs4_seq512.log").write_text(json.dumps(newer))
+    (entry,) = load_sweep(tmp_path).entries
+    assert entry.end == "lost"
+    assert "update truemfu" in (entry.reason or "")
+
+
+def test_a_half_written_result_is_read_from_its_log(matrix, write_sweep) -> None:
+    folder = write_sweep(matrix)
+    (folder / "results" / f"{matrix[0].name}.json").write_text('{"version": 1')
+    assert [entry.result for entry in load_sweep(folder).entries] == matrix
+
+
+def test_what_a_stray_child_printed_behind_the_result_does_not_hide_it(make_result, tmp_path: Path) -> None:
+    result = make_result(message="a line separator \u2028 inside")
+    log = tmp_path / f"{result.name}.log"
+    log.write_text(f"noise\n{encode(result).decode()}\nchild: still here\n{{not json\n", encoding="utf-8")
+    assert load_sweep(tmp_path).entries[0].result == result
+
+
+def test_the_last_of_two_results_in_a_log_counts(make_result, tmp_path: Path) -> None:
+    first, second = make_result(fits=None), make_result(fits="batch 2 fits")
+    lines = b"\n".join([encode(first), encode(second)])
+    (tmp_path / f"{first.name}.log").write_bytes(lines)
+    assert load_sweep(tmp_path).entries[0].result == second
+
+
+def test_a_very_long_log_is_read_from_its_end(make_result, tmp_path: Path) -> None:
+    result = make_result()
+    with (tmp_path / f"{result.name}.log").open("wb") as log:
+        log.write(b"warning: the same again\n" * 400_000)
+        log.write(encode(result))
+    assert load_sweep(tmp_path).entries[0].result == result
+
+
+def test_results_of_another_sweep_in_the_folder_are_left_out_and_named(make_result, write_sweep) -> None:
+    own, foreign = make_result(), make_result(batch_size=64, sweep_id="another")
+    folder = write_sweep([own])
+    write_record(folder / "results" / f"{foreign.name}.json", foreign)
+    loaded = load_sweep(folder)
+    assert ends(loaded) == {own.name: "ok"}
+    assert loaded.notes == (f"left out, results of another sweep: {foreign.name}",)
+
+
+def test_a_broken_sweep_json_costs_the_denominator_and_says_so(matrix, write_sweep) -> None:
+    folder = write_sweep(matrix)
+    (folder / "sweep.json").write_text("{")
+    loaded = load_sweep(folder)
+    assert len(loaded.entries) == len(matrix)
+    assert "experiments that left no file are not known" in loaded.notes[0]
+
+
+def test_a_lost_case_of_a_trainer_of_ones_own_belongs_to_it(make_result, write_sweep) -> None:
+    folder = write_sweep(
+        [make_result("mine.trainers:Fast")],
+        cases=["Fast_bs4_seq512", "Fast_bs8_seq512", "Slow_bs4_seq512"],
+        trainers=["mine.trainers:Fast", "mine.trainers:Slow"],
+    )
+    trainers = [entry.trainer for entry in load_sweep(folder).entries]
+    assert trainers == ["mine.trainers:Fast", "mine.trainers:Fast", "mine.trainers:Slow"]
+
+
+def test_results_in_memory_replace_what_the_disk_could_not_take(make_result, write_sweep) -> None:
+    kept = make_result()
+    unwritten = make_result("DPSGDTrainer", message="the disk is full")
+    folder = write_sweep([kept], cases=[kept.name, unwritten.name])
+    loaded = with_results(load_sweep(folder), [unwritten])
+    assert [entry.result for entry in loaded.entries] == [kept, unwritten]
+
+
+def test_a_folder_without_a_sweep_is_a_wrong_call(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="does not exist: expected the folder of a sweep"):
+        load_sweep(tmp_path / "nowhere")
+    with pytest.raises(UsageError, match="holds no sweep: expected logs"):
+        load_sweep(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="is a file"):
+        load_sweep(tmp_path / "file")
+
+
+def test_a_log_that_cannot_be_read_is_lost(tmp_path: Path) -> None:
+    (tmp_path / "StandardTrainer_bs4_seq512.log").mkdir()
+    (entry,) = load_sweep(tmp_path).entries
+    assert entry.end == "lost"
+    assert "cannot be read: Is a directory" in (entry.reason or "")

@@ -1,0 +1,67 @@
+"""What makes a result a different one, and what does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from truemfu.records import SweepCase
+from truemfu.sweep.content_hash import content_hash, find_module, surroundings
+
+CASE = SweepCase(trainer="StandardTrainer", model="tiny", batch_size=2, seq_len=32)
+AROUND = surroundings("NVIDIA H200", None)
+
+
+def test_the_same_things_hash_the_same() -> None:
+    again = msgspec.structs.replace(CASE)
+    assert content_hash(CASE, AROUND) == content_hash(again, surroundings("NVIDIA H200", None))
+
+
+@pytest.mark.parametrize("field", ["batch_size", "seq_len", "seed", "max_steps", "profiled_steps"])
+def test_every_setting_counts(field: str) -> None:
+    other = msgspec.structs.replace(CASE, **{field: 77})
+    assert content_hash(other, AROUND) != content_hash(CASE, AROUND)
+
+
+def test_device_memory_limit_python_versions_and_sources_count() -> None:
+    others = [
+        surroundings("NVIDIA A100", None),
+        surroundings("NVIDIA H200", 2**30),
+        msgspec.structs.replace(AROUND, python="3.99"),
+        msgspec.structs.replace(AROUND, versions={**AROUND.versions, "torch": "9.9"}),
+        msgspec.structs.replace(AROUND, sources="other"),
+    ]
+    assert len({content_hash(CASE, around) for around in [AROUND, *others]}) == 6
+
+
+def test_versions_of_what_is_installed_are_known() -> None:
+    assert {"truemfu", "torch", "opacus", "transformers"} <= set(AROUND.versions)
+
+
+def test_a_change_in_the_users_trainer_or_configuration_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    module, config = tmp_path / "mine.py", tmp_path / "config.json"
+    module.write_text("first")
+    config.write_text("first")
+    own_trainer = msgspec.structs.replace(CASE, trainer="mine:Trainer")
+    own_factory = msgspec.structs.replace(CASE, model="mine:build")
+    own_config = msgspec.structs.replace(CASE, model=str(tmp_path))
+    cases = [own_trainer, own_factory, own_config]
+    before = [content_hash(case, AROUND) for case in cases]
+    assert before == [content_hash(case, AROUND) for case in cases]
+    module.write_text("second")
+    config.write_text("second")
+    after = [content_hash(case, AROUND) for case in cases]
+    assert not set(before) & set(after)
+
+
+def test_a_module_is_found_where_python_would_find_it() -> None:
+    spec = find_module("truemfu.sweep.worker")
+    assert spec is not None
+    assert Path(spec.origin or "").name == "worker.py"
+    assert find_module("truemfu.sweep.worker.below") is None
+    assert find_module("no_such_module") is None

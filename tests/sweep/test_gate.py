@@ -1,0 +1,328 @@
+"""The gate: the four trainers pass it, and every way of being wrong that we could think of does not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from truemfu.records import Gate, SweepCase
+from truemfu.sweep.gate import NO_NUMBER, TOLERANCE, check_trainer
+from truemfu.sweep.models import ReferenceOutput
+from truemfu.sweep.standard_trainer import StandardTrainer, losses_by_sample, make_optimizer
+from truemfu.sweep.trainers import NEEDS_OPACUS, TRAINERS, Trainer, TrainerSettings, Unsupported, load_trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+
+CPU = torch.device("cpu")
+
+
+def gate_of(trainer: type[Trainer], model: str = "tiny", **how: bool) -> Gate:
+    case = SweepCase(
+        trainer=trainer.__name__, model=model, batch_size=4, seq_len=4, dtype="fp32", device="cpu", **how
+    )
+    return check_trainer(trainer, case, CPU)
+
+
+class ClippingLoop:
+    """A right private trainer, one sample at a time; the wrong ones below change one thing each."""
+
+    private = True
+
+    def __init__(self, model: nn.Module, settings: TrainerSettings) -> None:
+        self.model, self.settings = model.train(), settings
+        self.optimizer = make_optimizer(model, settings)
+
+    def losses(self, batch: Mapping[str, Tensor]) -> Tensor:
+        return losses_by_sample(self.model, batch)
+
+    def scale(self, norm: Tensor) -> Tensor:
+        return (self.settings.max_grad_norm / norm).clamp(max=1.0)
+
+    def divisor(self, count: int) -> float:
+        return count
+
+    def norm(self, gradients: list[Tensor]) -> Tensor:
+        return torch.stack([gradient.norm() for gradient in gradients]).norm()
+
+    def step(self, batch: Mapping[str, Tensor]) -> Tensor:
+        parameters = list(self.model.parameters())
+        losses = self.losses(batch)
+        total = [torch.zeros_like(parameter) for parameter in parameters]
+        for loss in losses:
+            own = torch.autograd.grad(loss, parameters, retain_graph=True)
+            scale = self.scale(self.norm(list(own)))
+            total = [so_far + scale * gradient for so_far, gradient in zip(total, own, strict=True)]
+        for parameter, gradient in zip(parameters, total, strict=True):
+            parameter.grad = gradient / self.divisor(len(losses))
+        self.optimizer.step()
+        return losses.detach().mean()
+
+
+class NoClipping(ClippingLoop):
+    def scale(self, norm: Tensor) -> Tensor:
+        return torch.ones_like(norm)
+
+
+class ScalesAllToTheNorm(ClippingLoop):
+    """Also those that are small enough already."""
+
+    def scale(self, norm: Tensor) -> Tensor:
+        return self.settings.max_grad_norm / norm
+
+
+class ClipsTheBatch(StandardTrainer):
+    """Clips the gradient of the mean loss, as ordinary training does."""
+
+    private = True
+
+    def __init__(self, model: nn.Module, settings: TrainerSettings) -> None:
+        super().__init__(model, settings)
+        self.parameters, self.max_grad_norm = list(model.parameters()), settings.max_grad_norm
+
+    def step(self, batch: Mapping[str, Tensor]) -> Tensor:
+        self._optimizer.zero_grad()
+        loss = losses_by_sample(self._forward, batch).mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm)
+        self._optimizer.step()
+        return loss.detach()
+
+
+class ForgetsToDivide(ClippingLoop):
+    def divisor(self, count: int) -> float:
+        return 1.0
+
+
+class DividesByAnotherBatch(ClippingLoop):
+    def divisor(self, count: int) -> float:
+        return count + 1
+
+
+class ForgetsOneParameterInTheNorm(ClippingLoop):
+    def norm(self, gradients: list[Tensor]) -> Tensor:
+        return super().norm(gradients[1:])
+
+
+class SamplesAlongTheOtherAxis(ClippingLoop):
+    """Takes positions for samples: no error is raised where the two are equal in number."""
+
+    def losses(self, batch: Mapping[str, Tensor]) -> Tensor:
+        logits = self.model(batch["input_ids"]).logits[:, :-1]
+        targets = batch["labels"][:, 1:]
+        losses = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+        return losses.view_as(targets).mean(dim=0)
+
+
+class DoesNothing(ClippingLoop):
+    def step(self, batch: Mapping[str, Tensor]) -> Tensor:
+        return self.losses(batch).detach().mean()
+
+
+class MakesNaN(ClippingLoop):
+    def scale(self, norm: Tensor) -> Tensor:
+        return norm * float("nan")
+
+
+class FreezesTheHead(StandardTrainer):
+    """A plain trainer that is faster because it leaves something out."""
+
+    def __init__(self, model: nn.Module, settings: TrainerSettings) -> None:
+        super().__init__(model, settings)
+        model.head.weight.requires_grad_(False)
+
+
+class Refuses(ClippingLoop):
+    def step(self, batch: Mapping[str, Tensor]) -> Tensor:
+        raise NotImplementedError("no attention, please")
+
+
+class Breaks(ClippingLoop):
+    def step(self, batch: Mapping[str, Tensor]) -> Tensor:
+        raise ZeroDivisionError("a bug")
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_our_trainers_pass(name: str) -> None:
+    trainer = load_trainer(name)
+    gate = gate_of(trainer)
+    assert gate.passed
+    assert 0 < gate.relative_error < TOLERANCE / 5
+    assert gate.batch_size != gate.seq_len
+    assert gate.clipped is trainer.private is (name in NEEDS_OPACUS)
+
+
+def test_a_right_trainer_of_the_users_own_passes() -> None:
+    assert gate_of(ClippingLoop).passed
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        NoClipping,
+        ScalesAllToTheNorm,
+        ClipsTheBatch,
+        ForgetsToDivide,
+        DividesByAnotherBatch,
+        ForgetsOneParameterInTheNorm,
+        SamplesAlongTheOtherAxis,
+        DoesNothing,
+        FreezesTheHead,
+    ],
+    ids=lambda wrong: wrong.__name__,
+)
+def test_a_wrong_trainer_fails_by_far(wrong: type[Trainer]) -> None:
+    gate = gate_of(wrong)
+    assert not gate.passed
+    assert gate.relative_error > 10 * TOLERANCE
+
+
+def test_a_step_that_makes_nan_fails_with_an_error_json_can_hold() -> None:
+    gate = gate_of(MakesNaN)
+    assert not gate.passed
+    assert gate.relative_error == NO_NUMBER
+
+
+def test_a_trainer_that_says_it_cannot_is_unsupported_and_one_that_breaks_is_not() -> None:
+    with pytest.raises(
+        Unsupported, match="Refuses cannot train reference model, 2 layers: no attention, please"
+    ):
+        gate_of(Refuses)
+    with pytest.raises(ZeroDivisionError):
+        gate_of(Breaks)
+
+
+def test_random_state_is_left_alone() -> None:
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    gate_of(load_trainer("DPSGDTrainer"))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+class Bigram(nn.Module):
+    """The smallest language model there is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(40, 16), nn.Linear(16, 40)
+
+    def features(self, input_ids: Tensor) -> Tensor:
+        return self.tokens(input_ids)
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> ReferenceOutput:
+        return ReferenceOutput(None, self.head(self.features(input_ids)))
+
+
+class Positions(Bigram):
+    """Looks positions up once for all samples: per-sample gradients are silently wrong where B equals T."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Embedding(64, 16)
+
+    def features(self, input_ids: Tensor) -> Tensor:
+        return self.tokens(input_ids) + self.positions(torch.arange(input_ids.shape[1])[None])
+
+
+class Dropping(Bigram):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+
+    def features(self, input_ids: Tensor) -> Tensor:
+        return self.drop(self.tokens(input_ids))
+
+
+class Large(Bigram):
+    """Too large to be looped over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.Parameter(torch.zeros(5_000, 5_000))
+
+
+def pictures() -> tuple[nn.Module, dict[str, Tensor]]:
+    """A classifier that brings its own batch, with batch normalisation."""
+
+    class Classifier(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(
+                nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 6 * 6, 5)
+            )
+
+        def forward(self, pixels: Tensor) -> Tensor:
+            return self.layers(pixels)
+
+    return Classifier(), {"pixels": torch.rand(8, 3, 8, 8), "labels": torch.arange(8) % 5}
+
+
+@pytest.fixture
+def factories(monkeypatch: pytest.MonkeyPatch) -> str:
+    """This file as a module that a case can name."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    return Path(__file__).stem
+
+
+@pytest.mark.parametrize("name", sorted(NEEDS_OPACUS))
+def test_positions_shared_by_all_samples_are_unsupported_not_silently_wrong(
+    name: str, factories: str
+) -> None:
+    with pytest.raises(Unsupported, match=r"cannot train Positions: Opacus .* equal size"):
+        gate_of(load_trainer(name), f"{factories}:Positions")
+
+
+def test_a_small_model_of_a_factory_is_checked_itself_without_its_dropout(factories: str) -> None:
+    gate = gate_of(load_trainer("DPSGDTrainer"), f"{factories}:Dropping")
+    assert gate.passed
+    assert gate.model == f"{factories}:Dropping"
+
+
+def test_a_large_model_of_a_factory_is_not_checked_itself_and_the_gate_says_so(factories: str) -> None:
+    gate = gate_of(load_trainer("StandardTrainer"), f"{factories}:Large")
+    assert gate.passed
+    assert gate.model == f"reference model, 2 layers ({factories}:Large has 25,001,320 parameters)"
+
+
+def test_batch_normalisation_trains_plainly_but_has_no_gradient_per_sample(factories: str) -> None:
+    gate = gate_of(load_trainer("StandardTrainer"), f"{factories}:pictures")
+    assert gate.passed
+    assert gate.batch_size == 2  # three would be as many as channels
+    with pytest.raises(Unsupported, match="the samples of a batch change each other's loss"):
+        gate_of(load_trainer("DPSGDTrainer"), f"{factories}:pictures")
+
+
+def llama(path: Path) -> str:
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 32000,
+        "attention_dropout": 0.1,
+    }
+    path.write_text(json.dumps(config))
+    return str(path)
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_a_hugging_face_config_is_checked_on_a_small_copy_of_itself(name: str, tmp_path: Path) -> None:
+    gate = gate_of(load_trainer(name), llama(tmp_path / "config.json"))
+    assert gate.passed
+    assert gate.model.endswith("config.json, shrunk")
+
+
+def test_tied_gpt2_is_unsupported_by_private_trainers(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}))
+    assert gate_of(load_trainer("StandardTrainer"), str(path)).passed
+    for name in NEEDS_OPACUS:
+        with pytest.raises(Unsupported, match=f"{name} cannot train GPT2LMHeadModel"):
+            gate_of(load_trainer(name), str(path))

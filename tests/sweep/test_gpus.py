@@ -1,0 +1,117 @@
+"""Which GPUs there are, asked of a driver's tool that answers as nvidia-smi does, and one slot for each."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from truemfu.errors import UsageError
+from truemfu.records import SweepCase
+from truemfu.sweep.config import TEST_CONFIG
+from truemfu.sweep.gpus import chosen_gpus, device_name, resolve_device, visible_gpus
+from truemfu.sweep.launchers.local import slots
+from truemfu.sweep.paths import SweepFolder
+
+
+@pytest.fixture
+def three_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "bin" / "nvidia-smi"
+    tool.parent.mkdir()
+    tool.write_text("#!/bin/sh\nprintf 'NVIDIA H200\\nNVIDIA H200\\nNVIDIA A100\\n'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tool.parent}:/usr/bin:/bin")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+
+
+@pytest.mark.usefixtures("three_gpus")
+def test_all_gpus_are_there_by_number() -> None:
+    assert visible_gpus() == ["0", "1", "2"]
+    assert resolve_device("auto") == "cuda"
+    assert device_name("cuda") == "NVIDIA A100 + NVIDIA H200"
+
+
+@pytest.mark.usefixtures("three_gpus")
+@pytest.mark.parametrize(
+    ("allowed", "visible"),
+    [("2,0", ["2", "0"]), ("GPU-1a2b", ["GPU-1a2b"]), ("", []), ("-1", []), ("1,-1,2", ["1"])],
+)
+def test_cuda_visible_devices_is_respected_as_it_is_written(
+    monkeypatch: pytest.MonkeyPatch, allowed: str, visible: list[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", allowed)
+    assert visible_gpus() == visible
+    assert resolve_device("auto") == ("cuda" if visible else "cpu")
+
+
+@pytest.mark.usefixtures("three_gpus")
+def test_gpus_are_chosen_among_the_visible_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,0")
+    assert chosen_gpus(None) == ["2", "0"]
+    assert chosen_gpus([1]) == ["0"]
+    with pytest.raises(UsageError, match=r"gpus must be numbers from 0 to 1 \(visible here: 2\); got 2"):
+        chosen_gpus([0, 2])
+
+
+def test_cuda_without_a_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(UsageError, match="no NVIDIA GPU is visible"):
+        resolve_device("cuda")
+    assert resolve_device("auto") == "cpu"
+    assert resolve_device("cpu") == "cpu"
+    assert device_name("cpu")
+
+
+SHOW = "import os; print(repr(os.environ['CUDA_VISIBLE_DEVICES']), os.environ.get('CUDA_DEVICE_ORDER'))"
+CASE = SweepCase(trainer="StandardTrainer", model="tiny", batch_size=2, seq_len=32)
+
+
+def seen_by_workers(tmp_path: Path, device: str) -> list[str]:
+    folder = SweepFolder(tmp_path / "out")
+    folder.running.mkdir(parents=True)
+    seen = []
+    for slot in slots(TEST_CONFIG, device, folder, [sys.executable, "-c", SHOW]):
+        worker = slot.worker_for(CASE)
+        assert worker.wait(600.0)
+        worker.end()
+        seen.append(f"{slot.name} {worker.log.read_text().strip()}")
+        slot.close()
+        assert not worker.log.exists()
+    return seen
+
+
+@pytest.mark.usefixtures("three_gpus")
+def test_each_slot_shows_its_worker_one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+    assert seen_by_workers(tmp_path, "cuda") == [f"gpu{n} '{n}' PCI_BUS_ID" for n in range(3)]
+
+
+@pytest.mark.usefixtures("three_gpus")
+def test_a_slot_on_a_cpu_hides_the_gpus(tmp_path: Path) -> None:
+    (only,) = seen_by_workers(tmp_path, "cpu")
+    assert only.startswith("cpu ''")
+
+
+def test_a_worker_made_ready_is_used_and_one_that_died_meanwhile_is_not(tmp_path: Path) -> None:
+    folder = SweepFolder(tmp_path)
+    folder.running.mkdir()
+    (slot,) = slots(TEST_CONFIG, "cpu", folder, [sys.executable, "-c", "import sys; sys.stdin.readline()"])
+    slot.make_ready(CASE)
+    first = slot.worker_for(CASE)
+    slot.make_ready(CASE)
+    second = slot.worker_for(CASE)
+    assert first.pid != second.pid
+    for worker in (first, second):
+        assert not worker.wait(0.0)
+        worker.end()
+
+    (slot,) = slots(TEST_CONFIG, "cpu", folder, [sys.executable, "-c", "import sys; sys.exit(5)"])
+    slot.make_ready(CASE)
+    ready = slot._ready
+    assert ready is not None
+    assert ready.wait(600.0)
+    fresh = slot.worker_for(CASE)
+    assert fresh.pid != ready.pid
+    fresh.end()

@@ -1,0 +1,222 @@
+"""The four trainers: real Opacus, each truly what its name says, and one line where one cannot."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import GradSampleModuleFastGradientClipping
+from torch import nn
+
+from truemfu import count_flops, count_step
+from truemfu.errors import ModelError, UsageError
+from truemfu.sweep.models import ReferenceModel
+from truemfu.sweep.sizes import ModelSize
+from truemfu.sweep.standard_trainer import losses_by_sample
+from truemfu.sweep.trainers import NEEDS_OPACUS, TRAINERS, TrainerSettings, Unsupported, load_trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+
+SIZE = ModelSize(vocab=40, hidden=16, layers=2, heads=2)
+
+
+def model() -> ReferenceModel:
+    torch.manual_seed(0)
+    return ReferenceModel(SIZE)
+
+
+def batch(samples: int = 3, length: int = 5) -> dict[str, torch.Tensor]:
+    ids = torch.randint(SIZE.vocab, (samples, length), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids, "labels": ids}
+
+
+@pytest.fixture
+def norm_samplers_called(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The layers whose norms were computed without their gradients."""
+    called: list[str] = []
+    for kind, sampler in GradSampleModuleFastGradientClipping.NORM_SAMPLERS.items():
+
+        def spy(layer: nn.Module, *args: object, sampler: object = sampler) -> object:
+            called.append(type(layer).__name__)
+            return sampler(layer, *args)  # type: ignore[operator]
+
+        monkeypatch.setitem(GradSampleModuleFastGradientClipping.NORM_SAMPLERS, kind, spy)
+    return called
+
+
+def test_these_are_the_trainers_and_three_need_opacus() -> None:
+    assert list(TRAINERS) == [
+        "StandardTrainer",
+        "DPSGDTrainer",
+        "DPGhostClippingTrainer",
+        "DPFastGradientClippingTrainer",
+    ]
+    assert set(TRAINERS) - NEEDS_OPACUS == {"StandardTrainer"}
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_every_trainer_learns_the_same_batch(name: str, optimizer: str) -> None:
+    trained = model()
+    rate = 0.5 if optimizer == "sgd" else 1e-2
+    settings = TrainerSettings(
+        optimizer=optimizer, learning_rate=rate, noise_multiplier=0.0, max_grad_norm=10.0
+    )
+    trainer = load_trainer(name)(trained, settings)
+    losses = [trainer.step(batch()) for _ in range(8)]
+    assert all(loss.shape == () and not loss.requires_grad for loss in losses)
+    assert losses[-1] < losses[0] - 0.05
+
+
+@pytest.mark.parametrize("name", sorted(NEEDS_OPACUS))
+def test_a_private_trainer_adds_noise_of_the_promised_size(name: str) -> None:
+    trained = model()
+    before = [parameter.detach().clone() for parameter in trained.parameters()]
+    settings = TrainerSettings(learning_rate=1.0, max_grad_norm=1e-3, noise_multiplier=1e5)
+    load_trainer(name)(trained, settings).step(batch(samples=4))
+    change = torch.cat(
+        [(p.detach() - b).flatten() for p, b in zip(trained.parameters(), before, strict=True)]
+    )
+    assert change.std().item() == pytest.approx(1e5 * 1e-3 / 4, rel=0.1)
+
+
+def test_ghost_clipping_makes_no_gradient_of_a_linear_layer_and_fast_clipping_does(
+    norm_samplers_called: list[str],
+) -> None:
+    load_trainer("DPFastGradientClippingTrainer")(model(), TrainerSettings()).step(batch())
+    assert norm_samplers_called == []
+    load_trainer("DPGhostClippingTrainer")(model(), TrainerSettings()).step(batch())
+    assert norm_samplers_called.count("Linear") == 6 * SIZE.layers + 1
+    assert "Embedding" in norm_samplers_called
+
+
+def test_only_dp_sgd_holds_a_gradient_of_every_sample() -> None:
+    held = {}
+    for name in sorted(NEEDS_OPACUS):
+        trained = model()
+        load_trainer(name)(trained, TrainerSettings()).step(batch())
+        held[name] = isinstance(trained.head.weight.grad_sample, torch.Tensor)
+    assert held == {
+        "DPSGDTrainer": True,
+        "DPGhostClippingTrainer": False,
+        "DPFastGradientClippingTrainer": False,
+    }
+
+
+def test_private_trainers_execute_more_than_the_model_needs() -> None:
+    needed = count_flops(model(), batch()).hardware_flops
+    executed = {
+        name: count_step(load_trainer(name)(model(), TrainerSettings()).step, batch()).hardware_flops
+        for name in TRAINERS
+    }
+    assert executed["StandardTrainer"] == needed
+    assert all(executed[name] > needed for name in NEEDS_OPACUS)
+    two_passes = [executed["DPGhostClippingTrainer"], executed["DPFastGradientClippingTrainer"]]
+    assert min(two_passes) > executed["DPSGDTrainer"]
+
+
+def test_a_loss_is_the_mean_over_the_targets_of_its_own_sample() -> None:
+    untrained, one = model(), batch(samples=2, length=6)
+    one["labels"] = one["labels"].clone()
+    one["labels"][1, 3:] = -100
+    logits = untrained(one["input_ids"]).logits
+    expected = [
+        nn.functional.cross_entropy(logits[0, :5], one["labels"][0, 1:]),
+        nn.functional.cross_entropy(logits[1, :2], one["labels"][1, 1:3]),
+    ]
+    torch.testing.assert_close(losses_by_sample(untrained, one), torch.stack(expected))
+
+
+def test_logits_that_do_not_fit_the_labels_are_one_clear_error() -> None:
+    one = {**batch(), "labels": torch.zeros(3, 4, dtype=torch.long)}
+    with pytest.raises(ModelError, match=r"logits of shape \(3, 5, 40\) do not fit labels of shape \(3, 4\)"):
+        losses_by_sample(model(), one)
+
+
+@pytest.mark.parametrize("name", sorted(NEEDS_OPACUS))
+def test_a_private_trainer_cannot_be_compiled(name: str) -> None:
+    with pytest.raises(Unsupported, match=f"{name} cannot be compiled"):
+        load_trainer(name)(model(), TrainerSettings(compile=True))
+
+
+@pytest.mark.parametrize("name", sorted(NEEDS_OPACUS))
+def test_checkpointed_activations_are_unsupported(name: str) -> None:
+    trained = model()
+    trained.gradient_checkpointing_enable()
+    with pytest.raises(Unsupported, match=f"{name} cannot train ReferenceModel: Opacus"):
+        load_trainer(name)(trained, TrainerSettings()).step(batch())
+
+
+def test_tied_weights_are_unsupported_under_ghost_clipping() -> None:
+    trained = model()
+    trained.head.weight = trained.tokens.weight
+    with pytest.raises(Unsupported, match="Parameter tying is not supported"):
+        load_trainer("DPGhostClippingTrainer")(trained, TrainerSettings()).step(batch())
+
+
+def test_a_layer_with_buffers_is_unsupported() -> None:
+    with pytest.raises(Unsupported, match=r"DPSGDTrainer cannot train Sequential: Opacus .* buffers"):
+        load_trainer("DPSGDTrainer")(nn.Sequential(nn.BatchNorm1d(3)), TrainerSettings())
+
+
+def test_an_error_of_the_model_itself_stays_what_it_is() -> None:
+    class Failing(ReferenceModel):
+        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> object:
+            raise RuntimeError("my own mistake")
+
+    with pytest.raises(RuntimeError, match="my own mistake"):
+        load_trainer("DPSGDTrainer")(Failing(SIZE), TrainerSettings()).step(batch())
+
+
+def test_an_out_of_memory_inside_opacus_stays_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object, **kwargs: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setitem(GradSampleModuleFastGradientClipping.NORM_SAMPLERS, nn.Linear, full)
+    with pytest.raises(torch.OutOfMemoryError):
+        load_trainer("DPGhostClippingTrainer")(model(), TrainerSettings()).step(batch())
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("DPSDGTrainer", r"unknown trainer 'DPSDGTrainer' \(did you mean 'DPSGDTrainer'\?\)"),
+        ("no_such_module:Trainer", "cannot import 'no_such_module:Trainer'"),
+        ("torch:NoSuchTrainer", "cannot import 'torch:NoSuchTrainer'"),
+        ("torch.nn:Linear", r"'torch.nn:Linear' is no trainer: expected a class with step\(batch\)"),
+        ("torch.optim:SGD", "expected a class attribute `private`"),
+    ],
+)
+def test_what_is_no_trainer_is_one_line(name: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        load_trainer(name)
+
+
+def test_unknown_optimizer_names_the_closest() -> None:
+    with pytest.raises(UsageError, match=r"sgd, adamw; got 'adamv' \(did you mean 'adamw'\?\)"):
+        load_trainer("StandardTrainer")(model(), TrainerSettings(optimizer="adamv"))
+
+
+def test_without_opacus_the_extra_is_named() -> None:
+    code = (
+        "import sys; sys.modules['opacus'] = None\n"
+        "from truemfu.sweep.trainers import load_trainer\n"
+        "load_trainer('StandardTrainer')\n"
+        "try: load_trainer('DPSGDTrainer')\n"
+        "except ValueError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == 'DPSGDTrainer needs Opacus: pip install "truemfu[dp]"\n'
+
+
+def test_the_names_can_be_read_without_torch() -> None:
+    code = (
+        "import sys, truemfu.sweep.trainers, truemfu.sweep.sizes\n"
+        "import truemfu.sweep.order, truemfu.sweep.progress\n"
+        "print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

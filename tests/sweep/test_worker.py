@@ -1,0 +1,316 @@
+"""The worker as a real process, ordered about as a supervisor does it."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from truemfu.records import CaseResult, End, Phase, SweepCase, decode, read_record
+from truemfu.sweep.order import WorkerOrder, encode_order
+from truemfu.sweep.progress import read_progress
+
+NAME = "case"
+
+TRAINERS = """
+import sys
+import torch
+from truemfu.sweep.standard_trainer import StandardTrainer
+from truemfu.sweep.trainers import Unsupported
+
+
+class Raises(StandardTrainer):
+    def step(self, batch):
+        raise ValueError("two\\nlines of trouble")
+
+
+class RunsOutOfGpuMemory(StandardTrainer):
+    def step(self, batch):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+class Refuses(StandardTrainer):
+    def step(self, batch):
+        raise Unsupported("not on a Sunday")
+
+
+class Exits(StandardTrainer):
+    def step(self, batch):
+        sys.exit("enough")
+
+
+class NeverClips(StandardTrainer):
+    private = True
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a worker left behind."""
+
+    folder: Path
+    exit_code: int
+    began_at_s: float
+
+    @property
+    def result(self) -> CaseResult:
+        return read_record(self.folder / "results" / f"{NAME}.json", CaseResult)
+
+    @property
+    def log(self) -> str:
+        return (self.folder / "logs" / f"{NAME}.log").read_text()
+
+    @property
+    def phases(self) -> list[Phase]:
+        return [line.phase for line in read_progress(self.folder / "running" / f"{NAME}.progress")]
+
+
+def start(folder: Path, *imports: str) -> subprocess.Popen[bytes]:
+    (folder / "my_trainers.py").write_text(TRAINERS)
+    for part in ("logs", "results", "running"):
+        (folder / part).mkdir(exist_ok=True)
+    environment = {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": "",
+        "TRUEMFU_SWEEP_TOKEN": str(uuid.uuid4()),
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONPATH": str(folder),
+    }
+    with (folder / "spare.log").open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "truemfu.sweep.worker", *(f"--import={name}" for name in imports)],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+
+
+def order(folder: Path, trainer: str, **changes: Any) -> WorkerOrder:
+    small: dict[str, Any] = {
+        "trainer": trainer,
+        "model": "tiny",
+        "batch_size": 2,
+        "seq_len": 8,
+        "dtype": "fp32",
+        "device": "cpu",
+        "warm_up_steps": 1,
+        "min_steps": 5,
+        "max_steps": 5,
+    }
+    about = {key: changes.pop(key) for key in ("memory_limit_bytes", "purpose") if key in changes}
+    return WorkerOrder(
+        case=SweepCase(**{**small, **changes}),
+        name=NAME,
+        sweep_id="sweep",
+        content_hash="hash",
+        folder=str(folder),
+        progress_path=str(folder / "running" / f"{NAME}.progress"),
+        log_path=str(folder / "logs" / f"{NAME}.log"),
+        git_commit="abc-dirty",
+        **about,
+    )
+
+
+def run(folder: Path, trainer: str, *imports: str, **changes: Any) -> Run:
+    began_at_s = time.time()
+    worker = start(folder, *imports)
+    worker.communicate(encode_order(order(folder, trainer, **changes)), timeout=300)
+    return Run(folder=folder, exit_code=worker.returncode, began_at_s=began_at_s)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A private trainer that is measured from beginning to end."""
+    return run(tmp_path_factory.mktemp("finished"), "DPGhostClippingTrainer", "opacus", profiled_steps=2)
+
+
+def test_a_finished_experiment_has_everything(finished: Run) -> None:
+    result = finished.result
+    assert finished.exit_code == 0
+    assert (result.end, result.phase, result.message) == (End.OK, Phase.DONE, None)
+    assert (result.name, result.sweep_id, result.content_hash) == (NAME, "sweep", "hash")
+    assert result.parameters == 228_096
+    assert result.gate is not None
+    assert result.gate.passed
+    assert result.gate.clipped
+    assert result.memory is not None
+    assert result.memory.allocated_bytes is None
+    assert (result.memory.process_bytes or 0) > 100e6
+    measured = result.measured
+    assert measured is not None
+    assert len(measured.steps.times_s) == 5
+    assert measured.tokens_per_step == 16
+    assert measured.tokens_per_s == pytest.approx(16 / measured.steps.median_s)
+    assert measured.samples_per_s == pytest.approx(2 / measured.steps.median_s)
+    assert measured.final_loss == pytest.approx(6.9, abs=0.3)
+    assert measured.data_wait_s is not None
+    assert measured.flops is not None
+    assert measured.flops.hardware_flops > measured.flops.model_flops > 0
+    assert result.environment is not None
+    assert result.environment.git_commit == "abc-dirty"
+    assert {"torch", "opacus", "truemfu"} <= set(result.environment.versions)
+    assert result.notes == []
+
+
+def test_phases_come_in_order_with_their_times_and_leave_a_trail(finished: Run) -> None:
+    result = finished.result
+    assert [time.phase for time in result.phases] == list(Phase) == finished.phases
+    times = [time.began_at_s for time in result.phases]
+    assert times == sorted(times)
+    assert finished.began_at_s <= times[0] <= (result.began_at_s or 0) <= times[1]
+
+
+def test_the_log_ends_with_the_result_and_holds_nothing_from_before_the_order(finished: Run) -> None:
+    lines = finished.log.splitlines()
+    assert decode(lines[-1], CaseResult, "the log") == finished.result
+    assert lines[0] == "[gate]"
+    assert f"{NAME}: ok" in lines
+    assert "228,096 parameters" in finished.log
+    assert "Warning" not in finished.log
+
+
+def test_the_trace_opens(finished: Run) -> None:
+    assert finished.result.measured is not None
+    assert finished.result.measured.trace == f"runs/{NAME}/{NAME}.pt.trace.json.gz"
+    with gzip.open(finished.folder / finished.result.measured.trace) as file:
+        events = json.load(file)["traceEvents"]
+    names = [event.get("name") for event in events]
+    assert names.count("ProfilerStep#0") == names.count("ProfilerStep#1") == 1
+    assert any(str(name).startswith("aten::") for name in names)
+
+
+def test_tensorboard_reads_one_row_per_timed_step(finished: Run) -> None:
+    events = EventAccumulator(str(finished.folder / "runs" / NAME / "tensorboard"))
+    events.Reload()
+    assert finished.result.measured is not None
+    times = [(event.step, event.value) for event in events.Scalars("perf/step_time")]
+    assert times == [
+        (step, pytest.approx(seconds, rel=1e-6))
+        for step, seconds in enumerate(finished.result.measured.steps.times_s, start=1)
+    ]
+    assert events.Scalars("training/loss")[-1].value == pytest.approx(finished.result.measured.final_loss)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "end", "message"),
+    [
+        ("my_trainers:Raises", End.ERROR, "ValueError: two lines of trouble"),
+        (
+            "my_trainers:RunsOutOfGpuMemory",
+            End.CUDA_OOM,
+            "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
+        ),
+        ("my_trainers:Refuses", End.UNSUPPORTED, "not on a Sunday"),
+        ("my_trainers:Exits", End.ERROR, "SystemExit: enough"),
+        ("my_trainers:NeverClips", End.INCORRECT, "differs from the mean clipped per-sample gradient by"),
+    ],
+)
+def test_a_failure_has_its_own_end(tmp_path: Path, trainer: str, end: End, message: str) -> None:
+    failed = run(tmp_path, trainer)
+    result = failed.result
+    assert failed.exit_code == 1
+    assert (result.end, result.phase) == (end, Phase.GATE)
+    assert message in (result.message or "")
+    assert "\n" not in (result.message or "")
+    assert result.measured is None
+    assert result.memory is not None
+    assert result.environment is not None
+    assert failed.phases[-1] is Phase.GATE
+    assert decode(failed.log.splitlines()[-1], CaseResult, "the log") == result
+    assert ("Traceback" in failed.log) is (end is not End.INCORRECT)
+    if end is End.INCORRECT:
+        assert result.gate is not None
+        assert not result.gate.passed
+
+
+def test_too_little_host_memory_is_a_result_with_the_peak(tmp_path: Path) -> None:
+    limit = 600 << 20
+    failed = run(tmp_path, "StandardTrainer", batch_size=512, seq_len=512, memory_limit_bytes=limit)
+    result = failed.result
+    assert failed.exit_code == 1
+    assert (result.end, result.phase) == (End.HOST_OOM, Phase.WARM_UP)
+    assert "can't allocate memory" in (result.message or "")
+    assert result.parameters == 228_096
+    assert result.memory is not None
+    assert (result.memory.process_bytes or 0) > limit / 2
+
+
+def test_a_probe_says_whether_it_fits_and_writes_no_result(tmp_path: Path) -> None:
+    small = run(tmp_path, "StandardTrainer", purpose="probe")
+    trail = read_progress(tmp_path / "running" / f"{NAME}.progress")
+    assert (small.exit_code, trail[-1].phase, trail[-1].fits) == (0, Phase.DONE, True)
+    assert Phase.GATE not in small.phases
+    limits: dict[str, Any] = {"batch_size": 512, "seq_len": 512, "memory_limit_bytes": 600 << 20}
+    large = run(tmp_path, "StandardTrainer", purpose="probe", **limits)
+    trail = read_progress(tmp_path / "running" / f"{NAME}.progress")
+    assert (large.exit_code, trail[-1].phase, trail[-1].fits) == (0, Phase.DONE, False)
+    assert list((tmp_path / "results").iterdir()) == []
+
+
+def test_a_result_that_cannot_be_written_is_still_in_the_log(tmp_path: Path) -> None:
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / f"{NAME}.json").mkdir()  # a rename onto a folder fails, for root too
+    failed = run(tmp_path, "StandardTrainer", profiled_steps=0)
+    assert failed.exit_code == 1
+    assert "note: the result cannot be written" in failed.log
+    assert decode(failed.log.splitlines()[-1], CaseResult, "the log").end is End.OK
+
+
+def test_without_an_order_a_worker_leaves_quietly(tmp_path: Path) -> None:
+    worker = start(tmp_path)
+    worker.communicate(b"", timeout=300)
+    assert worker.returncode == 0
+    assert (tmp_path / "spare.log").read_text() == ""
+    assert list((tmp_path / "results").iterdir()) == []
+
+
+def test_nonsense_instead_of_an_order_is_one_line(tmp_path: Path) -> None:
+    worker = start(tmp_path)
+    worker.communicate(b"{}\n", timeout=300)
+    assert worker.returncode == 2
+    assert (tmp_path / "spare.log").read_text().startswith("error: standard input holds no WorkerOrder")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a child with its parent")
+def test_a_worker_dies_with_its_supervisor(tmp_path: Path) -> None:
+    """A supervisor that keeps the worker's standard input open elsewhere, and is killed."""
+    code = (
+        "import os, subprocess, sys, time\n"
+        "reader, writer = os.pipe()\n"
+        "os.set_inheritable(writer, True)\n"
+        "command = [sys.executable, '-m', 'truemfu.sweep.worker']\n"
+        "worker = subprocess.Popen(command, stdin=reader, start_new_session=True, close_fds=False)\n"
+        "print(worker.pid, flush=True)\n"
+        "time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as supervisor:
+        assert supervisor.stdout is not None
+        worker = int(supervisor.stdout.readline())
+        while "torch" not in Path(f"/proc/{worker}/maps").read_text():
+            time.sleep(0.05)
+        supervisor.send_signal(signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while _is_alive(worker) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _is_alive(worker)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
