@@ -248,7 +248,7 @@ def waiting_calls(training: Training, monitor: TrainingMonitor | None) -> Counte
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
         for _ in range(10):
             training.step(monitor)
-        time.sleep(2.5)  # the monitor's own thread works on these steps inside the trace
+        time.sleep(4)  # the monitor's own thread works on these steps inside the trace
     if monitor is not None:
         monitor.detach()
     calls: Counter[str] = Counter()
@@ -266,7 +266,7 @@ def without_waiting(training: Training, monitor: TrainingMonitor) -> str | None:
     try:
         for _ in range(20):
             training.step(monitor)
-        time.sleep(2.5)
+        time.sleep(4)
     except RuntimeError as error:
         return str(error)
     finally:

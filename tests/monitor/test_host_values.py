@@ -164,11 +164,11 @@ def test_what_is_kept_is_bounded(values: HostValues) -> None:
     assert values._bytes <= (16 << 20)
 
 
-def test_nothing_waits_longer_than_a_second(values: HostValues) -> None:
+def test_nothing_waits_longer_than_a_few_seconds(values: HostValues) -> None:
     held = keep(values, torch.tensor(1.0))
-    values.flush_if_due(values._since_s + 0.5)
+    values.flush_if_due(values._since_s + 2.5)
     assert not is_there(held)
-    values.flush_if_due(values._since_s + 1.1)
+    values.flush_if_due(values._since_s + 3.1)
     assert is_there(held)
 
 

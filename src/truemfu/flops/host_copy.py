@@ -41,7 +41,9 @@ class HostCopy:
 
     def ready(self) -> bool:
         """Whether `get` would return at once."""
-        return self._arrived is None or bool(self._arrived.query())
+        if self._arrived is not None and self._arrived.query():
+            self._arrived = None  # the values in it need not ask the driver again
+        return self._arrived is None
 
     def get(self) -> torch.Tensor:
         """The values; asks again and again until they are there, and sleeps in between."""

@@ -3,7 +3,7 @@
 `log_step` may get its loss, gradient norm and mask as device tensors, and a batch may hold its documents or
 image grids there. Reading one on the spot would wait for the GPU, and even an asynchronous copy of a single
 number is a driver call that a launch-bound run feels. So tensors are kept for a moment, each as it is, and
-every second or so all of one shape become one copy to the host:
+every few seconds all of one shape become one copy to the host:
 
     hold ─► kept tensors ─► flush: one stack, one copy per shape and dtype ─► Held.get, on another thread
 
@@ -23,7 +23,7 @@ import torch
 
 from ..flops.host_copy import HostCopy
 
-_LONGEST_WAIT_S = 1.0
+_LONGEST_WAIT_S = 3.0
 _MAX_KEPT = 256
 _MAX_KEPT_BYTES = 16 << 20
 _MAX_STORAGE_BYTES = 4 << 20

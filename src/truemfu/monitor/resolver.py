@@ -2,7 +2,7 @@
 
     training thread ── StepNote ──► pending ──► resolver: time, FLOPs, values ──► a row ──► trackers' lanes
 
-It wakes every other second and does all that has come since, so that it takes Python's lock rarely. The
+It wakes every few seconds and does all that has come since, so that it takes Python's lock rarely. The
 training thread only appends to a queue of bounded length; if the resolver is held up, the oldest steps are
 dropped and counted as lost.
 """
@@ -28,7 +28,7 @@ from .step_note import StepNote
 from .totals import Totals
 
 _MAX_PENDING = 10_000
-_WAKE_EVERY_S = 2.0
+_WAKE_EVERY_S = 3.0
 _POLL_S = 0.005
 
 
