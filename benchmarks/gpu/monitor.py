@@ -133,7 +133,7 @@ def run_block(training: Training, monitor: TrainingMonitor, *, is_on: bool, step
             begin.record()
         training.step(monitor if is_on else None)
         if is_on and number % WAKE_EVERY_STEPS == 0:
-            monitor._resolver._wake.set()
+            monitor._resolver.wake()
     end.record()
     return Block(is_on, begin, end, steps)
 

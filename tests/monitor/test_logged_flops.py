@@ -98,6 +98,7 @@ def train(
         optimizer.zero_grad()
         monitor.log_step(step, 0, loss, 1.0, 1e-4)
         after(step, monitor)
+    monitor.save_logs()  # closing gives a count five seconds, which a busy machine may exceed
     monitor.close()
     return Run(folder)
 

@@ -432,14 +432,16 @@ class TrainingMonitor:
         if datasets is not _NO_DATASETS:
             self._pending_datasets = []
         self._logged += 1
-        if self._follows_count or self._counting.is_at_work:
+        if self._follows_count or self._batches.is_new_kind or self._counting.is_at_work:
             self._follow_count()
         if self._logged >= measuring.plan_at:
             measuring.plan_next(self._logged)
 
     def _follow_count(self) -> None:
-        """While a count is under way, its thread wants to know when a forward pass ends."""
+        """Have what is new counted now; while that goes on, its thread wants to know when a forward ends."""
         state = self._measuring.state
+        self._batches.is_new_kind = False
+        self._resolver.wake()
         self._follows_count = state is not None and self._counting.is_busy_with(state)
         if self._attachment is not None:
             self._attachment.tell_ends(self._follows_count)

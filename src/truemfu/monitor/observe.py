@@ -100,6 +100,8 @@ class BatchNotes:
         self._noted: list[BatchNote] = []
         self._noted_in_backward: list[BatchNote] = []
         self.is_incomplete = False
+        self.is_new_kind = False
+        """Whether a batch of a kind not seen before came: there is something to count."""
 
     def template_of(self, batch: Batch | None) -> Template | None:
         """The template of a batch; None where shapes do not tell what it is.
@@ -168,6 +170,7 @@ class BatchNotes:
         kind = tuple((k, v.dim(), v.dtype) if isinstance(v, torch.Tensor) else k for k, v in batch.items())
         is_first = kind not in self._kinds
         self._kinds.add(kind)
+        self.is_new_kind = self.is_new_kind or is_first
         example: dict[str | int, Any] = {}
         value_keys = []
         for key, value in batch.items():

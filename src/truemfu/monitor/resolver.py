@@ -74,6 +74,10 @@ class Resolver:
                 return
             self.lost_steps += 1
 
+    def wake(self) -> None:
+        """Work off now what has come, instead of in a few seconds."""
+        self._wake.set()
+
     def finish_pending(self, timeout_s: float) -> bool:
         """Wait until every step handed over so far is a row; False if that took longer than allowed."""
         wanted = self._taken
