@@ -16,7 +16,8 @@ import pytest
 from rich.console import Console
 
 from truemfu.cli import main
-from truemfu.cli.live import Lines, LiveTable
+from truemfu.cli.console import output
+from truemfu.cli.live import Lines, LiveTable, progress
 from truemfu.records import CaseResult, End, Phase, SweepCase, SweepRecord, encode, write_record
 from truemfu.sweep.outcome import CaseState
 
@@ -82,6 +83,10 @@ WRONG_CALLS = {
     "a batch of nothing": (["--batch-sizes", "4,0"], "batch_sizes must be a whole number >= 1; got 0"),
     "a negative sequence": (["--seq-len", "-8"], "seq_lengths must be a whole number >= 1; got -8"),
     "a batch that is no number": (["--batch-size", "4x"], "--batch-sizes takes whole numbers"),
+    "a flag without a value in it": (["--batch-sizes", ""], "batch_sizes is empty"),
+    "a list of nothing": (["--trainers", ","], "trainers is empty"),
+    "a GPU that is not there": (["--gpus", "7"], "gpus is 7, but no NVIDIA GPU is visible"),
+    "endless memory": (["--memory-limit", "inf"], "memory_limit_gib must be a finite number"),
     "no time at all": (["--timeout", "0"], "timeout_s must be"),
     "negative memory": (["--memory-limit", "-1"], "memory_limit_gib must be"),
     "an unknown kind of rerun": (["--rerun", "faild"], "did you mean 'failed'?"),
@@ -292,7 +297,7 @@ def test_ctrl_c_is_exit_code_130_with_a_summary(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "interrupted: the same command goes on from here" in err
+    assert "interrupted: the same command with --rerun none goes on from here" in err
     assert "0 of 1 experiments succeeded" in out
 
 
@@ -409,3 +414,40 @@ def test_help_teaches(run: Run) -> None:
         assert piece in text
     assert "truemfu summarize --logs-dir" in run("summarize", "--help").out
     assert "-o report.html" in run("report", "--help").out
+
+
+def test_nobody_has_to_read_what_a_sweep_says(tmp_path: Path) -> None:
+    """`truemfu sweep 2>&1 | head -1`: it goes on, writes its page, and fails if an experiment does."""
+    (tmp_path / "sweep_trainers.py").write_text(TRAINERS)
+    process = sweep_process(
+        tmp_path, *("--mode", "test", "-o", "out", "--trainers", "sweep_trainers:Raises,StandardTrainer")
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.readline() == "2 experiments\n"
+    process.stderr.close()
+    assert process.wait(timeout=300) == 1
+    assert len(list((tmp_path / "out" / "results").iterdir())) == 2
+    assert "1 of 2 experiments succeeded" in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("environment", [{"TERM": "dumb"}, {"FORCE_COLOR": "1"}])
+def test_where_nothing_can_be_drawn_anew_there_are_lines(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: "TERM" in environment)
+    with progress() as listener:
+        assert isinstance(listener, Lines)
+
+
+def test_a_dumb_terminal_cuts_no_table(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    console = output()
+    assert console.is_dumb_terminal
+    assert console.width == 140

@@ -153,6 +153,8 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
     seq_len: int
     clipped: bool
     """Whether the loop clips each sample's gradient, as a private trainer must."""
+    stands_in: bool = False
+    """Whether the tiny model is of another kind than the case's, because that cannot be had small."""
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):

@@ -30,3 +30,8 @@ def test_nothing_is_loaded_from_elsewhere(tmp_path: Path) -> None:
     text = page(tmp_path, Section(heading="h"))
     assert not any(sign in text for sign in ("http", "src=", "<link", "<script", "@import", "url("))
     assert "<table>" not in text
+
+
+def test_a_log_keeps_its_lines_and_its_indentation(tmp_path: Path) -> None:
+    text = page(tmp_path, Section(heading="h", log=["Traceback:", '  File "<string>"']))
+    assert "Traceback:\n  File &#34;&lt;string&gt;&#34;\n</pre>" in text

@@ -171,3 +171,26 @@ def test_a_log_that_cannot_be_read_is_lost(tmp_path: Path) -> None:
     (entry,) = load_sweep(tmp_path).entries
     assert entry.end == "lost"
     assert "cannot be read: Is a directory" in (entry.reason or "")
+
+
+def test_trainers_whose_short_names_differ_from_their_own_are_told_apart(make_result, write_sweep) -> None:
+    """`My_Trainer` is My-Trainer in a file's name, and the second of that name My-Trainer-2."""
+    done = make_result("mine:My_Trainer", name="My-Trainer_bs4_seq512")
+    names = [done.name, "My-Trainer_bs8_seq512", "My-Trainer-2_bs4_seq512"]
+    folder = write_sweep([done], cases=names, trainers=["mine:My_Trainer", "other:My_Trainer"])
+    trainers = [entry.trainer for entry in load_sweep(folder).entries]
+    assert trainers == ["mine:My_Trainer", "mine:My_Trainer", "other:My_Trainer"]
+    (folder / "sweep.json").unlink()
+    (folder / "logs" / "My-Trainer_bs8_seq512.log").touch()
+    assert [entry.trainer for entry in load_sweep(folder).entries] == ["mine:My_Trainer"] * 2
+
+
+def test_files_that_are_no_experiments_are_not_counted(make_result, tmp_path: Path) -> None:
+    (tmp_path / "package.json").write_text("{}")
+    with pytest.raises(UsageError, match="holds no sweep"):
+        load_sweep(tmp_path)
+    result = make_result()
+    write_record(tmp_path / f"{result.name}.json", result)
+    loaded = load_sweep(tmp_path)
+    assert ends(loaded) == {result.name: "ok"}
+    assert loaded.notes == ("left out, no experiments: package",)

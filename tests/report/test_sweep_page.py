@@ -39,7 +39,7 @@ def test_a_bar_is_as_long_as_the_mfu(page: str, matrix: list[CaseResult]) -> Non
 def test_a_failure_has_its_reason_and_its_log(page: str) -> None:
     assert "<h2>Failure: DPSGDTrainer_bs8_seq512</h2>" in page
     assert "batch 6 fits (measured: 118.2 GiB of 139.8 GiB)" in page
-    assert "<td>torch.OutOfMemoryError: CUDA out of memory</td>" in page
+    assert "torch.OutOfMemoryError: CUDA out of memory\n</pre>" in page
 
 
 def test_a_message_cannot_break_the_page(make_result, write_sweep, tmp_path: Path) -> None:

@@ -11,12 +11,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from truemfu.records import CaseResult, End
 from truemfu.report.figures import SweepSummary
 from truemfu.report.load import Entry, LoadedSweep, entry_of, load_sweep
 from truemfu.report.render import (
+    context_lines,
     csv_text,
     duration,
     failure_texts,
@@ -272,3 +274,23 @@ def test_reading_a_sweep_needs_no_torch(matrix, write_sweep) -> None:
 def test_a_summary_of_files_knows_which_sweep_it_is(matrix, write_sweep) -> None:
     summary = summarize(load_sweep(write_sweep(matrix)))
     assert (summary.sweep_id, summary.created_at_s) == ("sweep-1", 1_790_000_000.0)
+
+
+def test_markdown_shows_what_an_exception_says_as_it_is(make_result) -> None:
+    text = markdown(
+        summary_of([make_result(end=End.ERROR, message="<b> *in* __init__ of bs4_seq512\nat 1|2")])
+    )
+    assert r"\<b> \*in\* \_\_init\_\_ of bs4_seq512 at 1\|2" in text
+
+
+def test_the_true_size_of_every_model_is_said(make_result) -> None:
+    assert "1b: 1,339,674,624 parameters." in context_lines(summary_of([make_result()]))
+
+
+def test_step_times_that_are_hardly_known_are_named(make_result) -> None:
+    sure, unsure = make_result(), make_result("DPSGDTrainer")
+    steps = msgspec.structs.replace(unsure.measured.steps, relative_error=0.4)
+    unsure = msgspec.structs.replace(unsure, measured=msgspec.structs.replace(unsure.measured, steps=steps))
+    assert summary_of([sure, unsure]).notes == [
+        "step times known to no better than 5 % (was the machine busy?): DPSGDTrainer_bs4_seq512"
+    ]

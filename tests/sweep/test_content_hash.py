@@ -65,3 +65,8 @@ def test_a_module_is_found_where_python_would_find_it() -> None:
     assert Path(spec.origin or "").name == "worker.py"
     assert find_module("truemfu.sweep.worker.below") is None
     assert find_module("no_such_module") is None
+
+
+def test_a_peak_of_the_users_own_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRUEMFU_PEAK_TFLOPS", "123")
+    assert content_hash(CASE, surroundings("NVIDIA H200", None)) != content_hash(CASE, AROUND)

@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from truemfu.errors import ModelError, UsageError
 from truemfu.records import Gate, SweepCase
+from truemfu.sweep import gate_model
 from truemfu.sweep.gate import NO_NUMBER, TOLERANCE, check_trainer
-from truemfu.sweep.models import ReferenceOutput
+from truemfu.sweep.models import ReferenceModel, ReferenceOutput
+from truemfu.sweep.sizes import ModelSize
 from truemfu.sweep.standard_trainer import StandardTrainer, losses_by_sample, make_optimizer
 from truemfu.sweep.trainers import NEEDS_OPACUS, TRAINERS, Trainer, TrainerSettings, Unsupported, load_trainer
 
@@ -21,10 +25,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 CPU = torch.device("cpu")
 
 
-def gate_of(trainer: type[Trainer], model: str = "tiny", **how: bool) -> Gate:
-    case = SweepCase(
-        trainer=trainer.__name__, model=model, batch_size=4, seq_len=4, dtype="fp32", device="cpu", **how
-    )
+def gate_of(trainer: type[Trainer], model: str = "tiny", **sizes: int) -> Gate:
+    sizes = {"batch_size": 4, "seq_len": 4, **sizes}
+    case = SweepCase(trainer=trainer.__name__, model=model, dtype="fp32", device="cpu", **sizes)
     return check_trainer(trainer, case, CPU)
 
 
@@ -152,6 +155,7 @@ def test_our_trainers_pass(name: str) -> None:
     gate = gate_of(trainer)
     assert gate.passed
     assert 0 < gate.relative_error < TOLERANCE / 5
+    assert not gate.stands_in
     assert gate.batch_size != gate.seq_len
     assert gate.clipped is trainer.private is (name in NEEDS_OPACUS)
 
@@ -196,6 +200,59 @@ def test_a_trainer_that_says_it_cannot_is_unsupported_and_one_that_breaks_is_not
         gate_of(Breaks)
 
 
+@pytest.mark.parametrize("loss", [0.5, torch.zeros(3)])
+def test_a_step_that_does_not_return_one_loss_is_one_clear_line(loss: object) -> None:
+    class Returns(StandardTrainer):
+        def step(self, batch: Mapping[str, Tensor]) -> Tensor:
+            super().step(batch)
+            return loss  # type: ignore[return-value]
+
+    with pytest.raises(UsageError, match=r"Returns: step\(batch\) must return the mean loss, as a tensor"):
+        gate_of(Returns)
+
+
+def test_the_gate_does_not_make_later_compilation_dynamic() -> None:
+    """Having seen the gate's shapes, torch.compile would compile the experiment's model for any shape."""
+    compiled: list[list[object]] = []
+
+    class Compiles(StandardTrainer):
+        def __init__(self, model: nn.Module, settings: TrainerSettings) -> None:
+            super().__init__(model, settings)
+            self._forward = torch.compile(model, backend=self.note)
+
+        @staticmethod
+        def note(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> object:
+            compiled.append([size for value in inputs for size in getattr(value, "shape", [value])])
+            return graph
+
+    assert gate_of(Compiles).passed
+    compiled.clear()
+    trainer = Compiles(ReferenceModel(ModelSize(vocab=50, hidden=32, layers=1, heads=4)), TrainerSettings())
+    ids = torch.zeros(4, 7, dtype=torch.long)
+    trainer.step({"input_ids": ids, "labels": ids})
+    assert compiled
+    assert all(type(size) is int for sizes in compiled for size in sizes)
+
+
+def test_fp32_is_not_rounded_to_tf32_in_the_gate_and_is_as_before_behind_it() -> None:
+    seen = []
+
+    class Looks(StandardTrainer):
+        def step(self, batch: Mapping[str, Tensor]) -> Tensor:
+            seen.append((torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32))
+            return super().step(batch)
+
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision("high")
+    try:
+        gate_of(Looks)
+        assert seen == [("highest", False)]
+        assert torch.get_float32_matmul_precision() == "high"
+        assert torch.backends.cudnn.allow_tf32 == before[1]
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+
+
 def test_random_state_is_left_alone() -> None:
     torch.manual_seed(3)
     before = torch.get_rng_state()
@@ -237,6 +294,13 @@ class Dropping(Bigram):
         return self.drop(self.tokens(input_ids))
 
 
+class DropsInForward(Bigram):
+    """With a probability that nobody can set to zero from outside."""
+
+    def features(self, input_ids: Tensor) -> Tensor:
+        return nn.functional.dropout(self.tokens(input_ids), 0.5, self.training)
+
+
 class Large(Bigram):
     """Too large to be looped over."""
 
@@ -259,6 +323,36 @@ def pictures() -> tuple[nn.Module, dict[str, Tensor]]:
             return self.layers(pixels)
 
     return Classifier(), {"pixels": torch.rand(8, 3, 8, 8), "labels": torch.arange(8) % 5}
+
+
+def normalised_rows() -> tuple[nn.Module, dict[str, Tensor]]:
+    """Batch normalisation that refuses a single sample."""
+    layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    return layers, {"input": torch.rand(6, 4), "labels": torch.arange(6) % 3}
+
+
+class Shifted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, scale: Tensor, rows: Tensor, shift: Tensor) -> Tensor:
+        return scale * self.layer(rows) + shift
+
+
+def shared_inputs() -> tuple[nn.Module, dict[str, Tensor]]:
+    """Some tensors of the batch belong to all samples."""
+    rows, labels = torch.rand(6, 4), torch.arange(6) % 3
+    return Shifted(), {
+        "scale": torch.tensor(2.0),
+        "rows": rows,
+        "shift": torch.rand(1, 3),
+        "labels": labels,
+    }
+
+
+def nothing_to_learn() -> tuple[nn.Module, dict[str, Tensor]]:
+    return nn.Linear(4, 1), {"input": torch.rand(6, 4), "labels": torch.zeros(6, dtype=torch.long)}
 
 
 @pytest.fixture
@@ -285,6 +379,7 @@ def test_a_small_model_of_a_factory_is_checked_itself_without_its_dropout(factor
 def test_a_large_model_of_a_factory_is_not_checked_itself_and_the_gate_says_so(factories: str) -> None:
     gate = gate_of(load_trainer("StandardTrainer"), f"{factories}:Large")
     assert gate.passed
+    assert gate.stands_in
     assert gate.model == f"reference model, 2 layers ({factories}:Large has 25,001,320 parameters)"
 
 
@@ -292,8 +387,39 @@ def test_batch_normalisation_trains_plainly_but_has_no_gradient_per_sample(facto
     gate = gate_of(load_trainer("StandardTrainer"), f"{factories}:pictures")
     assert gate.passed
     assert gate.batch_size == 2  # three would be as many as channels
-    with pytest.raises(Unsupported, match="the samples of a batch change each other's loss"):
+    with pytest.raises(Unsupported, match="because its loss alone is not its loss in the batch"):
         gate_of(load_trainer("DPSGDTrainer"), f"{factories}:pictures")
+
+
+def test_a_model_that_cannot_take_one_sample_is_compared_on_the_batch(factories: str) -> None:
+    assert gate_of(load_trainer("StandardTrainer"), f"{factories}:normalised_rows").passed
+    with pytest.raises(Unsupported, match="because one alone raises ValueError: Expected more than 1 value"):
+        gate_of(load_trainer("DPSGDTrainer"), f"{factories}:normalised_rows")
+
+
+def test_what_a_model_draws_at_random_is_drawn_alike_for_plain_training(factories: str) -> None:
+    assert gate_of(load_trainer("StandardTrainer"), f"{factories}:DropsInForward").passed
+    with pytest.raises(Unsupported, match="or something random"):
+        gate_of(load_trainer("DPSGDTrainer"), f"{factories}:DropsInForward")
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_tensors_that_belong_to_all_samples_are_not_cut(name: str, factories: str) -> None:
+    gate = gate_of(load_trainer(name), f"{factories}:shared_inputs")
+    assert gate.passed
+    assert gate.batch_size == 2
+
+
+def test_a_loss_without_a_gradient_is_one_clear_line(factories: str) -> None:
+    with pytest.raises(ModelError, match="nothing_to_learn has no gradient"):
+        gate_of(load_trainer("StandardTrainer"), f"{factories}:nothing_to_learn")
+
+
+def test_equal_batch_and_sequence_need_a_check_of_the_very_model(factories: str) -> None:
+    """A large model that looks positions up once for all samples runs there, and is silently wrong."""
+    with pytest.raises(Unsupported, match=r"cannot be checked on \w+:Large itself"):
+        gate_of(load_trainer("DPSGDTrainer"), f"{factories}:Large", batch_size=4, seq_len=4)
+    assert gate_of(load_trainer("DPSGDTrainer"), f"{factories}:Large", batch_size=4, seq_len=5).passed
 
 
 def llama(path: Path) -> str:
@@ -326,3 +452,50 @@ def test_tied_gpt2_is_unsupported_by_private_trainers(tmp_path: Path) -> None:
     for name in NEEDS_OPACUS:
         with pytest.raises(Unsupported, match=f"{name} cannot train GPT2LMHeadModel"):
             gate_of(load_trainer(name), str(path))
+
+
+@pytest.mark.parametrize(
+    ("kind", "architecture"),
+    [
+        ("opt", "OPTForCausalLM"),
+        ("t5", "T5ForConditionalGeneration"),
+        ("bert", "BertForMaskedLM"),
+        ("deepseek_v3", "DeepseekV3ForCausalLM"),
+    ],
+)
+def test_other_architectures_are_checked_on_a_small_copy_too(
+    kind: str, architecture: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": kind, "architectures": [architecture]}))
+    gate = gate_of(load_trainer("StandardTrainer"), str(path))
+    assert gate.passed
+    assert gate.relative_error < TOLERANCE / 10
+    assert gate.model.endswith("config.json, shrunk")
+
+
+def test_tied_weights_are_right_where_the_gradients_are_made(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    config = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True}
+    path.write_text(json.dumps({**config, "vocab_size": 1000}))
+    assert gate_of(load_trainer("DPSGDTrainer"), str(path)).passed
+    assert gate_of(load_trainer("DPFastGradientClippingTrainer"), str(path)).passed
+    with pytest.raises(Unsupported, match="Parameter tying is not supported with Ghost Clipping"):
+        gate_of(load_trainer("DPGhostClippingTrainer"), str(path))
+
+
+def test_a_config_that_stays_large_is_not_built_for_the_gate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[str] = []
+    build = gate_model.model_from_config
+
+    def note(*args: Any, device: str = "meta") -> nn.Module:
+        built.append(device)
+        return build(*args, device=device)
+
+    monkeypatch.setattr(gate_model, "model_from_config", note)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "llama", "vocab_size": 1_000_000}))
+    assert "cannot be made small" in gate_of(load_trainer("StandardTrainer"), str(path)).model
+    assert built == ["meta", "meta"]

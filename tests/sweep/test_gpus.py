@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from truemfu.errors import UsageError
 from truemfu.records import SweepCase
-from truemfu.sweep.config import TEST_CONFIG
+from truemfu.sweep.config import TEST_CONFIG, override
 from truemfu.sweep.gpus import chosen_gpus, device_name, resolve_device, visible_gpus
 from truemfu.sweep.launchers.local import slots
 from truemfu.sweep.paths import SweepFolder
@@ -49,8 +50,8 @@ def test_cuda_visible_devices_is_respected_as_it_is_written(
 @pytest.mark.usefixtures("three_gpus")
 def test_gpus_are_chosen_among_the_visible_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,0")
-    assert chosen_gpus(None) == ["2", "0"]
-    assert chosen_gpus([1]) == ["0"]
+    assert chosen_gpus(None) == {0: "2", 1: "0"}
+    assert chosen_gpus([1]) == {1: "0"}
     with pytest.raises(UsageError, match=r"gpus must be numbers from 0 to 1 \(visible here: 2\); got 2"):
         chosen_gpus([0, 2])
 
@@ -115,3 +116,29 @@ def test_a_worker_made_ready_is_used_and_one_that_died_meanwhile_is_not(tmp_path
     fresh = slot.worker_for(CASE)
     assert fresh.pid != ready.pid
     fresh.end()
+
+
+@pytest.mark.usefixtures("three_gpus")
+def test_a_slot_is_named_after_its_gpu_and_no_gpu_has_two(tmp_path: Path) -> None:
+    config = override(TEST_CONFIG, gpus=[2, 0, 2])
+    assert [slot.name for slot in slots(config, "cuda", SweepFolder(tmp_path))] == ["gpu2", "gpu0"]
+
+
+def test_a_gpu_by_number_without_a_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(UsageError, match="gpus is 7, but no NVIDIA GPU is visible"):
+        resolve_device("auto", [7])
+    assert resolve_device("cpu", [7]) == "cpu"
+
+
+def test_a_worker_made_ready_with_other_imports_is_not_used(tmp_path: Path) -> None:
+    folder = SweepFolder(tmp_path)
+    folder.running.mkdir()
+    (slot,) = slots(TEST_CONFIG, "cpu", folder, [sys.executable, "-c", "import sys; sys.stdin.readline()"])
+    slot.make_ready(msgspec.structs.replace(CASE, trainer="DPSGDTrainer"))
+    ready = slot._ready
+    assert ready is not None
+    plain = slot.worker_for(CASE)
+    assert plain.pid != ready.pid
+    assert ready.signal_name == "SIGKILL"
+    plain.end()

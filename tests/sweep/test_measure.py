@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from truemfu.errors import UsageError
 from truemfu.records import SweepCase
 from truemfu.sweep.case_model import build_case_model, endless_batches
 from truemfu.sweep.measure import count_work, median_error, step_times, time_steps, warm_up
@@ -242,3 +243,66 @@ def test_a_model_without_tokens_trains_on_its_own_batch(monkeypatch: pytest.Monk
 def regressor() -> tuple[nn.Module, dict[str, Tensor]]:
     torch.manual_seed(0)
     return nn.Linear(4, 2), {"input": torch.rand(6, 4)}
+
+
+def classifier() -> tuple[nn.Module, dict[str, Tensor]]:
+    """Takes no labels: they are for the loss."""
+    return nn.Sequential(nn.Linear(4, 3)), {"input": torch.rand(6, 4), "labels": torch.arange(6) % 3}
+
+
+def test_labels_that_the_model_does_not_take_are_no_obstacle_to_its_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    one = case(model=f"{Path(__file__).stem}:classifier")
+    built = build_case_model(one, CPU)
+    trainer = load_trainer("StandardTrainer")(built.model, TrainerSettings())
+    flops = count_work(trainer, next(endless_batches(built, one, CPU)), one, CPU, step_time_s=1.0)
+    assert flops.model_flops == flops.hardware_flops == 2 * 2 * 6 * 4 * 3  # no gradient for the input
+
+
+BERT = {"model_type": "bert", "num_hidden_layers": 1, "hidden_size": 24, "intermediate_size": 32}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {**BERT, "architectures": ["BertForSequenceClassification"]},
+        {**BERT, "architectures": ["BertForTokenClassification"]},
+        {**BERT, "architectures": ["BertForMaskedLM"]},
+        {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "num_layers": 1, "d_model": 32},
+    ],
+    ids=lambda config: config["architectures"][0],
+)
+def test_heads_of_all_kinds_are_trained_and_counted(config: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    one = case(model=str(tmp_path))
+    built = build_case_model(one, CPU)
+    trainer = load_trainer("StandardTrainer")(built.model, TrainerSettings(learning_rate=0.01))
+    batches = endless_batches(built, one, CPU)
+    assert trainer.step(next(batches)) > 0
+    flops = count_work(trainer, next(batches), one, CPU, step_time_s=1.0)
+    assert 0 < flops.model_flops <= flops.hardware_flops
+
+
+def test_a_sequence_longer_than_the_positions_is_one_clear_line(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "gpt2", "n_layer": 1, "n_embd": 24, "n_positions": 64}))
+    build_case_model(case(model=str(path), seq_len=64), CPU)
+    with pytest.raises(
+        UsageError, match=r"64 positions \(transformer.wpe\): too few for a sequence length of"
+    ):
+        build_case_model(case(model=str(path), seq_len=65), CPU)
+    path.write_text(
+        json.dumps(
+            {
+                "model_type": "llama",
+                "num_hidden_layers": 1,
+                "hidden_size": 32,
+                "num_attention_heads": 2,
+                "intermediate_size": 32,
+                "max_position_embeddings": 64,
+            }
+        )
+    )
+    build_case_model(case(model=str(path), seq_len=65), CPU)  # rotary: a habit, not a limit

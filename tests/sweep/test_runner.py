@@ -18,9 +18,10 @@ import pytest
 from supervised import HERE, Recorder, alive, last_line, processes_of_sweeps, small, until
 
 from truemfu.errors import UsageError
-from truemfu.records import CaseResult, End, Phase, read_record, write_record
+from truemfu.records import CaseResult, End, Memory, Phase, read_record, write_record
 from truemfu.sweep.outcome import SweepOutcome
 from truemfu.sweep.paths import SweepFolder
+from truemfu.sweep.progress import Progress, append_progress
 from truemfu.sweep.resume import reusable
 from truemfu.sweep.runner import run_sweep
 
@@ -228,8 +229,9 @@ sys.exit(130 if outcome.interrupted else 0)
 """
 
 
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGHUP])
 def test_ctrl_c_and_a_killed_supervisor_lose_nothing_and_leave_nothing(
-    here: pytest.MonkeyPatch, tmp_path: Path
+    here: pytest.MonkeyPatch, tmp_path: Path, ending: signal.Signals
 ) -> None:
     here.setenv("TRUEMFU_TEST_FOLDER", str(tmp_path))
     root, daemon_file = tmp_path / "out", tmp_path / "daemon.pid"
@@ -239,11 +241,12 @@ def test_ctrl_c_and_a_killed_supervisor_lose_nothing_and_leave_nothing(
     # Ctrl-C while the second experiment runs.
     supervisor = subprocess.Popen([sys.executable, "-c", SWEEP, str(root)])
     until(daemon_file.exists)
-    supervisor.send_signal(signal.SIGINT)
+    supervisor.send_signal(ending)
     assert supervisor.wait() == 130
     finished = read_record(folder.result(first), CaseResult)
     assert finished.end is End.OK
     assert not folder.result(second).exists()
+    assert folder.log(second).read_text().endswith("interrupted before it was done\n")
     assert processes_of_sweeps(str(tmp_path)) == []
     assert [path.name for path in folder.running.iterdir()] == ["lock"]
 
@@ -287,12 +290,23 @@ def test_an_experiment_left_by_a_killed_supervisor_and_not_run_again_is_lost(
     folder.marker(left).write_text(
         json.dumps({**mark, "case": json.loads(folder.log(left).read_text())["case"]})
     )
+    append_progress(folder.progress(left), Progress(phase=Phase.TIMED, at_s=2.0, process_bytes=1 << 30))
+    folder.log(left).write_text("its last line\n")
     run_sweep(
         small(trainers=["StandardTrainer"], batch_sizes=[2]), tmp_path, listener=Recorder(), command=leave
     )
     lost = read_record(folder.result(left), CaseResult)
     assert (lost.end, lost.message) == (End.LOST, "whoever supervised it ended before it did")
+    assert (lost.phase, lost.memory) == (Phase.TIMED, Memory(process_bytes=1 << 30))
+    assert lost.log_tail == ["its last line"]
     assert last_line(folder.log(left))["end"] == "lost"
+
+    # A sweep that is started over with other settings has never had that experiment.
+    folder.result(left).unlink()
+    folder.marker(left).write_text(json.dumps({**mark, "case": msgspec.to_builtins(stored.case)}))
+    other = small(trainers=["StandardTrainer"], batch_sizes=[2], optimizer="adamw")
+    run_sweep(other, tmp_path, rerun="all", listener=Recorder(), command=leave)
+    assert [path.name for path in folder.results.iterdir()] == [f"{name_of('StandardTrainer', 2)}.json"]
 
 
 ON_A_SMALL_DISK = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -102,6 +103,11 @@ def test_a_value_given_twice_counts_once() -> None:
         ({"device": "gpu"}, "device must be one of auto, cuda, cpu; got 'gpu'"),
         ({"attention": "casual"}, "did you mean 'causal'"),
         ({"timeout_s": 0}, "timeout_s must be a number > 0.0; got 0"),
+        ({"timeout_s": math.inf}, "timeout_s must be a finite number; got inf"),
+        ({"memory_limit_gib": math.inf}, "memory_limit_gib must be a finite number; got inf"),
+        ({"batch_sizes": [10**30]}, "batch_sizes must be a whole number"),
+        ({"seed": 10**30}, "seed must be a whole number"),
+        ({"model_size": ["1b"]}, r"model_sizes must be text; got \['1b'\]"),
         ({"timeout_s": "1h"}, "timeout_s must be a number; got '1h'"),
         ({"memory_limit_gib": -1}, "memory_limit_gib must be a number > 0.0; got -1"),
         ({"compile": "yes"}, "compile must be true or false; got 'yes'"),
@@ -125,6 +131,12 @@ def test_a_wrong_value_is_one_line_that_says_what_to_do(values: dict[str, Any], 
 def test_a_wrong_file_is_named(tmp_path: Path, content: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         load_config(write(tmp_path, content))
+
+
+def test_an_editors_byte_order_mark_is_no_matter(tmp_path: Path) -> None:
+    path = tmp_path / "profiling_config.json"
+    path.write_bytes(b'\xef\xbb\xbf{"batch_sizes": [3]}')
+    assert load_config(path).batch_sizes == [3]
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

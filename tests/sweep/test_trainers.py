@@ -10,12 +10,14 @@ import pytest
 import torch
 from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import GradSampleModuleFastGradientClipping
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from truemfu import count_flops, count_step
 from truemfu.errors import ModelError, UsageError
 from truemfu.sweep.models import ReferenceModel
 from truemfu.sweep.sizes import ModelSize
-from truemfu.sweep.standard_trainer import losses_by_sample
+from truemfu.sweep.standard_trainer import StandardTrainer, losses_by_sample
 from truemfu.sweep.trainers import NEEDS_OPACUS, TRAINERS, TrainerSettings, Unsupported, load_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
@@ -130,6 +132,17 @@ def test_a_loss_is_the_mean_over_the_targets_of_its_own_sample() -> None:
     torch.testing.assert_close(losses_by_sample(untrained, one), torch.stack(expected))
 
 
+def test_logits_are_found_in_a_mapping_and_nowhere_else_is_guessed() -> None:
+    untrained, one = model(), batch()
+    expected = losses_by_sample(untrained, one)
+    as_mapping = losses_by_sample(lambda input_ids: {"logits": untrained(input_ids).logits}, one)
+    torch.testing.assert_close(as_mapping, expected)
+    with pytest.raises(ModelError, match="returned tuple without logits"):
+        losses_by_sample(lambda input_ids: (untrained(input_ids).logits,), one)
+    with pytest.raises(ModelError, match="returned dict without logits"):
+        losses_by_sample(lambda input_ids: {"scores": untrained(input_ids).logits}, one)
+
+
 def test_logits_that_do_not_fit_the_labels_are_one_clear_error() -> None:
     one = {**batch(), "labels": torch.zeros(3, 4, dtype=torch.long)}
     with pytest.raises(ModelError, match=r"logits of shape \(3, 5, 40\) do not fit labels of shape \(3, 4\)"):
@@ -160,6 +173,27 @@ def test_tied_weights_are_unsupported_under_ghost_clipping() -> None:
 def test_a_layer_with_buffers_is_unsupported() -> None:
     with pytest.raises(Unsupported, match=r"DPSGDTrainer cannot train Sequential: Opacus .* buffers"):
         load_trainer("DPSGDTrainer")(nn.Sequential(nn.BatchNorm1d(3)), TrainerSettings())
+
+
+class Outer:
+    class Inner(StandardTrainer):
+        """A trainer inside another class."""
+
+
+def test_a_trainer_may_be_named_inside_a_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "of_mine", sys.modules[__name__])
+    assert load_trainer("of_mine:Outer.Inner") is Outer.Inner
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_what_a_trainer_executes_is_what_torch_counts(name: str) -> None:
+    """torch's counter knows no attention kernel of a CPU, so attention is in plain products here."""
+    trainer = load_trainer(name)(model(), TrainerSettings())
+    with sdpa_kernel(SDPBackend.MATH):
+        with FlopCounterMode(display=False) as torch_count:
+            trainer.step(batch())
+        count = count_step(trainer.step, batch())
+    assert count.hardware_flops == torch_count.get_total_flops()
 
 
 def test_an_error_of_the_model_itself_stays_what_it_is() -> None:

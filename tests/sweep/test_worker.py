@@ -52,6 +52,43 @@ class Exits(StandardTrainer):
 
 class NeverClips(StandardTrainer):
     private = True
+
+
+class _FailsLate(StandardTrainer):
+    made = 0
+    left = 0
+
+    def step(self, batch):
+        type(self).made += 1
+        if self.made > self.left:
+            raise MemoryError("no more")
+        return super().step(batch)
+
+
+class FailsInTheCount(_FailsLate):
+    left = 1 + 1 + 5  # gate, warm-up, timed
+
+
+class FailsInTheProfile(_FailsLate):
+    left = 1 + 1 + 5 + 1
+
+
+def takes_much_for_a_moment():
+    torch.ones(500 << 20, dtype=torch.uint8)
+    return torch.nn.Linear(4, 2), {"input": torch.rand(6, 4)}
+
+
+class Bigram(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.head = torch.nn.Embedding(50_000, 210), torch.nn.Linear(210, 50_000)
+
+    def forward(self, input_ids, labels=None):
+        return self.head(self.tokens(input_ids))
+
+
+def never_fits():
+    return torch.nn.Linear(50_000, 50_000)
 """
 
 
@@ -246,6 +283,41 @@ def test_too_little_host_memory_is_a_result_with_the_peak(tmp_path: Path) -> Non
     assert result.parameters == 228_096
     assert result.memory is not None
     assert (result.memory.process_bytes or 0) > limit / 2
+
+
+def test_a_factory_that_runs_out_of_memory_is_out_of_memory(tmp_path: Path) -> None:
+    failed = run(tmp_path, "StandardTrainer", model="my_trainers:never_fits", memory_limit_bytes=1 << 30)
+    assert failed.result.end is End.HOST_OOM
+    assert "the factory 'my_trainers:never_fits' raised" in (failed.result.message or "")
+    assert failed.result.memory is not None
+
+
+def test_a_private_trainer_that_was_checked_on_another_model_says_so(tmp_path: Path) -> None:
+    done = run(tmp_path, "DPGhostClippingTrainer", "opacus", model="my_trainers:Bigram", profiled_steps=0)
+    name = "reference model, 2 layers (my_trainers:Bigram has 21,050,000 parameters)"
+    assert done.result.end is End.OK
+    assert done.result.notes == [f"per-sample gradients were checked on another model than its own: {name}"]
+    assert f"relative error {done.result.gate.relative_error:.1e} on {name}" in done.log
+
+
+def test_what_the_gate_and_building_held_for_a_moment_is_not_in_the_peak(tmp_path: Path) -> None:
+    done = run(tmp_path, "StandardTrainer", model="my_trainers:takes_much_for_a_moment", profiled_steps=0)
+    assert done.exit_code == 0
+    assert done.result.memory is not None
+    assert 100 << 20 < (done.result.memory.process_bytes or 0) < 500 << 20
+
+
+@pytest.mark.parametrize("trainer", ["FailsInTheCount", "FailsInTheProfile"])
+def test_what_fails_behind_the_timed_steps_costs_its_own_figures_alone(tmp_path: Path, trainer: str) -> None:
+    done = run(tmp_path, f"my_trainers:{trainer}", profiled_steps=1)
+    measured = done.result.measured
+    assert (done.exit_code, done.result.end) == (0, End.OK)
+    assert measured is not None
+    assert len(measured.steps.times_s) == 5
+    assert (measured.trace, measured.trace_note) == (None, "no trace: MemoryError: no more")
+    in_count = trainer == "FailsInTheCount"
+    assert (measured.flops is None) is in_count
+    assert done.result.notes == (["no FLOPs: MemoryError: no more"] if in_count else [])
 
 
 def test_a_probe_says_whether_it_fits_and_writes_no_result(tmp_path: Path) -> None:

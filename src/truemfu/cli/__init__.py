@@ -27,6 +27,7 @@ import click
 
 from .. import __version__
 from ..errors import TruemfuError, TruemfuWarning
+from .console import silence
 from .count import count
 from .hardware import devices, peak
 from .report import report
@@ -98,7 +99,7 @@ def _run(arguments: list[str], debug: bool) -> int:
     except (BrokenPipeError, SystemExit):
         # The reader (head, less) has left; rich and click turn that into an exit of their own. Python would
         # complain once more when it closes stdout.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        silence(sys.stdout)
         return DONE
     except click.ClickException as error:
         return _fail(error.format_message(), WRONG_CALL, debug)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TextIO
 
 import click
 from rich import box
@@ -15,6 +17,8 @@ from rich.table import Table
 
 _PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 _FULL_WIDTH = 140
+WIDEST_TABLE = 400
+"""Sentences stand in the last column of some tables; a narrow window wraps them, nothing is cut."""
 
 
 def debug_option(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -28,9 +32,26 @@ def json_option(command: Callable[..., Any]) -> Callable[..., Any]:
     return click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")(command)
 
 
-def output() -> Console:
+def output(width: int = _FULL_WIDTH) -> Console:
     """Where results go. No figure is ever cut: a narrow window wraps lines, a pipe gets them whole."""
-    return Console(highlight=False, width=max(shutil.get_terminal_size().columns, _FULL_WIDTH))
+    columns, lines = shutil.get_terminal_size()
+    # Without a height, too, rich takes a dumb terminal to be 80 columns wide.
+    return Console(highlight=False, width=max(columns, width), height=lines)
+
+
+def silence(stream: TextIO) -> None:
+    """The reader (head, less) has left: what is still to be written to it goes nowhere, without complaint."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+@contextmanager
+def until_nobody_reads() -> Iterator[None]:
+    """Around what is printed last: a reader who leaves early changes no exit code."""
+    try:
+        yield
+        sys.stdout.flush()
+    except (BrokenPipeError, SystemExit):  # rich turns the first into the second
+        silence(sys.stdout)
 
 
 def print_json(data: Any) -> None:

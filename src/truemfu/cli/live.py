@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from ..report.load import entry_of
 from ..report.render import UNKNOWN, duration, number, share, size
 from ..report.summary import experiment_of
 from ..sweep.outcome import CaseState, Listener
-from .console import table
+from .console import silence, table
 
 _COLUMNS = ("experiment", "state", "step", "tokens/s", "MFU", "HFU", "peak memory", "time")
 _LINES_AROUND_TABLE = 6
@@ -27,7 +28,8 @@ _LINES_AROUND_TABLE = 6
 def progress() -> Iterator[Listener]:
     """A listener for `run_sweep`, fit for whoever is watching."""
     console = Console(stderr=True, highlight=False)
-    if not console.is_terminal:
+    # Colour can be asked for where nobody watches (CI); a dumb terminal draws nothing anew.
+    if not (sys.stderr.isatty() and console.is_interactive):
         yield Lines()
         return
     listener = LiveTable(console)
@@ -55,7 +57,11 @@ class Lines:
         self.said(f"{result.name}: {_in_words(result)}  [{self._clock.standing()}]")
 
     def said(self, text: str) -> None:
-        click.echo(text, err=True)
+        try:
+            click.echo(text, err=True)
+        except OSError:
+            # Whoever was reading has left; the sweep goes on without.
+            silence(sys.stderr)
 
 
 class LiveTable:

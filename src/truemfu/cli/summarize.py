@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from .console import debug_option, json_option, output, table
+from .console import WIDEST_TABLE, debug_option, json_option, output, table
 
 if TYPE_CHECKING:
     from ..report.figures import SweepSummary
 
 _SHOWN_LOG_LINES = 6
-_WIDEST_TABLE = 400
-"""Sentences stand in the last column of some tables; a narrow window wraps them, nothing is cut."""
 
 
 @click.command(short_help="Tables, Markdown, CSV or JSON from a sweep's logs.")
@@ -77,8 +75,7 @@ def show_summary(summary: SweepSummary) -> None:
 
     from ..report.render import context_lines, failure_texts, headline, tables_of
 
-    console = output()
-    console.width = max(console.width, _WIDEST_TABLE)
+    console = output(WIDEST_TABLE)
     for text in tables_of(summary):
         drawn = table(*text.columns, title=text.title)
         for row in text.rows:

@@ -7,12 +7,13 @@ Progress goes to stderr; stdout gets the summary, or nothing but JSON with `--js
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from .console import debug_option, json_option, output, table
+from .console import WIDEST_TABLE, debug_option, json_option, output, table, until_nobody_reads
 
 if TYPE_CHECKING:
     from ..records import SweepCase
@@ -121,7 +122,7 @@ def sweep(
 
     config = _config(mode, config_path, flags)
     folder = folder or Path(FOLDERS[mode])
-    device = resolve_device(config.device)
+    device = resolve_device(config.device, config.gpus)
     if dry_run:
         _list(cases_of(config, device), as_json)
         return 0
@@ -174,19 +175,25 @@ def _given(flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def _texts(values: tuple[str, ...]) -> list[str] | None:
-    return [part.strip() for value in values for part in value.split(",") if part.strip()] or None
+    """The parts between commas; None where the flag was not given, empty where it was given nothing."""
+    if not values:
+        return None
+    return [part.strip() for value in values for part in value.split(",") if part.strip()]
 
 
 def _numbers(option: str, values: tuple[str, ...]) -> list[int] | None:
     from ..errors import UsageError
 
+    texts = _texts(values)
+    if texts is None:
+        return None
     numbers = []
-    for text in _texts(values) or []:
+    for text in texts:
         try:
             numbers.append(int(text))
         except ValueError:
             raise UsageError(f"{option} takes whole numbers with commas between; got {text!r}") from None
-    return numbers or None
+    return numbers
 
 
 def _list(cases: dict[str, SweepCase], as_json: bool) -> None:
@@ -197,7 +204,7 @@ def _list(cases: dict[str, SweepCase], as_json: bool) -> None:
 
         print_json(msgspec.to_builtins(cases))
         return
-    console = output()
+    console = output(WIDEST_TABLE)
     drawn = table("experiment", "trainer", "model", "batch", "sequence", "dtype", "device")
     for name, case in cases.items():
         shape = (str(case.batch_size), str(case.seq_len))
@@ -218,28 +225,31 @@ def _run(config: SweepConfig, folder: Path, rerun: str, as_json: bool) -> int:
     with progress() as listener:
         outcome = run_sweep(config, folder, rerun=rerun, listener=listener)
     summary = summarize(with_results(load_sweep(folder), outcome.results))
-    if as_json:
-        click.echo(json_text(summary), nl=False)
-    else:
-        show_summary(summary)
-        outside = f"{outcome.harness_s:.1f} s of it outside the experiments"
-        click.echo(f"\ntime:   {outcome.wall_s:.1f} s, {outside}")
-        click.echo(f"logs:   {folder / 'logs'}")
-        click.echo(f"traces: tensorboard --logdir {folder / 'runs'} (or Perfetto)")
-    _write_page(folder, summary, quiet=as_json)
+    page = _write_page(folder, summary)
+    with until_nobody_reads():
+        if as_json:
+            click.echo(json_text(summary), nl=False)
+        else:
+            show_summary(summary)
+            # What an interrupted experiment did until then is not told apart.
+            harness = f", {outcome.harness_s:.1f} s of it outside the experiments"
+            click.echo(f"\ntime:   {outcome.wall_s:.1f} s{'' if outcome.interrupted else harness}")
+            click.echo(f"logs:   {folder / 'logs'}")
+            click.echo(f"traces: tensorboard --logdir {shlex.quote(str(folder / 'runs'))} (or Perfetto)")
+            if page is not None:
+                click.echo(f"report: {page}")
     if outcome.interrupted:
-        click.echo("interrupted: the same command goes on from here", err=True)
+        how = "the same command" if rerun == "none" else "the same command with --rerun none"
+        click.echo(f"interrupted: {how} goes on from here", err=True)
         return 130
     return 0 if all(result.end is End.OK for result in outcome.results) else 1
 
 
-def _write_page(folder: Path, summary: SweepSummary, quiet: bool) -> None:
+def _write_page(folder: Path, summary: SweepSummary) -> Path | None:
     from ..report.sweep_page import write_sweep_page
 
     try:
-        page = write_sweep_page(folder / "report.html", summary)
+        return write_sweep_page(folder / "report.html", summary)
     except OSError as error:
         click.echo(f"warning: no report: {error.strerror}", err=True)
-        return
-    if not quiet:
-        click.echo(f"report: {page}")
+        return None

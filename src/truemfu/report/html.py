@@ -13,7 +13,8 @@ from jinja2 import Environment, PackageLoader
 class Section:
     """A heading, sentences under it, and a table whose first column is text and whose others are numbers.
 
-    `bars`, where given, are fractions between 0 and 1, drawn behind the last cell of each row.
+    `bars`, where given, are fractions between 0 and 1, drawn behind the last cell of each row. `log` is shown
+    line by line as it is.
     """
 
     heading: str
@@ -21,6 +22,7 @@ class Section:
     columns: Sequence[str] = ()
     rows: Sequence[Sequence[str]] = ()
     bars: Sequence[float] | None = None
+    log: Sequence[str] = ()
 
 
 def write_page(path: Path, *, title: str, lead: str, sections: Sequence[Section]) -> Path:

@@ -5,7 +5,8 @@
     logs/<name>.log ─────┴► what became of each            (a result, else the last line of its log)
 
 Nothing is skipped: a file that cannot be read and an experiment that left no result are entries of their own,
-with the reason. The files may have been copied from anywhere.
+with the reason; a file that neither is named like an experiment nor holds a result is none, and that is said.
+The files may have been copied from anywhere.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from ..errors import RecordError, UsageError
 from ..records import CaseResult, End, SweepRecord, decode, read_record
+from ..sweep.cases import short_names
 
 NOT_RUN = "not run"
 """Beside the values of `End`: asked for, and never begun."""
@@ -77,11 +79,14 @@ def load_sweep(source: Path | str) -> LoadedSweep:
     notes: list[str] = []
     record = _record(files.record, notes)
     found = {name: _outcome(name, files) for name in _names(files, record)}
+    strangers = _leave_out_strangers(found, record)
     if not found:
         raise UsageError(f"{source} holds no sweep: expected logs (*.log), results (*.json) or a sweep.json")
+    if strangers:
+        notes.append(f"left out, no experiments: {', '.join(strangers)}")
     if record is not None:
         _leave_out_other_sweeps(found, record, notes)
-    trainers = _trainer_of_prefix(found.values(), record)
+    trainers = _trainer_of_prefix(found, record)
     entries = tuple(_entry(name, outcome, trainers) for name, outcome in found.items())
     return LoadedSweep(source=source, record=record, entries=entries, notes=tuple(notes))
 
@@ -208,14 +213,30 @@ def _leave_out_other_sweeps(
         notes.append(f"left out, results of another sweep: {', '.join(others)}")
 
 
+def _leave_out_strangers(found: dict[str, CaseResult | _Missing], record: SweepRecord | None) -> list[str]:
+    """Take out files that only lie beside the others, whoever put them there, and name them."""
+    asked = record.cases if record is not None else ()
+    strangers = [
+        name
+        for name, outcome in found.items()
+        if isinstance(outcome, _Missing) and name not in asked and not _NAME.fullmatch(name)
+    ]
+    for name in strangers:
+        del found[name]
+    return strangers
+
+
 def _trainer_of_prefix(
-    outcomes: Iterable[CaseResult | _Missing], record: SweepRecord | None
+    found: Mapping[str, CaseResult | _Missing], record: SweepRecord | None
 ) -> Mapping[str, str]:
-    """File names hold the class of a trainer alone; here is its full name."""
+    """File names begin with a short form of a trainer's name; here is the whole of it."""
     asked = record.config.get("trainers") if record is not None else None
     names = [name for name in asked if isinstance(name, str)] if isinstance(asked, list) else []
-    names += [outcome.case.trainer for outcome in outcomes if isinstance(outcome, CaseResult)]
-    return {name.rpartition(":")[2]: name for name in names}
+    whole = {short: name for name, short in short_names(names).items()}
+    for name, outcome in found.items():
+        if isinstance(outcome, CaseResult) and (parts := _NAME.fullmatch(name)):
+            whole[parts["trainer"]] = outcome.case.trainer
+    return whole
 
 
 def _entry(name: str, outcome: CaseResult | _Missing, trainers: Mapping[str, str]) -> Entry:

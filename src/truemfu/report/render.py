@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -55,7 +56,8 @@ def failure_texts(summary: SweepSummary) -> list[tuple[str, list[str]]]:
 
 
 def markdown(summary: SweepSummary) -> str:
-    parts = ["# Profiling sweep", f"{headline(summary)}.", *context_lines(summary)]
+    context = [_markdown_text(line) for line in context_lines(summary)]
+    parts = ["# Profiling sweep", f"{headline(summary)}.", *context]
     for table in tables_of(summary):
         parts.append(f"## {table.title}")
         if table.sentence:
@@ -65,10 +67,10 @@ def markdown(summary: SweepSummary) -> str:
     if summary.failures:
         parts.append("## Failures")
     for line, log in failure_texts(summary):
-        parts.append(f"- {line}")
+        parts.append(f"- {_markdown_text(line)}")
         if log:
             parts.append("\n".join(f"      {entry}" for entry in log))
-    parts.extend(f"Note: {note}" for note in summary.notes)
+    parts.extend(f"Note: {_markdown_text(note)}" for note in summary.notes)
     return "\n\n".join(parts) + "\n"
 
 
@@ -92,11 +94,15 @@ WRITERS: Mapping[str, Callable[[SweepSummary], str]] = MappingProxyType(
 
 
 def context_lines(summary: SweepSummary) -> list[str]:
-    """Where it ran; empty where no experiment told."""
-    if not summary.devices:
-        return []
-    versions = ", ".join(f"{package} {version}" for package, version in summary.versions.items())
-    return [f"{', '.join(summary.devices)}; {versions}."]
+    """The models' true sizes, and where it ran; empty where no experiment told."""
+    sizes = {row.model: row.parameters for row in summary.experiments if row.parameters is not None}
+    lines = (
+        [", ".join(f"{model}: {count:,} parameters" for model, count in sizes.items()) + "."] if sizes else []
+    )
+    if summary.devices:
+        versions = ", ".join(f"{package} {version}" for package, version in summary.versions.items())
+        lines.append(f"{', '.join(summary.devices)}; {versions}.")
+    return lines
 
 
 def _experiments(summary: SweepSummary) -> TextTable:
@@ -217,8 +223,12 @@ def _ratio(ratio: Ratio | None) -> tuple[str, str]:
 
 
 def _markdown_row(cells: Sequence[str]) -> str:
-    escaped = (cell.replace("|", "\\|").replace("\n", " ") for cell in cells)
-    return f"| {' | '.join(escaped)} |"
+    return f"| {' | '.join(map(_markdown_text, cells))} |"
+
+
+def _markdown_text(text: str) -> str:
+    """What an exception or a name holds is shown as it is; `bs4_seq512` needs no help."""
+    return re.sub(r"[\\`*<|]|(?<![^\W_])_|_(?![^\W_])", r"\\\g<0>", " ".join(text.splitlines()))
 
 
 def duration(seconds: float | None) -> str:

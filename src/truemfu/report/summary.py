@@ -32,6 +32,7 @@ from .load import NOT_RUN, Entry, LoadedSweep
 BASELINE = "StandardTrainer"
 GPU_MEMORY, HOST_MEMORY = "GPU allocated", "process resident"
 
+_UNSURE = 0.05
 _OUT_OF_MEMORY = (End.CUDA_OOM.value, End.HOST_OOM.value)
 
 
@@ -43,7 +44,7 @@ def summarize(sweep: LoadedSweep) -> SweepSummary:
     memory_kind = GPU_MEMORY if GPU_MEMORY in kinds else HOST_MEMORY if kinds else None
     finished = _finished_points(sweep.entries)
     environments = [result.environment for result in results if result.environment is not None]
-    notes = [*sweep.notes, *_version_notes(environments), *_own_notes(results)]
+    notes = [*sweep.notes, *_version_notes(environments), *_own_notes(results), *_unsure_notes(experiments)]
     if len(kinds) > 1:
         notes.append("experiments on a CPU are left out of mean peak memory: the others ran on a GPU")
     without = [trainer for trainer, points in finished.items() if not points]
@@ -91,6 +92,15 @@ def _own_notes(results: Iterable[CaseResult]) -> list[str]:
     return [
         f"{who[0] if len(who) == 1 else f'{len(who)} experiments'}: {note}" for note, who in names.items()
     ]
+
+
+def _unsure_notes(experiments: Iterable[Experiment]) -> list[str]:
+    """A median of steps that differ wildly is a figure, too; ratios made of it are not worth much."""
+    unsure = [row.name for row in experiments if (row.step_time_error or 0.0) > _UNSURE]
+    if not unsure:
+        return []
+    error = f"{100 * _UNSURE:.0f} %"
+    return [f"step times known to no better than {error} (was the machine busy?): {', '.join(unsure)}"]
 
 
 def experiment_of(entry: Entry) -> Experiment:

@@ -37,14 +37,7 @@ def _sections(summary: SweepSummary) -> list[Section]:
     ]
     for line, log in failure_texts(summary):
         name, _, what = line.partition(": ")
-        sections.append(
-            Section(
-                heading=f"Failure: {name}",
-                sentences=[what],
-                columns=["the last lines of its log"],
-                rows=[[entry] for entry in log],
-            )
-        )
+        sections.append(Section(heading=f"Failure: {name}", sentences=[what], log=log))
     if summary.notes:
         sections.append(Section(heading="Notes", sentences=summary.notes))
     return sections

@@ -5,13 +5,14 @@
     package.module:factory      a callable that returns a module, or (module, batch)
 
 Batches come from a real (small) data loader, in this process, so that the wait for them is a real one too.
-Text is drawn anew for every batch from a seeded generator; any other batch is the same one every time.
+Text with itself as labels is drawn anew for every batch from a seeded generator; any other batch is the same
+one every time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from ..errors import BatchError
+from ..errors import BatchError, UsageError
 from ..flops.example_batch import example_batch
 from ..flops.hf_config import BuildOptions, model_from_config, read_config
 from ..flops.model_view import BatchRequest, ModelView
@@ -29,6 +30,8 @@ from .models import REFERENCE_MODELS, build_reference_model
 from .sizes import SIZES
 
 Batch = dict[str, Any]
+
+_TEXT = {"input_ids", "decoder_input_ids", "labels"}
 
 _BATCHES = 16
 """Different batches before the loader begins again."""
@@ -53,7 +56,7 @@ def build_case_model(case: SweepCase, device: torch.device) -> CaseModel:
     if Path(case.model).exists():
         config = read_config(Path(case.model))
         return with_example(model_from_config(config, BuildOptions(dtype=dtype), device=str(device)), case)
-    target = count_target_of(case)
+    target = _resolved(case)
     if not target.brought_batch:
         return with_example(target.model.to(device), case)
     if not isinstance(target.batch, Mapping):
@@ -67,24 +70,48 @@ def build_case_model(case: SweepCase, device: torch.device) -> CaseModel:
 def with_example(model: nn.Module, case: SweepCase) -> CaseModel:
     """A model with a batch made up for it, of the case's size."""
     _keep_no_cache(model)
-    request = BatchRequest(samples=case.batch_size, length=case.seq_len)
-    return CaseModel(model=model.train(), example=example_batch(model, request))
+    example = training_batch(model, BatchRequest(samples=case.batch_size, length=case.seq_len))
+    if example.keys() <= _TEXT:
+        _check_positions(model, case)
+    return CaseModel(model=model.train(), example=example)
+
+
+def training_batch(model: nn.Module, request: BatchRequest) -> Batch:
+    """A batch made up for the model; a decoder is given the labels, because the loss is computed outside."""
+    batch = example_batch(model, request)
+    labels = batch.get("labels")
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False) and labels is not None:
+        return {"decoder_input_ids": labels, **batch}
+    return batch
+
+
+def samples_of(batch: Batch) -> int:
+    """How many samples a batch holds: the length of its first tensor that has one."""
+    return next(len(value) for value in batch.values() if isinstance(value, Tensor) and value.dim() > 0)
 
 
 def count_target_of(case: SweepCase) -> Target:
-    """The same model and batch without values, for counting."""
+    """The same model and batch, for counting; without values where that can be had."""
+    target = _resolved(case)
+    if not isinstance(target.batch, Mapping) or ModelView(target.model).takes("labels"):
+        return target
+    without_labels = {name: value for name, value in target.batch.items() if name != "labels"}
+    return replace(target, batch=without_labels)  # they are for the trainer's loss
+
+
+def _resolved(case: SweepCase) -> Target:
     request = BatchRequest(samples=case.batch_size, length=case.seq_len)
-    return resolve_target(
-        case.model, request, BuildOptions(dtype=parse_dtype(case.dtype)), named=REFERENCE_MODELS
-    )
+    options = BuildOptions(dtype=parse_dtype(case.dtype))
+    return resolve_target(case.model, request, options, named=REFERENCE_MODELS)
 
 
 def endless_batches(built: CaseModel, case: SweepCase, device: torch.device) -> Iterator[Batch]:
     """Batches on the device, without end, through a data loader; copies to a GPU do not wait."""
     on_gpu = device.type == "cuda"
-    is_text = not built.brought_batch and built.example.keys() <= {"input_ids", "labels"}
+    ids = built.example.get("input_ids")
+    all_tokens = isinstance(ids, Tensor) and all(value is ids for value in built.example.values())
     loader: DataLoader[Any]
-    if is_text and built.example["input_ids"].dim() == 2:
+    if all_tokens and not built.brought_batch:
         loader = DataLoader(_Text(built, case), batch_size=case.batch_size, pin_memory=on_gpu, drop_last=True)
     else:
         loader = DataLoader(_OneBatch(built.example), batch_size=None, pin_memory=on_gpu)
@@ -134,6 +161,19 @@ class _OneBatch(Dataset[Batch]):
         if index >= _BATCHES:
             raise IndexError(index)
         return self._batch
+
+
+def _check_positions(model: nn.Module, case: SweepCase) -> None:
+    """Looking up a position that is not there would be an obscure error, on a GPU the end of the process."""
+    for name, module in model.named_modules():
+        own = name.rpartition(".")[2]
+        if isinstance(module, nn.Embedding) and (own == "wpe" or own.startswith(("pos", "embed_pos"))):
+            limit = min(module.num_embeddings, ModelView(model).max_length or module.num_embeddings)
+            if limit < case.seq_len:
+                raise UsageError(
+                    f"{case.model} knows {limit} positions ({name}): too few for a sequence length of "
+                    f"{case.seq_len}"
+                )
 
 
 def _keep_no_cache(model: nn.Module) -> None:

@@ -43,8 +43,8 @@ def cases_of(config: SweepConfig, device: str) -> dict[str, SweepCase]:
     """Every case of the matrix by name, in order, on cuda or cpu."""
     config = resolved(config, device)
     settings = {name: getattr(config, name) for name in _SETTINGS}
-    trainers = _short_names(config.trainers)
-    models = _short_names(config.models)
+    trainers = short_names(config.trainers)
+    models = short_names(config.models)
     cases: dict[str, SweepCase] = {}
     for model in config.models:
         for dtype in config.dtypes:
@@ -66,7 +66,7 @@ def cases_of(config: SweepConfig, device: str) -> dict[str, SweepCase]:
     return cases
 
 
-def _short_names(full: Sequence[str]) -> dict[str, str]:
+def short_names(full: Sequence[str]) -> dict[str, str]:
     """A short name for each, fit for a file name; a second `Mine` of another module becomes `Mine-2`."""
     short: dict[str, str] = {}
     for name in full:

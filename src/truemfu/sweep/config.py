@@ -8,7 +8,10 @@ once. Nothing is imported for it but the tables of names: a user's trainer or fa
 
 from __future__ import annotations
 
+import codecs
+import contextlib
 import difflib
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -26,8 +29,9 @@ DTYPES = ("auto", "fp32", "bf16")
 DEVICES = ("auto", "cuda", "cpu")
 ATTENTION = ("full", "causal")
 
-_Count = Annotated[int, Meta(ge=1)]
-_CountOrNone = Annotated[int, Meta(ge=0)]
+_MOST = 2**63 - 1  # what JSON and torch hold
+_Count = Annotated[int, Meta(ge=1, le=_MOST)]
+_CountOrNone = Annotated[int, Meta(ge=0, le=_MOST)]
 _Positive = Annotated[float, Meta(gt=0)]
 
 
@@ -92,13 +96,21 @@ FIELDS = tuple(entry.encode_name for entry in msgspec.structs.fields(SweepConfig
 """The keys of profiling_config.json."""
 
 _AXES = ("trainers", "batch_sizes", "seq_lengths", "model_sizes", "dtypes")
+_ENDLESS = (
+    "learning_rate",
+    "max_grad_norm",
+    "noise_multiplier",
+    "max_timed_s",
+    "timeout_s",
+    "memory_limit_gib",
+)
 
 
 def load_config(path: Path | str) -> SweepConfig:
     """The configuration in a JSON file; one line that names the file for whatever is wrong with it."""
     path = Path(path)
     try:
-        content = msgspec.json.decode(path.read_bytes())
+        content = msgspec.json.decode(path.read_bytes().removeprefix(codecs.BOM_UTF8))
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -137,18 +149,15 @@ def parse(values: Mapping[str, Any]) -> SweepConfig:
         if key not in FIELDS:
             raise UsageError(f"unknown key {key!r}{closest(key, FIELDS)}; known keys: {', '.join(FIELDS)}")
     for axis in _AXES:
-        if isinstance(values.get(axis), Sequence) and not isinstance(values[axis], str):
-            values[axis] = list(dict.fromkeys(map(_hashable, values[axis])))
+        if isinstance(values.get(axis), (list, tuple)):
+            with contextlib.suppress(TypeError):  # a list in the list: `convert` says what is wrong with it
+                values[axis] = list(dict.fromkeys(values[axis]))
     try:
         config = msgspec.convert(values, SweepConfig)
     except msgspec.ValidationError as error:
         raise _unfit(values, error) from None
     _check(config)
     return config
-
-
-def _hashable(value: Any) -> Any:
-    return value if isinstance(value, (str, int, float, bool, type(None))) else repr(value)
 
 
 def _unfit(values: Mapping[str, Any], error: msgspec.ValidationError) -> UsageError:
@@ -193,6 +202,9 @@ def _check(config: SweepConfig) -> None:
     _one_of("optimizer", config.optimizer, OPTIMIZERS)
     _one_of("device", config.device, DEVICES)
     _one_of("attention", config.attention, ATTENTION)
+    for name in _ENDLESS:
+        if math.isinf(getattr(config, name) or 0.0):
+            raise UsageError(f"{name} must be a finite number; got {getattr(config, name)}")
     if config.max_steps < config.min_steps:
         raise UsageError(f"max_steps ({config.max_steps}) must not be below min_steps ({config.min_steps})")
 

@@ -2,7 +2,7 @@
 
     the case ─┐
     versions of Python, torch, Opacus, transformers, truemfu ─┤
-    the device's name, the memory limit ─┼─► SHA-256
+    the device's name, the memory limit, what the environment sets ─┼─► SHA-256
     truemfu's own sources that measure and count ─┤
     the user's own trainer, factory or configuration file ─┘
 
@@ -23,6 +23,7 @@ from pathlib import Path
 import msgspec
 
 from .. import __version__
+from ..hardware.detect import PEAK_VARIABLE
 from ..records import SweepCase
 
 _PACKAGES = ("torch", "opacus", "transformers")
@@ -64,6 +65,19 @@ def is_path(model: str) -> bool:
     return Path(model).exists()
 
 
+_VARIABLES = (
+    PEAK_VARIABLE,
+    "CUDA_LAUNCH_BLOCKING",
+    "MKL_NUM_THREADS",
+    "NVIDIA_TF32_OVERRIDE",
+    "OMP_NUM_THREADS",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+)
+"""Of the environment: what a worker takes over, and figures depend on."""
+
+
 class Surroundings(msgspec.Struct, frozen=True, kw_only=True):
     """What all experiments of one sweep share and what decides their results, too."""
 
@@ -71,6 +85,7 @@ class Surroundings(msgspec.Struct, frozen=True, kw_only=True):
     memory_limit_bytes: int | None
     python: str
     versions: dict[str, str]
+    variables: dict[str, str]
     sources: str
     """Digest of truemfu's own files that measure and count."""
 
@@ -88,6 +103,7 @@ def surroundings(device_name: str, memory_limit_bytes: int | None) -> Surroundin
         memory_limit_bytes=memory_limit_bytes,
         python=platform.python_version(),
         versions=versions,
+        variables={name: os.environ[name] for name in _VARIABLES if name in os.environ},
         sources=_digest(_own_sources()),
     )
 

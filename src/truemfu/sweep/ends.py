@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Iterator
 
 import torch
 
@@ -36,13 +37,29 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def is_cuda_oom(error: BaseException) -> bool:
     """Whether the GPU's memory was too small."""
+    return any(map(_says_cuda_oom, _with_causes(error)))
+
+
+def is_host_oom(error: BaseException) -> bool:
+    """Whether the host's memory, or the limit set for this process, was too small."""
+    return any(map(_says_host_oom, _with_causes(error)))
+
+
+def _with_causes(error: BaseException) -> Iterator[BaseException]:
+    """The error and what it was raised from: building a model that does not fit is said in other words."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__
+
+
+def _says_cuda_oom(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _CUDA_OOM_TEXTS)
 
 
-def is_host_oom(error: BaseException) -> bool:
-    """Whether the host's memory, or the limit set for this process, was too small."""
+def _says_host_oom(error: BaseException) -> bool:
     if isinstance(error, MemoryError):
         return True
     if isinstance(error, OSError):

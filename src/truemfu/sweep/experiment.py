@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from ..errors import TruemfuError, UsageError, one_line
+from ..errors import UsageError, one_line
 from ..records import (
     CaseResult,
     End,
@@ -26,7 +26,7 @@ from ..records import (
     PhaseTime,
     SweepCase,
 )
-from .case_model import Batch, CaseModel, build_case_model, endless_batches
+from .case_model import Batch, CaseModel, build_case_model, endless_batches, samples_of
 from .ends import end_of, is_out_of_memory
 from .environment import environment, forget_peaks, memory
 from .gate import NO_NUMBER, check_trainer
@@ -117,6 +117,8 @@ class Experiment:
         if not self._gate.passed:
             self._memory = memory(device)
             return End.INCORRECT, _why_incorrect(case, self._gate)
+        if self._gate.clipped and self._gate.stands_in:
+            self._note(f"per-sample gradients were checked on another model than its own: {self._gate.model}")
         trainer, built = self._build(trainer_class)
         if built.brought_batch:
             self._note(f"{case.model} brings its own batch: batch size and sequence length are not used")
@@ -131,8 +133,9 @@ class Experiment:
         flops = None
         try:
             flops = count_work(trainer, next(batches), case, device, timed.steps.median_s)
-        except (TruemfuError, torch.OutOfMemoryError) as error:
+        except Exception as error:  # what has been timed stays timed
             self._note(f"no FLOPs: {one_line(error)}")
+            _show(error)
 
         trace = folder / f"{self._order.name}.pt.trace.json.gz"
         self._begin(Phase.PROFILED)
@@ -197,8 +200,7 @@ class Experiment:
 
 def _samples_and_tokens(batch: Batch) -> tuple[int, int]:
     """How many samples and tokens a batch holds; where there are no tokens, each sample counts as one."""
-    tensors = [value for value in batch.values() if isinstance(value, torch.Tensor)]
-    samples = len(tensors[0])
+    samples = samples_of(batch)
     ids = batch.get("input_ids")
     return samples, ids.numel() if isinstance(ids, torch.Tensor) else samples
 

@@ -2,7 +2,7 @@
 
     small model, 3 samples × 5 tokens
         ├─► one sample at a time, plain autograd ─► (private: clip each) ─► mean ──► expected change
-        └─► the trainer, one step: SGD, learning rate 1, no noise ────────────────► change it made
+        └─► the trainer, one step: SGD, large learning rate, no noise ────────────► change it made
                                                             largest relative difference ≤ 1e-4: passed
 
 The clipping norm is the median of the samples' own norms, so that some are clipped and some are not. Samples
@@ -20,10 +20,12 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from ..errors import ModelError, UsageError, one_line
 from ..records import Gate, SweepCase
 from .case_model import Batch, to_device
+from .ends import is_out_of_memory
 from .environment import forget_peaks
-from .gate_model import GateModel, gate_model
+from .gate_model import GateModel, cut, gate_model
 from .standard_trainer import losses_by_sample
 from .trainers import Trainer, TrainerSettings, Unsupported
 
@@ -35,6 +37,11 @@ NO_NUMBER = sys.float_info.max
 # A parameter whose change is a smaller share of the whole is measured against this share: rounding alone
 # is a large part of a gradient that cancels to zero (the bias of attention's keys).
 _SMALLEST_SHARE = 1e-2
+
+# A power of two, so that nothing is rounded, and so large that the old weights do not drown the change.
+_LEARNING_RATE = 1024.0
+
+_SEED = 0
 
 Changes = dict[str, Tensor]
 
@@ -48,37 +55,48 @@ def check_trainer(trainer_class: type[Trainer], case: SweepCase, device: torch.d
 def _check(trainer_class: type[Trainer], case: SweepCase, small: GateModel, device: torch.device) -> Gate:
     model, private = small.model, trainer_class.private
     batch = to_device(small.batch, device)
-    gradients, independent = _loop(model, batch)
-    norms = torch.stack([torch.stack([g.norm() for g in own.values()]).norm() for own in gradients])
-    max_grad_norm = norms.median().item()
-    if private and not independent:
+    if private and small.stands_in and case.batch_size == case.seq_len:
         raise Unsupported(
-            f"{trainer_class.__name__} cannot train {case.model}: the samples of a batch change each other's "
-            "loss (batch normalisation?), so no sample has a gradient of its own"
+            f"{trainer_class.__name__} cannot be checked on {case.model} itself, and gradients that go wrong "
+            f"do so silently where batch and sequence are equal: take another one than {case.seq_len}"
         )
-    if not independent:
+    gradients, dependent = _loop(model, batch, small.samples)
+    max_grad_norm = 1.0
+    if private and dependent:
+        raise Unsupported(
+            f"{trainer_class.__name__} cannot train {case.model}: no sample has a gradient of its own, "
+            f"because {dependent}"
+        )
+    if dependent:
         expected = _whole_batch(model, batch)
     else:
+        norms = torch.stack([_norm(own) for own in gradients])
+        max_grad_norm = norms.median().item()
         scales = (max_grad_norm / norms).clamp(max=1.0) if private else torch.ones_like(norms)
         expected = {
             name: sum((own[name] * scale for own, scale in zip(gradients, scales, strict=True)), start=zero)
             / -len(gradients)
             for name, zero in ((name, torch.zeros_like(value)) for name, value in gradients[0].items())
         }
+    if _norm(expected) == 0:
+        raise ModelError(f"the loss of {small.name} has no gradient: nothing can be trained, or checked")
     settings = TrainerSettings(
         optimizer="sgd",
-        learning_rate=1.0,
+        learning_rate=_LEARNING_RATE,
         max_grad_norm=max_grad_norm,
         noise_multiplier=0.0,
         compile=case.compile,
     )
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    torch.manual_seed(_SEED)
     try:
-        trainer_class(model, settings).step(batch)
+        loss: object = trainer_class(model, settings).step(batch)
     except NotImplementedError as error:
         raise Unsupported(f"{trainer_class.__name__} cannot train {small.name}: {error}") from error
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise UsageError(f"{case.trainer}: step(batch) must return the mean loss, as a tensor of one number")
     after = dict(model.named_parameters())
-    made = {name: after[name].detach() - before[name] for name in expected}
+    made = {name: (after[name].detach() - before[name]) / _LEARNING_RATE for name in expected}
     relative_error = _difference(made, expected)
     return Gate(
         passed=relative_error <= TOLERANCE,
@@ -88,28 +106,31 @@ def _check(trainer_class: type[Trainer], case: SweepCase, small: GateModel, devi
         batch_size=small.samples,
         seq_len=small.length,
         clipped=private,
+        stands_in=small.stands_in,
     )
 
 
-def _loop(model: nn.Module, batch: Batch) -> tuple[list[Changes], bool]:
-    """Each sample's own gradient, and whether its loss alone is its loss in the batch."""
-    samples = next(len(value) for value in batch.values() if isinstance(value, Tensor))
+def _loop(model: nn.Module, batch: Batch, samples: int) -> tuple[list[Changes], str | None]:
+    """Each sample's own gradient, or why it has none: its loss alone is not its loss in the batch."""
     with torch.no_grad():
         together = losses_by_sample(model, batch)
     gradients, alone = [], []
     for index in range(samples):
-        one = {
-            name: value[index : index + 1].contiguous() if isinstance(value, Tensor) else value
-            for name, value in batch.items()
-        }
-        loss = losses_by_sample(model, one).mean()
+        try:
+            loss = losses_by_sample(model, cut(batch, samples, slice(index, index + 1))).mean()
+        except Exception as error:  # the batch as a whole has just been understood
+            if is_out_of_memory(error):
+                raise
+            return [], f"one alone raises {one_line(error)}"
         alone.append(loss.detach())
         gradients.append(_gradient(model, loss))
-    independent = torch.allclose(torch.stack(alone), together, rtol=1e-3, atol=1e-5)
-    return gradients, independent
+    if not torch.allclose(torch.stack(alone), together, rtol=1e-3, atol=1e-5):
+        return [], "its loss alone is not its loss in the batch (batch normalisation, or something random?)"
+    return gradients, None
 
 
 def _whole_batch(model: nn.Module, batch: Batch) -> Changes:
+    torch.manual_seed(_SEED)  # as before the trainer's step: what is drawn at random is the same
     gradient = _gradient(model, losses_by_sample(model, batch).mean())
     return {name: -value for name, value in gradient.items()}
 
@@ -123,9 +144,15 @@ def _gradient(model: nn.Module, loss: Tensor) -> Changes:
     }
 
 
+def _norm(changes: Changes) -> Tensor:
+    """Of all parameters together."""
+    norm: Tensor = torch.stack([value.norm() for value in changes.values()]).norm()
+    return norm
+
+
 def _difference(made: Changes, expected: Changes) -> float:
     """The largest relative difference of any parameter; `NO_NUMBER` where one has become NaN or infinite."""
-    whole = torch.stack([value.norm() for value in expected.values()]).norm()
+    whole = _norm(expected)
     worst = torch.stack(
         [
             (made[name] - value).norm() / torch.maximum(value.norm(), _SMALLEST_SHARE * whole)
@@ -137,13 +164,23 @@ def _difference(made: Changes, expected: Changes) -> float:
 
 @contextmanager
 def _undisturbed(device: torch.device) -> Iterator[None]:
-    """Afterwards the random state is as before, and the GPU's memory and its peaks are those of no gate."""
+    """Full fp32 inside; afterwards random state, memory, its peaks and compiled code are those of no gate.
+
+    A gate that fails leaves the peaks for its result.
+    """
     on_gpu = device.type == "cuda"
+    products, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
     try:
         with torch.random.fork_rng(devices=[device] if on_gpu else []):
             yield
     finally:
-        if on_gpu:
-            gc.collect()  # wrapped models refer to themselves
-            torch.cuda.empty_cache()
-            forget_peaks(device)
+        torch.set_float32_matmul_precision(products)
+        torch.backends.cudnn.allow_tf32 = convolutions
+    gc.collect()  # wrapped models refer to themselves
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()  # having seen two shapes, it would compile the case's model for any shape
+    if on_gpu:
+        torch.cuda.empty_cache()
+    forget_peaks(device)

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import one_line
-from ..flops.example_batch import example_batch
 from ..flops.hf_config import BuildOptions, model_from_config, read_config
 from ..flops.model_view import BatchRequest
 from ..records import SweepCase
-from .case_model import Batch, build_case_model, to_device
+from .case_model import Batch, build_case_model, samples_of, to_device, training_batch
+from .ends import is_out_of_memory
 from .models import ReferenceModel, parameter_count
 from .sizes import SIZES, ModelSize
 from .standard_trainer import losses_by_sample
@@ -34,6 +34,39 @@ _SMALL = ModelSize(vocab=50, hidden=32, layers=2, heads=4)
 _MAX_PARAMETERS = 20_000_000
 _SEED = 0
 _WEIGHT_STD = 0.2
+_HEAD_WIDTH = 8  # so small for the sake of large vocabularies
+
+# What configurations call their sizes.
+_LAYERS = (
+    "num_hidden_layers",
+    "n_layer",
+    "num_layers",
+    "num_decoder_layers",
+    "encoder_layers",
+    "decoder_layers",
+    "max_window_layers",
+)
+_HEADS = ("num_attention_heads", "n_head", "num_heads", "encoder_attention_heads", "decoder_attention_heads")
+_WIDTHS = ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim")
+_INNER_WIDTHS = (
+    "intermediate_size",
+    "n_inner",
+    "d_ff",
+    "ffn_dim",
+    "moe_intermediate_size",
+    "encoder_ffn_dim",
+    "decoder_ffn_dim",
+)
+_PARTS = (
+    "head_dim",
+    "d_kv",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_rope_head_dim",
+    "qk_nope_head_dim",
+    "qk_head_dim",
+    "v_head_dim",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +76,13 @@ class GateModel:
     name: str
     model: nn.Module
     batch: Batch
+    stands_in: bool = False
+    """Whether it is of another kind than the case's, because that cannot be had small."""
 
     @property
     def samples(self) -> int:
         """Samples in the batch."""
-        return next(len(value) for value in self.batch.values() if isinstance(value, Tensor))
+        return samples_of(self.batch)
 
     @property
     def length(self) -> int:
@@ -65,13 +100,16 @@ def gate_model(case: SweepCase, device: torch.device) -> GateModel:
     config, reasons = _with_defaults(read_config(Path(case.model))), []
     for shrunk in _shrunk(config):
         try:
-            model = model_from_config(shrunk, BuildOptions(dtype=torch.float32), device=str(device))
-            if parameter_count(model) > _MAX_PARAMETERS:
-                reasons.append(f"{parameter_count(model):,} parameters")
+            without_weights = model_from_config(shrunk, BuildOptions(dtype=torch.float32))
+            if parameter_count(without_weights) > _MAX_PARAMETERS:
+                reasons.append(f"{parameter_count(without_weights):,} parameters")
                 continue
-            batch = example_batch(model, BatchRequest(samples=_SAMPLES, length=_LENGTH, images=0))
+            model = model_from_config(shrunk, BuildOptions(dtype=torch.float32), device=str(device))
+            batch = training_batch(model, BatchRequest(samples=_SAMPLES, length=_LENGTH, images=0))
             losses_by_sample(model, to_device(batch, device))
         except Exception as error:  # a shrunk configuration may not hang together; the name says what came
+            if is_out_of_memory(error):
+                raise
             reasons.append(one_line(error))
             continue
         return _without_dropout(GateModel(name=f"{case.model}, shrunk", model=model, batch=_repeated(batch)))
@@ -83,8 +121,10 @@ def _reference(device: torch.device, why: str = "") -> GateModel:
     for parameter in model.parameters():
         if parameter.dim() > 1:  # larger than at the start of a training: so attention matters to the loss
             nn.init.normal_(parameter, std=_WEIGHT_STD)
-    batch = example_batch(model, BatchRequest(samples=_SAMPLES, length=_LENGTH))
-    return GateModel(name=f"reference model, 2 layers{why}", model=model, batch=_repeated(batch))
+    batch = training_batch(model, BatchRequest(samples=_SAMPLES, length=_LENGTH))
+    return GateModel(
+        name=f"reference model, 2 layers{why}", model=model, batch=_repeated(batch), stands_in=bool(why)
+    )
 
 
 def _from_factory(case: SweepCase, device: torch.device) -> GateModel:
@@ -99,9 +139,15 @@ def _from_factory(case: SweepCase, device: torch.device) -> GateModel:
 def _few_samples(batch: Batch) -> Batch:
     """The first three samples, or two where three would be as many as tokens."""
     lengths = {value.shape[1] for value in batch.values() if isinstance(value, Tensor) and value.dim() > 1}
-    few = _SAMPLES if _SAMPLES not in lengths else _SAMPLES - 1
+    return cut(batch, samples_of(batch), slice(_SAMPLES if _SAMPLES not in lengths else _SAMPLES - 1))
+
+
+def cut(batch: Batch, samples: int, which: slice) -> Batch:
+    """These samples of the batch; tensors that are not one entry per sample belong to all of them."""
     return {
-        name: value[:few].contiguous() if isinstance(value, Tensor) else value
+        name: value[which].contiguous()
+        if isinstance(value, Tensor) and value.dim() > 0 and len(value) == samples
+        else value
         for name, value in batch.items()
     }
 
@@ -132,20 +178,18 @@ def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
 
 def _shrunk(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """The configuration with little of everything, then with few layers alone; nested ones alike."""
-    heads = next((config[k] for k in ("num_attention_heads", "n_head", "num_heads") if config.get(k)), 4)
+    heads = next((config[key] for key in _HEADS if config.get(key)), 4)
     few_heads = min(int(heads), 4)
-    width = 16 * few_heads
+    width = _HEAD_WIDTH * few_heads
     key_heads = int(config.get("num_key_value_heads") or heads)
     small = {
-        **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers"), 2),
-        **dict.fromkeys(("num_attention_heads", "n_head", "num_heads"), few_heads),
-        **dict.fromkeys(("hidden_size", "n_embd", "d_model"), width),
-        **dict.fromkeys(
-            ("intermediate_size", "n_inner", "d_ff", "ffn_dim", "moe_intermediate_size"), 2 * width
-        ),
+        **dict.fromkeys(_LAYERS, 2),
+        **dict.fromkeys(_HEADS, few_heads),
+        **dict.fromkeys(_WIDTHS, width),
+        **dict.fromkeys(_INNER_WIDTHS, 2 * width),
+        **dict.fromkeys(_PARTS, _HEAD_WIDTH),
         "num_key_value_heads": max(1, few_heads * key_heads // int(heads)),
-        "head_dim": 16,
-        "max_window_layers": 2,
+        "first_k_dense_replace": 1,
     }
     layers = {key: value for key, value in small.items() if "layer" in key}
     for changes in (small, layers):

@@ -31,29 +31,28 @@ def visible_gpus() -> list[str]:
     return entries[: entries.index("-1")] if "-1" in entries else entries if present else []
 
 
-def resolve_device(device: str) -> str:
-    """`auto` → cuda where a GPU is visible, else cpu; `cuda` without one is an error."""
+def resolve_device(device: str, gpus: list[int] | None = None) -> str:
+    """`auto` → cuda where a GPU is visible, else cpu; `cuda`, or a GPU by number, without one is an error."""
     if device == "cpu":
         return "cpu"
     found = visible_gpus()
-    if device == "cuda" and not found:
-        raise UsageError(
-            "device is cuda, but no NVIDIA GPU is visible: use --device cpu, or check nvidia-smi"
-        )
+    if not found and (device == "cuda" or gpus is not None):
+        asked = "device is cuda" if gpus is None else f"gpus is {', '.join(map(str, gpus))}"
+        raise UsageError(f"{asked}, but no NVIDIA GPU is visible: use --device cpu, or check nvidia-smi")
     return "cuda" if found else "cpu"
 
 
-def chosen_gpus(asked: list[int] | None) -> list[str]:
-    """The visible GPUs, or those of them that were asked for by their number."""
+def chosen_gpus(asked: list[int] | None) -> dict[int, str]:
+    """The visible GPUs by number, or those of them that were asked for; each once."""
     found = visible_gpus()
     if asked is None:
-        return found
+        return dict(enumerate(found))
     wrong = [number for number in asked if number >= len(found)]
     if wrong:
         raise UsageError(
             f"gpus must be numbers from 0 to {len(found) - 1} (visible here: {len(found)}); got {wrong[0]}"
         )
-    return [found[number] for number in asked]
+    return {number: found[number] for number in asked}
 
 
 def device_name(device: str) -> str:

@@ -41,7 +41,9 @@ def lines_about(result: CaseResult) -> list[str]:
         )
     if result.gate is not None:
         verdict = "passed" if result.gate.passed else "failed"
-        lines.append(f"  gate        {verdict}, relative error {result.gate.relative_error:.1e}")
+        lines.append(
+            f"  gate        {verdict}, relative error {result.gate.relative_error:.1e} on {result.gate.model}"
+        )
     measured = result.measured
     if measured is not None:
         steps = measured.steps

@@ -202,8 +202,8 @@ def _joined(folder: SweepFolder, there: SweepRecord, config: SweepConfig) -> Swe
 
 
 def _cases_there(there: SweepRecord, config: SweepConfig) -> Mapping[str, SweepCase]:
-    before = msgspec.convert({**as_mapping(config), **{key: there.config[key] for key in _AXES}}, SweepConfig)
-    return cases_of(before, config.device)
+    axes = {key: there.config.get(key) or [] for key in _AXES}
+    return cases_of(msgspec.convert({**as_mapping(config), **axes}, SweepConfig), config.device)
 
 
 def _another_sweep(folder: SweepFolder, what: str, there: Any, here: Any) -> UsageError:

@@ -7,10 +7,12 @@ from collections.abc import Callable, Collection, Mapping
 import msgspec
 
 from ..errors import RecordError, UsageError, closest
-from ..records import CaseResult, End, Phase, read_record
+from ..records import CaseResult, End, Phase, SweepRecord, read_record
+from .case_log import last_lines
 from .paths import RunningCase, SweepFolder
 from .process import kill_leftovers
-from .supervise import save
+from .progress import read_progress
+from .supervise import peaks, save
 
 RERUN = ("none", "failed", "all", *(end.value for end in End if end is not End.OK))
 """What to run again although there is a result: nothing, whatever failed, everything, or one kind of end."""
@@ -43,8 +45,11 @@ def reusable(
     return held
 
 
-def end_leftovers(folder: SweepFolder, names: Collection[str], sweep_id: str, say: Say) -> None:
-    """End what a killed supervisor left running; an experiment not among `names`, to be run, is lost."""
+def end_leftovers(folder: SweepFolder, names: Collection[str], record: SweepRecord, say: Say) -> None:
+    """End what a killed supervisor left running; an experiment not among `names`, to be run, is lost.
+
+    One that is not in the record is of a sweep that has been started over, and leaves nothing.
+    """
     for name, path in folder.markers().items():
         try:
             left = msgspec.json.decode(path.read_bytes(), type=RunningCase)
@@ -53,8 +58,8 @@ def end_leftovers(folder: SweepFolder, names: Collection[str], sweep_id: str, sa
         else:
             kill_leftovers(left.token)
             say(f"{name} was left unfinished by a sweep that was killed")
-            if name not in names and not folder.result(name).exists():
-                save(folder, _lost(name, left, sweep_id))
+            if name in record.cases and name not in names and not folder.result(name).exists():
+                save(folder, _lost(name, left, record.sweep_id, folder))
         path.unlink(missing_ok=True)
         folder.progress(name).unlink(missing_ok=True)
 
@@ -68,14 +73,17 @@ def _holds(found: CaseResult, rerun: str, timeout_s: float) -> bool:
     return found.end is not End.TIMEOUT or (found.wall_s or 0.0) >= timeout_s
 
 
-def _lost(name: str, left: RunningCase, sweep_id: str) -> CaseResult:
+def _lost(name: str, left: RunningCase, sweep_id: str, folder: SweepFolder) -> CaseResult:
+    trail = read_progress(folder.progress(name))
     return CaseResult(
         name=name,
         sweep_id=sweep_id,
         content_hash=left.content_hash,
         case=left.case,
         end=End.LOST,
-        phase=Phase.START,
+        phase=trail[-1].phase if trail else Phase.START,
         message="whoever supervised it ended before it did",
+        log_tail=last_lines(folder.log(name)),
+        memory=peaks(trail),
         began_at_s=left.began_at_s,
     )

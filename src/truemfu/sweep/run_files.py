@@ -57,7 +57,7 @@ def write_trace(
                 f"{size:,} bytes, more than {case.max_trace_bytes:,}"
             )
             steps = fewer
-    except (OSError, RuntimeError) as error:
+    except Exception as error:  # what has been timed stays timed
         path.unlink(missing_ok=True)
         return 0, f"no trace: {one_line(error)}"
     finally:

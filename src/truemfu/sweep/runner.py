@@ -5,8 +5,8 @@
         ─► after an out-of-memory: what would fit
         ─► SweepOutcome
 
-Ctrl-C (or SIGTERM) ends the workers in order, a second one at once; whatever has finished is on disk, and the
-same call goes on where it stopped.
+Ctrl-C (or SIGTERM, or the end of the terminal) ends the workers in order, a second one at once; whatever has
+finished is on disk, and the same call goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from types import FrameType
 
 import msgspec
 
-from ..records import CaseResult, End, Memory, Phase, SweepCase
+from ..records import CaseResult, End, Memory, Phase, SweepCase, SweepRecord
 from .case_log import last_lines
 from .cases import cases_of, resolved
 from .config import SweepConfig, as_mapping, parse
@@ -54,12 +54,12 @@ def run_sweep(
     began = time.monotonic()
     check_rerun(rerun)
     config = parse(as_mapping(config))
-    device = resolve_device(config.device)
+    device = resolve_device(config.device, config.gpus)
     config = resolved(config, device)
     places = slots(config, device, SweepFolder(folder), command)
     there, record, lock = claim(folder, config, start_over=rerun == "all")
     try:
-        sweep = _Sweep(config, there, record.sweep_id, listener)
+        sweep = _Sweep(config, there, record, listener)
         with _stopped_by_signals(sweep.stop):
             sweep.run(places, rerun)
         wall_s = time.monotonic() - began
@@ -76,12 +76,15 @@ def run_sweep(
 class _Sweep:
     """The state that slots share."""
 
-    def __init__(self, config: SweepConfig, folder: SweepFolder, sweep_id: str, listener: Listener) -> None:
+    def __init__(
+        self, config: SweepConfig, folder: SweepFolder, record: SweepRecord, listener: Listener
+    ) -> None:
         self.stop = Stop()
         self.own_work: list[tuple[float, float]] = []
         self._config = config
         self._folder = folder
-        self._sweep_id = sweep_id
+        self._record = record
+        self._sweep_id = record.sweep_id
         self._listener = listener
         self._cases = cases_of(config, config.device)
         limit = config.memory_limit_gib
@@ -96,7 +99,7 @@ class _Sweep:
 
     def run(self, places: list[Slot], rerun: str) -> None:
         say = self._listener.said
-        end_leftovers(self._folder, self._cases, self._sweep_id, say)
+        end_leftovers(self._folder, self._cases, self._record, say)
         self._results = reusable(
             self._folder, self._hashes, rerun=rerun, timeout_s=self._config.timeout_s, say=say
         )
@@ -283,7 +286,7 @@ def _probe_answer(seen: Watched, signal_name: str | None, last_words: list[str])
 
 @contextmanager
 def _stopped_by_signals(stop: Stop) -> Iterator[None]:
-    """While a sweep runs in the main thread, Ctrl-C and SIGTERM ask it to stop."""
+    """While a sweep runs in the main thread, Ctrl-C, SIGTERM and SIGHUP ask it to stop."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -291,7 +294,10 @@ def _stopped_by_signals(stop: Stop) -> Iterator[None]:
     def ask(number: int, frame: FrameType | None) -> None:
         stop.ask()
 
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup: the sweep is to outlive its terminal
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, ask) for number in numbers}
     try:
         yield
     finally:

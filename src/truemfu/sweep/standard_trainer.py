@@ -59,7 +59,7 @@ def losses_by_sample(model: Any, batch: Mapping[str, Any]) -> Tensor:
     classes) with labels (samples,) a class. Without labels it is the mean square of the output.
     """
     output = model(**{name: value for name, value in batch.items() if name != "labels"})
-    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", output)
     if not isinstance(logits, Tensor):
         raise ModelError(
             f"{type(model).__name__} returned {type(output).__name__} without logits: the sweep computes "

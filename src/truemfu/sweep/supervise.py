@@ -224,7 +224,7 @@ def _conclude(
             phase=seen.phase,
             message=message,
             phases=[PhaseTime(phase=entry.phase, began_at_s=entry.at_s) for entry in seen.progress],
-            memory=_memory(worker, seen),
+            memory=peaks(seen.progress, worker.peak_bytes),
         )
     elif worker.signal_name is not None and not seen.interrupted:
         note = f"ended by {worker.signal_name} after its result was written"
@@ -236,7 +236,7 @@ def _conclude(
         began_at_s=seen.began_at_s,
         wall_s=seen.wall_s,
         log_tail=[] if answer.end is End.OK else tail,
-        memory=answer.memory or _memory(worker, seen),
+        memory=answer.memory or peaks(seen.progress, worker.peak_bytes),
     )
 
 
@@ -256,22 +256,24 @@ def _cause(worker: WorkerProcess, seen: Watched, tail: list[str]) -> tuple[End, 
     return End.ERROR, f"exited with code {worker.exit_code} {where} without a result{last}"
 
 
-def _memory(worker: WorkerProcess, seen: Watched) -> Memory:
+def peaks(trail: list[Progress], process_bytes: int | None = None) -> Memory:
     """The peaks that were seen: the GPU's from the trail, the host's from whoever saw more."""
 
     def most(values: list[int | None]) -> int | None:
         return max((value for value in values if value is not None), default=None)
 
     return Memory(
-        allocated_bytes=most([entry.allocated_bytes for entry in seen.progress]),
-        reserved_bytes=most([entry.reserved_bytes for entry in seen.progress]),
-        process_bytes=most([*(entry.process_bytes for entry in seen.progress), worker.peak_bytes]),
+        allocated_bytes=most([entry.allocated_bytes for entry in trail]),
+        reserved_bytes=most([entry.reserved_bytes for entry in trail]),
+        process_bytes=most([*(entry.process_bytes for entry in trail), process_bytes]),
     )
 
 
 def _seal_interrupted(folder: SweepFolder, name: str) -> None:
-    """An earlier result still holds: it goes to the end of the log again."""
+    """The log says so; an earlier result still holds, and goes to its end again."""
     try:
+        with folder.log(name).open("a") as log:
+            log.write("interrupted before it was done\n")
         if folder.result(name).exists():
             seal_log(folder.log(name), read_record(folder.result(name), CaseResult))
     except (OSError, RecordError):

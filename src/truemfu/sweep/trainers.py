@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
@@ -77,7 +78,7 @@ def load_trainer(name: str) -> type[Trainer]:
             "package.module:Class"
         )
     try:
-        found = getattr(importlib.import_module(module_name), class_name)
+        found = attrgetter(class_name)(importlib.import_module(module_name))
     except (ImportError, AttributeError) as error:
         if isinstance(error, ImportError) and (error.name or "").split(".")[0] == "opacus":
             raise UsageError(f'{name} needs Opacus: pip install "truemfu[dp]"') from error

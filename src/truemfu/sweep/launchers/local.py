@@ -34,15 +34,19 @@ class Slot:
         self._visible_gpu = visible_gpu
         self._command = command
         self._ready: WorkerProcess | None = None
+        self._ready_imports: list[str] = []
         # Two workers of a slot can be there at once, so two files take turns.
         self._logs = [folder.slot_log(f"{name}-{turn}") for turn in range(2)]
 
     def worker_for(self, case: SweepCase) -> WorkerProcess:
-        """A fresh worker: the one that was made ready, or a new one where that has died meanwhile."""
+        """A fresh worker: the one that was made ready, or a new one where that has died meanwhile.
+
+        Or where it was made ready for a case that needs other imports: they would be in this one's memory.
+        """
         ready, self._ready = self._ready, None
         if ready is not None:
             ready.go_on()
-            if not ready.wait(0):
+            if not ready.wait(0) and self._ready_imports == _imports(case):
                 return ready
             ready.end()
         return self._start(case)
@@ -51,6 +55,7 @@ class Slot:
         """Start the worker of the next case; what it imports depends on the case."""
         if self._ready is None:
             self._ready = self._start(case)
+            self._ready_imports = _imports(case)
 
     def let_measure(self, phase: Phase) -> None:
         """Keep the next worker still while the current one is in a phase that measures."""
@@ -73,9 +78,12 @@ class Slot:
         if "CUDA_VISIBLE_DEVICES" not in os.environ:
             # Numbers then mean the same as in nvidia-smi.
             environment.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-        imports = ["--import", "opacus"] if case.trainer in NEEDS_OPACUS else []
         self._logs.reverse()
-        return WorkerProcess([*self._command, *imports], environment=environment, log=self._logs[0])
+        return WorkerProcess([*self._command, *_imports(case)], environment=environment, log=self._logs[0])
+
+
+def _imports(case: SweepCase) -> list[str]:
+    return ["--import", "opacus"] if case.trainer in NEEDS_OPACUS else []
 
 
 def slots(
@@ -85,4 +93,4 @@ def slots(
     if device == "cpu":
         return [Slot("cpu", "", folder, command)]
     gpus = chosen_gpus(config.gpus)
-    return [Slot(f"gpu{number}", gpu, folder, command) for number, gpu in enumerate(gpus)]
+    return [Slot(f"gpu{number}", gpu, folder, command) for number, gpu in gpus.items()]

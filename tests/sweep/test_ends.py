@@ -1,0 +1,33 @@
+"""An exception becomes an end, also where it was put in other words on its way."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+import torch
+
+from truemfu.errors import ModelError
+from truemfu.records import End
+from truemfu.sweep.ends import end_of
+from truemfu.sweep.trainers import Unsupported
+
+
+@pytest.mark.parametrize(
+    ("error", "end"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), End.CUDA_OOM),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), End.CUDA_OOM),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried …"), End.HOST_OOM),
+        (MemoryError(), End.HOST_OOM),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), End.HOST_OOM),
+        (Unsupported("not on a Sunday"), End.UNSUPPORTED),
+        (RuntimeError("could not create a primitive"), End.ERROR),
+        (ValueError("out of memory"), End.ERROR),
+    ],
+)
+def test_an_error_has_the_same_end_when_it_is_the_cause_of_another(error: Exception, end: End) -> None:
+    assert end_of(error)[0] is end
+    wrapped = ModelError("the configuration does not build a model")
+    wrapped.__cause__ = error
+    assert end_of(wrapped)[0] is (End.ERROR if end is End.UNSUPPORTED else end)
