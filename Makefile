@@ -23,7 +23,7 @@ $(STAMP): pyproject.toml constraints-dev.txt
 	@touch $@
 
 demo: setup     ## every trainer once on this machine, the summary, and out/demo/report.html
-	$(BIN)/truemfu sweep --mode test --output out/demo --rerun all
+	$(BIN)/python examples/demo.py
 
 test: setup     ## the tests
 	$(BIN)/python -m pytest -n 2
