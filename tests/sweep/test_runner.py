@@ -218,11 +218,13 @@ def test_after_an_out_of_memory_larger_batches_are_pruned_and_what_fits_is_found
 
 
 SWEEP = """
+import signal
 import sys
 from pathlib import Path
 from supervised import Recorder, small
 from truemfu.sweep.runner import run_sweep
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup themselves
 config = small(trainers=["StandardTrainer", "failing_trainers:WaitsForLeave"], batch_sizes=[2])
 outcome = run_sweep(config, Path(sys.argv[1]), listener=Recorder())
 sys.exit(130 if outcome.interrupted else 0)
