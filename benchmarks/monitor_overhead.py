@@ -93,6 +93,7 @@ def our_log_step(folder: str, steps: int, *, tensors: bool = False, mask: bool =
 
         forward()
         log(0)
+        monitor.save_logs()  # the one calibration is over
         result = timed(log, steps, forward)
         for _ in range(min(steps, 2000)):
             began = time.perf_counter()
