@@ -17,7 +17,7 @@ STATIONS = (
     ("convention",),
     ("records",),
     ("hardware", "flops"),
-    ("utilization", "waterfall", "crosscheck"),
+    ("utilization",),
     ("trackers",),
     ("monitor",),
     ("integrations",),
