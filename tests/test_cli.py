@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
+from tests.command_line import Run, caller
 
 import truemfu
 from truemfu import count_flops
-from truemfu.cli import main
 from truemfu.cli.console import short
 from truemfu.flops.model_view import BatchRequest
 from truemfu.flops.targets import resolve_target
@@ -58,19 +57,8 @@ def leaves():
 """
 
 
-class Result(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Result]
-
-
 @pytest.fixture
-def run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., Result]:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """Call the command line in this process, from a folder that holds factories and configurations."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -81,13 +69,7 @@ def run(
     (tmp_path / "unknown.json").write_text('{"model_type": "lama"}')
     (tmp_path / "broken.json").write_text("{")
 
-    def call(*arguments: str) -> Result:
-        with pytest.raises(SystemExit) as stop:
-            main(arguments)
-        captured = capsys.readouterr()
-        return Result(int(stop.value.code or 0), captured.out, captured.err)
-
-    return call
+    return caller(capsys)
 
 
 def counted(run: Run, *arguments: str) -> dict[str, Any]:

@@ -8,14 +8,13 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 from rich.console import Console
+from tests.command_line import Result, Run, caller
 
-from truemfu.cli import main
 from truemfu.cli.console import output
 from truemfu.cli.live import Lines, LiveTable, progress
 from truemfu.records import CaseResult, End, Phase, SweepCase, SweepRecord, encode, write_record
@@ -37,28 +36,13 @@ class Waits(Raises):
 """
 
 
-class Result(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Result]
-
-
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """Call the command line in this process, from an empty folder, on a machine without a GPU."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
-    def call(*arguments: str) -> Result:
-        with pytest.raises(SystemExit) as stop:
-            main(arguments)
-        captured = capsys.readouterr()
-        return Result(int(stop.value.code or 0), captured.out, captured.err)
-
-    return call
+    return caller(capsys)
 
 
 def sweep_process(folder: Path, *arguments: str) -> subprocess.Popen[str]:

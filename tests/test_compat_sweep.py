@@ -31,7 +31,7 @@ def copy(tmp_path: Path) -> Path:
 
 
 def test_the_configuration_holds_the_default_matrix() -> None:
-    assert load_config(DOORS / "profiling_config.json") == SweepConfig.default()
+    assert load_config(DOORS / "profiling_config.json") == SweepConfig()
 
 
 def test_run_profiling_takes_the_arrays_at_its_top(copy: Path) -> None:

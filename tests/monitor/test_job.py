@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from rank_processes import free_address, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -151,26 +151,9 @@ def wait_for(path: Path) -> None:
 
 def job(folder: Path, name: str, world_size: int = 2) -> tuple[list[int | None], dict[int, Any]]:
     """Exit codes, and what each rank found."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        init = f"tcp://127.0.0.1:{free.getsockname()[1]}"
-    context = torch.multiprocessing.get_context("spawn")
-    ranks = [
-        context.Process(target=rank_process, args=(name, rank, world_size, init, str(folder)))
-        for rank in range(world_size)
-    ]
-    for process in ranks:
-        process.start()
-    ends = time.monotonic() + TIME_LIMIT_S
-    for process in ranks:
-        process.join(max(0.0, ends - time.monotonic()))
-    codes = [process.exitcode for process in ranks]
-    for process in ranks:
-        if process.is_alive():
-            process.kill()
-            process.join()
-    written = {rank: folder / f"{rank}.json" for rank in range(world_size)}
-    return codes, {rank: json.loads(p.read_text()) for rank, p in written.items() if p.exists()}
+    init = free_address()
+    arguments = [(name, rank, world_size, init, str(folder)) for rank in range(world_size)]
+    return run_ranks(rank_process, arguments, folder, TIME_LIMIT_S)
 
 
 def flops_of(found: dict[str, Any]) -> int:

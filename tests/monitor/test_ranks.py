@@ -6,7 +6,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from rank_processes import free_address, run_ranks
 from torch import nn
 
 import truemfu.flops.closed_form as closed_form
@@ -113,31 +113,9 @@ def wait_for(path: Path) -> None:
 
 def job(folder: Path, world_size: int, kind: str, scenario: str) -> tuple[list[int | None], dict[int, Any]]:
     """Exit codes, and what each rank found."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    store = f"tcp://127.0.0.1:{port}" if kind == "tcp" else f"file://{folder / 'store'}"
-    context = torch.multiprocessing.get_context("spawn")
-    processes = [
-        context.Process(target=rank_process, args=(rank, world_size, store, str(folder), scenario))
-        for rank in range(world_size)
-    ]
-    for process in processes:
-        process.start()
-    ends = time.monotonic() + TIME_LIMIT_S
-    for process in processes:
-        process.join(max(0.0, ends - time.monotonic()))
-    codes = [process.exitcode for process in processes]
-    for process in processes:
-        if process.is_alive():
-            process.kill()
-            process.join()
-    found = {
-        rank: json.loads((folder / f"{rank}.json").read_text())
-        for rank in range(world_size)
-        if (folder / f"{rank}.json").exists()
-    }
-    return codes, found
+    store = free_address() if kind == "tcp" else f"file://{folder / 'store'}"
+    arguments = [(rank, world_size, store, str(folder), scenario) for rank in range(world_size)]
+    return run_ranks(rank_process, arguments, folder, TIME_LIMIT_S)
 
 
 @pytest.mark.parametrize(("world_size", "kind"), [(2, "tcp"), (3, "file")])

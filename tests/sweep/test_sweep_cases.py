@@ -11,7 +11,7 @@ from truemfu.sweep.config import SweepConfig, parse
 
 
 def test_the_default_matrix_has_sixteen_cases_in_order() -> None:
-    names = list(cases_of(SweepConfig.default(), "cuda"))
+    names = list(cases_of(SweepConfig(), "cuda"))
     assert len(names) == 16
     assert names[:5] == [
         "StandardTrainer_bs4_seq512",
@@ -29,7 +29,7 @@ def test_batches_run_in_ascending_order() -> None:
 
 @pytest.mark.parametrize(("device", "dtype"), [("cuda", "bf16"), ("cpu", "fp32")])
 def test_auto_is_bf16_on_a_gpu_and_fp32_on_a_cpu(device: str, dtype: str) -> None:
-    cases = cases_of(SweepConfig.default(), device).values()
+    cases = cases_of(SweepConfig(), device).values()
     assert {(case.device, case.dtype) for case in cases} == {(device, dtype)}
 
 

@@ -30,7 +30,7 @@ def write(tmp_path: Path, content: Any) -> Path:
 
 
 def test_the_default_is_four_trainers_two_batches_two_lengths_of_1b() -> None:
-    config = SweepConfig.default()
+    config = SweepConfig()
     assert config.trainers == [
         "StandardTrainer",
         "DPSGDTrainer",

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
+from ..convention import Attention
 from .console import debug_option, json_option, output, percent, print_json, short, table, working
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 @click.option("--dtype", help="fp64, fp32, fp16 or bf16.  [default: bf16; a factory's model as it is]")
 @click.option(
     "--attention-convention",
-    type=click.Choice(["full", "causal"]),
+    type=click.Choice(get_args(Attention)),
     default="full",
     show_default=True,
     help="Count all pairs of query and key, or those the mask allows.",

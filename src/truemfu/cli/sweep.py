@@ -148,7 +148,7 @@ def _config(mode: str, path: Path | None, flags: dict[str, Any]) -> SweepConfig:
     elif path is not None or Path(CONFIG_NAME).is_file():
         start = load_config(path or CONFIG_NAME)
     else:
-        start = SweepConfig.default()
+        start = SweepConfig()
     given = _given(flags)
     if mode == "single":
         several = [key for key in _ONE_EXPERIMENT if len(given.get(key) or []) > 1]

@@ -15,19 +15,21 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import msgspec
 from msgspec import Meta, field
 
+from ..convention import Attention
 from ..errors import UsageError, closest
+from ..records import SweepCase
 from .content_hash import find_module, is_path
 from .sizes import SIZES
 from .trainers import NEEDS_OPACUS, OPTIMIZERS, TRAINERS
 
 DTYPES = ("auto", "fp32", "bf16")
 DEVICES = ("auto", "cuda", "cpu")
-ATTENTION = ("full", "causal")
+ATTENTION = get_args(Attention)
 
 _MOST = 2**63 - 1  # what JSON and torch hold
 _Count = Annotated[int, Meta(ge=1, le=_MOST)]
@@ -35,10 +37,14 @@ _CountOrNone = Annotated[int, Meta(ge=0, le=_MOST)]
 _Positive = Annotated[float, Meta(gt=0)]
 
 
+_OF_A_CASE: dict[str, Any] = {entry.name: entry.default for entry in msgspec.structs.fields(SweepCase)}
+"""What an experiment takes where nothing is said."""
+
+
 class SweepConfig(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename={"models": "model_sizes"}
 ):
-    """A matrix of experiments, how each is run, and what bounds it."""
+    """A matrix of experiments, how each is run, and what bounds it; by itself the default one."""
 
     trainers: list[str] = field(default_factory=lambda: list(TRAINERS))
     """Names of `TRAINERS`, or `package.module:Class`."""
@@ -48,20 +54,20 @@ class SweepConfig(
     """Names of `SIZES`, Hugging Face configurations, or `package.module:factory`; `model_sizes` in a file."""
     dtypes: list[str] = field(default_factory=lambda: ["auto"])
     """auto is bf16 on a GPU and fp32 on a CPU."""
-    optimizer: str = "sgd"
-    learning_rate: _Positive = 1e-4
-    compile: bool = False
+    optimizer: str = _OF_A_CASE["optimizer"]
+    learning_rate: _Positive = _OF_A_CASE["learning_rate"]
+    compile: bool = _OF_A_CASE["compile"]
     device: str = "auto"
-    attention: str = "full"
+    attention: str = _OF_A_CASE["attention"]
     """The convention of the FLOP counts."""
-    max_grad_norm: _Positive = 1.0
-    noise_multiplier: Annotated[float, Meta(ge=0)] = 1.0
-    seed: _CountOrNone = 0
-    warm_up_steps: _CountOrNone = 5
-    min_steps: _Count = 20
-    max_steps: _Count = 200
-    max_timed_s: _Positive = 30.0
-    profiled_steps: _CountOrNone = 2
+    max_grad_norm: _Positive = _OF_A_CASE["max_grad_norm"]
+    noise_multiplier: Annotated[float, Meta(ge=0)] = _OF_A_CASE["noise_multiplier"]
+    seed: _CountOrNone = _OF_A_CASE["seed"]
+    warm_up_steps: _CountOrNone = _OF_A_CASE["warm_up_steps"]
+    min_steps: _Count = _OF_A_CASE["min_steps"]
+    max_steps: _Count = _OF_A_CASE["max_steps"]
+    max_timed_s: _Positive = _OF_A_CASE["max_timed_s"]
+    profiled_steps: _CountOrNone = _OF_A_CASE["profiled_steps"]
     timeout_s: _Positive = 1800.0
     """An experiment that takes longer is ended."""
     memory_limit_gib: _Positive | None = None
@@ -72,11 +78,6 @@ class SweepConfig(
     """After an out-of-memory try smaller batches and models until one fits."""
     gpus: list[_CountOrNone] | None = None
     """Numbers among the visible GPUs; None: all of them."""
-
-    @staticmethod
-    def default() -> SweepConfig:
-        """4 trainers × batch 4, 8 × sequence 512, 1024 × the 1b model."""
-        return SweepConfig()
 
 
 TEST_CONFIG = SweepConfig(

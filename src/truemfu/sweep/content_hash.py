@@ -34,7 +34,6 @@ _SUPERVISOR = {
     "config.py",
     "cases.py",
     "paths.py",
-    "process.py",
     "resume.py",
     "supervise.py",
     "case_log.py",

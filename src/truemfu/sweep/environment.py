@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import os
 import platform
 import re
 import resource
@@ -15,6 +16,7 @@ import torch
 
 from .. import __version__
 from ..records import Environment, Memory
+from .process import peak_memory_bytes
 
 _PACKAGES = ("opacus", "transformers")
 
@@ -62,13 +64,9 @@ def forget_peaks(device: torch.device) -> None:
 
 def process_peak_bytes() -> int:
     """The most resident memory this process has held."""
-    try:
-        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        status = ""
-    found = re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)
-    if found:
-        return int(found[1]) * 1024
+    found = peak_memory_bytes(os.getpid())
+    if found is not None:
+        return found
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
