@@ -9,6 +9,7 @@ dropped and counted as lost.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -30,6 +31,7 @@ from .totals import Totals
 _MAX_PENDING = 10_000
 _WAKE_EVERY_S = 3.0
 _POLL_S = 0.005
+_TAKE_DOWN_S = 0.1
 
 
 class Resolver:
@@ -98,7 +100,13 @@ class Resolver:
         self._stopping = True
         self._counting.give_up.set()
         self._wake.set()
-        self._thread.join(timeout_s)
+        ends_s = time.perf_counter() + timeout_s
+        while self._thread.is_alive() and (left_s := ends_s - time.perf_counter()) > 0:
+            # An impatient second Ctrl-C: ending Python now would abort the process from inside torch.
+            with contextlib.suppress(KeyboardInterrupt):
+                self._thread.join(left_s)
+        # Joined is not gone: torch's state of the thread is taken down after that, and needs Python for it.
+        time.sleep(_TAKE_DOWN_S)
 
     def _run(self) -> None:
         if self._device.type == "cuda":
