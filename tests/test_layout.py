@@ -17,7 +17,7 @@ STATIONS = (
     ("convention",),
     ("records",),
     ("hardware", "flops"),
-    ("utilization",),
+    ("utilization", "waterfall", "crosscheck"),
     ("trackers",),
     ("monitor",),
     ("integrations",),

@@ -4,6 +4,8 @@
     ├── ModelError               the model cannot be built, run or differentiated
     ├── BatchError               the batch does not fit the model, or says too little
     ├── RecordError              a file that should hold one of our records does not
+    ├── CounterError             the hardware's counters cannot be read, now or at all
+    │   └── ReplayEnded          a recorded trace has no more samples
     ├── NeedsTrainingThread      this model cannot be counted beside its training, only in its place
     └── UsageError               a wrong argument: an unknown name, size, dtype, device
 
@@ -33,6 +35,14 @@ class BatchError(TruemfuError):
 
 class RecordError(TruemfuError):
     """A file that should hold one of our records does not; the message names it and says why."""
+
+
+class CounterError(TruemfuError):
+    """The counters cannot be read, now or at all; the message says why in one line."""
+
+
+class ReplayEnded(CounterError):
+    """A recorded trace has no more samples."""
 
 
 class NeedsTrainingThread(TruemfuError):

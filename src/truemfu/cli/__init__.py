@@ -3,6 +3,9 @@
     main            runs a command and turns errors into one line and an exit code
     count.py        truemfu count
     hardware.py     truemfu devices, truemfu peak
+    top.py          truemfu top
+    top_export.py   what truemfu top serves to Prometheus
+    audit.py        truemfu audit
     sweep.py        truemfu sweep
     live.py         how a sweep shows its progress
     summarize.py    truemfu summarize
@@ -27,12 +30,14 @@ import click
 
 from .. import __version__
 from ..errors import TruemfuError, TruemfuWarning
+from .audit import audit
 from .console import silence
 from .count import count
 from .hardware import devices, peak
 from .report import report
 from .summarize import summarize
 from .sweep import sweep
+from .top import top
 
 DONE, FAILED, WRONG_CALL, INTERRUPTED = 0, 1, 2, 130
 
@@ -56,6 +61,8 @@ def cli(context: click.Context) -> None:
     Then what the hardware could do:
         truemfu devices        the datasheet peaks, and the row this machine matches
         truemfu peak           the matmul rate this device reaches right now
+        truemfu top            every GPU, live: what its silicon executes
+        truemfu audit          one step under Nsight Compute, against the count
     \b
     Then what training on it reaches, standard and differentially private:
         truemfu sweep --mode test                  every trainer once, under a minute
@@ -72,6 +79,8 @@ def cli(context: click.Context) -> None:
 cli.add_command(count)
 cli.add_command(devices)
 cli.add_command(peak)
+cli.add_command(top)
+cli.add_command(audit)
 cli.add_command(sweep)
 cli.add_command(summarize)
 cli.add_command(report)
@@ -81,7 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of `truemfu`: exits with the code its module documents."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in arguments
-    _stay_offline()
+    if arguments[:1] != ["audit"]:  # what it runs is the user's own, with the user's environment
+        _stay_offline()
     with _quiet_libraries(debug):
         code = _run(arguments, debug)
     sys.exit(code)

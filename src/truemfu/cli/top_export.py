@@ -1,0 +1,122 @@
+"""`truemfu top --export PORT`: the last interval of every GPU, served to Prometheus.
+
+    http://<host>:<port>/metrics     truemfu_gpu_tensor_active_ratio{gpu="0",name="NVIDIA H200",uuid="…"} 0.93
+
+Names carry their units; what is not known is not served. A scrape reads values that are there already, it
+never asks the driver. docs/grafana/truemfu-gpus.json shows them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from ..errors import UsageError
+
+if TYPE_CHECKING:
+    from .top import Reading
+
+# Metric (after `truemfu_gpu_`) → attribute of the window.
+_FROM_WINDOW: Mapping[str, str] = MappingProxyType(
+    {
+        "tensor_active_ratio": "tensor_active",
+        "hmma_active_ratio": "hmma_active",
+        "imma_active_ratio": "imma_active",
+        "dmma_active_ratio": "dmma_active",
+        "fp16_active_ratio": "fp16_active",
+        "fp32_active_ratio": "fp32_active",
+        "fp64_active_ratio": "fp64_active",
+        "sm_active_ratio": "sm_active",
+        "sm_occupancy_ratio": "sm_occupancy",
+        "dram_active_ratio": "dram_active",
+        "driver_utilisation_ratio": "gpu_utilisation",
+        "sm_clock_hertz": "sm_clock_hz",
+        "max_sm_clock_hertz": "max_sm_clock_hz",
+        "power_watts": "power_w",
+        "power_limit_watts": "power_limit_w",
+        "memory_used_bytes": "memory_used_bytes",
+        "memory_total_bytes": "memory_total_bytes",
+    }
+)
+_FROM_READING: Mapping[str, str] = MappingProxyType(
+    {
+        "executed_flop_utilisation_ratio": "executed_flop_utilisation",
+        "executed_flops_per_second": "executed_flops_per_s",
+        "peak_flops_per_second": "peak_flops_per_s",
+    }
+)
+_LABELS = ("gpu", "name", "uuid")
+
+
+@contextmanager
+def serving(readings: Callable[[], Sequence[Reading]], port: int) -> Iterator[str]:
+    """Serve on `port` (0: any free one) and give the address."""
+    try:
+        from prometheus_client import CollectorRegistry, start_http_server
+    except ImportError:
+        raise UsageError("--export needs prometheus_client: pip install 'truemfu[prometheus]'") from None
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Collector(readings))
+    try:
+        server, _ = start_http_server(port, registry=registry)
+    except (OSError, OverflowError) as problem:
+        reason = getattr(problem, "strerror", None) or problem
+        raise UsageError(f"cannot serve on port {port}: {reason}; give another to --export") from None
+    try:
+        yield f"http://localhost:{server.server_port}/metrics"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+class _Collector:
+    """What Prometheus asks at each scrape."""
+
+    def __init__(self, readings: Callable[[], Sequence[Reading]]) -> None:
+        self._readings = readings
+
+    def describe(self) -> Iterable[Any]:
+        """Nothing beforehand: which metrics there are depends on the GPUs."""
+        return ()
+
+    def collect(self) -> Iterator[Any]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        found = list(self._readings())
+        for metric, attribute in {**_FROM_READING, **_FROM_WINDOW}.items():
+            family = GaugeMetricFamily(f"truemfu_gpu_{metric}", _said(attribute), labels=_LABELS)
+            for reading in found:
+                holder = reading if metric in _FROM_READING else reading.window
+                value = None if holder is None else getattr(holder, attribute)
+                if value is not None:
+                    family.add_metric(_labels(reading), value)
+            yield family
+        throttled = GaugeMetricFamily(
+            "truemfu_gpu_throttled_ratio",
+            "share of the last interval that a reason held the clock back",
+            labels=(*_LABELS, "reason"),
+        )
+        dropped = CounterMetricFamily(
+            "truemfu_gpu_dropped_intervals", "intervals without usable counters", labels=_LABELS
+        )
+        processes = GaugeMetricFamily(
+            "truemfu_gpu_processes", "processes that hold memory on the GPU", labels=_LABELS
+        )
+        for reading in found:
+            dropped.add_metric(_labels(reading), reading.health.dropped)
+            if reading.window is not None:
+                for reason, share in (reading.window.throttle or {}).items():
+                    throttled.add_metric([*_labels(reading), reason], share)
+                if reading.window.processes is not None:
+                    processes.add_metric(_labels(reading), len(reading.window.processes))
+        yield from (throttled, dropped, processes)
+
+
+def _labels(reading: Reading) -> list[str]:
+    return [str(reading.gpu.index), reading.gpu.name, reading.gpu.uuid or ""]
+
+
+def _said(attribute: str) -> str:
+    return f"{attribute.replace('_', ' ')} over the last interval"

@@ -1,0 +1,150 @@
+"""What a GPU did over a stretch of time, as the chip's own counters tell: the values.
+
+    CounterSource.read ─► CounterSample ─┬─► CounterWindow (one interval) ─► combine, within ─► CounterWindow
+    (NVML, or Replay)     CounterSample ─┘              counter_windows.py
+
+The driver is behind `nvml.py`, the thread in `sampler.py`, recorded traces in `counter_trace.py`. So a trace
+goes through every path that a real chip does.
+
+A share is a number from 0 to 1. What the chip, the driver or our permission does not tell is None. Times are
+seconds of the monotonic clock of the process that read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+
+class GpuProcess(msgspec.Struct, frozen=True, kw_only=True):
+    """A process that holds memory on the GPU; its name where this user may read it."""
+
+    pid: int
+    name: str | None = None
+    memory_bytes: int | None = None
+
+
+class GpuInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What does not change about a GPU. `no_gpm_reason` is None where its activity counters can be read."""
+
+    index: int
+    name: str
+    uuid: str | None = None
+    memory_total_bytes: int | None = None
+    max_sm_clock_hz: float | None = None
+    driver: str | None = None
+    no_gpm_reason: str | None = None
+
+
+class Activities(msgspec.Struct, frozen=True, kw_only=True):
+    """Shares of the GPU's time (of its SM cycles, but for the memory) that each part of it was active.
+
+    `hmma_active` is the tensor pipe for fp16, bf16, tf32 and fp8, **and** elementwise 16-bit arithmetic;
+    `imma` is for integers, `dmma` and `dfma` for fp64; `tensor_active` is any of them. fp16, fp32, fp64 and
+    integer are the plain units. `graphics_active` is the share of time with any kernel on the GPU.
+    """
+
+    tensor_active: float | None = None
+    hmma_active: float | None = None
+    imma_active: float | None = None
+    dmma_active: float | None = None
+    dfma_active: float | None = None
+    fp16_active: float | None = None
+    fp32_active: float | None = None
+    fp64_active: float | None = None
+    integer_active: float | None = None
+    sm_active: float | None = None
+    sm_occupancy: float | None = None
+    dram_active: float | None = None
+    graphics_active: float | None = None
+
+
+ACTIVITIES: tuple[str, ...] = Activities.__struct_fields__
+
+
+class Cycles(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Raw cycle counts of newer drivers: since the machine started in a sample, over the time in a window."""
+
+    elapsed: float
+    sm: float | None = None
+    mma: float | None = None
+    hmma: float | None = None
+    imma: float | None = None
+    dmma: float | None = None
+    dfma: float | None = None
+    fp16: float | None = None
+    fp32: float | None = None
+    fp64: float | None = None
+    integer: float | None = None
+
+
+class CounterSample(
+    Activities, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind", tag="sample"
+):
+    """One read of one GPU. Activities are those since the read before; the first read has none."""
+
+    index: int
+    at_s: float
+    cycles: Cycles | None = None
+    sm_clock_hz: float | None = None
+    power_w: float | None = None
+    power_limit_w: float | None = None
+    energy_j: float | None = None
+    """Since the driver was loaded."""
+    memory_used_bytes: int | None = None
+    gpu_utilisation: float | None = None
+    throttle_reasons: tuple[str, ...] | None = None
+    processes: tuple[GpuProcess, ...] | None = None
+
+
+class CounterWindow(Activities, frozen=True, kw_only=True):
+    """What one GPU did from `begin_s` to `end_s`.
+
+    `seconds` is what the intervals in it cover: less than the span where one was dropped, and then
+    `energy_j` is that of the covered part. `gpu_utilisation` is the driver's own: the share of time with at
+    least one kernel running, 1 for a single elementwise add. `throttle` is the share of time each reason
+    held the clock back; memory, processes and limits are the last known.
+    """
+
+    index: int
+    begin_s: float
+    end_s: float
+    seconds: float
+    intervals: int = 1
+    cycles: Cycles | None = None
+    sm_clock_hz: float | None = None
+    max_sm_clock_hz: float | None = None
+    power_w: float | None = None
+    power_limit_w: float | None = None
+    energy_j: float | None = None
+    memory_used_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    gpu_utilisation: float | None = None
+    throttle: dict[str, float] | None = None
+    processes: tuple[GpuProcess, ...] | None = None
+
+
+class CounterSource(Protocol):
+    """Where samples come from: NVML, a replay, or a fake."""
+
+    def gpus(self) -> Sequence[GpuInfo]:
+        """The GPUs there are."""
+
+    def read(self, index: int) -> CounterSample:
+        """One sample of a GPU; a `CounterError` where that fails this time."""
+
+    def close(self) -> None:
+        """Let go of the driver or the file; nothing is read afterwards."""
+
+
+def find_gpu(gpus: Sequence[GpuInfo], uuid: str) -> GpuInfo | None:
+    """The GPU with this UUID, as NVML or torch (without the word GPU in front) writes it.
+
+    The driver numbers GPUs otherwise than a process that sees some of them, so an index will not do.
+    """
+    wanted = uuid.removeprefix("GPU-").casefold()
+    return next(
+        (gpu for gpu in gpus if gpu.uuid and gpu.uuid.removeprefix("GPU-").casefold() == wanted), None
+    )

@@ -1,0 +1,176 @@
+"""Reads the counters of some GPUs again and again, and keeps the last intervals of each.
+
+    source ─► poll ─► intervals of each GPU, the last `keep` of them ─► latest, window
+
+`poll` reads every GPU once. A thread does it every `period_s` between `start` and `stop`; who has a loop of
+its own (`truemfu top`) calls it there. The thread is a daemon, so it ends with the process; it never touches
+CUDA, and the driver's calls let go of the interpreter's lock.
+
+Trouble costs the interval it falls into, nothing else: a read that fails or returns nonsense is counted and
+the next two good reads make an interval again. Memory does not grow.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+from ..errors import CounterError, ReplayEnded, UsageError, one_line
+from .counter_windows import GPM_LAG_S, interval_of, within
+from .counters import CounterSample, CounterSource, CounterWindow, GpuInfo
+
+_JOIN_S = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Health:
+    """How the reading of one GPU goes: intervals made and dropped, and the trouble there is now.
+
+    `fault` is None again once an interval was made. `stopped` says why nothing is read any more.
+    """
+
+    intervals: int = 0
+    dropped: int = 0
+    fault: str | None = None
+    stopped: str | None = None
+
+
+class Sampler:
+    """The recent past of some GPUs of a source (None: all of them)."""
+
+    def __init__(
+        self,
+        source: CounterSource,
+        *,
+        indices: Sequence[int] | None = None,
+        period_s: float = 1.0,
+        keep: int = 600,
+    ) -> None:
+        if not 0.001 <= period_s < float("inf"):
+            raise UsageError(f"the time between two reads must be a millisecond or more, got {period_s!r} s")
+        if keep < 1:
+            raise UsageError(f"at least one interval must be kept, got {keep!r}")
+        known = {gpu.index for gpu in source.gpus()}
+        wanted = sorted(known) if indices is None else list(dict.fromkeys(indices))
+        if not set(wanted) <= known:
+            missing = sorted(set(wanted) - known)
+            raise UsageError(f"there is no GPU {missing[0]}; this machine has {sorted(known)}")
+        self._source = source
+        self._period_s = period_s
+        self._tracks = {index: _Track(keep) for index in wanted}
+        self._lock = threading.Lock()
+        self._enough = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Read in a thread of its own from now on."""
+        assert self._thread is None, "the sampler is running already"
+        self._thread = threading.Thread(target=self._run, name="truemfu-counters", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread. One that hangs in the driver is left behind: it can do no more than read."""
+        self._enough.set()
+        if self._thread is not None:
+            self._thread.join(_JOIN_S)
+
+    def __enter__(self) -> Sampler:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def poll(self) -> bool:
+        """Read every GPU once; False when there is nothing left to read."""
+        gpus = {gpu.index: gpu for gpu in self._source.gpus()}
+        for index, track in self._tracks.items():
+            if track.health.stopped is None:
+                self._read(track, gpus[index])
+        return any(track.health.stopped is None for track in self._tracks.values())
+
+    def gpus(self) -> list[GpuInfo]:
+        """Those that are read."""
+        return [gpu for gpu in self._source.gpus() if gpu.index in self._tracks]
+
+    def latest(self, index: int) -> CounterWindow | None:
+        """The last interval; None before there is one, and while the GPU cannot be read."""
+        with self._lock:
+            track = self._tracks[index]
+            return track.intervals[-1] if track.intervals and track.health.fault is None else None
+
+    def intervals(self, index: int) -> list[CounterWindow]:
+        """The intervals kept, oldest first."""
+        with self._lock:
+            return list(self._tracks[index].intervals)
+
+    def window(
+        self, index: int, begin_s: float, end_s: float, *, lag_s: float = GPM_LAG_S
+    ) -> CounterWindow | None:
+        """All whole intervals between two times of the monotonic clock; see `counters.within`."""
+        return within(self.intervals(index), begin_s, end_s, lag_s=lag_s)
+
+    def health(self, index: int) -> Health:
+        with self._lock:
+            return self._tracks[index].health
+
+    def _run(self) -> None:
+        due_s = time.monotonic()
+        while not self._enough.is_set() and self.poll():
+            now_s = time.monotonic()
+            due_s += self._period_s
+            if due_s <= now_s:
+                # A read that took long is followed by a pause all the same, not by a burst to catch up.
+                due_s = now_s + self._period_s
+            self._enough.wait(due_s - now_s)
+
+    def _read(self, track: _Track, gpu: GpuInfo) -> None:
+        before, after = track.last, None
+        interval: CounterWindow | None = None
+        fault = stopped = None
+        try:
+            after = self._source.read(gpu.index)
+            interval = None if before is None else interval_of(before, after, gpu)
+        except ReplayEnded as end:
+            stopped, after = str(end), before
+        except CounterError as problem:
+            fault = str(problem)
+        except Exception as problem:
+            # Whatever the driver's library throws must not end the thread: the run it watches goes on.
+            fault = f"unexpected {one_line(problem)}"
+        with self._lock:
+            track.take(after, interval, fault, stopped)
+
+
+class _Track:
+    """One GPU: its last sample, its last intervals, its health."""
+
+    def __init__(self, keep: int) -> None:
+        self.last: CounterSample | None = None
+        self.intervals: deque[CounterWindow] = deque(maxlen=keep)
+        self.health = Health()
+
+    def take(
+        self,
+        sample: CounterSample | None,
+        interval: CounterWindow | None,
+        fault: str | None,
+        stopped: str | None,
+    ) -> None:
+        """A fault lasts until there is an interval again: a first good read shows nothing yet."""
+        self.last = sample
+        was = self.health
+        if interval is not None:
+            self.intervals.append(interval)
+        self.health = Health(
+            intervals=was.intervals + (interval is not None),
+            dropped=was.dropped + (fault is not None),
+            fault=fault or (None if interval is not None else was.fault),
+            stopped=stopped,
+        )

@@ -1,0 +1,366 @@
+"""Where the peak went: a window of training taken apart into parts that add up to the datasheet's peak.
+
+Everything is a share of peak × time. From the top, each line goes down to what is left after it:
+
+    left after it        part               equation        rests on
+    1                                                       the datasheet's peak P, at its clock f₀
+    g = f / f₀           clock              1 − g           mean SM clock f; negative: the chip ran faster
+    g·b                  idle               g·(1 − b)       share b of the cycles in which the GPU was busy
+    g·t                  no_tensor          g·(b − t)       share t of the cycles with an active tensor pipe
+    e = E / P            below_rate         g·t − e         executed FLOP/s E, by counters or Nsight Compute
+    τ·h − s              other_executed     e − (τ·h − s)   counted executed FLOP/s H: h = H / P
+    h − s                tile_padding       (τ − 1)·h       tile factor τ: a model (`hardware.tiles`)
+    h                    masked_attention   −s              counted attention S that masks skip: s = S / P
+    m = M / P            recomputation      h − m           counted model FLOP/s M: m is the MFU
+    m·p                  padding_tokens     m·(1 − p)       share p of tokens that are no padding
+                         useful             m·p             what is left: the model's useful FLOPs
+
+Because every line starts where the one above ended, the sum is 1 whatever the values are. The order is a
+choice: a share of the cycles is worth what the clock left of the peak, so the clock comes first.
+
+- Within `idle`, "of which": waiting for data, exposed communication, gaps between launches, each no more than
+  the idle time still left, because waiting that the GPU's work covers costs nothing.
+- Within `no_tensor`: `unfilled`, cycles of SMs that were empty while a kernel ran elsewhere.
+- p is by tokens; attention's share of padding goes with their squares, which is left out.
+- A negative `other_executed` is counted work that nobody executed: causal kernels under the full convention,
+  where s is not given.
+
+A value that is not known is not guessed. Its part melts into the next one, and the part's key and name say
+so: `idle_or_no_tensor`. More than three melted together are `unexplained`.
+
+f₀, b and t speak of the peak only if P is the datasheet's for the pipe that t watches: with a peak of your
+own, or for plain fp32, leave them out.
+
+This module imports nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import asdict, dataclass
+from typing import Any
+
+LARGE = 0.05
+"""A part above this share of the peak deserves a sentence of advice."""
+
+USEFUL = "useful"
+_OVERSHOOT = 0.01
+_MELTED_KEYS = 3
+
+_NAMES = {
+    "clock": "clock below the datasheet's",
+    "idle": "GPU idle",
+    "no_tensor": "busy without tensor work",
+    "below_rate": "tensor pipe below full rate",
+    "other_executed": "executed beyond the count",
+    "tile_padding": "tile padding",
+    "masked_attention": "attention counted but skipped by masks",
+    "recomputation": "recomputation",
+    "padding_tokens": "padding tokens",
+}
+_MISSING = {
+    "clock": "the SM clock or the datasheet's",
+    "idle": "how long the GPU was busy",
+    "no_tensor": "the tensor pipe's activity",
+    "below_rate": "the executed FLOPs",
+    "other_executed": "the tile factor",
+    "tile_padding": "the counted executed FLOPs",
+    "recomputation": "the model's FLOPs",
+    "padding_tokens": "the padding",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One part of the peak. `of` takes it apart further where that is known; `missing` says what was not."""
+
+    key: str
+    name: str
+    share: float
+    of: tuple[Part, ...] = ()
+    missing: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Waterfall:
+    """Parts in the order of the module's table, the useful FLOPs last; their shares add up to 1."""
+
+    parts: tuple[Part, ...]
+    peak_flops_per_s: float
+    throttle_reasons: tuple[str, ...] = ()
+    dram_active_share: float | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def losses(self) -> tuple[Part, ...]:
+        """All parts but the useful FLOPs."""
+        return self.parts[:-1]
+
+    @property
+    def limiter(self) -> str | None:
+        """What cost the most, as a key: `clock`, `idle_data_wait`; None where nothing was lost."""
+        largest = max(self.losses, key=lambda part: part.share, default=None)
+        if largest is None or largest.share <= 0:
+            return None
+        inner = max(largest.of, key=lambda part: part.share, default=largest)
+        return inner.key
+
+    def as_metrics(self) -> dict[str, float]:
+        """`perf/loss/<key>` for every part, `useful` too, so that a stacked chart ends at 1.
+
+        A part of a part has its parent's key in front: `perf/loss/idle_data_wait` is within `perf/loss/idle`.
+        """
+        flat = [inner for part in self.parts for inner in (part, *part.of)]
+        return {f"perf/loss/{part.key}": part.share for part in flat}
+
+    def advice(self) -> tuple[str, ...]:
+        """One sentence for every loss above five points of the peak, the largest first."""
+        large = sorted((part for part in self.losses if part.share > LARGE), key=lambda part: -part.share)
+        return tuple(_sentence(part, self) for part in large)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data with the attribute names as keys, ready for JSON."""
+        return asdict(self)
+
+
+def waterfall(
+    *,
+    peak_flops_per_s: float | None,
+    model_flops_per_s: float | None,
+    hardware_flops_per_s: float | None = None,
+    executed_flops_per_s: float | None = None,
+    datasheet_clock_hz: float | None = None,
+    mean_clock_hz: float | None = None,
+    throttle: Mapping[str, float] | None = None,
+    gpu_busy_share: float | None = None,
+    sm_active_share: float | None = None,
+    tensor_active_share: float | None = None,
+    dram_active_share: float | None = None,
+    data_wait_share: float | None = None,
+    communication_share: float | None = None,
+    launch_gap_share: float | None = None,
+    tile_factor: float | None = None,
+    masked_flops_per_s: float | None = None,
+    padding_efficiency: float | None = None,
+) -> Waterfall | None:
+    """The waterfall of one window on one device; None without a peak or without the model's FLOP/s.
+
+    `model_flops_per_s` and `hardware_flops_per_s` are counted (the numerators of MFU and HFU),
+    `executed_flops_per_s` is measured, all over the same seconds; `masked_flops_per_s` is what was counted of
+    attention under the full convention and skipped by its kernels. `throttle` says which share of the time
+    each reason held the clock back, as `CounterWindow.throttle` does. Without `gpu_busy_share`,
+    `sm_active_share` stands for it. Data wait, communication and launch gaps are shares of the time.
+
+    A value that cannot be right (negative, not finite, a share above 1) is left out and noted.
+    """
+    known = _Known()
+    peak = known.amount("peak", peak_flops_per_s)
+    model = known.amount("model FLOP/s", model_flops_per_s)
+    if not peak or model is None or not math.isfinite(m := model / peak):
+        return None
+
+    def of_peak(what: str, flops_per_s: float | None) -> float | None:
+        amount = known.amount(what, flops_per_s)
+        return None if amount is None else known.amount(what, amount / peak)
+
+    clock, sheet_clock = known.amount("mean clock", mean_clock_hz), known.amount("clock", datasheet_clock_hz)
+    g = clock / sheet_clock if clock and sheet_clock else None
+    busy, sm = known.share("GPU busy", gpu_busy_share), known.share("SM activity", sm_active_share)
+    b, t = busy if busy is not None else sm, known.share("tensor activity", tensor_active_share)
+    if b is not None and t is not None and t > b:
+        if t - b > _OVERSHOOT:
+            known.notes.append(
+                f"tensor activity of {100 * t:.1f} % is above the busy share of {100 * b:.1f} %"
+            )
+        b = t
+    e, h = of_peak("executed FLOP/s", executed_flops_per_s), of_peak("hardware FLOP/s", hardware_flops_per_s)
+    if h is not None and h < m * (1 - 1e-9):
+        known.notes.append("fewer FLOPs were counted as executed than as the model's: left out")
+        h = None
+    s = of_peak("masked FLOP/s", masked_flops_per_s)
+    tau = known.amount("tile factor", tile_factor)
+    if tau is not None and tau < 1:
+        known.notes.append(f"a tile factor of {tau:g} is below 1: left out")
+        tau = None
+    p = known.share("padding efficiency", padding_efficiency)
+    gt = None if g is None or t is None else g * t
+    if e is not None and gt is not None and e > gt + 2 * _OVERSHOOT:
+        known.notes.append(
+            "more was executed than the tensor pipe's activity allows: clock, dtype or peak is wrong"
+        )
+
+    after_tiles = None if h is None else h - (s or 0)
+    steps: list[tuple[str, float | None]] = [
+        ("clock", g),
+        ("idle", None if g is None or b is None else g * b),
+        ("no_tensor", gt),
+        ("below_rate", e),
+        ("other_executed", None if h is None or tau is None else tau * h - (s or 0)),
+        ("tile_padding", after_tiles),
+    ]
+    if s is not None and h is not None:
+        steps.append(("masked_attention", h))
+    steps += [("recomputation", m), ("padding_tokens", None if p is None else m * p)]
+
+    inner: dict[str, tuple[Part, ...]] = {}
+    if g is not None and b is not None:
+        waits = {
+            "data_wait": ("waiting for data", known.share("data wait", data_wait_share)),
+            "communication": ("exposed communication", known.share("communication", communication_share)),
+            "launch_gaps": ("gaps between launches", known.share("launch gaps", launch_gap_share)),
+        }
+        inner["idle"] = _of_which("idle", g * (1 - b), waits, g)
+        if t is not None and busy is not None and sm is not None:
+            empty = {"unfilled": ("SMs empty while a kernel ran", max(0.0, b - max(sm, t)))}
+            inner["no_tensor"] = _of_which("no_tensor", g * (b - t), empty, g)
+    reasons = _reasons(throttle or {})
+    values = (g, b, t, e, tau, h, m, p)
+    missing = {key for key, value in zip(_MISSING, values, strict=True) if value is None}
+    return Waterfall(
+        parts=_parts(steps, inner, {**_NAMES, "clock": _clock_name(g, reasons)}, missing),
+        peak_flops_per_s=peak,
+        throttle_reasons=reasons,
+        dram_active_share=known.share("DRAM activity", dram_active_share),
+        notes=tuple(known.notes),
+    )
+
+
+class _Known:
+    """Lets values through that can be right, and notes those that cannot."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def amount(self, what: str, value: float | None) -> float | None:
+        if value is None:
+            return None
+        if math.isfinite(value) and value >= 0:
+            return float(value)
+        self.notes.append(f"{what} was given as {value!r}: left out")
+        return None
+
+    def share(self, what: str, value: float | None) -> float | None:
+        """Counters round: a hair above 1 is 1."""
+        share = self.amount(what, value)
+        if share is None or share <= 1 + _OVERSHOOT:
+            return None if share is None else min(share, 1.0)
+        self.notes.append(f"{what} was given as {value!r}, which is no share of 1: left out")
+        return None
+
+
+def _parts(
+    steps: Sequence[tuple[str, float | None]],
+    inner: Mapping[str, tuple[Part, ...]],
+    names: Mapping[str, str],
+    unknown: AbstractSet[str],
+) -> tuple[Part, ...]:
+    """One part from each known level to the next; steps without a level melt into the part that follows."""
+    parts: list[Part] = []
+    level, melted = 1.0, list[str]()
+    for key, left in steps:
+        melted.append(key)
+        if left is None:
+            continue
+        parts.append(
+            Part(
+                key="unexplained" if len(melted) > _MELTED_KEYS else "_or_".join(melted),
+                name=_either([names[key] for key in melted]),
+                share=level - left,
+                of=inner.get(key, ()) if len(melted) == 1 else (),
+                missing=tuple(_MISSING[key] for key in melted[:-1] if key in unknown),
+            )
+        )
+        level, melted = left, []
+    name = "the model's FLOPs, padding tokens included" if melted else "the model's useful FLOPs"
+    missing = tuple(_MISSING[key] for key in melted)
+    return (*parts, Part(key=USEFUL, name=name, share=level, missing=missing))
+
+
+def _of_which(
+    parent: str, whole: float, shares: Mapping[str, tuple[str, float | None]], clock: float
+) -> tuple[Part, ...]:
+    """The known parts of a part, none larger than what is left of it, and the rest.
+
+    `shares` are shares of the cycles; at this clock one is worth `clock` of the peak.
+    """
+    parts: list[Part] = []
+    unknown: list[str] = []
+    left = whole
+    for key, (name, share) in shares.items():
+        if share is None:
+            unknown.append(name)
+            continue
+        taken = min(share * clock, left)
+        left -= taken
+        parts.append(Part(key=f"{parent}_{key}", name=name, share=taken))
+    if not parts:
+        return ()
+    return (*parts, Part(key=f"{parent}_other", name=_either([*unknown, "other"]), share=left))
+
+
+def _either(names: Sequence[str]) -> str:
+    return " or ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)
+
+
+_REASONS = {
+    "power_limit": "the power limit",
+    "thermal_limit": "the temperature limit",
+    "hardware_thermal_limit": "the hardware's temperature limit",
+    "hardware_slowdown": "a hardware slowdown",
+    "power_brake": "an external power brake",
+    "application_clocks": "the clock set for applications",
+    "sync_boost": "the slowest GPU of a sync-boost group",
+    "board_limit": "the board's limit",
+    "reliability": "the voltage limit",
+}
+_SELDOM = 0.1
+
+
+def _reasons(throttle: Mapping[str, float]) -> tuple[str, ...]:
+    """What held the clock back for a good part of the time, most of the time first; idling is no reason."""
+    told = [name for name, share in throttle.items() if share >= _SELDOM and name != "gpu_idle"]
+    return tuple(sorted(told, key=lambda name: -throttle[name]))
+
+
+def _clock_name(g: float | None, reasons: Sequence[str]) -> str:
+    if g is not None and g > 1:
+        return "clock above the datasheet's, a gain"
+    held = " and ".join(_REASONS.get(name, name) for name in reasons)
+    return f"{_NAMES['clock']} ({held})" if held else _NAMES["clock"]
+
+
+_HINTS = {
+    "clock": "look for a locked clock (nvidia-smi -q -d CLOCK)",
+    "idle": "the host is too slow for the GPU: look for synchronisations and many tiny kernels",
+    "idle_data_wait": "more loader workers, prefetching or faster storage",
+    "idle_communication": "overlap it with the backward pass, or communicate less often",
+    "idle_launch_gaps": "torch.compile, CUDA graphs or a larger batch leave fewer, longer kernels",
+    "idle_other": (
+        "the launch queue runs dry: torch.compile, CUDA graphs or a larger batch; no .item() within the step"
+    ),
+    "no_tensor": "elementwise work, normalisation, the optimizer: fuse them (torch.compile, fused AdamW)",
+    "no_tensor_unfilled": "kernels too small for this many SMs: a larger batch or fewer, larger products",
+    "below_rate": "half-precision elementwise work on the tensor pipe, or products in a slower dtype",
+    "other_executed": "work that was not counted: see the cross-check",
+    "tile_padding": "make sizes multiples of 128, the vocabulary above all",
+    "recomputation": "checkpoint fewer layers, or only what is cheap to recompute, where memory allows",
+    "padding_tokens": "pack sequences or batch by length",
+}
+
+
+def _sentence(part: Part, fall: Waterfall) -> str:
+    said = f"{part.name}: {100 * part.share:.0f} points of the peak"
+    if part.missing:
+        return f"{said}, not told apart; unknown: {', '.join(part.missing)}."
+    if part.key == "clock" and fall.throttle_reasons:
+        return f"{said}: not the program's doing; `truemfu peak` shows what this chip can reach."
+    inner = max(part.of, key=lambda of: of.share, default=part)
+    if inner is not part and inner.name != "other":
+        said += f", {100 * inner.share:.0f} of them {inner.name}"
+    hint = _HINTS.get(inner.key) or _HINTS[part.key]
+    memory = fall.dram_active_share
+    if part.key == "no_tensor" and inner.key != "no_tensor_unfilled" and memory is not None and memory > 0.5:
+        hint = f"memory is busy {100 * memory:.0f} % of the time; {hint}"
+    return f"{said}: {hint}."

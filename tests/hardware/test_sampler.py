@@ -1,0 +1,220 @@
+"""The sampler: what it keeps, what it survives, and that it ends."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from truemfu.errors import CounterError, UsageError
+from truemfu.hardware.counter_trace import Replay
+from truemfu.hardware.counters import CounterSample, GpuInfo
+from truemfu.hardware.sampler import Sampler
+
+TRACES = Path(__file__).parent / "traces"
+
+
+class Fake:
+    """A GPU whose every read is what `answer` makes of its number."""
+
+    def __init__(self, answer: Callable[[int], CounterSample]) -> None:
+        self.answer = answer
+        self.reads = 0
+
+    def gpus(self) -> Sequence[GpuInfo]:
+        return [GpuInfo(index=0, name="NVIDIA H200")]
+
+    def read(self, index: int) -> CounterSample:
+        self.reads += 1
+        return self.answer(self.reads)
+
+    def close(self) -> None: ...
+
+
+def good(read: int, **values: float) -> CounterSample:
+    return CounterSample(index=0, at_s=float(read), tensor_active=values.get("tensor_active", 0.5))
+
+
+def bad_at(trouble: dict[int, Callable[[], CounterSample]]) -> Callable[[int], CounterSample]:
+    return lambda read: trouble[read]() if read in trouble else good(read)
+
+
+def raises(error: Exception) -> Callable[[], CounterSample]:
+    def fail() -> CounterSample:
+        raise error
+
+    return fail
+
+
+def test_each_pair_of_reads_makes_an_interval() -> None:
+    sampler = Sampler(Fake(good))
+    assert sampler.latest(0) is None
+    for _ in range(4):
+        assert sampler.poll()
+    assert [(part.begin_s, part.end_s) for part in sampler.intervals(0)] == [(1, 2), (2, 3), (3, 4)]
+    assert sampler.latest(0) == sampler.intervals(0)[-1]
+    window = sampler.window(0, 1.5, 4.0)
+    assert window is not None
+    assert (window.begin_s, window.end_s) == (2.0, 4.0)
+
+
+def test_memory_does_not_grow() -> None:
+    sampler = Sampler(Fake(good), keep=5)
+    for _ in range(100):
+        sampler.poll()
+    assert [part.end_s for part in sampler.intervals(0)] == [96, 97, 98, 99, 100]
+    assert sampler.health(0).intervals == 99
+
+
+@pytest.mark.parametrize(
+    ("trouble", "words", "lost"),
+    [
+        (raises(CounterError("GPU is lost")), "GPU is lost", 2),
+        (raises(OSError("libnvidia-ml went away")), "unexpected OSError: libnvidia-ml went away", 2),
+        (lambda: good(3, tensor_active=math.nan), "tensor_active of nan", 1),
+        (lambda: good(3, tensor_active=1.2), "tensor_active of 1.2", 1),
+        (lambda: good(3, tensor_active=-0.1), "tensor_active of -0.1", 1),
+        (lambda: good(1), "time went backwards", 1),
+    ],
+)
+def test_trouble_costs_the_intervals_it_touches_and_is_counted(
+    trouble: Callable[[], CounterSample], words: str, lost: int
+) -> None:
+    sampler = Sampler(Fake(bad_at({3: trouble})))
+    for _ in range(3):
+        assert sampler.poll()
+    health = sampler.health(0)
+    assert health.dropped == 1
+    assert words in (health.fault or "")
+    assert sampler.latest(0) is None, "an old interval does not pass for the present"
+    for _ in range(3):
+        assert sampler.poll()
+    assert sampler.health(0).fault is None
+    assert sampler.health(0).intervals == 5 - lost
+    assert sampler.latest(0) is not None
+
+
+def test_the_trace_of_troubles_keeps_its_good_intervals() -> None:
+    sampler = Sampler(Replay(TRACES / "trouble_made_up.jsonl"))
+    while sampler.poll():
+        pass
+    spans = [(part.begin_s, part.end_s) for part in sampler.intervals(0)]
+    assert spans == [(1, 2), (3, 4), (7, 8), (7.5, 9.5), (9.5, 10.5), (13.5, 14.5)]
+    health = sampler.health(0)
+    assert health.dropped == 7
+    assert health.stopped == "the trace has no more samples of GPU 0"
+
+
+def test_one_gpu_of_several() -> None:
+    sampler = Sampler(Replay(TRACES / "h200_made_up.jsonl"), indices=[1])
+    while sampler.poll():
+        pass
+    assert [gpu.index for gpu in sampler.gpus()] == [1]
+    assert len(sampler.intervals(1)) == 7
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"indices": [3]}, "there is no GPU 3"),
+        ({"period_s": 0.0}, "must be a millisecond or more, got 0.0 s"),
+        ({"period_s": math.nan}, "must be a millisecond or more"),
+        ({"keep": 0}, "at least one interval"),
+    ],
+)
+def test_wrong_arguments_are_said(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Sampler(Fake(good), **arguments)  # type: ignore[arg-type]
+
+
+def test_the_thread_reads_until_it_is_stopped() -> None:
+    source = Fake(good)
+    with Sampler(source, period_s=0.005) as sampler:
+        wait_until(lambda: sampler.health(0).intervals >= 5)
+        assert any(thread.name == "truemfu-counters" and thread.daemon for thread in threading.enumerate())
+    reads = source.reads
+    time.sleep(0.05)
+    assert source.reads == reads
+    assert not any(thread.name == "truemfu-counters" for thread in threading.enumerate())
+
+
+def test_the_thread_survives_every_kind_of_error() -> None:
+    errors: list[Exception] = [CounterError("lost"), ValueError("odd"), MemoryError(), RuntimeError("x")]
+    source = Fake(bad_at({n: raises(error) for n, error in enumerate(errors, 2)}))
+    with Sampler(source, period_s=0.002) as sampler:
+        wait_until(lambda: sampler.health(0).intervals >= 3)
+        assert sampler.health(0).dropped == 4
+
+
+def test_the_thread_ends_with_the_trace() -> None:
+    sampler = Sampler(Replay(TRACES / "h200_made_up.jsonl"), period_s=0.001)
+    sampler.start()
+    wait_until(lambda: sampler.health(0).stopped is not None and sampler.health(1).stopped is not None)
+    sampler.stop()
+    assert len(sampler.intervals(0)) == 7
+
+
+def test_a_slow_read_is_followed_by_a_pause() -> None:
+    def slow(read: int) -> CounterSample:
+        time.sleep(0.03)
+        return good(read)
+
+    source = Fake(slow)
+    begin_s = time.monotonic()
+    with Sampler(source, period_s=0.02):
+        time.sleep(0.3)
+    assert source.reads <= (time.monotonic() - begin_s) / 0.05 + 2
+
+
+def test_a_read_that_hangs_in_the_driver_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("truemfu.hardware.sampler._JOIN_S", 0.05)
+    hang = threading.Event()
+
+    def hanging(read: int) -> CounterSample:
+        hang.wait(10)
+        return good(read)
+
+    sampler = Sampler(Fake(hanging), period_s=0.01)
+    sampler.start()
+    begin_s = time.monotonic()
+    sampler.stop()
+    assert time.monotonic() - begin_s < 2
+    hang.set()
+
+
+def test_the_thread_ends_with_the_process_even_in_the_middle_of_a_read() -> None:
+    program = """
+import time
+from truemfu.hardware.counters import GpuInfo
+from truemfu.hardware.sampler import Sampler
+
+class Hanging:
+    def gpus(self): return [GpuInfo(index=0, name="x")]
+    def read(self, index): time.sleep(60)
+    def close(self): pass
+
+Sampler(Hanging(), period_s=0.01).start()
+time.sleep(0.05)
+print("done")
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "done\n", "")
+
+
+def test_reading_needs_neither_torch_nor_the_driver() -> None:
+    program = "import sys, truemfu.hardware.sampler; print({'torch', 'pynvml'} & set(sys.modules))"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
+    assert ended.stdout.strip() == "set()"
+
+
+def wait_until(reached: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 10
+    while not reached():
+        assert time.monotonic() < deadline_s, "the thread does not get there"
+        time.sleep(0.005)
