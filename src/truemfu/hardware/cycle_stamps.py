@@ -1,0 +1,126 @@
+"""The clock a GPU really ran at: every SM's own cycle counter, read on the training's stream.
+
+    take ─► a tiny kernel in the stream: each SM writes (its cycles, the time) ─► pinned memory
+    take ─► … later, again                                                     ─► pinned memory
+                            mean_clock_hz(before, after) = Δcycles / Δtime, mean of the SMs
+
+Why: the driver reports the clock it asked for. Under load the chip stretches its cycles and runs up to a
+tenth slower (measured on an H200: 1,516 MHz reported, 1,367 MHz counted, in a product at the power limit), so
+a rate made from the reported clock is as much too high. The counters of the SMs say what was.
+
+A stamp is one launch of a few microseconds, put in between the training's own kernels; nobody waits for it,
+and it is read when the work behind it has passed. It goes through the CUDA driver alone (`libcuda`, PTX that
+any NVIDIA GPU since Volta takes), so there is nothing to compile or install.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import statistics
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+_PTX = b"""
+.version 7.0
+.target sm_70
+.address_size 64
+.visible .entry truemfu_cycle_stamp(.param .u64 where, .param .u32 places)
+{
+    .reg .pred %outside;
+    .reg .b32 %sm, %places;
+    .reg .b64 %where, %offset, %cycles, %nanoseconds;
+    mov.u32 %sm, %smid;
+    ld.param.u32 %places, [places];
+    setp.ge.u32 %outside, %sm, %places;
+    @%outside ret;
+    ld.param.u64 %where, [where];
+    mul.wide.u32 %offset, %sm, 16;
+    add.s64 %where, %where, %offset;
+    mov.u64 %cycles, %clock64;
+    mov.u64 %nanoseconds, %globaltimer;
+    st.global.v2.u64 [%where], {%cycles, %nanoseconds};
+    ret;
+}
+"""
+_BLOCKS_PER_SM = 4
+_FASTEST_CLOCK_HZ = 1e10
+
+
+class Stamp:
+    """Cycles and nanoseconds of every SM at one moment of the stream; readable once the stream is past it."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._values = values
+
+    def by_sm(self) -> dict[int, tuple[int, int]]:
+        """(cycles, nanoseconds of the GPU's timer) of each SM that was reached."""
+        return {
+            sm: (cycles, time_ns) for sm, (cycles, time_ns) in enumerate(self._values.tolist()) if time_ns
+        }
+
+    def time_s(self) -> float | None:
+        """When it was taken, in seconds of the GPU's own timer; None before the stream has got there."""
+        times_ns = [time_ns for _, time_ns in self.by_sm().values()]
+        return statistics.median(times_ns) / 1e9 if times_ns else None
+
+
+class CycleStamps:
+    """Takes stamps on one device. Use `open`, which says why where that cannot be."""
+
+    def __init__(self, device: torch.device, driver: Any, function: Any, sm_count: int) -> None:
+        self._device, self._driver, self._function = device, driver, function
+        self._sm_count = sm_count
+
+    @classmethod
+    def open(cls, device: torch.device) -> CycleStamps | str:
+        """Stamps for this device, or why there are none. Loading the kernel takes about a millisecond."""
+        import torch
+
+        if device.type != "cuda" or torch.version.cuda is None:
+            return "cycle counters are read on NVIDIA GPUs only"
+        try:
+            driver = ctypes.CDLL("libcuda.so.1")
+        except OSError:
+            return "libcuda.so.1 cannot be loaded"
+        torch.zeros((), device=device)  # opens the context that the driver's calls below work in
+        module, function = ctypes.c_void_p(), ctypes.c_void_p()
+        with torch.cuda.device(device):
+            failed = driver.cuModuleLoadData(ctypes.byref(module), _PTX) or driver.cuModuleGetFunction(
+                ctypes.byref(function), module, b"truemfu_cycle_stamp"
+            )
+        if failed:
+            return f"the driver does not take the kernel that reads cycle counters (error {failed})"
+        return cls(device, driver, function, torch.cuda.get_device_properties(device).multi_processor_count)
+
+    def take(self) -> Stamp | None:
+        """A stamp in the work queued on the current stream; None while a graph is captured, or on an error."""
+        import torch
+
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        values = torch.zeros(self._sm_count, 2, dtype=torch.int64, pin_memory=True)
+        where, places = ctypes.c_uint64(values.data_ptr()), ctypes.c_uint32(self._sm_count)
+        arguments = (ctypes.c_void_p * 2)(
+            ctypes.cast(ctypes.byref(where), ctypes.c_void_p),
+            ctypes.cast(ctypes.byref(places), ctypes.c_void_p),
+        )
+        stream = ctypes.c_void_p(torch.cuda.current_stream(self._device).cuda_stream)
+        blocks = self._sm_count * _BLOCKS_PER_SM
+        failed = self._driver.cuLaunchKernel(
+            self._function, blocks, 1, 1, 32, 1, 1, 0, stream, arguments, None
+        )
+        return None if failed else Stamp(values)
+
+
+def mean_clock_hz(before: Stamp, after: Stamp) -> float | None:
+    """The mean SM clock between two stamps the stream is past; None where they do not tell."""
+    begins, ends = before.by_sm(), after.by_sm()
+    clocks_hz = []
+    for sm in begins.keys() & ends.keys():
+        cycles, time_ns = (end - begin for begin, end in zip(begins[sm], ends[sm], strict=True))
+        if time_ns <= 0 or not 0 < cycles / time_ns * 1e9 < _FASTEST_CLOCK_HZ:
+            return None  # the counters started anew in between: another context, a reset
+        clocks_hz.append(cycles / time_ns * 1e9)
+    return statistics.fmean(clocks_hz) if clocks_hz else None
