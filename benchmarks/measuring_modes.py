@@ -2,12 +2,14 @@
 
 Why: this is the question people ask before they switch a monitor on. Prints, for the same number of steps in
 each mode (no monitor, estimate, smart, profiler, hybrid, and the profiler every 1, 10, 50, 100, 500 steps):
-time of 1,000 steps, overhead, its spread over the blocks, steps per second, added memory, mean
-MFU. Modes take turns in blocks of steps, in another order each round. The first block of a mode holds its
-start-up: training goes on in it until the one calibration is done. Overheads compare each block with the
-block without a monitor of the same round; a second row without a monitor shows the noise. With `--brief` the
-rows of the profiler more often than every 500 steps run just long enough for three profiles, and their
-overhead is that of the blocks after the first. Ends with one line of JSON.
+time of 1,000 steps, overhead, its spread over the blocks, steps per second, added memory, mean MFU.
+
+Modes take turns in blocks of steps, in another order each round. The first block of a mode is its start-up:
+training goes on in it until the one calibration is done. A monitor is paused while others have their turn,
+and does not sample. Overheads compare each block with the block without a monitor of the same round; a second
+row without a monitor shows the noise. With `--brief` the rows of the profiler more often than every 500 steps
+run just long enough for three profiles, and their overhead is that of the blocks after the first. A run that
+is stopped (SIGTERM, Ctrl-C) prints what it has, with the rounds it got through. Ends with one line of JSON.
 
     python benchmarks/measuring_modes.py [--size tiny] [--batch 4] [--seq 128] [--steps 1000] [--brief]
 """
@@ -22,6 +24,7 @@ import json
 import platform
 import random
 import resource
+import signal
 import statistics
 import sys
 import tempfile
@@ -35,6 +38,7 @@ import torch
 
 import truemfu
 from truemfu import TrainingMonitor
+from truemfu.hardware.sampler import Sampler
 from truemfu.sweep.models import build_reference_model, parameter_count
 
 MODES: dict[str, dict[str, Any] | None] = {
@@ -67,6 +71,23 @@ class Trial:
     host_bytes: int = 0
     device_bytes: int = 0
     step: int = 0
+    away: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    """Holds the monitor's pause while other modes have their turn."""
+
+    def take_turn(self) -> None:
+        """The following steps are this mode's."""
+        self.away.close()
+        watch = None if self.monitor is None else self.monitor._watch
+        if watch is not None:
+            watch._sampler = Sampler(watch._sampler._source, indices=[watch._index], period_s=1.0)
+            watch._sampler.start()
+
+    def give_way(self) -> None:
+        """The following steps are not this mode's: it must neither measure them nor slow them down."""
+        if self.monitor is not None:
+            self.away.enter_context(self.monitor.pause())
+            if self.monitor._watch is not None:
+                self.monitor._watch._sampler.stop()
 
 
 class Training:
@@ -98,6 +119,7 @@ class Training:
 def block(training: Training, trial: Trial, steps: int) -> None:
     """Run some steps under one mode; a first block goes on until what the mode has begun is done."""
     monitor, is_first = trial.monitor, not trial.blocks_s
+    trial.take_turn()
     training.finish()
     before_device = torch.cuda.memory_allocated() if training.device.type == "cuda" else 0
     before_host = resident_bytes()
@@ -124,9 +146,29 @@ def block(training: Training, trial: Trial, steps: int) -> None:
     trial.steps_done += done
     if monitor is not None:
         monitor.save_logs()
+    trial.give_way()
     trial.host_bytes = max(trial.host_bytes, resident_bytes() - before_host)
     if training.device.type == "cuda":
         trial.device_bytes = max(trial.device_bytes, torch.cuda.memory_allocated() - before_device)
+
+
+def take_turns(training: Training, trials: list[Trial], rounds: int) -> int:
+    """Each mode a block, in another order each round; how many rounds there was time for."""
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, stop)
+    order = random.Random(0)
+    for done in range(rounds):
+        turn = list(trials)
+        order.shuffle(turn)
+        try:
+            for trial in turn:
+                block(training, trial, max(trial.steps_wanted // rounds, 1))
+        except KeyboardInterrupt:
+            return done
+    return rounds
 
 
 def resident_bytes() -> int:
@@ -199,14 +241,12 @@ def main() -> None:
             is_brief = options.brief and every < 500
             steps = min(options.steps, max(3 * every, 30)) if is_brief else options.steps
             trials.append(Trial(name, monitor, steps, is_brief))
-        order = random.Random(0)
-        for _ in range(options.rounds):
-            turn = list(trials)
-            order.shuffle(turn)
-            for trial in turn:
-                block(training, trial, max(trial.steps_wanted // options.rounds, 1))
+        rounds = take_turns(training, trials, options.rounds)
+        if rounds < options.rounds:
+            say(f"stopped after {rounds} of {options.rounds} rounds")
         with quiet():
             for trial in trials:
+                trial.away.close()
                 if trial.monitor is not None:
                     trial.monitor.close()
         mfus = {t.name: mean_mfu(folder / t.name.replace(" ", "_")) for t in trials if t.monitor is not None}
@@ -220,7 +260,7 @@ def main() -> None:
     plain_s = plain.total_s / plain.steps_done
     for trial in trials:
         step_s = statistics.fmean(trial.blocks_s[1:]) if trial.is_brief else trial.total_s / trial.steps_done
-        later = [a / b - 1 for a, b in zip(trial.blocks_s[1:], plain.blocks_s[1:], strict=True)]
+        later = [a / b - 1 for a, b in zip(trial.blocks_s[1:rounds], plain.blocks_s[1:rounds], strict=True)]
         mfu = mfus.get(trial.name)
         results[trial.name] = {
             "steps": trial.steps_done,

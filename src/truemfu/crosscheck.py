@@ -214,7 +214,10 @@ def _slower_dtype(evidence: _Evidence) -> Iterator[Cause]:
     if not evidence.exact and evidence.near(2):
         yield Cause(
             key="dtype",
-            sentence="the products ran in a dtype of half the rate per cycle than assumed (tf32 for bf16)",
+            sentence=(
+                "the products ran in a dtype of half the rate per cycle than assumed (tf32 for bf16), or by "
+                "older instructions that take two cycles for one (sizes that are no multiples of 8)"
+            ),
             predicted_ratio=2.0,
         )
 

@@ -1,8 +1,11 @@
-"""Everything the sweep writes to disk and reads back: one struct a file, versioned, JSON.
+"""Everything we write to disk and read back: one struct a file, versioned, JSON.
 
     sweep.json              SweepRecord      the matrix, and which sweep this folder belongs to
     results/<name>.json     CaseResult       one experiment and all that became of it
     logs/<name>.log         …                the worker's output; its last line is the CaseResult again
+    training_run.json       RunRecord        a monitored run, and at its end what it came to
+
+The last is written by the monitor as it goes, so every field of it may be missing.
 
 Field names carry their units. What is not known is None. A record of a newer version than ours is refused
 with one line; unknown fields of our own version are left alone, so that a reader survives a small addition.
@@ -233,6 +236,110 @@ class SweepRecord(_Record, frozen=True, kw_only=True):
     cases: list[str]
     """Names of all experiments, in order: the denominator of every rate."""
     config: dict[str, Any]
+
+
+RUN_FILE = "training_run.json"
+LOG_FILE = "training_log.json"
+"""The log of a run where it is not named otherwise: a JSON array, one row a logged step."""
+
+
+class WaterfallPart(msgspec.Struct, frozen=True, kw_only=True):
+    """One part of the peak, as `truemfu.waterfall` takes it apart."""
+
+    key: str
+    name: str
+    share: float | None = None
+    """Of the peak; negative is a gain."""
+    of: list[WaterfallPart] = []
+    missing: list[str] = []
+    """What was not known, so that this part could not be told apart further."""
+
+
+class WaterfallRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the peak went: parts from the top, the useful FLOPs last; their shares add up to 1."""
+
+    parts: list[WaterfallPart] = []
+    peak_flops_per_s: float | None = None
+    notes: list[str] = []
+
+
+class RunHardware(msgspec.Struct, frozen=True, kw_only=True):
+    """What the counters of the run's GPU measured, over all windows of the run."""
+
+    windows: int | None = None
+    seconds: float | None = None
+    steps: int | None = None
+    executed_flops_per_s: float | None = None
+    executed_hfu: float | None = None
+    executed_over_counted: float | None = None
+    executed_over_expected: float | None = None
+    """Over the count with the known differences (tiles, masks) taken in."""
+    clock_hz: float | None = None
+    clock_source: str | None = None
+    reported_clock_hz: float | None = None
+    """The clock the driver asked for, which is not the one the SMs ran at."""
+    power_w: float | None = None
+    energy_j_per_step: float | None = None
+    energy_j_per_million_tokens: float | None = None
+    tensor_active: float | None = None
+    sm_active: float | None = None
+    dram_active: float | None = None
+    limiter: str | None = None
+    """Key of the part that cost the most, which may be a part of a part."""
+    advice: list[str] = []
+    waterfall: WaterfallRecord | None = None
+
+
+class MonitorCost(msgspec.Struct, frozen=True, kw_only=True):
+    """What watching cost the run."""
+
+    training_thread_us_per_step: float | None = None
+    share_of_step: float | None = None
+    checks_s: float | None = None
+    counting_s: float | None = None
+    profiling_s: float | None = None
+
+
+class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run came to."""
+
+    steps: int | None = None
+    warmup_steps: int | None = None
+    skipped_steps: int | None = None
+    medians_over: str | None = None
+    median_step_time_s: float | None = None
+    median_mfu: float | None = None
+    median_hfu: float | None = None
+    median_tokens_per_second: float | None = None
+    median_samples_per_second: float | None = None
+    padding_lost: float | None = None
+    data_wait_share: float | None = None
+    method: str | None = None
+    peak_source: str | None = None
+    monitor_cost: MonitorCost | None = None
+    hardware: RunHardware | None = None
+    notes: list[str] = []
+    lost: list[str] = []
+    warnings: list[str] = []
+
+
+class RunRecord(_Record, frozen=True, kw_only=True):
+    """A monitored run as its report reads it; without a summary it has not ended, or not properly."""
+
+    truemfu_version: str | None = None
+    versions: dict[str, str] = {}
+    python: str | None = None
+    started_at: str | None = None
+    """ISO 8601, UTC."""
+    log_file: str = LOG_FILE
+    mode: str | None = None
+    convention: dict[str, Any] = {}
+    device: str | None = None
+    time_source: str | None = None
+    world_size: int | None = None
+    scope: str | None = None
+    """Whose the rates are: "one device", "this rank × 8"."""
+    summary: RunSummary | None = None
 
 
 def encode(record: msgspec.Struct) -> bytes:

@@ -929,7 +929,11 @@ def cuda() -> Iterator[torch.device]:
 @pytest.mark.gpu
 def test_a_host_copy_does_not_synchronise(cuda: torch.device) -> None:
     source = torch.arange(1000, device=cuda).reshape(10, 100)
-    torch.cuda._sleep(200_000_000)
+    # Page-locked memory that is new to the process makes it wait for the device; used again, it does not.
+    for warm in [start_host_copy(source), start_host_copy(source.t())]:
+        warm.get()
+    del warm
+    torch.cuda._sleep(2_000_000_000)
     torch.cuda.set_sync_debug_mode("error")
     copy = start_host_copy(source)
     late = start_host_copy(source.t())
@@ -951,6 +955,7 @@ def test_a_model_on_cuda_counts_as_such_without_synchronising(name: str, cuda: t
     there = {k: v.to(cuda) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
     here = count_flops(model, there)
     torch.cuda.set_sync_debug_mode("error")
+    gc.collect()
     memory = torch.cuda.memory_allocated()
     taken = snapshot(model)
     copies = {k: start_host_copy(v).get() if isinstance(v, torch.Tensor) else v for k, v in there.items()}

@@ -11,13 +11,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from tests.hardware.recorded import MATMUL, TRAINING, TROUBLE, played, together
 
 from truemfu.errors import CounterError, UsageError
 from truemfu.hardware.counter_trace import Replay
 from truemfu.hardware.counters import CounterSample, GpuInfo
 from truemfu.hardware.sampler import Sampler
-
-TRACES = Path(__file__).parent / "traces"
 
 
 class Fake:
@@ -41,6 +40,17 @@ def good(read: int, **values: float) -> CounterSample:
     return CounterSample(index=0, at_s=float(read), tensor_active=values.get("tensor_active", 0.5))
 
 
+def metered(read: int, energy_j: float | None = None, *, fresh: bool = True) -> CounterSample:
+    return CounterSample(index=0, at_s=float(read), energy_j=energy_j, fresh=fresh)
+
+
+def listed(samples: Sequence[CounterSample]) -> Sampler:
+    sampler = Sampler(Fake(lambda read: samples[read - 1]), keep=4)
+    for _ in samples:
+        sampler.poll()
+    return sampler
+
+
 def bad_at(trouble: dict[int, Callable[[], CounterSample]]) -> Callable[[int], CounterSample]:
     return lambda read: trouble[read]() if read in trouble else good(read)
 
@@ -59,9 +69,9 @@ def test_each_pair_of_reads_makes_an_interval() -> None:
         assert sampler.poll()
     assert [(part.begin_s, part.end_s) for part in sampler.intervals(0)] == [(1, 2), (2, 3), (3, 4)]
     assert sampler.latest(0) == sampler.intervals(0)[-1]
-    window = sampler.window(0, 1.5, 4.0)
+    window = sampler.window(0, 1.5, 4.0, lag_s=0.0)
     assert window is not None
-    assert (window.begin_s, window.end_s) == (2.0, 4.0)
+    assert (window.begin_s, window.end_s, window.seconds) == (1.5, 4.0, 2.5)
 
 
 def test_memory_does_not_grow() -> None:
@@ -70,6 +80,60 @@ def test_memory_does_not_grow() -> None:
         sampler.poll()
     assert [part.end_s for part in sampler.intervals(0)] == [96, 97, 98, 99, 100]
     assert sampler.health(0).intervals == 99
+
+
+def test_a_read_without_news_is_no_interval_and_no_fault() -> None:
+    sampler = listed([good(1), metered(2, fresh=False), good(3), metered(4, fresh=False)])
+    assert [(part.begin_s, part.end_s) for part in sampler.intervals(0)] == [(1, 3)]
+    health = sampler.health(0)
+    assert (health.intervals, health.dropped, health.fault) == (1, 0, None)
+    assert sampler.latest(0) is not None, "the last interval is as good as before"
+
+
+def test_a_read_without_news_begins_nothing_and_ends_no_fault() -> None:
+    trouble = bad_at({2: raises(CounterError("lost")), 3: lambda: metered(3, fresh=False)})
+    sampler = Sampler(Fake(trouble))
+    for _ in range(4):
+        sampler.poll()
+    assert (sampler.intervals(0), sampler.health(0).fault) == ([], "lost")
+    sampler.poll()
+    assert [(part.begin_s, part.end_s) for part in sampler.intervals(0)] == [(4, 5)]
+
+
+def test_a_reading_of_the_energy_fills_the_intervals_before_it() -> None:
+    samples = [metered(0, 100.0), metered(1), metered(2), metered(4, 500.0), metered(5)]
+    sampler = listed(samples)
+    assert [part.energy_j for part in sampler.intervals(0)] == [100.0, 100.0, 200.0, None]
+    assert [part.end_s for part in sampler.intervals(0)] == [1, 2, 4, 5]
+
+
+def test_of_the_intervals_before_a_reading_those_that_are_kept_are_filled() -> None:
+    sampler = listed([metered(0, 0.0), *map(metered, range(1, 8)), metered(8, 800.0)])
+    assert [part.end_s for part in sampler.intervals(0)] == [5, 6, 7, 8]
+    assert [part.energy_j for part in sampler.intervals(0)] == [100.0] * 4
+    assert sampler.health(0).intervals == 8
+
+
+def test_no_energy_spans_trouble() -> None:
+    lost: dict[int, Callable[[], CounterSample]] = {
+        1: lambda: metered(1, 0.0),
+        2: lambda: metered(2),
+        3: raises(CounterError("lost")),
+        4: lambda: metered(4),
+        5: lambda: metered(5, 900.0),
+        6: lambda: metered(6, 1000.0),
+    }
+    sampler = Sampler(Fake(bad_at(lost)))
+    for _ in lost:
+        sampler.poll()
+    parts = {part.end_s: part.energy_j for part in sampler.intervals(0)}
+    assert parts == {2.0: None, 5.0: None, 6.0: 100.0}
+
+
+def test_an_energy_counter_that_goes_backwards_is_a_fault_wherever_it_was_read_last() -> None:
+    sampler = listed([metered(0, 100.0), metered(1), metered(2, 50.0)])
+    assert sampler.health(0).fault == "the energy counter went backwards by 50 J"
+    assert [part.energy_j for part in sampler.intervals(0)] == [None]
 
 
 @pytest.mark.parametrize(
@@ -101,9 +165,7 @@ def test_trouble_costs_the_intervals_it_touches_and_is_counted(
 
 
 def test_the_trace_of_troubles_keeps_its_good_intervals() -> None:
-    sampler = Sampler(Replay(TRACES / "trouble_made_up.jsonl"))
-    while sampler.poll():
-        pass
+    sampler = played(TROUBLE)
     spans = [(part.begin_s, part.end_s) for part in sampler.intervals(0)]
     assert spans == [(1, 2), (3, 4), (7, 8), (7.5, 9.5), (9.5, 10.5), (13.5, 14.5)]
     health = sampler.health(0)
@@ -111,10 +173,8 @@ def test_the_trace_of_troubles_keeps_its_good_intervals() -> None:
     assert health.stopped == "the trace has no more samples of GPU 0"
 
 
-def test_one_gpu_of_several() -> None:
-    sampler = Sampler(Replay(TRACES / "h200_made_up.jsonl"), indices=[1])
-    while sampler.poll():
-        pass
+def test_one_gpu_of_several(tmp_path: Path) -> None:
+    sampler = played(together(tmp_path / "two.jsonl", MATMUL, TRAINING, rounds=8), indices=[1])
     assert [gpu.index for gpu in sampler.gpus()] == [1]
     assert len(sampler.intervals(1)) == 7
 
@@ -152,8 +212,9 @@ def test_the_thread_survives_every_kind_of_error() -> None:
         assert sampler.health(0).dropped == 4
 
 
-def test_the_thread_ends_with_the_trace() -> None:
-    sampler = Sampler(Replay(TRACES / "h200_made_up.jsonl"), period_s=0.001)
+def test_the_thread_ends_with_the_trace(tmp_path: Path) -> None:
+    trace = together(tmp_path / "two.jsonl", MATMUL, TRAINING, rounds=8)
+    sampler = Sampler(Replay(trace), period_s=0.001)
     sampler.start()
     wait_until(lambda: sampler.health(0).stopped is not None and sampler.health(1).stopped is not None)
     sampler.stop()
@@ -186,6 +247,26 @@ def test_a_read_that_hangs_in_the_driver_does_not_hold_up_the_end(monkeypatch: p
     sampler.stop()
     assert time.monotonic() - begin_s < 2
     hang.set()
+
+
+def test_while_a_read_hangs_old_figures_do_not_pass_for_the_present(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("truemfu.hardware.sampler._HANGING_S", 0.05)
+    hang = threading.Event()
+
+    def hanging(read: int) -> CounterSample:
+        if read == 4:
+            hang.wait(10)
+        return good(read)
+
+    with Sampler(Fake(hanging), period_s=0.005) as sampler:
+        wait_until(lambda: sampler.hanging() is not None)
+        assert (sampler.health(0).fault or "").startswith("the driver has not answered for ")
+        assert sampler.latest(0) is None
+        assert sampler.health(0).intervals == 2
+        hang.set()
+        wait_until(lambda: sampler.health(0).intervals >= 3)
+        assert (sampler.hanging(), sampler.health(0).fault) == (None, None)
+        assert sampler.latest(0) is not None
 
 
 def test_the_thread_ends_with_the_process_even_in_the_middle_of_a_read() -> None:

@@ -1,42 +1,57 @@
-"""`truemfu top`: its screen, its JSON, what it serves, and what it costs."""
+"""`truemfu top`: its screen, its JSON, what it serves; in this process."""
 
 from __future__ import annotations
 
 import importlib
-import io
 import json
 import re
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
 import pytest
-from rich.console import Console
+from tests.hardware.fake_nvml import GPU_IS_LOST, FakeNvml
+from tests.hardware.recorded import (
+    EVERY_50_MS,
+    MATMUL,
+    NO_GPM,
+    PIPES,
+    TRAINING,
+    TROUBLE,
+    played,
+    rows_of,
+    together,
+)
 
 from truemfu.cli import main
-from truemfu.cli.top import Reading, reading_of, readings, screen
-from truemfu.errors import ReplayEnded
+from truemfu.cli.top import readings
+from truemfu.cli.top_screen import Reading, reading_of, screen
 from truemfu.hardware.counter_trace import Replay
-from truemfu.hardware.counters import CounterSample, CounterWindow, GpuInfo, GpuProcess
+from truemfu.hardware.counters import CounterWindow, GpuInfo, GpuProcess
 from truemfu.hardware.nvml import NvmlSource
 from truemfu.hardware.sampler import Health, Sampler
 
 # The package has the command under this name, not the module.
 top_module = importlib.import_module("truemfu.cli.top")
 ROOT = Path(__file__).parents[2]
-TRACES = Path(__file__).parent / "traces"
-H200 = str(TRACES / "h200_made_up.jsonl")
 
 SCREEN = """\
-GPU      FLOP util   TFLOP/s   "GPU util"   tensor       SM     DRAM     clock MHz     power W   memory GiB   processes
-───────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
-0 H200      67.8 %       671      100.0 %   93.0 %   99.0 %   31.0 %   1335 / 1980   688 / 700     31 / 140   python 30.0, 4301 0.5
-1 H200       0.0 %         0        0.0 %    0.0 %    0.0 %    0.0 %    345 / 1980    78 / 700      1 / 140   none
+GPU      FLOP util   TFLOP/s   "GPU util"   tensor       SM     DRAM   reported MHz     power W   memory GiB   processes
+──────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+0 H200      72.6 %       718      100.0 %   86.4 %   89.8 %   17.0 %    1538 / 1980   688 / 700      2 / 140   python3 1.2
+1 H200       0.0 %         0      100.0 %    0.0 %   98.1 %   90.0 %    1980 / 1980   653 / 700      4 / 140   python3 3.0
 GPU 0: clock held back by power limit 100.0 % of the time
+FLOP util: at the clock the driver reports; under load the true one is up to 11 % lower
 """  # noqa: E501
+
+
+@pytest.fixture(scope="session")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """GPU 0 multiplies matrices at its power limit, GPU 1 multiplies vectors; 40 reads of each."""
+    return together(tmp_path_factory.mktemp("traces") / "two.jsonl", MATMUL, PIPES, rounds=40)
 
 
 def call(*arguments: str) -> int:
@@ -47,39 +62,32 @@ def call(*arguments: str) -> int:
     return code
 
 
-def played(name: str) -> Sampler:
-    sampler = Sampler(Replay(TRACES / name))
-    while sampler.poll():
-        pass
-    return sampler
-
-
 def captured(found: Sequence[Reading], width: int) -> str:
-    console = Console(record=True, width=width, file=io.StringIO())
-    console.print(screen(found, width))
-    return "\n".join(line.rstrip() for line in console.export_text().splitlines()) + "\n"
+    return screen(found, width).plain + "\n"
 
 
 # The screen
 
 
-def test_the_screen() -> None:
-    assert captured(readings(played("h200_made_up.jsonl")), 140) == SCREEN
+def test_the_screen(two: Path) -> None:
+    assert captured(readings(played(two)), 140) == SCREEN
 
 
 @pytest.mark.parametrize("width", [140, 120, 100, 80, 60])
-def test_a_narrow_window_loses_columns_and_nothing_is_cut(width: int) -> None:
-    text = captured(readings(played("h200_made_up.jsonl")), width)
+def test_a_narrow_window_loses_columns_and_nothing_is_cut(width: int, two: Path) -> None:
+    text = captured(readings(played(two)), width)
+    assert max(map(len, text.splitlines())) <= width
     table = text.splitlines()[:4]
-    assert max(map(len, table)) <= width
     assert "FLOP util" in table[0]
     assert '"GPU util"' in table[0]
-    assert "67.8 %" in table[2]
+    assert "72.6 %" in table[2]
     assert "…" not in text
+    words = " ".join(text.split())
+    assert words.endswith(" ".join(SCREEN.splitlines()[-1].split()))
 
 
 def test_a_gpu_without_counters_says_why_and_shows_the_rest() -> None:
-    text = captured(readings(played("a100_no_gpm_made_up.jsonl")), 140)
+    text = captured(readings(played(NO_GPM)), 140)
     row, *notes = text.splitlines()[2:]
     assert row.split()[:4] == ["0", "A100-SXM4-80GB", "-", "-"]
     assert "1410 / 1410" in row
@@ -88,7 +96,7 @@ def test_a_gpu_without_counters_says_why_and_shows_the_rest() -> None:
 
 
 def test_a_lost_gpu_shows_no_old_figures() -> None:
-    sampler = Sampler(Replay(TRACES / "trouble_made_up.jsonl"))
+    sampler = Sampler(Replay(TROUBLE))
     for _ in range(5):
         sampler.poll()
     text = captured(readings(sampler), 140)
@@ -107,7 +115,7 @@ def test_a_chip_without_a_row_has_activity_and_no_peak() -> None:
 
 def test_the_peak_of_the_environment_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRUEMFU_PEAK_TFLOPS", "1000")
-    reading = readings(played("h200_made_up.jsonl"))[0]
+    (reading,) = readings(played(MATMUL))
     assert (reading.peak_flops_per_s, reading.peak_source) == (1e15, "override")
 
 
@@ -120,68 +128,155 @@ def test_names_of_processes_do_not_write_on_the_terminal() -> None:
     assert "?[2Jpython[red] 1.0, 3 0.0, +1" in text
 
 
-def test_live_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    console = Console(record=True, force_terminal=True, width=140, height=30, file=io.StringIO())
-    top_module._live(Sampler(Replay(H200)), 0.001, console)
-    text = console.export_text()
-    assert "671" in text
-    assert "clock held back by power limit" in text
-
-
 # The command
 
 
-def test_once_as_json_is_the_whole_trace(capsys: pytest.CaptureFixture[str]) -> None:
-    assert call("--once", "--json", "--replay", H200) == 0
+def test_once_as_json_is_the_whole_trace(two: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("--once", "--json", "--replay", str(two)) == 0
     first, second = json.loads(capsys.readouterr().out)["gpus"]
-    window = first["window"]
-    assert (first["name"], window["seconds"], window["intervals"]) == ("NVIDIA H200", 7.0, 7)
-    assert window["energy_j"] == 3 * 310 + 4 * 688
+    window, rows = first["window"], rows_of(MATMUL)[:40]
+    assert (first["name"], window["intervals"]) == ("NVIDIA H200", len(rows) - 1)
+    assert window["seconds"] == pytest.approx(rows[-1].at_s - rows[0].at_s)
+    assert window["energy_j"] == pytest.approx((rows[-1].energy_j or 0) - (rows[0].energy_j or 0))
     assert first["executed_flop_utilisation"] == first["executed_flops_per_s"] / 989.4e12
-    assert first["peak_source"] == "datasheet: NVIDIA H200"
-    assert first["no_gpm_reason"] is None
-    assert second["window"]["tensor_active"] < 0.03
+    assert (first["peak_source"], first["clock_source"]) == ("datasheet: NVIDIA H200", "driver")
+    assert (first["no_gpm_reason"], first["fault"], first["dropped_intervals"]) == (None, None, 0)
+    assert second["window"]["hmma_active"] < 0.001
 
 
 def test_json_without_once_is_a_line_for_each_interval(capsys: pytest.CaptureFixture[str]) -> None:
-    assert call("--json", "--interval", "0.01", "--replay", H200) == 0
+    assert call("--json", "--interval", "0.01", "--replay", str(TRAINING)) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert len(lines) == 7
-    assert [line["gpus"][0]["window"]["gpu_utilisation"] for line in lines] == [0.58] * 3 + [1.0] * 4
+    shown = [line["gpus"][0]["window"]["sm_clock_hz"] for line in lines]
+    assert shown == [part.sm_clock_hz for part in played(TRAINING).intervals(0)]
 
 
-def test_in_a_pipe_it_prints_a_table_for_each_interval(capsys: pytest.CaptureFixture[str]) -> None:
-    assert call("--interval", "0.01", "--replay", H200) == 0
+def test_in_a_pipe_it_prints_a_table_for_each_interval(two: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("--interval", "0.01", "--replay", str(two)) == 0
     out = capsys.readouterr().out
-    assert out.count("FLOP util") == 7
+    assert out.count("processes\n") == 39
     assert out.endswith(SCREEN)
 
 
-def test_a_run_can_be_recorded_and_shown_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_once_is_a_table_of_the_whole_trace(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("--once", "--replay", str(TRAINING)) == 0
+    row = capsys.readouterr().out.splitlines()[2]
+    assert row.split()[:8] == ["0", "H200", "38.0", "%", "376", "86.8", "%", "36.5"]
+
+
+def test_the_help_says_what_the_figures_rest_on(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("--help") == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "they rest on the clock the driver reports" in text
+    assert "under load the true one is up to 11 % lower" in text
+    assert "0.25 at least, since the counters are renewed every 0.1 s" in text
+
+
+def test_a_trace_that_is_recorded_again_is_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     copy = tmp_path / "copy.jsonl"
-    assert call("--once", "--json", "--replay", H200, "--record", str(copy)) == 0
+    assert call("--once", "--json", "--replay", str(TROUBLE), "--record", str(copy)) == 0
     recorded = capsys.readouterr().out
     assert call("--once", "--json", "--replay", str(copy)) == 0
     assert capsys.readouterr().out == recorded
 
 
-def test_leaving_with_control_c_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(seconds: float) -> None:
-        raise KeyboardInterrupt
+def test_what_was_shown_and_recorded_is_shown_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Reads every 50 ms, half of them without news and a tenth with an energy reading, until Ctrl-C."""
+    nvml = FakeNvml(rows=rows_of(EVERY_50_MS))
+    monkeypatch.setattr(
+        top_module, "_open", lambda path, energy: NvmlSource(nvml=nvml, clock=nvml.clock, energy=energy)
+    )
+    left = iter(range(len(nvml.rows) - 1))
+    monkeypatch.setattr(time, "sleep", lambda seconds: None if next(left, None) is not None else interrupt())
+    trace = tmp_path / "trace.jsonl"
+    assert call("--json", "--record", str(trace)) == 0
+    live = capsys.readouterr().out
+    monkeypatch.undo()
+    header = json.loads(trace.read_text().splitlines()[0])
+    assert re.fullmatch(r"recorded \d{4}-\d\d-\d\d by truemfu top, every 1 s", header["note"])
+    assert call("--json", "--replay", str(trace), "--interval", "0.01") == 0
+    assert capsys.readouterr().out == live
+    assert len(live.splitlines()) == len(nvml.rows) - 1
 
-    monkeypatch.setattr(time, "sleep", interrupt)
-    assert call("--replay", H200) == 0
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def test_leaving_with_control_c_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "sleep", lambda seconds: interrupt())
+    assert call("--replay", str(MATMUL)) == 0
 
 
 def test_a_real_machine_is_read_twice_for_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     waits: list[float] = []
-    monkeypatch.setattr(top_module, "_open", lambda path: Replay(H200))
+    nvml = FakeNvml(rows=rows_of(MATMUL))
+    monkeypatch.setattr(
+        top_module, "_open", lambda path, energy: NvmlSource(nvml=nvml, clock=nvml.clock, energy=energy)
+    )
     monkeypatch.setattr(time, "sleep", waits.append)
     assert call("--once", "--json", "--interval", "2") == 0
     assert json.loads(capsys.readouterr().out)["gpus"][0]["window"]["intervals"] == 1
-    assert waits == [2.0]
+    assert (nvml.reads, waits) == (2, [2.0])
+
+
+def test_energy_is_read_where_it_is_shown_or_written_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[bool] = []
+
+    def opened(path: str | None, *, energy: bool) -> Replay:
+        asked.append(energy)
+        return Replay(MATMUL)
+
+    monkeypatch.setattr(top_module, "_open", opened)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    for arguments in ((), ("--json",), ("--once",), ("--record", str(tmp_path / "trace.jsonl"))):
+        assert call(*arguments) == 0
+    assert asked == [False, True, False, True]
+
+
+def test_a_gpu_that_is_lost_on_the_way_is_a_line_below_the_table(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nvml = FakeNvml(gpus=2)
+
+    def lose(reads: int) -> None:
+        nvml.errors = {"nvmlGpmSampleGet": GPU_IS_LOST} if reads % 2 and reads > 4 else {}
+
+    nvml.before_read = lose
+    left = iter(range(4))
+    monkeypatch.setattr(top_module, "_open", lambda path, energy: NvmlSource(nvml=nvml))
+    monkeypatch.setattr(time, "sleep", lambda seconds: None if next(left, None) is not None else interrupt())
+    assert call() == 0
+    *_, row, lost, held, note, clock = capsys.readouterr().out.splitlines()
+    assert "688 / 700" in row
+    assert lost.split() == ["1", "H200", *["-"] * 10]
+    assert held == "GPU 0: clock held back by power limit 100.0 % of the time"
+    assert note == ("GPU 1: GPU 1 (NVIDIA H200): the activity counters: NVML error 15 (3 intervals dropped)")
+    assert clock.startswith("FLOP util")
+
+
+def test_once_gives_up_on_a_driver_that_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("truemfu.hardware.sampler._HANGING_S", 0.5)
+    monkeypatch.setattr("truemfu.hardware.nvml._CLOSE_S", 0.01)
+    answer = threading.Event()
+    nvml = FakeNvml()
+    nvml.before_read = lambda reads: answer.wait(20)
+    monkeypatch.setattr(top_module, "_open", lambda path, energy: NvmlSource(nvml=nvml))
+    assert call("--once", "--json") == 2
+    answer.set()
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.fullmatch(r"error: the driver has not answered for \d s\n", err)
 
 
 @pytest.mark.parametrize(
@@ -189,11 +284,11 @@ def test_a_real_machine_is_read_twice_for_once(
     [
         ((), "nvidia-ml-py: pip install 'truemfu[nvidia]'"),
         (("--once", "--json"), "nvidia-ml-py: pip install 'truemfu[nvidia]'"),
-        (("--interval", "0"), "--interval must be from 0.01 to 3600 seconds, got 0"),
-        (("--interval", "nan"), "--interval must be from 0.01 to 3600 seconds"),
+        (("--interval", "0.2"), "from 0.25 to 3600 seconds, got 0.2; the counters are renewed every 0.1 s"),
+        (("--interval", "nan"), "--interval must be from 0.25 to 3600 seconds, got nan"),
+        (("--interval", "0", "--replay", str(MATMUL)), "--interval must be from 0.01 to 3600 seconds, got 0"),
         (("--replay", "nowhere.jsonl"), "cannot read the trace nowhere.jsonl"),
-        (("--replay", H200, "--record", "no/where.jsonl"), "cannot write the trace no/where.jsonl"),
-        (("--replay", H200, "--export", "99999"), "cannot serve on port 99999"),
+        (("--replay", str(MATMUL), "--record", "no/where.jsonl"), "cannot write the trace no/where.jsonl"),
     ],
 )
 def test_what_cannot_be_done_is_one_line_and_exit_code_2(
@@ -219,7 +314,7 @@ def test_a_machine_without_a_driver_is_one_line(
         def nvmlInit(self) -> None:
             raise self.NVMLError("NVML Shared Library Not Found")
 
-    monkeypatch.setattr(top_module, "_open", lambda path: NvmlSource(nvml=NoDriver()))
+    monkeypatch.setattr(top_module, "_open", lambda path, energy: NvmlSource(nvml=NoDriver()))
     assert call() == 2
     assert capsys.readouterr().err == (
         "error: NVML cannot be opened, so no NVIDIA GPU can be read: NVML Shared Library Not Found\n"
@@ -229,27 +324,29 @@ def test_a_machine_without_a_driver_is_one_line(
 # Prometheus and Grafana
 
 
-def scraped(name: str) -> str:
+def scraped(path: Path) -> str:
     pytest.importorskip("prometheus_client")
     from truemfu.cli.top_export import serving
 
-    sampler = played(name)
+    sampler = played(path)
     with serving(lambda: readings(sampler), 0) as address, urllib.request.urlopen(address) as answer:
         text: str = answer.read().decode()
         return text
 
 
-def test_prometheus_is_served_the_last_interval() -> None:
-    text = scraped("h200_made_up.jsonl")
+def test_prometheus_is_served_the_last_interval(two: Path) -> None:
+    text = scraped(two)
+    window = played(two).latest(0)
+    assert window is not None
     labels = r'\{gpu="0",name="NVIDIA H200",uuid="GPU-[-0]+"\}'
     for metric, value in {
-        "executed_flops_per_second": 0.93 * 132 * 4096 * 1335e6,
+        "executed_flops_per_second": (window.hmma_active or 0) * 132 * 4096 * (window.sm_clock_hz or 0),
         "driver_utilisation_ratio": 1.0,
-        "tensor_active_ratio": 0.93,
-        "sm_clock_hertz": 1335e6,
-        "power_watts": 688.0,
+        "tensor_active_ratio": window.tensor_active,
+        "sm_clock_hertz": window.sm_clock_hz,
+        "power_watts": window.power_w,
         "dropped_intervals_total": 0.0,
-        "processes": 2.0,
+        "processes": 1.0,
     }.items():
         line = re.search(rf"^truemfu_gpu_{metric}{labels} (\S+)$", text, re.MULTILINE)
         assert line, metric
@@ -257,10 +354,13 @@ def test_prometheus_is_served_the_last_interval() -> None:
     assert re.search(
         r'^truemfu_gpu_throttled_ratio\{gpu="0".*reason="power_limit".*\} 1.0$', text, re.MULTILINE
     )
+    assert re.search(r'^truemfu_gpu_dram_active_ratio\{gpu="1".*\} 0.90', text, re.MULTILINE)
+    (said,) = re.findall(r"^# HELP truemfu_gpu_executed_flops_per_second (.*)$", text, re.MULTILINE)
+    assert "upper bound, at the clock the driver reports" in said
 
 
 def test_prometheus_is_not_served_what_is_not_known() -> None:
-    text = scraped("a100_no_gpm_made_up.jsonl")
+    text = scraped(NO_GPM)
     assert "truemfu_gpu_power_watts{" in text
     assert "tensor_active_ratio{" not in text
     assert "executed_flops_per_second{" not in text
@@ -268,17 +368,25 @@ def test_prometheus_is_not_served_what_is_not_known() -> None:
 
 def test_serving_through_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("prometheus_client")
-    assert call("--replay", H200, "--export", "0", "--interval", "0.01") == 0
+    assert call("--replay", str(MATMUL), "--export", "0", "--interval", "0.01") == 0
     out, err = capsys.readouterr()
     assert out == ""
     assert re.fullmatch(r"serving http://localhost:\d+/metrics\n", err)
+
+
+def test_a_port_that_cannot_be_had_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("prometheus_client")
+    assert call("--replay", str(MATMUL), "--export", "99999") == 2
+    assert re.fullmatch(
+        r"error: cannot serve on port 99999: .*; give another to --export\n", capsys.readouterr().err
+    )
 
 
 def test_without_prometheus_client_the_extra_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    assert call("--replay", H200, "--export", "0") == 2
+    assert call("--replay", str(MATMUL), "--export", "0") == 2
     assert "pip install 'truemfu[prometheus]'" in capsys.readouterr().err
 
 
@@ -290,49 +398,13 @@ def test_the_dashboard_asks_for_what_is_served() -> None:
         for target in panel["targets"]
         for metric in re.findall(r"truemfu_gpu_\w+", target["expr"])
     }
-    served = set(re.findall(r"^(truemfu_gpu_\w+)\{", scraped("h200_made_up.jsonl"), re.MULTILINE))
+    variables = dashboard["templating"]["list"]
+    asked |= {metric for each in variables for metric in re.findall(r"truemfu_gpu_\w+", each["query"])}
+    served = set(re.findall(r"^(truemfu_gpu_\w+)\{", scraped(MATMUL), re.MULTILINE))
     assert len(asked) >= 12
     assert asked <= served
     assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
-
-
-# Cost
-
-
-class Busy:
-    """Eight GPUs that never look the same twice, for some rounds."""
-
-    def __init__(self, rounds: int) -> None:
-        trace = Replay(H200)
-        self._sample = [trace.read(0) for _ in range(8)][-1]
-        self._gpus = [msgspec.structs.replace(trace.gpus()[0], index=index) for index in range(8)]
-        self._left = rounds * len(self._gpus)
-
-    def gpus(self) -> Sequence[GpuInfo]:
-        return self._gpus
-
-    def read(self, index: int) -> CounterSample:
-        if not self._left:
-            raise ReplayEnded("enough")
-        self._left -= 1
-        return msgspec.structs.replace(
-            self._sample,
-            index=index,
-            at_s=-float(self._left),
-            energy_j=None,
-            sm_clock_hz=1.3e9 + self._left % 97 * 1e6,
-        )
-
-    def close(self) -> None: ...
-
-
-def test_eight_gpus_once_a_second_take_under_a_hundredth_of_a_core() -> None:
-    rounds = 50
-    for length in (5, rounds):
-        sampler = Sampler(Busy(length + 1), keep=1)
-        console = Console(file=io.StringIO(), force_terminal=True, width=140, height=40)
-        begin_s = time.process_time()
-        top_module._live(sampler, 0.0001, console)
-        each_s = (time.process_time() - begin_s) / length
-        assert sampler.health(7).intervals == length
-    assert each_s < 0.01, f"{1e3 * each_s:.2f} ms of processor time for each second"
+    names = {each["name"] for each in variables}
+    used = {word for word in re.findall(r"\$\{?(\w+)", json.dumps(dashboard)) if not word.startswith("__")}
+    assert used == names == {"datasource", "instance", "gpu"}
+    assert {panel["datasource"]["uid"] for panel in dashboard["panels"]} == {"${datasource}"}

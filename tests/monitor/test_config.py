@@ -28,6 +28,7 @@ monitoring:
   flops_profile_freq: 70
   mfu_calculation_mode: hybrid
   peak_tflops: 989.4
+  measured_peak_tflops: 655.5
   attention: causal
   detailed_log_freq: 51
   dataset_metrics_freq: 11
@@ -44,6 +45,7 @@ monitoring:
     hybrid_mode:
       hardware_counters_enabled: false
       fallback_to_profiler: false
+      non_matrix_share: 0.0176
 monitor: {freq: {flops_profile_freq: 70}}
 wandb:
   project: mine
@@ -57,6 +59,7 @@ READ = MonitorConfig(
     flops_profile_freq=70,
     mode="hybrid",
     peak_tflops=989.4,
+    measured_peak_tflops=655.5,
     attention="causal",
     detailed_log_freq=51,
     dataset_metrics_freq=11,
@@ -67,6 +70,7 @@ READ = MonitorConfig(
     recalibration_frequency=0,
     hardware_counters_enabled=False,
     fallback_to_profiler=False,
+    non_matrix_share=0.0176,
     trackers=("wandb", "tensorboard"),
     metric_names="composer",
     log_dataset_metrics=False,
@@ -147,6 +151,7 @@ def test_the_defaults_are_those_of_the_specification() -> None:
         "flops_profile_freq": 500,
         "mode": "smart",
         "peak_tflops": None,
+        "measured_peak_tflops": None,
         "attention": "full",
         "detailed_log_freq": 50,
         "dataset_metrics_freq": 10,
@@ -157,6 +162,7 @@ def test_the_defaults_are_those_of_the_specification() -> None:
         "recalibration_frequency": 1000,
         "hardware_counters_enabled": True,
         "fallback_to_profiler": True,
+        "non_matrix_share": 0.0,
         "trackers": None,
         "metric_names": "truemfu",
         "log_dataset_metrics": True,
@@ -315,6 +321,13 @@ def test_a_peak_is_a_number_of_tflops(value: Any) -> None:
 def test_a_peak_that_is_none_is_an_error(value: Any) -> None:
     with pytest.raises(UsageError, match=r"^monitoring\.peak_tflops must be a positive number of TFLOP/s"):
         load_config({"monitoring": {"peak_tflops": value}})
+
+
+@pytest.mark.parametrize("value", [-0.01, 1, 1.76, True, "0.0176", None, float("nan")])
+def test_a_share_of_the_pipe_is_below_one(value: Any) -> None:
+    hybrid = {"hybrid_mode": {"non_matrix_share": value}}
+    with pytest.raises(UsageError, match=r"non_matrix_share must be a share from 0 to below 1"):
+        load_config({"monitoring": {"performance_monitoring": hybrid}})
 
 
 @pytest.mark.parametrize(("value", "names"), [([], ()), (["wandb"], ("wandb",)), (("a", "b"), ("a", "b"))])

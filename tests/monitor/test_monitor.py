@@ -754,7 +754,7 @@ def test_every_mode_gives_the_exact_mfu_of_a_dense_model(model: nn.Module, tmp_p
 
     batch = ids(2, 32)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", TruemfuWarning)  # hybrid says that it has no counters yet
+        warnings.simplefilter("ignore", TruemfuWarning)  # hybrid says that it has no counters
         rows = train(model, tmp_path, [[batch]] * 5, settings=config(mfu_calculation_mode=mode))
     assert {flops_of(row) for row in rows} == {count_flops(model, batch).model_flops}
     assert all("perf/hfu" in row for row in rows)

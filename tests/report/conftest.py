@@ -1,12 +1,16 @@
-"""Recorded experiments, made from structs: four trainers at two points, one of them out of memory."""
+"""What reports are made of: recorded experiments (four trainers at two points, one of them out of memory),
+and a training run that a real monitor watched."""
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from watched_training import train_watched
 
 from truemfu.records import (
     CaseResult,
@@ -190,3 +194,31 @@ def write_sweep(tmp_path: Path) -> WriteSweep:
         return folder
 
     return write
+
+
+@pytest.fixture(scope="session")
+def monitored_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder a real monitor left behind."""
+    folder = tmp_path_factory.mktemp("monitored") / "run"
+    train_watched(folder)
+    return folder
+
+
+@pytest.fixture
+def run_folder(monitored_folder: Path, tmp_path: Path) -> Path:
+    """A copy of it, to be changed."""
+    return Path(shutil.copytree(monitored_folder, tmp_path / "run"))
+
+
+@pytest.fixture
+def change_run(run_folder: Path) -> Callable[..., dict[str, Any]]:
+    """`change_run(lambda run: run.pop("summary"))`: the run file, changed in place."""
+
+    def change(by: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+        path = run_folder / "training_run.json"
+        run: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        by(run)
+        path.write_text(json.dumps(run), encoding="utf-8")
+        return run
+
+    return change

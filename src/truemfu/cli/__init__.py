@@ -4,8 +4,10 @@
     count.py        truemfu count
     hardware.py     truemfu devices, truemfu peak
     top.py          truemfu top
+    top_screen.py   what truemfu top shows of a GPU, and the table
     top_export.py   what truemfu top serves to Prometheus
     audit.py        truemfu audit
+    audit_tables.py how an audit looks
     sweep.py        truemfu sweep
     live.py         how a sweep shows its progress
     summarize.py    truemfu summarize

@@ -8,25 +8,21 @@ What the command prints goes to stderr, so that stdout has the tables or the JSO
 from __future__ import annotations
 
 import os
-import subprocess
+import shutil
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-from rich.markup import escape
-from rich.table import Table
 
-from .console import debug_option, json_option, output, percent, print_json, short, table
+from .audit_tables import show_audit
+from .console import debug_option, json_option
 
 if TYPE_CHECKING:
-    from ..crosscheck import CrossCheck
-    from ..hardware.nsight import Audit
+    from ..hardware.nsight import StepCount
 
 _COUNT_FROM_START = 1000
 _STDERR = 2
-_WIDEST_NAME = 90
-_EXACT = 0.05
 
 
 @click.command(
@@ -34,6 +30,7 @@ _EXACT = 0.05
     context_settings={"allow_interspersed_args": False},
 )
 @click.option("--from-start", is_flag=True, help="Profile every launch, not only those of a marked step.")
+@click.option("--keep-running", is_flag=True, help="Let the command go on when its marked step is counted.")
 @click.option("--launch-skip", type=click.IntRange(min=0), default=0, help="Launches to pass over first.")
 @click.option(
     "--launch-count",
@@ -42,28 +39,34 @@ _EXACT = 0.05
 )
 @click.option("--kernel-name", help="Only kernels of this name, or regex:EXPRESSION.")
 @click.option("--metrics", default="", help="Further ncu metrics, with commas; they are in --save alone.")
-@click.option("--save", type=click.Path(path_type=Path, dir_okay=False), help="Keep ncu's CSV here.")
-@click.option("--read", type=click.Path(path_type=Path), help="Read such a CSV and run nothing.")
+@click.option(
+    "--save",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Keep ncu's CSV here, and the count beside it (FILE.count.json).",
+)
+@click.option("--csv", "saved", type=click.Path(path_type=Path), help="Read such a CSV and run nothing.")
 @click.option("--top", type=click.IntRange(min=1), default=20, show_default=True, help="Kernels to show.")
 @json_option
 @debug_option
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 def audit(
     from_start: bool,
+    keep_running: bool,
     launch_skip: int,
     launch_count: int | None,
     kernel_name: str | None,
     metrics: str,
     save: Path | None,
-    read: Path | None,
+    saved: Path | None,
     top: int,
     as_json: bool,
     command: tuple[str, ...],
 ) -> int:
     """Run COMMAND under Nsight Compute and add up what its tensor cores really executed, kernel by kernel.
 
-    A TrainingMonitor in the command marks one step and writes its count, and the two are compared. Without
-    one, mark a step with torch.cuda.profiler.start() and stop(), or profile from the start.
+    A TrainingMonitor in the command marks one step, its fourth or the first after that in which nothing is
+    compiled, and writes its count; the two are compared, and the command is ended. Without a monitor, mark a
+    step with torch.cuda.profiler.start() and stop(), or profile from the start.
 
     \b
     Examples
@@ -71,28 +74,34 @@ def audit(
         truemfu audit --from-start --launch-skip 500 --launch-count 200 -- python train.py
         truemfu audit --from-start --kernel-name regex:gemm --json -- python train.py
         truemfu audit --save step.csv -- python train.py
-        truemfu audit --read step.csv
+        truemfu audit --csv step.csv
 
-    Every kernel is replayed, about 0.2 s each: audit a model of a few layers. Exit codes: 0 done, 1 the
-    command failed or nothing was profiled, 2 the call was wrong or ncu is not installed.
+    Every kernel is replayed, about 0.2 s each: audit a model of a few layers, on one GPU. Exit codes: 0 done,
+    1 the command failed or nothing was profiled, 2 the call was wrong or ncu is not installed.
     """
     from ..errors import UsageError
-    from ..hardware.nsight import audit_of, find_ncu, ncu_command, parse_ncu_csv, read_step_count
+    from ..hardware.nsight import find_ncu, ncu_command, read_step_count
+    from ..hardware.nsight_audit import audit_of
+    from ..hardware.nsight_csv import parse_ncu_csv
 
-    if read is not None:
+    if saved is not None:
         if command:
-            raise UsageError("--read runs nothing: leave out the command, or leave out --read")
-        text = _text(read)
-        result = audit_of(parse_ncu_csv(text))
-        return _show(result, top, as_json) if result.launches else _nothing(text, 0, True)
+            raise UsageError("--csv runs nothing: leave out the command, or leave out --csv")
+        text, count = _text(saved), read_step_count(_count_beside(saved))
+        result = audit_of(parse_ncu_csv(text), count)
+        return show_audit(result, top, as_json) if result.launches else _nothing(text, count, 0, False)
     if not command:
         raise UsageError("give the command to audit: truemfu audit -- python train.py")
+    ncu = find_ncu()
+    if shutil.which(command[0]) is None:
+        raise UsageError(f"{command[0]}: command not found, or not executable")
     if from_start and launch_count is None:
         launch_count = _COUNT_FROM_START
     with tempfile.TemporaryDirectory(prefix="truemfu-audit-") as folder:
-        log_file, count_file = save or Path(folder, "ncu.csv"), Path(folder, "count.json")
+        log_file = save or Path(folder, "ncu.csv")
+        count_file = _count_beside(log_file)
         call = ncu_command(
-            find_ncu(),
+            ncu,
             command,
             log_file=log_file,
             from_start=from_start,
@@ -101,25 +110,50 @@ def audit(
             kernel_name=kernel_name,
             metrics=[metric for metric in metrics.split(",") if metric],
         )
-        code = _run(call, count_file)
+        code = _run(call, [log_file, count_file], from_start=from_start, keep_running=keep_running)
         text = _text(log_file) if log_file.is_file() else ""
-        result = audit_of(parse_ncu_csv(text), read_step_count(count_file))
+        count = read_step_count(count_file)
+        result = audit_of(parse_ncu_csv(text), count)
     if not result.launches:
-        return _nothing(text, code, from_start)
-    shown = _show(result, top, as_json)
+        return _nothing(text, count, code, from_start)
+    is_a_step = not (from_start or launch_skip or launch_count or kernel_name)
+    shown = show_audit(result, top, as_json, is_a_step=is_a_step)
     # A run that was ended at its last launch has not failed.
-    failed = code != 0 and launch_count is None
-    if failed:
+    if code and launch_count is None:
         click.echo(f"error: the command ended with code {code}; what was profiled is shown", err=True)
-    return 1 if failed else shown
+        return 1
+    return shown
 
 
-def _run(call: list[str], count_file: Path) -> int:
+def _run(call: list[str], files: list[Path], *, from_start: bool, keep_running: bool) -> int:
+    """The exit code of the command, 0 where it was ended because it had done what it was run for."""
+    from ..errors import UsageError
     from ..hardware.nsight import COUNT_VARIABLE
+    from ..hardware.nsight_run import run_audited
 
-    return subprocess.run(
-        call, env={**os.environ, COUNT_VARIABLE: str(count_file)}, stdout=_STDERR
-    ).returncode
+    environment = {name: value for name, value in os.environ.items() if name != COUNT_VARIABLE}
+    log_file, count_file = files
+    try:
+        for file in files:  # those of an earlier run would be taken for this one's
+            file.unlink(missing_ok=True)
+        log_file.touch()
+    except OSError as error:
+        raise UsageError(f"{error.filename} cannot be written: {error.strerror}") from None
+    if not from_start:  # a step's count is nothing to compare with all launches
+        environment[COUNT_VARIABLE] = str(count_file.absolute())
+    end = run_audited(
+        call,
+        environment=environment,
+        count_file=count_file,
+        keep_running=keep_running or from_start,
+        stdout=_STDERR,
+        say=lambda text: click.echo(text, err=True),
+    )
+    return 0 if end.was_ended else end.code
+
+
+def _count_beside(csv_file: Path) -> Path:
+    return csv_file.with_name(f"{csv_file.name}.count.json")
 
 
 def _text(path: Path) -> str:
@@ -131,97 +165,22 @@ def _text(path: Path) -> str:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from None
 
 
-def _nothing(text: str, code: int, from_start: bool) -> int:
-    """No launch was profiled: say why, as far as ncu says it."""
-    said = [
-        line.removeprefix("==ERROR==").strip() for line in text.splitlines() if line.startswith("==ERROR==")
-    ]
+def _nothing(text: str, count: StepCount | None, code: int, from_start: bool) -> int:
+    """No launch was profiled: say why, as far as ncu and the process say it."""
+    from ..hardware.nsight_csv import errors_in
+
+    said = errors_in(text)
     if "ERR_NVGPUCTRPERM" in text:
         why = "this user may not read the GPU's counters: https://developer.nvidia.com/ERR_NVGPUCTRPERM"
-    elif said:
-        why = f"ncu says: {said[0]}"
+    elif count is not None and count.reason is not None:
+        why = count.reason
     elif code:
         why = f"the command ended with code {code}"
+    elif said:
+        why = f"ncu says: {said[0]}"
     elif from_start:
         why = "no kernel was launched"
     else:
         why = "no step was marked: use a TrainingMonitor, torch.cuda.profiler.start(), or --from-start"
     click.echo(f"error: nothing was profiled; {why}", err=True)
     return 1
-
-
-def _show(result: Audit, top: int, as_json: bool) -> int:
-    check = _check(result)
-    if as_json:
-        print_json({**result.as_dict(), "crosscheck": None if check is None else check.as_dict()})
-        return 0
-    console, total = output(), result.executed_flops
-    console.print(_kernel_table(result, top))
-    if len(result.kernels) > top:
-        rest = _flop(sum(kernel.executed_flops or 0 for kernel in result.kernels[top:]))
-        console.print(f"and {len(result.kernels) - top} more kernels with {rest} (--top shows them)")
-    if result.counted_by_kind:
-        console.print(_kind_table(result))
-    dtypes = ", ".join(f"{dtype} {short(done)}" for dtype, done in sorted(result.executed_by_dtype.items()))
-    said = "n/a" if total is None else _flop(total)
-    console.print(f"executed: {said} in {result.launches} launches{f' ({dtypes})' if dtypes else ''}")
-    if result.unmeasured_launches:
-        console.print(f"not measured: {result.unmeasured_launches} launches; ncu has no value for them")
-    if check is not None:
-        ratio = check.executed_flops / check.counted_flops
-        console.print(f"counted:  {_flop(check.counted_flops)}, executed over counted {ratio:.4f}")
-        if check.notice is not None:
-            console.print(check.notice, markup=False, soft_wrap=True)
-    return 0
-
-
-def _kernel_table(result: Audit, top: int) -> Table:
-    drawn = table("kernel", "kind", "launches", "FLOP executed", "share", title="executed tensor operations")
-    drawn.columns[1].justify = "left"
-    for kernel in result.kernels[:top]:
-        done = kernel.executed_flops
-        drawn.add_row(
-            escape(_cut(kernel.name)),
-            kernel.kind,
-            str(kernel.launches),
-            "n/a" if done is None else short(done),
-            "-" if done is None or not result.executed_flops else percent(done, result.executed_flops),
-        )
-    return drawn
-
-
-def _kind_table(result: Audit) -> Table:
-    drawn = table("kind", "FLOP executed", "FLOP counted (model)", "ratio", title="by kind of work")
-    for kind in sorted({*result.executed_by_kind, *result.counted_by_kind}):
-        done, needed = result.executed_by_kind.get(kind, 0), result.counted_by_kind.get(kind, 0)
-        drawn.add_row(kind, short(done), short(needed), f"{done / needed:.4f}" if needed else "-")
-    return drawn
-
-
-def _check(result: Audit) -> CrossCheck | None:
-    from ..crosscheck import crosscheck
-
-    count = result.count
-    if count is None:
-        return None
-    attention = result.counted_by_kind.get("attention")
-    return crosscheck(
-        count.hardware_flops,
-        result.executed_flops,
-        recompute_flops=count.hardware_flops - count.model_flops,
-        attention_flops=attention,
-        attention_executed_share=1.0 if count.attention == "causal" else None,
-        uncounted=count.uncounted,
-        exact=True,
-        threshold=_EXACT,
-    )
-
-
-def _cut(name: str) -> str:
-    return name if len(name) <= _WIDEST_NAME else f"{name[: _WIDEST_NAME - 1]}…"
-
-
-def _flop(amount: float) -> str:
-    """16.34 TFLOP; below a thousand without a prefix."""
-    said = short(amount)
-    return f"{said}FLOP" if " " in said else f"{said} FLOP"

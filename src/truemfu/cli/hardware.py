@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 import click
+from rich.console import Console
 
-from .console import debug_option, json_option, output, percent, print_json, table, working
+from .console import debug_option, json_option, output, percent, print_json, table
+
+if TYPE_CHECKING:
+    from ..hardware.ceiling import CeilingRun, MatmulCeiling
 
 
 @click.command(short_help="Datasheet peaks, and the row this machine matches.")
@@ -60,37 +67,88 @@ def devices(as_json: bool) -> None:
 def peak(dtypes: tuple[str, ...], seconds: float | None, as_json: bool) -> None:
     """The matmul rate this device reaches now, in a burst and sustained, beside its datasheet.
 
-    A burst is the silicon before it heats up; sustained is what a long run can hope for, after the power
-    limit has had its say.
+    A burst is the silicon before the power limit cuts in; sustained is what a long run can hope for. Each is
+    the best of a few shapes, and the two may differ. Of a datasheet's peak, the clock leaves one share and
+    the kernel (how full it keeps the pipe) another: their product is what was reached.
     """
     from ..hardware.ceiling import measure_ceiling
 
-    with working("multiplying matrices"):
-        ceilings = measure_ceiling(dtypes=dtypes or None, seconds=seconds)
+    with _progress() as tell:
+        ceilings = measure_ceiling(dtypes=dtypes or None, seconds=seconds, progress=tell)
     if as_json:
-        print_json([asdict(ceiling) for ceiling in ceilings])
+        print_json([ceiling.as_dict() for ceiling in ceilings])
         return
     console = output()
+    beside = " / datasheet" if any(ceiling.datasheet_flops_per_s for ceiling in ceilings) else ""
     rates = table(
         "dtype",
-        "burst",
-        "sustained",
-        "datasheet",
-        "burst of datasheet",
+        "TFLOP/s",
+        "reached",
+        "= clock",
+        "× pipe",
+        "SM MHz",
+        "W / limit",
         "m×n×k",
-        title=f"{ceilings[0].device_name}: matrix products, TFLOP/s",
+        "limited by",
+        title=f"{ceilings[0].device_name}: large matrix products, reached{beside}",
     )
     for ceiling in ceilings:
-        burst, sheet = ceiling.burst_flops_per_s, ceiling.datasheet_flops_per_s
-        rates.add_row(
-            ceiling.dtype,
-            _tera(burst),
-            _tera(ceiling.sustained_flops_per_s),
-            _tera(sheet),
-            "-" if burst is None or sheet is None else percent(burst, sheet),
-            "×".join(map(str, ceiling.shape)) if ceiling.shape else f"skipped: {ceiling.skipped}",
+        for kind, run in (("burst", ceiling.burst), ("sustained", ceiling.sustained)):
+            if run is not None:
+                rates.add_row(f"{ceiling.dtype} {kind}", *_cells(run, ceiling))
+    if rates.row_count:
+        console.print(rates)
+    for ceiling in ceilings:
+        if ceiling.skipped is not None:
+            console.print(f"{ceiling.dtype} skipped: {ceiling.skipped}", markup=False)
+    for note in ceilings[0].notes:
+        console.print(f"note: {note}", markup=False)
+    held = [ceiling for ceiling in ceilings if ceiling.sustained is not None]
+    if held:
+        best = next((ceiling for ceiling in held if ceiling.dtype == "bf16"), held[0])
+        console.print(
+            f"to log MFU against this ({best.dtype}, sustained) as perf/mfu_of_measured_peak, set"
+            f" monitoring.measured_peak_tflops: {_tera(best.sustained_flops_per_s)}"
         )
-    console.print(rates)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str], None] | None]:
+    """Who is told what is measured next: a spinner on stderr, or None where nobody watches."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield None
+        return
+    with console.status("looking at the device") as status:
+        yield status.update
+
+
+def _cells(run: CeilingRun, ceiling: MatmulCeiling) -> tuple[str, ...]:
+    """A row of the table. A clock that only the driver tells is an upper bound, and marked as one."""
+    clock_hz = run.reported_clock_hz if run.clock_hz is None else run.clock_hz
+    at_most = "≤" if clock_hz is not None and run.clock_hz is None else ""
+    return (
+        _pair(_tera(run.flops_per_s), _tera(ceiling.datasheet_flops_per_s)),
+        _share(run.of_datasheet),
+        _share(run.clock_of_datasheet),
+        _share(run.pipe_of_clock),
+        _pair(at_most + _whole(clock_hz, 1e6), _whole(ceiling.datasheet_clock_hz, 1e6)),
+        _pair(_whole(run.power_w), _whole(run.power_limit_w)),
+        "×".join(map(str, run.shape)),
+        "-" if run.limited_by is None else run.limited_by.replace("_", " "),
+    )
+
+
+def _pair(reached: str, limit: str) -> str:
+    return reached if limit == "-" else f"{reached} / {limit}"
+
+
+def _share(share: float | None) -> str:
+    return "-" if share is None else percent(share, 1.0)
+
+
+def _whole(value: float | None, unit: float = 1.0) -> str:
+    return "-" if value is None else f"{value / unit:.0f}"
 
 
 def _tera(rate: float | None) -> str:

@@ -1,4 +1,4 @@
-"""`truemfu report`: a sweep as one self-contained page."""
+"""`truemfu report`: a run or a sweep as one self-contained page."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import click
 from .console import debug_option
 
 
-@click.command(short_help="One self-contained page for a sweep.")
+@click.command(short_help="One self-contained page for a run or a sweep.")
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
 @click.option(
     "--output",
@@ -20,21 +20,31 @@ from .console import debug_option
 )
 @debug_option
 def report(folder: Path, output_path: Path | None) -> None:
-    """One self-contained page for the sweep in DIR: its folder, or its logs or results folder alone.
+    """One self-contained page for what DIR holds, which is found out from its files.
 
     \b
-    Example
+    A run     the output_dir of a TrainingMonitor, ended or not (training_run.json, training_log.json)
+    A sweep   its folder, or its logs or results folder alone
+
+    \b
+    Examples
+        truemfu report out/run -o report.html
         truemfu report out/sweep -o report.html
     """
     from ..errors import UsageError
-    from ..report.load import load_sweep
+    from ..report.folder import load_folder
+    from ..report.run_load import LoadedRun
+    from ..report.run_page import write_run_page
     from ..report.summary import summarize
     from ..report.sweep_page import write_sweep_page
 
-    summary = summarize(load_sweep(folder))
-    path = output_path or folder / "report.html"
+    found = load_folder(folder)
+    path = output_path or (folder if folder.is_dir() else folder.parent) / "report.html"
     try:
-        written = write_sweep_page(path, summary)
+        if isinstance(found, LoadedRun):
+            written = write_run_page(path, found)
+        else:
+            written = write_sweep_page(path, summarize(found))
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}") from error
     click.echo(f"report: {written}")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import UsageError
 
 if TYPE_CHECKING:
-    from .top import Reading
+    from .top_screen import Reading
 
 # Metric (after `truemfu_gpu_`) → attribute of the window.
 _FROM_WINDOW: Mapping[str, str] = MappingProxyType(
@@ -24,6 +24,7 @@ _FROM_WINDOW: Mapping[str, str] = MappingProxyType(
         "tensor_active_ratio": "tensor_active",
         "hmma_active_ratio": "hmma_active",
         "imma_active_ratio": "imma_active",
+        "dfma_active_ratio": "dfma_active",
         "dmma_active_ratio": "dmma_active",
         "fp16_active_ratio": "fp16_active",
         "fp32_active_ratio": "fp32_active",
@@ -45,6 +46,15 @@ _FROM_READING: Mapping[str, str] = MappingProxyType(
         "executed_flop_utilisation_ratio": "executed_flop_utilisation",
         "executed_flops_per_second": "executed_flops_per_s",
         "peak_flops_per_second": "peak_flops_per_s",
+    }
+)
+_UPPER_BOUND = " (upper bound, at the clock the driver reports; under load the true one is up to 11 % lower)"
+_MORE: Mapping[str, str] = MappingProxyType(
+    {
+        "executed_flop_utilisation": _UPPER_BOUND,
+        "executed_flops_per_s": _UPPER_BOUND,
+        "gpu_utilisation": ", the driver's own: 1 as soon as any kernel runs",
+        "sm_clock_hz": ", as the driver reports it",
     }
 )
 _LABELS = ("gpu", "name", "uuid")
@@ -119,4 +129,4 @@ def _labels(reading: Reading) -> list[str]:
 
 
 def _said(attribute: str) -> str:
-    return f"{attribute.replace('_', ' ')} over the last interval"
+    return f"{attribute.replace('_', ' ')} over the last interval{_MORE.get(attribute, '')}"

@@ -82,7 +82,7 @@ class Calls(TorchFunctionMode):
         self._stand_in = stand_in
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs = dict(kwargs or {})
         if func is nn.functional.scaled_dot_product_attention:
             q = args[0] if args else kwargs["query"]
             v = args[2] if len(args) > 2 else kwargs["value"]
@@ -90,8 +90,8 @@ class Calls(TorchFunctionMode):
                 return _attention_by_document(*args, **kwargs)
             with self._tally.sdpa_head_dims(q.shape[-1], v.shape[-1]):
                 return func(*args, **kwargs)
-        if func in (torch.tensor, torch.as_tensor) and args and isinstance(args[0], (list, tuple)):
-            return func(_plain_numbers(args[0]), *args[1:], **kwargs)
+        if func in (torch.tensor, torch.as_tensor) and args and not isinstance(args[0], torch.Tensor):
+            return self._from_numbers(func, args, kwargs)
         if func in (torch.Tensor.numpy, torch.Tensor.__array__) and isinstance(args[0], FakeTensor):
             return torch.tensor(args[0].tolist(), dtype=args[0].dtype).numpy()
         if func in _RECURRENT and any(isinstance(t, FakeTensor) for t in tree_flatten(args)[0]):
@@ -101,6 +101,16 @@ class Calls(TorchFunctionMode):
         if func is torch.Tensor.data_ptr and isinstance(args[0], FakeTensor):
             raise RuntimeError("a kernel bound by hand reads a tensor's memory")
         return func(*args, **kwargs)
+
+    def _from_numbers(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """A tensor of given numbers; torch would make it on the device itself, and wait for that copy."""
+        numbers = _plain_numbers(args[0]) if isinstance(args[0], (list, tuple)) else args[0]
+        device = torch.device(kwargs.get("device") or torch.get_default_device())
+        if not self._stand_in or device.type in ("cpu", "meta"):
+            return func(numbers, *args[1:], **kwargs)
+        needs_gradient = kwargs.pop("requires_grad", False)
+        made = func(numbers, *args[1:], **{**kwargs, "device": "cpu"}).to(device)
+        return made.requires_grad_() if needs_gradient else made
 
 
 def _recurrent(func: Any, *args: Any, **kwargs: Any) -> Any:

@@ -217,7 +217,7 @@ class FlopModel:
             convention=self.convention,
             backward=self._backward,
             loss_fn=self._loss_fn,
-            place=_device_of(self._model),
+            place=device_of(self._model),
         )
 
     def _add(self, data: _ModelData) -> None:
@@ -271,6 +271,7 @@ def _key(batch: Any) -> tuple[Any, ...] | None:
     return tuple(key)
 
 
-def _device_of(model: nn.Module) -> torch.device | None:
+def device_of(model: nn.Module) -> torch.device | None:
+    """Where a model is, or the stand-in of one was."""
     parameter = next(iter(model.parameters()), None)
     return None if parameter is None else place_of(parameter)

@@ -49,6 +49,20 @@ class Band:
             for i in range(q_len)
         )
 
+    def blocked_pairs(self, q_len: int, k_len: int, block: int = 128) -> int:
+        """Pairs in the square blocks that hold an allowed one: what a fused kernel works through.
+
+        A block lies across the band's edge, or overhangs the last query or key, and is executed whole.
+        """
+        blocks = 0
+        for first in range(0, q_len, block):
+            last = min(first + block, q_len) - 1
+            first_key = 0 if self.behind is None else max(0, first - self.behind)
+            last_key = k_len - 1 if self.ahead is None else min(k_len - 1, last + self.ahead)
+            if first_key <= last_key:
+                blocks += last_key // block - first_key // block + 1
+        return blocks * block * block
+
 
 FULL, CAUSAL = Band(), Band(ahead=0)
 

@@ -46,7 +46,8 @@ from .stand_ins import STAND_INS
 from .values import Following, FollowingMode, Value
 
 _DEVICE = torch.ops.prim.device.default
-_SAME_DTYPE = frozenset(f"aten::{n}" for n in "mm addmm bmm baddbmm mv addmv dot".split())
+_PRODUCTS = frozenset(f"aten::{n}" for n in "mm addmm _addmm_activation bmm baddbmm".split())
+_SAME_DTYPE = _PRODUCTS | frozenset(f"aten::{n}" for n in "mv addmv dot".split())
 
 
 def _next_sequence_nr() -> int:
@@ -74,15 +75,31 @@ def _checkpoint_is_running() -> bool:
 
 
 class Entry:
-    """One counted call: what was needed, what was executed, and where."""
+    """One counted call: what was needed, what was executed, and where.
 
-    __slots__ = ("dtype", "executed", "module", "needed", "operator", "phase", "sequence")
+    `shape` is (m, n, k) of a plain product; `blocked` what a fused attention kernel executes when it skips
+    no less than whole blocks of the mask. Both are None for other calls.
+    """
+
+    __slots__ = (
+        "blocked",
+        "dtype",
+        "executed",
+        "module",
+        "needed",
+        "operator",
+        "phase",
+        "sequence",
+        "shape",
+    )
 
     def __init__(
         self, phase: str, module: str, operator: str, dtype: str, needed: int, executed: int
     ) -> None:
         self.phase, self.module, self.operator, self.dtype = phase, module, operator, dtype
         self.needed, self.executed = needed, executed
+        self.shape: tuple[int, int, int] | None = None
+        self.blocked: int | None = None
         self.sequence = _next_sequence_nr() - 1 if torch.is_grad_enabled() else None
 
 
@@ -253,6 +270,12 @@ class Tally(TorchDispatchMode):
         if isinstance(operand, torch.Tensor) and operand.is_complex():
             needed, executed = 4 * needed, 4 * executed
         entry = Entry(phase, module, name.replace("::", "."), _dtype(name, operand), needed, executed)
+        if name in _PRODUCTS:
+            entry.shape = _product_shape(*factors(name, args)[:2])
+        elif isinstance(work, AttentionWork) and work.cumulative is None:
+            blocked = work.samples * work.heads * work.band.blocked_pairs(work.q_len, work.k_len)
+            per_pair = work.executed_backward_flops(1) if work.backward else work.forward_flops(1)
+            entry.blocked = per_pair // work.heads * blocked
         self.entries.append(entry)
         return entry
 
@@ -372,6 +395,11 @@ def _dtype(name: str, operand: Any) -> str:
     if not isinstance(operand, torch.Tensor):
         return "unknown"
     return dtype_name(operand.dtype, operand.device.type, convolution="conv" in name)
+
+
+def _product_shape(left: torch.Tensor, right: torch.Tensor) -> tuple[int, int, int]:
+    """m, n, k of each product of m×k by k×n."""
+    return left.shape[-2], right.shape[-1], left.shape[-1]
 
 
 def _bind(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -206,6 +206,10 @@ class Following:
         if mutable and args and type(args[0]) is torch.Tensor and "out" not in kwargs:
             return args[0]  # a real tensor from outside the model is not ours to write to
         out = self._results.run(func, args, kwargs)
+        if func is aten.lift_fresh.default and isinstance(out, FakeTensor):
+            # Its value is ours to follow, on the CPU: torch would run what meets only such tensors for real,
+            # on the device that the model asks for.
+            out.constant = None
         if not (ends and (_has_unknown(args) or _has_unknown(kwargs.values()))):
             self._follow(func, args, kwargs, out)
         return out

@@ -1,78 +1,126 @@
 """The matmul ceiling: what this very device reaches now, when it does nothing but large matrix products.
 
 A datasheet's peak holds at a clock that the power limit may not allow, so a run is best read beside two
-measured figures: `burst` (the best short run: the silicon before it heats up) and `sustained` (the mean over
-the second half of a longer run: what a training job can hope for). Both use random numbers: zeros draw less
-power and run faster than any real data.
+measured figures: `burst` (the best short run: the silicon before the power limit cuts in) and `sustained`
+(the second half of a longer run: what a training job can hope for).
 
-    each dtype: best of short runs, shape by shape ─► then each dtype: a long run at its best shape
+    each dtype: search over shapes, burst ─► then each dtype: hold its best shape ─► values, and the gap
 
-All bursts come first, so that no dtype is measured on a chip that another one has heated.
+All bursts come first, so that no dtype is measured on a chip that another one has heated. The gap to the
+datasheet splits into two factors, whose product is the rate over the datasheet's:
 
-Nothing outside changes: own random generator, torch's TF32 setting put back, operands freed after each dtype.
+    clock_of_datasheet = clock run at / datasheet's clock     the power limit's, or the chip's own, doing
+    pipe_of_clock      = rate / peak at the clock run at      how full the kernel keeps the arithmetic pipe
+
+Nothing outside changes: own random generator, torch's TF32 setting put back, operands freed after each shape.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
+from .ceiling_products import Shape
+from .ceiling_search import Progress, Tried, hold, search
+from .ceiling_watch import Watch, observed
 from .detect import dtype_name, spec_of
+from .specs import DeviceSpec
 
 if TYPE_CHECKING:
     import torch
 
-Shape = tuple[int, int, int]
-"""m, n, k of a product of m×k by k×n: 2·m·n·k FLOP."""
-
 _ACCELERATOR_DTYPES = ("bf16", "fp16", "tf32", "fp8")
 _CPU_DTYPES = ("fp32", "bf16")
 
-# Large enough to fill any chip of the table, small enough for 24 GB; uneven because tiles fit some better.
-_ACCELERATOR_SHAPES: tuple[Shape, ...] = (
-    (4096, 4096, 4096),
-    (8192, 8192, 4096),
-    (8192, 8192, 8192),
-    (6144, 17920, 2816),
-    (16384, 8192, 4096),
-)
-_CPU_SHAPES: tuple[Shape, ...] = ((512, 512, 512), (1024, 1024, 1024), (2048, 1024, 1024))
-
+# Under a matrix product an H200 is at its power limit after 0.1 s, and its clock swings for another second
+# before it settles: the second half of 2 s is after that.
 _ACCELERATOR_SECONDS = 2.0
 _CPU_SECONDS = 0.5
 
-_WARM_UP_S = 0.02
-_SHORT_RUNS = 3
-_CHUNKS_PER_LONG_RUN = 20
+_OFTEN = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class CeilingRun:
+    """The best shape of one dtype, in a burst or held.
+
+    `clock_hz` is counted by the SMs, `reported_clock_hz` is what the driver asked for: under load the first
+    is up to a tenth lower, and the true one. `power_w` is the mean of about the last second, so a burst has
+    none. `throttle` says in which share of the driver's readings each reason held the clock back.
+    `limited_by` names the larger loss: the reason that held the clock back (`power_limit`, `clock` where no
+    reason is told) or `pipe`. What is not known is None.
+    """
+
+    shape: Shape
+    seconds: float
+    flops_per_s: float
+    of_datasheet: float | None = None
+    clock_of_datasheet: float | None = None
+    pipe_of_clock: float | None = None
+    clock_hz: float | None = None
+    reported_clock_hz: float | None = None
+    power_w: float | None = None
+    power_limit_w: float | None = None
+    throttle: dict[str, float] | None = None
+    limited_by: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class MatmulCeiling:
-    """What one dtype reached. Where the device cannot run it, the figures are None and `skipped` says why."""
+    """What one dtype reached. Where the device cannot run it, there are no runs and `skipped` says why.
+
+    `notes` say what could not be read of this device, and why.
+    """
 
     dtype: str
     device_name: str
-    shape: Shape | None
-    burst_flops_per_s: float | None
-    sustained_flops_per_s: float | None
-    datasheet_flops_per_s: float | None
+    burst: CeilingRun | None = None
+    sustained: CeilingRun | None = None
+    datasheet_flops_per_s: float | None = None
+    datasheet_clock_hz: float | None = None
     skipped: str | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def shape(self) -> Shape | None:
+        """That of the burst; the one held may be another."""
+        return None if self.burst is None else self.burst.shape
+
+    @property
+    def burst_flops_per_s(self) -> float | None:
+        return None if self.burst is None else self.burst.flops_per_s
+
+    @property
+    def sustained_flops_per_s(self) -> float | None:
+        return None if self.sustained is None else self.sustained.flops_per_s
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data with the attribute names as keys, ready for JSON."""
+        return {
+            "dtype": self.dtype,
+            "device_name": self.device_name,
+            "shape": self.shape,
+            "burst_flops_per_s": self.burst_flops_per_s,
+            "sustained_flops_per_s": self.sustained_flops_per_s,
+            **asdict(self),
+        }
 
 
 def measure_ceiling(
     device: torch.device | str | int | None = None,
     dtypes: Sequence[torch.dtype | str] | None = None,
     seconds: float | None = None,
+    progress: Progress | None = None,
 ) -> tuple[MatmulCeiling, ...]:
     """Time large matrix products on `device` (None: the current accelerator, else the CPU), dtype by dtype.
 
     `dtypes` defaults to bf16, fp16, tf32 and fp8 on an accelerator, fp32 and bf16 on a CPU; `seconds` is the
-    length of each sustained run, 2 s on an accelerator and 0.5 s on a CPU. The whole takes about that long
-    per dtype, plus a fraction of a second.
+    length of each sustained run, 2 s on an accelerator and 0.5 s on a CPU. The search takes about
+    four seconds more per dtype on an accelerator. `progress` is told in words what is measured next.
     """
     import torch
 
@@ -82,168 +130,101 @@ def measure_ceiling(
         dtypes = _CPU_DTYPES if on_cpu else _ACCELERATOR_DTYPES
     if seconds is None:
         seconds = _CPU_SECONDS if on_cpu else _ACCELERATOR_SECONDS
-    if not seconds > 0:
+    if not 0 < seconds < math.inf:
         raise UsageError(f"seconds must be a positive number; got {seconds!r}")
-    names = tuple(dtype_name(dtype) for dtype in dtypes)
-    shapes = _CPU_SHAPES if on_cpu else _ACCELERATOR_SHAPES
+    names = tuple(dict.fromkeys(dtype_name(dtype) for dtype in dtypes))
+    tell = progress or _silent
     where: AbstractContextManager[object] = (
         torch.cuda.device(target) if target.type == "cuda" else nullcontext()
     )
-    with where, torch.no_grad():
-        bursts = [_best_burst(target, name, shapes, seconds) for name in names]
-        return tuple(
-            _ceiling(target, name, burst, seconds) for name, burst in zip(names, bursts, strict=True)
-        )
+    watch = Watch.open(target)
+    try:
+        with where, torch.no_grad():
+            bursts = {name: search(target, name, watch, tell) for name in names}
+            held: dict[str, Tried] = {}
+            for name, tried in bursts.items():
+                if not isinstance(tried, str):
+                    held[name] = hold(target, name, tried, watch, seconds, tell, rested=not held)
+    finally:
+        watch.close()
+    return tuple(_ceiling(target, name, tried, held.get(name), watch.notes) for name, tried in bursts.items())
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Burst:
-    """The best shape of one dtype and what it reached; or why there is none."""
+def datasheet_clock_hz(spec: DeviceSpec, dtype: str) -> float | None:
+    """The clock at which the datasheet's peak of this dtype holds; None where the row does not tell.
 
-    shape: Shape | None = None
-    flops_per_s: float | None = None
-    skipped: str | None = None
-
-
-def _best_burst(device: torch.device, dtype: str, shapes: Sequence[Shape], patience_s: float) -> _Burst:
-    """Try the shapes in turn; a product that takes longer than `patience_s` ends the search."""
-    import torch
-
-    best = _Burst(skipped="no shape fits in memory")
-    with _fp32_precision(dtype):
-        for shape in shapes:
-            try:
-                burst_s = _burst_s(_product(device, dtype, shape), device)
-            except torch.OutOfMemoryError:
-                continue
-            except (RuntimeError, NotImplementedError, AttributeError, ValueError, TypeError) as error:
-                return _Burst(skipped=_first_line(error))
-            flops_per_s = _flops(shape) / burst_s
-            if best.flops_per_s is None or flops_per_s > best.flops_per_s:
-                best = _Burst(shape=shape, flops_per_s=flops_per_s)
-            if burst_s > patience_s:
-                break
-    return best
+    `boost_clock_hz` is that of the 16-bit tensor peak. Makers quote other peaks at other clocks: an H200's
+    66.9 TFLOP/s in fp64 are at 1,980 MHz, its 989.4 in bf16 at 1,830. An SM does a power of two of FLOP per
+    cycle in each dtype, so the one nearest to peak / (SMs × boost clock) is it, and the clock follows.
+    """
+    peak = spec.peak(dtype)
+    if peak is None or spec.sm_count is None or spec.boost_clock_hz is None:
+        return None
+    flops_per_cycle_per_sm = 2.0 ** round(math.log2(peak / (spec.sm_count * spec.boost_clock_hz)))
+    return float(peak / (spec.sm_count * flops_per_cycle_per_sm))
 
 
-def _ceiling(device: torch.device, dtype: str, burst: _Burst, seconds: float) -> MatmulCeiling:
-    """The burst of one dtype together with a run of `seconds` at its best shape."""
+def limited_by(
+    clock_of_datasheet: float | None, pipe_of_clock: float | None, throttle: Mapping[str, float] | None
+) -> str | None:
+    """What cost more of the datasheet's peak: the clock, by the reason that held it back, or the pipe.
+
+    Without the two factors it is the reason the driver told, where it told one. Idling is no reason.
+    """
+    often = {
+        name: share for name, share in (throttle or {}).items() if share >= _OFTEN and name != "gpu_idle"
+    }
+    reason = max(often, key=lambda name: often[name], default=None)
+    if clock_of_datasheet is None or pipe_of_clock is None:
+        return reason
+    if clock_of_datasheet < min(pipe_of_clock, 1.0):
+        return reason or "clock"
+    return "pipe"
+
+
+def _ceiling(
+    device: torch.device, dtype: str, tried: list[Tried] | str, held: Tried | None, notes: tuple[str, ...]
+) -> MatmulCeiling:
     spec = spec_of(device)
-    sustained_flops_per_s: float | None = None
-    if burst.shape is not None and burst.flops_per_s is not None:
-        flops = _flops(burst.shape)
-        with _fp32_precision(dtype):
-            product = _product(device, dtype, burst.shape)
-            sustained_flops_per_s = flops / _sustained_s(product, device, seconds, flops / burst.flops_per_s)
+    peak = None if spec is None else spec.peak(dtype)
+    clock_hz = None if spec is None else datasheet_clock_hz(spec, dtype)
+    bursts = [] if isinstance(tried, str) else tried[:1]
+    if held is not None:
+        # Where nothing slows the chip, or something else did during the search, a part of the held run wins.
+        bursts += [replace(held, runs=(run,), loaded_s=run.seconds) for run in held.runs]
+    burst = max(bursts, key=lambda one: one.flops_per_s, default=None)
     return MatmulCeiling(
         dtype=dtype,
         device_name=_name_of(device),
-        shape=burst.shape,
-        burst_flops_per_s=burst.flops_per_s,
-        sustained_flops_per_s=sustained_flops_per_s,
-        datasheet_flops_per_s=None if spec is None else spec.peak(dtype),
-        skipped=burst.skipped,
+        burst=None if burst is None else _ran(burst, peak, clock_hz),
+        sustained=None if held is None else _ran(held, peak, clock_hz),
+        datasheet_flops_per_s=peak,
+        datasheet_clock_hz=clock_hz,
+        skipped=tried if isinstance(tried, str) else None,
+        notes=notes,
     )
 
 
-def _burst_s(product: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one product in the best of a few short runs."""
-    once_s = _run_s(product, device, 1)
-    repeats = max(1, round(_WARM_UP_S / max(once_s, 1e-6)))
-    _run_s(product, device, repeats)
-    return min(_run_s(product, device, repeats) / repeats for _ in range(_SHORT_RUNS))
+def _ran(tried: Tried, peak_flops_per_s: float | None, datasheet_clock_hz: float | None) -> CeilingRun:
+    """A shape's runs beside the datasheet."""
+    seen = observed(tried.runs, tried.loaded_s)
+    share = None if peak_flops_per_s is None else tried.flops_per_s / peak_flops_per_s
+    clock = seen.clock_hz / datasheet_clock_hz if seen.clock_hz and datasheet_clock_hz else None
+    pipe = None if share is None or clock is None else share / clock
+    return CeilingRun(
+        shape=tried.shape,
+        seconds=tried.seconds,
+        flops_per_s=tried.flops_per_s,
+        of_datasheet=share,
+        clock_of_datasheet=clock,
+        pipe_of_clock=pipe,
+        limited_by=limited_by(clock, pipe, seen.throttle),
+        **asdict(seen),
+    )
 
 
-def _sustained_s(
-    product: Callable[[], object], device: torch.device, seconds: float, expected_s: float
-) -> float:
-    """Mean seconds of one product over the second half of a run of about `seconds`.
-
-    The run is cut into chunks, so that it ends by the clock and not by an estimate made before the chip
-    slowed.
-    """
-    repeats = max(1, round(seconds / _CHUNKS_PER_LONG_RUN / expected_s))
-    chunks_s: list[float] = []
-    while sum(chunks_s) < seconds:
-        chunks_s.append(_run_s(product, device, repeats))
-    second_half = chunks_s[len(chunks_s) // 2 :]
-    return sum(second_half) / (len(second_half) * repeats)
-
-
-def _run_s(product: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Seconds the device spends on `repeats` products: by its own events on CUDA, else by the wall clock."""
-    import torch
-
-    if device.type == "cuda":
-        start, end = (torch.Event(device, enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(repeats):
-            product()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / 1e3
-    _synchronize(device)
-    begin_s = time.perf_counter()
-    for _ in range(repeats):
-        product()
-    _synchronize(device)
-    return time.perf_counter() - begin_s
-
-
-def _synchronize(device: torch.device) -> None:
-    import torch
-
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-
-
-def _product(device: torch.device, dtype: str, shape: Shape) -> Callable[[], object]:
-    """A function that multiplies two random matrices of this dtype once, into the same output each time."""
-    import torch
-
-    if device.type == "cpu" and dtype in ("tf32", "fp8", "int8"):
-        raise NotImplementedError(f"torch has no fast {dtype} product on a CPU")
-    if dtype == "fp4":
-        raise NotImplementedError("torch has no plain fp4 product")
-    m, n, k = shape
-    generator = torch.Generator(device=device).manual_seed(0)
-    a = torch.randn(m, k, device=device, generator=generator)
-    b = torch.randn(n, k, device=device, generator=generator)
-    if dtype == "fp8":
-        one = torch.ones((), device=device)
-        a8, b8 = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t()
-        return lambda: torch._scaled_mm(
-            a8, b8, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True
-        )
-    if dtype == "int8":
-        ai, bi = (x.mul(40).clamp(-127, 127).to(torch.int8) for x in (a, b))
-        return lambda: torch._int_mm(ai, bi.t())
-    kind = {
-        "fp64": torch.float64,
-        "fp32": torch.float32,
-        "tf32": torch.float32,
-        "fp16": torch.float16,
-        "bf16": torch.bfloat16,
-    }[dtype]
-    left, right = a.to(kind), b.to(kind).t()
-    out = torch.empty(m, n, device=device, dtype=kind)
-    return lambda: torch.mm(left, right, out=out)
-
-
-@contextmanager
-def _fp32_precision(dtype: str) -> Iterator[None]:
-    """fp32 products on CUDA round to TF32 exactly when `dtype` is tf32; the user's setting comes back."""
-    import torch
-
-    matmul = torch.backends.cuda.matmul
-    name = "fp32_precision" if hasattr(matmul, "fp32_precision") else "allow_tf32"
-    before = getattr(matmul, name)
-    wanted = {"fp32_precision": ("ieee", "tf32"), "allow_tf32": (False, True)}[name][dtype == "tf32"]
-    setattr(matmul, name, wanted)
-    try:
-        yield
-    finally:
-        setattr(matmul, name, before)
+def _silent(_: str) -> None:
+    """Nobody watches."""
 
 
 def _as_device(device: torch.device | str | int | None) -> torch.device:
@@ -255,13 +236,18 @@ def _as_device(device: torch.device | str | int | None) -> torch.device:
     if isinstance(device, int):
         if accelerator is None:
             raise UsageError(f"there is no accelerator here, so no device {device}; use device='cpu'")
-        return torch.device(accelerator.type, device)
+        device = f"{accelerator.type}:{device}"
     try:
         found = torch.device(device)
     except RuntimeError:
         raise UsageError(f"device must be one torch can open, such as 'cuda:0'; got {device!r}") from None
-    if found.type != "cpu" and (accelerator is None or accelerator.type != found.type):
+    if found.type == "cpu":
+        return found
+    if accelerator is None or accelerator.type != found.type:
         raise UsageError(f"there is no {found.type} device here; use device='cpu'")
+    count = torch.accelerator.device_count()
+    if found.index is not None and found.index >= count:
+        raise UsageError(f"there is no {found}; this machine has {count}, counted from 0")
     return found
 
 
@@ -273,12 +259,3 @@ def _name_of(device: torch.device) -> str:
     if device.type == "xpu":
         return torch.xpu.get_device_name(device)
     return str(device)
-
-
-def _flops(shape: Shape) -> int:
-    m, n, k = shape
-    return 2 * m * n * k
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

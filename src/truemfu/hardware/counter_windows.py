@@ -10,12 +10,18 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import msgspec
+
 from ..errors import CounterError
 from .counters import ACTIVITIES, CounterSample, CounterWindow, Cycles, GpuInfo
-from .specs import DeviceSpec
 
-GPM_LAG_S = 0.06
-"""GPM lags: up to this long before a sample leaks into the interval it begins (measured on an H200)."""
+GPM_LAG_S = 0.1
+"""What a read tells is up to this old.
+
+Seen on an H200 (driver 580) at 1,700 reads, one every 50 ms: activity, energy, power and clock are renewed
+every 100 ms, each at a moment of its own, and every second read found nothing new. NVIDIA says the same of
+Hopper: 100 ms is a hard limit (github.com/NVIDIA/DCGM/issues/310).
+"""
 
 # A driver may round a full share up by a hair; anything above is nonsense.
 _FULL = 1.001
@@ -42,7 +48,10 @@ def interval_of(before: CounterSample, after: CounterSample, gpu: GpuInfo) -> Co
     """The time between two reads of one GPU; a `CounterError` where they make no sense together.
 
     The clock, the power and the throttle reasons are read at both ends, and each end stands for half of it.
+    The energy is left to `with_energy`: it is not known at every read.
     """
+    assert before.fresh, "a read without news begins no interval"
+    assert after.fresh, "a read without news ends no interval"
     # The activities of the first read are those of the interval before.
     fault = fault_of(after) or fault_of(before, shares=())
     if fault is not None:
@@ -50,9 +59,6 @@ def interval_of(before: CounterSample, after: CounterSample, gpu: GpuInfo) -> Co
     seconds = after.at_s - before.at_s
     if seconds <= 0:
         raise CounterError(f"time went backwards by {-seconds:g} s")
-    energy_j = _difference(before.energy_j, after.energy_j)
-    if energy_j is not None and energy_j < 0:
-        raise CounterError(f"the energy counter went backwards by {-energy_j:g} J")
     return CounterWindow(
         index=after.index,
         begin_s=before.at_s,
@@ -63,7 +69,6 @@ def interval_of(before: CounterSample, after: CounterSample, gpu: GpuInfo) -> Co
         max_sm_clock_hz=gpu.max_sm_clock_hz,
         power_w=_middle(before.power_w, after.power_w),
         power_limit_w=after.power_limit_w,
-        energy_j=energy_j,
         memory_used_bytes=after.memory_used_bytes,
         memory_total_bytes=gpu.memory_total_bytes,
         gpu_utilisation=after.gpu_utilisation,
@@ -73,12 +78,31 @@ def interval_of(before: CounterSample, after: CounterSample, gpu: GpuInfo) -> Co
     )
 
 
+def with_energy(
+    parts: Iterable[CounterWindow], before: CounterSample, after: CounterSample
+) -> list[CounterWindow]:
+    """The intervals between two readings of the energy counter, each with its part of what was used, by time.
+
+    The counter adds up, so over all of them it is exact whatever happened in between; a reading is up to
+    `GPM_LAG_S` old, so at each end it is good to that much of the time.
+    """
+    energy_j = _difference(before.energy_j, after.energy_j)
+    assert energy_j is not None, "with_energy needs two readings"
+    if energy_j < 0:
+        raise CounterError(f"the energy counter went backwards by {-energy_j:g} J")
+    power_w = energy_j / (after.at_s - before.at_s)
+    return [msgspec.structs.replace(part, energy_j=power_w * part.seconds) for part in parts]
+
+
 def combine(windows: Iterable[CounterWindow]) -> CounterWindow | None:
     """Consecutive windows of one GPU as one; None for none.
 
     The chip counts in cycles, so the share of a long time is the mean of the shares of its parts weighted
     with their cycles (clock × seconds): then share × mean clock is the sum of what each part did. Where a
     clock is not known, and for what does not run at the SM clock, the weight is the time.
+
+    The last reading of the energy counter may be a second old: what was used since is taken to be as much, by
+    time, as in the part that is known, if that is at least half.
     """
     parts = list(windows)
     if len(parts) < 2:
@@ -102,7 +126,7 @@ def combine(windows: Iterable[CounterWindow]) -> CounterWindow | None:
         cycles=_cycles_together([part.cycles for part in parts]),
         sm_clock_hz=_mean(clocks, seconds),
         power_w=_mean([part.power_w for part in parts], seconds),
-        energy_j=_sum([part.energy_j for part in parts]),
+        energy_j=_energy(parts),
         gpu_utilisation=_mean([part.gpu_utilisation for part in parts], seconds),
         throttle=_throttle_together(parts),
         **last,
@@ -110,62 +134,39 @@ def combine(windows: Iterable[CounterWindow]) -> CounterWindow | None:
     )
 
 
-def within(
+def between(
     windows: Iterable[CounterWindow], begin_s: float, end_s: float, *, lag_s: float = GPM_LAG_S
 ) -> CounterWindow | None:
-    """The whole intervals between two times as one window, without those the time before leaks into.
+    """All that lies between two times as one window; those at its ends count by how far they reach in.
 
-    The counters tell of up to `lag_s` before they are read: an interval that begins later than
-    `begin_s + lag_s` and ends by `end_s` is about that time alone, however large the lag really is.
+    So the window tells of the very time it is asked for, which matters where a run changes its pace in it. A
+    read is up to `lag_s` old, half of that on average.
     """
-    return combine(part for part in windows if part.begin_s >= begin_s + lag_s and part.end_s <= end_s)
+    begin_s, end_s = begin_s + lag_s / 2, end_s + lag_s / 2
+    parts = (_cut(part, max(part.begin_s, begin_s), min(part.end_s, end_s)) for part in windows)
+    return combine(part for part in parts if part is not None)
 
 
-def executed_flops_per_s(
-    window: CounterWindow, spec: DeviceSpec | None, dtype: str | None = None
-) -> float | None:
-    """An upper bound of the matrix FLOP/s a GPU executed; None where a part of it is not known.
-
-        tensor activity × SMs × FLOP per cycle and SM × SM clock
-
-    `dtype` is that of the products (None: bf16 or fp16); fp8 does twice, tf32 half of that in a cycle, as the
-    peaks of the table say. The bound is from above because elementwise 16-bit arithmetic ticks the same
-    counter. The part of a tile that overhangs its matrix was executed and is in it. Raw cycles stand for
-    activity and clock where the driver has them and they agree with both.
-    """
-    if spec is None or spec.sm_count is None or spec.tensor_flops_per_cycle_per_sm is None:
+def _cut(part: CounterWindow, begin_s: float, end_s: float) -> CounterWindow | None:
+    """The piece of an interval between two times inside it, as if it had been the same all along."""
+    if begin_s >= end_s:
         return None
-    base = spec.peak("bf16") or spec.peak("fp16")
-    rate = base if dtype is None else spec.peak(dtype)
-    if rate is None or base is None or dtype == "fp32":
-        return None
-    pipe = {"fp64": "dmma", "int8": "imma"}.get(dtype or "", "hmma")
-    share = getattr(window, f"{pipe}_active")
-    if share is None:
-        share = window.tensor_active
-    if share is None or window.sm_clock_hz is None:
-        return None
-    flops_per_cycle = spec.sm_count * spec.tensor_flops_per_cycle_per_sm * rate / base
-    counted = _counted_cycles_per_s(window, pipe, share, spec.sm_count)
-    return float(flops_per_cycle * (share * window.sm_clock_hz if counted is None else counted))
-
-
-def _counted_cycles_per_s(window: CounterWindow, pipe: str, share: float, sm_count: int) -> float | None:
-    """Active cycles of a pipe in a second, mean of all SMs, from the raw counters; None where they disagree.
-
-    The documentation does not say whether they are summed over the SMs, so the sampled clock decides; the
-    share must come out within five points of the other counter's.
-    """
-    counts = window.cycles
-    active = None if counts is None else getattr(counts, pipe)
-    if counts is None or active is None or not window.sm_clock_hz:
-        return None
-    if abs(active / counts.elapsed - share) > 0.05:
-        return None
-    for summed_over in (1, sm_count):
-        if 0.8 < counts.elapsed / (summed_over * window.seconds * window.sm_clock_hz) < 1.25:
-            return float(active / summed_over / window.seconds)
-    return None
+    share = (end_s - begin_s) / (part.end_s - part.begin_s)
+    if share == 1:
+        return part
+    cycles = part.cycles
+    if cycles is not None:
+        counts = {name: getattr(cycles, name) for name in _CYCLES}
+        scaled: dict[str, Any] = {name: None if n is None else n * share for name, n in counts.items()}
+        cycles = Cycles(**scaled)
+    return msgspec.structs.replace(
+        part,
+        begin_s=begin_s,
+        end_s=end_s,
+        seconds=part.seconds * share,
+        cycles=cycles,
+        energy_j=None if part.energy_j is None else part.energy_j * share,
+    )
 
 
 _BY_TIME = ("dram_active", "graphics_active")
@@ -196,6 +197,14 @@ def _sum(values: Sequence[float | None]) -> float | None:
     """None where one is missing: a part of a sum would pass for the whole."""
     known = [value for value in values if value is not None]
     return sum(known) if len(known) == len(values) else None
+
+
+def _energy(parts: Sequence[CounterWindow]) -> float | None:
+    known = [(part.energy_j, part.seconds) for part in parts if part.energy_j is not None]
+    known_s, seconds = sum(s for _, s in known), sum(part.seconds for part in parts)
+    if 2 * known_s < seconds:
+        return None
+    return sum(energy_j for energy_j, _ in known) * (seconds / known_s)
 
 
 def _last(parts: Sequence[CounterWindow], name: str) -> Any:

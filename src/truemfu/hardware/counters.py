@@ -1,6 +1,6 @@
 """What a GPU did over a stretch of time, as the chip's own counters tell: the values.
 
-    CounterSource.read ─► CounterSample ─┬─► CounterWindow (one interval) ─► combine, within ─► CounterWindow
+    CounterSource.read ─► CounterSample ─┬─► CounterWindow (one interval) ─► combine, between ─► CounterWindow
     (NVML, or Replay)     CounterSample ─┘              counter_windows.py
 
 The driver is behind `nvml.py`, the thread in `sampler.py`, recorded traces in `counter_trace.py`. So a trace
@@ -41,9 +41,11 @@ class GpuInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Activities(msgspec.Struct, frozen=True, kw_only=True):
     """Shares of the GPU's time (of its SM cycles, but for the memory) that each part of it was active.
 
-    `hmma_active` is the tensor pipe for fp16, bf16, tf32 and fp8, **and** elementwise 16-bit arithmetic;
-    `imma` is for integers, `dmma` and `dfma` for fp64; `tensor_active` is any of them. fp16, fp32, fp64 and
-    integer are the plain units. `graphics_active` is the share of time with any kernel on the GPU.
+    `hmma_active` is the tensor pipe for fp16, bf16, tf32 and fp8, **and** some elementwise bf16 arithmetic
+    (on an H200 6 % in SiLU, 1 % in GELU and layer norm, nothing in plain sums and products). `imma` is for
+    integers, `dfma` and `dmma` for fp64 (an H200's products show under the first); `tensor_active` is any of
+    them. fp16, fp32, fp64 and integer are the plain units. `graphics_active` is the share of time with any
+    kernel on the GPU.
     """
 
     tensor_active: float | None = None
@@ -83,16 +85,22 @@ class Cycles(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class CounterSample(
     Activities, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind", tag="sample"
 ):
-    """One read of one GPU. Activities are those since the read before; the first read has none."""
+    """One read of one GPU. Activities are those since the fresh read before; the first read has none.
+
+    `fresh` is False where the driver had nothing new since then: such a read says nothing else, and the next
+    fresh one tells of all the time since the last.
+    """
 
     index: int
     at_s: float
+    fresh: bool = True
     cycles: Cycles | None = None
     sm_clock_hz: float | None = None
     power_w: float | None = None
+    """The mean of the last second or so, as the driver makes it."""
     power_limit_w: float | None = None
     energy_j: float | None = None
-    """Since the driver was loaded."""
+    """Since the driver was loaded; None in most reads where they follow each other quickly."""
     memory_used_bytes: int | None = None
     gpu_utilisation: float | None = None
     throttle_reasons: tuple[str, ...] | None = None
@@ -102,10 +110,12 @@ class CounterSample(
 class CounterWindow(Activities, frozen=True, kw_only=True):
     """What one GPU did from `begin_s` to `end_s`.
 
-    `seconds` is what the intervals in it cover: less than the span where one was dropped, and then
-    `energy_j` is that of the covered part. `gpu_utilisation` is the driver's own: the share of time with at
-    least one kernel running, 1 for a single elementwise add. `throttle` is the share of time each reason
-    held the clock back; memory, processes and limits are the last known.
+    `seconds` is what the intervals in it cover: less than the span where one was dropped. `energy_j` is that
+    of these seconds, from readings of the energy counter about a second apart and by time between them; None
+    where they tell of less than half. `sm_clock_hz` is the clock the driver asked for; the true one is up to
+    11 % lower under load (`cycle_stamps` reads it). `gpu_utilisation` is the driver's own: the share of time
+    with at least one kernel running, 1 for a single elementwise add. `throttle` is the share of time each
+    reason held the clock back; memory, processes and limits are the last known.
     """
 
     index: int

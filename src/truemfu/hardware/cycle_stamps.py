@@ -45,20 +45,23 @@ _PTX = b"""
 }
 """
 _BLOCKS_PER_SM = 4
+_KEPT = 64
 _FASTEST_CLOCK_HZ = 1e10
 
 
 class Stamp:
-    """Cycles and nanoseconds of every SM at one moment of the stream; readable once the stream is past it."""
+    """Cycles and nanoseconds of every SM at one moment of the stream; readable once the stream is past it.
 
-    def __init__(self, values: torch.Tensor) -> None:
-        self._values = values
+    It lies in one of `_KEPT` places that are used in turn; a stamp whose place has been used again is empty.
+    """
+
+    def __init__(self, stamps: CycleStamps, number: int) -> None:
+        self._stamps, self._number = stamps, number
 
     def by_sm(self) -> dict[int, tuple[int, int]]:
         """(cycles, nanoseconds of the GPU's timer) of each SM that was reached."""
-        return {
-            sm: (cycles, time_ns) for sm, (cycles, time_ns) in enumerate(self._values.tolist()) if time_ns
-        }
+        values = self._stamps.values_of(self._number)
+        return {sm: (cycles, time_ns) for sm, (cycles, time_ns) in enumerate(values) if time_ns}
 
     def time_s(self) -> float | None:
         """When it was taken, in seconds of the GPU's own timer; None before the stream has got there."""
@@ -69,9 +72,11 @@ class Stamp:
 class CycleStamps:
     """Takes stamps on one device. Use `open`, which says why where that cannot be."""
 
-    def __init__(self, device: torch.device, driver: Any, function: Any, sm_count: int) -> None:
+    def __init__(self, device: torch.device, driver: Any, function: Any, places: torch.Tensor) -> None:
         self._device, self._driver, self._function = device, driver, function
-        self._sm_count = sm_count
+        self._places = places
+        self._sm_count = places.shape[1]
+        self._taken = 0
 
     @classmethod
     def open(cls, device: torch.device) -> CycleStamps | str:
@@ -92,26 +97,40 @@ class CycleStamps:
             )
         if failed:
             return f"the driver does not take the kernel that reads cycle counters (error {failed})"
-        return cls(device, driver, function, torch.cuda.get_device_properties(device).multi_processor_count)
+        sm_count = torch.cuda.get_device_properties(device).multi_processor_count
+        places = torch.zeros(_KEPT, sm_count, 2, dtype=torch.int64, pin_memory=True)
+        _IN_USE.append(places)
+        return cls(device, driver, function, places)
 
     def take(self) -> Stamp | None:
-        """A stamp in the work queued on the current stream; None while a graph is captured, or on an error."""
+        """A stamp in the work queued on the current stream; None during a graph capture or on an error."""
         import torch
 
         if torch.cuda.is_current_stream_capturing():
             return None
-        values = torch.zeros(self._sm_count, 2, dtype=torch.int64, pin_memory=True)
-        where, places = ctypes.c_uint64(values.data_ptr()), ctypes.c_uint32(self._sm_count)
-        arguments = (ctypes.c_void_p * 2)(
-            ctypes.cast(ctypes.byref(where), ctypes.c_void_p),
-            ctypes.cast(ctypes.byref(places), ctypes.c_void_p),
-        )
+        place = self._places[self._taken % _KEPT]
+        place.zero_()
+        where, sm_count = ctypes.c_uint64(place.data_ptr()), ctypes.c_uint32(self._sm_count)
+        arguments = (ctypes.c_void_p * 2)(ctypes.addressof(where), ctypes.addressof(sm_count))
         stream = ctypes.c_void_p(torch.cuda.current_stream(self._device).cuda_stream)
         blocks = self._sm_count * _BLOCKS_PER_SM
         failed = self._driver.cuLaunchKernel(
             self._function, blocks, 1, 1, 32, 1, 1, 0, stream, arguments, None
         )
-        return None if failed else Stamp(values)
+        if failed:
+            return None
+        self._taken += 1
+        return Stamp(self, self._taken - 1)
+
+    def values_of(self, number: int) -> list[tuple[int, int]]:
+        """What the SMs have written for one stamp; nothing where its place has been used again."""
+        if number < self._taken - _KEPT:
+            return []
+        return [(cycles, time_ns) for cycles, time_ns in self._places[number % _KEPT].tolist()]
+
+
+_IN_USE: list[Any] = []
+"""Places to write to are never given back: a stamp may still be queued when nobody waits for it any more."""
 
 
 def mean_clock_hz(before: Stamp, after: Stamp) -> float | None:

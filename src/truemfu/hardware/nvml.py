@@ -4,8 +4,8 @@ No root, no daemon, no CUDA context: the library that nvidia-smi uses, which let
 for the length of each call. What a GPU or driver cannot tell is asked for once and None from then on; what
 goes wrong otherwise (a GPU off the bus, a driver that is being replaced) fails that one read.
 
-Activity comes from GPM, the counters of Hopper and later: the driver compares two samples, so the first
-read has none. The raw cycle counters of newer drivers (ids 248 to 260) are read beside them.
+Activity comes from GPM (`gpm.py`): the driver compares two samples, so the first read has none, and renews
+them ten times a second, so a read that comes too soon says `fresh=False` and nothing else.
 
 nvidia-ml-py (module `pynvml`) is imported on opening; the extra is `nvidia`.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import PurePath
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -23,43 +23,11 @@ from typing import Any, TypeVar
 import msgspec
 
 from ..errors import CounterError, warn_once
-from .counters import CounterSample, Cycles, GpuInfo, GpuProcess
+from .counters import CounterSample, GpuInfo, GpuProcess
+from .gpm import NEVER, Compared, Gpm
 
 T = TypeVar("T")
 
-# The driver's own numbers, the same in every release; older versions of the Python module lack some names.
-_PERCENT_IDS: Mapping[str, int] = MappingProxyType(
-    {
-        "graphics_active": 1,
-        "sm_active": 2,
-        "sm_occupancy": 3,
-        "integer_active": 4,
-        "tensor_active": 5,
-        "dfma_active": 6,
-        "hmma_active": 7,
-        "dmma_active": 8,
-        "imma_active": 9,
-        "dram_active": 10,
-        "fp64_active": 11,
-        "fp32_active": 12,
-        "fp16_active": 13,
-    }
-)
-_CYCLE_IDS: Mapping[str, int] = MappingProxyType(
-    {
-        "elapsed": 248,
-        "sm": 249,
-        "mma": 250,
-        "dmma": 251,
-        "hmma": 252,
-        "imma": 253,
-        "dfma": 254,
-        "integer": 257,
-        "fp64": 258,
-        "fp32": 259,
-        "fp16": 260,
-    }
-)
 _THROTTLE_BITS: Mapping[int, str] = MappingProxyType(
     {
         0x001: "gpu_idle",
@@ -75,22 +43,26 @@ _THROTTLE_BITS: Mapping[int, str] = MappingProxyType(
         0x400: "reliability",
     }
 )
-# Error numbers after which asking again is of no use: invalid argument, not supported, no permission,
-# function not found, argument version, deprecated.
-_NEVER = frozenset({2, 3, 4, 13, 25, 26})
 _INVALID_ARGUMENT, _NO_PERMISSION = 2, 4
 # Nothing to say this time: not found, no data, not ready.
 _NOT_NOW = frozenset({6, 21, 27})
 
-# Memory, processes and limits change slowly and cost more to ask than the counters.
+# Memory, processes and limits change slowly. The energy counter costs 3 ms of processor time a read on an
+# H200, a thousand times as much as any other figure; it adds up, so nothing is lost between two reads of it.
 _SLOW_S = 0.9
 _CLOSE_S = 1.0
 
 
 class NvmlSource:
-    """Every GPU of this machine. `nvml` is the module `pynvml`, or what stands for it in a test."""
+    """Every GPU of this machine.
 
-    def __init__(self, *, nvml: Any = None, clock: Callable[[], float] = time.monotonic) -> None:
+    `energy` is False for whoever has no use for it and many GPUs: it is what a read costs. `nvml` is the
+    module `pynvml`, or what stands for it in a test.
+    """
+
+    def __init__(
+        self, *, energy: bool = True, nvml: Any = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._nvml = _module() if nvml is None else nvml
         try:
             self._nvml.nvmlInit()
@@ -105,7 +77,7 @@ class NvmlSource:
             raise CounterError("NVML finds no GPU on this machine")
         self._reading = threading.Lock()
         self._closed = False
-        self._gpus = [_Gpu(self._nvml, index, driver, clock) for index in range(count)]
+        self._gpus = [_Gpu(self._nvml, index, driver, clock, energy) for index in range(count)]
 
     def gpus(self) -> Sequence[GpuInfo]:
         return [gpu.info() for gpu in self._gpus]
@@ -131,26 +103,27 @@ class NvmlSource:
             self._reading.release()
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class _Slow:
     """What is asked for about once a second, as it was then."""
 
     at_s: float
-    values: Mapping[str, Any] = field(default_factory=dict)
+    values: Mapping[str, Any]
 
 
 class _Gpu:
     """One GPU: its handle, what it has been found not to support, and its two GPM samples."""
 
-    def __init__(self, nvml: Any, index: int, driver: str, clock: Callable[[], float]) -> None:
+    def __init__(self, nvml: Any, index: int, driver: str, clock: Callable[[], float], energy: bool) -> None:
         self._nvml = nvml
         self._index = index
         self._driver = driver
         self._clock = clock
+        self._energy = energy
         self._unsupported: set[str] = set()
         self._slow: _Slow | None = None
         self._names: dict[int, str | None] = {}
-        self._gpm: _Gpm | None = None
+        self._gpm: Gpm | None = None
         self._no_gpm_reason: str | None = None
         self._lost: str | None = None
         self._info = GpuInfo(index=index, name="unknown", driver=driver)
@@ -163,7 +136,10 @@ class _Gpu:
             self._lost = self._no_gpm_reason = f"GPU {index} cannot be opened: {problem}"
 
     def info(self) -> GpuInfo:
-        return msgspec.structs.replace(self._info, no_gpm_reason=self._no_gpm_reason)
+        reason, gpm = self._no_gpm_reason, self._gpm
+        if reason is None and gpm is not None and gpm.standstill_s:
+            reason = f"no activity counters: they have stood still for {gpm.standstill_s:.1f} s"
+        return msgspec.structs.replace(self._info, no_gpm_reason=reason)
 
     def read(self) -> CounterSample:
         if self._lost is not None:
@@ -171,22 +147,23 @@ class _Gpu:
         nvml, handle = self._nvml, self._handle
         at_s = self._clock()
         try:
-            shares, cycles = self._read_gpm()
+            activity = self._read_gpm(at_s)
+            if activity is None:
+                return CounterSample(index=self._index, at_s=at_s, fresh=False)
             clock_mhz = self._ask("clock", lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM))
             power_mw = self._ask("power", lambda: nvml.nvmlDeviceGetPowerUsage(handle))
-            energy_mj = self._ask("energy", lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle))
             return CounterSample(
                 index=self._index,
                 at_s=at_s,
-                cycles=cycles,
+                cycles=activity.cycles,
                 sm_clock_hz=_times(clock_mhz, 1e6),
                 power_w=_times(power_mw, 1e-3),
-                energy_j=_times(energy_mj, 1e-3),
                 throttle_reasons=self._throttle_reasons(),
                 **self._slow_values(at_s),
-                **shares,
+                **activity.shares,
             )
         except CounterError:
+            self._slow = None
             if self._gpm is not None:
                 self._gpm.forget()
             raise
@@ -209,7 +186,7 @@ class _Gpu:
             driver=self._driver,
         )
 
-    def _open_gpm(self) -> _Gpm | None:
+    def _open_gpm(self) -> Gpm | None:
         """The counters, or None and `_no_gpm_reason`."""
         nvml, handle = self._nvml, self._handle
         mig = self._ask("mig", lambda: nvml.nvmlDeviceGetMigMode(handle))
@@ -223,7 +200,7 @@ class _Gpu:
             if not nvml.nvmlGpmQueryDeviceSupport(handle).isSupportedDevice:
                 self._no_gpm_reason = "no activity counters: this GPU has no GPM (Hopper and later have it)"
                 return None
-            return _Gpm(nvml, handle)
+            return Gpm(nvml, handle)
         except nvml.NVMLError as problem:
             self._no_gpm_reason = self._why_no_gpm(problem)
             return None
@@ -233,19 +210,19 @@ class _Gpu:
             return "no activity counters: this user may not read GPM counters"
         return f"no activity counters: GPM of driver {self._driver}: {problem}"
 
-    def _read_gpm(self) -> tuple[dict[str, Any], Cycles | None]:
+    def _read_gpm(self, at_s: float) -> Compared | None:
         if self._gpm is None:
-            return {}, None
+            return Compared()
         try:
-            return self._gpm.read()
+            return self._gpm.read(at_s)
         except self._nvml.NVMLError as problem:
             # Samples it does not like to compare are an invalid argument as well, once it has compared some.
             passing = problem.value == _INVALID_ARGUMENT and self._gpm.has_worked
-            if passing or problem.value not in _NEVER:
+            if passing or problem.value not in NEVER:
                 raise self._failed("the activity counters", problem) from None
             self._no_gpm_reason = self._why_no_gpm(problem)
             self._gpm = None  # its two samples are freed with the process
-            return {}, None
+            return Compared()
 
     def _throttle_reasons(self) -> tuple[str, ...] | None:
         nvml, handle = self._nvml, self._handle
@@ -255,19 +232,24 @@ class _Gpu:
         return None if mask is None else tuple(name for bit, name in _THROTTLE_BITS.items() if mask & bit)
 
     def _slow_values(self, at_s: float) -> Mapping[str, Any]:
-        if self._slow is None or not 0 <= at_s - self._slow.at_s < _SLOW_S:
-            nvml, handle = self._nvml, self._handle
-            memory = self._ask("memory", lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
-            rates = self._ask("utilisation", lambda: nvml.nvmlDeviceGetUtilizationRates(handle))
-            limit_mw = self._ask("power limit", lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle))
-            values = {
-                "memory_used_bytes": None if memory is None else int(memory.used),
-                "gpu_utilisation": None if rates is None else rates.gpu / 100,
-                "power_limit_w": _times(limit_mw, 1e-3),
-                "processes": self._processes(),
-            }
-            self._slow = _Slow(at_s=at_s, values=values)
-        return self._slow.values
+        """What is asked for about once a second; the energy with the sample it was read for alone."""
+        if self._slow is not None and 0 <= at_s - self._slow.at_s < _SLOW_S:
+            return self._slow.values
+        nvml, handle = self._nvml, self._handle
+        memory = self._ask("memory", lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
+        rates = self._ask("utilisation", lambda: nvml.nvmlDeviceGetUtilizationRates(handle))
+        limit_mw = self._ask("power limit", lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle))
+        values = {
+            "memory_used_bytes": None if memory is None else int(memory.used),
+            "gpu_utilisation": None if rates is None else rates.gpu / 100,
+            "power_limit_w": _times(limit_mw, 1e-3),
+            "processes": self._processes(),
+        }
+        self._slow = _Slow(at_s=at_s, values=values)
+        if not self._energy:
+            return values
+        energy_mj = self._ask("energy", lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle))
+        return {**values, "energy_j": _times(energy_mj, 1e-3)}
 
     def _processes(self) -> tuple[GpuProcess, ...] | None:
         nvml, handle = self._nvml, self._handle
@@ -303,7 +285,7 @@ class _Gpu:
         except AttributeError:  # the Python module is older than the call
             self._unsupported.add(what)
         except self._nvml.NVMLError as problem:
-            if problem.value in _NEVER:
+            if problem.value in NEVER:
                 self._unsupported.add(what)
             elif problem.value not in _NOT_NOW:
                 raise self._failed(what, problem) from None
@@ -311,73 +293,6 @@ class _Gpu:
 
     def _failed(self, what: str, problem: Any) -> CounterError:
         return CounterError(f"GPU {self._index} ({self._info.name}): {what}: {problem}")
-
-
-class _Gpm:
-    """Two samples in the driver's memory, compared and exchanged at every read."""
-
-    def __init__(self, nvml: Any, handle: Any) -> None:
-        self._nvml = nvml
-        self._handle = handle
-        self._before, self._after = nvml.nvmlGpmSampleAlloc(), nvml.nvmlGpmSampleAlloc()
-        self._percents = self._request(_PERCENT_IDS)
-        self._counts: Any = self._request(_CYCLE_IDS)
-        self._primed = False
-        self.has_worked = False
-
-    def read(self) -> tuple[dict[str, Any], Cycles | None]:
-        """Shares since the read before and the raw cycles; nothing the first time."""
-        self._nvml.nvmlGpmSampleGet(self._handle, self._after)
-        primed, self._primed = self._primed, True
-        if not primed:
-            self._before, self._after = self._after, self._before
-            return {}, None
-        percents = self._compare(self._percents, _PERCENT_IDS)
-        self.has_worked = True
-        shares = {name: _times(value, 0.01) for name, value in percents.items()}
-        cycles = self._read_cycles()
-        self._before, self._after = self._after, self._before
-        return shares, cycles
-
-    def forget(self) -> None:
-        """The next read is a first one: nothing spans the trouble between."""
-        self._primed = False
-
-    def close(self) -> None:
-        for sample in (self._before, self._after):
-            self._nvml.nvmlGpmSampleFree(sample)
-
-    def _read_cycles(self) -> Cycles | None:
-        if self._counts is None:
-            return None
-        try:
-            counts = self._compare(self._counts, _CYCLE_IDS)
-        except self._nvml.NVMLError as problem:
-            if problem.value not in _NEVER:
-                raise
-            counts = {}
-        elapsed = counts.pop("elapsed", None)
-        if elapsed is None:  # driver 580 answers "invalid argument"
-            self._counts = None
-            return None
-        return Cycles(elapsed=elapsed, **counts)
-
-    def _request(self, ids: Mapping[str, int]) -> Any:
-        request = self._nvml.c_nvmlGpmMetricsGet_t()
-        request.version = self._nvml.NVML_GPM_METRICS_GET_VERSION
-        request.numMetrics = len(ids)
-        for place, metric in enumerate(ids.values()):
-            request.metrics[place].metricId = metric
-        return request
-
-    def _compare(self, request: Any, ids: Mapping[str, int]) -> dict[str, float | None]:
-        request.sample1, request.sample2 = self._before, self._after
-        self._nvml.nvmlGpmMetricsGet(request)
-        answers = (request.metrics[place] for place in range(len(ids)))
-        return {
-            name: None if answer.nvmlReturn else float(answer.value)
-            for name, answer in zip(ids, answers, strict=True)
-        }
 
 
 def _module() -> Any:

@@ -7,7 +7,9 @@ its own (`truemfu top`) calls it there. The thread is a daemon, so it ends with 
 CUDA, and the driver's calls let go of the interpreter's lock.
 
 Trouble costs the interval it falls into, nothing else: a read that fails or returns nonsense is counted and
-the next two good reads make an interval again. Memory does not grow.
+the next two good reads make an interval again. A read that finds nothing new is no trouble: the interval goes
+on to the next one. A read that does not come back from the driver is a fault for as long as it lasts. Memory
+does not grow.
 """
 
 from __future__ import annotations
@@ -16,14 +18,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from types import TracebackType
 
 from ..errors import CounterError, ReplayEnded, UsageError, one_line
-from .counter_windows import GPM_LAG_S, interval_of, within
+from .counter_windows import GPM_LAG_S, between, interval_of, with_energy
 from .counters import CounterSample, CounterSource, CounterWindow, GpuInfo
 
 _JOIN_S = 2.0
+# A read takes milliseconds; after this long it is said to hang.
+_HANGING_S = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +70,7 @@ class Sampler:
         self._lock = threading.Lock()
         self._enough = threading.Event()
         self._thread: threading.Thread | None = None
+        self._asked_at_s: float | None = None
 
     def start(self) -> None:
         """Read in a thread of its own from now on."""
@@ -103,7 +109,8 @@ class Sampler:
         """The last interval; None before there is one, and while the GPU cannot be read."""
         with self._lock:
             track = self._tracks[index]
-            return track.intervals[-1] if track.intervals and track.health.fault is None else None
+            fault = self.hanging() or track.health.fault
+            return track.intervals[-1] if track.intervals and fault is None else None
 
     def intervals(self, index: int) -> list[CounterWindow]:
         """The intervals kept, oldest first."""
@@ -113,12 +120,19 @@ class Sampler:
     def window(
         self, index: int, begin_s: float, end_s: float, *, lag_s: float = GPM_LAG_S
     ) -> CounterWindow | None:
-        """All whole intervals between two times of the monotonic clock; see `counters.within`."""
-        return within(self.intervals(index), begin_s, end_s, lag_s=lag_s)
+        """What lies between two times of the monotonic clock; see `between`."""
+        return between(self.intervals(index), begin_s, end_s, lag_s=lag_s)
 
     def health(self, index: int) -> Health:
         with self._lock:
-            return self._tracks[index].health
+            health = self._tracks[index].health
+        return replace(health, fault=self.hanging() or health.fault)
+
+    def hanging(self) -> str | None:
+        """What there is to say of a read that does not come back; it holds up those of all GPUs."""
+        asked_at_s = self._asked_at_s
+        waited_s = 0.0 if asked_at_s is None else time.monotonic() - asked_at_s
+        return None if waited_s < _HANGING_S else f"the driver has not answered for {waited_s:.0f} s"
 
     def _run(self) -> None:
         due_s = time.monotonic()
@@ -132,11 +146,15 @@ class Sampler:
 
     def _read(self, track: _Track, gpu: GpuInfo) -> None:
         before, after = track.last, None
-        interval: CounterWindow | None = None
+        new: list[CounterWindow] = []
         fault = stopped = None
         try:
+            self._asked_at_s = time.monotonic()
             after = self._source.read(gpu.index)
-            interval = None if before is None else interval_of(before, after, gpu)
+            if not after.fresh:
+                return
+            if before is not None:
+                new = track.with_energy_of(after, interval_of(before, after, gpu))
         except ReplayEnded as end:
             stopped, after = str(end), before
         except CounterError as problem:
@@ -144,33 +162,52 @@ class Sampler:
         except Exception as problem:
             # Whatever the driver's library throws must not end the thread: the run it watches goes on.
             fault = f"unexpected {one_line(problem)}"
+        finally:
+            self._asked_at_s = None
         with self._lock:
-            track.take(after, interval, fault, stopped)
+            track.take(after, new, fault, stopped)
 
 
 class _Track:
-    """One GPU: its last sample, its last intervals, its health."""
+    """One GPU: its last sample, the last with a reading of its energy, its last intervals, its health."""
 
     def __init__(self, keep: int) -> None:
         self.last: CounterSample | None = None
         self.intervals: deque[CounterWindow] = deque(maxlen=keep)
         self.health = Health()
+        self._metered: CounterSample | None = None
+        self._waiting = 0
+
+    def with_energy_of(self, sample: CounterSample, interval: CounterWindow) -> list[CounterWindow]:
+        """The new interval, behind those made since the last energy reading if the sample has the next."""
+        if self._metered is None or sample.energy_j is None:
+            return [interval]
+        waiting = list(islice(reversed(self.intervals), self._waiting))[::-1]
+        return with_energy([*waiting, interval], self._metered, sample)
 
     def take(
         self,
         sample: CounterSample | None,
-        interval: CounterWindow | None,
+        new: list[CounterWindow],
         fault: str | None,
         stopped: str | None,
     ) -> None:
-        """A fault lasts until there is an interval again: a first good read shows nothing yet."""
-        self.last = sample
+        """`new` is one more interval, behind the last ones as they are to be now; or nothing.
+
+        A fault lasts until there is an interval again: a first good read shows nothing yet.
+        """
         was = self.health
-        if interval is not None:
-            self.intervals.append(interval)
+        self.last = sample
+        for _ in new[1:]:
+            self.intervals.pop()
+        self.intervals.extend(new)
+        self._waiting += bool(new)
+        if fault is not None or (sample is not None and sample.energy_j is not None):
+            self._metered = None if sample is None or sample.energy_j is None else sample
+            self._waiting = 0
         self.health = Health(
-            intervals=was.intervals + (interval is not None),
+            intervals=was.intervals + bool(new),
             dropped=was.dropped + (fault is not None),
-            fault=fault or (None if interval is not None else was.fault),
+            fault=fault or (None if new else was.fault),
             stopped=stopped,
         )

@@ -40,6 +40,7 @@ class MonitorConfig:
     flops_profile_freq: int = 500
     mode: str = "smart"
     peak_tflops: float | None = None
+    measured_peak_tflops: float | None = None
     attention: str = "full"
     detailed_log_freq: int = 50
     dataset_metrics_freq: int = 10
@@ -50,6 +51,7 @@ class MonitorConfig:
     recalibration_frequency: int = 1000
     hardware_counters_enabled: bool = True
     fallback_to_profiler: bool = True
+    non_matrix_share: float = 0.0
     trackers: tuple[str, ...] | None = None
     metric_names: str = "truemfu"
     log_dataset_metrics: bool = True
@@ -136,8 +138,15 @@ def _switch(path: str, value: Any) -> bool:
 def _tflops(path: str, value: Any) -> float | None:
     number = _number(value)
     if value is not None and (number is None or not 0 < number < _TOO_MANY_TFLOPS):
-        raise _unfit(path, "a positive number of TFLOP/s such as 989.4, or null for the table's peak", value)
+        raise _unfit(path, "a positive number of TFLOP/s such as 989.4, or null", value)
     return None if number is None else float(number)
+
+
+def _part(path: str, value: Any) -> float:
+    number = _number(value)
+    if number is None or not 0 <= number < 1:
+        raise _unfit(path, "a share from 0 to below 1, such as 0.0176", value)
+    return float(number)
 
 
 def _one_of(*known: str) -> Callable[[str, Any], str]:
@@ -178,6 +187,7 @@ SCHEMA: Mapping[str, tuple[str, Callable[[str, Any], Any]]] = {
     "monitor.freq.flops_profile_freq": ("flops_profile_freq", _steps_or_never),
     "monitoring.mfu_calculation_mode": ("mode", _one_of(*MODES)),
     "monitoring.peak_tflops": ("peak_tflops", _tflops),
+    "monitoring.measured_peak_tflops": ("measured_peak_tflops", _tflops),
     "monitoring.attention": ("attention", _one_of(*get_args(Attention))),
     "monitoring.detailed_log_freq": ("detailed_log_freq", _steps),
     "monitoring.dataset_metrics_freq": ("dataset_metrics_freq", _steps_or_never),
@@ -194,6 +204,7 @@ SCHEMA: Mapping[str, tuple[str, Callable[[str, Any], Any]]] = {
         _switch,
     ),
     "monitoring.performance_monitoring.hybrid_mode.fallback_to_profiler": ("fallback_to_profiler", _switch),
+    "monitoring.performance_monitoring.hybrid_mode.non_matrix_share": ("non_matrix_share", _part),
     "monitoring.trackers": ("trackers", _names),
     "monitoring.metric_names": ("metric_names", _one_of(*METRIC_NAMES)),
     "wandb.log_dataset_metrics": ("log_dataset_metrics", _switch),

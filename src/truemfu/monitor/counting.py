@@ -3,7 +3,7 @@
     smart      a closed form, fitted once in the background; another state of the model is fitted anew
     estimate   the model's structure, nothing is run
     profiler   smart for what the model needs; what was executed comes from a profiled step
-    hybrid     hardware counters for what was executed; until there are any, the profiler
+    hybrid     smart for what the model needs; what was executed comes from hardware counters, else a profile
 
 A model that cannot be counted is estimated, one that cannot be estimated has no FLOPs: None, and it is said.
 Fitting costs Python time, and Python has one lock: a model that needs a count for every new shape would slow
@@ -26,7 +26,7 @@ from torch import nn
 from ..convention import Convention
 from ..errors import TruemfuError, one_line
 from ..flops.background import background
-from ..flops.closed_form import FlopModel
+from ..flops.closed_form import FlopModel, device_of
 from ..flops.count import uncounted_notice
 from ..flops.estimate import Estimator
 from ..flops.flop_count import FlopCount
@@ -34,6 +34,7 @@ from ..flops.form import CLOSED_FORM
 from ..flops.off_thread import needs_training_thread
 from ..flops.profiler import StepProfile
 from ..flops.snapshot import snapshot
+from ..flops.step_work import StepWork, step_work
 from ..flops.surroundings import AutocastState
 from ..utilization import ideal_flops_per_s
 from .config import MonitorConfig
@@ -95,6 +96,8 @@ class StepFlops:
     peak_flops_per_s: float | None
     peak_source: str | None
     method: str
+    executed_method: str | None = None
+    """What `hardware_flops` rests on, where that is not the count."""
 
 
 class Counting:
@@ -124,7 +127,8 @@ class Counting:
         self._last: tuple[ModelState, list[Template], StepFlops | None] | None = None
         self.is_at_work = False
         self.executed_ratio: float | None = None
-        """Executed FLOPs of the last profiled step over those counted for it."""
+        """Executed FLOPs over those counted, of the last profiled step or the last window of counters."""
+        self.executed_method = "profiler"
 
     @property
     def estimates_only(self) -> bool:
@@ -189,15 +193,29 @@ class Counting:
             self.executed_ratio = executed.hardware_flops / counted.hardware_flops
 
     def with_executed(self, flops: StepFlops | None) -> StepFlops | None:
-        """The same step with what the last profiled one executed beyond its count, or less."""
+        """The same step with what was last measured to be executed beyond its count, or less."""
         if flops is None:
             return None
-        if self._config.mode == "hybrid" and not self._config.fallback_to_profiler:
-            return dataclasses.replace(flops, hardware_flops=None)
         if self.executed_ratio is None:
-            return flops
+            needs_measurement = self._config.mode == "hybrid" and not self._config.fallback_to_profiler
+            return dataclasses.replace(flops, hardware_flops=None) if needs_measurement else flops
         assert flops.hardware_flops is not None
-        return dataclasses.replace(flops, hardware_flops=flops.hardware_flops * self.executed_ratio)
+        return dataclasses.replace(
+            flops,
+            hardware_flops=flops.hardware_flops * self.executed_ratio,
+            executed_method=self.executed_method,
+        )
+
+    def by_shape(self, state: ModelState, note: BatchNote) -> StepWork:
+        """One micro-batch counted by shape, in the background; raises where that cannot be."""
+
+        def work() -> StepWork:
+            with background(self._rest), note.template.autocast.applied():
+                return step_work(
+                    state.model, note.example(), convention=self.convention, place=device_of(state.model)
+                )
+
+        return self._timed(work)
 
     def batch(self, state: ModelState, note: BatchNote, *, measured: bool) -> FlopCount | None:
         """The FLOPs of one micro-batch."""

@@ -28,6 +28,8 @@ class Measuring:
 
     def __init__(self, config: MonitorConfig, notices: Notices) -> None:
         self._config, self._notices = config, notices
+        self.profiles = config.mode == "profiler"
+        """Whether this run profiles real steps."""
         self._phase: str | None = None
         self._states_made = 0
         self._profiler: StepProfiler | None = None
@@ -88,7 +90,7 @@ class Measuring:
 
     def begin_step(self, convention: Convention) -> None:
         """Profile the step that begins, if it is due and this mode does."""
-        if not (self._profile_is_due and self._profiles):
+        if not (self._profile_is_due and self.profiles):
             return
         self._profile_is_due = False
         profiler = StepProfiler(convention)
@@ -118,17 +120,12 @@ class Measuring:
     def _cannot_profile(self, error: Exception) -> None:
         self._notices(f"this step could not be profiled, HFU rests on the count: {error}")
 
-    @property
-    def _profiles(self) -> bool:
-        """Whether this mode profiles real steps."""
-        if self._config.mode == "hybrid":
-            if self._config.hardware_counters_enabled:
-                self._notices(
-                    "hybrid mode: there are no hardware counters here yet, executed FLOPs come from "
-                    + ("torch.profiler" if self._config.fallback_to_profiler else "nowhere: HFU is unknown")
-                )
-            return self._config.fallback_to_profiler
-        return self._config.mode == "profiler"
+    def go_without_counters(self, reason: str | None) -> None:
+        """`hybrid` has no hardware counters: profile instead, if that is wanted. A reason is said."""
+        self.profiles = self._config.fallback_to_profiler
+        if reason is not None:
+            source = "torch.profiler" if self.profiles else "nowhere: HFU is unknown"
+            self._notices(f"hybrid mode: no hardware counters ({reason}); executed FLOPs come from {source}")
 
 
 def _next_multiple(every: int, after: int) -> int:

@@ -31,6 +31,8 @@ class StepMeasures:
     flops: StepFlops | None
     warmup: bool
     world_size: int
+    measured_peak_flops_per_s: float | None = None
+    """What `truemfu peak` measured, where the user gave it."""
 
     @property
     def step_time_s(self) -> float | None:
@@ -75,9 +77,15 @@ def performance(measures: StepMeasures) -> dict[str, Any]:
         if mfu is not None:
             row["perf/mfu"] = mfu
             row["perf/mfu_percent"] = 100 * mfu
+            if measures.measured_peak_flops_per_s is not None and measures.flops is not None:
+                row["perf/mfu_of_measured_peak"] = share_of_peak(
+                    measures.flops.model_flops, seconds, measures.measured_peak_flops_per_s
+                )
         if hfu is not None:
             row["perf/hfu"] = hfu
             row["perf/hfu_percent"] = 100 * hfu
+            if measures.flops is not None and measures.flops.executed_method is not None:
+                row["perf/hfu_method"] = measures.flops.executed_method
         if measures.flops is not None:
             row["perf/tflops_per_gpu"] = measures.flops.model_flops / seconds / 1e12
     if measures.tokens and measures.useful_tokens is not None:

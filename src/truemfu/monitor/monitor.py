@@ -25,12 +25,16 @@ from torch import nn
 
 from ..errors import ModelError, UsageError
 from ..flops.host_copy import HostCopy, start_host_copy
+from ..hardware.detect import known_spec
 from ..trackers.base import Tracker
+from .audit_step import AuditStep
 from .clock import StepClock, clock_for
 from .config import MonitorConfig, load_config
 from .counting import Counting
 from .data import WatchedData
 from .datasets import DatasetMetrics, PendingDatasetMetrics, shifts_labels
+from .hardware_watch import HardwareWatch, open_watch
+from .hardware_windows import HardwareWindows
 from .host_values import HostValues
 from .measuring import Measuring
 from .notices import Notices
@@ -85,6 +89,8 @@ class TrainingMonitor:
         self._notices = Notices()
         self._output = Output(self.output_dir, log_file, self.config, trackers, notice=self._notices)
         self._attachment: Attachment | None = None
+        self._watch: HardwareWatch | None = None
+        self._audit: AuditStep | None = None
         self._watched: weakref.ref[nn.Module] | None = None
         self._is_set_up = self._is_closed = self._is_broken = False
         self._pid = os.getpid()
@@ -148,6 +154,10 @@ class TrainingMonitor:
             mark = self._guarded(self._clock.clock.mark)
             self._guarded(self._values.flush)
             self._measuring.interrupt()
+            if self._audit is not None:
+                self._audit.pause()
+            if self._watch is not None:
+                self._watch.restart()
         self._pauses += 1
         try:
             yield
@@ -155,6 +165,8 @@ class TrainingMonitor:
             self._pauses -= 1
             if mark is not None and not self._pauses:
                 self._guarded(self._clock.pause, mark)
+                if self._audit is not None:
+                    self._audit.resume()
                 if self._last_end_s is not None:
                     self._last_end_s += time.perf_counter() - began_s
 
@@ -227,6 +239,9 @@ class TrainingMonitor:
                 "counting_s": counting_s,
                 "profiling_s": profiling_s,
             },
+            "hardware": self._resolver.hardware.as_dict()
+            if self._is_set_up and self._resolver.hardware is not None
+            else None,
             "notes": list(self._counting.notes) if self._is_set_up else [],
             "lost": [
                 *([f"{lost_steps:,} steps: the monitor was held up"] if lost_steps else []),
@@ -259,12 +274,17 @@ class TrainingMonitor:
             return
         try:
             self._values.flush()
-            if not self._resolver.finish_pending(_COUNT_TIMEOUT_S):
+            patience_s = 0.0 if self._audit is None else self._audit.patience_s
+            if not self._resolver.finish_pending(max(_COUNT_TIMEOUT_S, patience_s)):
                 self._counting.give_up.set()  # what is not counted by now is estimated
                 if not self._resolver.finish_pending(_COUNT_TIMEOUT_S):
                     self._notices("the last steps were not worked out in time and are lost")
         finally:  # also where the user does not want to wait: torch must not be left in the middle of a count
             self._resolver.stop(_COUNT_TIMEOUT_S)
+            if self._audit is not None:
+                self._audit.close(self._logged)
+            if self._watch is not None:
+                self._watch.close()
         summary = self.summary()
         if self._ranks.is_first:
             self._output.close(summary, _CLOSE_TIMEOUT_S)
@@ -300,6 +320,8 @@ class TrainingMonitor:
             device=device,
             rest=self._rest_between_operators,
         )
+        self._watch = self._opened_watch(device)
+        self._audit = AuditStep.from_environment(self._ranks, device, self._notices)
         self._output.finish_rows = self.save_logs
         self._resolver = Resolver(
             clock=self._clock.clock,
@@ -309,10 +331,35 @@ class TrainingMonitor:
             output=self._output,
             notices=self._notices,
             detailed_log_freq=self.config.detailed_log_freq,
+            audit=self._audit,
+            measured_peak_flops_per_s=_times(self.config.measured_peak_tflops, 1e12),
+            hardware=None
+            if self._watch is None
+            else HardwareWindows(
+                self._watch,
+                spec=known_spec(device),
+                non_matrix_share=self.config.non_matrix_share,
+                world_size=self._ranks.world_size,
+                notice=self._notices,
+            ),
         )
         self._is_set_up = True
         if self._ranks.is_first:
             self._output.start(self._run_info())
+
+    def _opened_watch(self, device: torch.device) -> HardwareWatch | None:
+        """The counters of `hybrid`; where there are none, what comes instead."""
+        if self.config.mode != "hybrid":
+            return None
+        if not self.config.hardware_counters_enabled:
+            self._measuring.go_without_counters(None)
+            return None
+        watch = open_watch(device)
+        if isinstance(watch, HardwareWatch):
+            self._counting.executed_method = "hardware counters"
+            return watch
+        self._measuring.go_without_counters(watch)
+        return None
 
     def _on_forward(self, batch: Batch | None) -> None:
         began_s = time.perf_counter()
@@ -372,6 +419,8 @@ class TrainingMonitor:
             self._data_wait_s = now_s - self._last_end_s
         self._clock.begin()
         self._measuring.begin_step(self._counting.convention)
+        if self._audit is not None:
+            self._audit.begin_step(self._logged, _compilations())
 
     def _log_step(
         self,
@@ -389,6 +438,8 @@ class TrainingMonitor:
             return
         if not self._is_set_up:
             self._set_up(self._model_device({"loss": loss}))
+        if self._audit is not None:
+            self._audit.end_step()
         is_incomplete = self._batches.is_incomplete
         batches = self._batches.take()
         if not (batches or is_incomplete or self._is_manual) and self._attachment is not None:
@@ -425,8 +476,11 @@ class TrainingMonitor:
             datasets,
             bool(skip_wandb),
             self._clock.end(),
+            None if self._watch is None or is_warmup else self._watch.cut(now_s),
         )
         self._values.flush_if_due(now_s)
+        if self._audit is not None:
+            self._audit.hand_over(note)
         self._resolver.put(note)
         self._compilations, self._data_wait_s = compilations, None
         if datasets is not _NO_DATASETS:
@@ -513,6 +567,10 @@ class TrainingMonitor:
             "rank": self._ranks.rank if self._is_set_up else 0,
             "scope": "one device" if world_size == 1 else f"this rank × {world_size}",
         }
+
+
+def _times(value: float | None, factor: float) -> float | None:
+    return None if value is None else value * factor
 
 
 def _device_name(device: torch.device) -> str:

@@ -5,7 +5,8 @@
     smart      a closed form, fitted at the first call and kept as long as the model stays what it was
     profiler   a forward and backward pass recorded by torch.profiler, at each call
     estimate   the model's structure; nothing is run
-    hybrid     hardware counters; until there are any, the profiler
+    hybrid     counters tell what was executed and MFU is about what the model needs, so: smart where there
+               are counters, the profiler where there are none
 
 A way that fails is replaced by the next (profiler, smart, estimate), and one warning says why. These
 functions are called in training loops, so apart from an unknown mode nothing they are given makes them raise:
@@ -14,6 +15,7 @@ without a number they return None.
 
 from __future__ import annotations
 
+import functools
 import math
 import numbers
 from collections.abc import Callable
@@ -42,6 +44,7 @@ from ..hardware.detect import get_gpu_peak_flops, known_spec, override_flops_per
 from ..utilization import Utilization, calculate_mfu
 from .config import MODES
 from .fingerprint import fingerprint
+from .hardware_watch import counters_of
 
 Batch = dict[str, Any]
 
@@ -160,10 +163,8 @@ def _made_up(model: nn.Module, samples: int, length: int) -> Batch:
 def _count(model: nn.Module, batch: Batch, mode: str) -> FlopCount | None:
     """The FLOPs by the first way that works, from the one asked for downwards."""
     if mode == "hybrid":
-        warn_once(
-            "measurement_mode='hybrid' reads no hardware counters yet: torch.profiler measures the step"
-        )
-    ways = list(_WAYS)[list(_WAYS).index("profiler" if mode == "hybrid" else mode) :]
+        mode = _instead_of_hybrid(_device_of(model))
+    ways = list(_WAYS)[list(_WAYS).index(mode) :]
     name = type(unwrap(model)).__name__
     for way, following in zip(ways, (*ways[1:], None), strict=True):
         try:
@@ -176,6 +177,18 @@ def _count(model: nn.Module, batch: Batch, mode: str) -> FlopCount | None:
         else:
             return count
     return None
+
+
+@functools.cache
+def _instead_of_hybrid(device: torch.device | None) -> str:
+    found = counters_of(device or torch.device("cpu"))
+    if not isinstance(found, str):
+        found[0].close()
+        return "smart"
+    warn_once(
+        f"measurement_mode='hybrid' has no hardware counters ({found}): torch.profiler measures instead"
+    )
+    return "profiler"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 
 from ..errors import UsageError, closest
+from ..records import RUN_FILE
 from ..trackers.base import TRACKERS, Tracker, make_tracker
 from ..trackers.file import JsonArrayFile
 from ..trackers.lane import Lane
@@ -32,7 +33,6 @@ from .config import MonitorConfig
 from .step_note import StepNote
 
 _BASICS = frozenset({"training/loss", "training/lr", "training/epoch", "global_step"})
-RUN_FILE = "training_run.json"
 
 
 class Output:

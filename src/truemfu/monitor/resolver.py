@@ -13,18 +13,23 @@ import contextlib
 import threading
 import time
 from collections import deque
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from ..errors import one_line
 from ..utilization import ABOVE_ONE
+from .audit_step import AuditStep
 from .clock import CudaClock, HostClock, duration_s
 from .counting import Counting, StepFlops
 from .datasets import dataset_metrics
+from .hardware_windows import HardwareWindows
 from .host_values import is_there, resolved
 from .metrics import StepMeasures, Window, performance
 from .notices import Notices
 from .output import Output
+from .step_detail import StepDetails
 from .step_note import StepNote
 from .totals import Totals
 
@@ -47,12 +52,19 @@ class Resolver:
         output: Output,
         notices: Notices,
         detailed_log_freq: int,
+        measured_peak_flops_per_s: float | None,
+        hardware: HardwareWindows | None,
+        audit: AuditStep | None,
     ) -> None:
         self._clock, self._device = clock, device
         self._counting, self._world_size = counting, world_size
         self._output = output
         self._notices = notices
         self._detailed_log_freq = detailed_log_freq
+        self._measured_peak_flops_per_s = measured_peak_flops_per_s
+        self.hardware = hardware
+        self._audit = audit
+        self._details = StepDetails(counting, device)
         self._pending: deque[StepNote] = deque()
         self._wake = threading.Event()
         self._stopping = False
@@ -148,6 +160,8 @@ class Resolver:
 
     def _row(self, note: StepNote) -> dict[str, Any]:
         measures = self._measures(note)
+        if self._audit is not None and self._audit.wants(note):
+            self._audit.write(self._counting, note)
         self.window.add(measures)
         self.totals.add(measures)
         row: dict[str, Any] = {
@@ -163,6 +177,8 @@ class Resolver:
             self._notices(ABOVE_ONE)
         if note.reaches(self._detailed_log_freq):
             row |= self.window.medians()
+            if self.hardware is not None and self.hardware.latest is not None:
+                row |= self.hardware.latest.metrics()
             row["perf/memory_peak_bytes"] = peak_memory_bytes(self._device)
         if note.datasets:
             names = [name for pending, _ in note.datasets for name in pending.names]
@@ -177,19 +193,32 @@ class Resolver:
         mask_useful_tokens = resolved(note.mask_useful_tokens)
         if useful_tokens is None and tokens in (None, note.mask_tokens):
             tokens, useful_tokens = note.mask_tokens, mask_useful_tokens
-        return StepMeasures(
+        counted = StepMeasures(
             steps=note.steps,
             elapsed_s=elapsed_s,
             data_wait_s=note.data_wait_s,
             samples=samples,
             tokens=tokens,
             useful_tokens=useful_tokens,
-            flops=self._flops(note),
+            flops=self._counted(note),
             warmup=note.warmup,
             world_size=self._world_size,
+            measured_peak_flops_per_s=self._measured_peak_flops_per_s,
         )
+        if self.hardware is not None:
+            self._add_to_window(self.hardware, note, counted)
+        executed = self._counting.with_executed(counted.flops)
+        return counted if executed is counted.flops else replace(counted, flops=executed)
 
-    def _flops(self, note: StepNote) -> StepFlops | None:
+    def _add_to_window(self, hardware: HardwareWindows, note: StepNote, counted: StepMeasures) -> None:
+        try:
+            hardware.add(counted, note.cut, lambda: self._details.of(note.state, note.batches))
+            self._counting.executed_ratio = hardware.executed_ratio
+        except Exception as error:
+            self.hardware, self._counting.executed_ratio = None, None
+            self._notices(f"the hardware counters are left out, HFU rests on the count: {one_line(error)}")
+
+    def _counted(self, note: StepNote) -> StepFlops | None:
         if note.state is None or note.batches_missing or not note.batches:
             return None
         state = note.state
@@ -197,7 +226,7 @@ class Resolver:
         if note.profile is not None:
             self.profile_cost_s += note.profile.cost_s
             self._counting.learn_executed(note.profile, flops)
-        return self._counting.with_executed(flops)
+        return flops
 
 
 def _sum(values: list[Any]) -> Any:

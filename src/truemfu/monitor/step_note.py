@@ -10,6 +10,7 @@ from ..flops.profiler import StepProfile
 from .clock import Span
 from .counting import ModelState
 from .datasets import PendingDatasetMetrics
+from .hardware_watch import Cut
 from .host_values import Number
 from .observe import BatchNote
 
@@ -36,6 +37,7 @@ class StepNote(NamedTuple):
     datasets: Sequence[tuple[PendingDatasetMetrics, HostCopy]]
     skip_remote: bool
     span: Span
+    cut: Cut | None
 
     def reaches(self, frequency: int) -> bool:
         """Whether a multiple of this frequency lies between the last logged step and this one."""

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any, TextIO
 
+_WORTH_SAYING = 0.005
+
 
 def lines_of(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The summary as labels and texts; what is not known says so."""
@@ -20,6 +22,7 @@ def lines_of(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("samples/s", _rate(summary["median_samples_per_second"], summary["scope"])),
         ("padding lost", _share(summary["padding_lost"], "no mask seen")),
         ("waiting for data", _share(summary["data_wait_share"], "not seen")),
+        *_hardware(summary.get("hardware")),
         ("monitor's own cost", _cost(summary)),
         *[("note", text) for text in summary["notes"]],
         *[("lost", text) for text in summary["lost"]],
@@ -74,6 +77,37 @@ def _share(share: float | None, why_not: str) -> str:
     if share is None:
         return f"unknown ({why_not})"
     return f"{share:.1%}" if share >= 0.01 or share == 0 else f"{100 * share:.2g} %"
+
+
+def _hardware(hardware: Mapping[str, Any] | None) -> list[tuple[str, str]]:
+    """What the counters say; nothing where there were none."""
+    if hardware is None:
+        return []
+    lines = [("executed, by counters", _executed(hardware))]
+    if hardware["energy_j_per_step"] is not None:
+        text = f"{hardware['power_w']:.0f} W, {hardware['energy_j_per_step']:.3g} J a step"
+        if hardware["energy_j_per_million_tokens"] is not None:
+            text += f", {hardware['energy_j_per_million_tokens'] / 1e3:.3g} kJ a million tokens"
+        lines.append(("energy", text))
+    fall = hardware["waterfall"]
+    if fall is not None:
+        parts = [part for part in fall["parts"] if abs(part["share"]) >= _WORTH_SAYING]
+        lines += [("where the peak went", f"{100 * part['share']:5.1f} %  {part['name']}") for part in parts]
+    return lines + [("advice", text) for text in hardware["advice"]]
+
+
+def _executed(hardware: Mapping[str, Any]) -> str:
+    rate, ratio = hardware["executed_flops_per_s"], hardware["executed_over_expected"]
+    if rate is None:
+        return "unknown (the chip's rate is not in the table)"
+    text = f"{rate / 1e12:.1f} TFLOP/s"
+    if hardware["executed_hfu"] is not None:
+        text += f", HFU {hardware['executed_hfu']:.1%}"
+    if ratio is not None:
+        text += f", {ratio:.3f} of what the count expects"
+    if hardware["clock_hz"] is not None:
+        text += f"; clock {hardware['clock_hz'] / 1e6:,.0f} MHz by {hardware['clock_source']}"
+    return text
 
 
 def _rate(rate: float | None, scope: str) -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, PackageLoader
+from markupsafe import Markup, escape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +30,19 @@ class Section:
 
 def write_page(path: Path, *, title: str, lead: str, sections: Sequence[Section]) -> Path:
     """Write the page to `path` (its folder is made) and return where it lies."""
+    return write_template(path, "page.html.jinja", title=title, lead=lead, sections=sections)
+
+
+def write_template(path: Path, template: str, **values: Any) -> Path:
+    """Fill a template of this folder, write it to `path` (its folder is made) and return where it lies."""
     environment = Environment(loader=PackageLoader("truemfu.report", "."), autoescape=True, trim_blocks=True)
-    page = environment.get_template("page.html.jinja").render(title=title, lead=lead, sections=sections)
+    environment.filters["code"] = _code
+    page = environment.get_template(template).render(**values)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page, encoding="utf-8")
     return path.resolve()
+
+
+def _code(text: str) -> Markup:
+    """Text in which `what stands between backticks` is set as code."""
+    return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(text))))

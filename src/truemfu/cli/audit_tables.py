@@ -1,0 +1,186 @@
+"""How an audit looks: by kernel, by kind of work, what the pipe's cycles tell, and a verdict in one line."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from rich.markup import escape
+from rich.table import Table
+
+from .console import output, percent, print_json, short, table
+
+if TYPE_CHECKING:
+    from ..crosscheck import CrossCheck
+    from ..hardware.nsight_audit import Audit, KernelWork
+
+_WIDEST_NAME = 64
+_WRAPPERS = re.compile(r"^at::(?:\w+_)?elementwise_kernel<(?:\d+, )*(?:void at::gpu_kernel_impl\w*<)?")
+_REPEATED = re.compile(r"(\b[\w:]+, )\1+")
+_ALL_KNOWN, _SOME_UNKNOWN = 0.01, 0.05
+_CYCLES = "cycles in which the tensor pipe of a sub-core is active; other: without matrix work"
+_EXPECTED = "expected: the count with recomputation, overhanging tiles and skipped blocks of masks"
+_SHARE_KEY = "monitoring.performance_monitoring.hybrid_mode.non_matrix_share"
+
+
+def show_audit(result: Audit, top: int, as_json: bool, *, is_a_step: bool = True) -> int:
+    """Print it; `is_a_step` says that all launches of one step are in it and nothing else."""
+    check = _check(result) if is_a_step else None
+    verdict = _verdict(result, check)
+    if as_json:
+        told = {"crosscheck": None if check is None else check.as_dict(), "verdict": verdict}
+        print_json({**result.as_dict(), **told})
+        return 0
+    console = output()
+    console.print(_kernel_table(result, top))
+    console.print(_CYCLES, style="dim")
+    if len(result.kernels) > top:
+        rest = _flop(sum(kernel.executed_flops or 0 for kernel in result.kernels[top:]))
+        console.print(f"and {len(result.kernels) - top} more kernels with {rest} (--top shows them)")
+    if result.counted_by_kind and is_a_step:
+        console.print(_kind_table(result))
+        console.print(_EXPECTED, style="dim")
+    dtypes = ", ".join(f"{dtype} {short(done)}" for dtype, done in sorted(result.executed_by_dtype.items()))
+    said = "n/a" if result.executed_flops is None else _flop(result.executed_flops)
+    console.print(f"executed: {said} in {result.launches} launches{f' ({dtypes})' if dtypes else ''}")
+    if result.unmeasured_launches:
+        console.print(f"not measured: {result.unmeasured_launches} launches; ncu has no value for them")
+    for kernel in result.below_usual_rate:
+        console.print(_slow(kernel), markup=False, soft_wrap=True)
+    if verdict is not None:
+        console.print(verdict, markup=False, soft_wrap=True)
+    if (share := _share(result, is_a_step)) is not None:
+        console.print(share, markup=False, soft_wrap=True)
+    return 0
+
+
+def _kernel_table(result: Audit, top: int) -> Table:
+    drawn = table(
+        "kernel",
+        "kind",
+        "launches",
+        "FLOP executed",
+        "share",
+        "FLOP/cycle",
+        "other cycles",
+        title="executed tensor operations",
+    )
+    drawn.columns[1].justify = "left"
+    for kernel in result.kernels[:top]:
+        done, rate, other = kernel.executed_flops, kernel.flops_per_cycle, kernel.non_matrix_cycles
+        drawn.add_row(
+            escape(_cut(kernel.name)),
+            kernel.kind,
+            str(kernel.launches),
+            "n/a" if done is None else short(done),
+            "-" if not done or not result.executed_flops else percent(done, result.executed_flops),
+            "-" if rate is None else f"{rate:,.4g}" if rate < 1000 else f"{rate:,.0f}",
+            "n/a" if other is None else short(other),
+        )
+    return drawn
+
+
+def _kind_table(result: Audit) -> Table:
+    columns = ("kind", "executed", "counted", "executed/counted", "expected", "executed/expected")
+    drawn = table(*columns, title="by kind of work, FLOP")
+    for kind in sorted({*result.executed_by_kind, *result.counted_by_kind}):
+        done, needed = result.executed_by_kind.get(kind, 0), result.counted_by_kind.get(kind, 0)
+        expected = result.expected_by_kind.get(kind)
+        drawn.add_row(
+            kind,
+            short(done),
+            short(needed),
+            f"{done / needed:.4f}" if needed else "-",
+            "n/a" if expected is None else short(expected),
+            f"{done / expected:.4f}" if expected else "-",
+        )
+    return drawn
+
+
+def _check(result: Audit) -> CrossCheck | None:
+    """The count against the tensor cores; closely where all effects are known, else with some room."""
+    from ..crosscheck import crosscheck
+
+    count = result.count
+    if count is None or count.hardware_flops is None or count.model_flops is None:
+        return None
+    attention, blocked = count.attention_flops, count.attention_blocked_flops
+    share = 1.0 if count.attention == "causal" and attention is None else None
+    if attention and blocked is not None:
+        share = blocked / attention
+    others = count.hardware_flops - (attention or 0)
+    is_known = attention is not None and result.unmatched_flops == 0 and not count.uncounted
+    return crosscheck(
+        count.hardware_flops,
+        result.executed_flops,
+        recompute_flops=count.hardware_flops - count.model_flops,
+        attention_flops=result.counted_by_kind.get("attention") if attention is None else attention,
+        attention_executed_share=share,
+        tile_factor=1 + (result.tile_flops or 0) / others if others else None,
+        uncounted=count.uncounted,
+        exact=True,
+        threshold=_ALL_KNOWN if is_known else _SOME_UNKNOWN,
+    )
+
+
+def _verdict(result: Audit, check: CrossCheck | None) -> str | None:
+    count = result.count
+    if check is None:
+        return None if count is None or count.reason is None else f"not compared: {count.reason}"
+    if not check.agrees:
+        known = [cause.sentence for cause in check.causes if cause.key != "unknown"]
+        why = (
+            f"likely: {'; '.join(known)}" if known else "nothing known explains it: look at the tables above"
+        )
+        return (
+            f"differs: the GPU executed {check.ratio:.4f} times what the count expects "
+            f"({_flop(check.executed_flops)} against {_flop(check.expected_flops)}); {why}"
+        )
+    effects = []
+    if result.tile_flops:
+        effects.append(f"tiles that overhang ({_flop(result.tile_flops)} more)")
+    if count is not None and count.attention_flops != count.attention_blocked_flops:
+        share = (count.attention_blocked_flops or 0) / (count.attention_flops or 1)
+        effects.append(f"blocks of the mask ({share:.4f} of the attention counted)")
+    after = f", after {' and '.join(effects)}" if effects else ""
+    if result.unmatched_flops:
+        after += f"; of {_flop(result.unmatched_flops)} in products the shapes are not known"
+    return (
+        f"agrees: the GPU executed {check.ratio:.4f} times what the count expects"
+        f"{after}; counted {_flop(check.counted_flops)}"
+    )
+
+
+def _slow(kernel: KernelWork) -> str:
+    rate, usual = kernel.flops_per_cycle, kernel.usual_flops_per_cycle
+    assert rate is not None
+    assert usual is not None
+    return (
+        f"below the usual rate: {_cut(kernel.name)} does {rate:,.0f} FLOP per active cycle, kernels in "
+        f"{' and '.join(kernel.dtypes)} do {usual:,.0f}: counters of activity read its work "
+        f"{usual / rate:.2f} times"
+    )
+
+
+def _share(result: Audit, is_a_step: bool) -> str | None:
+    share, active, matrix = result.non_matrix_share, result.pipe_cycles, result.matrix_cycles
+    if share is None or active is None or matrix is None:
+        return None
+    said = f"no matrix work: {short(active - matrix)} of {short(active)} active cycles of the tensor pipe"
+    if not is_a_step:
+        return f"{said}, {100 * share:.2f} %"
+    but = ", but for kernels below the usual rate" if result.below_usual_rate else ""
+    return f"{said}; `{_SHARE_KEY}: {share:.4f}` makes hybrid mode exact for this model{but}"
+
+
+def _cut(name: str) -> str:
+    """What tells a kernel from others: of torch's elementwise kernels that is the functor, far inside."""
+    name = _WRAPPERS.sub("at::…<", name.replace("<unnamed>::", "").removeprefix("void "))
+    name = _REPEATED.sub(r"\1", name)
+    return name if len(name) <= _WIDEST_NAME else f"{name[: _WIDEST_NAME - 1]}…"
+
+
+def _flop(amount: float) -> str:
+    """16.34 TFLOP; below a thousand without a prefix."""
+    said = short(amount)
+    return f"{said}FLOP" if " " in said else f"{said} FLOP"

@@ -1,0 +1,63 @@
+"""What a step's kernels are given: the shapes of its products, and its attention block by block.
+
+A count says how many FLOPs a step needs and executes by arithmetic. What silicon executes depends on shapes
+too: tiles overhang the edges of a product, and an attention kernel works through whole blocks of its mask.
+This is one more count of one batch, kept by shape, for the cross-check and the waterfall.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..convention import Convention
+from .count import run_counted
+
+Shape = tuple[int, int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepWork:
+    """One step, in executed FLOPs by the convention of the count.
+
+    `attention` is that of fused kernels, `attention_blocked` the same when they skip no less than whole
+    blocks of 128 × 128 of their mask; `other` has no shape here: convolutions, recurrent cells, grouped and
+    registered products.
+    """
+
+    products: Mapping[tuple[str, Shape], int]
+    """FLOPs by dtype and (m, n, k)."""
+    attention: int
+    attention_blocked: int
+    other: int
+    forward: int
+
+    @property
+    def hardware_flops(self) -> int:
+        return sum(self.products.values()) + self.attention + self.other
+
+
+def step_work(
+    model: nn.Module, batch: Any, *, convention: Convention, place: torch.device | None = None
+) -> StepWork:
+    """Count one step of this batch by shape; on fake tensors, the model is not touched."""
+    tally, _, _ = run_counted(model, batch, convention=convention, backward=True, loss_fn=None, place=place)
+    products: Counter[tuple[str, Shape]] = Counter()
+    attention = blocked = other = forward = 0
+    for entry in tally.entries:
+        forward += entry.needed if entry.phase == "forward" else 0
+        if entry.shape is not None:
+            products[entry.dtype, entry.shape] += entry.executed
+        elif entry.blocked is not None:
+            attention += entry.executed
+            blocked += entry.blocked
+        else:
+            other += entry.executed
+    return StepWork(
+        products=products, attention=attention, attention_blocked=blocked, other=other, forward=forward
+    )

@@ -1,0 +1,107 @@
+"""From a window of activity counters to the matrix FLOP/s a GPU executed.
+
+    Σ over pipes: activity × SMs × FLOP per cycle and SM × SM clock          (less what is no matrix work)
+
+- **Pipes.** `hmma` does bf16, fp16, tf32 and fp8, `imma` int8, `dfma`/`dmma` fp64. A pipe's FLOP per cycle is
+  the table's for bf16 times a power of two for the dtype; where several dtypes share the hmma pipe, what was
+  counted of each decides the mean.
+- **Clock.** The one the SMs counted where there is one: by `cycle_stamps`, or by a driver that offers raw
+  cycles. The driver's own is what it asked for, up to a tenth more than what was run, and so is the rate
+  that comes of it.
+- **No matrix work.** The hmma pipe also ticks in some kernels without a product, strided copies among them.
+  `truemfu audit` measures their share of a model's step; without that
+  the rate is an upper bound (1 to 2 % in eager transformer training on an H200).
+- **Older instructions.** A kernel written for Turing's mma takes two cycles for the work of one: products
+  whose sizes are no multiples of eight fall back to such kernels, and read twice what they executed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from .counters import CounterWindow
+from .specs import DeviceSpec
+
+_HMMA_DTYPES = ("bf16", "fp16", "tf32", "fp8")
+
+
+def executed_flops_per_s(
+    window: CounterWindow,
+    spec: DeviceSpec | None,
+    *,
+    flops_by_dtype: Mapping[str, float] | None = None,
+    clock_hz: float | None = None,
+    non_matrix_share: float = 0.0,
+) -> float | None:
+    """The matrix FLOP/s executed in a window; None where a part of it is not known.
+
+    `flops_by_dtype` is the counted work on the hmma pipe (None: bf16 or fp16), `clock_hz` the clock the SMs
+    counted (None: by raw cycles, else the driver's), `non_matrix_share` the share of the hmma pipe's
+    activity that is no product.
+    """
+    if spec is None or spec.sm_count is None or spec.tensor_flops_per_cycle_per_sm is None:
+        return None
+    clock = clock_hz or counted_clock_hz(window, spec.sm_count) or window.sm_clock_hz
+    if clock is None:
+        return None
+    rate = hmma_rate(spec, flops_by_dtype or {})
+    if rate is None or window.hmma_active is None:
+        return None
+    in_a_cycle = window.hmma_active * (1 - non_matrix_share) * rate
+    fp64 = max(window.dfma_active or 0.0, window.dmma_active or 0.0)
+    for share, dtype in ((window.imma_active or 0.0, "int8"), (fp64, "fp64")):
+        if share:
+            relative = relative_rate(spec, dtype)
+            if relative is None:
+                return None
+            in_a_cycle += share * relative
+    return float(in_a_cycle * spec.sm_count * spec.tensor_flops_per_cycle_per_sm * clock)
+
+
+def counted_clock_hz(window: CounterWindow, sm_count: int) -> float | None:
+    """The clock by the raw cycles of a newer driver; None without them, and where they make no sense.
+
+    The documentation does not say whether they are summed over the SMs: the reported clock decides, which may
+    be a tenth too high.
+    """
+    if window.cycles is None or not window.sm_clock_hz or not window.seconds:
+        return None
+    for summed_over in (1, sm_count):
+        clock = window.cycles.elapsed / summed_over / window.seconds
+        if 0.8 < clock / window.sm_clock_hz < 1.05:
+            return float(clock)
+    return None
+
+
+def hmma_rate(spec: DeviceSpec, flops_by_dtype: Mapping[str, float]) -> float | None:
+    """FLOP per cycle of a mix of dtypes on the hmma pipe, relative to bf16, at which their cycles add up."""
+    total = cycles = 0.0
+    for dtype in _HMMA_DTYPES:
+        if flops := flops_by_dtype.get(dtype):
+            relative = relative_rate(spec, dtype)
+            if relative is None:
+                return None
+            total += flops
+            cycles += flops / relative
+    return total / cycles if cycles else 1.0
+
+
+def relative_rate(spec: DeviceSpec, dtype: str) -> float | None:
+    """FLOP per cycle of a dtype relative to bf16: a power of two, the one nearest to the peaks' ratio.
+
+    The ratio itself will not do: a datasheet states its dtypes at different clocks (an H200's fp64 at 1,980
+    MHz, its bf16 at 1,830).
+    """
+    base, peak = spec.peak("bf16") or spec.peak("fp16"), spec.peak(dtype)
+    if not base or not peak:
+        return None
+    return float(2.0 ** round(math.log2(peak / base)))
+
+
+def datasheet_clock_hz(spec: DeviceSpec | None) -> float | None:
+    """The clock at which the datasheet's bf16 peak is reached with every SM at full rate."""
+    if spec is None or not spec.sm_count or not spec.tensor_flops_per_cycle_per_sm:
+        return None
+    peak = spec.peak("bf16") or spec.peak("fp16")
+    return None if peak is None else peak / (spec.sm_count * spec.tensor_flops_per_cycle_per_sm)

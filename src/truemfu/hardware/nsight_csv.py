@@ -1,0 +1,153 @@
+"""What Nsight Compute prints as CSV, read into launches of kernels with their metrics in base units.
+
+What ncu prints depends on its version, page and locale. Both layouts are read (a row per kernel with a line
+of units below the header, which the raw page gives; a row per metric), decimal and thousands signs of either
+kind, scaled units, and n/a: a chip without fp8 says so for every kernel, and a kernel for which all metrics
+are n/a is unknown, not zero.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+
+import msgspec
+
+TENSOR_METRICS: tuple[str, ...] = tuple(
+    f"sm__ops_path_tensor_src_{source}.sum"
+    for source in ("bf16_dst_fp32", "fp16", "tf32_dst_fp32", "fp8", "fp64", "int8")
+)
+"""The multiplies and adds of the tensor cores by the dtype of their inputs: exactly 2·4096³ for 4096³."""
+
+PIPE_METRIC = "sm__pipe_tensor_op_hmma_cycles_active.sum"
+"""Cycles in which the tensor pipe of a sub-core is busy: what NVML's activity counter ticks for. Elementwise
+arithmetic in 16 bits is among them."""
+
+MATRIX_METRIC = "sm__pipe_tensor_op_hmma_type_hmma_hgmma_qgmma_cycles_active.sum"
+"""Those of them with matrix instructions."""
+
+_TENSOR_METRIC = re.compile(r"sm__ops_path_tensor_src_(\w+)\.sum")
+_WHOLE = re.compile(r"sm__(?:ops|inst|pipe|cycles)_\w+\.sum")
+
+
+class KernelLaunch(msgspec.Struct, frozen=True, kw_only=True):
+    """One launch as ncu saw it: every metric by its name, in base units; None is n/a."""
+
+    name: str
+    process_id: int | None = None
+    compute_capability: str | None = None
+    metrics: dict[str, float | None] = msgspec.field(default_factory=dict)
+
+    def tensor_flops(self) -> dict[str, int] | None:
+        """Executed tensor operations by the dtype of their inputs; None where no metric has a value.
+
+        ncu knows them in overlapping cuts (`src_fp8` is `src_fp8_dst_fp16` and `src_fp8_dst_fp32` together,
+        each of them with and without sparsity): where a total is there, its cuts are left out.
+        """
+        found: dict[str, int] = {}
+        for metric, value in self.metrics.items():
+            matched = _TENSOR_METRIC.fullmatch(metric)
+            if matched and value is not None:
+                found[matched[1]] = round(value)
+        if not found:
+            return None
+        by_dtype: dict[str, int] = defaultdict(int)
+        for source, value in found.items():
+            if not any(source.startswith(f"{whole}_") for whole in found):
+                by_dtype[source.partition("_")[0]] += value
+        return dict(by_dtype)
+
+    def cycles(self, metric: str) -> int | None:
+        """The cycles that `PIPE_METRIC` or `MATRIX_METRIC` counted; None where they were not collected."""
+        value = self.metrics.get(metric)
+        return None if value is None else round(value)
+
+
+def parse_ncu_csv(text: str) -> tuple[KernelLaunch, ...]:
+    """The launches in the CSV output of ncu, whatever stands before, between and after the table.
+
+    Launches are told apart by process and ID. Text without a table has none.
+    """
+    launches: dict[tuple[str, str], dict[str, str]] = {}
+    metrics: dict[tuple[str, str], dict[str, float | None]] = defaultdict(dict)
+    for row, units in _rows(text):
+        launch = (row.get("Process ID", ""), row["ID"])
+        launches[launch] = row
+        if "Metric Name" in row:
+            cells = {row["Metric Name"]: (row.get("Metric Value", ""), row.get("Metric Unit", ""))}
+        else:
+            cells = {name: (value, units.get(name, "")) for name, value in row.items() if "__" in name}
+        for metric, (value, unit) in cells.items():
+            metrics[launch][metric] = parse_value(value, unit, whole=_WHOLE.fullmatch(metric) is not None)
+    return tuple(
+        KernelLaunch(
+            name=row["Kernel Name"],
+            process_id=int(launch[0]) if launch[0].isdigit() else None,
+            compute_capability=row.get("CC") or None,
+            metrics=metrics[launch],
+        )
+        for launch, row in launches.items()
+    )
+
+
+def errors_in(text: str) -> list[str]:
+    """What ncu itself calls errors, in its own words."""
+    return [
+        line.removeprefix("==ERROR==").strip() for line in text.splitlines() if line.startswith("==ERROR==")
+    ]
+
+
+def _rows(text: str) -> Iterator[tuple[dict[str, str], dict[str, str]]]:
+    """Every row of every table as column → cell, with the units below the header where there are some."""
+    header: list[str] | None = None
+    units: dict[str, str] = {}
+    for line in text.splitlines():
+        if line.startswith("==") or "," not in line:
+            continue
+        # Line by line: a stray quote in what the program printed must not swallow the table.
+        cells = next(csv.reader([line]))
+        if "Kernel Name" in cells and "ID" in cells:
+            header, units = cells, {}
+        elif header is not None and len(cells) == len(header):
+            row = dict(zip(header, cells, strict=True))
+            if row["ID"] or row["Kernel Name"]:
+                yield row, units
+            else:
+                units = row
+
+
+_SCALES = {"K": 1e3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+_SCALED = re.compile(r"([KkMGTP])(?:inst|ops?|cycles?)\b.*")
+_GROUPS = re.compile(r"\d{1,3}(?:([.,'\s])\d{3})(?:\1\d{3})*")
+
+
+def parse_value(text: str, unit: str = "", *, whole: bool = False) -> float | None:
+    """A number as ncu prints it, in the base unit; None for n/a, nan and what is no amount.
+
+    One sign with three digits behind it may be a decimal or a thousands sign. A count (`whole`) has no
+    decimals, so there it is thousands, unless the unit is scaled: then ncu keeps numbers below a thousand.
+    Elsewhere a comma is thousands, but for percents, and a point is decimal. With two signs the last is the
+    decimal one.
+    """
+    scaled = _SCALED.fullmatch(unit)
+    plain = text.replace("(!)", "").strip()
+    groups = _GROUPS.fullmatch(plain)
+    if groups and not scaled and (whole or (groups[1] != "." and unit != "%")):
+        plain = re.sub(r"\D", "", plain)
+    plain = re.sub(r"['\s]", "", plain)
+    dot, comma = plain.rfind("."), plain.rfind(",")
+    if dot >= 0 and comma >= 0:
+        thousands, decimal = (",", ".") if dot > comma else (".", ",")
+        plain = plain.replace(thousands, "").replace(decimal, ".")
+    elif plain.count(",") > 1 or plain.count(".") > 1:
+        plain = plain.replace(",", "").replace(".", "")
+    else:
+        plain = plain.replace(",", ".")
+    try:
+        value = float(plain) * (_SCALES[scaled[1]] if scaled else 1)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) and value >= 0 else None

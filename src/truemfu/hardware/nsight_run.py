@@ -1,0 +1,145 @@
+"""A command under Nsight Compute, ended once its marked step is counted: what comes after has no use.
+
+    ncu ─► … ─► the audited process: marks a step ─► writes its StepCount, with its process number
+     │                                                   └─► TERM ─► grace ─► KILL, to that process alone
+     └─► writes its table, ends
+
+ncu keeps what it has collected and prints the table after the process it watches is gone ("Disconnected from
+process" stands above it), however that went: its own `--kill` ends processes in the middle of a run. So
+ncu is never signalled, only waited for. The process is signalled only where it descends from ncu as /proc
+has it: a number from inside a container may belong to anybody out here. Elsewhere the run goes on to its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from ..errors import RecordError
+from .nsight import read_step_count
+
+GRACE_S = 10.0
+"""How long a process may take to end when asked; some save a checkpoint then."""
+
+_LOOK_EVERY_S = 0.2
+_PROC = Path("/proc")
+
+
+class RunEnd(NamedTuple):
+    """How a run under ncu ended: ncu's exit code, and whether it was we who ended the process under it."""
+
+    code: int
+    was_ended: bool
+
+
+def run_audited(
+    call: Sequence[str],
+    *,
+    environment: Mapping[str, str],
+    count_file: Path,
+    keep_running: bool = False,
+    grace_s: float = GRACE_S,
+    stdout: int | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> RunEnd:
+    """Run `call` until it ends; the audited process is ended when its count is there, unless it is to run on.
+
+    An interrupt waits for ncu as long as for the process, and is passed on; then both are killed.
+    """
+    process = subprocess.Popen(call, env=dict(environment), stdout=stdout)
+    try:
+        if not keep_running and (audited := _wait_for_count(process, count_file)) is not None:
+            if _descends_from(audited, process.pid):
+                say("the marked step is counted: ending the run (--keep-running lets it go on)")
+                _end(audited, process, grace_s)
+                return RunEnd(process.wait(), True)
+            say(f"the marked step is counted; process {audited} is not to be found here, so the run goes on")
+        return RunEnd(process.wait(), False)
+    except BaseException:
+        _take_down(process, grace_s)
+        raise
+
+
+def _wait_for_count(process: subprocess.Popen[bytes], count_file: Path) -> int | None:
+    """The number of the process that wrote its count; None where ncu ended before, or none was told."""
+    while True:
+        try:
+            process.wait(_LOOK_EVERY_S)
+            return None
+        except subprocess.TimeoutExpired:
+            pass
+        try:
+            count = read_step_count(count_file)
+        except RecordError:  # whoever reads it at the end says so
+            return None
+        if count is not None:
+            return count.process_id
+
+
+def _end(pid: int, process: subprocess.Popen[bytes], grace_s: float) -> None:
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        _signal(pid, number)
+        until_s = time.monotonic() + grace_s
+        while process.poll() is None and _descends_from(pid, process.pid):
+            if time.monotonic() > until_s:
+                break
+            time.sleep(_LOOK_EVERY_S / 4)
+        else:
+            return
+
+
+def _take_down(process: subprocess.Popen[bytes], grace_s: float) -> None:
+    """Everybody in the terminal's group was interrupted; who does not end is ended."""
+    try:
+        process.wait(grace_s)
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):
+        for pid in [*_descendants(process.pid), process.pid]:
+            _signal(pid, signal.SIGKILL)
+        process.wait()
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    # It may have ended meanwhile, or somebody else's process have taken its number.
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)
+
+
+def _descends_from(pid: int, ancestor: int) -> bool:
+    """Whether a process is alive and was started by another, at whatever distance."""
+    if _state(pid) == "Z":
+        return False
+    while (parent := _parent(pid)) is not None:
+        if parent == ancestor:
+            return True
+        pid = parent
+    return False
+
+
+def _descendants(pid: int) -> list[int]:
+    numbers = [int(entry.name) for entry in _PROC.glob("[0-9]*")]
+    return [number for number in numbers if _descends_from(number, pid)]
+
+
+def _parent(pid: int) -> int | None:
+    fields = _stat(pid)
+    return int(fields[1]) if fields else None
+
+
+def _state(pid: int) -> str | None:
+    fields = _stat(pid)
+    return fields[0] if fields else None
+
+
+def _stat(pid: int) -> list[str]:
+    """State, parent and what follows; empty where there is no such process, or no /proc."""
+    try:
+        text = (_PROC / str(pid) / "stat").read_text(errors="replace")
+    except OSError:
+        return []
+    return text.rpartition(")")[2].split()  # a name may hold anything, brackets too

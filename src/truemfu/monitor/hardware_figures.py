@@ -1,0 +1,259 @@
+"""A window of counters and the steps in it, put together: executed FLOPs, cross-check, waterfall, energy.
+
+    steps ─► StepSums ─┐
+    counters ─► Measured ├─► figures_of ─► HardwareFigures ─► metrics of a row, the closing summary
+    one count by shape ─► StepDetail ─┘
+
+Pure arithmetic. The numerator of MFU stays the count; counters speak of what was executed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ..crosscheck import CrossCheck, OtherProcess, crosscheck
+from ..hardware.counters import GpuProcess
+from ..hardware.executed import datasheet_clock_hz, executed_flops_per_s
+from ..hardware.specs import DeviceSpec
+from ..waterfall import Waterfall, waterfall
+from .hardware_watch import Measured
+from .metrics import StepMeasures
+
+
+@dataclass(kw_only=True)
+class StepSums:
+    """Sums over steps; what one step does not have is unknown for all of them."""
+
+    steps: int = 0
+    elapsed_s: float = 0.0
+    data_wait_s: float = 0.0
+    model_flops: float | None = 0.0
+    hardware_flops: float | None = 0.0
+    peak_time: float | None = 0.0
+    """Σ seconds × peak: what the peak would have done."""
+    tokens: float | None = 0.0
+    useful_tokens: float | None = 0.0
+
+    def add(self, measures: StepMeasures) -> None:
+        """Take in a step whose `flops` are the counted ones."""
+        flops, elapsed_s = measures.flops, measures.elapsed_s
+        self.steps += measures.steps
+        self.elapsed_s += elapsed_s or 0.0
+        self.data_wait_s += measures.data_wait_s or 0.0
+        peak = None if flops is None else flops.peak_flops_per_s
+        self.model_flops = _plus(self.model_flops, None if flops is None else flops.model_flops)
+        self.hardware_flops = _plus(self.hardware_flops, None if flops is None else flops.hardware_flops)
+        self.peak_time = _plus(
+            self.peak_time, None if peak is None or elapsed_s is None else peak * elapsed_s
+        )
+        self.tokens = _plus(self.tokens, measures.tokens)
+        self.useful_tokens = _plus(self.useful_tokens, measures.useful_tokens)
+
+    def merge(self, other: StepSums) -> None:
+        """Take in the sums over other steps."""
+        self.steps += other.steps
+        self.elapsed_s += other.elapsed_s
+        self.data_wait_s += other.data_wait_s
+        for name in ("model_flops", "hardware_flops", "peak_time", "tokens", "useful_tokens"):
+            setattr(self, name, _plus(getattr(self, name), getattr(other, name)))
+
+    def per_s(self, name: str) -> float | None:
+        """One of the sums over the seconds."""
+        amount: float | None = getattr(self, name)
+        return None if amount is None or not self.elapsed_s else amount / self.elapsed_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepDetail:
+    """What is known of a typical step beyond its FLOPs, as shares of the executed FLOPs counted for it."""
+
+    dtype_shares: Mapping[str, float] = field(default_factory=dict)
+    forward_share: float | None = None
+    recompute_share: float | None = None
+    attention_share: float | None = None
+    attention_executed_share: float | None = None
+    """Of the attention counted, what kernels execute that skip whole blocks of the mask."""
+    tile_factor: float | None = None
+    uncounted: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HardwareFigures:
+    """What the silicon did in a window; None for what is not known."""
+
+    seconds: float
+    steps: int
+    executed_flops_per_s: float | None
+    executed_hfu: float | None
+    clock_hz: float | None
+    clock_source: str
+    reported_clock_hz: float | None
+    power_w: float | None
+    energy_j_per_step: float | None
+    energy_j_per_million_tokens: float | None
+    tensor_active: float | None
+    sm_active: float | None
+    dram_active: float | None
+    check: CrossCheck | None
+    fall: Waterfall | None
+
+    def metrics(self) -> dict[str, float]:
+        """The `perf/` metrics of the window."""
+        rate = self.executed_flops_per_s
+        row: dict[str, float | None] = {
+            "perf/executed_tflops_per_gpu": None if rate is None else rate / 1e12,
+            "perf/executed_hfu": self.executed_hfu,
+            "perf/sm_clock_mhz": None if self.clock_hz is None else self.clock_hz / 1e6,
+            "perf/power_w": self.power_w,
+            "perf/energy_j_per_step": self.energy_j_per_step,
+            "perf/energy_j_per_million_tokens": self.energy_j_per_million_tokens,
+            "perf/tensor_active": self.tensor_active,
+            "perf/sm_active": self.sm_active,
+            "perf/dram_active": self.dram_active,
+            **({} if self.check is None else self.check.as_metrics()),
+            **({} if self.fall is None else self.fall.as_metrics()),
+        }
+        return {name: value for name, value in row.items() if value is not None}
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for the closing summary."""
+        check, fall = self.check, self.fall
+        plain = {name: getattr(self, name) for name in _PLAIN}
+        return {
+            **plain,
+            "executed_over_counted": None if check is None else check.executed_flops / check.counted_flops,
+            "executed_over_expected": None if check is None else check.ratio,
+            "limiter": None if fall is None else fall.limiter,
+            "advice": [] if fall is None else list(fall.advice()),
+            "waterfall": None if fall is None else asdict(fall),
+        }
+
+
+_PLAIN = (
+    "seconds steps executed_flops_per_s executed_hfu clock_hz clock_source reported_clock_hz power_w "
+    "energy_j_per_step energy_j_per_million_tokens tensor_active sm_active dram_active"
+).split()
+
+
+def figures_of(
+    sums: StepSums,
+    measured: Measured,
+    detail: StepDetail,
+    *,
+    spec: DeviceSpec | None,
+    non_matrix_share: float,
+    world_size: int,
+    is_datasheet_peak: bool,
+) -> HardwareFigures:
+    """What a window comes to. `is_datasheet_peak` is False where the user gave a peak of their own: the clock
+    and the pipes' shares then say nothing of it."""
+    window = measured.window
+    executed = executed_flops_per_s(
+        window,
+        spec,
+        flops_by_dtype=detail.dtype_shares,
+        clock_hz=measured.clock_hz,
+        non_matrix_share=non_matrix_share,
+    )
+    peak = sums.per_s("peak_time")
+    power_w = window.power_w
+    if window.energy_j is not None and window.seconds > 0:
+        power_w = window.energy_j / window.seconds
+    energy_j = None if power_w is None else power_w * sums.elapsed_s
+    return HardwareFigures(
+        seconds=window.seconds,
+        steps=sums.steps,
+        executed_flops_per_s=executed,
+        executed_hfu=None if executed is None or not peak else executed / peak,
+        clock_hz=measured.clock_hz,
+        clock_source=measured.clock_source,
+        reported_clock_hz=window.sm_clock_hz,
+        power_w=power_w,
+        energy_j_per_step=None if energy_j is None or not sums.steps else energy_j / sums.steps,
+        energy_j_per_million_tokens=None
+        if energy_j is None or not sums.tokens
+        else energy_j / sums.tokens * 1e6,
+        tensor_active=window.tensor_active,
+        sm_active=window.sm_active,
+        dram_active=window.dram_active,
+        check=_check(sums, executed, detail, window.processes),
+        fall=_fall(sums, measured, executed, detail, spec if is_datasheet_peak else None, world_size),
+    )
+
+
+def _check(
+    sums: StepSums, executed: float | None, detail: StepDetail, processes: tuple[GpuProcess, ...] | None
+) -> CrossCheck | None:
+    counted = sums.hardware_flops
+    if counted is None or executed is None:
+        return None
+
+    def part(share: float | None) -> float | None:
+        return None if share is None else share * counted
+
+    return crosscheck(
+        counted,
+        executed * sums.elapsed_s,
+        forward_flops=part(detail.forward_share),
+        recompute_flops=part(detail.recompute_share),
+        attention_flops=part(detail.attention_share),
+        attention_executed_share=detail.attention_executed_share,
+        tile_factor=detail.tile_factor,
+        flops_by_dtype={dtype: share * counted for dtype, share in detail.dtype_shares.items()},
+        uncounted=detail.uncounted,
+        other_processes=_others(processes or ()),
+    )
+
+
+def _others(processes: tuple[GpuProcess, ...]) -> list[OtherProcess]:
+    """Processes beside ours; none where ours is not seen: the driver may number them as the host does."""
+    own = os.getpid()
+    if all(process.pid != own for process in processes):
+        return []
+    return [OtherProcess(pid=p.pid, memory_bytes=p.memory_bytes) for p in processes if p.pid != own]
+
+
+def _fall(
+    sums: StepSums,
+    measured: Measured,
+    executed: float | None,
+    detail: StepDetail,
+    spec: DeviceSpec | None,
+    world_size: int,
+) -> Waterfall | None:
+    window, counted = measured.window, sums.per_s("hardware_flops")
+    busy = window.graphics_active if spec is not None else None
+    masked = None
+    if counted is not None and detail.attention_share and detail.attention_executed_share is not None:
+        skipped = 1 - detail.attention_executed_share
+        # Under the causal convention kernels execute more than was counted: no part of its own.
+        masked = counted * detail.attention_share * skipped if skipped > 0 else None
+    efficiency = None
+    if sums.tokens and sums.useful_tokens is not None:
+        efficiency = sums.useful_tokens / sums.tokens
+    return waterfall(
+        peak_flops_per_s=sums.per_s("peak_time"),
+        model_flops_per_s=sums.per_s("model_flops"),
+        hardware_flops_per_s=counted,
+        executed_flops_per_s=executed,
+        datasheet_clock_hz=datasheet_clock_hz(spec),
+        mean_clock_hz=measured.clock_hz,
+        throttle=window.throttle,
+        gpu_busy_share=busy,
+        sm_active_share=window.sm_active if spec is not None else None,
+        tensor_active_share=window.tensor_active if spec is not None else None,
+        dram_active_share=window.dram_active,
+        data_wait_share=sums.data_wait_s / sums.elapsed_s if sums.elapsed_s else None,
+        # One GPU waits for nobody else: what is not data is the host being late with launches.
+        launch_gap_share=1 - busy if busy is not None and world_size == 1 else None,
+        tile_factor=detail.tile_factor,
+        masked_flops_per_s=masked,
+        padding_efficiency=efficiency,
+    )
+
+
+def _plus(total: float | None, amount: float | None) -> float | None:
+    return None if total is None or amount is None else total + amount

@@ -1,0 +1,139 @@
+"""The GPU's counters beside a run: cut into windows of whole steps, at one launch a window.
+
+    training thread   log_step ─► every ten seconds a Cut: a stamp of the SMs' cycles, in the step's note
+    sampler's thread  NVML once a second ─► intervals
+    resolver          Cut … Cut, both passed ─► Measured: activity, true clock, energy between them
+
+The host is ahead of the device: a cut lies in the device's queue, and happens when the device gets there. Its
+time is the GPU's own, in the stamp; the least difference to the host's clock ever seen (an empty queue)
+brings it onto the clock of the sampler.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ..errors import CounterError
+from ..hardware.counters import CounterSource, CounterWindow, find_gpu
+from ..hardware.cycle_stamps import CycleStamps, Stamp, mean_clock_hz
+from ..hardware.executed import counted_clock_hz
+from ..hardware.sampler import Sampler
+
+WINDOW_S = 10.0
+"""Counters lag by a tenth of a second, and at its ends a window is cut out of whole seconds."""
+_PERIOD_S = 1.0
+_LAGS_KEPT = 64
+_INTERVALS_KEPT = 600
+FROM_CYCLES, FROM_DRIVER = "cycle counters", "driver"
+
+
+class Cut(NamedTuple):
+    """The end of a step at which a window begins, and ends unless steps before it are not to be measured."""
+
+    at_s: float
+    stamp: Stamp | None
+    ends_window: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What the counters say of the time between two cuts."""
+
+    window: CounterWindow
+    clock_hz: float | None
+    clock_source: str
+
+
+class HardwareWatch:
+    """Reads one GPU while a run lasts. `open_watch` makes one where there are counters."""
+
+    def __init__(self, sampler: Sampler, index: int, stamps: CycleStamps | None, *, sm_count: int) -> None:
+        self._sampler, self._index, self._stamps = sampler, index, stamps
+        self._sm_count = sm_count
+        self._due_s = 0.0
+        self._is_open = False
+        self._lags_s: deque[float] = deque(maxlen=_LAGS_KEPT)
+        sampler.start()
+
+    def cut(self, now_s: float) -> Cut | None:
+        """On the training thread, at the end of a step: a cut if one is due. `now_s` is any steady clock."""
+        if now_s < self._due_s:
+            return None
+        self._due_s = now_s + WINDOW_S
+        stamp = None if self._stamps is None else self._stamps.take()
+        cut = Cut(time.monotonic(), stamp, self._is_open)
+        self._is_open = True
+        return cut
+
+    def restart(self) -> None:
+        """What ran since the last cut is not to be measured: the next one only begins a window."""
+        self._is_open, self._due_s = False, 0.0
+
+    def measured(self, begin: Cut, end: Cut) -> Measured | None:
+        """On another thread, when the device is past both cuts; None where nothing was read in between."""
+        window = self._sampler.window(self._index, self._time_of(begin), self._time_of(end))
+        if window is None:
+            return None
+        clock_hz = None
+        if begin.stamp is not None and end.stamp is not None:
+            clock_hz = mean_clock_hz(begin.stamp, end.stamp)
+        clock_hz = clock_hz or counted_clock_hz(window, self._sm_count)
+        if clock_hz is None:
+            return Measured(window=window, clock_hz=window.sm_clock_hz, clock_source=FROM_DRIVER)
+        return Measured(window=window, clock_hz=clock_hz, clock_source=FROM_CYCLES)
+
+    @property
+    def fault(self) -> str | None:
+        """Why the counters cannot be read just now."""
+        health = self._sampler.health(self._index)
+        return health.stopped or health.fault
+
+    def close(self) -> None:
+        """Stop reading."""
+        self._sampler.stop()
+
+    def _time_of(self, cut: Cut) -> float:
+        """When the device got to a cut, by the host's monotonic clock."""
+        gpu_s = None if cut.stamp is None else cut.stamp.time_s()
+        if gpu_s is None:
+            return cut.at_s
+        self._lags_s.append(gpu_s - cut.at_s)
+        return gpu_s - min(self._lags_s)
+
+
+def open_watch(device: torch.device) -> HardwareWatch | str:
+    """A watch of this device, or why there is none."""
+    found = counters_of(device)
+    if isinstance(found, str):
+        return found
+    source, index = found
+    stamps = CycleStamps.open(device)
+    sampler = Sampler(source, indices=[index], period_s=_PERIOD_S, keep=_INTERVALS_KEPT)
+    return HardwareWatch(
+        sampler,
+        index,
+        stamps if isinstance(stamps, CycleStamps) else None,
+        sm_count=torch.cuda.get_device_properties(device).multi_processor_count,
+    )
+
+
+def counters_of(device: torch.device) -> tuple[CounterSource, int] | str:
+    """Where to read the activity counters of this device and its number there, or why they cannot be read."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return f"they are read on NVIDIA GPUs, and this run is on {device.type}"
+    from ..hardware.nvml import NvmlSource
+
+    try:
+        source: CounterSource = NvmlSource()
+    except CounterError as error:
+        return str(error)
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    gpu = find_gpu(source.gpus(), uuid)
+    if gpu is None:
+        return f"NVML does not list the GPU {uuid}"
+    return (source, gpu.index) if gpu.no_gpm_reason is None else gpu.no_gpm_reason

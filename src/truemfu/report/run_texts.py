@@ -1,0 +1,241 @@
+"""A run in words and figures: what it was, what it came to, what its GPU's counters say.
+
+What is not known says "unknown", and why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+
+from ..records import MonitorCost, RunHardware, RunRecord, RunSummary
+from .render import duration, number
+from .run_load import LogRow
+from .run_summary import peak_flops_per_s
+
+UNKNOWN = "unknown"
+NO_SUMMARY = "a run's closing summary tells it, and here is none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """A figure with its label, and a remark: what it means here, or why it is not known."""
+
+    label: str
+    value: str
+    remark: str = ""
+
+    @property
+    def is_known(self) -> bool:
+        return self.value != UNKNOWN
+
+
+def facts(record: RunRecord, summary: RunSummary, rows: Sequence[LogRow]) -> list[tuple[str, str]]:
+    """What was run, on what, and how it was measured."""
+    versions = {"truemfu": record.truemfu_version, **record.versions, "Python": record.python}
+    cost = summary.monitor_cost
+    return [
+        ("device", record.device or UNKNOWN),
+        ("peak", _peak(summary, rows)),
+        ("FLOPs by", _method(record, summary)),
+        ("mode", record.mode or UNKNOWN),
+        ("step times by", record.time_source or UNKNOWN),
+        ("steps", _steps(summary, rows)),
+        ("the monitor, in all", UNKNOWN if cost is None else _cost_once(cost)),
+        ("ranks", UNKNOWN if record.world_size is None else f"{record.world_size:,}"),
+        ("versions", ", ".join(f"{name} {text}" for name, text in versions.items() if text) or UNKNOWN),
+        ("started", started(record) or UNKNOWN),
+    ]
+
+
+def figures(record: RunRecord, summary: RunSummary, rows: Sequence[LogRow]) -> list[Figure]:
+    """What the run came to."""
+    why_not = _why_no_utilization(summary, rows)
+    scope = record.scope or ""
+    executed_by = next((row.hfu_method for row in reversed(rows) if row.hfu_method), "the count")
+    return [
+        _figure(
+            "step, median", duration, summary.median_step_time_s, summary.medians_over, "no step was timed"
+        ),
+        _figure("MFU, median", share, summary.median_mfu, "the model's work, by the count", why_not),
+        _figure("HFU, median", share, summary.median_hfu, f"the executed work, by {executed_by}", why_not),
+        _figure("tokens/s", number, summary.median_tokens_per_second, scope, "no batch said its tokens"),
+        _figure("samples/s", number, summary.median_samples_per_second, scope, "no batch was seen"),
+        _figure("padding lost", share, summary.padding_lost, "of all tokens", "no attention mask was seen"),
+        _figure("waiting for data", share, summary.data_wait_share, "of the time", "no wait was noted"),
+        _cost(summary.monitor_cost),
+    ]
+
+
+def hardware_figures(hardware: RunHardware) -> list[Figure]:
+    """What the counters say; the remark sets it beside what was counted or reported."""
+    silent = "the counters did not say"
+    no_rate = "the tensor pipe's activity, the clock or the chip's rate is not known"
+    no_ratio = "the counted or the executed work is not known"
+    counted = ""
+    if hardware.executed_hfu is not None and hardware.executed_over_counted:
+        counted = f"by the count {share(hardware.executed_hfu / hardware.executed_over_counted)}"
+    return [
+        _figure("executed", flop_rate, hardware.executed_flops_per_s, _windows(hardware), no_rate),
+        _figure("HFU by the counters", share, hardware.executed_hfu, counted, f"{no_rate}, or the peak"),
+        _figure("executed over counted", _ratio, hardware.executed_over_counted, "", no_ratio),
+        _figure(
+            "executed over expected",
+            _ratio,
+            hardware.executed_over_expected,
+            "expected: the count, with what tiles overhang and without what masks skip",
+            no_ratio,
+        ),
+        _figure("SM clock", _clock, hardware.clock_hz, _clock_remark(hardware), silent),
+        _figure("tensor pipe active", share, hardware.tensor_active, "of the cycles", silent),
+        _figure("SMs active", share, hardware.sm_active, "of the cycles", silent),
+        _figure("memory active", share, hardware.dram_active, "of the cycles", silent),
+        _figure("power", lambda watt: f"{watt:,.0f} W", hardware.power_w, "mean of this GPU", silent),
+        _figure("energy of a step", _energy, hardware.energy_j_per_step, "of this GPU", silent),
+        _figure(
+            "energy of a million tokens",
+            _energy,
+            hardware.energy_j_per_million_tokens,
+            "of this GPU",
+            silent if hardware.energy_j_per_step is None else "no batch said its tokens",
+        ),
+    ]
+
+
+def why_no_waterfall(record: RunRecord) -> str:
+    """What stands where the waterfall would: why there is none, and how to get one."""
+    needs = "an NVIDIA GPU with GPM counters (Hopper or newer)"
+    summary = record.summary
+    if summary is not None and summary.hardware is not None:
+        return "Not known: counters were read, but the device's peak or the model's FLOPs are not known."
+    if summary is not None and record.mode == "hybrid":
+        return (
+            f"Not known: the mode was hybrid, but no counters were read. They need {needs} and the right to "
+            "read them; where a warning below names the cause, start there."
+        )
+    why_not = "this run read no hardware counters" if summary is not None else NO_SUMMARY
+    return (
+        f"Not known: {why_not}. With `mfu_calculation_mode: hybrid` under `monitoring`, on {needs}, this "
+        "section takes the peak apart: clock, idle time, work off the tensor cores, tile padding, "
+        "recomputation, padding tokens, and what was useful."
+    )
+
+
+def started(record: RunRecord) -> str | None:
+    """When the run began."""
+    if record.started_at is None:
+        return None
+    try:
+        began = datetime.fromisoformat(record.started_at).astimezone(timezone.utc)
+    except ValueError:
+        return record.started_at
+    return f"{began:%Y-%m-%d %H:%M} UTC"
+
+
+def share(fraction: float) -> str:
+    """A share in percent; a small one keeps two digits that say something."""
+    percent = 100 * fraction
+    return f"{percent:.1f} %" if abs(percent) >= 1 or not percent else f"{percent:.2g} %"
+
+
+def flop_rate(flops_per_s: float) -> str:
+    """9.894e14 → `989.4 TFLOP/s`."""
+    size, prefix = next(
+        ((size, prefix) for size, prefix in ((1e15, "P"), (1e12, "T")) if flops_per_s >= size), (1e9, "G")
+    )
+    return f"{flops_per_s / size:,.4g} {prefix}FLOP/s"
+
+
+def _figure(
+    label: str, text: Callable[[float], str], value: float | None, remark: str | None, why_not: str
+) -> Figure:
+    if value is None:
+        return Figure(label=label, value=UNKNOWN, remark=why_not)
+    return Figure(label=label, value=text(value), remark=remark or "")
+
+
+def _peak(summary: RunSummary, rows: Sequence[LogRow]) -> str:
+    fall = summary.hardware.waterfall if summary.hardware is not None else None
+    peak = fall.peak_flops_per_s if fall is not None else None
+    peak = peak_flops_per_s(rows) if peak is None else peak
+    if peak is None:
+        return summary.peak_source or UNKNOWN
+    return flop_rate(peak) + (f" ({summary.peak_source})" if summary.peak_source else "")
+
+
+def _method(record: RunRecord, summary: RunSummary) -> str:
+    if summary.method is None:
+        return f"{UNKNOWN}: no model was counted"
+    words = [summary.method, "a multiply-add is 2"]
+    attention = {"full": "all pairs", "causal": "the pairs the mask allows"}
+    if counted := attention.get(str(record.convention.get("attention"))):
+        words.append(f"attention counts {counted}")
+    return "; ".join(words)
+
+
+def _steps(summary: RunSummary, rows: Sequence[LogRow]) -> str:
+    words = [UNKNOWN if summary.steps is None else f"{summary.steps:,} logged"]
+    if summary.skipped_steps:
+        words.append(f"{summary.skipped_steps:,} between them not logged")
+    if summary.warmup_steps:
+        words.append(f"{summary.warmup_steps:,} of them warm-up")
+    if rows:
+        words.append(f"the log reaches from {rows[0].global_step:,} to {rows[-1].global_step:,}")
+    return "; ".join(words)
+
+
+def _why_no_utilization(summary: RunSummary, rows: Sequence[LogRow]) -> str:
+    if summary.method is None:
+        return "no model was counted"
+    if summary.peak_source is None and peak_flops_per_s(rows) is None:
+        return "no peak is known for this device: set monitoring.peak_tflops"
+    return "no step has both a time and a count"
+
+
+def _cost(cost: MonitorCost | None) -> Figure:
+    label = "monitor's own cost"
+    if cost is None:
+        return Figure(label=label, value=UNKNOWN, remark=NO_SUMMARY)
+    us = cost.training_thread_us_per_step
+    remark = "of a step" if us is None else f"of a step: {us:,.0f} µs of the training thread"
+    return _figure(label, share, cost.share_of_step, remark, "no step was timed")
+
+
+def _cost_once(cost: MonitorCost) -> str:
+    """What the monitor cost beside its part of each step."""
+    parts = (
+        (cost.checks_s, "setting up and checks"),
+        (cost.counting_s, "counting in the background"),
+        (cost.profiling_s, "profiling"),
+    )
+    return ", ".join(f"{what} {duration(seconds)}" for seconds, what in parts if seconds) or "nothing"
+
+
+def _windows(hardware: RunHardware) -> str:
+    counted = ((hardware.windows, "windows"), (hardware.steps, "steps"))
+    words = [f"{count:,} {what}" for count, what in counted if count is not None]
+    words += [] if hardware.seconds is None else [f"{hardware.seconds:,.0f} s"]
+    return f"over {', '.join(words)}" if words else ""
+
+
+def _clock_remark(hardware: RunHardware) -> str:
+    if hardware.clock_hz == hardware.reported_clock_hz:
+        return "the one the driver asked for; under load the true one is up to a tenth lower"
+    words = [f"by {hardware.clock_source}"] if hardware.clock_source else []
+    if hardware.reported_clock_hz is not None:
+        words.append(f"the driver reports {_clock(hardware.reported_clock_hz)}")
+    return "; ".join(words)
+
+
+def _clock(hertz: float) -> str:
+    return f"{hertz / 1e6:,.0f} MHz"
+
+
+def _energy(joules: float) -> str:
+    size, unit = next(((size, unit) for size, unit in ((1e6, "MJ"), (1e3, "kJ")) if joules >= size), (1, "J"))
+    return f"{joules / size:,.4g} {unit}"
+
+
+def _ratio(value: float) -> str:
+    return f"{value:.3f}"

@@ -1,0 +1,78 @@
+"""A step by shape: it adds up to the count, and its attention block by block is what was measured."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from truemfu import Convention, count_flops
+from truemfu.flops.pairs import CAUSAL, FULL, Band
+from truemfu.flops.step_work import step_work
+from truemfu.sweep.models import ReferenceModel
+from truemfu.sweep.sizes import SIZES
+
+
+def batch(samples: int, length: int) -> dict[str, torch.Tensor]:
+    ids = torch.zeros(samples, length, dtype=torch.long, device="meta")
+    return {"input_ids": ids, "labels": ids}
+
+
+def reference(layers: int) -> ReferenceModel:
+    size = dataclasses.replace(SIZES["1b"], layers=layers)
+    return ReferenceModel(size, device="meta", dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("attention", ["full", "causal"])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_the_parts_add_up_to_the_count(attention: str, checkpointed: bool) -> None:
+    model, convention = reference(2), Convention(attention=attention)  # type: ignore[arg-type]
+    if checkpointed:
+        model.gradient_checkpointing_enable()
+    count = count_flops(model, batch(2, 256), convention=convention)
+    work = step_work(model, batch(2, 256), convention=convention)
+    assert work.hardware_flops == count.hardware_flops
+    assert work.forward == count.forward
+    assert work.other == 0
+
+
+def test_what_nsight_compute_saw_of_a_step_with_two_layers() -> None:
+    """H200, cuDNN's attention, 4 × 512: 10,737,418,240 FLOP forward and 26,843,545,600 backward."""
+    full = step_work(reference(2), batch(4, 512), convention=Convention())
+    causal = step_work(reference(2), batch(4, 512), convention=Convention(attention="causal"))
+    assert full.attention_blocked == causal.attention_blocked == 10_737_418_240 + 26_843_545_600
+    assert full.attention == pytest.approx(full.attention_blocked / 0.625)
+    assert full.products["bf16", (2048, 32000, 2048)] == 2 * 2048 * 32000 * 2048
+    assert full.products == causal.products
+
+
+@pytest.mark.parametrize(("length", "share"), [(128, 1.0), (512, 0.625), (1024, 0.5625), (2048, 0.53125)])
+def test_causal_kernels_execute_whole_blocks(length: int, share: float) -> None:
+    assert CAUSAL.blocked_pairs(length, length) == share * length**2
+
+
+@given(
+    st.integers(1, 40),
+    st.integers(1, 40),
+    st.none() | st.integers(0, 20),
+    st.none() | st.integers(0, 20),
+    st.integers(1, 9),
+)
+def test_blocks_are_those_with_an_allowed_pair(
+    q_len: int, k_len: int, behind: int | None, ahead: int | None, block: int
+) -> None:
+    touched = {
+        (i // block, j // block)
+        for i in range(q_len)
+        for j in range(k_len)
+        if (behind is None or j >= i - behind) and (ahead is None or j <= i + ahead)
+    }
+    band = Band(behind=behind, ahead=ahead)
+    assert band.blocked_pairs(q_len, k_len, block) == len(touched) * block**2
+
+
+def test_full_attention_overhangs_at_the_edges_only() -> None:
+    assert FULL.blocked_pairs(130, 256) == 256 * 256

@@ -1,0 +1,314 @@
+"""`truemfu audit` on what an H200 printed: tables, JSON, verdict, and one line for whatever goes wrong."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+from fake_ncu import CUBE, EXECUTED, OPERATORS, STEP, STEP_COUNT, STEP_FILE, install_fake_ncu
+
+from truemfu.cli import main
+from truemfu.hardware import nsight
+from truemfu.hardware.nsight import StepCount
+
+COUNTED = msgspec.json.encode(STEP_COUNT).decode()
+SHARE = (
+    "no matrix work: 36.74 M of 2.089 G active cycles of the tensor pipe; "
+    "`monitoring.performance_monitoring.hybrid_mode.non_matrix_share: 0.0176` "
+    "makes hybrid mode exact for this model"
+)
+WRITE = """
+import os, pathlib
+print("training")
+pathlib.Path(os.environ["TRUEMFU_AUDIT"]).write_text({count!r})
+"""
+
+
+class Result(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+    """Call `truemfu audit` in this process, with nothing on the PATH but a fake ncu (or nothing at all)."""
+    monkeypatch.setattr(nsight, "_USUAL_PLACES", ())
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder))
+
+    def call(*arguments: str, prints: str | None = None) -> Result:
+        if prints is not None:
+            install_fake_ncu(folder)
+            printed = tmp_path / "prints.csv"
+            printed.write_text(prints, encoding="utf-8")
+            monkeypatch.setenv("FAKE_NCU_PRINTS", str(printed))
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            main(["audit", *arguments])
+        assert isinstance(stop.value.code, int)
+        return Result(stop.value.code, *capfd.readouterr())
+
+    return call
+
+
+def python(code: str) -> tuple[str, ...]:
+    return "--", sys.executable, "-c", code
+
+
+def counting(count: StepCount = STEP_COUNT) -> tuple[str, ...]:
+    return python(WRITE.format(count=msgspec.json.encode(count).decode()))
+
+
+def row(result: Result, begins: str) -> list[str]:
+    (line,) = [line for line in result.out.splitlines() if line.startswith(begins)]
+    return line.split()
+
+
+def test_a_step_against_its_count(run: Run) -> None:
+    result = run(*counting(), prints=STEP)
+    assert result.code == 0
+    assert "training" in result.err
+    assert "training" not in result.out
+    lines = result.out.splitlines()
+    assert row(result, "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT")[1:] == (
+        "matmul 13 680.8 G 32.4 % 1,024 0".split()
+    )
+    assert row(result, "at::…<at::BinaryFunctor<c10::BFloat16, binary")[-6:] == "32 0 - - 12.06 M".split()
+    assert row(result, "attention")[1:] == "37.58 G 51.54 G 0.7292 37.58 G 1.0000".split()
+    assert row(result, "matmul")[1:] == "2.063 T 2.042 T 1.0104 2.063 T 1.0000".split()
+    assert "executed: 2.101 TFLOP in 194 launches (bf16 2.101 T)" in lines
+    assert lines[-2] == (
+        "agrees: the GPU executed 1.0000 times what the count expects, after tiles that overhang "
+        "(21.21 GFLOP more) and blocks of the mask (0.6250 of the attention counted); counted 2.102 TFLOP"
+    )
+    assert lines[-1] == SHARE
+
+
+def test_json_has_the_attributes_as_keys(run: Run) -> None:
+    result = run("--json", *counting(), prints=STEP)
+    read: dict[str, Any] = json.loads(result.out)
+    assert read["executed_flops"] == EXECUTED
+    assert read["expected_by_kind"] == read["executed_by_kind"]
+    assert read["non_matrix_share"] == pytest.approx(0.0175913, abs=1e-7)
+    assert read["tile_flops"] == 21_206_401_024
+    assert read["count"]["model_flops"] == STEP_COUNT.model_flops
+    assert read["kernels"][0] == {
+        "name": "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT",
+        "kind": "matmul",
+        "launches": 13,
+        "executed_flops": 680_752_316_416,
+        "needed_flops": 680_752_316_416,
+        "dtypes": ["bf16"],
+        "pipe_cycles": 664_797_184,
+        "matrix_cycles": 664_797_184,
+        "non_matrix_cycles": 0,
+        "flops_per_cycle": 1024.0,
+        "usual_flops_per_cycle": 1024.0,
+        "share_of_usual_rate": 1.0,
+        "is_below_usual_rate": False,
+    }
+    assert read["crosscheck"]["ratio"] == 1.0
+    assert read["crosscheck"]["agrees"] is True
+    assert read["verdict"].startswith("agrees: ")
+
+
+def test_kernels_below_their_rate_are_named(run: Run) -> None:
+    result = run(*python("pass"), prints=OPERATORS)
+    assert result.code == 0
+    assert (
+        "below the usual rate: cutlass::Kernel2<cutlass_75_tensorop_bf16_s1688gemm_bf16_256x12… does 512 "
+        "FLOP per active cycle, kernels in bf16 do 1,024: counters of activity read its work 2.00 times"
+    ) in result.out.splitlines()
+    assert result.out.splitlines()[-1].endswith("for this model, but for kernels below the usual rate")
+    assert "agrees" not in result.out
+
+
+def test_a_difference_comes_with_what_is_likely(run: Run) -> None:
+    half = msgspec.structs.replace(
+        STEP_COUNT,
+        hardware_flops=EXECUTED // 2,
+        model_flops=EXECUTED // 2,
+        uncounted={"mylib::matmul": 2},
+        products=(),
+        attention_flops=None,
+        attention_blocked_flops=None,
+    )
+    result = run(*counting(half), prints=STEP)
+    assert result.code == 0
+    assert result.out.splitlines()[-2] == (
+        "differs: the GPU executed 2.0000 times what the count expects (2.101 TFLOP against 1.051 TFLOP); "
+        "likely: operators without a formula do matrix work: mylib::matmul"
+    )
+
+
+def test_a_percent_is_a_difference_where_every_effect_is_known(run: Run) -> None:
+    more = msgspec.structs.replace(STEP_COUNT, hardware_flops=(STEP_COUNT.hardware_flops or 0) + 3 * 10**10)
+    result = run("--json", *counting(more), prints=STEP)
+    read = json.loads(result.out)
+    assert (read["crosscheck"]["threshold"], read["crosscheck"]["agrees"]) == (0.01, False)
+    assert read["verdict"].endswith("; nothing known explains it: look at the tables above")
+    unknown = msgspec.structs.replace(more, products=())
+    check = json.loads(run("--json", *counting(unknown), prints=STEP).out)["crosscheck"]
+    assert (check["threshold"], check["agrees"]) == (0.05, True)
+
+
+def test_a_step_that_was_not_counted_is_not_compared(run: Run) -> None:
+    result = run(*counting(StepCount(process_id=749, reason="no model is attached")), prints=STEP)
+    assert result.code == 0
+    assert "not compared: no model is attached" in result.out.splitlines()
+    assert "by kind of work" not in result.out
+
+
+LONG_RUN = """
+import os, pathlib, time
+counted = {count!r}.replace('"process_id":749', f'"process_id":{{os.getpid()}}')
+part = pathlib.Path(os.environ["TRUEMFU_AUDIT"] + ".tmp")
+part.write_text(counted)
+part.rename(os.environ["TRUEMFU_AUDIT"])
+time.sleep({seconds})
+"""
+
+
+def test_the_run_is_ended_when_its_step_is_counted(run: Run) -> None:
+    result = run(*python(LONG_RUN.format(count=COUNTED, seconds=600)), prints=STEP)
+    assert result.code == 0
+    assert result.err == "the marked step is counted: ending the run (--keep-running lets it go on)\n"
+    assert "executed: 2.101 TFLOP in 194 launches (bf16 2.101 T)" in result.out.splitlines()
+
+
+def test_the_run_may_go_on_and_its_failure_is_told(run: Run) -> None:
+    code = LONG_RUN.format(count=COUNTED, seconds=0.6) + "raise SystemExit(7)"
+    result = run("--keep-running", *python(code), prints=STEP)
+    assert result.code == 1
+    assert result.err == "error: the command ended with code 7; what was profiled is shown\n"
+    assert "agrees: " in result.out
+
+
+def test_from_the_start_no_step_is_marked_and_none_compared(run: Run) -> None:
+    code = "import os; assert 'TRUEMFU_AUDIT' not in os.environ"
+    result = run("--from-start", *python(code), prints=STEP)
+    assert result.code == 0
+    assert result.out.splitlines()[-1] == (
+        "no matrix work: 36.74 M of 2.089 G active cycles of the tensor pipe, 1.76 %"
+    )
+
+
+def test_a_part_of_a_step_is_not_compared(run: Run) -> None:
+    result = run("--launch-count", "194", *counting(), prints=STEP)
+    assert "agrees" not in result.out
+    assert "by kind of work" not in result.out
+
+
+def test_without_ncu_one_line_says_where_to_get_it(run: Run) -> None:
+    result = run("--", sys.executable, "train.py")
+    assert (result.code, result.out) == (2, "")
+    assert result.err.count("\n") == 1
+    assert "https://developer.nvidia.com/nsight-compute" in result.err
+
+
+def test_a_command_that_is_not_there(run: Run) -> None:
+    result = run("--", "no-such-python", "train.py", prints="")
+    assert (result.code, result.err) == (2, "error: no-such-python: command not found, or not executable\n")
+
+
+def test_without_a_command_the_call_is_wrong(run: Run) -> None:
+    result = run(prints=STEP)
+    assert result.code == 2
+    assert "truemfu audit -- python train.py" in result.err
+
+
+@pytest.mark.parametrize(
+    ("prints", "arguments", "words"),
+    [
+        ("==PROF== Connected to process 1\n", (), "no step was marked: use a TrainingMonitor"),
+        ("", ("--from-start",), "no kernel was launched"),
+        (
+            "==ERROR== ERR_NVGPUCTRPERM - The user does not have permission to access counters\n",
+            (),
+            "this user may not read the GPU's counters: https://developer.nvidia.com/ERR_NVGPUCTRPERM",
+        ),
+        ("==ERROR== LibraryNotLoaded\n", (), "ncu says: LibraryNotLoaded"),
+    ],
+)
+def test_nothing_profiled_says_why(run: Run, prints: str, arguments: tuple[str, ...], words: str) -> None:
+    result = run(*arguments, *python("pass"), prints=prints)
+    assert (result.code, result.out) == (1, "")
+    assert result.err.startswith(f"error: nothing was profiled; {words}")
+    assert result.err.count("\n") == 1
+
+
+def test_what_the_process_says_of_it_comes_first(run: Run) -> None:
+    result = run(*counting(StepCount(reason="the model is on cpu")), prints="==ERROR== no kernels\n")
+    assert result.code == 1
+    assert "error: nothing was profiled; the model is on cpu\n" in result.err
+
+
+def test_a_command_that_fails_fails_the_audit(run: Run) -> None:
+    failed = run(*python("raise SystemExit(7)"), prints="==ERROR== The application returned an error code\n")
+    assert (failed.code, failed.err) == (1, "error: nothing was profiled; the command ended with code 7\n")
+    late = run(*python("raise SystemExit(7)"), prints=STEP)
+    assert late.code == 1
+    assert "executed: 2.101 TFLOP" in late.out
+    # Ended by ncu at the last launch that was asked for.
+    assert run("--launch-count", "194", *python("raise SystemExit(7)"), prints=STEP).code == 0
+
+
+def test_a_count_nobody_can_read_is_told(run: Run) -> None:
+    result = run(*python(WRITE.format(count="{")), prints=STEP)
+    assert result.code == 2
+    assert "holds no count of a step" in result.err
+
+
+def test_what_was_saved_is_read_again_with_its_count(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "step.csv"
+    first = run("--save", str(path), *counting(), prints=STEP)
+    assert path.read_text("utf-8") == STEP
+    again = run("--csv", str(path))
+    assert (again.code, again.out) == (first.code, first.out)
+    # What an earlier run has left is not taken for this one's.
+    assert "agrees" not in run("--save", str(path), *python("pass"), prints=STEP).out
+
+
+def test_a_table_from_elsewhere_is_read(run: Run) -> None:
+    result = run("--csv", str(STEP_FILE))
+    assert result.code == 0
+    assert result.out.splitlines()[-1] == SHARE
+
+
+def test_wrong_calls_with_a_saved_table(run: Run, tmp_path: Path) -> None:
+    assert run("--csv", str(STEP_FILE), "--", "python").code == 2
+    missing = run("--csv", str(tmp_path / "gone.csv"))
+    assert (missing.code, missing.out) == (2, "")
+    assert missing.err == f"error: {tmp_path}/gone.csv cannot be read: No such file or directory\n"
+    nowhere = run("--save", str(tmp_path / "no" / "x.csv"), *python("pass"), prints=STEP)
+    assert nowhere.code == 2
+    assert nowhere.err == f"error: {tmp_path}/no/x.csv cannot be written: No such file or directory\n"
+
+
+def test_a_file_without_a_table_has_nothing(run: Run, tmp_path: Path) -> None:
+    empty = tmp_path / "empty.csv"
+    empty.write_text("==ERROR== Unknown metric\n")
+    result = run("--csv", str(empty))
+    assert (result.code, result.err) == (1, "error: nothing was profiled; ncu says: Unknown metric\n")
+
+
+def test_many_kernels_are_cut_to_the_top(run: Run) -> None:
+    result = run("--top", "5", "--csv", str(STEP_FILE))
+    assert "and 36 more kernels with 37.58 GFLOP (--top shows them)" in result.out.splitlines()
+
+
+def test_cubes_are_exact(run: Run) -> None:
+    read = json.loads(run("--json", *python("pass"), prints=OPERATORS).out)
+    assert read["executed_by_dtype"]["fp8"] == CUBE == 137_438_953_472
+    assert read["crosscheck"] is None
+    assert read["verdict"] is None

@@ -1,0 +1,353 @@
+"""`hybrid` in a training loop: counters recorded on an H200 are read while a small model trains here."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import nn
+
+from truemfu import TrainingMonitor, count_flops
+from truemfu.errors import CounterError, TruemfuWarning
+from truemfu.hardware.counter_trace import Replay
+from truemfu.hardware.counters import CounterSample, GpuInfo, GpuProcess
+from truemfu.hardware.detect import find_spec
+from truemfu.hardware.executed import executed_flops_per_s
+from truemfu.hardware.sampler import Sampler
+from truemfu.monitor import hardware_watch
+from truemfu.monitor import monitor as monitor_module
+from truemfu.monitor.hardware_watch import HardwareWatch
+from truemfu.sweep.models import build_reference_model
+
+TRACE = Path(__file__).parent.parent / "hardware" / "traces" / "h200_training.jsonl"
+CLOCK_HZ = 1716e6
+H200 = find_spec("NVIDIA H200", None)
+STEP_S = 0.01
+
+
+class Live:
+    """The fresh samples of a trace over and over, as if they were read now; energy goes on at 500 W."""
+
+    def __init__(self, change: Callable[[CounterSample], CounterSample] = lambda sample: sample) -> None:
+        replay = Replay(TRACE)
+        self._gpus = replay.gpus()
+        samples = []
+        while True:
+            try:
+                samples.append(replay.read(0))
+            except CounterError:
+                break
+        self._samples = itertools.cycle([s for s in samples if s.fresh and s.hmma_active])
+        self._change = change
+        self.fault: str | None = None
+
+    def gpus(self) -> Sequence[GpuInfo]:
+        return self._gpus
+
+    def read(self, index: int) -> CounterSample:
+        if self.fault is not None:
+            raise CounterError(self.fault)
+        now_s = time.monotonic()
+        return self._change(
+            msgspec.structs.replace(next(self._samples), at_s=now_s, energy_j=500 * now_s, processes=None)
+        )
+
+    def close(self) -> None:
+        pass
+
+
+class Stamps:
+    """Cycle stamps of a chip that runs at `CLOCK_HZ`, on a timer of its own."""
+
+    def take(self) -> Any:
+        now_s = time.monotonic() + 1000.0
+        reading = (int(now_s * CLOCK_HZ), int(now_s * 1e9))
+        return SimpleNamespace(by_sm=lambda: {0: reading}, time_s=lambda: now_s)
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return build_reference_model("tiny")
+
+
+@pytest.fixture
+def counters(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Live]:
+    """Puts counters under the monitors that are made from now on."""
+    monkeypatch.setattr(hardware_watch, "WINDOW_S", 0.3)
+    monkeypatch.setattr(monitor_module, "known_spec", lambda device: H200)
+
+    def put(source: Live | None = None, stamps: Any = None) -> Live:
+        source = source or Live()
+
+        def opened(device: torch.device) -> HardwareWatch:
+            return HardwareWatch(Sampler(source, period_s=0.02), 0, stamps or Stamps(), sm_count=132)
+
+        monkeypatch.setattr(monitor_module, "open_watch", opened)
+        return source
+
+    return put
+
+
+def settings(**monitoring: Any) -> dict[str, Any]:
+    return {"monitoring": {"mfu_calculation_mode": "hybrid", "detailed_log_freq": 1, **monitoring}}
+
+
+def batch() -> dict[str, torch.Tensor]:
+    tokens = torch.arange(64).reshape(2, 32)
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def step(monitor: TrainingMonitor, model: nn.Module, number: int) -> None:
+    loss = model(**batch()).loss
+    loss.backward()
+    time.sleep(STEP_S)
+    monitor.log_step(number, 0, loss.detach(), 1.0, 1e-3)
+
+
+def train(monitor: TrainingMonitor, model: nn.Module, until: Callable[[], bool], first: int = 0) -> int:
+    """Steps until something has come about, however busy the machine is; the number of the next."""
+    ends_s = time.monotonic() + 60
+    for number in itertools.count(first):
+        step(monitor, model, number)
+        monitor.save_logs()
+        if until():
+            return number + 1
+        assert time.monotonic() < ends_s, monitor.summary()
+    raise AssertionError
+
+
+def has_windows(monitor: TrainingMonitor, number: int = 2) -> Callable[[], bool]:
+    """Whether there are this many windows by now, with a row after the last."""
+
+    def enough() -> bool:
+        hardware = monitor.summary()["hardware"]
+        return hardware is not None and hardware["windows"] >= number
+
+    return enough
+
+
+def warned(monitor: TrainingMonitor) -> list[str]:
+    warnings: list[str] = monitor.summary()["warnings"]
+    return warnings
+
+
+def rows_in(folder: Path) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads((folder / "training_log.json").read_text())
+    return rows
+
+
+def quietly(work: Callable[[], Any]) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", TruemfuWarning)
+        return work()
+
+
+def test_a_run_tells_what_the_silicon_executed(
+    model: nn.Module, tmp_path: Path, counters: Callable[..., Live]
+) -> None:
+    counters()
+    monitor = TrainingMonitor(tmp_path, settings(peak_tflops=900), model=model)
+    quietly(lambda: train(monitor, model, has_windows(monitor)))
+    quietly(monitor.close)
+    hardware = monitor.summary()["hardware"]
+    assert hardware["windows"] >= 2
+    assert hardware["clock_hz"] == pytest.approx(CLOCK_HZ, rel=1e-6)
+    assert hardware["clock_source"] == "cycle counters"
+    assert hardware["reported_clock_hz"] > hardware["clock_hz"]
+    assert hardware["power_w"] == pytest.approx(500, rel=0.02)
+    steps_s = [row["perf/step_time"] for row in rows_in(tmp_path)]
+    assert min(steps_s) < hardware["energy_j_per_step"] / hardware["power_w"] < max(steps_s)
+    assert hardware["energy_j_per_million_tokens"] == pytest.approx(
+        hardware["energy_j_per_step"] / 64 * 1e6, rel=1e-6
+    )
+    assert hardware["executed_flops_per_s"] == pytest.approx(
+        hardware["tensor_active"] * 132 * 4096 * CLOCK_HZ, rel=0.01
+    )
+    assert hardware["executed_hfu"] == pytest.approx(hardware["executed_flops_per_s"] / 900e12)
+    assert sum(part["share"] for part in hardware["waterfall"]["parts"]) == pytest.approx(1)
+    rows = rows_in(tmp_path)
+    told = [row for row in rows if "perf/executed_tflops_per_gpu" in row]
+    assert told
+    assert {"perf/loss/useful", "perf/power_w", "perf/executed_over_counted"} <= set(told[-1])
+    assert told[-1]["perf/hfu_method"] == "hardware counters"
+    assert "perf/hfu_method" not in rows[0]
+
+
+def test_mfu_stays_the_count_and_hfu_follows_the_counters(
+    model: nn.Module, tmp_path: Path, counters: Callable[..., Live]
+) -> None:
+    counters()
+    monitor = TrainingMonitor(tmp_path, settings(peak_tflops=900), model=model)
+    quietly(lambda: train(monitor, model, has_windows(monitor)))
+    quietly(monitor.close)
+    count = count_flops(model, batch())
+    for row in rows_in(tmp_path):
+        assert row["perf/mfu"] * 900e12 * row["perf/step_time"] == pytest.approx(count.model_flops)
+        executed = row["perf/hfu"] * 900e12 * row["perf/step_time"]
+        ratio = row.get("perf/executed_over_counted", 1.0)
+        assert executed == pytest.approx(count.hardware_flops * ratio)
+
+
+def test_the_waterfall_starts_at_the_datasheet_and_names_a_power_limit(
+    model: nn.Module, tmp_path: Path, counters: Callable[..., Live], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from truemfu.monitor import counting
+
+    monkeypatch.setattr(counting, "ideal_flops_per_s", lambda *_: (989.4e12, "datasheet: NVIDIA H200"))
+    counters(Live(lambda sample: msgspec.structs.replace(sample, throttle_reasons=("power_limit",))))
+    monitor = TrainingMonitor(tmp_path, settings(), model=model)
+    quietly(lambda: train(monitor, model, has_windows(monitor)))
+    quietly(monitor.close)
+    fall = monitor.summary()["hardware"]["waterfall"]
+    shares = {part["key"]: part["share"] for part in fall["parts"]}
+    assert shares["clock"] == pytest.approx(1 - CLOCK_HZ / 1830e6, abs=0.001)
+    assert fall["throttle_reasons"] == ("power_limit",)
+    assert {"idle", "no_tensor", "useful"} <= set(shares)
+    assert {"perf/loss/clock", "perf/loss/idle"} <= set(rows_in(tmp_path)[-1])
+
+
+def test_without_cycle_counters_the_clock_is_the_drivers_and_says_so(
+    model: nn.Module, tmp_path: Path, counters: Callable[..., Live]
+) -> None:
+    counters(stamps=SimpleNamespace(take=lambda: None))
+    monitor = TrainingMonitor(tmp_path, settings(peak_tflops=900), model=model)
+    quietly(lambda: train(monitor, model, has_windows(monitor)))
+    quietly(monitor.close)
+    hardware = monitor.summary()["hardware"]
+    assert hardware["clock_source"] == "driver"
+    assert hardware["clock_hz"] == hardware["reported_clock_hz"]
+
+
+def test_a_pause_ends_no_window(model: nn.Module, tmp_path: Path, counters: Callable[..., Live]) -> None:
+    counters()
+    monitor = TrainingMonitor(tmp_path, settings(peak_tflops=900), model=model)
+    for number in range(12):
+        step(monitor, model, number)
+        with monitor.pause():
+            time.sleep(0.15)
+    quietly(monitor.close)
+    assert monitor.summary()["hardware"] is None
+
+
+def test_counters_that_fail_in_the_middle_leave_the_count(
+    model: nn.Module, tmp_path: Path, counters: Callable[..., Live]
+) -> None:
+    source = counters()
+    monitor = TrainingMonitor(tmp_path, settings(peak_tflops=900), model=model)
+    number = quietly(lambda: train(monitor, model, has_windows(monitor, 1)))
+    source.fault = "GPU is lost"
+    quietly(lambda: train(monitor, model, lambda: any("any more" in t for t in warned(monitor)), number))
+    quietly(monitor.close)
+    (said,) = [text for text in warned(monitor) if "any more" in text]
+    assert said == "the hardware counters cannot be read any more, HFU rests on the count: GPU is lost"
+    assert monitor.summary()["hardware"]["windows"] >= 1
+    rows = rows_in(tmp_path)
+    assert "perf/hfu_method" not in rows[-1]
+    assert len(rows) == monitor.summary()["steps"]
+
+
+def test_a_disagreement_is_said_once_with_a_likely_cause(
+    model: nn.Module, tmp_path: Path, counters: Callable[..., Live]
+) -> None:
+    own = GpuProcess(pid=os.getpid())
+    both = (own, GpuProcess(pid=1, name="other"))
+    counters(Live(lambda sample: msgspec.structs.replace(sample, processes=both)))
+    monitor = TrainingMonitor(tmp_path, settings(peak_tflops=900), model=model)
+    quietly(lambda: train(monitor, model, has_windows(monitor, 4)))
+    quietly(monitor.close)
+    (said,) = [text for text in warned(monitor) if "times what the count expects" in text]
+    assert said.startswith("hybrid mode: the GPU executed ")
+    assert "another process works on this GPU (process 1)" in said
+
+
+def test_what_is_no_matrix_work_is_taken_off(
+    model: nn.Module, tmp_path: Path, counters: Callable[..., Live]
+) -> None:
+    counters()
+    share = {"performance_monitoring": {"hybrid_mode": {"non_matrix_share": 0.25}}}
+    monitor = TrainingMonitor(tmp_path, settings(peak_tflops=900, **share), model=model)
+    quietly(lambda: train(monitor, model, has_windows(monitor)))
+    quietly(monitor.close)
+    hardware = monitor.summary()["hardware"]
+    assert hardware["executed_flops_per_s"] == pytest.approx(
+        0.75 * hardware["tensor_active"] * 132 * 4096 * CLOCK_HZ, rel=0.01
+    )
+
+
+def test_the_closing_words_say_where_the_peak_went(
+    model: nn.Module, tmp_path: Path, counters: Callable[..., Live], capsys: pytest.CaptureFixture[str]
+) -> None:
+    counters()
+    monitor = TrainingMonitor(tmp_path, settings(peak_tflops=900), model=model)
+    quietly(lambda: train(monitor, model, has_windows(monitor)))
+    quietly(monitor.close)
+    words = capsys.readouterr().err
+    assert "executed, by counters" in words
+    assert "clock 1,716 MHz by cycle counters" in words
+    assert "500 W" in words
+    assert "where the peak went" in words
+
+
+def test_switched_off_counters_are_not_opened(
+    model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def opened(device: torch.device) -> HardwareWatch:
+        raise AssertionError("opened")
+
+    monkeypatch.setattr(monitor_module, "open_watch", opened)
+    off = {"performance_monitoring": {"hybrid_mode": {"hardware_counters_enabled": False}}}
+    monitor = TrainingMonitor(tmp_path, settings(peak_tflops=900, **off), model=model)
+    for number in range(6):
+        step(monitor, model, number)
+    monitor.close()
+    assert monitor.summary()["hardware"] is None
+    assert rows_in(tmp_path)[-1]["perf/hfu_method"] == "profiler"
+
+
+def test_on_a_cpu_the_profiler_takes_over_and_it_is_said(model: nn.Module, tmp_path: Path) -> None:
+    monitor = TrainingMonitor(tmp_path, settings(peak_tflops=900), model=model)
+    with pytest.warns(TruemfuWarning, match=r"no hardware counters \(.*on cpu\).*torch.profiler"):
+        for number in range(6):
+            step(monitor, model, number)
+    monitor.close()
+    assert rows_in(tmp_path)[-1]["perf/hfu_method"] == "profiler"
+
+
+def test_mfu_of_the_measured_peak_stands_beside(model: nn.Module, tmp_path: Path) -> None:
+    given = {"monitoring": {"peak_tflops": 900, "measured_peak_tflops": 600}}
+    monitor = TrainingMonitor(tmp_path, given, model=model)
+    for number in range(6):
+        step(monitor, model, number)
+    monitor.close()
+    for row in rows_in(tmp_path):
+        assert row["perf/mfu_of_measured_peak"] == pytest.approx(1.5 * row["perf/mfu"])
+
+
+def test_a_window_is_of_the_time_between_its_cuts(counters: Callable[..., Live]) -> None:
+    source = Live()
+    watch = HardwareWatch(Sampler(source, period_s=0.02), 0, Stamps(), sm_count=132)  # type: ignore[arg-type]
+    begin = watch.cut(0.0)
+    time.sleep(0.5)
+    assert watch.cut(0.1) is None
+    end = watch.cut(0.5)
+    assert begin is not None
+    assert end is not None
+    assert not begin.ends_window
+    assert end.ends_window
+    measured = watch.measured(begin, end)
+    watch.close()
+    assert measured is not None
+    # but for the last read, which is up to a period old, and for the lag that is taken off
+    assert 0.3 < measured.window.seconds <= end.at_s - begin.at_s
+    assert executed_flops_per_s(measured.window, H200, clock_hz=measured.clock_hz) is not None

@@ -1,0 +1,207 @@
+"""The page of a run says what its files say, unknown where they do not, and needs nothing else."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from watched_training import PADDING_LOST, RUN_STEPS, hardware_block
+
+from truemfu.report.run_load import load_run
+from truemfu.report.run_page import write_run_page
+
+Change = Callable[[Callable[[dict[str, Any]], object]], dict[str, Any]]
+
+
+def page_of(folder: Path) -> str:
+    return write_run_page(folder / "page.html", load_run(folder)).read_text(encoding="utf-8")
+
+
+def tile(page: str, label: str) -> tuple[str, str]:
+    """A figure's value and its remark."""
+    found = re.search(rf"<span>{re.escape(label)}</span><b>(.*?)</b><small>(.*?)</small>", page)
+    assert found, f"there is no figure {label}"
+    return found[1], found[2]
+
+
+def fact(page: str, label: str) -> str:
+    found = re.search(rf"<dt>{re.escape(label)}</dt><dd>(.*?)</dd>", page)
+    assert found, f"there is no {label}"
+    return found[1]
+
+
+def test_figures_are_those_of_the_summary(run_folder: Path, change_run: Change) -> None:
+    summary = change_run(lambda run: None)["summary"]
+    page = page_of(run_folder)
+    assert tile(page, "MFU, median")[0] in (f"{100 * summary['median_mfu']:.{n}f} %" for n in (1, 2, 3))
+    assert tile(page, "tokens/s") == (f"{summary['median_tokens_per_second']:,.0f}", "one device")
+    assert tile(page, "padding lost") == (f"{100 * PADDING_LOST} %", "of all tokens")
+    assert tile(page, "step, median")[1] == "steps after warm-up"
+    assert "µs of the training thread" in tile(page, "monitor&#39;s own cost")[1]
+    assert fact(page, "device") == "cpu"
+    assert fact(page, "peak") == "50 GFLOP/s (monitoring.peak_tflops)"
+    assert fact(page, "FLOPs by") == "closed form; a multiply-add is 2; attention counts all pairs"
+    assert fact(page, "steps").startswith(f"{RUN_STEPS} logged; 3 of them warm-up")
+    assert "<title>Training run run</title>" in page
+    assert "Nothing was lost, and there was nothing to warn of." in page
+    assert 'class="alert"' not in page
+
+
+def test_there_is_a_chart_for_loss_utilization_and_step_time(run_folder: Path) -> None:
+    page = page_of(run_folder)
+    titles = re.findall(r'aria-label="(.*?) over steps"', page)
+    assert titles == ["Loss", "MFU and HFU", "Step time"]
+    strokes = re.findall(r'class="stroke" d="([^"]*)"', page)
+    # Nothing is recomputed here, so that MFU and HFU are one line.
+    assert [stroke.count("L") + 1 for stroke in strokes] == [RUN_STEPS] * 3
+    assert "MFU, equal to HFU" in page
+
+
+def test_recomputation_is_a_second_line(run_folder: Path) -> None:
+    path = run_folder / "training_log.json"
+    rows = json.loads(path.read_text())
+    path.write_text(json.dumps([row | {"perf/hfu": 1.3 * row["perf/mfu"]} for row in rows]))
+    page = page_of(run_folder)
+    assert len(re.findall(r'class="stroke"', page)) == 4
+    assert "MFU, equal to HFU" not in page
+
+
+def test_without_a_peak_the_page_says_why_there_is_no_mfu(run_folder: Path, change_run: Change) -> None:
+    change_run(lambda run: run["summary"].update(median_mfu=None, median_hfu=None, peak_source=None))
+    path = run_folder / "training_log.json"
+    rows = json.loads(path.read_text())
+    for row in rows:
+        for name in ("mfu", "hfu", "mfu_median"):
+            row.pop(f"perf/{name}", None)
+    path.write_text(json.dumps(rows))
+    page = page_of(run_folder)
+    value, remark = tile(page, "MFU, median")
+    assert (value, remark) == ("unknown", "no peak is known for this device: set monitoring.peak_tflops")
+    assert fact(page, "peak") == "unknown"
+    assert "MFU and HFU over steps" not in page
+
+
+def test_a_run_without_counters_says_how_to_get_a_waterfall(run_folder: Path, change_run: Change) -> None:
+    page = page_of(run_folder)
+    assert "<code>mfu_calculation_mode: hybrid</code>" in page
+    assert "What the hardware did" not in page
+    change_run(lambda run: run.update(mode="hybrid"))
+    assert "the mode was hybrid, but no counters were read" in page_of(run_folder)
+
+
+def test_the_waterfall_is_there_with_its_parts_and_its_advice(run_folder: Path, change_run: Change) -> None:
+    block = hardware_block()
+    change_run(lambda run: run["summary"].update(hardware=block))
+    page = page_of(run_folder)
+    parts = block["waterfall"]["parts"]
+    assert len(re.findall(r'<div class="step ', page)) == len(parts) + 1
+    for part in parts:
+        assert part["name"].replace("'", "&#39;") in page
+        assert f"{100 * part['share']:.1f}".replace("-", "−") in page
+    assert '<tr class="inner"><td>waiting for data</td><td>2.8</td><td>27.8</td></tr>' in page
+    assert '<div class="step largest"><span class="name">busy without tensor work</span>' in page
+    assert "<code>truemfu peak</code> shows what this chip can reach." in page
+    assert fact(page, "peak").startswith("989.4 TFLOP/s")
+
+
+HARDWARE_ROWS = {
+    "executed": ("430 TFLOP/s", "over 12 windows, 120 s"),
+    "HFU by the counters": ("43.7 %", "by the count 46.0 %"),
+    "executed over counted": ("0.950", ""),
+    "SM clock": ("1,716 MHz", "by cycle counters; the driver reports 1,828 MHz"),
+    "power": ("689 W", "mean of this GPU"),
+    "energy of a step": ("100.2 J", "of this GPU"),
+    "energy of a million tokens": ("12 kJ", "of this GPU"),
+}
+
+
+def test_the_hardware_is_shown_beside_the_count_and_the_driver(run_folder: Path, change_run: Change) -> None:
+    change_run(lambda run: run["summary"].update(hardware=hardware_block()))
+    page = page_of(run_folder)
+    for label, (value, remark) in HARDWARE_ROWS.items():
+        assert f"<tr><td>{label}</td><td>{value}</td><td>{remark}</td></tr>" in page
+
+
+def test_counters_of_which_nothing_is_known_are_unknown_with_a_reason(
+    run_folder: Path, change_run: Change
+) -> None:
+    nothing = dict.fromkeys(hardware_block()) | {"advice": []}
+    change_run(lambda run: run["summary"].update(hardware=nothing))
+    page = page_of(run_folder)
+    rows = re.findall(r"<tr><td>(.*?)</td><td>unknown</td><td>(.*?)</td></tr>", page)
+    assert len(rows) == 11
+    assert all(remark for _, remark in rows)
+    assert "counters were read, but the device&#39;s peak or the model&#39;s FLOPs are not known" in page
+
+
+def test_a_clock_by_the_driver_is_not_sold_as_the_true_one(run_folder: Path, change_run: Change) -> None:
+    block = hardware_block(clock_hz=1.828e9, clock_source="driver")
+    change_run(lambda run: run["summary"].update(hardware=block))
+    assert "under load the true one is up to a tenth lower" in page_of(run_folder)
+
+
+def test_warnings_losses_and_notes_are_listed_and_cannot_break_the_page(
+    run_folder: Path, change_run: Change
+) -> None:
+    said = {
+        "warnings": ["<script>alert(1)</script>"],
+        "lost": ["3 rows of tracker wandb"],
+        "notes": ["a note"],
+    }
+    change_run(lambda run: run["summary"].update(said))
+    page = page_of(run_folder)
+    assert "<script" not in page
+    for text in ("<li>&lt;script&gt;alert(1)", "<li>3 rows of tracker wandb</li>", "<li>a note</li>"):
+        assert text in page
+
+
+def test_a_loss_that_is_no_number_is_said(run_folder: Path) -> None:
+    path = run_folder / "training_log.json"
+    rows = json.loads(path.read_text())
+    for row in rows[7:9]:
+        row |= {"training/loss": None, "non_finite": {"training/loss": "nan"}}
+    path.write_text(json.dumps(rows))
+    assert "The loss was no finite number at 2 steps, first at step 8 (nan)." in page_of(run_folder)
+
+
+def test_an_unfinished_run_has_a_page_that_says_so(run_folder: Path, change_run: Change) -> None:
+    change_run(lambda run: run.pop("summary"))
+    page = page_of(run_folder)
+    assert "the run has no summary yet" in page
+    assert tile(page, "monitor&#39;s own cost")[0] == "unknown"
+    assert tile(page, "padding lost")[0] == f"{100 * PADDING_LOST} %"
+    assert tile(page, "MFU, median")[0].endswith(" %")
+    assert fact(page, "device") == "cpu"
+
+
+def test_two_empty_files_have_a_page_too(run_folder: Path) -> None:
+    for name in ("training_run.json", "training_log.json"):
+        (run_folder / name).write_bytes(b"")
+    page = page_of(run_folder)
+    assert "training_run.json holds no RunRecord" in page
+    assert "training_log.json is cut off: 0 rows were read" in page
+    assert "There are no charts: the log has no rows." in page
+    assert tile(page, "step, median") == ("unknown", "no step was timed")
+
+
+@pytest.mark.parametrize("with_hardware", [False, True])
+def test_nothing_is_loaded_from_elsewhere(run_folder: Path, change_run: Change, with_hardware: bool) -> None:
+    if with_hardware:
+        change_run(lambda run: run["summary"].update(hardware=hardware_block()))
+    page = page_of(run_folder)
+    assert not any(sign in page for sign in ("http", "src=", "<link", "<script", "@import", "url("))
+
+
+def test_a_long_log_makes_no_long_page(run_folder: Path) -> None:
+    rows = [
+        {"global_step": step, "training/loss": 3.0, "perf/step_time": 0.1, "perf/mfu": 0.4, "perf/hfu": 0.5}
+        for step in range(100_000)
+    ]
+    (run_folder / "training_log.json").write_text(json.dumps(rows))
+    page = page_of(run_folder)
+    assert "100,000 rows in groups of 200" in page
+    assert len(page) < 150_000
