@@ -79,7 +79,7 @@ class Trial:
         self.away.close()
         watch = None if self.monitor is None else self.monitor._watch
         if watch is not None:
-            watch._sampler = Sampler(watch._sampler._source, indices=[watch._index], period_s=1.0)
+            watch._sampler = Sampler(watch._source, indices=[watch._index], period_s=1.0)
             watch._sampler.start()
 
     def give_way(self) -> None:

@@ -89,9 +89,7 @@ def matmuls(trace: Path | None) -> list[dict[str, Any]]:
     spec = known_spec(DEVICE)
     assert spec is not None
     assert spec.sm_count is not None
-    watch = HardwareWatch(
-        Sampler(source, indices=[index], period_s=0.5), index, stamps, sm_count=spec.sm_count
-    )
+    watch = HardwareWatch(source, index, stamps, sm_count=spec.sm_count, period_s=0.5)
     rows: list[dict[str, Any]] = []
     for product in PRODUCTS:
         work = product.make()
@@ -221,7 +219,7 @@ def switch_sampler(monitor: TrainingMonitor, is_on: bool) -> None:
     if watch is not None:
         watch._sampler.stop()
         if is_on:
-            watch._sampler = Sampler(watch._sampler._source, indices=[watch._index], period_s=1.0)
+            watch._sampler = Sampler(watch._source, indices=[watch._index], period_s=1.0)
             watch._sampler.start()
 
 
@@ -265,7 +263,7 @@ def cost() -> dict[str, Any]:
             end.record()
             torch.cuda.synchronize()
             kernel_ms.append(begin.elapsed_time(end))
-        source = watch._sampler._source
+        source = watch._source
         reads_s, reads_cpu_s = [], []
         for _ in range(20):
             began_s, began_cpu_s = time.perf_counter(), time.thread_time()

@@ -13,7 +13,9 @@ from truemfu.hardware.counters import ACTIVITIES, CounterSample
 from truemfu.hardware.sampler import Sampler
 
 TRACES = Path(__file__).parent / "traces"
-MATMUL, TRAINING, PIPES = (TRACES / f"h200_{name}.jsonl" for name in ("matmul", "training", "pipes"))
+MATMUL, TRAINING, PIPES, PRODUCTS = (
+    TRACES / f"h200_{name}.jsonl" for name in ("matmul", "training", "pipes", "products")
+)
 EVERY_50_MS = TRACES / "h200_every_50_ms.jsonl"
 TROUBLE, NO_GPM = TRACES / "trouble_made_up.jsonl", TRACES / "a100_no_gpm_made_up.jsonl"
 

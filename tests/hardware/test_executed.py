@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.hardware.recorded import MATMUL, played
+from tests.hardware.recorded import MATMUL, PRODUCTS, played
 
 from truemfu.hardware.counters import CounterWindow, Cycles
 from truemfu.hardware.detect import find_spec
@@ -126,3 +126,39 @@ def test_raw_cycles_that_make_no_sense_are_left_alone(h200: DeviceSpec, elapsed:
     seen = window(hmma_active=0.5, sm_clock_hz=1e9, cycles=Cycles(elapsed=elapsed))
     assert counted_clock_hz(seen, 132) is None
     assert executed_flops_per_s(seen, h200) == pytest.approx(0.5 * 132 * 4096 * 1e9)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "begin_s", "end_s", "clock_hz", "tflops", "by_ncu"),
+    [
+        pytest.param("bf16", 45.8, 51.6, 1318.08e6, 657.30, 1.015625, id="8192³"),
+        pytest.param("bf16", 83.8, 89.6, 1328.92e6, 622.00, 1.059334, id="4104×4104×4096"),
+        pytest.param("fp8", 129.3, 135.1, 1281.23e6, 1246.78, 1.015625, id="fp8 8192³"),
+        pytest.param("fp64", 136.8, 142.6, 1791.28e6, 56.876, 1.0, id="fp64 4096³"),
+    ],
+)
+def test_recorded_products_executed_what_nsight_compute_counts(
+    h200: DeviceSpec,
+    dtype: str,
+    begin_s: float,
+    end_s: float,
+    clock_hz: float,
+    tflops: float,
+    by_ncu: float,
+) -> None:
+    """`tflops` is 2·m·n·k over the time of a product, `by_ncu` its executed operations over 2·m·n·k."""
+    seen = played(PRODUCTS).window(0, begin_s, end_s)
+    assert seen is not None
+    executed = executed_flops_per_s(seen, h200, flops_by_dtype={dtype: 1.0}, clock_hz=clock_hz)
+    assert executed == pytest.approx(tflops * 1e12 * by_ncu, rel=0.002)
+    reported = executed_flops_per_s(seen, h200, flops_by_dtype={dtype: 1.0})
+    assert reported is not None
+    assert reported > tflops * 1e12 * by_ncu
+
+
+def test_older_instructions_read_double(h200: DeviceSpec) -> None:
+    """4095×4095×4096 runs on a kernel with Turing's mma: 104.597 TFLOP/s, by ncu 1.0005 of 2·m·n·k."""
+    seen = played(PRODUCTS).window(0, 106.3, 112.1)
+    assert seen is not None
+    executed = executed_flops_per_s(seen, h200, clock_hz=1792.22e6)
+    assert executed == pytest.approx(2 * 104.597e12 * 1.000488, rel=0.002)

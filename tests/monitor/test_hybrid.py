@@ -23,7 +23,6 @@ from truemfu.hardware.counter_trace import Replay
 from truemfu.hardware.counters import CounterSample, GpuInfo, GpuProcess
 from truemfu.hardware.detect import find_spec
 from truemfu.hardware.executed import executed_flops_per_s
-from truemfu.hardware.sampler import Sampler
 from truemfu.monitor import hardware_watch
 from truemfu.monitor import monitor as monitor_module
 from truemfu.monitor.hardware_watch import HardwareWatch
@@ -49,6 +48,7 @@ class Live:
                 break
         self._samples = itertools.cycle([s for s in samples if s.fresh and s.hmma_active])
         self._change = change
+        self.is_closed = False
         self.fault: str | None = None
 
     def gpus(self) -> Sequence[GpuInfo]:
@@ -63,7 +63,7 @@ class Live:
         )
 
     def close(self) -> None:
-        pass
+        self.is_closed = True
 
 
 class Stamps:
@@ -91,7 +91,7 @@ def counters(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Live]:
         source = source or Live()
 
         def opened(device: torch.device) -> HardwareWatch:
-            return HardwareWatch(Sampler(source, period_s=0.02), 0, stamps or Stamps(), sm_count=132)
+            return HardwareWatch(source, 0, stamps or Stamps(), sm_count=132, period_s=0.02)
 
         monkeypatch.setattr(monitor_module, "open_watch", opened)
         return source
@@ -336,7 +336,8 @@ def test_mfu_of_the_measured_peak_stands_beside(model: nn.Module, tmp_path: Path
 
 def test_a_window_is_of_the_time_between_its_cuts(counters: Callable[..., Live]) -> None:
     source = Live()
-    watch = HardwareWatch(Sampler(source, period_s=0.02), 0, Stamps(), sm_count=132)  # type: ignore[arg-type]
+    stamps: Any = Stamps()
+    watch = HardwareWatch(source, 0, stamps, sm_count=132, period_s=0.02)
     begin = watch.cut(0.0)
     time.sleep(0.5)
     assert watch.cut(0.1) is None
@@ -347,6 +348,7 @@ def test_a_window_is_of_the_time_between_its_cuts(counters: Callable[..., Live])
     assert end.ends_window
     measured = watch.measured(begin, end)
     watch.close()
+    assert source.is_closed
     assert measured is not None
     # but for the last read, which is up to a period old, and for the lag that is taken off
     assert 0.3 < measured.window.seconds <= end.at_s - begin.at_s

@@ -80,9 +80,15 @@ class CycleStamps:
 
     @classmethod
     def open(cls, device: torch.device) -> CycleStamps | str:
-        """Stamps for this device, or why there are none. Loading the kernel takes about a millisecond."""
+        """Stamps for this device, or why there are none. Loading the kernel takes about a millisecond.
+
+        They are kept for the life of the process and given again: a stamp may still be queued when nobody
+        waits for it any more, and then writes to memory that must still be its own.
+        """
         import torch
 
+        if device in _OPENED:
+            return _OPENED[device]
         if device.type != "cuda" or torch.version.cuda is None:
             return "cycle counters are read on NVIDIA GPUs only"
         try:
@@ -99,8 +105,8 @@ class CycleStamps:
             return f"the driver does not take the kernel that reads cycle counters (error {failed})"
         sm_count = torch.cuda.get_device_properties(device).multi_processor_count
         places = torch.zeros(_KEPT, sm_count, 2, dtype=torch.int64, pin_memory=True)
-        _IN_USE.append(places)
-        return cls(device, driver, function, places)
+        _OPENED[device] = cls(device, driver, function, places)
+        return _OPENED[device]
 
     def take(self) -> Stamp | None:
         """A stamp in the work queued on the current stream; None during a graph capture or on an error."""
@@ -129,8 +135,7 @@ class CycleStamps:
         return [(cycles, time_ns) for cycles, time_ns in self._places[number % _KEPT].tolist()]
 
 
-_IN_USE: list[Any] = []
-"""Places to write to are never given back: a stamp may still be queued when nobody waits for it any more."""
+_OPENED: dict[torch.device, CycleStamps] = {}
 
 
 def mean_clock_hz(before: Stamp, after: Stamp) -> float | None:

@@ -52,13 +52,22 @@ class Measured:
 class HardwareWatch:
     """Reads one GPU while a run lasts. `open_watch` makes one where there are counters."""
 
-    def __init__(self, sampler: Sampler, index: int, stamps: CycleStamps | None, *, sm_count: int) -> None:
-        self._sampler, self._index, self._stamps = sampler, index, stamps
+    def __init__(
+        self,
+        source: CounterSource,
+        index: int,
+        stamps: CycleStamps | None,
+        *,
+        sm_count: int,
+        period_s: float = _PERIOD_S,
+    ) -> None:
+        self._source, self._index, self._stamps = source, index, stamps
         self._sm_count = sm_count
+        self._sampler = Sampler(source, indices=[index], period_s=period_s, keep=_INTERVALS_KEPT)
         self._due_s = 0.0
         self._is_open = False
         self._lags_s: deque[float] = deque(maxlen=_LAGS_KEPT)
-        sampler.start()
+        self._sampler.start()
 
     def cut(self, now_s: float) -> Cut | None:
         """On the training thread, at the end of a step: a cut if one is due. `now_s` is any steady clock."""
@@ -94,8 +103,9 @@ class HardwareWatch:
         return health.stopped or health.fault
 
     def close(self) -> None:
-        """Stop reading."""
+        """Stop reading, and let go of the driver."""
         self._sampler.stop()
+        self._source.close()
 
     def _time_of(self, cut: Cut) -> float:
         """When the device got to a cut, by the host's monotonic clock."""
@@ -113,9 +123,8 @@ def open_watch(device: torch.device) -> HardwareWatch | str:
         return found
     source, index = found
     stamps = CycleStamps.open(device)
-    sampler = Sampler(source, indices=[index], period_s=_PERIOD_S, keep=_INTERVALS_KEPT)
     return HardwareWatch(
-        sampler,
+        source,
         index,
         stamps if isinstance(stamps, CycleStamps) else None,
         sm_count=torch.cuda.get_device_properties(device).multi_processor_count,
@@ -134,6 +143,7 @@ def counters_of(device: torch.device) -> tuple[CounterSource, int] | str:
         return str(error)
     uuid = str(torch.cuda.get_device_properties(device).uuid)
     gpu = find_gpu(source.gpus(), uuid)
-    if gpu is None:
-        return f"NVML does not list the GPU {uuid}"
-    return (source, gpu.index) if gpu.no_gpm_reason is None else gpu.no_gpm_reason
+    if gpu is not None and gpu.no_gpm_reason is None:
+        return source, gpu.index
+    source.close()
+    return f"NVML does not list the GPU {uuid}" if gpu is None else str(gpu.no_gpm_reason)
