@@ -49,7 +49,7 @@ class CeilingRun:
     """The best shape of one dtype, in a burst or held.
 
     `clock_hz` is counted by the SMs, `reported_clock_hz` is what the driver asked for: under load the first
-    is up to a tenth lower, and the true one. `power_w` is the mean of about the last second, so a burst has
+    is lower, and the true one. `power_w` is the mean of about the last second, so a burst has
     none. `throttle` says in which share of the driver's readings each reason held the clock back.
     `limited_by` names the larger loss: the reason that held the clock back (`power_limit`, `clock` where no
     reason is told) or `pipe`. What is not known is None.

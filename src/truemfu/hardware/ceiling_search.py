@@ -4,9 +4,8 @@
     hold:   the better ones, a trial each, in a row on a loaded chip  ─► the best of them, held
 
 Two questions, since the answers differ. A burst has power to spare, and the shape that fills the tensor pipe
-best wins. Held, the power limit sets the clock, and the shape with the most FLOP per joule wins: on an H200
-2048×2048×2048, whose operands stay in the L2 cache, holds more than 8192×8192×8192, which fills the pipe
-better. A training has products of many shapes, so its ceiling is the best one that can be held.
+best wins. Held, the power limit sets the clock, and the shape with the most FLOP per joule wins. A training
+has products of many shapes, so its ceiling is the best one that can be held.
 
 A rest before every short run, because the power limit cuts in within a tenth of a second of load: without
 rests the last shapes, and the last dtypes, would be measured on a slower chip than the first.

@@ -112,8 +112,8 @@ class CounterWindow(Activities, frozen=True, kw_only=True):
 
     `seconds` is what the intervals in it cover: less than the span where one was dropped. `energy_j` is that
     of these seconds, from readings of the energy counter about a second apart and by time between them; None
-    where they tell of less than half. `sm_clock_hz` is the clock the driver asked for; the true one is up to
-    11 % lower under load (`cycle_stamps` reads it). `gpu_utilisation` is the driver's own: the share of time
+    where they tell of less than half. `sm_clock_hz` is the clock the driver asked for; the true one is
+    lower under load (`cycle_stamps` reads it). `gpu_utilisation` is the driver's own: the share of time
     with at least one kernel running, 1 for a single elementwise add. `throttle` is the share of time each
     reason held the clock back; memory, processes and limits are the last known.
     """

@@ -6,8 +6,8 @@
   the table's for bf16 times a power of two for the dtype; where several dtypes share the hmma pipe, what was
   counted of each decides the mean.
 - **Clock.** The one the SMs counted where there is one: by `cycle_stamps`, or by a driver that offers raw
-  cycles. The driver's own is what it asked for, up to a tenth more than what was run, and so is the rate
-  that comes of it.
+  cycles. The driver's own is what it asked for, more than what was run under load, and so is the rate that
+  comes of it.
 - **No matrix work.** The hmma pipe also ticks in some kernels without a product, strided copies among them.
   `truemfu audit` measures their share of a model's step; without that
   the rate is an upper bound (1 to 2 % in eager transformer training on an H200).
@@ -62,8 +62,8 @@ def executed_flops_per_s(
 def counted_clock_hz(window: CounterWindow, sm_count: int) -> float | None:
     """The clock by the raw cycles of a newer driver; None without them, and where they make no sense.
 
-    The documentation does not say whether they are summed over the SMs: the reported clock decides, which may
-    be a tenth too high.
+    The documentation does not say whether they are summed over the SMs: the reported clock decides, which
+    under load is too high.
     """
     if window.cycles is None or not window.sm_clock_hz or not window.seconds:
         return None
