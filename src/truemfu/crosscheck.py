@@ -27,9 +27,8 @@ THRESHOLD = 0.1
 
 CAUSAL_SHARE = 0.5625
 """Of the full count, what causal attention kernels execute: measured on an H200 at 1,024 tokens, forward and
-backward alike. `causal_share` is the model that gives it, for other lengths."""
+backward alike."""
 
-_MASK_BLOCK = 128
 _NEAR = 0.06
 _HALF_MASK = 0.5
 _ALL_RECOMPUTED = 1 / 3
@@ -37,23 +36,12 @@ _ELEMENTWISE = 0.1
 _NAMES_SHOWN = 3
 
 
-def causal_share(tokens: int) -> float:
-    """Of the full count, what a causal kernel executes that skips whole blocks of 128×128: (n + 1) / 2n.
-
-    n = ⌈tokens / 128⌉ blocks a side, and n·(n + 1)/2 of the n² touch the mask. A model: it gives the 0.5625
-    that was measured at 1,024 tokens; other lengths and other kernels' blocks were not measured.
-    """
-    blocks = -(-tokens // _MASK_BLOCK)
-    return (blocks + 1) / (2 * blocks)
-
-
 @dataclass(frozen=True, kw_only=True)
 class OtherProcess:
-    """A process beside ours that was seen on the GPU; its share of the SMs' time where the driver says it."""
+    """A process beside ours that holds memory on the GPU."""
 
     pid: int
     memory_bytes: int | None = None
-    sm_share: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +132,7 @@ def crosscheck(
 
     `forward_flops`, `recompute_flops` and `attention_flops` are parts of the count, `flops_by_dtype` splits
     it. `attention_executed_share` is what kernels execute of the attention counted: 1 without a mask or under
-    the causal convention, `causal_share` for causal kernels under the full one. `uncounted` are operators
+    the causal convention, less for causal kernels under the full one. `uncounted` are operators
     without a formula and their calls. `other_processes` must leave out our own; inside a container the driver
     speaks of the host's process numbers, so give none where ours is not among them. `exact` says that
     the executed FLOPs were counted as such (Nsight Compute) and not made from the activity of a pipe, its
@@ -203,11 +191,9 @@ def _uncounted_kernels(evidence: _Evidence) -> Iterator[Cause]:
 
 
 def _another_process(evidence: _Evidence) -> Iterator[Cause]:
-    # One that holds memory and is known to do nothing explains nothing.
-    at_work = [process for process in evidence.other_processes if process.sm_share != 0]
-    if at_work:
-        pids = ", ".join(str(process.pid) for process in at_work[:_NAMES_SHOWN])
-        yield Cause(key="other_process", sentence=f"another process works on this GPU (process {pids})")
+    if evidence.other_processes:
+        pids = ", ".join(str(process.pid) for process in evidence.other_processes[:_NAMES_SHOWN])
+        yield Cause(key="other_process", sentence=f"another process is on this GPU (process {pids})")
 
 
 def _slower_dtype(evidence: _Evidence) -> Iterator[Cause]:
@@ -233,10 +219,13 @@ def _faster_dtype(evidence: _Evidence) -> Iterator[Cause]:
 
 def _recomputation(evidence: _Evidence) -> Iterator[Cause]:
     """Up to one more forward: 4/3 of a dense model's step, or exactly where the forward is known."""
-    if evidence.recompute_flops:
-        return
     forward = evidence.forward_flops
-    at_most = 1 + (_ALL_RECOMPUTED if forward is None else forward / evidence.counted_flops)
+    if forward is None:
+        at_most = 1 + (0 if evidence.recompute_flops else _ALL_RECOMPUTED)
+    else:
+        at_most = 1 + max(0.0, forward - (evidence.recompute_flops or 0.0)) / evidence.counted_flops
+    if at_most <= 1 + _NEAR:
+        return
     if evidence.ratio <= at_most * (1 + _NEAR):
         yield Cause(
             key="recomputation",
@@ -249,7 +238,7 @@ def _elementwise(evidence: _Evidence) -> Iterator[Cause]:
     if not evidence.exact and evidence.ratio <= 1 + 2 * _ELEMENTWISE:
         yield Cause(
             key="elementwise",
-            sentence="elementwise bf16 and fp16 arithmetic ticks the same counter, a few percent as a rule",
+            sentence="some kernels without a product tick the same counter, a few percent as a rule",
         )
 
 
@@ -294,5 +283,8 @@ _LESS: tuple[Callable[[_Evidence], Iterator[Cause]], ...] = (
 )
 _UNKNOWN = Cause(
     key="unknown",
-    sentence="nothing that is known here explains it; `truemfu audit` shows it by kernel",
+    sentence=(
+        "work that is no part of the steps (an evaluation outside monitor.pause()), or something unknown; "
+        "`truemfu audit` shows it by kernel"
+    ),
 )

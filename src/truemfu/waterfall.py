@@ -46,6 +46,7 @@ LARGE = 0.05
 """A part above this share of the peak deserves a sentence of advice."""
 
 USEFUL = "useful"
+_OF_THE_PIPE = ("clock", "idle", "no_tensor")
 _OVERSHOOT = 0.01
 _MELTED_KEYS = 3
 
@@ -92,6 +93,8 @@ class Waterfall:
     throttle_reasons: tuple[str, ...] = ()
     dram_active_share: float | None = None
     notes: tuple[str, ...] = ()
+    world_size: int = 1
+    left_out: str | None = None
 
     @property
     def losses(self) -> tuple[Part, ...]:
@@ -144,6 +147,8 @@ def waterfall(
     tile_factor: float | None = None,
     masked_flops_per_s: float | None = None,
     padding_efficiency: float | None = None,
+    left_out: str | None = None,
+    world_size: int = 1,
 ) -> Waterfall | None:
     """The waterfall of one window on one device; None without a peak or without the model's FLOP/s.
 
@@ -152,6 +157,9 @@ def waterfall(
     attention under the full convention and skipped by its kernels. `throttle` says which share of the time
     each reason held the clock back, as `CounterWindow.throttle` does. Without `gpu_busy_share`,
     `sm_active_share` stands for it. Data wait, communication and launch gaps are shares of the time.
+
+    `left_out` is why clock, busy share and tensor activity are not given, where they are known and do not
+    speak of this peak. With several ranks, communication kernels keep a GPU busy without tensor work.
 
     A value that cannot be right (negative, not finite, a share above 1) is left out and noted.
     """
@@ -219,11 +227,13 @@ def waterfall(
     values = (g, b, t, e, tau, h, m, p)
     missing = {key for key, value in zip(_MISSING, values, strict=True) if value is None}
     return Waterfall(
-        parts=_parts(steps, inner, {**_NAMES, "clock": _clock_name(g, reasons)}, missing),
+        parts=_parts(steps, inner, {**_NAMES, "clock": _clock_name(g, reasons)}, missing, left_out),
         peak_flops_per_s=peak,
         throttle_reasons=reasons,
         dram_active_share=known.share("DRAM activity", dram_active_share),
         notes=tuple(known.notes),
+        world_size=world_size,
+        left_out=left_out,
     )
 
 
@@ -255,6 +265,7 @@ def _parts(
     inner: Mapping[str, tuple[Part, ...]],
     names: Mapping[str, str],
     unknown: AbstractSet[str],
+    left_out: str | None,
 ) -> tuple[Part, ...]:
     """One part from each known level to the next; steps without a level melt into the part that follows."""
     parts: list[Part] = []
@@ -269,13 +280,21 @@ def _parts(
                 name=_either([names[key] for key in melted]),
                 share=level - left,
                 of=inner.get(key, ()) if len(melted) == 1 else (),
-                missing=tuple(_MISSING[key] for key in melted[:-1] if key in unknown),
+                missing=_missing([key for key in melted[:-1] if key in unknown], left_out),
             )
         )
         level, melted = left, []
     name = "the model's FLOPs, padding tokens included" if melted else "the model's useful FLOPs"
     missing = tuple(_MISSING[key] for key in melted)
     return (*parts, Part(key=USEFUL, name=name, share=level, missing=missing))
+
+
+def _missing(keys: Sequence[str], left_out: str | None) -> tuple[str, ...]:
+    """What was not known of some parts, or why it was not used."""
+    if left_out is None:
+        return tuple(_MISSING[key] for key in keys)
+    rest = tuple(_MISSING[key] for key in keys if key not in _OF_THE_PIPE)
+    return (left_out, *rest) if len(rest) < len(keys) else rest
 
 
 def _of_which(
@@ -342,7 +361,7 @@ _HINTS = {
     ),
     "no_tensor": "elementwise work, normalisation, the optimizer: fuse them (torch.compile, fused AdamW)",
     "no_tensor_unfilled": "kernels too small for this many SMs: a larger batch or fewer, larger products",
-    "below_rate": "half-precision elementwise work on the tensor pipe, or products in a slower dtype",
+    "below_rate": "kernels without a product on the tensor pipe, or products in a slower dtype",
     "other_executed": "work that was not counted: see the cross-check",
     "tile_padding": "make sizes multiples of 128, the vocabulary above all",
     "recomputation": "checkpoint fewer layers, or only what is cheap to recompute, where memory allows",
@@ -353,6 +372,8 @@ _HINTS = {
 def _sentence(part: Part, fall: Waterfall) -> str:
     said = f"{part.name}: {100 * part.share:.0f} points of the peak"
     if part.missing:
+        if fall.left_out in part.missing:
+            return f"{said}, not told apart: {fall.left_out}."
         return f"{said}, not told apart; unknown: {', '.join(part.missing)}."
     if part.key == "clock" and fall.throttle_reasons:
         return f"{said}: not the program's doing; `truemfu peak` shows what this chip can reach."
@@ -360,6 +381,8 @@ def _sentence(part: Part, fall: Waterfall) -> str:
     if inner is not part and inner.name != "other":
         said += f", {100 * inner.share:.0f} of them {inner.name}"
     hint = _HINTS.get(inner.key) or _HINTS[part.key]
+    if part.key == "no_tensor" and fall.world_size > 1:
+        return f"{said}: communication between ranks that nothing covers is in it; else {_HINTS[part.key]}."
     memory = fall.dram_active_share
     if part.key == "no_tensor" and inner.key != "no_tensor_unfilled" and memory is not None and memory > 0.5:
         hint = f"memory is busy {100 * memory:.0f} % of the time; {hint}"

@@ -377,6 +377,16 @@ def test_a_process_whose_name_is_hidden_is_known_by_its_number() -> None:
     assert source.read(0).processes == (GpuProcess(pid=7, name=None, memory_bytes=200),)
 
 
+def test_a_name_that_is_cut_in_the_middle_of_a_letter_costs_no_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = FakeNvml()
+
+    def cut_name(pid: int) -> str:
+        return "/usr/bin/é".encode()[:-1].decode()
+
+    monkeypatch.setattr(nvml, "nvmlSystemGetProcessName", cut_name, raising=False)
+    assert source_of(nvml).read(0).processes == (GpuProcess(pid=7, name=None, memory_bytes=200),)
+
+
 def test_slow_values_are_not_asked_for_at_every_read() -> None:
     nvml = FakeNvml()
     source = source_of(nvml, every_s=0.1)

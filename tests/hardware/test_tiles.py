@@ -77,7 +77,7 @@ def test_what_is_not_known_is_none(
 ) -> None:
     assert plausible_tile(shape, capability, dtype=dtype) is None
     assert tile_factor(shape, capability, dtype=dtype) is None
-    assert mean_tile_factor({shape: 1.0}, capability, dtype=dtype) is None
+    assert mean_tile_factor({(dtype, shape): 1.0}, capability) is None
 
 
 def test_a_vector_pads_nothing() -> None:
@@ -110,12 +110,16 @@ def test_the_mean_weighs_each_shape_with_its_work() -> None:
     factor = tile_factor(odd, HOPPER)
     assert factor is not None
     assert factor > 1
-    assert mean_tile_factor({even: 3.0, odd: 1.0}, HOPPER) == pytest.approx((3 + factor) / 4)
-    assert mean_tile_factor({odd: 1.0}, HOPPER, other_flops=3.0) == pytest.approx((3 + factor) / 4)
+    assert mean_tile_factor({("bf16", even): 3.0, ("bf16", odd): 1.0}, HOPPER) == pytest.approx(
+        (3 + factor) / 4
+    )
+    assert mean_tile_factor({("bf16", odd): 1.0}, HOPPER, other_flops=3.0) == pytest.approx((3 + factor) / 4)
     assert mean_tile_factor({}, HOPPER, other_flops=2.0) == 1.0
 
 
-@pytest.mark.parametrize("weights", [{}, {(8, 8, 8): 0.0}, {(8, 8, 8): -1.0}, {(8, 8, 8): math.inf}])
+@pytest.mark.parametrize(
+    "weights", [{}, {("bf16", (8, 8, 8)): 0.0}, {("bf16", (8, 8, 8)): -1.0}, {("bf16", (8, 8, 8)): math.inf}]
+)
 def test_no_work_has_no_mean(weights: dict[tuple[int, int, int], float]) -> None:
     assert mean_tile_factor(weights, HOPPER) is None
 

@@ -25,7 +25,7 @@ from truemfu.hardware.detect import find_spec
 from truemfu.hardware.executed import executed_flops_per_s
 from truemfu.monitor import hardware_watch
 from truemfu.monitor import monitor as monitor_module
-from truemfu.monitor.hardware_watch import HardwareWatch
+from truemfu.monitor.hardware_watch import Cut, HardwareWatch
 from truemfu.sweep.models import build_reference_model
 
 TRACE = Path(__file__).parent.parent / "hardware" / "traces" / "h200_training.jsonl"
@@ -78,19 +78,19 @@ class Stamps:
 @pytest.fixture
 def model() -> nn.Module:
     torch.manual_seed(0)
-    return build_reference_model("tiny")
+    return build_reference_model("tiny", dtype=torch.bfloat16)
 
 
 @pytest.fixture
 def counters(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Live]:
     """Puts counters under the monitors that are made from now on."""
     monkeypatch.setattr(hardware_watch, "WINDOW_S", 0.3)
-    monkeypatch.setattr(monitor_module, "known_spec", lambda device: H200)
+    monkeypatch.setattr(monitor_module, "spec_of", lambda device: H200)
 
     def put(source: Live | None = None, stamps: Any = None) -> Live:
         source = source or Live()
 
-        def opened(device: torch.device) -> HardwareWatch:
+        def opened(device: torch.device, notice: Callable[[str], None]) -> HardwareWatch:
             return HardwareWatch(source, 0, stamps or Stamps(), sm_count=132, period_s=0.02)
 
         monkeypatch.setattr(monitor_module, "open_watch", opened)
@@ -250,7 +250,7 @@ def test_counters_that_fail_in_the_middle_leave_the_count(
     quietly(lambda: train(monitor, model, lambda: any("any more" in t for t in warned(monitor)), number))
     quietly(monitor.close)
     (said,) = [text for text in warned(monitor) if "any more" in text]
-    assert said == "the hardware counters cannot be read any more, HFU rests on the count: GPU is lost"
+    assert said == "the hardware counters cannot be read any more, HFU comes from them no longer: GPU is lost"
     assert monitor.summary()["hardware"]["windows"] >= 1
     rows = rows_in(tmp_path)
     assert "perf/hfu_method" not in rows[-1]
@@ -268,7 +268,7 @@ def test_a_disagreement_is_said_once_with_a_likely_cause(
     quietly(monitor.close)
     (said,) = [text for text in warned(monitor) if "times what the count expects" in text]
     assert said.startswith("hybrid mode: the GPU executed ")
-    assert "another process works on this GPU (process 1)" in said
+    assert "another process is on this GPU (process 1)" in said
 
 
 def test_what_is_no_matrix_work_is_taken_off(
@@ -302,7 +302,7 @@ def test_the_closing_words_say_where_the_peak_went(
 def test_switched_off_counters_are_not_opened(
     model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def opened(device: torch.device) -> HardwareWatch:
+    def opened(device: torch.device, notice: Callable[[str], None]) -> HardwareWatch:
         raise AssertionError("opened")
 
     monkeypatch.setattr(monitor_module, "open_watch", opened)
@@ -353,3 +353,96 @@ def test_a_window_is_of_the_time_between_its_cuts(counters: Callable[..., Live])
     # but for the last read, which is up to a period old, and for the lag that is taken off
     assert 0.3 < measured.window.seconds <= end.at_s - begin.at_s
     assert executed_flops_per_s(measured.window, H200, clock_hz=measured.clock_hz) is not None
+
+
+def test_counters_that_cannot_be_opened_leave_the_profiler(
+    model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def opened(device: torch.device, notice: Callable[[str], None]) -> HardwareWatch:
+        raise RuntimeError("no such thing")
+
+    monkeypatch.setattr(monitor_module, "open_watch", opened)
+    monitor = TrainingMonitor(tmp_path, settings(peak_tflops=900), model=model)
+    quietly(lambda: [step(monitor, model, number) for number in range(6)])
+    monitor.close()
+    assert any("no hardware counters (RuntimeError: no such thing)" in text for text in warned(monitor))
+    assert rows_in(tmp_path)[-1]["perf/hfu_method"] == "profiler"
+
+
+def test_counters_that_do_not_close_lose_no_row(
+    model: nn.Module, tmp_path: Path, counters: Callable[..., Live], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = counters()
+
+    def close() -> None:
+        raise OSError("driver gone")
+
+    monkeypatch.setattr(source, "close", close)
+    monitor = TrainingMonitor(tmp_path, settings(peak_tflops=900), model=model)
+    quietly(lambda: [step(monitor, model, number) for number in range(6)])
+    quietly(monitor.close)
+    assert len(rows_in(tmp_path)) == 6
+    assert any("did not close: OSError: driver gone" in text for text in warned(monitor))
+
+
+def test_a_chip_without_a_rate_has_energy_and_the_profiler(
+    model: nn.Module, tmp_path: Path, counters: Callable[..., Live], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counters()
+    monkeypatch.setattr(monitor_module, "spec_of", lambda device: None)
+    monitor = TrainingMonitor(tmp_path, settings(peak_tflops=900), model=model)
+    quietly(lambda: train(monitor, model, has_windows(monitor)))
+    quietly(monitor.close)
+    hardware = monitor.summary()["hardware"]
+    assert hardware["executed_flops_per_s"] is None
+    assert hardware["energy_j_per_step"] is not None
+    assert any("no FLOP per cycle is known" in text for text in warned(monitor))
+    assert rows_in(tmp_path)[-1]["perf/hfu_method"] == "profiler"
+
+
+def test_the_median_hfu_is_of_one_method(
+    model: nn.Module, tmp_path: Path, counters: Callable[..., Live]
+) -> None:
+    counters()
+    monitor = TrainingMonitor(tmp_path, settings(peak_tflops=900), model=model)
+    quietly(lambda: train(monitor, model, has_windows(monitor)))
+    quietly(monitor.close)
+    summary = monitor.summary()
+    assert summary["hfu_method"] == "hardware counters"
+    by_counters = [row["perf/hfu"] for row in rows_in(tmp_path) if "perf/hfu_method" in row]
+    assert min(by_counters) <= summary["median_hfu"] <= max(by_counters)
+
+
+def test_too_little_of_a_window_is_none(counters: Callable[..., Live]) -> None:
+    source, stamps = Live(), Stamps()
+    watch = HardwareWatch(source, 0, stamps, sm_count=132, period_s=0.02)  # type: ignore[arg-type]
+    begin = watch.cut(0.0)
+    time.sleep(0.2)
+    source.fault = "GPU is lost"
+    time.sleep(0.4)
+    end = watch.cut(10.0)
+    assert begin is not None
+    assert end is not None
+    assert watch.measured(begin, end) is None
+    watch.close()
+
+
+def test_the_least_lag_holds_for_both_ends_of_the_first_window(
+    counters: Callable[..., Live], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first stamp waited two seconds in the queue, the second none: the window began when it ran."""
+    asked: list[tuple[float, float]] = []
+
+    def between(parts: Any, begin_s: float, end_s: float) -> None:
+        asked.append((begin_s, end_s))
+
+    monkeypatch.setattr(hardware_watch, "between", between)
+    stamps: Any = Stamps()
+    watch = HardwareWatch(Live(), 0, stamps, sm_count=132, period_s=0.02)
+    late, prompt = (
+        Cut(at_s, SimpleNamespace(time_s=lambda gpu_s=gpu_s: gpu_s), True)  # type: ignore[arg-type,misc]
+        for at_s, gpu_s in ((10.0, 112.0), (20.0, 120.0))
+    )
+    assert watch.measured(late, prompt) is None
+    watch.close()
+    assert asked == [(12.0, 20.0)]

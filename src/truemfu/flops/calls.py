@@ -105,7 +105,10 @@ class Calls(TorchFunctionMode):
     def _from_numbers(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """A tensor of given numbers; torch would make it on the device itself, and wait for that copy."""
         numbers = _plain_numbers(args[0]) if isinstance(args[0], (list, tuple)) else args[0]
-        device = torch.device(kwargs.get("device") or torch.get_default_device())
+        if func is torch.as_tensor and len(args) > 2:
+            args, kwargs["device"] = args[:2], args[2]
+        given = kwargs.get("device")
+        device = torch.get_default_device() if given is None else torch.device(given)
         if not self._stand_in or device.type in ("cpu", "meta"):
             return func(numbers, *args[1:], **kwargs)
         needs_gradient = kwargs.pop("requires_grad", False)

@@ -28,7 +28,7 @@ class HostCopy:
         self._arrived: torch.cuda.Event | None = None
         if source.is_cuda:
             # Page-locked and contiguous: any other target would make the copy wait for the device.
-            self._values = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+            self._values = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=True)
             self._values.copy_(source, non_blocking=True)
             self._arrived = torch.cuda.Event()
             self._arrived.record(torch.cuda.current_stream(source.device))

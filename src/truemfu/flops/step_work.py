@@ -26,16 +26,15 @@ class StepWork:
     """One step, in executed FLOPs by the convention of the count.
 
     `attention` is that of fused kernels, `attention_blocked` the same when they skip no less than whole
-    blocks of 128 × 128 of their mask; `other` has no shape here: convolutions, recurrent cells, grouped and
-    registered products.
+    blocks of 128 × 128 of their mask, None where a mask does not tell; `other` has no shape here:
+    convolutions, recurrent cells, grouped and registered products.
     """
 
     products: Mapping[tuple[str, Shape], int]
     """FLOPs by dtype and (m, n, k)."""
     attention: int
-    attention_blocked: int
+    attention_blocked: int | None
     other: int
-    forward: int
 
     @property
     def hardware_flops(self) -> int:
@@ -48,16 +47,14 @@ def step_work(
     """Count one step of this batch by shape; on fake tensors, the model is not touched."""
     tally, _, _ = run_counted(model, batch, convention=convention, backward=True, loss_fn=None, place=place)
     products: Counter[tuple[str, Shape]] = Counter()
-    attention = blocked = other = forward = 0
+    attention = other = 0
+    blocked: int | None = 0
     for entry in tally.entries:
-        forward += entry.needed if entry.phase == "forward" else 0
         if entry.shape is not None:
             products[entry.dtype, entry.shape] += entry.executed
-        elif entry.blocked is not None:
+        elif entry.is_attention:
             attention += entry.executed
-            blocked += entry.blocked
+            blocked = None if blocked is None or entry.blocked is None else blocked + entry.blocked
         else:
             other += entry.executed
-    return StepWork(
-        products=products, attention=attention, attention_blocked=blocked, other=other, forward=forward
-    )
+    return StepWork(products=products, attention=attention, attention_blocked=blocked, other=other)

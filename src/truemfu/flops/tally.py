@@ -77,14 +77,15 @@ def _checkpoint_is_running() -> bool:
 class Entry:
     """One counted call: what was needed, what was executed, and where.
 
-    `shape` is (m, n, k) of a plain product; `blocked` what a fused attention kernel executes when it skips
-    no less than whole blocks of the mask. Both are None for other calls.
+    `shape` is (m, n, k) of a plain product, else None. `blocked` is what a fused attention kernel
+    (`is_attention`) executes when it skips no less than whole blocks of the mask; None where nobody knows.
     """
 
     __slots__ = (
         "blocked",
         "dtype",
         "executed",
+        "is_attention",
         "module",
         "needed",
         "operator",
@@ -99,6 +100,7 @@ class Entry:
         self.phase, self.module, self.operator, self.dtype = phase, module, operator, dtype
         self.needed, self.executed = needed, executed
         self.shape: tuple[int, int, int] | None = None
+        self.is_attention = False
         self.blocked: int | None = None
         self.sequence = _next_sequence_nr() - 1 if torch.is_grad_enabled() else None
 
@@ -272,10 +274,8 @@ class Tally(TorchDispatchMode):
         entry = Entry(phase, module, name.replace("::", "."), _dtype(name, operand), needed, executed)
         if name in _PRODUCTS:
             entry.shape = _product_shape(*factors(name, args)[:2])
-        elif isinstance(work, AttentionWork) and work.cumulative is None:
-            blocked = work.samples * work.heads * work.band.blocked_pairs(work.q_len, work.k_len)
-            per_pair = work.executed_backward_flops(1) if work.backward else work.forward_flops(1)
-            entry.blocked = per_pair // work.heads * blocked
+        elif isinstance(work, AttentionWork):
+            entry.is_attention, entry.blocked = True, _blocked_flops(work)
         self.entries.append(entry)
         return entry
 
@@ -395,6 +395,18 @@ def _dtype(name: str, operand: Any) -> str:
     if not isinstance(operand, torch.Tensor):
         return "unknown"
     return dtype_name(operand.dtype, operand.device.type, convolution="conv" in name)
+
+
+def _blocked_flops(work: AttentionWork) -> int | None:
+    """What a kernel executes that works through whole blocks; a mask that is a function has its own."""
+    if work.mask_function is not None:
+        return None
+    if work.cumulative is None:
+        pairs = work.samples * work.band.blocked_pairs(work.q_len, work.k_len)
+    else:
+        q_lengths, k_lengths = (_lengths(c if c is not None else work.cumulative[0]) for c in work.cumulative)
+        pairs = sum(work.band.blocked_pairs(q, k) for q, k in zip(q_lengths, k_lengths, strict=True))
+    return pairs * (work.executed_backward_flops(1) if work.backward else work.forward_flops(1))
 
 
 def _product_shape(left: torch.Tensor, right: torch.Tensor) -> tuple[int, int, int]:

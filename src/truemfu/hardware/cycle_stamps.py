@@ -4,9 +4,9 @@
     take ─► … later, again                                                     ─► pinned memory
                             mean_clock_hz(before, after) = Δcycles / Δtime, mean of the SMs
 
-Why: the driver reports the clock it asked for. Under load the chip stretches its cycles and runs slower (on an
-H200 4 to 10 % in steady tensor work: 1,447 MHz reported, 1,318 MHz counted, in products at the power limit), so
-a rate made from the reported clock is as much too high. The counters of the SMs say what was.
+Why: the driver reports the clock it asked for. Under load the chip stretches its cycles and runs slower, on an
+H200 4 to 10 % in steady tensor work (1,447 MHz reported, 1,318 MHz counted, in products at the power limit).
+A rate made from the reported clock is as much too high. The counters of the SMs say what was.
 
 A stamp is one launch of a few microseconds, put in between the training's own kernels; nobody waits for it,
 and it is read when the work behind it has passed. It goes through the CUDA driver alone (`libcuda`, PTX that
@@ -104,7 +104,7 @@ class CycleStamps:
         if failed:
             return f"the driver does not take the kernel that reads cycle counters (error {failed})"
         sm_count = torch.cuda.get_device_properties(device).multi_processor_count
-        places = torch.zeros(_KEPT, sm_count, 2, dtype=torch.int64, pin_memory=True)
+        places = torch.zeros(_KEPT, sm_count, 2, dtype=torch.int64, device="cpu", pin_memory=True)
         _OPENED[device] = cls(device, driver, function, places)
         return _OPENED[device]
 
@@ -112,8 +112,12 @@ class CycleStamps:
         """A stamp in the work queued on the current stream; None during a graph capture or on an error."""
         import torch
 
-        if torch.cuda.is_current_stream_capturing():
-            return None
+        with torch.cuda.device(self._device):
+            return None if torch.cuda.is_current_stream_capturing() else self._launch()
+
+    def _launch(self) -> Stamp | None:
+        import torch
+
         place = self._places[self._taken % _KEPT]
         place.zero_()
         where, sm_count = ctypes.c_uint64(place.data_ptr()), ctypes.c_uint32(self._sm_count)

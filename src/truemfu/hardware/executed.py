@@ -23,7 +23,9 @@ from collections.abc import Mapping
 from .counters import CounterWindow
 from .specs import DeviceSpec
 
-_HMMA_DTYPES = ("bf16", "fp16", "tf32", "fp8")
+_HMMA_DTYPES = ("bf16", "fp16", "tf32", "fp8", "fp4")
+_OWN_PIPE = ("int8", "fp64")
+_NEGLIGIBLE = 0.0005
 
 
 def executed_flops_per_s(
@@ -57,6 +59,18 @@ def executed_flops_per_s(
                 return None
             in_a_cycle += share * relative
     return float(in_a_cycle * spec.sm_count * spec.tensor_flops_per_cycle_per_sm * clock)
+
+
+def on_tensor_pipes(flops_by_dtype: Mapping[str, float]) -> bool:
+    """Whether all of a mix but a trace runs on pipes whose activity tells its FLOPs; plain fp32 does not."""
+    total = sum(flops_by_dtype.values())
+    watched = sum(flops_by_dtype.get(dtype, 0.0) for dtype in (*_HMMA_DTYPES, *_OWN_PIPE))
+    return total > 0 and watched >= (1 - _NEGLIGIBLE) * total
+
+
+def has_rate(spec: DeviceSpec | None) -> bool:
+    """Whether the table knows this chip's SMs and their FLOP per cycle."""
+    return spec is not None and bool(spec.sm_count and spec.tensor_flops_per_cycle_per_sm)
 
 
 def counted_clock_hz(window: CounterWindow, sm_count: int) -> float | None:

@@ -272,8 +272,8 @@ class _Gpu:
         """The program's name without its folder; in a container the driver may not find it."""
         try:
             words = str(self._nvml.nvmlSystemGetProcessName(pid)).split()
-        except self._nvml.NVMLError:
-            return None  # unknown is None: another user's, or gone by now
+        except (self._nvml.NVMLError, UnicodeDecodeError):
+            return None  # unknown is None: another user's, gone by now, or cut in the middle of a letter
         return PurePath(words[0]).name if words else None
 
     def _ask(self, what: str, call: Callable[[], T]) -> T | None:

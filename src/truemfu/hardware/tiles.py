@@ -142,22 +142,21 @@ def tile_factor(
 
 
 def mean_tile_factor(
-    flops_by_shape: Mapping[Shape, float],
+    flops_by_product: Mapping[tuple[str, Shape], float],
     compute_capability: tuple[int, int],
     *,
-    dtype: str = "bf16",
     sm_count: int | None = None,
     other_flops: float = 0.0,
 ) -> float | None:
-    """The factor over many products, each weighed with its FLOP: Σ flops·factor / Σ flops.
+    """The factor over many products, by dtype and shape, each weighed with its FLOP: Σ flops·factor / Σ flops.
 
-    `other_flops` is counted work without tiles of its own here (fused attention): it weighs in with factor 1.
-    None where one shape has no factor, where a weight is no amount of work, or where there is no work.
+    `other_flops` is counted work without tiles of its own here: it weighs in with factor 1. None where one
+    product has no factor, where a weight is no amount of work, or where there is no work.
     """
-    needed = executed = other_flops
-    if min(flops_by_shape.values(), default=0) < 0 or other_flops < 0:
+    needed = executed = float(other_flops)
+    if min(flops_by_product.values(), default=0) < 0 or other_flops < 0:
         return None
-    for shape, flops in flops_by_shape.items():
+    for (dtype, shape), flops in flops_by_product.items():
         factor = tile_factor(shape, compute_capability, dtype=dtype, sm_count=sm_count)
         if factor is None:
             return None

@@ -202,8 +202,14 @@ def _count(counting: Counting, note: StepNote) -> StepCount:
         uncounted=_added(count.uncounted for count in known),
         products=() if works is None else _products(works),
         attention_flops=None if works is None else sum(work.attention for work in works),
-        attention_blocked_flops=None if works is None else sum(work.attention_blocked for work in works),
+        attention_blocked_flops=_blocked(works or ()),
     )
+
+
+def _blocked(works: Sequence[StepWork]) -> int | None:
+    """What blocked kernels execute of the attention; None where a micro-batch does not tell."""
+    known = [work.attention_blocked for work in works if work.attention_blocked is not None]
+    return sum(known) if works and len(known) == len(works) else None
 
 
 def _by_shape(counting: Counting, state: ModelState, notes: Sequence[BatchNote]) -> list[StepWork] | None:

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..crosscheck import CrossCheck, OtherProcess, crosscheck
 from ..hardware.counters import GpuProcess
-from ..hardware.executed import datasheet_clock_hz, executed_flops_per_s
+from ..hardware.executed import datasheet_clock_hz, executed_flops_per_s, on_tensor_pipes
 from ..hardware.specs import DeviceSpec
 from ..waterfall import Waterfall, waterfall
 from .hardware_watch import Measured
@@ -32,7 +32,7 @@ class StepSums:
     data_wait_s: float = 0.0
     model_flops: float | None = 0.0
     hardware_flops: float | None = 0.0
-    peak_time: float | None = 0.0
+    peak_flops: float | None = 0.0
     """Σ seconds × peak: what the peak would have done."""
     tokens: float | None = 0.0
     useful_tokens: float | None = 0.0
@@ -46,8 +46,8 @@ class StepSums:
         peak = None if flops is None else flops.peak_flops_per_s
         self.model_flops = _plus(self.model_flops, None if flops is None else flops.model_flops)
         self.hardware_flops = _plus(self.hardware_flops, None if flops is None else flops.hardware_flops)
-        self.peak_time = _plus(
-            self.peak_time, None if peak is None or elapsed_s is None else peak * elapsed_s
+        self.peak_flops = _plus(
+            self.peak_flops, None if peak is None or elapsed_s is None else peak * elapsed_s
         )
         self.tokens = _plus(self.tokens, measures.tokens)
         self.useful_tokens = _plus(self.useful_tokens, measures.useful_tokens)
@@ -57,8 +57,13 @@ class StepSums:
         self.steps += other.steps
         self.elapsed_s += other.elapsed_s
         self.data_wait_s += other.data_wait_s
-        for name in ("model_flops", "hardware_flops", "peak_time", "tokens", "useful_tokens"):
+        for name in ("model_flops", "hardware_flops", "peak_flops", "tokens", "useful_tokens"):
             setattr(self, name, _plus(getattr(self, name), getattr(other, name)))
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every step had its FLOPs."""
+        return self.hardware_flops is not None
 
     def per_s(self, name: str) -> float | None:
         """One of the sums over the seconds."""
@@ -71,12 +76,14 @@ class StepDetail:
     """What is known of a typical step beyond its FLOPs, as shares of the executed FLOPs counted for it."""
 
     dtype_shares: Mapping[str, float] = field(default_factory=dict)
+    """Of the model's FLOPs; empty where they are not known."""
     forward_share: float | None = None
     recompute_share: float | None = None
     attention_share: float | None = None
     attention_executed_share: float | None = None
-    """Of the attention counted, what kernels execute that skip whole blocks of the mask."""
+    """What kernels execute that skip whole blocks of the mask, over the attention counted."""
     tile_factor: float | None = None
+    """Of all that is not attention."""
     uncounted: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -100,13 +107,14 @@ class HardwareFigures:
     check: CrossCheck | None
     fall: Waterfall | None
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float | str]:
         """The `perf/` metrics of the window."""
         rate = self.executed_flops_per_s
-        row: dict[str, float | None] = {
+        row: dict[str, float | str | None] = {
             "perf/executed_tflops_per_gpu": None if rate is None else rate / 1e12,
             "perf/executed_hfu": self.executed_hfu,
             "perf/sm_clock_mhz": None if self.clock_hz is None else self.clock_hz / 1e6,
+            "perf/clock_source": None if self.clock_hz is None else self.clock_source,
             "perf/power_w": self.power_w,
             "perf/energy_j_per_step": self.energy_j_per_step,
             "perf/energy_j_per_million_tokens": self.energy_j_per_million_tokens,
@@ -128,7 +136,7 @@ class HardwareFigures:
             "executed_over_expected": None if check is None else check.ratio,
             "limiter": None if fall is None else fall.limiter,
             "advice": [] if fall is None else list(fall.advice()),
-            "waterfall": None if fall is None else asdict(fall),
+            "waterfall": None if fall is None else fall.as_dict(),
         }
 
 
@@ -150,19 +158,22 @@ def figures_of(
 ) -> HardwareFigures:
     """What a window comes to. `is_datasheet_peak` is False where the user gave a peak of their own: the clock
     and the pipes' shares then say nothing of it."""
-    window = measured.window
-    executed = executed_flops_per_s(
-        window,
-        spec,
-        flops_by_dtype=detail.dtype_shares,
-        clock_hz=measured.clock_hz,
-        non_matrix_share=non_matrix_share,
-    )
-    peak = sums.per_s("peak_time")
+    window, executed = measured.window, None
+    tells_all = on_tensor_pipes(detail.dtype_shares)
+    if tells_all:
+        executed = executed_flops_per_s(
+            window,
+            spec,
+            flops_by_dtype=detail.dtype_shares,
+            clock_hz=measured.clock_hz,
+            non_matrix_share=non_matrix_share,
+        )
+    peak = sums.per_s("peak_flops")
     power_w = window.power_w
     if window.energy_j is not None and window.seconds > 0:
         power_w = window.energy_j / window.seconds
-    energy_j = None if power_w is None else power_w * sums.elapsed_s
+    # As all rates without a suffix: the job's, this rank's times the number of ranks.
+    energy_j = None if power_w is None else power_w * sums.elapsed_s * world_size
     return HardwareFigures(
         seconds=window.seconds,
         steps=sums.steps,
@@ -175,12 +186,20 @@ def figures_of(
         energy_j_per_step=None if energy_j is None or not sums.steps else energy_j / sums.steps,
         energy_j_per_million_tokens=None
         if energy_j is None or not sums.tokens
-        else energy_j / sums.tokens * 1e6,
+        else energy_j / (sums.tokens * world_size) * 1e6,
         tensor_active=window.tensor_active,
         sm_active=window.sm_active,
         dram_active=window.dram_active,
         check=_check(sums, executed, detail, window.processes),
-        fall=_fall(sums, measured, executed, detail, spec if is_datasheet_peak else None, world_size),
+        fall=_fall(
+            sums,
+            measured,
+            executed,
+            detail,
+            spec if is_datasheet_peak and tells_all else None,
+            world_size=world_size,
+            left_out=None if is_datasheet_peak and tells_all else _why_left_out(is_datasheet_peak, tells_all),
+        ),
     )
 
 
@@ -222,7 +241,9 @@ def _fall(
     executed: float | None,
     detail: StepDetail,
     spec: DeviceSpec | None,
+    *,
     world_size: int,
+    left_out: str | None,
 ) -> Waterfall | None:
     window, counted = measured.window, sums.per_s("hardware_flops")
     busy = window.graphics_active if spec is not None else None
@@ -235,7 +256,7 @@ def _fall(
     if sums.tokens and sums.useful_tokens is not None:
         efficiency = sums.useful_tokens / sums.tokens
     return waterfall(
-        peak_flops_per_s=sums.per_s("peak_time"),
+        peak_flops_per_s=sums.per_s("peak_flops"),
         model_flops_per_s=sums.per_s("model_flops"),
         hardware_flops_per_s=counted,
         executed_flops_per_s=executed,
@@ -249,10 +270,25 @@ def _fall(
         data_wait_share=sums.data_wait_s / sums.elapsed_s if sums.elapsed_s else None,
         # One GPU waits for nobody else: what is not data is the host being late with launches.
         launch_gap_share=1 - busy if busy is not None and world_size == 1 else None,
-        tile_factor=detail.tile_factor,
+        tile_factor=_over_everything(detail),
         masked_flops_per_s=masked,
         padding_efficiency=efficiency,
+        left_out=left_out,
+        world_size=world_size,
     )
+
+
+def _why_left_out(is_datasheet_peak: bool, tells_all: bool) -> str:
+    if not is_datasheet_peak:
+        return "the peak is not the datasheet's"
+    return "not all of the work is known to run on the tensor pipe (plain fp32 does not)"
+
+
+def _over_everything(detail: StepDetail) -> float | None:
+    """The tile factor of a whole step: attention has tiles of its own, which are not known."""
+    if detail.tile_factor is None or detail.attention_share is None:
+        return detail.tile_factor
+    return 1 + (detail.tile_factor - 1) * (1 - detail.attention_share)
 
 
 def _plus(total: float | None, amount: float | None) -> float | None:

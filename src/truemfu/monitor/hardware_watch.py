@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from ..errors import CounterError
+from ..hardware.counter_windows import between
 from ..hardware.counters import CounterSource, CounterWindow, find_gpu
 from ..hardware.cycle_stamps import CycleStamps, Stamp, mean_clock_hz
 from ..hardware.executed import counted_clock_hz
@@ -29,7 +31,9 @@ WINDOW_S = 10.0
 _PERIOD_S = 1.0
 _LAGS_KEPT = 64
 _INTERVALS_KEPT = 600
-FROM_CYCLES, FROM_DRIVER = "cycle counters", "driver"
+FROM_CYCLES, FROM_DRIVER, FROM_BOTH = "cycle counters", "driver", "cycle counters and driver"
+_ENOUGH = 0.7
+"""Of a window, what the counters must tell of."""
 
 
 class Cut(NamedTuple):
@@ -84,9 +88,13 @@ class HardwareWatch:
         self._is_open, self._due_s = False, 0.0
 
     def measured(self, begin: Cut, end: Cut) -> Measured | None:
-        """On another thread, when the device is past both cuts; None where nothing was read in between."""
-        window = self._sampler.window(self._index, self._time_of(begin), self._time_of(end))
-        if window is None:
+        """On another thread, when the device is past both cuts; None where too little was read in between."""
+        for cut in (begin, end):
+            self._note_lag(cut)
+        begin_s, end_s = self._time_of(begin), self._time_of(end)
+        active = [part for part in self._sampler.intervals(self._index) if part.hmma_active is not None]
+        window = between(active, begin_s, end_s)
+        if window is None or window.seconds < _ENOUGH * (end_s - begin_s):
             return None
         clock_hz = None
         if begin.stamp is not None and end.stamp is not None:
@@ -107,22 +115,28 @@ class HardwareWatch:
         self._sampler.stop()
         self._source.close()
 
+    def _note_lag(self, cut: Cut) -> None:
+        gpu_s = None if cut.stamp is None else cut.stamp.time_s()
+        if gpu_s is not None:
+            self._lags_s.append(gpu_s - cut.at_s)
+
     def _time_of(self, cut: Cut) -> float:
         """When the device got to a cut, by the host's monotonic clock."""
         gpu_s = None if cut.stamp is None else cut.stamp.time_s()
-        if gpu_s is None:
-            return cut.at_s
-        self._lags_s.append(gpu_s - cut.at_s)
-        return gpu_s - min(self._lags_s)
+        return cut.at_s if gpu_s is None else gpu_s - min(self._lags_s)
 
 
-def open_watch(device: torch.device) -> HardwareWatch | str:
+def open_watch(device: torch.device, notice: Callable[[str], None]) -> HardwareWatch | str:
     """A watch of this device, or why there is none."""
     found = counters_of(device)
     if isinstance(found, str):
         return found
     source, index = found
     stamps = CycleStamps.open(device)
+    if isinstance(stamps, str):
+        notice(
+            f"hybrid mode: executed FLOPs rest on the clock the driver reports, which is too high: {stamps}"
+        )
     return HardwareWatch(
         source,
         index,

@@ -11,13 +11,14 @@ from typing import Any
 
 from ..crosscheck import CrossCheck
 from ..hardware.counter_windows import combine
+from ..hardware.executed import has_rate
 from ..hardware.specs import DeviceSpec
 from .hardware_figures import HardwareFigures, StepDetail, StepSums, figures_of
-from .hardware_watch import FROM_CYCLES, Cut, HardwareWatch, Measured
+from .hardware_watch import FROM_BOTH, Cut, HardwareWatch, Measured
 from .metrics import StepMeasures
 
 _WINDOWS_IN_TROUBLE = 2
-DATASHEET = "datasheet"
+_DATASHEET = "datasheet"
 
 
 class HardwareWindows:
@@ -36,45 +37,54 @@ class HardwareWindows:
         self._non_matrix_share, self._world_size = non_matrix_share, world_size
         self._begin: Cut | None = None
         self._sums = StepSums()
-        self._disagreeing = self._unread = 0
-        self._windows = 0
+        self._unread = self._disagreeing = 0
+        self._said: set[frozenset[str]] = set()
+        self._windows = self._left_out = 0
         self._run_sums = StepSums()
         self._run_measured: Measured | None = None
         self._detail = StepDetail()
         self._is_datasheet_peak = False
+        self.tells_executed = has_rate(spec)
+        """Whether executed FLOPs can come of it at all; without, it tells of energy and activity."""
         self.executed_ratio: float | None = None
         """Executed over counted FLOPs of the last window."""
         self.latest: HardwareFigures | None = None
+        """The last window, as long as the counters can be read."""
 
-    def add(
-        self, measures: StepMeasures, cut: Cut | None, detail: Callable[[], StepDetail]
-    ) -> HardwareFigures | None:
-        """Take in a step with its counted FLOPs; the figures of a window that ends with it."""
+    def add(self, measures: StepMeasures, cut: Cut | None, detail: Callable[[], StepDetail]) -> None:
+        """Take in a step with its counted FLOPs, and the window that ends with it."""
         self._sums.add(measures)
         if cut is None:
-            return None
+            return
         begin, sums = self._begin, self._sums
         self._begin, self._sums = cut, StepSums()
         if begin is None or not cut.ends_window:
-            return None
+            return
         measured = self._watch.measured(begin, cut)
         if measured is None:
             self._nothing_read()
-            return None
+            return
         self._unread = 0
         self._detail = detail()
         source = None if measures.flops is None else measures.flops.peak_source
-        self._is_datasheet_peak = bool(source and source.startswith(DATASHEET))
-        figures = self._figures(sums, measured)
-        self._remember(sums, measured, figures)
-        return figures
+        self._is_datasheet_peak = bool(source and source.startswith(_DATASHEET))
+        self.latest = self._figures(sums, measured)
+        if sums.is_complete:
+            self._windows += 1
+            self._run_sums.merge(sums)
+            self._run_measured = (
+                measured if self._run_measured is None else merged(self._run_measured, measured)
+            )
+        else:
+            self._left_out += 1
+        self._compare(self.latest.check)
 
     def as_dict(self) -> dict[str, Any] | None:
-        """The run so far, for the closing summary; None before the first window."""
+        """The run so far, for the closing summary; None before a first window of steps with FLOPs."""
         if self._run_measured is None:
             return None
         figures = self._figures(self._run_sums, self._run_measured)
-        return {"windows": self._windows, **figures.as_dict()}
+        return {"windows": self._windows, "windows_left_out": self._left_out, **figures.as_dict()}
 
     def _figures(self, sums: StepSums, measured: Measured) -> HardwareFigures:
         return figures_of(
@@ -87,25 +97,26 @@ class HardwareWindows:
             is_datasheet_peak=self._is_datasheet_peak,
         )
 
-    def _remember(self, sums: StepSums, measured: Measured, figures: HardwareFigures) -> None:
-        self.latest = figures
-        self._windows += 1
-        self._run_sums.merge(sums)
-        self._run_measured = measured if self._run_measured is None else merged(self._run_measured, measured)
-        check = figures.check
+    def _compare(self, check: CrossCheck | None) -> None:
+        """Take over the ratio of a window; a difference that lasts is said, each set of causes once."""
+        self.executed_ratio = None if check is None else check.executed_flops / check.counted_flops
         if check is None:
             return
-        self.executed_ratio = check.executed_flops / check.counted_flops
         self._disagreeing = 0 if check.agrees else self._disagreeing + 1
-        if self._disagreeing == _WINDOWS_IN_TROUBLE:  # one alone may be a checkpoint or an evaluation
-            self._notice(cross_check_notice(check))
+        causes = frozenset(cause.key for cause in check.causes)
+        # One window alone may be a checkpoint or an evaluation.
+        if self._disagreeing >= _WINDOWS_IN_TROUBLE and causes not in self._said:
+            self._said.add(causes)
+            self._notice(f"hybrid mode: {check.notice}")
 
     def _nothing_read(self) -> None:
         self._unread += 1
         if self._unread == _WINDOWS_IN_TROUBLE:
-            self.executed_ratio = None
-            why = self._watch.fault or "no interval of theirs lies in a window"
-            self._notice(f"the hardware counters cannot be read any more, HFU rests on the count: {why}")
+            self.executed_ratio = self.latest = None
+            why = self._watch.fault or "too little of a window was read"
+            self._notice(
+                f"the hardware counters cannot be read any more, HFU comes from them no longer: {why}"
+            )
 
 
 def merged(one: Measured, other: Measured) -> Measured:
@@ -114,15 +125,9 @@ def merged(one: Measured, other: Measured) -> Measured:
     assert window is not None
     clocks = [(m.clock_hz, m.window.seconds) for m in (one, other) if m.clock_hz is not None]
     seconds = sum(s for _, s in clocks)
+    sources = (one.clock_source, other.clock_source)
     return Measured(
         window=window,
         clock_hz=sum(clock * s for clock, s in clocks) / seconds if seconds else None,
-        clock_source=one.clock_source if one.clock_source != FROM_CYCLES else other.clock_source,
+        clock_source=sources[0] if len(set(sources)) == 1 else FROM_BOTH,
     )
-
-
-def cross_check_notice(check: CrossCheck) -> str:
-    """What there is to say of a window in which counted and executed differ."""
-    notice = check.notice
-    assert notice is not None
-    return f"hybrid mode: {notice}"

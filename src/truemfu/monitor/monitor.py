@@ -23,9 +23,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import ModelError, UsageError
+from ..errors import ModelError, UsageError, one_line
 from ..flops.host_copy import HostCopy, start_host_copy
-from ..hardware.detect import known_spec
+from ..hardware.detect import spec_of
+from ..hardware.executed import has_rate
 from ..trackers.base import Tracker
 from .audit_step import AuditStep
 from .clock import StepClock, clock_for
@@ -33,7 +34,7 @@ from .config import MonitorConfig, load_config
 from .counting import Counting
 from .data import WatchedData
 from .datasets import DatasetMetrics, PendingDatasetMetrics, shifts_labels
-from .hardware_watch import HardwareWatch, open_watch
+from .hardware_watch import WINDOW_S, HardwareWatch, open_watch
 from .hardware_windows import HardwareWindows
 from .host_values import HostValues
 from .measuring import Measuring
@@ -283,14 +284,27 @@ class TrainingMonitor:
             self._resolver.stop(_COUNT_TIMEOUT_S)
             if self._audit is not None:
                 self._audit.close(self._logged)
-            if self._watch is not None:
-                self._watch.close()
+            self._close_watch()
         summary = self.summary()
         if self._ranks.is_first:
             self._output.close(summary, _CLOSE_TIMEOUT_S)
             summary["lost"] += [text for text in self._output.lost() if text not in summary["lost"]]
             summary["warnings"] = list(self._notices.texts)
             show(summary)
+
+    def _close_watch(self) -> None:
+        if self._watch is None:
+            return
+        hardware = self._resolver.hardware
+        if hardware is not None and hardware.latest is None and hardware.as_dict() is None:
+            self._notices(
+                f"hybrid mode: no {WINDOW_S:.0f} seconds of steps without a pause or a compilation, so the "
+                "counters measured nothing"
+            )
+        try:
+            self._watch.close()
+        except Exception as error:
+            self._notices(f"the hardware counters did not close: {one_line(error)}")
 
     def _guarded(self, work: Callable[..., Any], *args: Any) -> Any:
         """Run a part of the monitor; what it raises is said once and goes no further."""
@@ -337,7 +351,7 @@ class TrainingMonitor:
             if self._watch is None
             else HardwareWindows(
                 self._watch,
-                spec=known_spec(device),
+                spec=spec_of(device),
                 non_matrix_share=self.config.non_matrix_share,
                 world_size=self._ranks.world_size,
                 notice=self._notices,
@@ -349,17 +363,23 @@ class TrainingMonitor:
 
     def _opened_watch(self, device: torch.device) -> HardwareWatch | None:
         """The counters of `hybrid`; where there are none, what comes instead."""
-        if self.config.mode != "hybrid":
+        if self.config.mode != "hybrid" or not self._ranks.is_first:
             return None
         if not self.config.hardware_counters_enabled:
             self._measuring.go_without_counters(None)
             return None
-        watch = open_watch(device)
-        if isinstance(watch, HardwareWatch):
+        try:
+            watch = open_watch(device, self._notices)
+        except Exception as error:
+            watch = one_line(error)
+        if not isinstance(watch, HardwareWatch):
+            self._measuring.go_without_counters(watch)
+            return None
+        if has_rate(spec_of(device)):
             self._counting.executed_method = "hardware counters"
-            return watch
-        self._measuring.go_without_counters(watch)
-        return None
+        else:
+            self._measuring.go_without_counters(f"no FLOP per cycle is known for {_device_name(device)}")
+        return watch
 
     def _on_forward(self, batch: Batch | None) -> None:
         began_s = time.perf_counter()
@@ -457,6 +477,14 @@ class TrainingMonitor:
         datasets = self._pending_datasets or _NO_DATASETS
         compilations = _compilations()
         is_warmup = self._logged < _WARMUP_STEPS or compilations != self._compilations or profile is not None
+        cut = None
+        if (
+            self._watch is not None
+        ):  # before the mark that ends the step: once that has passed, so has the cut
+            if is_warmup:
+                self._watch.restart()  # what compiles or is profiled is no window's business
+            else:
+                cut = self._watch.cut(now_s)
         note = StepNote(
             step,
             self._steps_since_last(step),
@@ -476,7 +504,7 @@ class TrainingMonitor:
             datasets,
             bool(skip_wandb),
             self._clock.end(),
-            None if self._watch is None or is_warmup else self._watch.cut(now_s),
+            cut,
         )
         self._values.flush_if_due(now_s)
         if self._audit is not None:

@@ -63,6 +63,7 @@ class Resolver:
         self._detailed_log_freq = detailed_log_freq
         self._measured_peak_flops_per_s = measured_peak_flops_per_s
         self.hardware = hardware
+        self._takes_windows = True
         self._audit = audit
         self._details = StepDetails(counting, device)
         self._pending: deque[StepNote] = deque()
@@ -205,18 +206,25 @@ class Resolver:
             world_size=self._world_size,
             measured_peak_flops_per_s=self._measured_peak_flops_per_s,
         )
-        if self.hardware is not None:
+        if self.hardware is not None and self._takes_windows:
             self._add_to_window(self.hardware, note, counted)
         executed = self._counting.with_executed(counted.flops)
         return counted if executed is counted.flops else replace(counted, flops=executed)
 
     def _add_to_window(self, hardware: HardwareWindows, note: StepNote, counted: StepMeasures) -> None:
         try:
-            hardware.add(counted, note.cut, lambda: self._details.of(note.state, note.batches))
-            self._counting.executed_ratio = hardware.executed_ratio
+            hardware.add(
+                counted,
+                note.cut,
+                lambda: self._details.of(note.state, note.batches, measured=note.measured),
+            )
+            ratio = hardware.executed_ratio
         except Exception as error:
-            self.hardware, self._counting.executed_ratio = None, None
-            self._notices(f"the hardware counters are left out, HFU rests on the count: {one_line(error)}")
+            self._takes_windows, ratio = False, None
+            hardware.latest = None
+            self._notices(f"the hardware counters are left out from now on: {one_line(error)}")
+        if hardware.tells_executed:
+            self._counting.executed_ratio = ratio
 
     def _counted(self, note: StepNote) -> StepFlops | None:
         if note.state is None or note.batches_missing or not note.batches:

@@ -6,14 +6,15 @@ cannot be found is None: the cross-check then expects no more than the count say
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
-from ..errors import TruemfuError
 from ..flops.flop_count import FlopCount
 from ..flops.step_work import StepWork
-from ..hardware.tiles import tile_factor
+from ..hardware.tiles import mean_tile_factor
 from .counting import Counting, ModelState
 from .hardware_figures import StepDetail
 from .observe import BatchNote
@@ -29,22 +30,26 @@ class StepDetails:
         self._of: ModelState | None = None
         self._detail = _NOTHING
 
-    def of(self, state: ModelState | None, notes: Sequence[BatchNote]) -> StepDetail:
-        """The detail of steps in this state, by the first micro-batch that was asked for."""
-        if state is None or not notes or self._counting.estimates_only:
+    def of(self, state: ModelState | None, notes: Sequence[BatchNote], *, measured: bool) -> StepDetail:
+        """The detail of steps in this state, by the first micro-batch that tells one."""
+        if state is None or not notes:
             return _NOTHING
         if self._of is not state:
-            self._of, self._detail = state, self._found(state, notes[0])
+            found = self._found(state, notes[0], measured=measured)
+            if found is None:
+                return _NOTHING
+            self._of, self._detail = state, found
         return self._detail
 
-    def _found(self, state: ModelState, note: BatchNote) -> StepDetail:
-        count = self._counting.batch(state, note, measured=True)
+    def _found(self, state: ModelState, note: BatchNote, *, measured: bool) -> StepDetail | None:
+        count = self._counting.batch(state, note, measured=measured)
         if count is None or not count.hardware_flops:
-            return _NOTHING
-        try:
-            work = self._counting.by_shape(state, note)
-        except TruemfuError:  # counted otherwise (an estimate, real tensors): no shapes to be had
-            work = None
+            return None
+        work = None
+        if measured and not self._counting.estimates_only:
+            # What was counted otherwise (on real tensors, by an estimate) has no shapes to be had.
+            with contextlib.suppress(Exception):
+                work = self._counting.by_shape(state, note)
         return detail_of(count, work, self._capability(), self._sm_count())
 
     def _capability(self) -> tuple[int, int] | None:
@@ -62,38 +67,23 @@ def detail_of(
     compute_capability: tuple[int, int] | None,
     sm_count: int | None,
 ) -> StepDetail:
-    """A count, and the same by shape where there is one, as shares of what is executed."""
+    """A count, and the same by shape where there is one, as shares."""
     executed = count.hardware_flops
-    shares = {dtype: flops / count.model_flops for dtype, flops in count.by_dtype.items() if flops}
-    if work is None:
-        return StepDetail(
-            dtype_shares=shares,
-            forward_share=count.forward / executed,
-            recompute_share=count.recompute / executed,
-            uncounted=count.uncounted,
-        )
-    return StepDetail(
-        dtype_shares=shares,
+    detail = StepDetail(
+        dtype_shares={dtype: flops / count.model_flops for dtype, flops in count.by_dtype.items() if flops},
         forward_share=count.forward / executed,
         recompute_share=count.recompute / executed,
-        attention_share=work.attention / work.hardware_flops if work.hardware_flops else None,
-        attention_executed_share=work.attention_blocked / work.attention if work.attention else None,
-        tile_factor=_mean_tile_factor(work, compute_capability, sm_count),
         uncounted=count.uncounted,
     )
-
-
-def _mean_tile_factor(
-    work: StepWork, compute_capability: tuple[int, int] | None, sm_count: int | None
-) -> float | None:
-    """Of everything but attention; what has no shape weighs in with factor 1."""
-    needed = padded = float(work.other)
-    if compute_capability is None:
-        return None
-    for (dtype, shape), flops in work.products.items():
-        factor = tile_factor(shape, compute_capability, dtype=dtype, sm_count=sm_count)
-        if factor is None:
-            return None
-        needed += flops
-        padded += flops * factor
-    return padded / needed if needed else None
+    if work is None or not work.hardware_flops:
+        return detail
+    blocked = work.attention_blocked
+    tiles = None
+    if compute_capability is not None:
+        tiles = mean_tile_factor(work.products, compute_capability, sm_count=sm_count, other_flops=work.other)
+    return replace(
+        detail,
+        attention_share=work.attention / work.hardware_flops,
+        attention_executed_share=blocked / work.attention if work.attention and blocked is not None else None,
+        tile_factor=tiles,
+    )

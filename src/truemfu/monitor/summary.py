@@ -15,14 +15,14 @@ def lines_of(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("steps", _steps(summary)),
         ("step, median", _seconds(summary["median_step_time_s"])),
         ("MFU, median", _share(summary["median_mfu"], "no peak or no FLOPs known")),
-        ("HFU, median", _share(summary["median_hfu"], "no peak or no FLOPs known")),
+        ("HFU, median", _hfu(summary)),
         ("peak", summary["peak_source"] or "unknown"),
         ("FLOPs by", _method(summary)),
         ("tokens/s", _rate(summary["median_tokens_per_second"], summary["scope"])),
         ("samples/s", _rate(summary["median_samples_per_second"], summary["scope"])),
         ("padding lost", _share(summary["padding_lost"], "no mask seen")),
         ("waiting for data", _share(summary["data_wait_share"], "not seen")),
-        *_hardware(summary.get("hardware")),
+        *_hardware(summary.get("hardware"), summary["scope"]),
         ("monitor's own cost", _cost(summary)),
         *[("note", text) for text in summary["notes"]],
         *[("lost", text) for text in summary["lost"]],
@@ -79,27 +79,28 @@ def _share(share: float | None, why_not: str) -> str:
     return f"{share:.1%}" if share >= 0.01 or share == 0 else f"{100 * share:.2g} %"
 
 
-def _hardware(hardware: Mapping[str, Any] | None) -> list[tuple[str, str]]:
+def _hardware(hardware: Mapping[str, Any] | None, scope: str) -> list[tuple[str, str]]:
     """What the counters say; nothing where there were none."""
     if hardware is None:
         return []
     lines = [("executed, by counters", _executed(hardware))]
     if hardware["energy_j_per_step"] is not None:
-        text = f"{hardware['power_w']:.0f} W, {hardware['energy_j_per_step']:.3g} J a step"
+        text = f"{hardware['power_w']:.0f} W this GPU; {hardware['energy_j_per_step']:.3g} J a step"
         if hardware["energy_j_per_million_tokens"] is not None:
             text += f", {hardware['energy_j_per_million_tokens'] / 1e3:.3g} kJ a million tokens"
-        lines.append(("energy", text))
+        lines.append(("energy", f"{text} ({scope})"))
     fall = hardware["waterfall"]
     if fall is not None:
         parts = [part for part in fall["parts"] if abs(part["share"]) >= _WORTH_SAYING]
         lines += [("where the peak went", f"{100 * part['share']:5.1f} %  {part['name']}") for part in parts]
+        lines += [("note", text) for text in fall["notes"]]
     return lines + [("advice", text) for text in hardware["advice"]]
 
 
 def _executed(hardware: Mapping[str, Any]) -> str:
     rate, ratio = hardware["executed_flops_per_s"], hardware["executed_over_expected"]
     if rate is None:
-        return "unknown (the chip's rate is not in the table)"
+        return "unknown (the chip's rate is not in the table, or not all work is on the tensor pipe)"
     text = f"{rate / 1e12:.1f} TFLOP/s"
     if hardware["executed_hfu"] is not None:
         text += f", HFU {hardware['executed_hfu']:.1%}"
@@ -108,6 +109,12 @@ def _executed(hardware: Mapping[str, Any]) -> str:
     if hardware["clock_hz"] is not None:
         text += f"; clock {hardware['clock_hz'] / 1e6:,.0f} MHz by {hardware['clock_source']}"
     return text
+
+
+def _hfu(summary: Mapping[str, Any]) -> str:
+    text = _share(summary["median_hfu"], "no peak or no FLOPs known")
+    method = summary.get("hfu_method")
+    return text if method is None or summary["median_hfu"] is None else f"{text} by {method}"
 
 
 def _rate(rate: float | None, scope: str) -> str:

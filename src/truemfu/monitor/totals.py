@@ -44,6 +44,8 @@ class Totals:
         self._time_s = self._data_wait_s = 0.0
         self.methods: dict[str, int] = {}
         self.peak_source: str | None = None
+        self.hfu_method: str | None = None
+        """What HFU rests on where that is not the count."""
 
     def add(self, measures: StepMeasures) -> None:
         """Take one step in."""
@@ -55,7 +57,7 @@ class Totals:
         for name, value in (
             ("step_time_s", measures.step_time_s),
             ("mfu", measures.mfu),
-            ("hfu", measures.hfu),
+            ("hfu", measures.hfu if self._is_like_before(measures) else None),
             ("tokens_per_second", _rate(measures.tokens, elapsed_s, measures.world_size)),
             ("samples_per_second", _rate(measures.samples, elapsed_s, measures.world_size)),
         ):
@@ -71,6 +73,14 @@ class Totals:
             self.methods[measures.flops.method] = self.methods.get(measures.flops.method, 0) + 1
             self.peak_source = measures.flops.peak_source
 
+    def _is_like_before(self, measures: StepMeasures) -> bool:
+        """Whether the HFU of a step was found as those before; what is measured replaces what was counted."""
+        method = None if measures.flops is None else measures.flops.executed_method
+        if method is not None and self.hfu_method is None:
+            self.hfu_method = method
+            self._steady["hfu"], self._warmup["hfu"] = Reservoir(), Reservoir(64)
+        return method == self.hfu_method
+
     def as_dict(self) -> dict[str, Any]:
         """The run in plain data; None for what is not known."""
         steady = self._steady["step_time_s"].median() is not None
@@ -83,6 +93,7 @@ class Totals:
             **{f"median_{name}": source[name].median() for name in self._names},
             "padding_lost": 1 - self._useful_tokens / self._tokens if self._tokens else None,
             "data_wait_share": self._data_wait_s / self._time_s if self._time_s else None,
+            "hfu_method": self.hfu_method,
             "method": max(self.methods, key=lambda m: self.methods[m]) if self.methods else None,
             "methods": dict(self.methods),
             "peak_source": self.peak_source,

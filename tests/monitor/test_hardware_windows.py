@@ -1,0 +1,208 @@
+"""Windows made of given counters: what they come to, and what they do not claim."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from truemfu.hardware.counters import CounterWindow
+from truemfu.hardware.detect import find_spec
+from truemfu.monitor.counting import StepFlops
+from truemfu.monitor.hardware_figures import StepDetail, StepSums, figures_of
+from truemfu.monitor.hardware_watch import FROM_BOTH, FROM_CYCLES, FROM_DRIVER, Cut, Measured
+from truemfu.monitor.hardware_windows import HardwareWindows, merged
+from truemfu.monitor.metrics import StepMeasures
+
+H200 = find_spec("NVIDIA H200", None)
+PEAK = 989.4e12
+STEP_S = 0.1
+BF16 = StepDetail(dtype_shares={"bf16": 1.0}, forward_share=0.33, recompute_share=0.005)
+
+
+def step(
+    model_flops: float | None = 40e12, peak: float = PEAK, source: str = "datasheet: H200"
+) -> StepMeasures:
+    flops = None
+    if model_flops is not None:
+        flops = StepFlops(
+            model_flops=int(model_flops),
+            hardware_flops=model_flops,
+            peak_flops_per_s=peak,
+            peak_source=source,
+            method="closed form",
+        )
+    return StepMeasures(
+        steps=1,
+        elapsed_s=STEP_S,
+        data_wait_s=0.0,
+        samples=8,
+        tokens=8192,
+        useful_tokens=8192,
+        flops=flops,
+        warmup=False,
+        world_size=1,
+    )
+
+
+def measured(hmma: float | None = 0.5, source: str = FROM_CYCLES, **values: Any) -> Measured:
+    shares = {"tensor_active": hmma, "sm_active": 0.8, "graphics_active": 0.9, **values}
+    window = CounterWindow(
+        index=0,
+        begin_s=0.0,
+        end_s=10.0,
+        seconds=10.0,
+        hmma_active=hmma,
+        sm_clock_hz=1.6e9,
+        power_w=600.0,
+        **shares,
+    )
+    return Measured(window=window, clock_hz=1.5e9, clock_source=source)
+
+
+def figures(detail: StepDetail = BF16, world_size: int = 1, own_peak: bool = False, **values: Any) -> Any:
+    sums = StepSums()
+    for _ in range(100):
+        sums.add(step())
+    return figures_of(
+        sums,
+        measured(**values),
+        detail,
+        spec=H200,
+        non_matrix_share=0.0,
+        world_size=world_size,
+        is_datasheet_peak=not own_peak,
+    )
+
+
+class Watch:
+    """Answers every pair of cuts with what it is told."""
+
+    fault = "GPU is lost"
+
+    def __init__(self) -> None:
+        self.answer: Measured | None = measured()
+
+    def measured(self, begin: Cut, end: Cut) -> Measured | None:
+        return self.answer
+
+
+@pytest.fixture
+def watch() -> Watch:
+    return Watch()
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def windows(watch: Any, said: list[str]) -> HardwareWindows:
+    made = HardwareWindows(watch, spec=H200, non_matrix_share=0.0, world_size=1, notice=said.append)
+    made.add(step(), Cut(0.0, None, False), lambda: BF16)
+    return made
+
+
+def window_of(windows: HardwareWindows, one: StepMeasures | None = None, detail: StepDetail = BF16) -> None:
+    windows.add(one or step(), Cut(0.0, None, True), lambda: detail)
+
+
+def test_plain_fp32_is_not_on_the_pipe_so_nothing_is_claimed_of_it() -> None:
+    """An activity of 0 is no HFU of 0, and the pipe's shares say nothing of this peak."""
+    mixed = figures(StepDetail(dtype_shares={"bf16": 0.95, "fp32": 0.05}))
+    assert mixed.executed_flops_per_s is None
+    assert mixed.executed_hfu is None
+    assert mixed.check is None
+    assert mixed.fall is not None
+    assert [part.key for part in mixed.fall.parts][-1] == "useful"
+    assert "clock" not in [part.key for part in mixed.fall.parts]
+    assert any("plain fp32" in text for text in mixed.fall.advice())
+    assert sum(part.share for part in mixed.fall.parts) == pytest.approx(1)
+
+
+def test_an_unknown_mix_of_dtypes_is_not_taken_for_bf16() -> None:
+    assert figures(StepDetail()).executed_flops_per_s is None
+
+
+def test_the_tiles_of_the_waterfall_are_those_of_the_cross_check() -> None:
+    detail = StepDetail(
+        dtype_shares={"bf16": 1.0}, attention_share=0.4, attention_executed_share=1.0, tile_factor=1.05
+    )
+    found = figures(detail)
+    shares = {part.key: part.share for part in found.fall.parts}
+    needed = 40e12 / STEP_S / PEAK
+    assert shares["tile_padding"] == pytest.approx(0.05 * 0.6 * needed)
+    expected = found.check.expected_flops / found.check.counted_flops
+    assert expected == pytest.approx(1 + 0.05 * 0.6)
+
+
+def test_energy_is_the_jobs_and_its_rate_by_token_is_not_multiplied() -> None:
+    one, eight = figures(), figures(world_size=8)
+    assert one.energy_j_per_step == pytest.approx(600 * STEP_S)
+    assert eight.energy_j_per_step == pytest.approx(8 * one.energy_j_per_step)
+    assert eight.energy_j_per_million_tokens == pytest.approx(one.energy_j_per_million_tokens)
+
+
+def test_with_several_ranks_communication_may_be_in_the_busy_time() -> None:
+    (text,) = [text for text in figures(world_size=8).fall.advice() if text.startswith("busy without")]
+    assert "communication between ranks" in text
+
+
+def test_a_peak_of_ones_own_is_said_to_be_the_reason() -> None:
+    (text, *_) = figures(own_peak=True).fall.advice()
+    assert "the peak is not the datasheet's" in text
+    assert "unknown" not in text
+
+
+def test_the_clock_says_whose_it_is() -> None:
+    assert figures().metrics()["perf/clock_source"] == FROM_CYCLES
+    both = merged(measured(source=FROM_CYCLES), measured(source=FROM_DRIVER))
+    assert both.clock_source == FROM_BOTH
+
+
+def test_silent_activity_is_no_window_and_leaves_no_stale_ratio(
+    windows: HardwareWindows, watch: Watch, said: list[str]
+) -> None:
+    window_of(windows)
+    assert windows.executed_ratio is not None
+    watch.answer = None
+    window_of(windows)
+    window_of(windows)
+    assert windows.executed_ratio is None
+    assert windows.latest is None
+    assert said == [
+        "the hardware counters cannot be read any more, HFU comes from them no longer: GPU is lost"
+    ]
+    summary = windows.as_dict()
+    assert summary is not None
+    assert summary["windows"] == 1
+
+
+def test_a_window_without_executed_flops_clears_the_ratio(windows: HardwareWindows) -> None:
+    window_of(windows)
+    window_of(windows, detail=StepDetail())
+    assert windows.executed_ratio is None
+
+
+def test_one_step_without_flops_does_not_blank_the_run(windows: HardwareWindows) -> None:
+    window_of(windows)
+    window_of(windows, step(None))
+    window_of(windows)
+    summary = windows.as_dict()
+    assert summary is not None
+    assert (summary["windows"], summary["windows_left_out"]) == (2, 1)
+    assert summary["executed_hfu"] is not None
+    assert summary["waterfall"] is not None
+
+
+def test_a_difference_is_said_once_for_each_set_of_causes(
+    windows: HardwareWindows, watch: Watch, said: list[str]
+) -> None:
+    for _ in range(20):
+        watch.answer = measured(hmma=0.9)
+        window_of(windows)
+        window_of(windows)
+        watch.answer = measured(hmma=0.494)
+        window_of(windows)
+    assert len(said) == 1
