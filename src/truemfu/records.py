@@ -351,7 +351,7 @@ def decode(data: bytes | str, kind: type[Record], where: str) -> Record:
     """A record read back; a RecordError that names `where` if it is none of ours."""
     try:
         found = msgspec.json.decode(data, type=kind)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise RecordError(f"{where} holds no {kind.__name__}: {error}") from error
     if found.version > RECORD_VERSION:
         raise RecordError(

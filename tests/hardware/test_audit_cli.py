@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +26,7 @@ SHARE = (
     "`monitoring.performance_monitoring.hybrid_mode.non_matrix_share: 0.0176` "
     "makes hybrid mode exact for this model"
 )
+SHARE_ALONE = "no matrix work: 36.74 M of 2.089 G active cycles of the tensor pipe, 1.76 %"
 WRITE = """
 import os, pathlib
 print("training")
@@ -89,7 +94,8 @@ def test_a_step_against_its_count(run: Run) -> None:
     assert "executed: 2.101 TFLOP in 194 launches (bf16 2.101 T)" in lines
     assert lines[-2] == (
         "agrees: the GPU executed 1.0000 times what the count expects, after tiles that overhang "
-        "(21.21 GFLOP more) and blocks of the mask (0.6250 of the attention counted); counted 2.102 TFLOP"
+        "(21.21 GFLOP more) and blocks of the mask (0.6250 of the attention counted); "
+        "counted with recomputation 2.102 TFLOP"
     )
     assert lines[-1] == SHARE
 
@@ -198,15 +204,44 @@ def test_from_the_start_no_step_is_marked_and_none_compared(run: Run) -> None:
     code = "import os; assert 'TRUEMFU_AUDIT' not in os.environ"
     result = run("--from-start", *python(code), prints=STEP)
     assert result.code == 0
-    assert result.out.splitlines()[-1] == (
-        "no matrix work: 36.74 M of 2.089 G active cycles of the tensor pipe, 1.76 %"
-    )
+    assert result.out.splitlines()[-1] == SHARE_ALONE
 
 
 def test_a_part_of_a_step_is_not_compared(run: Run) -> None:
     result = run("--launch-count", "194", *counting(), prints=STEP)
     assert "agrees" not in result.out
     assert "by kind of work" not in result.out
+
+
+def test_what_was_profiled_of_a_run_that_failed_before_it_counted_is_no_step(run: Run) -> None:
+    result = run(*python("raise SystemExit(7)"), prints=STEP)
+    assert result.out.splitlines()[-1] == SHARE_ALONE
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("--kernel-name", "regex:gemm"), ("--launch-skip", "3"), ("--launch-count", "194"), ("--from-start",)],
+)
+def test_a_part_that_was_saved_is_a_part_when_it_is_read_again(
+    run: Run, tmp_path: Path, arguments: tuple[str, ...]
+) -> None:
+    path = tmp_path / "part.csv"
+    command = python("pass") if arguments == ("--from-start",) else counting()
+    run("--save", str(path), *arguments, *command, prints=STEP)
+    again = run("--csv", str(path))
+    assert again.code == 0
+    assert "agrees" not in again.out
+    assert "by kind of work" not in again.out
+    assert again.out.splitlines()[-1] == SHARE_ALONE
+    read = json.loads(run("--json", "--csv", str(path)).out)
+    assert (read["verdict"], read["crosscheck"], read["count"]["is_whole_step"]) == (None, None, False)
+
+
+def test_a_step_that_was_marked_by_hand_is_one_when_it_is_read_again(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "step.csv"
+    first = run("--save", str(path), *python("pass"), prints=STEP)
+    assert first.out.splitlines()[-1] == SHARE
+    assert run("--csv", str(path)).out == first.out
 
 
 def test_without_ncu_one_line_says_where_to_get_it(run: Run) -> None:
@@ -238,6 +273,11 @@ def test_without_a_command_the_call_is_wrong(run: Run) -> None:
             "this user may not read the GPU's counters: https://developer.nvidia.com/ERR_NVGPUCTRPERM",
         ),
         ("==ERROR== LibraryNotLoaded\n", (), "ncu says: LibraryNotLoaded"),
+        (
+            "",
+            ("--from-start", "--kernel-name", "sgemm"),
+            "no kernel that --kernel-name sgemm names was launched by the command",
+        ),
     ],
 )
 def test_nothing_profiled_says_why(run: Run, prints: str, arguments: tuple[str, ...], words: str) -> None:
@@ -247,10 +287,50 @@ def test_nothing_profiled_says_why(run: Run, prints: str, arguments: tuple[str, 
     assert result.err.count("\n") == 1
 
 
-def test_what_the_process_says_of_it_comes_first(run: Run) -> None:
-    result = run(*counting(StepCount(reason="the model is on cpu")), prints="==ERROR== no kernels\n")
+def test_what_the_process_says_of_it_is_told(run: Run) -> None:
+    result = run(*counting(StepCount(reason="the model is on cpu")), prints="==WARNING== No kernels\n")
     assert result.code == 1
     assert "error: nothing was profiled; the model is on cpu\n" in result.err
+
+
+def test_where_ncu_fails_its_words_come_first(run: Run) -> None:
+    failing = "==ERROR== Failed to profile\n==ERROR== The application returned an error code (9).\n"
+    code = counting(StepCount(reason="the run ended within the marked step"))[-1] + "raise SystemExit(9)"
+    result = run(*python(code), prints=failing)
+    assert result.code == 1
+    assert result.err.endswith("error: nothing was profiled; ncu says: Failed to profile\n")
+    late = run(*python("raise SystemExit(9)"), prints=failing + STEP)
+    assert late.err == "error: ncu says: Failed to profile; what was profiled is shown\n"
+
+
+def test_no_kernel_of_a_marked_step_is_of_that_name(run: Run) -> None:
+    result = run("--kernel-name", "sgemm", *counting(), prints="==WARNING== No kernels\n")
+    assert result.code == 1
+    assert result.err.endswith(
+        "error: nothing was profiled; no kernel that --kernel-name sgemm names was launched "
+        "in the marked step\n"
+    )
+
+
+def test_a_run_without_a_count_is_ended_and_not_called_counted(run: Run) -> None:
+    given_up = msgspec.json.encode(StepCount(process_id=749, reason="the model is on cpu")).decode()
+    result = run(*python(LONG_RUN.format(count=given_up, seconds=600)), prints="==WARNING== No kernels\n")
+    assert result.code == 1
+    assert result.err == (
+        "there will be no count: ending the run (--keep-running lets it go on)\n"
+        "error: nothing was profiled; the model is on cpu\n"
+    )
+
+
+def test_an_ncu_that_cannot_be_started_is_one_line(run: Run, tmp_path: Path) -> None:
+    fake = tmp_path / "bin" / "ncu"
+    fake.write_text("#!/no/such/interpreter\n")
+    fake.chmod(0o755)
+    result = run(*python("pass"))
+    assert (result.code, result.err) == (
+        2,
+        f"error: {fake} cannot be started: No such file or directory\n",
+    )
 
 
 def test_a_command_that_fails_fails_the_audit(run: Run) -> None:
@@ -279,10 +359,55 @@ def test_what_was_saved_is_read_again_with_its_count(run: Run, tmp_path: Path) -
     assert "agrees" not in run("--save", str(path), *python("pass"), prints=STEP).out
 
 
-def test_a_table_from_elsewhere_is_read(run: Run) -> None:
+def test_a_table_from_elsewhere_is_read_and_nobody_knows_of_what_it_is(run: Run) -> None:
     result = run("--csv", str(STEP_FILE))
     assert result.code == 0
-    assert result.out.splitlines()[-1] == SHARE
+    assert result.out.splitlines()[-1] == SHARE_ALONE
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        ("--save", "x.csv"),
+        ("--from-start",),
+        ("--keep-running",),
+        ("--launch-skip", "1"),
+        ("--launch-count", "1"),
+        ("--kernel-name", "x"),
+        ("--metrics", "x"),
+    ],
+)
+def test_what_a_saved_table_has_no_use_for_is_refused(run: Run, option: tuple[str, ...]) -> None:
+    result = run("--csv", str(STEP_FILE), *option)
+    assert (result.code, result.out) == (2, "")
+    assert result.err == f"error: --csv runs nothing: leave out {option[0]}, or leave out --csv\n"
+
+
+def test_nothing_but_a_regular_file_is_saved_to_and_nothing_else_removed(run: Run, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    result = run("--save", str(pipe), *python("pass"), prints=STEP)
+    assert result.code == 2
+    assert result.err == (f"error: {pipe} is no regular file; give --save the name of one, or of none yet\n")
+    assert pipe.is_fifo()
+    kept, link = tmp_path / "kept.csv", tmp_path / "link.csv"
+    kept.write_text("old" * len(STEP))
+    link.symlink_to(kept)
+    assert run("--save", str(link), *python("pass"), prints=STEP).code == 0
+    assert link.is_symlink()
+    assert kept.read_text("utf-8") == STEP
+
+
+def test_a_count_file_that_is_a_folder_is_one_line(run: Run, tmp_path: Path) -> None:
+    table, folder = tmp_path / "step.csv", tmp_path / "step.csv.count.json"
+    table.write_text(STEP, encoding="utf-8")
+    folder.mkdir()
+    read = run("--csv", str(table))
+    assert (read.code, read.err) == (2, f"error: {folder} cannot be read: Is a directory\n")
+    saved = run("--save", str(table), *python("pass"), prints=STEP)
+    assert saved.code == 2
+    assert saved.err.startswith(f"error: {folder} is no regular file")
+    assert table.read_text("utf-8") == STEP
 
 
 def test_wrong_calls_with_a_saved_table(run: Run, tmp_path: Path) -> None:
@@ -300,6 +425,67 @@ def test_a_file_without_a_table_has_nothing(run: Run, tmp_path: Path) -> None:
     empty.write_text("==ERROR== Unknown metric\n")
     result = run("--csv", str(empty))
     assert (result.code, result.err) == (1, "error: nothing was profiled; ncu says: Unknown metric\n")
+
+
+def test_a_file_that_ncu_has_not_printed_is_a_wrong_call(run: Run, tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text("# Kernels, and more\n\nKernel Name and ID, in a text\n" + "x" * 200_000 + ",\n")
+    result = run("--csv", str(readme))
+    assert (result.code, result.out) == (2, "")
+    assert result.err == f"error: {readme} holds no table of Nsight Compute\n"
+
+
+def test_names_give_way_on_a_narrow_terminal(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setenv("COLUMNS", "100")
+    wide = run("--csv", str(STEP_FILE)).out.splitlines()
+    assert max(map(len, wide[:20])) > 100
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    narrow = run("--csv", str(STEP_FILE)).out.splitlines()
+    assert max(map(len, narrow[:20])) == 100
+    assert [line.split()[-3:] for line in narrow[3:20]] == [line.split()[-3:] for line in wide[3:20]]
+
+
+LEAVING = """
+import os, pathlib, signal, sys, time
+def leave(*_):
+    pathlib.Path(sys.argv[1] + ".left").write_text("in order")
+    sys.exit(0)
+signal.signal(signal.SIGTERM, leave)
+pathlib.Path(sys.argv[1]).write_text("here")
+time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are found in /proc")
+def test_a_term_is_passed_on_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    binaries, temporary, here = tmp_path / "bin", tmp_path / "tmp", tmp_path / "here"
+    binaries.mkdir()
+    temporary.mkdir()
+    install_fake_ncu(binaries)
+    environment = {**os.environ, "TMPDIR": str(temporary), "FAKE_NCU_PRINTS": str(STEP_FILE)}
+    environment["PATH"] = f"{binaries}{os.pathsep}{environment['PATH']}"
+    command = [sys.executable, "-m", "truemfu", "audit", *python(LEAVING), str(here)]
+    with subprocess.Popen(command, env=environment) as audit:
+        until_s = time.monotonic() + 60
+        while not here.exists() and time.monotonic() < until_s:
+            time.sleep(0.05)
+        assert len(list(temporary.iterdir())) == 1
+        audit.send_signal(signal.SIGTERM)
+        assert audit.wait(60) == 143
+    assert (tmp_path / "here.left").read_text() == "in order"
+    assert list(temporary.iterdir()) == []
+
+
+def test_debug_behind_the_dashes_is_the_commands_own(run: Run) -> None:
+    behind = run("--", "no-such-python", "--debug", prints="")
+    assert "Traceback" not in behind.err
+    assert "Traceback" in run("--debug", "--", "no-such-python", prints="").err
+
+
+def test_one_more_kernel(run: Run) -> None:
+    result = run("--top", "40", "--csv", str(STEP_FILE))
+    assert "and 1 more kernel with 0 FLOP (--top shows it)" in result.out.splitlines()
 
 
 def test_many_kernels_are_cut_to_the_top(run: Run) -> None:

@@ -117,7 +117,9 @@ def test_the_last_line_tells_how_to_use_it(run: Run, monkeypatch: pytest.MonkeyP
     answer(monkeypatch, fp8)
     assert "(fp8, sustained)" in run("peak").out.splitlines()[-1]
     answer(monkeypatch, FP4)
-    assert run("peak").out == "fp4 skipped: torch has no [plain] fp4 product\n"
+    nothing = run("peak")
+    assert (nothing.code, nothing.out) == (1, "fp4 skipped: torch has no [plain] fp4 product\n")
+    assert run("peak", "--json").code == 1
 
 
 def test_a_clock_that_only_the_driver_tells_is_an_upper_bound(
@@ -127,7 +129,8 @@ def test_a_clock_that_only_the_driver_tells_is_an_upper_bound(
     note = "the clock run at is not known: libcuda.so.1 cannot be loaded"
     answer(monkeypatch, MatmulCeiling(dtype="bf16", device_name="x", sustained=held, notes=(note,)))
     lines = run("peak").out.splitlines()
-    assert cells(lines[3]) == ["bf16 sustained", "1", "-", "-", "-", "≤1525", "-", "1×2×3", "-"]
+    assert cells(lines[1]) == ["dtype", "TFLOP/s", "SM MHz", "m×n×k"]  # and no column without a value
+    assert cells(lines[3]) == ["bf16 sustained", "1", "≤1525", "1×2×3"]
     assert lines[4] == f"note: {note}"
 
 
@@ -154,6 +157,19 @@ def test_json_keeps_its_keys_and_has_all_that_is_known(run: Run, monkeypatch: py
     }
     assert fp4["burst"] is fp4["sustained"] is fp4["shape"] is None
     assert fp4["skipped"] == "torch has no [plain] fp4 product"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "words"),
+    [("fp4", "torch has no plain fp4 product"), ("bf17", "unknown dtype 'bf17'"), ("fp5", "unknown dtype")],
+)
+def test_only_what_can_be_measured_is_offered(run: Run, dtype: str, words: str) -> None:
+    result = run("peak", "--dtype", dtype)
+    assert (result.code, result.out) == (2, "")
+    assert result.err.startswith(f"error: {words}")
+    offered = result.err.partition("give one of ")[2]
+    assert "bf16, fp8, int8" in offered
+    assert "fp4" not in offered
 
 
 COMMAND = [

@@ -65,6 +65,16 @@ def test_a_spike_is_at_the_edge_and_said_but_no_mountain_is_cut() -> None:
     assert chart_of([float(value) for value in range(100)]).beyond is None
 
 
+def test_what_is_no_accident_is_not_cut() -> None:
+    losses = [Series(name="loss", values=[11.0, 6.0, *[1.0 + 0.001 * index for index in range(198)]])]
+    assert line_chart("t", range(200), losses, from_zero=False) != (
+        whole := line_chart("t", range(200), losses, from_zero=False, cuts_spikes=False)
+    )
+    assert whole is not None
+    assert whole.beyond is None
+    assert float(whole.y_ticks[-1].text) >= 11
+
+
 def test_a_long_log_keeps_its_extremes_in_fewer_points() -> None:
     values: list[float | None] = [100.0 + index % 7 for index in range(20_000)]
     values[12_345] = 20.0

@@ -51,6 +51,85 @@ def test_both_in_one_folder_is_a_line_that_says_how_to_go_on(
     assert isinstance(load_folder(both / "results"), LoadedSweep)
 
 
+@pytest.mark.parametrize(
+    ("gone", "told"),
+    [(("results",), ["logs"]), (("logs",), ["results"]), (("logs", "results"), ["sweep.json"])],
+)
+def test_only_what_is_there_is_recommended(
+    run: Run, matrix: list[CaseResult], write_sweep, run_folder: Path, gone: tuple[str, ...], told: list[str]
+) -> None:
+    both = write_sweep(matrix)
+    shutil.copytree(run_folder, both, dirs_exist_ok=True)
+    for name in gone:
+        shutil.rmtree(both / name)
+    named = run("report", str(both)).err.partition("for the run, ")[2].removesuffix(" for the sweep\n")
+    assert named == " or ".join(str(both / name) for name in told)
+    assert isinstance(load_folder(both / told[0]), LoadedSweep)
+
+
+def test_a_run_beside_a_sweep_leaves_the_page_of_the_sweep_alone(
+    run: Run, matrix: list[CaseResult], write_sweep, run_folder: Path
+) -> None:
+    both = write_sweep(matrix)
+    shutil.copytree(run_folder, both, dirs_exist_ok=True)
+    (both / "report.html").write_text("the sweep's")
+    result = run("report", str(both / "training_run.json"))
+    assert (result.code, result.out) == (0, f"report: {both / 'run_report.html'}\n")
+    assert (both / "report.html").read_text() == "the sweep's"
+    assert "Training run" in (both / "run_report.html").read_text(encoding="utf-8")
+
+
+def link(way: str, target: Path, folder: Path) -> Path:
+    """The target under another name."""
+    if way == "itself":
+        return target
+    other = folder / "page.html"
+    other.symlink_to(target) if way == "symbolic link" else other.hardlink_to(target)
+    return other
+
+
+@pytest.mark.parametrize("way", ["itself", "symbolic link", "hard link"])
+@pytest.mark.parametrize("name", ["training_run.json", "training_log.json", "mine.json"])
+def test_a_page_never_goes_over_a_file_of_its_run(
+    run: Run, run_folder: Path, change_run, tmp_path: Path, name: str, way: str
+) -> None:
+    if name == "mine.json":
+        (run_folder / "training_log.json").rename(run_folder / name)
+        change_run(lambda run: run.update(log_file=name))
+    before = (run_folder / name).read_bytes()
+    result = run("report", str(run_folder), "-o", str(link(way, run_folder / name, tmp_path)))
+    assert (result.code, result.err.count("\n")) == (2, 1)
+    assert "is a file this report is made from: give --output another name" in result.err
+    assert (run_folder / name).read_bytes() == before
+
+
+@pytest.mark.parametrize("given", ["", "logs", "results"])
+@pytest.mark.parametrize("kind", ["sweep.json", "results/*.json", "logs/*.log"])
+def test_a_page_never_goes_over_a_file_of_its_sweep(
+    run: Run, matrix: list[CaseResult], write_sweep, given: str, kind: str
+) -> None:
+    folder = write_sweep(matrix)
+    target = next(folder.glob(kind))
+    before = target.read_bytes()
+    assert run("report", str(folder / given), "-o", str(target)).code == 2
+    assert target.read_bytes() == before
+
+
+def test_a_page_may_be_written_again(run: Run, run_folder: Path) -> None:
+    for _ in range(2):
+        assert run("report", str(run_folder)).code == 0
+
+
+def test_garbage_in_both_files_is_one_line_and_no_page(run: Run, run_folder: Path) -> None:
+    for name in ("training_run.json", "training_log.json"):
+        (run_folder / name).write_bytes(b"\0\xff garbage")
+    result = run("report", str(run_folder))
+    assert (result.code, result.out, result.err.count("\n")) == (2, "", 1)
+    assert "holds nothing of a run that can be read: The run file training_run.json holds no" in result.err
+    assert "what is shown" not in result.err
+    assert not (run_folder / "report.html").exists()
+
+
 def test_a_run_may_have_logs_of_its_own_beside_it(run_folder: Path) -> None:
     (run_folder / "logs").mkdir()
     (run_folder / "logs" / "train.log").write_text("step 1\nstep 2\n")

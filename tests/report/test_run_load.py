@@ -62,7 +62,7 @@ def test_a_row_that_is_damaged_costs_no_other(run_folder: Path) -> None:
     path.write_text("\n".join(lines))
     run = load_run(run_folder)
     assert {row.global_step for row in run.rows} == set(range(1, RUN_STEPS + 1)) - {5, 9}
-    assert run.notes == ("training_log.json is damaged: 18 rows were read, 2 could not be",)
+    assert run.notes == ("The log training_log.json is damaged: 18 rows were read, 2 could not be.",)
 
 
 def test_of_two_rows_of_a_step_the_last_counts(run_folder: Path) -> None:
@@ -73,8 +73,8 @@ def test_of_two_rows_of_a_step_the_last_counts(run_folder: Path) -> None:
     assert [row.global_step for row in run.rows] == list(range(1, 22))
     assert run.rows[2].loss == 77.0
     assert run.notes == (
-        "1 row is of a step that was logged again (the run was restarted): the last row counts",
-        "the log holds 21 steps, the summary is of the last start alone: 20 steps",
+        "1 row is of a step that was logged again (the run was restarted): the last row counts.",
+        "The log holds 21 steps, the summary is of the last start alone: 20 steps.",
     )
 
 
@@ -92,7 +92,7 @@ def test_half_a_run_file_leaves_the_log(run_folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:200])
     run = load_run(run_folder)
     assert run.record is None
-    assert run.notes[0].startswith("training_run.json holds no RunRecord")
+    assert run.notes[0].startswith("The run file training_run.json holds no RunRecord")
     assert len(run.rows) == RUN_STEPS
 
 
@@ -130,6 +130,43 @@ def test_either_file_alone_is_a_run(run_folder: Path, name: str) -> None:
     assert (run.record is None, len(run.rows)) == (
         (True, RUN_STEPS) if name == "training_run.json" else (False, 0)
     )
+
+
+UNREADABLE = {
+    "nothing": b"",
+    "no text": b"\xff\xfe\0 garbage",
+    "text that breaks off": b'{"device": "\xff"}',
+    "too deep": b'{"convention": {"a":' + b"[" * 100_000,
+    "the log of nobody": b"[1, 2]",
+}
+
+
+@pytest.mark.parametrize("garbage", UNREADABLE.values(), ids=UNREADABLE)
+def test_where_nothing_can_be_read_there_is_no_run(run_folder: Path, garbage: bytes) -> None:
+    for name in ("training_run.json", "training_log.json"):
+        (run_folder / name).write_bytes(garbage)
+    with pytest.raises(
+        UsageError, match=r"nothing of a run that can be read: The run file training_run.json"
+    ):
+        load_run(run_folder)
+
+
+@pytest.mark.parametrize("garbage", UNREADABLE.values(), ids=UNREADABLE)
+def test_a_run_file_of_garbage_leaves_the_log(run_folder: Path, garbage: bytes) -> None:
+    (run_folder / "training_run.json").write_bytes(garbage)
+    run = load_run(run_folder)
+    assert (run.record, len(run.rows)) == (None, RUN_STEPS)
+
+
+def test_every_note_is_a_sentence(run_folder: Path, change_run) -> None:
+    change_run(lambda run: run.pop("summary"))
+    log = run_folder / "training_log.json"
+    log.write_bytes(log.read_bytes()[:-40] + b'\n{"global_step": 3}')
+    notes = list(load_run(run_folder).notes)
+    log.unlink()
+    notes += load_run(run_folder).notes
+    assert len(notes) == 5
+    assert all(note[0] in "T1" and note.endswith(".") for note in notes), notes
 
 
 def test_an_empty_folder_holds_no_run(tmp_path: Path) -> None:

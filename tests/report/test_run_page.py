@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 from collections.abc import Callable
@@ -93,6 +94,112 @@ def test_a_run_without_counters_says_how_to_get_a_waterfall(run_folder: Path, ch
     assert "the mode was hybrid, but no counters were read" in page_of(run_folder)
 
 
+def test_a_run_still_going_has_no_waterfall_for_a_reason_of_its_mode(
+    run_folder: Path, change_run: Change
+) -> None:
+    change_run(lambda run: run.pop("summary"))
+    assert "this run read no hardware counters, its mode is smart. With <code>" in page_of(run_folder)
+    change_run(lambda run: run.update(mode="hybrid"))
+    page = page_of(run_folder)
+    assert "the mode is hybrid, but no row of the log has anything from counters" in page
+    assert "With <code>mfu_calculation_mode" not in page
+    assert "What the hardware did" not in page
+
+
+def window_metrics(**of_window: Any) -> dict[str, Any]:
+    """What a monitor in hybrid mode adds to a row; the parts are those of `hardware_block`."""
+    block = hardware_block()
+    flat = [part for outer in block["waterfall"]["parts"] for part in (outer, *outer["of"])]
+    metrics = {
+        "executed_tflops_per_gpu": block["executed_flops_per_s"] / 1e12,
+        "sm_clock_mhz": block["clock_hz"] / 1e6,
+        "clock_source": block["clock_source"],
+        **{name: block[name] for name in ROW_METRICS},
+        **{f"loss/{part['key']}": part["share"] for part in flat},
+    }
+    return {f"perf/{name}": value for name, value in (metrics | of_window).items()}
+
+
+ROW_METRICS = (
+    "executed_hfu executed_over_counted executed_over_expected power_w energy_j_per_step "
+    "energy_j_per_million_tokens tensor_active sm_active dram_active".split()
+)
+
+
+def without_summary(folder: Path, change_run: Change, windows: dict[int, dict[str, Any]]) -> None:
+    """Make of the run one in hybrid mode that has not ended, with these windows in its rows."""
+    change_run(lambda run: (run.pop("summary"), run.update(mode="hybrid")))
+    path = folder / "training_log.json"
+    rows = [row | windows.get(row["global_step"], {}) for row in json.loads(path.read_text())]
+    path.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
+
+
+@pytest.mark.parametrize("bytes_lost", [0, 300])
+def test_a_hybrid_run_still_going_shows_its_last_window(
+    run_folder: Path, change_run: Change, bytes_lost: int
+) -> None:
+    without_summary(run_folder, change_run, {5: window_metrics(power_w=111.0), 15: window_metrics()})
+    path = run_folder / "training_log.json"
+    path.write_bytes(path.read_bytes()[: -bytes_lost or None])
+    page = page_of(run_folder)
+    assert page.count("this is of the last window of counters alone, as logged at step 15.") == 2
+    assert "What to do" not in page
+    assert "<tr><td>power</td><td>689 W</td>" in page
+    assert "<td>1,716 MHz</td><td>by cycle counters</td>" in page
+    assert "<tr><td>executed</td><td>430 TFLOP/s</td>" in page
+    assert "<tr><td>energy of a step</td><td>100.2 J</td>" in page
+    block = hardware_block()
+    shown = re.findall(r'<span class="name">(.*?)</span>.*?<span class="points">(.*?)</span>', page)
+    # Why the clock was held back is not in a row.
+    names = [re.sub(r" \(the .*\)", "", part["name"]) for part in block["waterfall"]["parts"]]
+    assert [html.unescape(name) for name, _ in shown] == ["the peak", *names]
+    shares = [f"{100 * part['share']:.1f}" for part in block["waterfall"]["parts"]]
+    assert [text.replace("−", "-") for _, text in shown[1:]] == shares
+    assert "not to 100" not in page
+    assert '<tr class="inner"><td>waiting for data</td><td>2.8</td>' in page
+    assert "<td>exposed communication, gaps between launches or other</td>" in page
+    assert '<div class="step largest"><span class="name">busy without tensor work</span>' in page
+    assert fact(page, "peak").startswith("984 TFLOP/s")  # 430 TFLOP/s over 43.7 %
+
+
+def test_melted_parts_and_a_driver_clock_in_a_row_have_their_names(
+    run_folder: Path, change_run: Change
+) -> None:
+    shares = {"clock": -0.1, "idle_or_no_tensor": 0.5, "brand_new": 0.1, "useful": 0.5}
+    losses = {f"perf/loss/{key}": share for key, share in shares.items()}
+    clock = {"perf/sm_clock_mhz": 1980.0, "perf/clock_source": "driver"}
+    without_summary(run_folder, change_run, {9: losses | clock})
+    page = page_of(run_folder)
+    for name in (
+        "clock above the datasheet&#39;s, a gain",
+        "GPU idle or busy without tensor work",
+        "brand new",
+        "the model&#39;s FLOPs, padding tokens included",
+    ):
+        assert f'<span class="name">{name}</span>' in page
+    assert "in steady tensor work on an H200 the SMs count 4 to 10 % less" in page
+    assert "<tr><td>power</td><td>unknown</td>" in page
+
+
+def test_a_window_without_a_waterfall_has_its_figures_and_a_reason(
+    run_folder: Path, change_run: Change
+) -> None:
+    without_summary(run_folder, change_run, {9: {"perf/power_w": 500.0}})
+    page = page_of(run_folder)
+    assert "<tr><td>power</td><td>500 W</td>" in page
+    assert "counters were read, but the device&#39;s peak or the model&#39;s FLOPs are not known" in page
+
+
+def test_the_first_losses_are_not_cut_off(run_folder: Path) -> None:
+    path = run_folder / "training_log.json"
+    rows = json.loads(path.read_text())
+    for row in rows:
+        row["training/loss"] = 11.0 if row["global_step"] == 1 else 1.0 + 0.01 * row["global_step"]
+        row["perf/step_time"] = 0.01
+    path.write_text(json.dumps(rows))
+    assert "above the chart" not in page_of(run_folder).partition("MFU and HFU over steps")[0]
+
+
 def test_the_waterfall_is_there_with_its_parts_and_its_advice(run_folder: Path, change_run: Change) -> None:
     block = hardware_block()
     change_run(lambda run: run["summary"].update(hardware=block))
@@ -114,8 +221,8 @@ HARDWARE_ROWS = {
     "executed over counted": ("0.950", ""),
     "SM clock": ("1,716 MHz", "by cycle counters; the driver reports 1,828 MHz"),
     "power": ("689 W", "mean of this GPU"),
-    "energy of a step": ("100.2 J", "of this GPU"),
-    "energy of a million tokens": ("12 kJ", "of this GPU"),
+    "energy of a step": ("100.2 J", "one device"),
+    "energy of a million tokens": ("12 kJ", "one device"),
 }
 
 
@@ -141,7 +248,9 @@ def test_counters_of_which_nothing_is_known_are_unknown_with_a_reason(
 def test_a_clock_by_the_driver_is_not_sold_as_the_true_one(run_folder: Path, change_run: Change) -> None:
     block = hardware_block(clock_hz=1.828e9, clock_source="driver")
     change_run(lambda run: run["summary"].update(hardware=block))
-    assert "under load the true one is up to a tenth lower" in page_of(run_folder)
+    page = page_of(run_folder)
+    assert "<td>the driver reports the clock it asked for; in steady tensor work on an H200 the SMs" in page
+    assert "tenth" not in page
 
 
 def test_warnings_losses_and_notes_are_listed_and_cannot_break_the_page(
@@ -171,21 +280,26 @@ def test_a_loss_that_is_no_number_is_said(run_folder: Path) -> None:
 def test_an_unfinished_run_has_a_page_that_says_so(run_folder: Path, change_run: Change) -> None:
     change_run(lambda run: run.pop("summary"))
     page = page_of(run_folder)
-    assert "the run has no summary yet" in page
-    assert tile(page, "monitor&#39;s own cost")[0] == "unknown"
+    assert "<p>The run has no summary yet" in page
+    assert tile(page, "monitor&#39;s own cost") == (
+        "unknown",
+        "only the summary of a closed run says it, and this run has none",
+    )
     assert tile(page, "padding lost")[0] == f"{100 * PADDING_LOST} %"
     assert tile(page, "MFU, median")[0].endswith(" %")
     assert fact(page, "device") == "cpu"
 
 
-def test_two_empty_files_have_a_page_too(run_folder: Path) -> None:
-    for name in ("training_run.json", "training_log.json"):
-        (run_folder / name).write_bytes(b"")
+def test_without_rows_the_page_invents_no_reasons(run_folder: Path, change_run: Change) -> None:
+    change_run(lambda run: run.pop("summary"))
+    (run_folder / "training_log.json").write_bytes(b"")
     page = page_of(run_folder)
-    assert "training_run.json holds no RunRecord" in page
-    assert "training_log.json is cut off: 0 rows were read" in page
+    assert "The log training_log.json is cut off: 0 rows were read" in page
     assert "There are no charts: the log has no rows." in page
-    assert tile(page, "step, median") == ("unknown", "no step was timed")
+    tiles = re.findall(r'<div class="figure.*?<b>(.*?)</b><small>(.*?)</small>', page)
+    assert tiles == [("unknown", "the log has no rows")] * 8
+    assert fact(page, "FLOPs by") == "unknown: the log has no rows"
+    assert fact(page, "device") == "cpu"
 
 
 @pytest.mark.parametrize("with_hardware", [False, True])

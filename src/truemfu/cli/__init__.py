@@ -14,14 +14,17 @@
     report.py       truemfu report
     console.py      how numbers and tables look
 
-Exit codes: 0 done, 1 the work itself failed (an experiment did), 2 the call was wrong, 130 interrupted.
+Exit codes: 0 done, 1 the work itself failed (an experiment did, the driver does not answer), 2 the call was
+wrong, 130 interrupted, 143 terminated.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
@@ -31,7 +34,7 @@ from typing import TextIO
 import click
 
 from .. import __version__
-from ..errors import TruemfuError, TruemfuWarning
+from ..errors import CounterError, TruemfuError, TruemfuWarning
 from .audit import audit
 from .console import silence
 from .count import count
@@ -41,7 +44,8 @@ from .summarize import summarize
 from .sweep import sweep
 from .top import top
 
-DONE, FAILED, WRONG_CALL, INTERRUPTED = 0, 1, 2, 130
+DONE, FAILED, WRONG_CALL, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
+_LEAVING_IN_ORDER = ("audit", "top")
 
 
 @click.group(
@@ -91,10 +95,11 @@ cli.add_command(report)
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of `truemfu`: exits with the code its module documents."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    debug = "--debug" in arguments
+    own = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    debug = "--debug" in own
     if arguments[:1] != ["audit"]:  # what it runs is the user's own, with the user's environment
         _stay_offline()
-    with _quiet_libraries(debug):
+    with _quiet_libraries(debug), _terminable(arguments[:1]):
         code = _run(arguments, debug)
     sys.exit(code)
 
@@ -108,6 +113,8 @@ def _run(arguments: list[str], debug: bool) -> int:
         return stop.exit_code
     except (click.Abort, KeyboardInterrupt):
         return INTERRUPTED
+    except _Terminated:
+        return TERMINATED
     except (BrokenPipeError, SystemExit):
         # The reader (head, less) has left; rich and click turn that into an exit of their own. Python would
         # complain once more when it closes stdout.
@@ -115,6 +122,8 @@ def _run(arguments: list[str], debug: bool) -> int:
         return DONE
     except click.ClickException as error:
         return _fail(error.format_message(), WRONG_CALL, debug)
+    except CounterError as error:
+        return _fail(str(error), FAILED, debug)
     except TruemfuError as error:
         return _fail(str(error), WRONG_CALL, debug)
     except Exception as error:
@@ -127,6 +136,31 @@ def _fail(message: str, code: int, debug: bool) -> int:
         traceback.print_exc()
     click.echo(f"error: {' '.join(message.split())}", err=True)
     return code
+
+
+class _Terminated(BaseException):
+    """TERM came: whatever is open is closed on the way out."""
+
+
+@contextmanager
+def _terminable(command: list[str]) -> Iterator[None]:
+    """TERM ends a command with something to put back (a cursor, a run under ncu) as an exception.
+
+    Not the others: a sweep has its own way, and what only computes has nothing to put back.
+    """
+
+    def stop(number: int, frame: object) -> None:
+        raise _Terminated
+
+    ours = threading.current_thread() is threading.main_thread()
+    if not ours or not set(command) & set(_LEAVING_IN_ORDER):
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _stay_offline() -> None:

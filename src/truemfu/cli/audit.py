@@ -1,8 +1,11 @@
 """`truemfu audit`: the exact executed tensor operations of one step against our count, by kernel.
 
     options, command ─► ncu runs it ─► CSV and the process's own count ─► tables, exit code
+    --csv FILE ─► the CSV and the count beside it ────────────────────────┘
 
-What the command prints goes to stderr, so that stdout has the tables or the JSON alone.
+Only all launches of one marked step can be compared with its count, or tell which share of a step is without
+matrix work: whether they were asked for is kept with the count. What the command prints goes to stderr, so
+that stdout has the tables or the JSON alone.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from .console import debug_option, json_option
 
 if TYPE_CHECKING:
     from ..hardware.nsight import StepCount
+    from ..hardware.nsight_audit import Audit
 
 _COUNT_FROM_START = 1000
 _STDERR = 2
@@ -80,16 +84,22 @@ def audit(
     1 the command failed or nothing was profiled, 2 the call was wrong or ncu is not installed.
     """
     from ..errors import UsageError
-    from ..hardware.nsight import find_ncu, ncu_command, read_step_count
-    from ..hardware.nsight_audit import audit_of
-    from ..hardware.nsight_csv import parse_ncu_csv
+    from ..hardware.nsight import find_ncu, ncu_command
 
     if saved is not None:
-        if command:
-            raise UsageError("--csv runs nothing: leave out the command, or leave out --csv")
-        text, count = _text(saved), read_step_count(_count_beside(saved))
-        result = audit_of(parse_ncu_csv(text), count)
-        return show_audit(result, top, as_json) if result.launches else _nothing(text, count, 0, False)
+        of_a_run = {
+            "the command": command,
+            "--save": save,
+            "--from-start": from_start,
+            "--keep-running": keep_running,
+            "--launch-skip": launch_skip,
+            "--launch-count": launch_count,
+            "--kernel-name": kernel_name,
+            "--metrics": metrics,
+        }
+        if given := [name for name, value in of_a_run.items() if value]:
+            raise UsageError(f"--csv runs nothing: leave out {' and '.join(given)}, or leave out --csv")
+        return _show_saved(saved, top, as_json)
     if not command:
         raise UsageError("give the command to audit: truemfu audit -- python train.py")
     ncu = find_ncu()
@@ -111,18 +121,32 @@ def audit(
             metrics=[metric for metric in metrics.split(",") if metric],
         )
         code = _run(call, [log_file, count_file], from_start=from_start, keep_running=keep_running)
-        text = _text(log_file) if log_file.is_file() else ""
-        count = read_step_count(count_file)
-        result = audit_of(parse_ncu_csv(text), count)
-    if not result.launches:
-        return _nothing(text, count, code, from_start)
-    is_a_step = not (from_start or launch_skip or launch_count or kernel_name)
-    shown = show_audit(result, top, as_json, is_a_step=is_a_step)
+        text, count, result = _read(log_file, count_file)
+        if not result.launches:
+            unmatched = _unmatched(count, from_start, launch_skip, kernel_name)
+            return _nothing(text, count, code, unmatched)
+        # A command that failed before it had counted may have done so in the middle of its step.
+        is_whole = not (from_start or launch_skip or launch_count or kernel_name or (code and count is None))
+        if save is not None:
+            _note_selection(count_file, count, is_whole)
+    shown = show_audit(result, top, as_json, is_a_step=is_whole)
     # A run that was ended at its last launch has not failed.
     if code and launch_count is None:
-        click.echo(f"error: the command ended with code {code}; what was profiled is shown", err=True)
+        click.echo(f"error: {_failed(text, code)}; what was profiled is shown", err=True)
         return 1
     return shown
+
+
+def _show_saved(saved: Path, top: int, as_json: bool) -> int:
+    from ..errors import UsageError
+    from ..hardware.nsight_csv import is_from_ncu
+
+    text, count, result = _read(saved, _count_beside(saved))
+    if result.launches:
+        return show_audit(result, top, as_json, is_a_step=count is not None and count.is_whole_step is True)
+    if not is_from_ncu(text):
+        raise UsageError(f"{saved} holds no table of Nsight Compute")
+    return _nothing(text, count, 0, "it holds no launch of a kernel")
 
 
 def _run(call: list[str], files: list[Path], *, from_start: bool, keep_running: bool) -> int:
@@ -133,10 +157,12 @@ def _run(call: list[str], files: list[Path], *, from_start: bool, keep_running: 
 
     environment = {name: value for name, value in os.environ.items() if name != COUNT_VARIABLE}
     log_file, count_file = files
-    try:
-        for file in files:  # those of an earlier run would be taken for this one's
-            file.unlink(missing_ok=True)
-        log_file.touch()
+    for file in files:
+        if file.exists() and not file.is_file():
+            raise UsageError(f"{file} is no regular file; give --save the name of one, or of none yet")
+    try:  # those of an earlier run would be taken for this one's
+        count_file.unlink(missing_ok=True)
+        log_file.write_bytes(b"")
     except OSError as error:
         raise UsageError(f"{error.filename} cannot be written: {error.strerror}") from None
     if not from_start:  # a step's count is nothing to compare with all launches
@@ -156,6 +182,30 @@ def _count_beside(csv_file: Path) -> Path:
     return csv_file.with_name(f"{csv_file.name}.count.json")
 
 
+def _read(csv_file: Path, count_file: Path) -> tuple[str, StepCount | None, Audit]:
+    """What ncu printed, what the process counted, and both together."""
+    from ..hardware.nsight import read_step_count
+    from ..hardware.nsight_audit import audit_of
+    from ..hardware.nsight_csv import parse_ncu_csv
+
+    text, count = _text(csv_file), read_step_count(count_file)
+    return text, count, audit_of(parse_ncu_csv(text), count)
+
+
+def _note_selection(count_file: Path, count: StepCount | None, is_whole: bool) -> None:
+    """Keep with the count whether the table beside it is of one whole step: whoever reads it has to know."""
+    import msgspec
+
+    from ..errors import warn_once
+    from ..hardware.nsight import StepCount
+    from ..records import write_record
+
+    try:
+        write_record(count_file, msgspec.structs.replace(count or StepCount(), is_whole_step=is_whole))
+    except OSError as error:
+        warn_once(f"{count_file} cannot be written: {error.strerror}; --csv will compare nothing")
+
+
 def _text(path: Path) -> str:
     from ..errors import UsageError
 
@@ -165,22 +215,37 @@ def _text(path: Path) -> str:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from None
 
 
-def _nothing(text: str, count: StepCount | None, code: int, from_start: bool) -> int:
-    """No launch was profiled: say why, as far as ncu and the process say it."""
+def _nothing(text: str, count: StepCount | None, code: int, otherwise: str) -> int:
+    """No launch was profiled: say why. Where ncu fails, so does the command, and what the process says of its
+    own end tells nothing."""
+    from ..hardware.nsight_csv import errors_in
+
+    if "ERR_NVGPUCTRPERM" in text:
+        why = "this user may not read the GPU's counters: https://developer.nvidia.com/ERR_NVGPUCTRPERM"
+    elif count is not None and count.reason is not None and not errors_in(text):
+        why = count.reason
+    elif code or errors_in(text):
+        why = _failed(text, code)
+    else:
+        why = otherwise
+    click.echo(f"error: nothing was profiled; {why}", err=True)
+    return 1
+
+
+def _failed(text: str, code: int) -> str:
     from ..hardware.nsight_csv import errors_in
 
     said = errors_in(text)
-    if "ERR_NVGPUCTRPERM" in text:
-        why = "this user may not read the GPU's counters: https://developer.nvidia.com/ERR_NVGPUCTRPERM"
-    elif count is not None and count.reason is not None:
-        why = count.reason
-    elif code:
-        why = f"the command ended with code {code}"
-    elif said:
-        why = f"ncu says: {said[0]}"
-    elif from_start:
-        why = "no kernel was launched"
-    else:
-        why = "no step was marked: use a TrainingMonitor, torch.cuda.profiler.start(), or --from-start"
-    click.echo(f"error: nothing was profiled; {why}", err=True)
-    return 1
+    return f"ncu says: {said[0]}" if said else f"the command ended with code {code}"
+
+
+def _unmatched(count: StepCount | None, from_start: bool, launch_skip: int, kernel_name: str | None) -> str:
+    """Why none of the launches was one to profile, when nothing has failed."""
+    called = "" if kernel_name is None else f" that --kernel-name {kernel_name} names"
+    skipped = f" after the first {launch_skip}" if launch_skip else ""
+    where = "by the command" if from_start else "in the marked step"
+    launched = f"no kernel{called} was launched {where}{skipped}"
+    if count is not None or from_start:
+        return launched
+    or_else = f", or {launched}" if called or skipped else ""
+    return f"no step was marked{or_else}: use a TrainingMonitor, torch.cuda.profiler.start(), or --from-start"

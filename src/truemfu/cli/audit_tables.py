@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+import shutil
+import sys
 from typing import TYPE_CHECKING
 
+from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -14,7 +17,7 @@ if TYPE_CHECKING:
     from ..crosscheck import CrossCheck
     from ..hardware.nsight_audit import Audit, KernelWork
 
-_WIDEST_NAME = 64
+_WIDEST_NAME, _NARROWEST_NAME = 64, 16
 _WRAPPERS = re.compile(r"^at::(?:\w+_)?elementwise_kernel<(?:\d+, )*(?:void at::gpu_kernel_impl\w*<)?")
 _REPEATED = re.compile(r"(\b[\w:]+, )\1+")
 _ALL_KNOWN, _SOME_UNKNOWN = 0.01, 0.05
@@ -32,11 +35,12 @@ def show_audit(result: Audit, top: int, as_json: bool, *, is_a_step: bool = True
         print_json({**result.as_dict(), **told})
         return 0
     console = output()
-    console.print(_kernel_table(result, top))
+    console.print(_fitting(console, result, top))
     console.print(_CYCLES, style="dim")
-    if len(result.kernels) > top:
-        rest = _flop(sum(kernel.executed_flops or 0 for kernel in result.kernels[top:]))
-        console.print(f"and {len(result.kernels) - top} more kernels with {rest} (--top shows them)")
+    if more := result.kernels[top:]:
+        rest = _flop(sum(kernel.executed_flops or 0 for kernel in more))
+        kernels, them = ("kernels", "them") if len(more) > 1 else ("kernel", "it")
+        console.print(f"and {len(more)} more {kernels} with {rest} (--top shows {them})")
     if result.counted_by_kind and is_a_step:
         console.print(_kind_table(result))
         console.print(_EXPECTED, style="dim")
@@ -54,7 +58,17 @@ def show_audit(result: Audit, top: int, as_json: bool, *, is_a_step: bool = True
     return 0
 
 
-def _kernel_table(result: Audit, top: int) -> Table:
+def _fitting(console: Console, result: Audit, top: int) -> Table:
+    """The table by kernel; on a terminal that is too narrow for it, names give way."""
+    drawn = _kernel_table(result, top, _WIDEST_NAME)
+    missing = console.measure(drawn).maximum - shutil.get_terminal_size().columns
+    if missing <= 0 or not sys.stdout.isatty():
+        return drawn
+    longest = max(len(_cut(kernel.name)) for kernel in result.kernels[:top])
+    return _kernel_table(result, top, max(longest - missing, _NARROWEST_NAME))
+
+
+def _kernel_table(result: Audit, top: int, name_width: int) -> Table:
     drawn = table(
         "kernel",
         "kind",
@@ -69,7 +83,7 @@ def _kernel_table(result: Audit, top: int) -> Table:
     for kernel in result.kernels[:top]:
         done, rate, other = kernel.executed_flops, kernel.flops_per_cycle, kernel.non_matrix_cycles
         drawn.add_row(
-            escape(_cut(kernel.name)),
+            escape(_cut(kernel.name, name_width)),
             kernel.kind,
             str(kernel.launches),
             "n/a" if done is None else short(done),
@@ -147,7 +161,7 @@ def _verdict(result: Audit, check: CrossCheck | None) -> str | None:
         after += f"; of {_flop(result.unmatched_flops)} in products the shapes are not known"
     return (
         f"agrees: the GPU executed {check.ratio:.4f} times what the count expects"
-        f"{after}; counted {_flop(check.counted_flops)}"
+        f"{after}; counted with recomputation {_flop(check.counted_flops)}"
     )
 
 
@@ -173,11 +187,11 @@ def _share(result: Audit, is_a_step: bool) -> str | None:
     return f"{said}; `{_SHARE_KEY}: {share:.4f}` makes hybrid mode exact for this model{but}"
 
 
-def _cut(name: str) -> str:
+def _cut(name: str, width: int = _WIDEST_NAME) -> str:
     """What tells a kernel from others: of torch's elementwise kernels that is the functor, far inside."""
     name = _WRAPPERS.sub("at::…<", name.replace("<unnamed>::", "").removeprefix("void "))
     name = _REPEATED.sub(r"\1", name)
-    return name if len(name) <= _WIDEST_NAME else f"{name[: _WIDEST_NAME - 1]}…"
+    return name if len(name) <= width else f"{name[: width - 1]}…"
 
 
 def _flop(amount: float) -> str:

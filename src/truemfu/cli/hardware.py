@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console
+from rich.table import Table
 
 from .console import debug_option, json_option, output, percent, print_json, table
 
 if TYPE_CHECKING:
     from ..hardware.ceiling import CeilingRun, MatmulCeiling
+
+_COLUMNS = (
+    "dtype",
+    "TFLOP/s",
+    "reached",
+    "= clock",
+    "× pipe",
+    "SM MHz",
+    "W / limit",
+    "m×n×k",
+    "limited by",
+)
+_MEASURED_DTYPES = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "int8")
 
 
 @click.command(short_help="Datasheet peaks, and the row this machine matches.")
@@ -59,45 +73,41 @@ def devices(as_json: bool) -> None:
     "--dtype",
     "dtypes",
     multiple=True,
-    help="fp64, fp32, tf32, fp16, bf16, fp8 or int8; may be given again.  [default: the usual ones]",
+    help=f"{', '.join(_MEASURED_DTYPES[:-1])} or {_MEASURED_DTYPES[-1]}; may be given again."
+    "  [default: the usual ones]",
 )
 @click.option("--seconds", type=float, help="Length of each sustained run.  [default: 2; 0.5 on a CPU]")
 @json_option
 @debug_option
-def peak(dtypes: tuple[str, ...], seconds: float | None, as_json: bool) -> None:
+def peak(dtypes: tuple[str, ...], seconds: float | None, as_json: bool) -> int:
     """The matmul rate this device reaches now, in a burst and sustained, beside its datasheet.
 
     A burst is the silicon before the power limit cuts in; sustained is what a long run can hope for. Each is
     the best of a few shapes, and the two may differ. Of a datasheet's peak, the clock leaves one share and
-    the kernel (how full it keeps the pipe) another: their product is what was reached.
+    the kernel (how full it keeps the pipe) another: their product is what was reached. Exit codes: 0 done,
+    1 nothing could be measured, 2 the call was wrong.
     """
     from ..hardware.ceiling import measure_ceiling
 
+    for dtype in dtypes:
+        _check_dtype(dtype)
     with _progress() as tell:
         ceilings = measure_ceiling(dtypes=dtypes or None, seconds=seconds, progress=tell)
+    code = 0 if any(ceiling.burst or ceiling.sustained for ceiling in ceilings) else 1
     if as_json:
         print_json([ceiling.as_dict() for ceiling in ceilings])
-        return
+        return code
     console = output()
     beside = " / datasheet" if any(ceiling.datasheet_flops_per_s for ceiling in ceilings) else ""
-    rates = table(
-        "dtype",
-        "TFLOP/s",
-        "reached",
-        "= clock",
-        "× pipe",
-        "SM MHz",
-        "W / limit",
-        "m×n×k",
-        "limited by",
-        title=f"{ceilings[0].device_name}: large matrix products, reached{beside}",
-    )
-    for ceiling in ceilings:
-        for kind, run in (("burst", ceiling.burst), ("sustained", ceiling.sustained)):
-            if run is not None:
-                rates.add_row(f"{ceiling.dtype} {kind}", *_cells(run, ceiling))
-    if rates.row_count:
-        console.print(rates)
+    rows = [
+        (f"{ceiling.dtype} {kind}", *_cells(run, ceiling))
+        for ceiling in ceilings
+        for kind, run in (("burst", ceiling.burst), ("sustained", ceiling.sustained))
+        if run is not None
+    ]
+    if rows:
+        title = f"{ceilings[0].device_name}: large matrix products, reached{beside}"
+        console.print(_with_values(rows, title))
     for ceiling in ceilings:
         if ceiling.skipped is not None:
             console.print(f"{ceiling.dtype} skipped: {ceiling.skipped}", markup=False)
@@ -110,6 +120,31 @@ def peak(dtypes: tuple[str, ...], seconds: float | None, as_json: bool) -> None:
             f"to log MFU against this ({best.dtype}, sustained) as perf/mfu_of_measured_peak, set"
             f" monitoring.measured_peak_tflops: {_tera(best.sustained_flops_per_s)}"
         )
+    return code
+
+
+def _with_values(rows: Sequence[Sequence[str]], title: str) -> Table:
+    """The table without the columns of which nothing is known here: a CPU tells neither clock nor power."""
+    known = [column for column in range(len(_COLUMNS)) if any(row[column] != "-" for row in rows)]
+    drawn = table(*(_COLUMNS[column] for column in known), title=title)
+    for row in rows:
+        drawn.add_row(*(row[column] for column in known))
+    return drawn
+
+
+def _check_dtype(dtype: str) -> None:
+    """The table of peaks has dtypes of which torch has no product: those are not offered here."""
+    from ..errors import UsageError, closest
+    from ..hardware.detect import dtype_name
+
+    offered = ", ".join(_MEASURED_DTYPES)
+    try:
+        name = dtype_name(dtype)
+    except UsageError:
+        hint = closest(dtype, _MEASURED_DTYPES)
+        raise UsageError(f"unknown dtype {dtype!r}; give one of {offered}{hint}") from None
+    if name not in _MEASURED_DTYPES:
+        raise UsageError(f"torch has no plain {name} product; give one of {offered}")
 
 
 @contextmanager

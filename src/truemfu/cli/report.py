@@ -16,7 +16,7 @@ from .console import debug_option
     "-o",
     "output_path",
     type=click.Path(path_type=Path),
-    help="Where to write the page.  [default: report.html in DIR]",
+    help="Where to write the page.  [default: report.html in DIR; run_report.html for a run beside a sweep]",
 )
 @debug_option
 def report(folder: Path, output_path: Path | None) -> None:
@@ -32,15 +32,16 @@ def report(folder: Path, output_path: Path | None) -> None:
         truemfu report out/sweep -o report.html
     """
     from ..errors import UsageError
-    from ..report.folder import load_folder
+    from ..report.folder import load_folder, page_path, refuse_what_is_read
     from ..report.run_load import LoadedRun
     from ..report.run_page import write_run_page
     from ..report.summary import summarize
     from ..report.sweep_page import write_sweep_page
 
     found = load_folder(folder)
-    path = output_path or (folder if folder.is_dir() else folder.parent) / "report.html"
+    path = output_path or page_path(folder, found)
     try:
+        refuse_what_is_read(path, found)
         if isinstance(found, LoadedRun):
             written = write_run_page(path, found)
         else:

@@ -9,10 +9,12 @@ says so and Ctrl-C still ends the program.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from datetime import date
 from queue import Empty, SimpleQueue
 
@@ -20,6 +22,7 @@ import click
 import msgspec
 from rich.console import Console
 from rich.live import Live
+from rich.text import Text
 
 from ..errors import CounterError, UsageError
 from ..hardware.counter_trace import Recorder, Replay
@@ -33,6 +36,7 @@ from .top_screen import Reading, reading_of, screen
 # reading, not of the GPU. A trace may be shown as fast as anyone likes.
 _LEAST_S, _LEAST_REPLAYED_S, _MOST_S = 0.25, 0.01, 3600.0
 _WHOLE_TRACE = 10**7
+_LAST_PORT = 65535
 
 
 @click.command(short_help="Every GPU, live: what the silicon executes.")
@@ -52,7 +56,7 @@ _WHOLE_TRACE = 10**7
     "port",
     type=int,
     metavar="PORT",
-    help="Serve the same to Prometheus, to whoever reaches the port.",
+    help="Serve the same to Prometheus, to whoever reaches the port (0: any free one).",
 )
 @json_option
 @debug_option
@@ -67,14 +71,15 @@ def top(
     """Every GPU of this machine, live, with no code in the run.
 
     FLOP util is what the tensor cores executed as a share of the dense 16-bit peak; TFLOP/s is at the
-    16-bit rate (fp8 does twice, tf32 half of it in the same time). Both are upper bounds: some elementwise
-    bf16 work ticks the same counter, and they rest on the clock the driver reports, which it asked for: under
-    load the true one is up to 11 % lower (H200). Only code that runs on the GPU can read that; the monitor in
-    a training run does. "GPU util" is the driver's figure: 100 % as soon as any kernel runs. Activity needs a
-    Hopper or later; older GPUs show the rest.
+    16-bit rate (fp8 does twice, tf32 half of it in the same time). Both are upper bounds: some kernels
+    without a product tick the tensor pipe too, and they rest on the clock the driver reports, which it asked
+    for: the true one is 4 to 10 % lower in steady tensor work (H200). Only code that runs on the GPU can read
+    that; the monitor in a training run does. "GPU util" is the driver's figure: 100 % as soon as any kernel
+    runs. Activity needs a Hopper or later; older GPUs show the rest.
 
     Without a terminal it prints a table at each interval; --json prints a line at each, and with --once one
-    document. Energy is read for --json and --record alone: it is most of what reading costs.
+    document. Energy is read for --json and --record alone: it is most of what reading costs. Exit codes: 0
+    done, 1 the driver cannot be read, 2 the call was wrong.
     """
     least_s = _LEAST_S if replay_from is None else _LEAST_REPLAYED_S
     if not least_s <= interval_s <= _MOST_S:
@@ -82,24 +87,51 @@ def top(
             f"--interval must be from {least_s:g} to {_MOST_S:g} seconds, got {interval_s:g}; "
             f"the counters are renewed every {GPM_LAG_S:g} s"
         )
-    source = _open(replay_from, energy=as_json or record_to is not None)
-    try:
-        if record_to is not None:
-            note = f"recorded {date.today()} by truemfu top, every {interval_s:g} s"
-            source = Recorder(source, record_to, note=note)
-        sampler = Sampler(source, period_s=interval_s, keep=_WHOLE_TRACE if once else 1)
-        if once:
-            _once(sampler, interval_s, replayed=replay_from is not None, as_json=as_json)
-        elif port is None:
-            _watch(sampler, interval_s, as_json=as_json)
-        else:
+    if port is not None and not 0 <= port <= _LAST_PORT:
+        raise UsageError(f"--export takes a port from 0 (any free one) to {_LAST_PORT}, got {port}")
+    if once and port is not None:
+        raise UsageError("--once ends after one interval, so nobody could ask: leave out --once or --export")
+    if replay_from is not None and record_to is not None and _are_same(replay_from, record_to):
+        raise UsageError(f"--record would overwrite {replay_from}, which is replayed: give it another file")
+    with ExitStack() as open_ones:
+        source = _open(replay_from, energy=as_json or record_to is not None)
+        open_ones.callback(lambda: source.close())
+        samplers: list[Sampler] = []
+        if port is not None:
+            # Before a file is opened for writing: a port that cannot be had must not cost an old trace.
             from .top_export import serving
 
-            with serving(lambda: readings(sampler), port) as address:
-                click.echo(f"serving {address}", err=True)
-                _watch(sampler, interval_s, as_json=as_json, silent=not sys.stdout.isatty() and not as_json)
-    finally:
-        source.close()
+            address = open_ones.enter_context(serving(lambda: _all_readings(samplers), port))
+            click.echo(f"serving {address}", err=True)
+        if record_to is not None:
+            source = _recorder(source, record_to, interval_s)
+        samplers.append(Sampler(source, period_s=interval_s, keep=_WHOLE_TRACE if once else 1))
+        if once:
+            _once(samplers[0], interval_s, replayed=replay_from is not None, as_json=as_json)
+        else:
+            silent = port is not None and not sys.stdout.isatty() and not as_json
+            _watch(samplers[0], interval_s, as_json=as_json, silent=silent)
+
+
+def _are_same(one: str, other: str) -> bool:
+    """Whether two names, links among them, are of one file."""
+    try:
+        return os.path.samefile(one, other)
+    except OSError:  # one of them is not there
+        return False
+
+
+def _all_readings(samplers: Sequence[Sampler]) -> list[Reading]:
+    return [reading for sampler in samplers for reading in readings(sampler)]
+
+
+def _recorder(source: CounterSource, path: str, interval_s: float) -> Recorder:
+    """A copy of a trace comes from where the trace does."""
+    live = f"recorded {date.today()} by truemfu top, every {interval_s:g} s"
+    try:
+        return Recorder(source, path, note=source.note if isinstance(source, Replay) else live)
+    except CounterError as problem:
+        raise UsageError(str(problem)) from None
 
 
 def readings(sampler: Sampler, *, whole: bool = False) -> list[Reading]:
@@ -117,6 +149,10 @@ def readings(sampler: Sampler, *, whole: bool = False) -> list[Reading]:
 def _open(replay_from: str | None, *, energy: bool) -> CounterSource:
     if replay_from is not None:
         return Replay(replay_from)
+    try:
+        import pynvml  # noqa: F401
+    except ImportError:
+        raise UsageError("truemfu top needs nvidia-ml-py: pip install 'truemfu[nvidia]'") from None
     from ..hardware.nvml import NvmlSource
 
     return NvmlSource(energy=energy)
@@ -138,7 +174,8 @@ def _once(sampler: Sampler, interval_s: float, *, replayed: bool, as_json: bool)
     if as_json:
         print_json({"gpus": [reading.as_dict() for reading in found]})
     else:
-        output().print(screen(found), soft_wrap=True)
+        width = Console().width if sys.stdout.isatty() else None
+        output().print(screen(found, width, with_dropped=True), soft_wrap=True)
 
 
 def _watch(sampler: Sampler, interval_s: float, *, as_json: bool, silent: bool = False) -> None:
@@ -158,8 +195,13 @@ def _watch(sampler: Sampler, interval_s: float, *, as_json: bool, silent: bool =
 
 def _live(sampler: Sampler, interval_s: float, console: Console) -> None:
     # Drawn when there is something new, not four times a second: watching is to cost nothing.
-    with Live(console=console, auto_refresh=False, screen=False) as live:
-        _every(interval_s, sampler, lambda found: live.update(screen(found, console.width), refresh=True))
+    def show(found: Sequence[Reading]) -> None:
+        live.update(screen(found, console.width), refresh=True)
+
+    with Live(Text("reading…"), console=console, auto_refresh=False, screen=False) as live:
+        live.refresh()
+        _every(interval_s, sampler, show)
+        show(readings(sampler))  # a trace may end with its first read
 
 
 def _every(interval_s: float, sampler: Sampler, show: Callable[[list[Reading]], object]) -> None:

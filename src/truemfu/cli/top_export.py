@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
+from .top_screen import NOT_HELD_BACK
 
 if TYPE_CHECKING:
     from .top_screen import Reading
@@ -48,13 +49,17 @@ _FROM_READING: Mapping[str, str] = MappingProxyType(
         "peak_flops_per_second": "peak_flops_per_s",
     }
 )
-_UPPER_BOUND = " (upper bound, at the clock the driver reports; under load the true one is up to 11 % lower)"
+_FIXED = ("max_sm_clock_hz", "power_limit_w", "memory_total_bytes", "peak_flops_per_s")
+_UPPER_BOUND = (
+    " (upper bound, at the clock the driver reports; the true one is 4 to 10 % lower in steady tensor work)"
+)
 _MORE: Mapping[str, str] = MappingProxyType(
     {
         "executed_flop_utilisation": _UPPER_BOUND,
         "executed_flops_per_s": _UPPER_BOUND,
         "gpu_utilisation": ", the driver's own: 1 as soon as any kernel runs",
         "sm_clock_hz": ", as the driver reports it",
+        "peak_flops_per_s": ": dense, 16-bit",
     }
 )
 _LABELS = ("gpu", "name", "uuid")
@@ -71,9 +76,10 @@ def serving(readings: Callable[[], Sequence[Reading]], port: int) -> Iterator[st
     registry.register(_Collector(readings))
     try:
         server, _ = start_http_server(port, registry=registry)
-    except (OSError, OverflowError) as problem:
-        reason = getattr(problem, "strerror", None) or problem
-        raise UsageError(f"cannot serve on port {port}: {reason}; give another to --export") from None
+    except OSError as problem:
+        raise UsageError(
+            f"cannot serve on port {port}: {problem.strerror}; give another to --export"
+        ) from None
     try:
         yield f"http://localhost:{server.server_port}/metrics"
     finally:
@@ -118,7 +124,8 @@ class _Collector:
             dropped.add_metric(_labels(reading), reading.health.dropped)
             if reading.window is not None:
                 for reason, share in (reading.window.throttle or {}).items():
-                    throttled.add_metric([*_labels(reading), reason], share)
+                    if reason not in NOT_HELD_BACK:
+                        throttled.add_metric([*_labels(reading), reason], share)
                 if reading.window.processes is not None:
                     processes.add_metric(_labels(reading), len(reading.window.processes))
         yield from (throttled, dropped, processes)
@@ -129,4 +136,5 @@ def _labels(reading: Reading) -> list[str]:
 
 
 def _said(attribute: str) -> str:
-    return f"{attribute.replace('_', ' ')} over the last interval{_MORE.get(attribute, '')}"
+    when = "" if attribute in _FIXED else " over the last interval"
+    return f"{attribute.replace('_', ' ')}{when}{_MORE.get(attribute, '')}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,12 +33,12 @@ _COLUMNS = (
 # What goes first where the window is narrow: nothing is ever cut in the middle.
 _DISPENSABLE = ("processes", "TFLOP/s", "memory GiB", "power W", "DRAM", "reported MHz")
 _TEXT_COLUMNS = ("GPU", "processes")
-_GAP = "   "
+_GAPS = ("   ", "  ")
 _PROCESSES_SHOWN = 2
-# Reasons that a busy GPU has all the time and that say nothing of lost speed.
-_NO_NEWS = ("gpu_idle",)
+NOT_HELD_BACK = ("gpu_idle",)
+"""What the driver gives as a reason for a low clock though nothing is lost by it."""
 _WORTH_SAYING = 0.005
-_OF_THE_CLOCK = "FLOP util: at the clock the driver reports; under load the true one is up to 11 % lower"
+_OF_THE_CLOCK = "FLOP util: driver clock; the true one is 4 to 10 % lower in steady tensor work"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,43 +92,51 @@ def reading_of(gpu: GpuInfo, window: CounterWindow | None, health: Health) -> Re
     )
 
 
-def screen(all_readings: Sequence[Reading], width: int | None = None) -> Text:
+def screen(all_readings: Sequence[Reading], width: int | None = None, *, with_dropped: bool = False) -> Text:
     """The table, without some columns where it is wider than `width`, and a line for each thing to say.
+
+    `with_dropped` says how many intervals were lost also where nothing is wrong any more: over a whole trace
+    they are missing from its figures.
 
     Laid out here and not by rich's Table, which takes several times as long: drawing eight GPUs once a second
     is to stay well below a hundredth of a core.
     """
     rows = [dict(zip(_COLUMNS, map(_printable, _cells(reading)), strict=True)) for reading in all_readings]
-    widths = _widths(rows, width)
-    titles = _line({column: column for column in widths}, widths)
-    lines = [_line(row, widths) for row in rows]
+    widths, gap = _layout(rows, width)
+    titles = _line({column: column for column in widths}, widths, gap)
+    lines = [_line(row, widths, gap) for row in rows]
     rule = "─" * max(map(cell_len, (titles, *lines)))
-    notes = [part for note in _notes(all_readings) for part in _wrapped(_printable(note), width)]
+    said = _notes(all_readings, with_dropped)
+    notes = [part for note in said for part in _wrapped(_printable(note), width)]
     text = Text(no_wrap=True, overflow="ignore")
     text.append(titles, "bold")
     text.append("\n".join(["", rule, *lines, *notes]))
     return text
 
 
-def _widths(rows: Sequence[Mapping[str, str]], width: int | None) -> dict[str, int]:
-    """The columns that fit, and how wide each is."""
+def _layout(rows: Sequence[Mapping[str, str]], width: int | None) -> tuple[dict[str, int], str]:
+    """The columns that fit, how wide each is, and what stands between them: rather less of it than fewer."""
     widths = {
         column: max(cell_len(text) for text in (column, *(r[column] for r in rows))) for column in _COLUMNS
     }
-    for column in _DISPENSABLE:
-        if width is None or sum(widths.values()) + len(_GAP) * (len(widths) - 1) <= width:
-            break
-        del widths[column]
-    return widths
+    if width is None:
+        return widths, _GAPS[0]
+    for column in (*_DISPENSABLE, None):
+        for gap in _GAPS:
+            if sum(widths.values()) + len(gap) * (len(widths) - 1) <= width:
+                return widths, gap
+        if column is not None:
+            del widths[column]
+    return widths, _GAPS[-1]
 
 
-def _line(row: Mapping[str, str], widths: Mapping[str, int]) -> str:
+def _line(row: Mapping[str, str], widths: Mapping[str, int], gap: str) -> str:
     """Text to the left, numbers to the right."""
     cells = []
     for column, width in widths.items():
         blank = " " * (width - cell_len(row[column]))
         cells.append(row[column] + blank if column in _TEXT_COLUMNS else blank + row[column])
-    return _GAP.join(cells).rstrip()
+    return gap.join(cells).rstrip()
 
 
 def _wrapped(note: str, width: int | None) -> list[str]:
@@ -156,28 +164,51 @@ def _cells(reading: Reading) -> tuple[str, ...]:
     )
 
 
-def _notes(all_readings: Sequence[Reading]) -> list[str]:
-    """One line for each: what holds a clock back, what cannot be read and why, what the figures rest on."""
-    lines = []
+def _notes(all_readings: Sequence[Reading], with_dropped: bool) -> list[str]:
+    """One line for each: what holds a clock back, what cannot be read and why, what the figures rest on.
+
+    What holds for several GPUs alike is said once.
+    """
+    indices: dict[str, list[int]] = {}
     for reading in all_readings:
-        index, health = reading.gpu.index, reading.health
-        if reading.window is not None and reading.window.throttle:
-            held = [
-                f"{reason.replace('_', ' ')} {_share(part)} of the time"
-                for reason, part in reading.window.throttle.items()
-                if reason not in _NO_NEWS and part >= _WORTH_SAYING
-            ]
-            if held:
-                lines.append(f"GPU {index}: clock held back by {', '.join(held)}")
-        if health.fault is not None:
-            lines.append(f"GPU {index}: {health.fault} ({health.dropped} intervals dropped)")
-        elif reading.gpu.no_gpm_reason is not None:
-            lines.append(f"GPU {index}: {reading.gpu.no_gpm_reason}")
-        elif reading.peak_flops_per_s is None:
-            lines.append(f"GPU {index}: no peak FLOP/s is known for {reading.gpu.name!r}")
+        for note in _notes_of(reading, with_dropped):
+            indices.setdefault(note, []).append(reading.gpu.index)
+    lines = [f"{_gpus(where)}: {note}" for note, where in indices.items()]
     if any(r.executed_flops_per_s is not None and r.clock_source == "driver" for r in all_readings):
         lines.append(_OF_THE_CLOCK)
     return lines
+
+
+def _notes_of(reading: Reading, with_dropped: bool) -> Iterator[str]:
+    window, health = reading.window, reading.health
+    held = [
+        f"{reason.replace('_', ' ')} {_share(part)} of the time"
+        for reason, part in ((window.throttle if window is not None else None) or {}).items()
+        if reason not in NOT_HELD_BACK and part >= _WORTH_SAYING
+    ]
+    if held:
+        yield f"clock held back by {', '.join(held)}"
+    dropped = f"{health.dropped} interval{'' if health.dropped == 1 else 's'} dropped"
+    if health.fault is not None:
+        yield f"{health.fault} ({dropped})"
+    elif reading.gpu.no_gpm_reason is not None:
+        yield reading.gpu.no_gpm_reason
+    elif reading.peak_flops_per_s is None:
+        yield f"no peak FLOP/s is known for {reading.gpu.name!r}"
+    if with_dropped and health.dropped and health.fault is None:
+        yield f"{dropped}: no usable counters"
+
+
+def _gpus(indices: Sequence[int]) -> str:
+    """`GPU 3`, or `GPUs 0-2, 5`."""
+    runs: list[list[int]] = []
+    for index in indices:
+        if runs and index == runs[-1][-1] + 1:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    said = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+    return f"GPU{'s' if len(indices) > 1 else ''} {said}"
 
 
 def _processes(found: tuple[GpuProcess, ...] | None) -> str:

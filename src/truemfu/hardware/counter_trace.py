@@ -74,10 +74,15 @@ class Recorder:
 
 
 class Replay:
-    """A source that gives the samples of a trace again, each GPU's in their order, failures included."""
+    """A source that gives the samples of a trace again, each GPU's in their order, failures included.
+
+    `note` is what the trace says of where it comes from.
+    """
 
     def __init__(self, path: str | Path) -> None:
-        self._gpus, lines = _trace(Path(path))
+        header, lines = _trace(Path(path))
+        self._gpus = header.gpus
+        self.note = header.note
         self._lines: dict[int, Iterator[CounterSample | _Failure]] = {
             gpu.index: iter([line for line in lines if line.index == gpu.index]) for gpu in self._gpus
         }
@@ -97,7 +102,7 @@ class Replay:
         """Nothing to let go of: the file was read at once."""
 
 
-def _trace(path: Path) -> tuple[tuple[GpuInfo, ...], list[CounterSample | _Failure]]:
+def _trace(path: Path) -> tuple[_Header, list[CounterSample | _Failure]]:
     try:
         raw = path.read_bytes().splitlines()
     except OSError as problem:
@@ -119,4 +124,4 @@ def _trace(path: Path) -> tuple[tuple[GpuInfo, ...], list[CounterSample | _Failu
     if header is None or header.version > TRACE_VERSION:
         found = "no header" if header is None else f"version {header.version}"
         raise RecordError(f"{path}: expected a counter trace of version {TRACE_VERSION}, got {found}")
-    return header.gpus, lines
+    return header, lines

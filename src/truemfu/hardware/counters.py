@@ -41,8 +41,7 @@ class GpuInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Activities(msgspec.Struct, frozen=True, kw_only=True):
     """Shares of the GPU's time (of its SM cycles, but for the memory) that each part of it was active.
 
-    `hmma_active` is the tensor pipe for fp16, bf16, tf32 and fp8, **and** some elementwise bf16 arithmetic
-    (on an H200 6 % in SiLU, 1 % in GELU and layer norm, nothing in plain sums and products). `imma` is for
+    `hmma_active` is the tensor pipe for fp16, bf16, tf32 and fp8, **and** some kernels without a product. `imma` is for
     integers, `dfma` and `dmma` for fp64 (an H200's products show under the first); `tensor_active` is any of
     them. fp16, fp32, fp64 and integer are the plain units. `graphics_active` is the share of time with any
     kernel on the GPU.

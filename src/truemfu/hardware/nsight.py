@@ -91,7 +91,8 @@ class StepCount(msgspec.Struct, frozen=True, kw_only=True):
     `hardware_flops` that silicon does differently stand apart: plain products by their shapes, and fused
     attention, whose kernels execute `attention_blocked_flops` when they skip whole blocks of the mask. Where
     no step was marked or it could not be counted, `reason` says why, and numbers are None. Written by the
-    process whose number is `process_id`.
+    process whose number is `process_id`; beside a saved table the audit adds `is_whole_step`: whether all
+    launches of the marked step were to be profiled and no others.
     """
 
     model_flops: int | None = None
@@ -106,6 +107,7 @@ class StepCount(msgspec.Struct, frozen=True, kw_only=True):
     attention_flops: int | None = None
     attention_blocked_flops: int | None = None
     reason: str | None = None
+    is_whole_step: bool | None = None
 
 
 def read_step_count(path: Path) -> StepCount | None:
@@ -114,6 +116,8 @@ def read_step_count(path: Path) -> StepCount | None:
         data = path.read_bytes()
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise RecordError(f"{path} cannot be read: {error.strerror}") from None
     try:
         return msgspec.json.decode(data, type=StepCount)
     except msgspec.MsgspecError as error:

@@ -6,9 +6,9 @@
 Expected is the count with what is known of kernels taken in: tiles that overhang their product
 (`tile_match`), and attention that works through whole blocks of its mask.
 
-The pipe's active cycles tell what a counter of activity makes of the step. It ticks for elementwise
-arithmetic in 16 bits, too (`non_matrix_share`), and twice as long for the old matrix instructions that some
-kernels use: those run below the usual rate of their dtype.
+The pipe's active cycles tell what a counter of activity makes of the step. Some kernels without a product
+tick it too (`non_matrix_share`), and it ticks twice as long for the old matrix instructions that some kernels
+use: those run below the usual rate of their dtype.
 """
 
 from __future__ import annotations

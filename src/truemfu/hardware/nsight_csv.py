@@ -23,13 +23,15 @@ TENSOR_METRICS: tuple[str, ...] = tuple(
 """The multiplies and adds of the tensor cores by the dtype of their inputs: exactly 2·4096³ for 4096³."""
 
 PIPE_METRIC = "sm__pipe_tensor_op_hmma_cycles_active.sum"
-"""Cycles in which the tensor pipe of a sub-core is busy: what NVML's activity counter ticks for. Elementwise
-arithmetic in 16 bits is among them."""
+"""Cycles in which the tensor pipe of a sub-core is busy: what NVML's activity counter ticks for. Some kernels
+without a product tick it too."""
 
 MATRIX_METRIC = "sm__pipe_tensor_op_hmma_type_hmma_hgmma_qgmma_cycles_active.sum"
 """Those of them with matrix instructions."""
 
 _TENSOR_METRIC = re.compile(r"sm__ops_path_tensor_src_(\w+)\.sum")
+_NCU_LINE = re.compile(r"==(?:PROF|WARNING|ERROR)==")
+_OF_THE_COMMAND = "The application "
 _WHOLE = re.compile(r"sm__(?:ops|inst|pipe|cycles)_\w+\.sum")
 
 
@@ -94,10 +96,15 @@ def parse_ncu_csv(text: str) -> tuple[KernelLaunch, ...]:
 
 
 def errors_in(text: str) -> list[str]:
-    """What ncu itself calls errors, in its own words."""
-    return [
-        line.removeprefix("==ERROR==").strip() for line in text.splitlines() if line.startswith("==ERROR==")
-    ]
+    """What went wrong with ncu itself, in its own words; that the command failed it calls an error, too."""
+    lines = [line for line in text.splitlines() if line.startswith("==ERROR==")]
+    said = [line.removeprefix("==ERROR==").strip() for line in lines]
+    return [words for words in said if not words.startswith(_OF_THE_COMMAND)]
+
+
+def is_from_ncu(text: str) -> bool:
+    """Whether ncu printed this: there is a table of it, be it without a launch, or a message of its own."""
+    return any(_NCU_LINE.match(line) or _is_header(_cells(line)) for line in text.splitlines())
 
 
 def _rows(text: str) -> Iterator[tuple[dict[str, str], dict[str, str]]]:
@@ -107,9 +114,8 @@ def _rows(text: str) -> Iterator[tuple[dict[str, str], dict[str, str]]]:
     for line in text.splitlines():
         if line.startswith("==") or "," not in line:
             continue
-        # Line by line: a stray quote in what the program printed must not swallow the table.
-        cells = next(csv.reader([line]))
-        if "Kernel Name" in cells and "ID" in cells:
+        cells = _cells(line)
+        if _is_header(cells):
             header, units = cells, {}
         elif header is not None and len(cells) == len(header):
             row = dict(zip(header, cells, strict=True))
@@ -117,6 +123,18 @@ def _rows(text: str) -> Iterator[tuple[dict[str, str], dict[str, str]]]:
                 yield row, units
             else:
                 units = row
+
+
+def _cells(line: str) -> list[str]:
+    """Line by line: a stray quote in what the program printed must not swallow the table."""
+    try:
+        return next(csv.reader([line]), [])
+    except csv.Error:  # a field of megabytes, or a zero byte: no line of a table
+        return []
+
+
+def _is_header(cells: list[str]) -> bool:
+    return "Kernel Name" in cells and "ID" in cells
 
 
 _SCALES = {"K": 1e3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}

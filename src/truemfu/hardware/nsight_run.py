@@ -21,8 +21,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ..errors import RecordError
-from .nsight import read_step_count
+from ..errors import RecordError, UsageError
+from .nsight import StepCount, read_step_count
 
 GRACE_S = 10.0
 """How long a process may take to end when asked; some save a checkpoint then."""
@@ -50,24 +50,30 @@ def run_audited(
 ) -> RunEnd:
     """Run `call` until it ends; the audited process is ended when its count is there, unless it is to run on.
 
-    An interrupt waits for ncu as long as for the process, and is passed on; then both are killed.
+    An interrupt waits for ncu as long as for the process, and is passed on; then both are killed. Of a
+    terminal's interrupt they know; whatever else ends this one, they are told.
     """
-    process = subprocess.Popen(call, env=dict(environment), stdout=stdout)
     try:
-        if not keep_running and (audited := _wait_for_count(process, count_file)) is not None:
+        process = subprocess.Popen(call, env=dict(environment), stdout=stdout)
+    except OSError as error:
+        raise UsageError(f"{call[0]} cannot be started: {error.strerror}") from None
+    try:
+        count = None if keep_running else _wait_for_count(process, count_file)
+        if count is not None and (audited := count.process_id) is not None:
+            what = "the marked step is counted" if count.reason is None else "there will be no count"
             if _descends_from(audited, process.pid):
-                say("the marked step is counted: ending the run (--keep-running lets it go on)")
+                say(f"{what}: ending the run (--keep-running lets it go on)")
                 _end(audited, process, grace_s)
                 return RunEnd(process.wait(), True)
-            say(f"the marked step is counted; process {audited} is not to be found here, so the run goes on")
+            say(f"{what}; process {audited} is not to be found here, so the run goes on")
         return RunEnd(process.wait(), False)
-    except BaseException:
-        _take_down(process, grace_s)
+    except BaseException as stop:
+        _take_down(process, grace_s, have_heard=isinstance(stop, KeyboardInterrupt))
         raise
 
 
-def _wait_for_count(process: subprocess.Popen[bytes], count_file: Path) -> int | None:
-    """The number of the process that wrote its count; None where ncu ended before, or none was told."""
+def _wait_for_count(process: subprocess.Popen[bytes], count_file: Path) -> StepCount | None:
+    """What the process wrote; None where ncu ended before, or nobody can read it."""
     while True:
         try:
             process.wait(_LOOK_EVERY_S)
@@ -79,7 +85,7 @@ def _wait_for_count(process: subprocess.Popen[bytes], count_file: Path) -> int |
         except RecordError:  # whoever reads it at the end says so
             return None
         if count is not None:
-            return count.process_id
+            return count
 
 
 def _end(pid: int, process: subprocess.Popen[bytes], grace_s: float) -> None:
@@ -94,11 +100,14 @@ def _end(pid: int, process: subprocess.Popen[bytes], grace_s: float) -> None:
             return
 
 
-def _take_down(process: subprocess.Popen[bytes], grace_s: float) -> None:
-    """Everybody in the terminal's group was interrupted; who does not end is ended."""
+def _take_down(process: subprocess.Popen[bytes], grace_s: float, *, have_heard: bool) -> None:
+    """Who has not heard of the end is asked to; who does not end, or is not waited for any more, is ended."""
     try:
+        if not have_heard:
+            for pid in _descendants(process.pid):
+                _signal(pid, signal.SIGTERM)
         process.wait(grace_s)
-    except (subprocess.TimeoutExpired, KeyboardInterrupt):
+    except BaseException:  # out of time, or a second signal
         for pid in [*_descendants(process.pid), process.pid]:
             _signal(pid, signal.SIGKILL)
         process.wait()

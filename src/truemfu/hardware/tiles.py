@@ -148,7 +148,7 @@ def mean_tile_factor(
     sm_count: int | None = None,
     other_flops: float = 0.0,
 ) -> float | None:
-    """The factor over many products, by dtype and shape, each weighed with its FLOP: Σ flops·factor / Σ flops.
+    """The factor over products by dtype and shape, each weighed with its FLOP: Σ flops·factor / Σ flops.
 
     `other_flops` is counted work without tiles of its own here: it weighs in with factor 1. None where one
     product has no factor, where a weight is no amount of work, or where there is no work.

@@ -5,7 +5,8 @@ drawing is stretched, its text is not: ticks and legends are set by the page aro
 
 A long log is thinned: neighbouring rows share a bucket, which is drawn as the median of its values on a band
 from its lowest to its highest, so that no spike is lost. A few values far above all others would press the
-rest flat; the chart then ends below them, draws them at its edge, and says so.
+rest flat; where they are accidents, as with step times, the chart ends below them, draws them at its edge,
+and says so.
 """
 
 from __future__ import annotations
@@ -75,7 +76,13 @@ class Bucket:
 
 
 def line_chart(
-    title: str, steps: Sequence[int], series: Iterable[Series], *, unit: str = "", from_zero: bool = True
+    title: str,
+    steps: Sequence[int],
+    series: Iterable[Series],
+    *,
+    unit: str = "",
+    from_zero: bool = True,
+    cuts_spikes: bool = True,
 ) -> Chart | None:
     """The chart; None where no series has a value. `steps` ascend, and every series is as long."""
     shown = [Series(name=one.name, values=[_drawable(value) for value in one.values]) for one in series]
@@ -83,7 +90,8 @@ def line_chart(
     if not shown:
         return None
     x = _steps_axis(steps)
-    y = _values_axis([value for one in shown for value in one.values if value is not None], from_zero)
+    values = [value for one in shown for value in one.values if value is not None]
+    y = _values_axis(values, from_zero, cuts_spikes)
     lines = []
     for one in shown:
         runs = thinned(steps, one.values)
@@ -162,9 +170,10 @@ def _steps_axis(steps: Sequence[int]) -> _Axis:
     return _Axis(low=first, high=last, step=max(1.0, _nice((last - first) / _TICKS)))
 
 
-def _values_axis(values: Sequence[float], from_zero: bool) -> _Axis:
+def _values_axis(values: Sequence[float], from_zero: bool, cuts_spikes: bool) -> _Axis:
     low = min(0.0, *values) if from_zero else min(values)
-    high = max(0.0, _top(values, low)) if from_zero else _top(values, low)
+    top = _top(values, low) if cuts_spikes else max(values)
+    high = max(0.0, top) if from_zero else top
     if high - low <= max(_SAME * max(abs(low), abs(high)), 1 / _BEFORE_OVERFLOW):
         margin = 0.5 * abs(low) or 1.0
         low, high = (low if from_zero else low - margin), high + margin

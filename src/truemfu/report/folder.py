@@ -1,4 +1,4 @@
-"""What a folder holds, found out from its files: a monitored run or a sweep."""
+"""What a folder holds, found out from its files, a monitored run or a sweep; and where its page may lie."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ from pathlib import Path
 
 from ..errors import UsageError
 from ..records import LOG_FILE, RUN_FILE
-from .load import LoadedSweep, load_sweep
+from .load import LoadedSweep, files_of_sweep, load_sweep
 from .run_load import LoadedRun, holds_run, load_run
 
+_SWEEP_FILE = "sweep.json"
 _A_RUN = f"a run ({RUN_FILE}, {LOG_FILE})"
-_A_SWEEP = "a sweep (sweep.json, logs, results)"
+_A_SWEEP = f"a sweep ({_SWEEP_FILE}, logs, results)"
 
 
 def load_folder(source: Path) -> LoadedRun | LoadedSweep:
-    """Read what lies in `source`: the folder of a run or of a sweep, or a run's own file."""
+    """Read what lies in `source`: the folder of a run or of a sweep, or a file of its own."""
     if source.name in (RUN_FILE, LOG_FILE) and source.is_file():
         return load_run(source.parent)
+    if source.name == _SWEEP_FILE and source.is_file():
+        return load_sweep(source.parent)
     if not source.is_dir():
         what = "is a file" if source.exists() else "does not exist"
         raise UsageError(f"{source} {what}: expected a folder with {_A_RUN} or {_A_SWEEP}")
@@ -24,9 +27,10 @@ def load_folder(source: Path) -> LoadedRun | LoadedSweep:
     sweep = _sweep(source) if not is_run or _may_hold_sweep(source) else None
     if is_run and sweep is not None:
         run_file = next(name for name in (RUN_FILE, LOG_FILE) if (source / name).is_file())
+        parts = [name for name in ("results", "logs") if (source / name).is_dir()] or [_SWEEP_FILE]
         raise UsageError(
             f"{source} holds {_A_RUN} and {_A_SWEEP}: give {source / run_file} for the run, "
-            f"{source / 'results'} or {source / 'logs'} for the sweep"
+            f"{' or '.join(str(source / name) for name in parts)} for the sweep"
         )
     if sweep is not None:
         return sweep
@@ -35,9 +39,28 @@ def load_folder(source: Path) -> LoadedRun | LoadedSweep:
     return load_run(source)
 
 
+def page_path(source: Path, found: LoadedRun | LoadedSweep) -> Path:
+    """Where the page lies if nothing else is said; `report.html` of a folder with a sweep is the sweep's."""
+    if source.is_dir():
+        return source / "report.html"
+    folder = source.parent
+    beside_sweep = isinstance(found, LoadedRun) and _may_hold_sweep(folder) and _sweep(folder) is not None
+    return folder / ("run_report.html" if beside_sweep else "report.html")
+
+
+def refuse_what_is_read(path: Path, found: LoadedRun | LoadedSweep) -> None:
+    """A page over a file it is made from would destroy the measurement, under whatever name or link."""
+    if not path.exists():
+        return
+    files = found.files if isinstance(found, LoadedRun) else files_of_sweep(found.source)
+    for file in files:
+        if file.exists() and path.samefile(file):
+            raise UsageError(f"{path} is a file this report is made from: give --output another name")
+
+
 def _may_hold_sweep(folder: Path) -> bool:
     """Whether a look is worth it; many a training script has a folder `logs` of its own."""
-    return (folder / "sweep.json").is_file() or any((folder / name).is_dir() for name in ("logs", "results"))
+    return (folder / _SWEEP_FILE).is_file() or any((folder / name).is_dir() for name in ("logs", "results"))
 
 
 def _sweep(folder: Path) -> LoadedSweep | None:

@@ -91,6 +91,17 @@ def load_sweep(source: Path | str) -> LoadedSweep:
     return LoadedSweep(source=source, record=record, entries=entries, notes=tuple(notes))
 
 
+def files_of_sweep(source: Path) -> list[Path]:
+    """The files `load_sweep` reads in `source`."""
+    files = _files(source)
+    return [
+        files.record,
+        *files.results.glob("*.json"),
+        *files.logs.glob("*.log"),
+        *files.running.glob("*.json"),
+    ]
+
+
 def with_results(sweep: LoadedSweep, results: Iterable[CaseResult]) -> LoadedSweep:
     """The same sweep with results that are at hand, and that a full disk may have kept from their files."""
     entries = {entry.name: entry for entry in sweep.entries}

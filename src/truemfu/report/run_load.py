@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -44,6 +46,16 @@ class LogRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LastWindow:
+    """What the last row with anything from hardware counters says of their last window."""
+
+    step: int
+    metrics: Mapping[str, float]
+    """The finite `perf/` metrics of that row, in its order."""
+    clock_source: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class LoadedRun:
     """A run as its files tell it."""
 
@@ -52,8 +64,16 @@ class LoadedRun:
     """None where there is no run file, or none that can be read."""
     rows: tuple[LogRow, ...]
     """By step, each step once."""
+    last_window: LastWindow | None = None
+    """Sought only where there is no summary, which speaks of all windows."""
     notes: tuple[str, ...] = ()
-    """What is wrong with the files."""
+    """What is wrong with the files, in sentences."""
+
+    @property
+    def files(self) -> list[Path]:
+        """Those it was read from."""
+        log_name = LOG_FILE if self.record is None else _log_name(self.record)
+        return [self.folder / RUN_FILE, self.folder / log_name]
 
 
 def holds_run(folder: Path) -> bool:
@@ -67,70 +87,116 @@ def load_run(folder: Path | str) -> LoadedRun:
     if not holds_run(folder):
         raise UsageError(f"{folder} holds no run: expected {RUN_FILE} or {LOG_FILE}")
     notes: list[str] = []
-    record = _record(folder / RUN_FILE, notes)
-    log_name = LOG_FILE if record is None else Path(record.log_file).name
-    rows = _rows(folder / log_name, notes)
-    if record is not None and record.summary is not None:
-        logged = record.summary.steps
-        if logged is not None and len(rows) > logged:
-            notes.append(
-                f"the log holds {len(rows):,} steps, the summary is of the last start alone: {logged:,} steps"
-            )
-    return LoadedRun(folder=folder, record=record, rows=rows, notes=tuple(notes))
-
-
-def _record(path: Path, notes: list[str]) -> RunRecord | None:
-    if not path.is_file():
-        notes.append(f"{path.name} is missing: {_WITHOUT_RECORD}")
-        return None
-    try:
-        record = read_record(path, RunRecord)
-    except RecordError as error:
-        notes.append(f"{error}".replace(str(path), path.name) + f"; {_WITHOUT_RECORD}")
-        return None
-    if record.summary is None:
+    record, fault = _record(folder / RUN_FILE)
+    if fault is not None:
+        notes.append(f"{fault}; {_WITHOUT_RECORD}.")
+    elif record is not None and record.summary is None:
         notes.append(
-            "the run has no summary yet: it is still going on, or it ended without closing its monitor; "
-            "what is shown comes from its log"
+            "The run has no summary yet: it is still going on, or it ended without closing its monitor; "
+            "what is shown comes from its log."
         )
-    return record
+    log_name = LOG_FILE if record is None else _log_name(record)
+    found = _rows(folder / log_name, notes)
+    if record is None and not found:
+        raise UsageError(
+            f"{folder} holds nothing of a run that can be read: {fault}, and the log {log_name} has no row "
+            "that can be"
+        )
+    summary = None if record is None else record.summary
+    logged = None if summary is None else summary.steps
+    if logged is not None and len(found) > logged:
+        notes.append(
+            f"The log holds {len(found):,} steps, the summary is of the last start alone: {logged:,} steps."
+        )
+    return LoadedRun(
+        folder=folder,
+        record=record,
+        rows=tuple(row for row, _ in found),
+        last_window=_last_window(found) if summary is None else None,
+        notes=tuple(notes),
+    )
 
 
-def _rows(path: Path, notes: list[str]) -> tuple[LogRow, ...]:
+def _log_name(record: RunRecord) -> str:
+    """A name alone: the files may come from anywhere, and lead nowhere else."""
+    return Path(record.log_file).name
+
+
+def _record(path: Path) -> tuple[RunRecord | None, str | None]:
+    """The run file, or what is wrong with it."""
+    if not path.is_file():
+        return None, f"The run file {path.name} is missing"
+    try:
+        return read_record(path, RunRecord), None
+    except RecordError as error:
+        return None, f"The run file {error}".replace(str(path), path.name)
+
+
+_FoundRow = tuple[LogRow, msgspec.Raw]
+"""A row, and its JSON for what is not in `LogRow`."""
+
+
+def _rows(path: Path, notes: list[str]) -> list[_FoundRow]:
     """The rows of the log by step."""
     try:
         data = path.read_bytes()
     except OSError as error:
-        notes.append(f"{path.name} cannot be read, so there are no charts: {error.strerror}")
-        return ()
+        notes.append(f"The log {path.name} cannot be read, so there are no charts: {error.strerror}.")
+        return []
     try:
-        found = msgspec.json.decode(data, type=list[LogRow])
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+        found = [(_ROW.decode(raw), raw) for raw in msgspec.json.decode(data, type=list[msgspec.Raw])]
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         found, unread = _whole_rows(data)
         cut = not data.rstrip(b"\0 \t\r\n").endswith(b"]")
         what = "is cut off" if cut else "is damaged"
-        notes.append(f"{path.name} {what}: {len(found):,} rows were read, {unread:,} could not be")
-    by_step = {row.global_step: row for row in found}
+        notes.append(f"The log {path.name} {what}: {len(found):,} rows were read, {unread:,} could not be.")
+    by_step = {row.global_step: (row, raw) for row, raw in found}
     if again := len(found) - len(by_step):
         what = "1 row is" if again == 1 else f"{again:,} rows are"
-        notes.append(f"{what} of a step that was logged again (the run was restarted): the last row counts")
-    return tuple(by_step[step] for step in sorted(by_step))
+        notes.append(f"{what} of a step that was logged again (the run was restarted): the last row counts.")
+    return [by_step[step] for step in sorted(by_step)]
 
 
+_OF_COUNTERS = re.compile(
+    rb'"perf/(loss/|executed_|energy_j_per_|sm_clock_mhz"|power_w"|(tensor|sm|dram)_active")'
+)
+_NO_NUMBER = 1e300
+
+
+def _last_window(found: list[_FoundRow]) -> LastWindow | None:
+    for row, raw in reversed(found):
+        if not _OF_COUNTERS.search(bytes(raw)):
+            continue
+        values: dict[str, Any] = msgspec.json.decode(raw, type=dict[str, Any])
+        metrics = {
+            name: float(value)
+            for name, value in values.items()
+            if name.startswith("perf/") and type(value) in (int, float) and abs(value) < _NO_NUMBER
+        }
+        source = values.get("perf/clock_source")
+        return LastWindow(
+            step=row.global_step,
+            metrics=metrics,
+            clock_source=source if isinstance(source, str) else None,
+        )
+    return None
+
+
+_ROW = msgspec.json.Decoder(LogRow)
 _ROW_BEGINS = re.compile(r"\n\s*\{")
 
 
-def _whole_rows(data: bytes) -> tuple[list[LogRow], int]:
+def _whole_rows(data: bytes) -> tuple[list[_FoundRow], int]:
     """Every row of a damaged log that is whole, and how many are not."""
     text = data.decode("utf-8", errors="replace")
     parse = json.JSONDecoder().raw_decode
-    rows: list[LogRow] = []
+    rows: list[_FoundRow] = []
     unread = 0
     at = text.find("{")
     while at >= 0:
         try:
             value, end = parse(text, at)
-            rows.append(msgspec.convert(value, LogRow))
+            rows.append((msgspec.convert(value, LogRow), msgspec.Raw(text[at:end])))
             at = text.find("{", end)
         except (ValueError, RecursionError, msgspec.MsgspecError):
             unread += 1

@@ -11,7 +11,16 @@ from .chart import SIDE, Chart, Series, line_chart, thinning
 from .html import write_template
 from .run_load import LoadedRun, LogRow
 from .run_summary import summary_of_log
-from .run_texts import NO_SUMMARY, facts, figures, hardware_figures, share, started, why_no_waterfall
+from .run_texts import (
+    NO_SUMMARY,
+    facts,
+    figures,
+    hardware_figures,
+    of_last_window,
+    share,
+    started,
+    why_no_waterfall,
+)
 from .waterfall_view import view_of
 
 _TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
@@ -20,7 +29,7 @@ _TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 def write_run_page(path: Path, run: LoadedRun) -> Path:
     """Write the page to `path` and return where it lies."""
     record = run.record or RunRecord()
-    summary = record.summary or summary_of_log(run.rows)
+    summary = record.summary or summary_of_log(run.rows, run.last_window)
     return write_template(
         path,
         "run_page.html.jinja",
@@ -32,8 +41,9 @@ def write_run_page(path: Path, run: LoadedRun) -> Path:
         charts=_charts(run.rows, summary),
         about_charts=thinning(len(run.rows)) if run.rows else "There are no charts: the log has no rows.",
         waterfall=view_of(summary.hardware),
-        no_waterfall=why_no_waterfall(record),
-        hardware=hardware_figures(summary.hardware) if summary.hardware is not None else [],
+        no_waterfall=why_no_waterfall(record, summary),
+        of_last_window=None if run.last_window is None else of_last_window(run.last_window),
+        hardware=[] if summary.hardware is None else hardware_figures(summary.hardware, record.scope),
         side=SIDE,
         remarks=[
             ("Warnings", summary.warnings),
@@ -66,7 +76,13 @@ def _charts(rows: Sequence[LogRow], summary: RunSummary) -> list[Chart]:
     steps = [row.global_step for row in rows]
     scale, unit = _time_unit(summary.median_step_time_s)
     found = (
-        line_chart("Loss", steps, [_series("loss", (row.loss for row in rows), 1)], from_zero=False),
+        line_chart(
+            "Loss",
+            steps,
+            [_series("loss", (row.loss for row in rows), 1)],
+            from_zero=False,
+            cuts_spikes=False,  # the first losses are far above the others, and no accident
+        ),
         line_chart("MFU and HFU", steps, _utilization(rows), unit="%"),
         line_chart(
             "Step time",

@@ -9,14 +9,18 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from ..records import RunSummary
-from .run_load import LogRow
+from ..records import RunHardware, RunSummary, WaterfallPart, WaterfallRecord
+from ..waterfall import USEFUL, Part, waterfall
+from .run_load import LastWindow, LogRow
+
+_LOSS = "perf/loss/"
 
 
-def summary_of_log(rows: Sequence[LogRow]) -> RunSummary:
-    """Medians over the rows after warm-up, or over all where there are no others."""
+def summary_of_log(rows: Sequence[LogRow], last_window: LastWindow | None = None) -> RunSummary:
+    """Medians over the rows after warm-up, or over all where there are no others; the hardware's figures are
+    those of the last window."""
     steady = [row for row in rows if not row.is_warmup and row.step_time_s is not None]
     over = steady or rows
     methods = Counter(row.method for row in rows if row.method is not None)
@@ -32,6 +36,7 @@ def summary_of_log(rows: Sequence[LogRow]) -> RunSummary:
         padding_lost=_padding_lost(rows),
         data_wait_share=_data_wait_share(steady),
         method=methods.most_common(1)[0][0] if methods else None,
+        hardware=None if last_window is None else _hardware(last_window, rows),
     )
 
 
@@ -67,3 +72,108 @@ def _data_wait_share(rows: Iterable[LogRow]) -> float | None:
     waited = [(row.data_wait_s, row.step_time_s) for row in rows if row.data_wait_s is not None]
     seconds = sum(step_time_s or 0.0 for _, step_time_s in waited)
     return sum(wait_s for wait_s, _ in waited) / seconds if seconds else None
+
+
+def _hardware(window: LastWindow, rows: Sequence[LogRow]) -> RunHardware:
+    """A row's metrics of a window as the summary would have them; advice needs more than a row says."""
+    told = window.metrics.get
+    rate_tflops, hfu, clock_mhz = (
+        told(f"perf/{name}") for name in ("executed_tflops_per_gpu", "executed_hfu", "sm_clock_mhz")
+    )
+    peak = 1e12 * rate_tflops / hfu if rate_tflops and hfu else peak_flops_per_s(rows)
+    parts = _parts({k.removeprefix(_LOSS): v for k, v in window.metrics.items() if k.startswith(_LOSS)})
+    return RunHardware(
+        executed_flops_per_s=None if rate_tflops is None else 1e12 * rate_tflops,
+        executed_hfu=hfu,
+        executed_over_counted=told("perf/executed_over_counted"),
+        executed_over_expected=told("perf/executed_over_expected"),
+        clock_hz=None if clock_mhz is None else 1e6 * clock_mhz,
+        clock_source=window.clock_source,
+        power_w=told("perf/power_w"),
+        energy_j_per_step=told("perf/energy_j_per_step"),
+        energy_j_per_million_tokens=told("perf/energy_j_per_million_tokens"),
+        tensor_active=told("perf/tensor_active"),
+        sm_active=told("perf/sm_active"),
+        dram_active=told("perf/dram_active"),
+        limiter=_limiter(parts),
+        waterfall=WaterfallRecord(parts=parts, peak_flops_per_s=peak) if parts else None,
+    )
+
+
+def _parts(shares: Mapping[str, float]) -> list[WaterfallPart]:
+    """The parts of a waterfall from `perf/loss/<key>`, in the row's order, with the names they have there."""
+    if USEFUL not in shares:
+        return []
+    every = _every_part(is_clock_gain=shares.get("clock", 0.0) < 0)
+    inner_keys = {inner.key for part in every.values() for inner in part.of}
+    keys = [key for key in shares if key not in inner_keys and key != USEFUL]
+    return [
+        WaterfallPart(
+            key=key,
+            name=_name(key, shares, every),
+            share=shares[key],
+            of=_inner(every[key], shares) if key in every else [],
+        )
+        for key in (*keys, USEFUL)
+    ]
+
+
+def _every_part(*, is_clock_gain: bool) -> dict[str, Part]:
+    """Every part there can be by its key: those of a waterfall of which everything is known."""
+    fall = waterfall(
+        peak_flops_per_s=1.0,
+        model_flops_per_s=0.1,
+        hardware_flops_per_s=0.2,
+        executed_flops_per_s=0.2,
+        datasheet_clock_hz=1.0,
+        mean_clock_hz=1.5 if is_clock_gain else 0.5,
+        gpu_busy_share=0.9,
+        sm_active_share=0.8,
+        tensor_active_share=0.7,
+        data_wait_share=0.0,
+        communication_share=0.0,
+        launch_gap_share=0.0,
+        tile_factor=1.0,
+        masked_flops_per_s=0.0,
+        padding_efficiency=1.0,
+    )
+    assert fall is not None
+    return {part.key: part for part in fall.parts}
+
+
+def _name(key: str, shares: Mapping[str, float], every: Mapping[str, Part]) -> str:
+    if key == USEFUL and "padding_tokens" not in shares:
+        return "the model's FLOPs, padding tokens included"
+    if key == "unexplained":
+        return "not told apart"
+    return _either([every[one].name if one in every else one.replace("_", " ") for one in key.split("_or_")])
+
+
+def _inner(outer: Part, shares: Mapping[str, float]) -> list[WaterfallPart]:
+    """The parts of a part; what was not told apart is in the last of them."""
+    told = [inner for inner in outer.of if inner.key in shares]
+    unknown = [inner.name for inner in outer.of if inner.key not in shares]
+    return [
+        WaterfallPart(
+            key=inner.key,
+            name=_either([*unknown, inner.name]) if inner is outer.of[-1] else inner.name,
+            share=shares[inner.key],
+        )
+        for inner in told
+    ]
+
+
+def _either(names: Sequence[str]) -> str:
+    return " or ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)
+
+
+def _limiter(parts: Sequence[WaterfallPart]) -> str | None:
+    """Key of the largest loss, or of the largest part of it."""
+    largest = max(parts[:-1], key=_share, default=None)
+    if largest is None or _share(largest) <= 0:
+        return None
+    return max(largest.of, key=_share, default=largest).key
+
+
+def _share(part: WaterfallPart) -> float:
+    return part.share or 0.0

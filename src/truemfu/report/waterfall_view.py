@@ -97,6 +97,10 @@ def _holds(part: WaterfallPart, key: str | None) -> bool:
     return key is not None and key in (part.key, *(inner.key for inner in part.of))
 
 
+def _not_told_apart(part: WaterfallPart) -> str:
+    return f"not told apart; unknown or left out: {', '.join(part.missing)}" if part.missing else ""
+
+
 def _rows(fall: WaterfallRecord, limiter: str | None) -> Iterator[Row]:
     for outer in fall.parts:
         for part in (outer, *outer.of):
@@ -104,7 +108,7 @@ def _rows(fall: WaterfallRecord, limiter: str | None) -> Iterator[Row]:
                 name=part.name,
                 points=points(part.share),
                 flops=_tflops(part.share, fall.peak_flops_per_s),
-                missing=f"not told apart; unknown: {', '.join(part.missing)}" if part.missing else "",
+                missing=_not_told_apart(part),
                 is_inner=part is not outer,
                 is_largest=part is outer and _holds(outer, limiter),
             )
