@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,6 +54,7 @@ class FakeDriver:
 @pytest.fixture
 def faked(monkeypatch: pytest.MonkeyPatch) -> tuple[CycleStamps, FakeDriver]:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
     places = torch.zeros(cycle_stamps._KEPT, 3, 2, dtype=torch.int64)
     driver = FakeDriver(places)

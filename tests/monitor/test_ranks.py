@@ -72,8 +72,12 @@ def rank_process(rank: int, world_size: int, store: str, folder: str, scenario: 
 
     closed_form.run_counted = counting
     link = RankLink.current()
-    if scenario == "rank 0 is killed" and rank == 0:
-        os.kill(os.getpid(), 9)
+    if scenario == "rank 0 is killed":
+        (Path(folder) / f"{rank}.connected").touch()
+        if rank == 0:  # not before the others have joined the job
+            for other in range(1, world_size):
+                wait_for(Path(folder) / f"{other}.connected")
+            os.kill(os.getpid(), 9)
     if scenario == "the last rank has no monitor" and rank == world_size - 1:
         wait_for(Path(folder) / f"{world_size - 2}.json")
         return

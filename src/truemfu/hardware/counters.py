@@ -41,10 +41,10 @@ class GpuInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Activities(msgspec.Struct, frozen=True, kw_only=True):
     """Shares of the GPU's time (of its SM cycles, but for the memory) that each part of it was active.
 
-    `hmma_active` is the tensor pipe for fp16, bf16, tf32 and fp8, **and** some kernels without a product. `imma` is for
-    integers, `dfma` and `dmma` for fp64 (an H200's products show under the first); `tensor_active` is any of
-    them. fp16, fp32, fp64 and integer are the plain units. `graphics_active` is the share of time with any
-    kernel on the GPU.
+    `hmma_active` is the tensor pipe for fp16, bf16, tf32 and fp8, **and** some kernels without a product.
+    `imma` is for integers, `dfma` and `dmma` for fp64 (an H200's products show under the first);
+    `tensor_active` is any of them. fp16, fp32, fp64 and integer are the plain units. `graphics_active` is the
+    share of time with any kernel on the GPU.
     """
 
     tensor_active: float | None = None
