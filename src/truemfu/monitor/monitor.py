@@ -37,6 +37,7 @@ from .datasets import DatasetMetrics, PendingDatasetMetrics, shifts_labels
 from .hardware_watch import WINDOW_S, HardwareWatch, open_watch
 from .hardware_windows import HardwareWindows
 from .host_values import HostValues
+from .intake import Intake
 from .measuring import Measuring
 from .notices import Notices
 from .observe import Attachment, Batch, BatchNotes
@@ -102,7 +103,6 @@ class TrainingMonitor:
         self._measuring = Measuring(self.config, self._notices)
         self._follows_count = True
         self._logged = 0
-        self._last_step: int | None = None
         self._last_end_s: float | None = None
         self._data_wait_s: float | None = None
         self._compilations = _compilations()
@@ -325,6 +325,7 @@ class TrainingMonitor:
         self._device = device
         self._ranks = RankLink.current(notice=self._notices)
         self._values = HostValues(self._notices)
+        self._intake = Intake(self._values, self._notices)
         self._batches = BatchNotes(self._values)
         self._clock = StepClock(clock_for(device))
         self._counting = Counting(
@@ -469,10 +470,11 @@ class TrainingMonitor:
             )
         measuring = self._measuring
         profile = measuring.end_step()
-        step = step if type(step) is int else self._step_number(step)
-        take = self._number  # floats, the usual case, need no look
+        intake = self._intake
+        step = step if type(step) is int else intake.step_number(step)
+        take = intake.number  # floats, the usual case, need no look
         mask_tokens, mask_useful_tokens = (
-            (None, None) if attention_mask is None else self._mask(attention_mask)
+            (None, None) if attention_mask is None else intake.mask(attention_mask)
         )
         datasets = self._pending_datasets or _NO_DATASETS
         compilations = _compilations()
@@ -487,7 +489,7 @@ class TrainingMonitor:
                 cut = self._watch.cut(now_s)
         note = StepNote(
             step,
-            self._steps_since_last(step),
+            intake.steps_since_last(step),
             epoch if type(epoch) is float else take("epoch", epoch),
             loss if type(loss) is float else take("loss", loss),
             grad_norm if type(grad_norm) is float else take("grad_norm", grad_norm),
@@ -527,42 +529,6 @@ class TrainingMonitor:
         self._follows_count = state is not None and self._counting.is_busy_with(state)
         if self._attachment is not None:
             self._attachment.tell_ends(self._follows_count)
-
-    def _step_number(self, step: Any) -> int:
-        if not isinstance(step, torch.Tensor) or step.device.type == "cpu":
-            with contextlib.suppress(TypeError, ValueError, OverflowError, RuntimeError):
-                return int(step)
-        self._notices(
-            f"step cannot be read ({type(step).__name__}: a device tensor, or no number): "
-            "steps are counted instead"
-        )
-        return 0 if self._last_step is None else self._last_step + 1
-
-    def _steps_since_last(self, step: int) -> int:
-        last, self._last_step = self._last_step, step
-        if last is None:
-            return 1
-        if step <= last:
-            self._notices(
-                f"step {step} was logged after step {last}: steps should increase; it is logged as it is"
-            )
-            return 1
-        return step - last
-
-    def _number(self, name: str, value: Any) -> Any:
-        try:
-            return self._values.number(name, value)
-        except (TypeError, ValueError, OverflowError) as error:
-            self._notices(f"{name} is not logged: got {error}")
-            return None
-
-    def _mask(self, mask: Any) -> tuple[int | None, Any]:
-        """Tokens of a mask, and how many of them are real."""
-        if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
-            got = f"{mask.dim()} dimensions" if isinstance(mask, torch.Tensor) else type(mask).__name__
-            self._notices(f"attention_mask is not used: expected a tensor of samples × length, got {got}")
-            return None, None
-        return mask.numel(), self._values.tokens_in(mask)
 
     def _measure_datasets(self, batch: Mapping[str, Any], outputs: Any, aggregated_loss: Any) -> None:
         pending = self._datasets.measure(batch, outputs, aggregated_loss)

@@ -1,0 +1,61 @@
+"""What `log_step` is given, read without waiting: a step's number, numbers that may be on a device, a mask.
+
+Nothing here raises for what a user passes: what cannot be used is left out and said once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+from .host_values import HostValues
+from .notices import Notices
+
+
+class Intake:
+    """Lives on the training thread; remembers the last step's number and nothing else."""
+
+    def __init__(self, values: HostValues, notices: Notices) -> None:
+        self._values, self._notices = values, notices
+        self._last_step: int | None = None
+
+    def step_number(self, step: Any) -> int:
+        """The number of a step that is no plain integer; where it cannot be read, one more than the last."""
+        if not isinstance(step, torch.Tensor) or step.device.type == "cpu":
+            with contextlib.suppress(TypeError, ValueError, OverflowError, RuntimeError):
+                return int(step)
+        self._notices(
+            f"step cannot be read ({type(step).__name__}: a device tensor, or no number): "
+            "steps are counted instead"
+        )
+        return 0 if self._last_step is None else self._last_step + 1
+
+    def steps_since_last(self, step: int) -> int:
+        """How many steps this one stands for; steps that do not increase are said."""
+        last, self._last_step = self._last_step, step
+        if last is None:
+            return 1
+        if step <= last:
+            self._notices(
+                f"step {step} was logged after step {last}: steps should increase; it is logged as it is"
+            )
+            return 1
+        return step - last
+
+    def number(self, name: str, value: Any) -> Any:
+        """A number that is there or on its way; None for what is none."""
+        try:
+            return self._values.number(name, value)
+        except (TypeError, ValueError, OverflowError) as error:
+            self._notices(f"{name} is not logged: got {error}")
+            return None
+
+    def mask(self, mask: Any) -> tuple[int | None, Any]:
+        """Tokens of a mask, and how many of them are real."""
+        if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
+            got = f"{mask.dim()} dimensions" if isinstance(mask, torch.Tensor) else type(mask).__name__
+            self._notices(f"attention_mask is not used: expected a tensor of samples × length, got {got}")
+            return None, None
+        return mask.numel(), self._values.tokens_in(mask)
