@@ -107,7 +107,6 @@ def test_a_power_limited_product_as_measured() -> None:
         ({"gpu_busy_share": 0.5, "data_wait_share": 0.01}, "idle_other", "launch queue runs dry"),
         ({"gpu_busy_share": 0.5}, "idle", "GPU idle: 50 points of the peak: the host is too slow"),
         ({"gpu_busy_share": 0.6, "launch_gap_share": 0.4}, "idle_launch_gaps", "CUDA graphs"),
-        ({"gpu_busy_share": 0.6, "communication_share": 0.3}, "idle_communication", "overlap it"),
         (
             {"tensor_active_share": 0.45},
             "no_tensor",
@@ -157,12 +156,13 @@ def test_each_staged_case_names_its_limiter(values: dict[str, Any], limiter: str
 
 
 def test_waiting_that_work_covers_costs_nothing() -> None:
-    result = fall(gpu_busy_share=0.9, tensor_active_share=0.8, data_wait_share=0.6, communication_share=0.3)
+    result = fall(gpu_busy_share=0.9, tensor_active_share=0.8, data_wait_share=0.6, launch_gap_share=0.3)
     idle = result.parts[1]
     assert {part.key: part.share for part in idle.of} == pytest.approx(
-        {"idle_data_wait": 0.1, "idle_communication": 0.0, "idle_other": 0.0}
+        {"idle_data_wait": 0.1, "idle_launch_gaps": 0.0, "idle_other": 0.0}
     )
-    assert idle.of[-1].name == "gaps between launches or other"
+    unknown = fall(gpu_busy_share=0.9, tensor_active_share=0.8, data_wait_share=0.05).parts[1]
+    assert unknown.of[-1].name == "gaps between launches or other"
 
 
 @pytest.mark.parametrize(
@@ -300,7 +300,6 @@ RATE = st.none() | st.floats(0, 4e15)
     sm=SHARE,
     tensor=SHARE,
     data_wait=SHARE,
-    communication=SHARE,
     launch_gap=SHARE,
     padding=SHARE,
     tile_factor=st.none() | st.floats(1, 3),
@@ -315,7 +314,6 @@ def test_the_parts_add_up_to_the_peak(
     sm: float | None,
     tensor: float | None,
     data_wait: float | None,
-    communication: float | None,
     launch_gap: float | None,
     padding: float | None,
     tile_factor: float | None,
@@ -332,7 +330,6 @@ def test_the_parts_add_up_to_the_peak(
         sm_active_share=sm,
         tensor_active_share=tensor,
         data_wait_share=data_wait,
-        communication_share=communication,
         launch_gap_share=launch_gap,
         tile_factor=tile_factor,
         padding_efficiency=padding,

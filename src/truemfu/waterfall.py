@@ -18,7 +18,7 @@ Everything is a share of peak × time. From the top, each line goes down to what
 Because every line starts where the one above ended, the sum is 1 whatever the values are. The order is a
 choice: a share of the cycles is worth what the clock left of the peak, so the clock comes first.
 
-- Within `idle`, "of which": waiting for data, exposed communication, gaps between launches, each no more than
+- Within `idle`, "of which": waiting for data, gaps between launches, each no more than
   the idle time still left, because waiting that the GPU's work covers costs nothing.
 - Within `no_tensor`: `unfilled`, cycles of SMs that were empty while a kernel ran elsewhere.
 - p is by tokens; attention's share of padding goes with their squares, which is left out.
@@ -142,7 +142,6 @@ def waterfall(
     tensor_active_share: float | None = None,
     dram_active_share: float | None = None,
     data_wait_share: float | None = None,
-    communication_share: float | None = None,
     launch_gap_share: float | None = None,
     tile_factor: float | None = None,
     masked_flops_per_s: float | None = None,
@@ -156,7 +155,7 @@ def waterfall(
     `executed_flops_per_s` is measured, all over the same seconds; `masked_flops_per_s` is what was counted of
     attention under the full convention and skipped by its kernels. `throttle` says which share of the time
     each reason held the clock back, as `CounterWindow.throttle` does. Without `gpu_busy_share`,
-    `sm_active_share` stands for it. Data wait, communication and launch gaps are shares of the time.
+    `sm_active_share` stands for it. Data wait and launch gaps are shares of the time.
 
     `left_out` is why clock, busy share and tensor activity are not given, where they are known and do not
     speak of this peak. With several ranks, communication kernels keep a GPU busy without tensor work.
@@ -216,7 +215,6 @@ def waterfall(
     if g is not None and b is not None:
         waits = {
             "data_wait": ("waiting for data", known.share("data wait", data_wait_share)),
-            "communication": ("exposed communication", known.share("communication", communication_share)),
             "launch_gaps": ("gaps between launches", known.share("launch gaps", launch_gap_share)),
         }
         inner["idle"] = _of_which("idle", g * (1 - b), waits, g)
@@ -354,7 +352,6 @@ _HINTS = {
     "clock": "look for a locked clock (nvidia-smi -q -d CLOCK)",
     "idle": "the host is too slow for the GPU: look for synchronisations and many tiny kernels",
     "idle_data_wait": "more loader workers, prefetching or faster storage",
-    "idle_communication": "overlap it with the backward pass, or communicate less often",
     "idle_launch_gaps": "torch.compile, CUDA graphs or a larger batch leave fewer, longer kernels",
     "idle_other": (
         "the launch queue runs dry: torch.compile, CUDA graphs or a larger batch; no .item() within the step"

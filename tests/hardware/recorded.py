@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 
 from truemfu.hardware.counter_trace import Replay
-from truemfu.hardware.counters import ACTIVITIES, CounterSample
+from truemfu.hardware.counter_windows import GPM_LAG_S, between
+from truemfu.hardware.counters import ACTIVITIES, CounterSample, CounterWindow
 from truemfu.hardware.sampler import Sampler
 
 TRACES = Path(__file__).parent / "traces"
@@ -48,3 +49,10 @@ def together(into: Path, *paths: Path, rounds: int | None = None) -> Path:
         lines += [{**sample, "index": index} for index, sample in enumerate(samples)]
     into.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     return into
+
+
+def window_of(
+    sampler: Sampler, begin_s: float, end_s: float, *, lag_s: float = GPM_LAG_S
+) -> CounterWindow | None:
+    """What GPU 0 did between two times."""
+    return between(sampler.intervals(0), begin_s, end_s, lag_s=lag_s)

@@ -12,12 +12,12 @@ from truemfu.errors import UsageError
 from truemfu.hardware import ceiling, ceiling_products, ceiling_search
 from truemfu.hardware.ceiling import (
     MatmulCeiling,
-    datasheet_clock_hz,
     limited_by,
     measure_ceiling,
 )
 from truemfu.hardware.ceiling_products import Shape
 from truemfu.hardware.detect import find_spec
+from truemfu.hardware.executed import datasheet_clock_hz
 from truemfu.hardware.specs import DEVICES, DTYPES, DeviceSpec
 
 NVIDIA_ONLY = "clock, power and what held the clock back are read on NVIDIA GPUs only"

@@ -23,6 +23,7 @@ from tests.hardware.recorded import (
     rows_of,
     says_nothing,
     together,
+    window_of,
 )
 
 from truemfu.errors import CounterError, RecordError, ReplayEnded, TruemfuWarning
@@ -388,7 +389,7 @@ STEADY_PHASES = {
 @pytest.mark.parametrize("phase", STEADY_PHASES)
 def test_a_recorded_phase_is_what_it_was(phase: str) -> None:
     path, begin_s, end_s, shares = STEADY_PHASES[phase]
-    window = played(path).window(0, begin_s, end_s)
+    window = window_of(played(path), begin_s, end_s)
     assert window is not None
     for name, share in shares.items():
         assert getattr(window, name) == pytest.approx(share, abs=0.01), name

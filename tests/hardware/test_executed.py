@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.hardware.recorded import MATMUL, PRODUCTS, played
+from tests.hardware.recorded import MATMUL, PRODUCTS, played, window_of
 
 from truemfu.hardware.counters import CounterWindow, Cycles
 from truemfu.hardware.detect import find_spec
@@ -105,7 +105,7 @@ def test_a_chip_that_is_not_in_the_table_is_unknown() -> None:
 
 def test_the_reported_clock_overstates_what_a_power_limited_gpu_executes(h200: DeviceSpec) -> None:
     """While this trace was taken the products took 642.7 TFLOP/s and the SMs counted 1,375 MHz."""
-    seen = played(MATMUL).window(0, 48.7, 52.3)
+    seen = window_of(played(MATMUL), 48.7, 52.3)
     assert seen is not None
     executed = executed_flops_per_s(seen, h200)
     assert executed is not None
@@ -147,7 +147,7 @@ def test_recorded_products_executed_what_nsight_compute_counts(
     by_ncu: float,
 ) -> None:
     """`tflops` is 2·m·n·k over the time of a product, `by_ncu` its executed operations over 2·m·n·k."""
-    seen = played(PRODUCTS).window(0, begin_s, end_s)
+    seen = window_of(played(PRODUCTS), begin_s, end_s)
     assert seen is not None
     executed = executed_flops_per_s(seen, h200, flops_by_dtype={dtype: 1.0}, clock_hz=clock_hz)
     assert executed == pytest.approx(tflops * 1e12 * by_ncu, rel=0.002)
@@ -158,7 +158,7 @@ def test_recorded_products_executed_what_nsight_compute_counts(
 
 def test_older_instructions_read_double(h200: DeviceSpec) -> None:
     """4095×4095×4096 runs on a kernel with Turing's mma: 104.597 TFLOP/s, by ncu 1.0005 of 2·m·n·k."""
-    seen = played(PRODUCTS).window(0, 106.3, 112.1)
+    seen = window_of(played(PRODUCTS), 106.3, 112.1)
     assert seen is not None
     executed = executed_flops_per_s(seen, h200, clock_hz=1792.22e6)
     assert executed == pytest.approx(2 * 104.597e12 * 1.000488, rel=0.002)

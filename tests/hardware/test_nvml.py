@@ -21,7 +21,7 @@ from tests.hardware.fake_nvml import (
     UNKNOWN_ERROR,
     FakeNvml,
 )
-from tests.hardware.recorded import EVERY_50_MS, MATMUL, played, rows_of, says_nothing
+from tests.hardware.recorded import EVERY_50_MS, MATMUL, played, rows_of, says_nothing, window_of
 
 from truemfu.errors import CounterError, TruemfuWarning
 from truemfu.hardware import gpm as gpm_module
@@ -188,7 +188,7 @@ def test_energy_is_read_about_once_a_second_and_adds_up_exactly() -> None:
 @pytest.mark.parametrize("end_s", [51.4, 51.7, 52.0, 52.3])
 def test_a_window_has_the_energy_of_its_own_time_wherever_the_readings_fall(end_s: float) -> None:
     _, sampler = playing(MATMUL)
-    sparse, dense = (each.window(0, 49.2, end_s) for each in (sampler, played(MATMUL)))
+    sparse, dense = (window_of(each, 49.2, end_s) for each in (sampler, played(MATMUL)))
     assert sparse is not None
     assert dense is not None
     assert sparse.energy_j == pytest.approx(dense.energy_j, rel=0.01)

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from tests.hardware.recorded import MATMUL, TRAINING, TROUBLE, played, together
+from tests.hardware.recorded import MATMUL, TRAINING, TROUBLE, played, together, window_of
 
 from truemfu.errors import CounterError, UsageError
 from truemfu.hardware.counter_trace import Replay
-from truemfu.hardware.counters import CounterSample, GpuInfo
+from truemfu.hardware.counters import CounterSample, CounterSource, GpuInfo
 from truemfu.hardware.sampler import Sampler
+
+
+@contextlib.contextmanager
+def running(source: CounterSource, *, period_s: float) -> Iterator[Sampler]:
+    """A sampler whose thread reads meanwhile."""
+    sampler = Sampler(source, period_s=period_s)
+    sampler.start()
+    try:
+        yield sampler
+    finally:
+        sampler.stop()
 
 
 class Fake:
@@ -69,7 +81,7 @@ def test_each_pair_of_reads_makes_an_interval() -> None:
         assert sampler.poll()
     assert [(part.begin_s, part.end_s) for part in sampler.intervals(0)] == [(1, 2), (2, 3), (3, 4)]
     assert sampler.latest(0) == sampler.intervals(0)[-1]
-    window = sampler.window(0, 1.5, 4.0, lag_s=0.0)
+    window = window_of(sampler, 1.5, 4.0, lag_s=0.0)
     assert window is not None
     assert (window.begin_s, window.end_s, window.seconds) == (1.5, 4.0, 2.5)
 
@@ -195,7 +207,7 @@ def test_wrong_arguments_are_said(arguments: dict[str, object], message: str) ->
 
 def test_the_thread_reads_until_it_is_stopped() -> None:
     source = Fake(good)
-    with Sampler(source, period_s=0.005) as sampler:
+    with running(source, period_s=0.005) as sampler:
         wait_until(lambda: sampler.health(0).intervals >= 5)
         assert any(thread.name == "truemfu-counters" and thread.daemon for thread in threading.enumerate())
     reads = source.reads
@@ -207,7 +219,7 @@ def test_the_thread_reads_until_it_is_stopped() -> None:
 def test_the_thread_survives_every_kind_of_error() -> None:
     errors: list[Exception] = [CounterError("lost"), ValueError("odd"), MemoryError(), RuntimeError("x")]
     source = Fake(bad_at({n: raises(error) for n, error in enumerate(errors, 2)}))
-    with Sampler(source, period_s=0.002) as sampler:
+    with running(source, period_s=0.002) as sampler:
         wait_until(lambda: sampler.health(0).intervals >= 3)
         assert sampler.health(0).dropped == 4
 
@@ -228,7 +240,7 @@ def test_a_slow_read_is_followed_by_a_pause() -> None:
 
     source = Fake(slow)
     begin_s = time.monotonic()
-    with Sampler(source, period_s=0.02):
+    with running(source, period_s=0.02):
         time.sleep(0.3)
     assert source.reads <= (time.monotonic() - begin_s) / 0.05 + 2
 
@@ -258,7 +270,7 @@ def test_while_a_read_hangs_old_figures_do_not_pass_for_the_present(monkeypatch:
             hang.wait(10)
         return good(read)
 
-    with Sampler(Fake(hanging), period_s=0.005) as sampler:
+    with running(Fake(hanging), period_s=0.005) as sampler:
         wait_until(lambda: sampler.hanging() is not None)
         assert (sampler.health(0).fault or "").startswith("the driver has not answered for ")
         assert sampler.latest(0) is None

@@ -14,14 +14,14 @@ from torch import nn
 from truemfu.hardware.nsight import COUNT_VARIABLE, ProductWork, StepCount, read_step_count
 from truemfu.hardware.nsight_audit import audit_of
 from truemfu.hardware.nsight_csv import parse_ncu_csv
-from truemfu.monitor.audit_step import FIRST_STEP, AuditStep, Marks
+from truemfu.monitor.audit_step import AuditStep, Marks
 from truemfu.monitor.config import load_config
 from truemfu.monitor.counting import Counting, ModelState
 from truemfu.monitor.host_values import HostValues
 from truemfu.monitor.notices import Notices
 from truemfu.monitor.observe import BatchNotes
 from truemfu.monitor.ranks import RankLink
-from truemfu.monitor.step_note import StepNote
+from truemfu.monitor.step_note import WARMUP_STEPS, StepNote
 from truemfu.sweep.models import ReferenceModel
 from truemfu.sweep.sizes import SIZES
 
@@ -113,8 +113,8 @@ def reason(path: Path) -> str | None:
 
 
 def marked(audit: AuditStep, note: StepNote) -> None:
-    audit.begin_step(FIRST_STEP - 1, 0)
-    audit.begin_step(FIRST_STEP, 0)
+    audit.begin_step(WARMUP_STEPS - 1, 0)
+    audit.begin_step(WARMUP_STEPS, 0)
     audit.end_step()
     audit.hand_over(note)
 
@@ -153,7 +153,9 @@ def test_the_first_step_after_warm_up_is_marked_and_no_other(audit: AuditStep, r
         audit.hand_over(note := step_note(None, step=logged))
         seen.append((list(recorder.calls), audit.wants(note)))
         recorder.calls.clear()
-    assert seen == [([], False)] * FIRST_STEP + [(["start", "stop"], True)] + [([], False)] * (7 - FIRST_STEP)
+    assert seen == [([], False)] * WARMUP_STEPS + [(["start", "stop"], True)] + [([], False)] * (
+        7 - WARMUP_STEPS
+    )
 
 
 def test_a_step_after_a_compilation_is_let_pass(audit: AuditStep, recorder: Recorder) -> None:

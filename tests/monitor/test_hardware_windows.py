@@ -8,9 +8,10 @@ import pytest
 
 from truemfu.hardware.counters import CounterWindow
 from truemfu.hardware.detect import find_spec
+from truemfu.hardware.executed import CYCLE_COUNTERS, DRIVER
 from truemfu.monitor.counting import StepFlops
 from truemfu.monitor.hardware_figures import StepDetail, StepSums, figures_of
-from truemfu.monitor.hardware_watch import FROM_BOTH, FROM_CYCLES, FROM_DRIVER, Cut, Measured
+from truemfu.monitor.hardware_watch import Cut, Measured
 from truemfu.monitor.hardware_windows import HardwareWindows, merged
 from truemfu.monitor.metrics import StepMeasures
 
@@ -45,7 +46,7 @@ def step(
     )
 
 
-def measured(hmma: float | None = 0.5, source: str = FROM_CYCLES, **values: Any) -> Measured:
+def measured(hmma: float | None = 0.5, source: str = CYCLE_COUNTERS, **values: Any) -> Measured:
     shares = {"tensor_active": hmma, "sm_active": 0.8, "graphics_active": 0.9, **values}
     window = CounterWindow(
         index=0,
@@ -156,9 +157,9 @@ def test_a_peak_of_ones_own_is_said_to_be_the_reason() -> None:
 
 
 def test_the_clock_says_whose_it_is() -> None:
-    assert figures().metrics()["perf/clock_source"] == FROM_CYCLES
-    both = merged(measured(source=FROM_CYCLES), measured(source=FROM_DRIVER))
-    assert both.clock_source == FROM_BOTH
+    assert figures().metrics()["perf/clock_source"] == CYCLE_COUNTERS
+    both = merged(measured(source=CYCLE_COUNTERS), measured(source=DRIVER))
+    assert both.clock_source == "cycle counters and driver"
 
 
 def test_silent_activity_is_no_window_and_leaves_no_stale_ratio(

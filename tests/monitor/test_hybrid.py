@@ -153,13 +153,18 @@ def quietly(work: Callable[[], Any]) -> Any:
         return work()
 
 
+def run_to_the_end(monitor: TrainingMonitor, model: nn.Module) -> None:
+    """Two windows and the closing words; what the monitor warns of is in its summary."""
+    quietly(lambda: train(monitor, model, has_windows(monitor)))
+    quietly(monitor.close)
+
+
 def test_a_run_tells_what_the_silicon_executed(
     model: nn.Module, tmp_path: Path, counters: Callable[..., Live]
 ) -> None:
     counters()
     monitor = TrainingMonitor(tmp_path, settings(peak_tflops=900), model=model)
-    quietly(lambda: train(monitor, model, has_windows(monitor)))
-    quietly(monitor.close)
+    run_to_the_end(monitor, model)
     hardware = monitor.summary()["hardware"]
     assert hardware["windows"] >= 2
     assert hardware["clock_hz"] == pytest.approx(CLOCK_HZ, rel=1e-6)
@@ -189,8 +194,7 @@ def test_mfu_stays_the_count_and_hfu_follows_the_counters(
 ) -> None:
     counters()
     monitor = TrainingMonitor(tmp_path, settings(peak_tflops=900), model=model)
-    quietly(lambda: train(monitor, model, has_windows(monitor)))
-    quietly(monitor.close)
+    run_to_the_end(monitor, model)
     count = count_flops(model, batch())
     for row in rows_in(tmp_path):
         assert row["perf/mfu"] * 900e12 * row["perf/step_time"] == pytest.approx(count.model_flops)
@@ -207,8 +211,7 @@ def test_the_waterfall_starts_at_the_datasheet_and_names_a_power_limit(
     monkeypatch.setattr(counting, "ideal_flops_per_s", lambda *_: (989.4e12, "datasheet: NVIDIA H200"))
     counters(Live(lambda sample: msgspec.structs.replace(sample, throttle_reasons=("power_limit",))))
     monitor = TrainingMonitor(tmp_path, settings(), model=model)
-    quietly(lambda: train(monitor, model, has_windows(monitor)))
-    quietly(monitor.close)
+    run_to_the_end(monitor, model)
     fall = monitor.summary()["hardware"]["waterfall"]
     shares = {part["key"]: part["share"] for part in fall["parts"]}
     assert shares["clock"] == pytest.approx(1 - CLOCK_HZ / 1830e6, abs=0.001)
@@ -222,8 +225,7 @@ def test_without_cycle_counters_the_clock_is_the_drivers_and_says_so(
 ) -> None:
     counters(stamps=SimpleNamespace(take=lambda: None))
     monitor = TrainingMonitor(tmp_path, settings(peak_tflops=900), model=model)
-    quietly(lambda: train(monitor, model, has_windows(monitor)))
-    quietly(monitor.close)
+    run_to_the_end(monitor, model)
     hardware = monitor.summary()["hardware"]
     assert hardware["clock_source"] == "driver"
     assert hardware["clock_hz"] == hardware["reported_clock_hz"]
@@ -277,8 +279,7 @@ def test_what_is_no_matrix_work_is_taken_off(
     counters()
     share = {"performance_monitoring": {"hybrid_mode": {"non_matrix_share": 0.25}}}
     monitor = TrainingMonitor(tmp_path, settings(peak_tflops=900, **share), model=model)
-    quietly(lambda: train(monitor, model, has_windows(monitor)))
-    quietly(monitor.close)
+    run_to_the_end(monitor, model)
     hardware = monitor.summary()["hardware"]
     assert hardware["executed_flops_per_s"] == pytest.approx(
         0.75 * hardware["tensor_active"] * 132 * 4096 * CLOCK_HZ, rel=0.01
@@ -290,8 +291,7 @@ def test_the_closing_words_say_where_the_peak_went(
 ) -> None:
     counters()
     monitor = TrainingMonitor(tmp_path, settings(peak_tflops=900), model=model)
-    quietly(lambda: train(monitor, model, has_windows(monitor)))
-    quietly(monitor.close)
+    run_to_the_end(monitor, model)
     words = capsys.readouterr().err
     assert "executed, by counters" in words
     assert "clock 1,716 MHz by cycle counters" in words
@@ -391,8 +391,7 @@ def test_a_chip_without_a_rate_has_energy_and_the_profiler(
     counters()
     monkeypatch.setattr(monitor_module, "spec_of", lambda device: None)
     monitor = TrainingMonitor(tmp_path, settings(peak_tflops=900), model=model)
-    quietly(lambda: train(monitor, model, has_windows(monitor)))
-    quietly(monitor.close)
+    run_to_the_end(monitor, model)
     hardware = monitor.summary()["hardware"]
     assert hardware["executed_flops_per_s"] is None
     assert hardware["energy_j_per_step"] is not None
@@ -405,8 +404,7 @@ def test_the_median_hfu_is_of_one_method(
 ) -> None:
     counters()
     monitor = TrainingMonitor(tmp_path, settings(peak_tflops=900), model=model)
-    quietly(lambda: train(monitor, model, has_windows(monitor)))
-    quietly(monitor.close)
+    run_to_the_end(monitor, model)
     summary = monitor.summary()
     assert summary["hfu_method"] == "hardware counters"
     by_counters = [row["perf/hfu"] for row in rows_in(tmp_path) if "perf/hfu_method" in row]

@@ -157,7 +157,7 @@ def test_a_hybrid_run_still_going_shows_its_last_window(
     assert [text.replace("−", "-") for _, text in shown[1:]] == shares
     assert "not to 100" not in page
     assert '<tr class="inner"><td>waiting for data</td><td>2.8</td>' in page
-    assert "<td>exposed communication, gaps between launches or other</td>" in page
+    assert "<td>gaps between launches or other</td>" in page
     assert '<div class="step largest"><span class="name">busy without tensor work</span>' in page
     assert fact(page, "peak").startswith("984 TFLOP/s")  # 430 TFLOP/s over 43.7 %
 

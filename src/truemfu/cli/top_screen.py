@@ -13,7 +13,7 @@ from rich.text import Text
 
 from ..hardware.counters import CounterWindow, GpuInfo, GpuProcess
 from ..hardware.detect import find_spec, override_flops_per_s
-from ..hardware.executed import counted_clock_hz, executed_flops_per_s
+from ..hardware.executed import CYCLE_COUNTERS, DRIVER, counted_clock_hz, executed_flops_per_s
 from ..hardware.sampler import Health
 
 _UNKNOWN = "-"
@@ -51,7 +51,7 @@ class Reading:
     executed_flops_per_s: float | None
     peak_flops_per_s: float | None
     peak_source: str | None
-    clock_source: str = "driver"
+    clock_source: str = DRIVER
     """Whose clock the executed FLOP/s rest on: the driver's, or its raw cycle counters'."""
 
     @property
@@ -88,7 +88,7 @@ def reading_of(gpu: GpuInfo, window: CounterWindow | None, health: Health) -> Re
         executed_flops_per_s=None if window is None else executed_flops_per_s(window, spec),
         peak_flops_per_s=peak,
         peak_source=None if peak is None else source,
-        clock_source="cycle counters" if counted else "driver",
+        clock_source=CYCLE_COUNTERS if counted else DRIVER,
     )
 
 
@@ -174,7 +174,7 @@ def _notes(all_readings: Sequence[Reading], with_dropped: bool) -> list[str]:
         for note in _notes_of(reading, with_dropped):
             indices.setdefault(note, []).append(reading.gpu.index)
     lines = [f"{_gpus(where)}: {note}" for note, where in indices.items()]
-    if any(r.executed_flops_per_s is not None and r.clock_source == "driver" for r in all_readings):
+    if any(r.executed_flops_per_s is not None and r.clock_source == DRIVER for r in all_readings):
         lines.append(_OF_THE_CLOCK)
     return lines
 

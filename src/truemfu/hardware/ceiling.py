@@ -24,11 +24,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
-from .ceiling_products import Shape
 from .ceiling_search import Progress, Tried, hold, search
 from .ceiling_watch import Watch, observed
 from .detect import dtype_name, spec_of
-from .specs import DeviceSpec
+from .executed import datasheet_clock_hz
+from .tiles import Shape
 
 if TYPE_CHECKING:
     import torch
@@ -148,20 +148,6 @@ def measure_ceiling(
     finally:
         watch.close()
     return tuple(_ceiling(target, name, tried, held.get(name), watch.notes) for name, tried in bursts.items())
-
-
-def datasheet_clock_hz(spec: DeviceSpec, dtype: str) -> float | None:
-    """The clock at which the datasheet's peak of this dtype holds; None where the row does not tell.
-
-    `boost_clock_hz` is that of the 16-bit tensor peak. Makers quote other peaks at other clocks: an H200's
-    66.9 TFLOP/s in fp64 are at 1,980 MHz, its 989.4 in bf16 at 1,830. An SM does a power of two of FLOP per
-    cycle in each dtype, so the one nearest to peak / (SMs × boost clock) is it, and the clock follows.
-    """
-    peak = spec.peak(dtype)
-    if peak is None or spec.sm_count is None or spec.boost_clock_hz is None:
-        return None
-    flops_per_cycle_per_sm = 2.0 ** round(math.log2(peak / (spec.sm_count * spec.boost_clock_hz)))
-    return float(peak / (spec.sm_count * flops_per_cycle_per_sm))
 
 
 def limited_by(

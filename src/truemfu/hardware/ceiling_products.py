@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING
 
 from .ceiling_watch import Run, Watch
 from .cycle_stamps import mean_clock_hz
+from .tiles import Shape
 
 if TYPE_CHECKING:
     import torch
-
-Shape = tuple[int, int, int]
-"""m, n, k of a product of m×k by k×n: 2·m·n·k FLOP."""
 
 Product = Callable[[], object]
 

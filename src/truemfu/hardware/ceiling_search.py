@@ -19,8 +19,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .ceiling_products import Product, Shape, flops_of, fp32_precision, product_of, timed
+from .ceiling_products import Product, flops_of, fp32_precision, product_of, timed
 from .ceiling_watch import Run, Watch
+from .tiles import Shape
 
 if TYPE_CHECKING:
     import torch

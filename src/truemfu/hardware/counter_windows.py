@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from ..errors import CounterError
-from .counters import ACTIVITIES, CounterSample, CounterWindow, Cycles, GpuInfo
+from .counters import ACTIVITIES, FASTEST_CLOCK_HZ, CounterSample, CounterWindow, Cycles, GpuInfo
 
 GPM_LAG_S = 0.1
 """What a read tells is up to this old.
@@ -25,7 +25,6 @@ Hopper: 100 ms is a hard limit (github.com/NVIDIA/DCGM/issues/310).
 
 # A driver may round a full share up by a hair; anything above is nonsense.
 _FULL = 1.001
-_FASTEST_CLOCK_HZ = 1e10
 
 
 def fault_of(sample: CounterSample, *, shares: Sequence[str] = ACTIVITIES) -> str | None:
@@ -39,7 +38,7 @@ def fault_of(sample: CounterSample, *, shares: Sequence[str] = ACTIVITIES) -> st
         if value is not None and not 0 <= value < math.inf:
             return f"{name} of {value:g}"
     clock = sample.sm_clock_hz
-    if clock is not None and not 0 <= clock < _FASTEST_CLOCK_HZ:
+    if clock is not None and not 0 <= clock < FASTEST_CLOCK_HZ:
         return f"an SM clock of {clock:g} Hz"
     return None if math.isfinite(sample.at_s) else f"a time of {sample.at_s:g}"
 

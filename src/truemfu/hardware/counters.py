@@ -64,6 +64,9 @@ class Activities(msgspec.Struct, frozen=True, kw_only=True):
 
 ACTIVITIES: tuple[str, ...] = Activities.__struct_fields__
 
+FASTEST_CLOCK_HZ = 1e10
+"""No chip is this fast: what reads as much is nonsense."""
+
 
 class Cycles(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Raw cycle counts of newer drivers: since the machine started in a sample, over the time in a window."""

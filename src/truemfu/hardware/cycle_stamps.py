@@ -19,6 +19,8 @@ import ctypes
 import statistics
 from typing import TYPE_CHECKING, Any
 
+from .counters import FASTEST_CLOCK_HZ
+
 if TYPE_CHECKING:
     import torch
 
@@ -46,7 +48,6 @@ _PTX = b"""
 """
 _BLOCKS_PER_SM = 4
 _KEPT = 64
-_FASTEST_CLOCK_HZ = 1e10
 
 
 class Stamp:
@@ -148,7 +149,7 @@ def mean_clock_hz(before: Stamp, after: Stamp) -> float | None:
     clocks_hz = []
     for sm in begins.keys() & ends.keys():
         cycles, time_ns = (end - begin for begin, end in zip(begins[sm], ends[sm], strict=True))
-        if time_ns <= 0 or not 0 < cycles / time_ns * 1e9 < _FASTEST_CLOCK_HZ:
+        if time_ns <= 0 or not 0 < cycles / time_ns * 1e9 < FASTEST_CLOCK_HZ:
             return None  # the counters started anew in between: another context, a reset
         clocks_hz.append(cycles / time_ns * 1e9)
     return statistics.fmean(clocks_hz) if clocks_hz else None

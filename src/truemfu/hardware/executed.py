@@ -27,6 +27,9 @@ _HMMA_DTYPES = ("bf16", "fp16", "tf32", "fp8", "fp4")
 _OWN_PIPE = ("int8", "fp64")
 _NEGLIGIBLE = 0.0005
 
+CYCLE_COUNTERS, DRIVER = "cycle counters", "driver"
+"""Whose clock a rate rests on."""
+
 
 def executed_flops_per_s(
     window: CounterWindow,
@@ -51,13 +54,13 @@ def executed_flops_per_s(
     if rate is None or window.hmma_active is None:
         return None
     in_a_cycle = window.hmma_active * (1 - non_matrix_share) * rate
-    fp64 = max(window.dfma_active or 0.0, window.dmma_active or 0.0)
-    for share, dtype in ((window.imma_active or 0.0, "int8"), (fp64, "fp64")):
-        if share:
-            relative = relative_rate(spec, dtype)
-            if relative is None:
-                return None
+    fp64 = [share for share in (window.dfma_active, window.dmma_active) if share is not None]
+    for dtype, share in (("int8", window.imma_active), ("fp64", max(fp64, default=None))):
+        relative = relative_rate(spec, dtype)
+        if share is not None and relative is not None:
             in_a_cycle += share * relative
+        elif (flops_by_dtype or {}).get(dtype):
+            return None  # counted, and its pipe or rate is not known
     return float(in_a_cycle * spec.sm_count * spec.tensor_flops_per_cycle_per_sm * clock)
 
 
@@ -113,9 +116,17 @@ def relative_rate(spec: DeviceSpec, dtype: str) -> float | None:
     return float(2.0 ** round(math.log2(peak / base)))
 
 
-def datasheet_clock_hz(spec: DeviceSpec | None) -> float | None:
-    """The clock at which the datasheet's bf16 peak is reached with every SM at full rate."""
-    if spec is None or not spec.sm_count or not spec.tensor_flops_per_cycle_per_sm:
+def datasheet_clock_hz(spec: DeviceSpec | None, dtype: str = "bf16") -> float | None:
+    """The clock at which the datasheet's peak of this dtype holds; None where the row does not tell.
+
+    `boost_clock_hz` is that of the 16-bit tensor peak. Makers quote other peaks at other clocks: an H200's
+    66.9 TFLOP/s in fp64 are at 1,980 MHz, its 989.4 in bf16 at 1,830. An SM does a power of two of FLOP per
+    cycle in each dtype, so the one nearest to peak / (SMs × boost clock) is it, and the clock follows.
+    """
+    if spec is None or spec.sm_count is None or spec.boost_clock_hz is None:
         return None
-    peak = spec.peak("bf16") or spec.peak("fp16")
-    return None if peak is None else peak / (spec.sm_count * spec.tensor_flops_per_cycle_per_sm)
+    peak = spec.peak(dtype)
+    if peak is None:
+        return None
+    flops_per_cycle_per_sm = 2.0 ** round(math.log2(peak / (spec.sm_count * spec.boost_clock_hz)))
+    return float(peak / (spec.sm_count * flops_per_cycle_per_sm))

@@ -1,6 +1,6 @@
 """Reads the counters of some GPUs again and again, and keeps the last intervals of each.
 
-    source ─► poll ─► intervals of each GPU, the last `keep` of them ─► latest, window
+    source ─► poll ─► intervals of each GPU, the last `keep` of them ─► latest, intervals
 
 `poll` reads every GPU once. A thread does it every `period_s` between `start` and `stop`; who has a loop of
 its own (`truemfu top`) calls it there. The thread is a daemon, so it ends with the process; it never touches
@@ -20,10 +20,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from types import TracebackType
 
 from ..errors import CounterError, ReplayEnded, UsageError, one_line
-from .counter_windows import GPM_LAG_S, between, interval_of, with_energy
+from .counter_windows import interval_of, with_energy
 from .counters import CounterSample, CounterSource, CounterWindow, GpuInfo
 
 _JOIN_S = 2.0
@@ -84,15 +83,6 @@ class Sampler:
         if self._thread is not None:
             self._thread.join(_JOIN_S)
 
-    def __enter__(self) -> Sampler:
-        self.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
-
     def poll(self) -> bool:
         """Read every GPU once; False when there is nothing left to read."""
         gpus = {gpu.index: gpu for gpu in self._source.gpus()}
@@ -116,12 +106,6 @@ class Sampler:
         """The intervals kept, oldest first."""
         with self._lock:
             return list(self._tracks[index].intervals)
-
-    def window(
-        self, index: int, begin_s: float, end_s: float, *, lag_s: float = GPM_LAG_S
-    ) -> CounterWindow | None:
-        """What lies between two times of the monotonic clock; see `between`."""
-        return between(self.intervals(index), begin_s, end_s, lag_s=lag_s)
 
     def health(self, index: int) -> Health:
         with self._lock:

@@ -30,12 +30,10 @@ from ..records import write_record
 from .counting import Counting, ModelState
 from .observe import BatchNote
 from .ranks import RankLink
-from .step_note import StepNote
+from .step_note import WARMUP_STEPS, StepNote
 
 Key = TypeVar("Key")
 
-FIRST_STEP = 3
-"""How many steps are logged before one may be marked."""
 PATIENCE_S = 120.0
 """How long the end of a run waits for the count of the marked step."""
 
@@ -92,7 +90,7 @@ class AuditStep:
         """A step begins with its first forward pass: mark it if it is the one."""
         settled = compilations == self._compilations
         self._compilations = compilations
-        if self._phase is _Phase.WAITING and logged >= FIRST_STEP and settled:
+        if self._phase is _Phase.WAITING and logged >= WARMUP_STEPS and settled:
             self._mark(_Phase.WAITING)
 
     def pause(self) -> None:
@@ -130,7 +128,7 @@ class AuditStep:
         """The run is over: if there is no count yet, there will be none."""
         if self._phase is _Phase.WAITING:
             self._give_up(
-                f"the run ended after {logged} steps: a step is marked when {FIRST_STEP} were logged and "
+                f"the run ended after {logged} steps: a step is marked when {WARMUP_STEPS} were logged and "
                 "nothing was compiled in the one before"
             )
         elif self._phase in (_Phase.MARKING, _Phase.PAUSED):

@@ -23,7 +23,7 @@ from ..errors import CounterError
 from ..hardware.counter_windows import between
 from ..hardware.counters import CounterSource, CounterWindow, find_gpu
 from ..hardware.cycle_stamps import CycleStamps, Stamp, mean_clock_hz
-from ..hardware.executed import counted_clock_hz
+from ..hardware.executed import CYCLE_COUNTERS, DRIVER, counted_clock_hz
 from ..hardware.sampler import Sampler
 
 WINDOW_S = 10.0
@@ -31,7 +31,6 @@ WINDOW_S = 10.0
 _PERIOD_S = 1.0
 _LAGS_KEPT = 64
 _INTERVALS_KEPT = 600
-FROM_CYCLES, FROM_DRIVER, FROM_BOTH = "cycle counters", "driver", "cycle counters and driver"
 _ENOUGH = 0.7
 """Of a window, what the counters must tell of."""
 
@@ -101,8 +100,8 @@ class HardwareWatch:
             clock_hz = mean_clock_hz(begin.stamp, end.stamp)
         clock_hz = clock_hz or counted_clock_hz(window, self._sm_count)
         if clock_hz is None:
-            return Measured(window=window, clock_hz=window.sm_clock_hz, clock_source=FROM_DRIVER)
-        return Measured(window=window, clock_hz=clock_hz, clock_source=FROM_CYCLES)
+            return Measured(window=window, clock_hz=window.sm_clock_hz, clock_source=DRIVER)
+        return Measured(window=window, clock_hz=clock_hz, clock_source=CYCLE_COUNTERS)
 
     @property
     def fault(self) -> str | None:

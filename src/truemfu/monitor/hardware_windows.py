@@ -14,7 +14,7 @@ from ..hardware.counter_windows import combine
 from ..hardware.executed import has_rate
 from ..hardware.specs import DeviceSpec
 from .hardware_figures import HardwareFigures, StepDetail, StepSums, figures_of
-from .hardware_watch import FROM_BOTH, Cut, HardwareWatch, Measured
+from .hardware_watch import Cut, HardwareWatch, Measured
 from .metrics import StepMeasures
 
 _WINDOWS_IN_TROUBLE = 2
@@ -129,5 +129,5 @@ def merged(one: Measured, other: Measured) -> Measured:
     return Measured(
         window=window,
         clock_hz=sum(clock * s for clock, s in clocks) / seconds if seconds else None,
-        clock_source=sources[0] if len(set(sources)) == 1 else FROM_BOTH,
+        clock_source=sources[0] if len(set(sources)) == 1 else " and ".join(sorted({*sources})),
     )

@@ -44,11 +44,10 @@ from .observe import Attachment, Batch, BatchNotes
 from .output import Output
 from .ranks import RankLink
 from .resolver import Resolver
-from .step_note import StepNote
+from .step_note import WARMUP_STEPS, StepNote
 from .summary import show
 from .totals import Totals
 
-_WARMUP_STEPS = 3
 _CLOSE_TIMEOUT_S = 20.0
 _COUNT_TIMEOUT_S = 5.0
 _SAVE_TIMEOUT_S = 60.0
@@ -478,7 +477,7 @@ class TrainingMonitor:
         )
         datasets = self._pending_datasets or _NO_DATASETS
         compilations = _compilations()
-        is_warmup = self._logged < _WARMUP_STEPS or compilations != self._compilations or profile is not None
+        is_warmup = self._logged < WARMUP_STEPS or compilations != self._compilations or profile is not None
         cut = None
         if (
             self._watch is not None

@@ -6,12 +6,12 @@ cannot be found is None: the cross-check then expects no more than the count say
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
+from ..errors import one_line
 from ..flops.flop_count import FlopCount
 from ..flops.step_work import StepWork
 from ..hardware.tiles import mean_tile_factor
@@ -47,9 +47,11 @@ class StepDetails:
             return None
         work = None
         if measured and not self._counting.estimates_only:
-            # What was counted otherwise (on real tensors, by an estimate) has no shapes to be had.
-            with contextlib.suppress(Exception):
+            try:
                 work = self._counting.by_shape(state, note)
+            except Exception as error:  # counted otherwise: on real tensors, or by an estimate
+                text = f"the cross-check expects neither tiles nor skipped blocks: {one_line(error)}"
+                self._counting.notes[text] = None
         return detail_of(count, work, self._capability(), self._sm_count())
 
     def _capability(self) -> tuple[int, int] | None:

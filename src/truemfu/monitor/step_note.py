@@ -14,6 +14,9 @@ from .hardware_watch import Cut
 from .host_values import Number
 from .observe import BatchNote
 
+WARMUP_STEPS = 3
+"""The first steps of a run, which are no measure of it."""
+
 
 class StepNote(NamedTuple):
     """All that is known of a step when `log_step` returns; numbers may still be on their way."""

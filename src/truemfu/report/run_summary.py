@@ -131,7 +131,6 @@ def _every_part(*, is_clock_gain: bool) -> dict[str, Part]:
         sm_active_share=0.8,
         tensor_active_share=0.7,
         data_wait_share=0.0,
-        communication_share=0.0,
         launch_gap_share=0.0,
         tile_factor=1.0,
         masked_flops_per_s=0.0,
