@@ -45,6 +45,17 @@ def test_tiles_and_masks_are_taken_out_first() -> None:
     )
 
 
+@pytest.mark.parametrize(("executed", "agrees"), [(85.0, False), (95.0, True), (343.0, True), (890.0, False)])
+def test_smaller_tiles_than_the_model_takes_are_no_alarm(executed: float, agrees: bool) -> None:
+    """An H200 executed 3.43 times the count of 8×64×64 products where the model of tiles said 8."""
+    result = crosscheck(100.0, executed, tile_factor=8.0)
+    assert result is not None
+    assert result.agrees is agrees
+    exact = crosscheck(100.0, executed, tile_factor=8.0, exact=True)
+    assert exact is not None
+    assert not exact.agrees
+
+
 def test_operators_without_a_formula_are_named() -> None:
     uncounted = {"a::one": 1, "b::two": 8, "c::three": 4, "d::four": 2, "e::five": 1}
     assert causes(100.0, 170.0, uncounted=uncounted) == ["uncounted"]

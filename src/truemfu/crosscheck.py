@@ -55,11 +55,17 @@ class Cause:
 
 @dataclass(frozen=True, kw_only=True)
 class CrossCheck:
-    """One window's verdict. `ratio` is executed over expected; `causes` is empty where they agree."""
+    """One window's verdict. `ratio` is executed over expected; `causes` is empty where they agree.
+
+    `least_flops` is what is expected where no tile overhangs. Which tiles a library takes for small products
+    is not known, so all from there to `expected_flops` agrees, unless the executed FLOPs are exact: then so
+    are the tiles.
+    """
 
     counted_flops: float
     executed_flops: float
     expected_flops: float
+    least_flops: float
     ratio: float
     threshold: float
     causes: tuple[Cause, ...] = ()
@@ -67,7 +73,11 @@ class CrossCheck:
     @property
     def agrees(self) -> bool:
         """Whether counted and executed are within the threshold of each other."""
-        return abs(self.ratio - 1) <= self.threshold
+        return (
+            self.least_flops * (1 - self.threshold)
+            <= self.executed_flops
+            <= self.expected_flops * (1 + self.threshold)
+        )
 
     @property
     def notice(self) -> str | None:
@@ -147,13 +157,17 @@ def crosscheck(
         attention_flops if attention_flops is not None and 0 <= attention_flops <= counted_flops else 0
     )
     share = 1.0 if attention_executed_share is None else attention_executed_share
-    expected = (counted_flops - attention) * (tile_factor or 1.0) + attention * share
-    if not _positive(expected):
+    least, expected = (
+        (counted_flops - attention) * factor + attention * share for factor in (1.0, tile_factor or 1.0)
+    )
+    least = expected if exact else least
+    if not _positive(least) or not _positive(expected):
         return None
     result = CrossCheck(
         counted_flops=counted_flops,
         executed_flops=executed_flops,
         expected_flops=expected,
+        least_flops=least,
         ratio=executed_flops / expected,
         threshold=threshold,
     )

@@ -356,7 +356,10 @@ _HINTS = {
     "idle_other": (
         "the launch queue runs dry: torch.compile, CUDA graphs or a larger batch; no .item() within the step"
     ),
-    "no_tensor": "elementwise work, normalisation, the optimizer: fuse them (torch.compile, fused AdamW)",
+    "no_tensor": (
+        "elementwise work, normalisation, the optimizer (torch.compile and fused AdamW make it less), and "
+        "products that wait for memory (a larger batch or wider layers)"
+    ),
     "no_tensor_unfilled": "kernels too small for this many SMs: a larger batch or fewer, larger products",
     "below_rate": "kernels without a product on the tensor pipe, or products in a slower dtype",
     "other_executed": "work that was not counted: see the cross-check",

@@ -5,6 +5,9 @@ What is kept and when is decided without looking at the device, so CPU tensors s
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -68,7 +71,8 @@ def test_one_copy_is_made_for_each_shape_and_dtype(
     losses = [keep(values, torch.tensor(float(i))) for i in range(40)]
     norms = [keep(values, torch.tensor(float(i), dtype=torch.bfloat16), "grad_norm") for i in range(40)]
     values.flush()
-    assert made == [torch.Size([40]), torch.Size([40])]
+    assert made[-2:] == [torch.Size([40]), torch.Size([40])]
+    assert len(made) == 2 + 2  # and the first of each kind
     assert [resolved(h) for h in (losses[7], norms[8])] == [7.0, 8.0]
 
 
@@ -193,3 +197,53 @@ def test_nothing_synchronises_on_a_gpu(values: HostValues) -> None:
     torch.cuda.synchronize()
     assert [resolved(h) for h in held] == [float(i) for i in range(8)]
     assert resolved(tokens) == 2048.0
+
+
+def test_the_first_of_a_kind_goes_all_the_way_at_once(
+    values: HostValues, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What makes a program wait the first time it is done must not be done first in the middle of a run."""
+    sent: list[tuple[int, ...]] = []
+    from truemfu.monitor import host_values
+
+    copy = host_values.HostCopy
+    monkeypatch.setattr(host_values, "HostCopy", lambda t: sent.append(tuple(t.shape)) or copy(t))
+    first = keep(values, torch.tensor(1.0))
+    assert sent == [(2,)]
+    assert not is_there(first)
+    keep(values, torch.tensor(2.0))
+    values._hold("attention_mask", torch.ones(3, 4), is_input=True, count=True)
+    assert sent == [(2,), (2,)]
+    values.flush()
+    assert resolved(first) == 1.0
+    keep(values, torch.tensor(3.0))
+    values.flush()
+    assert sent == [(2,), (2,), (2,), (1,), (1,)]
+
+
+_LATER_FLUSH = """
+import torch
+from truemfu.monitor.host_values import HostValues
+
+values = HostValues(print)
+mask = torch.ones(4, 512, dtype=torch.long, device="cuda")
+losses = torch.arange(40.0, device="cuda").unbind()
+values.number("loss", losses[0]), values.tokens_in(mask), values.flush()
+torch.cuda.synchronize()
+end = torch.cuda.Event()
+torch.cuda._sleep(2_000_000_000)
+end.record()
+for loss in losses:
+    values.number("loss", loss)
+values.tokens_in(mask.clone())
+values.flush()
+print("waited" if end.query() else "went on")
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_later_flush_waits_for_nothing_new_on_a_gpu() -> None:
+    """In a process of its own: here kernels are loaded and memory is there already."""
+    done = subprocess.run([sys.executable, "-c", _LATER_FLUSH], capture_output=True, text=True)
+    assert done.stdout.strip() == "went on", done.stderr

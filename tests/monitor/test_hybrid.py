@@ -85,6 +85,7 @@ def model() -> nn.Module:
 def counters(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Live]:
     """Puts counters under the monitors that are made from now on."""
     monkeypatch.setattr(hardware_watch, "WINDOW_S", 0.3)
+    monkeypatch.setattr(hardware_watch, "SETTLE_S", 0.0)
     monkeypatch.setattr(monitor_module, "spec_of", lambda device: H200)
 
     def put(source: Live | None = None, stamps: Any = None) -> Live:
@@ -353,6 +354,26 @@ def test_a_window_is_of_the_time_between_its_cuts(counters: Callable[..., Live])
     # but for the last read, which is up to a period old, and for the lag that is taken off
     assert 0.3 < measured.window.seconds <= end.at_s - begin.at_s
     assert executed_flops_per_s(measured.window, H200, clock_hz=measured.clock_hz) is not None
+
+
+def test_a_window_begins_when_steps_have_followed_each_other_for_a_while() -> None:
+    """A read a moment after a pause tells of the pause as well, which would make the window look idle."""
+    stamps: Any = Stamps()
+    watch = HardwareWatch(Live(), 0, stamps, sm_count=132, period_s=0.02)
+    settle_s, window_s = hardware_watch.SETTLE_S, hardware_watch.WINDOW_S
+    assert settle_s > 1.0  # more than a read apart
+    assert watch.cut(100.0) is None
+    assert watch.cut(100.0 + 0.9 * settle_s) is None
+    begin = watch.cut(100.0 + settle_s)
+    assert begin is not None
+    assert not begin.ends_window
+    watch.restart()
+    assert watch.cut(200.0) is None
+    begin, end = watch.cut(200.0 + settle_s), watch.cut(200.0 + settle_s + window_s)
+    watch.close()
+    assert begin is not None
+    assert end is not None
+    assert [begin.ends_window, end.ends_window] == [False, True]
 
 
 def test_counters_that_cannot_be_opened_leave_the_profiler(

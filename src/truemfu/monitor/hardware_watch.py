@@ -29,6 +29,9 @@ from ..hardware.sampler import Sampler
 WINDOW_S = 10.0
 """Counters lag by a tenth of a second, and at its ends a window is cut out of whole seconds."""
 _PERIOD_S = 1.0
+SETTLE_S = 2.0
+"""How long steps must have followed each other before a window begins: a read at its beginning tells of up to
+a second before, and when the device got to a cut is known to a few steps."""
 _LAGS_KEPT = 64
 _INTERVALS_KEPT = 600
 _ENOUGH = 0.7
@@ -67,13 +70,15 @@ class HardwareWatch:
         self._source, self._index, self._stamps = source, index, stamps
         self._sm_count = sm_count
         self._sampler = Sampler(source, indices=[index], period_s=period_s, keep=_INTERVALS_KEPT)
-        self._due_s = 0.0
+        self._due_s: float | None = None
         self._is_open = False
         self._lags_s: deque[float] = deque(maxlen=_LAGS_KEPT)
         self._sampler.start()
 
     def cut(self, now_s: float) -> Cut | None:
         """On the training thread, at the end of a step: a cut if one is due. `now_s` is any steady clock."""
+        if self._due_s is None:
+            self._due_s = now_s + SETTLE_S
         if now_s < self._due_s:
             return None
         self._due_s = now_s + WINDOW_S
@@ -83,8 +88,8 @@ class HardwareWatch:
         return cut
 
     def restart(self) -> None:
-        """What ran since the last cut is not to be measured: the next one only begins a window."""
-        self._is_open, self._due_s = False, 0.0
+        """What ran since the last cut is not to be measured: the next, in a while, begins a window."""
+        self._is_open, self._due_s = False, None
 
     def measured(self, begin: Cut, end: Cut) -> Measured | None:
         """On another thread, when the device is past both cuts; None where too little was read in between."""

@@ -10,6 +10,9 @@ every few seconds all of one shape become one copy to the host:
 A kept tensor must still be what it was. One that was changed in place meanwhile is not used, and from then on
 its kind is copied at once; so is a number that comes again at the same place, as a running sum or the output
 of a CUDA graph does, and what would keep much memory alive.
+
+The first use of a kernel and new page-locked memory make a program wait until the device is idle. So the
+first tensor of a kind goes through all of it on the spot: that is in the first step, when little is queued.
 """
 
 from __future__ import annotations
@@ -27,6 +30,8 @@ _LONGEST_WAIT_S = 3.0
 _MAX_KEPT = 256
 _MAX_KEPT_BYTES = 16 << 20
 _MAX_STORAGE_BYTES = 4 << 20
+_RESERVED_SIZES = tuple(1 << power for power in range(3, 13))
+"""Bytes of page-locked memory that a flush of numbers needs: 256 of 8 bytes and less, in powers of two."""
 
 
 class Held:
@@ -72,6 +77,7 @@ class HostValues:
         self._bytes = 0
         self._since_s = 0.0
         self._copied_at_once: set[str] = set()
+        self._kinds: set[tuple[Any, ...]] = set()
 
     def number(self, name: str, value: Any) -> Number:
         """A number now, or one that is on its way; None for None. Anything else is a TypeError."""
@@ -112,6 +118,8 @@ class HostValues:
         if name in self._copied_at_once or tensor.untyped_storage().nbytes() > _MAX_STORAGE_BYTES:
             tensor = tensor.count_nonzero() if count else tensor.clone()
             place, version, count = (name, tensor.data_ptr()), tensor._version, False
+        if (kind := (tensor.dtype, tensor.dim(), count)) not in self._kinds:
+            self._prepare(tensor, kind)
         held = Held(name, tensor, version, count)
         if not self._kept:
             self._since_s = time.perf_counter()
@@ -142,10 +150,17 @@ class HostValues:
             else:
                 alike[held.name, tensor.shape, tensor.dtype, held.count].append((held, tensor))
         for (_, _, _, count), entries in alike.items():
-            together = torch.stack([tensor for _, tensor in entries])
-            copy = HostCopy(together.flatten(1).count_nonzero(dim=1) if count else together)
+            copy = _send([tensor for _, tensor in entries], count)
             for place, (held, _) in enumerate(entries):
                 held.sent(copy, place)
+
+    def _prepare(self, tensor: torch.Tensor, kind: tuple[Any, ...]) -> None:
+        """Have the kernels loaded and the memory there that a flush of such tensors will need."""
+        if not self._kinds and tensor.is_cuda:
+            reserved = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in 2 * _RESERVED_SIZES]
+            del reserved  # torch keeps it for the next that asks
+        self._kinds.add(kind)
+        _send([tensor, tensor], count=kind[-1])
 
     def _copy_at_once(self, name: str) -> None:
         if name not in self._copied_at_once:
@@ -154,6 +169,12 @@ class HostValues:
                 f"{name} was overwritten on the device after it was passed in, so a value of it is missing; "
                 "from now on it is copied at once"
             )
+
+
+def _send(tensors: list[torch.Tensor], count: bool) -> HostCopy:
+    """One copy of tensors of one shape and dtype, or of how many elements of each are not zero."""
+    together = torch.stack(tensors)
+    return HostCopy(together.flatten(1).count_nonzero(dim=1) if count else together)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
