@@ -20,6 +20,7 @@ Exits 1 where a check failed. A run that is stopped (SIGTERM, Ctrl-C) prints wha
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import platform
@@ -31,6 +32,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -38,7 +40,8 @@ from typing import Any
 
 import torch
 from truth_cases import DEVICE, PRODUCTS, RUNS, Run, Step, attention, elementwise, staged_runs, wide_run
-from truth_ncu import USES_THE_PIPE, added_up, by_kernel, kernels_of, pieces_by_ncu, under_ncu
+from truth_ncu import USES_THE_PIPE, by_kernel, kernels_of, pieces_by_ncu, under_ncu
+from truth_tables import refereed_by, show
 
 import truemfu
 from truemfu import TrainingMonitor, count_flops
@@ -46,6 +49,7 @@ from truemfu.hardware.counter_trace import Recorder
 from truemfu.hardware.cycle_stamps import CycleStamps
 from truemfu.hardware.detect import known_spec
 from truemfu.hardware.executed import executed_flops_per_s
+from truemfu.hardware.nvml import NvmlSource
 from truemfu.hardware.sampler import Sampler
 from truemfu.monitor import hardware_watch
 from truemfu.monitor.hardware_watch import Cut, HardwareWatch, counters_of
@@ -53,13 +57,13 @@ from truemfu.monitor.hardware_watch import Cut, HardwareWatch, counters_of
 WINDOW_S = 6.0
 RUN_S = WINDOW_S + 4.5
 """Two seconds before a window, and more than one after it."""
-WITHIN = 0.02
 STEPS_AHEAD = 3
-PAIRS = 25
+PAIRS = 12
+BLOCK_S = WINDOW_S + 3.5
+"""Two seconds before a window in it."""
 PARTS = ("matmuls", "elementwise", "training", "referee", "staged", "cost")
 WIDE = "wide layers of 8192"
 HYBRID = {"monitoring": {"mfu_calculation_mode": "hybrid"}}
-OLD_INSTRUCTIONS = ("cutlass_75", "s1688")
 
 
 def loop(work: Callable[[], object], seconds: float) -> tuple[int, float]:
@@ -223,15 +227,51 @@ def staged(rows: list[dict[str, Any]], only: list[str] | None) -> None:
         torch.cuda.empty_cache()
 
 
-def switch(monitor: TrainingMonitor, model: torch.nn.Module, is_on: bool) -> None:
-    """Without the monitor, its hooks must not run and its thread must not read either."""
+class OnAndOff:
+    """A run whose monitor is switched on and off; off, neither its hooks run nor its thread reads."""
+
+    def __init__(self, monitor: TrainingMonitor, model: torch.nn.Module, step: Step) -> None:
+        self._monitor, self._model, self._step = monitor, model, step
+        self._number = 0
+        self._away = contextlib.ExitStack()
+
+    def block(self, *, is_on: bool) -> float:
+        """Milliseconds of a step on the device, in a block that holds a whole window."""
+        monitor = self._monitor
+        if is_on:
+            self._away.close()
+            monitor.attach(self._model)
+            watch_again(monitor)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        ahead: list[torch.cuda.Event] = []
+        steps, ends_s = 0, None
+        while ends_s is None or time.monotonic() < ends_s:
+            if steps == STEPS_AHEAD:
+                begin.record()
+                ends_s = time.monotonic() + BLOCK_S
+            loss = self._step()
+            steps += 1
+            if is_on:
+                self._number += 1
+                monitor.log_step(self._number, 0, loss.detach(), 1.0, 1e-5)
+            ahead.append(torch.cuda.Event())
+            ahead[-1].record()
+            if len(ahead) > STEPS_AHEAD:
+                ahead.pop(0).synchronize()
+        end.record()
+        torch.cuda.synchronize()
+        if is_on:  # what is still to be worked out must not fall into the next block
+            monitor.save_logs()
+            monitor.detach()
+            self._away.enter_context(monitor.pause())
+            assert monitor._watch is not None
+            monitor._watch._sampler.stop()
+        return begin.elapsed_time(end) / (steps - STEPS_AHEAD)
+
+
+def watch_again(monitor: TrainingMonitor) -> None:
+    """Start the thread that reads; before the first step the monitor has none yet."""
     watch = monitor._watch
-    if watch is not None:
-        watch._sampler.stop()
-    if not is_on:
-        monitor.detach()
-        return
-    monitor.attach(model)
     if watch is not None:
         watch._sampler = Sampler(watch._source, indices=[watch._index], period_s=1.0)
         watch._sampler.start()
@@ -240,39 +280,24 @@ def switch(monitor: TrainingMonitor, model: torch.nn.Module, is_on: bool) -> Non
 def cost() -> dict[str, Any]:
     """Hybrid on and off in alternating blocks, and its parts by the clock.
 
-    All weights are zero: the kernels are the same and draw little power, so that its limit does not make the
-    clock wander by more than what is to be seen.
+    All weights are zero: the kernels are the same and draw little power, so that the clock wanders less than
+    what is to be seen.
     """
-    run = Run(8, 1024)
-    model, _, step = run.build()
+    model, _, step = Run(8, 1024).build()
     for parameter in model.parameters():
         torch.nn.init.zeros_(parameter)
     with tempfile.TemporaryDirectory() as folder:
         monitor = TrainingMonitor(folder, HYBRID, model=model)
-        number = 0
+        run = OnAndOff(monitor, model, step)
         differences, plain = [], []
-        for pair in range(PAIRS):
-            times = {}
-            for is_on in (True, False) if pair % 2 else (False, True):
-                switch(monitor, model, is_on)
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                for place in range(14):
-                    if place == 2:
-                        begin.record()
-                    loss = step()
-                    if is_on:
-                        monitor.log_step(number, 0, loss.detach(), 1.0, 1e-5)
-                        number += 1
-                end.record()
-                torch.cuda.synchronize()
-                times[is_on] = begin.elapsed_time(end) / 12
-            if pair:  # the first pair counts the model
+        for pair in range(PAIRS + 1):
+            order = (True, False) if pair % 2 == 0 else (False, True)
+            times = {is_on: run.block(is_on=is_on) for is_on in order}
+            if pair:  # in the first the model is counted
                 differences.append(times[True] / times[False] - 1)
                 plain.append(times[False])
-        watch = monitor._watch
-        assert watch is not None
-        assert watch._stamps is not None
-        stamps = watch._stamps
+        stamps = CycleStamps.open(DEVICE)
+        assert isinstance(stamps, CycleStamps), stamps
         cuts_s, kernel_ms = [], []
         for _ in range(50):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -283,28 +308,36 @@ def cost() -> dict[str, Any]:
             end.record()
             torch.cuda.synchronize()
             kernel_ms.append(begin.elapsed_time(end))
-        source = watch._source
-        reads_s, reads_cpu_s = [], []
-        for _ in range(20):
-            began_s, began_cpu_s = time.perf_counter(), time.thread_time()
-            source.read(watch._index)
-            reads_s.append(time.perf_counter() - began_s)
-            reads_cpu_s.append(time.thread_time() - began_cpu_s)
-            time.sleep(0.15)
         monitor.close()
+        windows = (monitor.summary()["hardware"] or {}).get("windows", 0)
     draw = random.Random(0)
     medians = sorted(statistics.median(draw.choices(differences, k=len(differences))) for _ in range(2000))
     return {
         "step_ms": statistics.median(plain),
         "pairs": len(differences),
+        "block_s": BLOCK_S,
+        "windows": windows,
         "difference": statistics.median(differences),
         "low": medians[50],
         "high": medians[-51],
         "cut_us": 1e6 * statistics.median(cuts_s),
         "stamp_us": 1e3 * statistics.median(kernel_ms),
-        "read_us": 1e6 * statistics.median(reads_s),
-        "read_cpu_us": 1e6 * statistics.median(reads_cpu_s),
+        "read_us": read_cpu_us(energy=True),
+        "read_without_energy_us": read_cpu_us(energy=False),
     }
+
+
+def read_cpu_us(*, energy: bool) -> float:
+    """Microseconds of processor time for a read once a second, as the monitor (with energy) and `top` do."""
+    source = NvmlSource(energy=energy)
+    taken_s = []
+    for _ in range(9):
+        began_s = time.thread_time()
+        source.read(0)
+        taken_s.append(time.thread_time() - began_s)
+        time.sleep(1)
+    source.close()
+    return 1e6 * statistics.median(taken_s[1:])
 
 
 def main() -> int:
@@ -328,16 +361,22 @@ def main() -> int:
     hardware_watch.WINDOW_S = WINDOW_S
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     result: dict[str, Any] = {"measured": {}}
-    try:
-        for part in arguments.parts:
-            print(f"{part} …", flush=True)
-            result["measured"][part] = where_and_when()
+    broken: list[str] = []
+    for part in arguments.parts:
+        print(f"{part} …", flush=True)
+        result["measured"][part] = where_and_when()
+        try:
             measure(part, result, arguments)
-    except KeyboardInterrupt:
-        print("stopped: the rest was not measured")
+        except KeyboardInterrupt:
+            broken.append(f"stopped in {part}, the rest was not measured")
+            break
+        except Exception as error:  # what was measured before is worth printing
+            traceback.print_exc()
+            broken.append(f"{part}: {type(error).__name__}: {error}")
     for file in arguments.earlier:
         take_in(result, json.loads(file.read_text(encoding="utf-8")))
-    failed = show(result)
+    failed = broken + show(result)
+    print("\nfailed: " + ("; ".join(failed) or "nothing"))
     if arguments.json is not None:
         arguments.json.write_text(json.dumps({**result, "failed": failed}, indent=1) + "\n")
     return 1 if failed else 0
@@ -396,123 +435,28 @@ def _call(kind: str, numbers: Iterable[int]) -> str:
 
 
 def take_in(result: dict[str, Any], earlier: dict[str, Any]) -> None:
-    """Parts of an earlier run that this one lacks; of the referee, runs and kernels that it lacks."""
-    for part, line in earlier.pop("measured").items():
-        lines = result["measured"].setdefault(part, line)
-        result["measured"][part] = lines if line in lines else f"{lines}\n  and {line}"
-    for name, kernels in earlier.pop("referee", {}).items():
-        known = result.setdefault("referee", {}).setdefault(name, [])
-        names = {kernel["kernel"] for kernel in known}
-        known += [kernel for kernel in kernels if kernel["kernel"] not in names]
+    """What an earlier run measured and this one did not: rows by their names, kernels by theirs."""
+    taken = set()
     for part in PARTS:
-        if part in earlier:
-            result.setdefault(part, earlier[part])
-
-
-def refereed_by(row: dict[str, Any], kernels: list[dict[str, Any]]) -> None:
-    """Put what ncu saw beside a row."""
-    pipe, matrix = (sum(kernel[key] for kernel in kernels) for key in ("pipe", "matrix"))
-    row["ncu"] = sum(kernel["ops"] for kernel in kernels)
-    row["non_matrix_share"] = 1 - matrix / pipe if pipe else None
-    row["kernels"] = [kernel for kernel in added_up(kernels) if kernel["ops"] or kernel["pipe"]]
-
-
-def show(result: dict[str, Any]) -> list[str]:
-    """The tables; the checks that failed."""
-    failed = []
-    for part, line in result["measured"].items():
-        print(f"{part}: {line}")
-    for row in result.get("training", []):
-        if row["name"] in result.get("referee", {}):
-            refereed_by(row, result["referee"][row["name"]])
-    if "matmuls" in result:
-        print("\nmatmuls: FLOP a product as a ratio to 2MNK")
-        print(
-            f"{'product':28} {'TFLOP/s':>8} {'ncu':>8} {'hybrid':>8} {'hyb/ncu':>8} "
-            f"{'rep. clock':>10} {'MHz':>6} {'reported':>8} {'W':>5}  kernel"
-        )
-        for row in result["matmuls"]:
-            ncu, counted = row.get("ncu"), row["counted"]
-            ratio = row["hybrid"] / ncu if ncu else float("nan")
-            print(
-                f"{row['name']:28} {row['rate'] / 1e12:8.1f} {(ncu or float('nan')) / counted:8.4f} "
-                f"{row['hybrid'] / counted:8.4f} {ratio:8.4f} {row['hybrid_reported_clock'] / counted:10.4f} "
-                f"{row['clock_mhz']:6.0f} {row['reported_mhz']:8.0f} {row['power_w']:5.0f}  "
-                f"{', '.join(kernel['kernel'][:60] for kernel in row.get('kernels', []))}"
-            )
-            old = any(
-                word in kernel["kernel"] for word in OLD_INSTRUCTIONS for kernel in row.get("kernels", [])
-            )
-            if ncu and not old and abs(ratio - 1) > WITHIN:
-                failed.append(f"{row['name']}: hybrid {ratio:.4f} of ncu")
-    if "elementwise" in result:
-        print("\nelementwise kernels by ncu: the tensor pipe's cycles, those of products, HFMA2 instructions")
-        for row in result["elementwise"]:
-            print(
-                f"{row['name']:28} {row['pipe']:>12,} {row['matrix']:>12,} {row['hfma2']:>12,}  "
-                f"{row['kernel'][:80]}"
-            )
-    if "training" in result:
-        print("\ntraining, 1.3 B: FLOP a step as a ratio to the count (recomputation included, all pairs)")
-        print(
-            f"{'run':32} {'ms':>6} {'mean':>6} {'MFU':>6} {'ncu':>8} {'hybrid':>8} {'hyb/ncu':>8} "
-            f"{'corrected':>9} {'rep. clock':>10} {'no matrix':>9} {'MHz':>6} {'reported':>8} {'W':>4}"
-        )
-        for row in result["training"]:
-            ncu, counted = row.get("ncu"), row["counted"]
-            ratio = row["hybrid"] / ncu if ncu else float("nan")
-            share = row.get("non_matrix_share") or 0.0
-            print(
-                f"{row['name']:32} {row['step_ms']:6.1f} {1e3 * row['seconds'] / row['steps']:6.1f} "
-                f"{row['mfu']:6.1%} "
-                f"{(ncu or float('nan')) / counted:8.4f} {row['hybrid'] / counted:8.4f} {ratio:8.4f} "
-                f"{ratio * (1 - share):9.4f} "
-                f"{row['hybrid_reported_clock'] / counted:10.4f} {share:9.2%} {row['clock_hz'] / 1e6:6.0f} "
-                f"{row['reported_clock_hz'] / 1e6:8.0f} {row['power_w']:4.0f}"
-            )
-            if ncu and abs(ratio * (1 - share) - 1) > WITHIN:
-                failed.append(f"training {row['name']}: hybrid {ratio * (1 - share):.4f} of ncu")
-        for row in result["training"]:
-            if "kernels" not in row:
-                continue
-            print(f"\n{row['name']}: kernels; share of the count, of the pipe's cycles beyond products")
-            pipe = sum(kernel["pipe"] for kernel in row["kernels"])
-            for kernel in row["kernels"]:
-                beyond = (kernel["pipe"] - kernel["matrix"]) / pipe
-                if kernel["ops"] / row["counted"] > 0.001 or beyond > 0.0002:
-                    print(
-                        f"  {kernel['ops'] / row['counted']:7.2%} {beyond:7.3%} "
-                        f"{kernel['launches']:5} launches  {kernel['kernel'][:90]}"
-                    )
-    for part in ("training", "staged"):
-        if part in result:
-            print(f"\n{part}: where the peak went, in points of it")
-            for row in result[part]:
-                fall = row.get("waterfall")
-                if fall is None:
-                    failed.append(f"{part} {row['name']}: no waterfall")
-                    continue
-                total = 100 * sum(piece["share"] for piece in fall["parts"])
-                said = ", ".join(f"{piece['key']} {100 * piece['share']:.1f}" for piece in fall["parts"])
-                print(f"{row['name']:32} {said}; sum {total:.1f}; limiter {row['limiter']}")
-                if abs(total - 100) > 1:
-                    failed.append(f"{part} {row['name']}: parts add up to {total:.1f}")
-                if "expected" in row and row["limiter"] not in row["expected"]:
-                    failed.append(f"{row['name']}: limiter {row['limiter']}, expected {row['expected']}")
-                for sentence in row["advice"]:
-                    print(f"{'':34}{sentence}")
-    if "cost" in result:
-        row = result["cost"]
-        print(
-            f"\ncost: hybrid against no monitor at 8×1024, all weights zero ({row['step_ms']:.1f} ms a step, "
-            f"{row['pairs']} pairs of blocks of 12 steps): "
-            f"{row['difference']:+.3%} (95 % {row['low']:+.3%} … {row['high']:+.3%}); a cut "
-            f"{row['cut_us']:.0f} µs on the training thread and {row['stamp_us']:.0f} µs on the GPU "
-            f"every ten seconds, a read {row['read_us']:.0f} µs ({row['read_cpu_us']:.0f} µs of CPU) "
-            "every second on a thread of its own"
-        )
-    print("\nfailed: " + ("; ".join(failed) or "nothing"))
-    return failed
+        if part not in earlier:
+            continue
+        if part not in result:
+            result[part] = earlier[part]
+            taken.add(part)
+        elif part == "referee":
+            for name, kernels in earlier[part].items():
+                known = result[part].setdefault(name, [])
+                new = [k for k in kernels if k["kernel"] not in {other["kernel"] for other in known}]
+                known += new
+                taken |= {part} if new else set()
+        elif part != "cost":
+            names = {row["name"] for row in result[part]}
+            new = [row for row in earlier[part] if row["name"] not in names]
+            result[part] += new
+            taken |= {part} if new else set()
+    for part in taken:
+        here, there = result["measured"].get(part, ""), earlier["measured"][part]
+        result["measured"][part] = here if there in here else f"{here}; {there}".removeprefix("; ")
 
 
 if __name__ == "__main__":

@@ -210,7 +210,7 @@ class Staged(NamedTuple):
 
 
 def _all_zero() -> nn.Module:
-    """Zeros draw so little power that no clock is lost to the limit, which would hide what is staged."""
+    """Zeros draw less power: its limit takes less of the clock, and what is staged takes more."""
     model = Wide(checkpointed=True)
     for parameter in model.parameters():
         nn.init.zeros_(parameter)

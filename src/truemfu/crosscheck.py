@@ -57,9 +57,9 @@ class Cause:
 class CrossCheck:
     """One window's verdict. `ratio` is executed over expected; `causes` is empty where they agree.
 
-    `least_flops` is what is expected where no tile overhangs. Which tiles a library takes for small products
-    is not known, so all from there to `expected_flops` agrees, unless the executed FLOPs are exact: then so
-    are the tiles.
+    `least_flops` is what is expected at least: the same, but for products so small that tiles make up more
+    than the threshold. Which tiles a library takes for those is not known, so all from no overhang at all to
+    the model's (`expected_flops`) agrees.
     """
 
     counted_flops: float
@@ -85,9 +85,10 @@ class CrossCheck:
         if self.agrees:
             return None
         likely = "; ".join(cause.sentence for cause in self.causes)
+        expected = self.least_flops if self.executed_flops < self.least_flops else self.expected_flops
         return (
-            f"the GPU executed {self.ratio:.2f} times what the count expects "
-            f"({self.executed_flops:.4g} against {self.expected_flops:.4g} FLOP); likely: {likely}"
+            f"the GPU executed {self.executed_flops / expected:.2f} times what the count expects "
+            f"({self.executed_flops:.4g} against {expected:.4g} FLOP); likely: {likely}"
         )
 
     def as_metrics(self) -> dict[str, float]:
@@ -157,10 +158,12 @@ def crosscheck(
         attention_flops if attention_flops is not None and 0 <= attention_flops <= counted_flops else 0
     )
     share = 1.0 if attention_executed_share is None else attention_executed_share
+    factor = tile_factor or 1.0
+    is_known = exact or factor <= 1 + threshold
     least, expected = (
-        (counted_flops - attention) * factor + attention * share for factor in (1.0, tile_factor or 1.0)
+        (counted_flops - attention) * tiles + attention * share
+        for tiles in (factor if is_known else 1.0, factor)
     )
-    least = expected if exact else least
     if not _positive(least) or not _positive(expected):
         return None
     result = CrossCheck(

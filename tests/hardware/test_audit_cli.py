@@ -24,7 +24,7 @@ COUNTED = msgspec.json.encode(STEP_COUNT).decode()
 SHARE = (
     "no matrix work: 36.74 M of 2.089 G active cycles of the tensor pipe; "
     "`monitoring.performance_monitoring.hybrid_mode.non_matrix_share: 0.0176` "
-    "makes hybrid mode exact for this model"
+    "takes it off in hybrid mode"
 )
 SHARE_ALONE = "no matrix work: 36.74 M of 2.089 G active cycles of the tensor pipe, 1.76 %"
 WRITE = """
@@ -135,7 +135,7 @@ def test_kernels_below_their_rate_are_named(run: Run) -> None:
         "below the usual rate: cutlass::Kernel2<cutlass_75_tensorop_bf16_s1688gemm_bf16_256x12… does 512 "
         "FLOP per active cycle, kernels in bf16 do 1,024: counters of activity read its work 2.00 times"
     ) in result.out.splitlines()
-    assert result.out.splitlines()[-1].endswith("for this model, but for kernels below the usual rate")
+    assert result.out.splitlines()[-1].endswith("in hybrid mode, but for kernels below the usual rate")
     assert "agrees" not in result.out
 
 

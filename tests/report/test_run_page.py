@@ -177,7 +177,7 @@ def test_melted_parts_and_a_driver_clock_in_a_row_have_their_names(
         "the model&#39;s FLOPs, padding tokens included",
     ):
         assert f'<span class="name">{name}</span>' in page
-    assert "in steady tensor work on an H200 the SMs count 4 to 10 % less" in page
+    assert "in steady tensor work on an H200 the SMs count 4 to 11 % less" in page
     assert "<tr><td>power</td><td>unknown</td>" in page
 
 

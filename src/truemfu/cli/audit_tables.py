@@ -184,7 +184,7 @@ def _share(result: Audit, is_a_step: bool) -> str | None:
     if not is_a_step:
         return f"{said}, {100 * share:.2f} %"
     but = ", but for kernels below the usual rate" if result.below_usual_rate else ""
-    return f"{said}; `{_SHARE_KEY}: {share:.4f}` makes hybrid mode exact for this model{but}"
+    return f"{said}; `{_SHARE_KEY}: {share:.4f}` takes it off in hybrid mode{but}"
 
 
 def _cut(name: str, width: int = _WIDEST_NAME) -> str:

@@ -73,7 +73,7 @@ def top(
     FLOP util is what the tensor cores executed as a share of the dense 16-bit peak; TFLOP/s is at the
     16-bit rate (fp8 does twice, tf32 half of it in the same time). Both are upper bounds: some kernels
     without a product tick the tensor pipe too, and they rest on the clock the driver reports, which it asked
-    for: the true one is 4 to 10 % lower in steady tensor work (H200). Only code that runs on the GPU can read
+    for: the true one is 4 to 11 % lower in steady tensor work (H200). Only code that runs on the GPU can read
     that; the monitor in a training run does. "GPU util" is the driver's figure: 100 % as soon as any kernel
     runs. Activity needs a Hopper or later; older GPUs show the rest.
 

@@ -51,7 +51,7 @@ _FROM_READING: Mapping[str, str] = MappingProxyType(
 )
 _FIXED = ("max_sm_clock_hz", "power_limit_w", "memory_total_bytes", "peak_flops_per_s")
 _UPPER_BOUND = (
-    " (upper bound, at the clock the driver reports; the true one is 4 to 10 % lower in steady tensor work)"
+    " (upper bound, at the clock the driver reports; the true one is 4 to 11 % lower in steady tensor work)"
 )
 _MORE: Mapping[str, str] = MappingProxyType(
     {

@@ -38,7 +38,7 @@ _PROCESSES_SHOWN = 2
 NOT_HELD_BACK = ("gpu_idle",)
 """What the driver gives as a reason for a low clock though nothing is lost by it."""
 _WORTH_SAYING = 0.005
-_OF_THE_CLOCK = "FLOP util: driver clock; the true one is 4 to 10 % lower in steady tensor work"
+_OF_THE_CLOCK = "FLOP util: driver clock; the true one is 4 to 11 % lower in steady tensor work"
 
 
 @dataclass(frozen=True, kw_only=True)

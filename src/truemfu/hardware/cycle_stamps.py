@@ -5,7 +5,7 @@
                             mean_clock_hz(before, after) = Δcycles / Δtime, mean of the SMs
 
 Why: the driver reports the clock it asked for. Under load the chip stretches its cycles and runs slower: on
-an H200 4 to 10 % in steady tensor work (1,447 MHz reported, 1,318 counted, in products at the power limit).
+an H200 4 to 11 % in steady tensor work (1,447 MHz reported, 1,318 counted, in products at the power limit).
 A rate made from the reported clock is as much too high. The counters of the SMs say what was.
 
 A stamp is one launch of a few microseconds, put in between the training's own kernels; nobody waits for it,

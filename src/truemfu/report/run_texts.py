@@ -249,7 +249,7 @@ def _clock_remark(hardware: RunHardware) -> str:
     if hardware.clock_source == "driver" or hardware.clock_hz == hardware.reported_clock_hz:
         return (
             "the driver reports the clock it asked for; in steady tensor work on an H200 the SMs count "
-            "4 to 10 % less"
+            "4 to 11 % less"
         )
     words = [f"by {hardware.clock_source}"] if hardware.clock_source else []
     if hardware.reported_clock_hz is not None:

@@ -1,0 +1,126 @@
+"""The tables that `hardware_truth.py` prints, and which of its checks failed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from truth_ncu import added_up
+
+WITHIN = 0.02
+COST_WITHIN = 0.0005
+OLD_INSTRUCTIONS = ("cutlass_75", "s1688")
+
+
+def refereed_by(row: dict[str, Any], kernels: list[dict[str, Any]]) -> None:
+    """Put what ncu saw beside a row."""
+    pipe, matrix = (sum(kernel[key] for kernel in kernels) for key in ("pipe", "matrix"))
+    row["ncu"] = sum(kernel["ops"] for kernel in kernels)
+    row["non_matrix_share"] = 1 - matrix / pipe if pipe else None
+    row["kernels"] = [kernel for kernel in added_up(kernels) if kernel["ops"] or kernel["pipe"]]
+
+
+def show(result: dict[str, Any]) -> list[str]:
+    """The tables; the checks that failed."""
+    failed = []
+    for part, line in result["measured"].items():
+        print(f"{part}: {line}")
+    for row in result.get("training", []):
+        if row["name"] in result.get("referee", {}):
+            refereed_by(row, result["referee"][row["name"]])
+    if "matmuls" in result:
+        print("\nmatmuls: FLOP a product as a ratio to 2MNK")
+        print(
+            f"{'product':28} {'TFLOP/s':>8} {'ncu':>8} {'hybrid':>8} {'hyb/ncu':>8} "
+            f"{'rep. clock':>10} {'MHz':>6} {'reported':>8} {'W':>5}  kernel"
+        )
+        for row in result["matmuls"]:
+            ncu, counted = row.get("ncu"), row["counted"]
+            ratio = row["hybrid"] / ncu if ncu else float("nan")
+            print(
+                f"{row['name']:28} {row['rate'] / 1e12:8.1f} {(ncu or float('nan')) / counted:8.4f} "
+                f"{row['hybrid'] / counted:8.4f} {ratio:8.4f} {row['hybrid_reported_clock'] / counted:10.4f} "
+                f"{row['clock_mhz']:6.0f} {row['reported_mhz']:8.0f} {row['power_w']:5.0f}  "
+                f"{', '.join(kernel['kernel'][:60] for kernel in row.get('kernels', []))}"
+            )
+            old = any(
+                word in kernel["kernel"] for word in OLD_INSTRUCTIONS for kernel in row.get("kernels", [])
+            )
+            if not old and not abs(ratio - 1) <= WITHIN:
+                failed.append(f"{row['name']}: hybrid {ratio:.4f} of ncu")
+    if "elementwise" in result:
+        print("\nelementwise kernels by ncu: the tensor pipe's cycles, those of products, HFMA2 instructions")
+        for row in result["elementwise"]:
+            print(
+                f"{row['name']:28} {row['pipe']:>12,} {row['matrix']:>12,} {row['hfma2']:>12,}  "
+                f"{row['kernel'][:80]}"
+            )
+    if "training" in result:
+        print("\ntraining, 1.3 B: FLOP a step as a ratio to the count (recomputation included, all pairs)")
+        print(
+            f"{'run':32} {'ms':>6} {'mean':>6} {'MFU':>6} {'ncu':>8} {'hybrid':>8} {'hyb/ncu':>8} "
+            f"{'corrected':>9} {'rep. clock':>10} {'no matrix':>9} {'MHz':>6} {'reported':>8} {'W':>4}"
+        )
+        without_audit = 0
+        for row in result["training"]:
+            ncu, counted = row.get("ncu"), row["counted"]
+            ratio = row["hybrid"] / ncu if ncu else float("nan")
+            share = row.get("non_matrix_share") or 0.0
+            print(
+                f"{row['name']:32} {row['step_ms']:6.1f} {1e3 * row['seconds'] / row['steps']:6.1f} "
+                f"{row['mfu']:6.1%} "
+                f"{(ncu or float('nan')) / counted:8.4f} {row['hybrid'] / counted:8.4f} {ratio:8.4f} "
+                f"{ratio * (1 - share):9.4f} "
+                f"{row['hybrid_reported_clock'] / counted:10.4f} {share:9.2%} {row['clock_hz'] / 1e6:6.0f} "
+                f"{row['reported_clock_hz'] / 1e6:8.0f} {row['power_w']:4.0f}"
+            )
+            if not abs(ratio * (1 - share) - 1) <= WITHIN:
+                failed.append(f"training {row['name']}: hybrid {ratio * (1 - share):.4f} of ncu")
+            without_audit += abs(ratio - 1) <= WITHIN
+        print(
+            f"within {WITHIN:.0%} of ncu without the correction (no audit of the model): "
+            f"{without_audit} of {len(result['training'])}"
+        )
+        for row in result["training"]:
+            if "kernels" not in row:
+                continue
+            print(f"\n{row['name']}: kernels; share of the count, of the pipe's cycles beyond products")
+            pipe = sum(kernel["pipe"] for kernel in row["kernels"])
+            for kernel in row["kernels"]:
+                beyond = (kernel["pipe"] - kernel["matrix"]) / pipe
+                if kernel["ops"] / row["counted"] > 0.001 or beyond > 0.0002:
+                    print(
+                        f"  {kernel['ops'] / row['counted']:7.2%} {beyond:7.3%} "
+                        f"{kernel['launches']:5} launches  {kernel['kernel'][:90]}"
+                    )
+    for part in ("training", "staged"):
+        if part in result:
+            print(f"\n{part}: where the peak went, in points of it")
+            for row in result[part]:
+                fall = row.get("waterfall")
+                if fall is None:
+                    failed.append(f"{part} {row['name']}: no waterfall")
+                    continue
+                total = 100 * sum(piece["share"] for piece in fall["parts"])
+                said = ", ".join(f"{piece['key']} {100 * piece['share']:.1f}" for piece in fall["parts"])
+                print(f"{row['name']:32} {said}; sum {total:.1f}; limiter {row['limiter']}")
+                if abs(total - 100) > 1:
+                    failed.append(f"{part} {row['name']}: parts add up to {total:.1f}")
+                if "expected" in row and row["limiter"] not in row["expected"]:
+                    failed.append(f"{row['name']}: limiter {row['limiter']}, expected {row['expected']}")
+                for sentence in row["advice"]:
+                    print(f"{'':34}{sentence}")
+    if "cost" in result:
+        row = result["cost"]
+        print(
+            f"\ncost: hybrid against no monitor at 8×1024, all weights zero ({row['step_ms']:.1f} ms a step, "
+            f"{row['pairs']} pairs of blocks of {row['block_s']:g} s, {row['windows']} windows): "
+            f"{row['difference']:+.3%} (95 % {row['low']:+.3%} … {row['high']:+.3%}); a stamp "
+            f"{row['cut_us']:.0f} µs on the training thread and {row['stamp_us']:.0f} µs on the GPU "
+            f"every ten seconds; a read every second on a thread of its own {row['read_us']:.0f} µs of CPU "
+            f"with the energy counter, {row['read_without_energy_us']:.0f} µs without"
+        )
+        if row["difference"] > COST_WITHIN:
+            failed.append(f"cost {row['difference']:+.3%}")
+        if row["windows"] < row["pairs"]:
+            failed.append(f"cost: {row['windows']} windows in {row['pairs']} blocks")
+    return failed
