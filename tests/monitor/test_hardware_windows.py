@@ -180,6 +180,24 @@ def test_silent_activity_is_no_window_and_leaves_no_stale_ratio(
     assert summary["windows"] == 1
 
 
+def test_a_run_without_a_window_says_why(windows: HardwareWindows, watch: Watch, said: list[str]) -> None:
+    assert windows.why_nothing() == (
+        "hybrid mode: no 12 seconds of steps without a pause, a compilation or a count, so the counters "
+        "measured nothing"
+    )
+    watch.answer = None
+    window_of(windows)
+    assert windows.why_nothing() == "hybrid mode: the one window of the run was not read: GPU is lost"
+    window_of(windows)
+    assert said == ["the hardware counters cannot be read: GPU is lost"]
+    assert windows.why_nothing() is None
+
+
+def test_a_run_with_a_window_has_nothing_to_explain(windows: HardwareWindows) -> None:
+    window_of(windows)
+    assert windows.why_nothing() is None
+
+
 def test_a_window_without_executed_flops_clears_the_ratio(windows: HardwareWindows) -> None:
     window_of(windows)
     window_of(windows, detail=StepDetail())

@@ -86,6 +86,16 @@ def test_no_graph_is_kept_alive(values: HostValues) -> None:
     assert resolved(held) == 6.0
 
 
+def test_an_inference_tensor_is_copied(values: HostValues) -> None:
+    with torch.inference_mode():
+        loss = torch.tensor(1.0)
+    held = keep(values, loss)
+    with torch.inference_mode():
+        loss += 1  # leaves no trace
+    values.flush()
+    assert resolved(held) == 1.0
+
+
 def test_a_value_changed_in_place_is_missing_not_wrong(values: HostValues, said: list[str]) -> None:
     loss = torch.tensor(1.0)
     first = keep(values, loss)

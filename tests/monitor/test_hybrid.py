@@ -376,6 +376,46 @@ def test_a_window_begins_when_steps_have_followed_each_other_for_a_while() -> No
     assert [begin.ends_window, end.ends_window] == [False, True]
 
 
+def test_a_pause_and_a_count_are_followed_by_the_wait_for_a_window(
+    model: nn.Module, tmp_path: Path, counters: Callable[..., Live], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the monitor itself, with seconds that the test deals out."""
+    counters()
+    monkeypatch.setattr(hardware_watch, "SETTLE_S", 2.0)
+    monkeypatch.setattr(hardware_watch, "WINDOW_S", 10.0)
+    monitor = TrainingMonitor(tmp_path, settings(peak_tflops=900), model=model)
+    step(monitor, model, 0)
+    monitor.save_logs()  # the model is counted
+    watch: Any = monitor._watch
+    asked_at_s, cuts = 0.0, []
+    real_cut = watch.cut
+
+    def cut(now_s: float) -> Any:
+        cuts.append(found := real_cut(asked_at_s))
+        return found
+
+    watch.cut = cut
+
+    def at(seconds: float) -> str:
+        nonlocal asked_at_s
+        asked_at_s, before = seconds, len(cuts)
+        step(monitor, model, round(seconds) + 1)
+        if len(cuts) == before:
+            return "not asked"
+        return "no" if cuts[-1] is None else "end" if cuts[-1].ends_window else "begin"
+
+    assert [at(s) for s in (0, 1)] == ["not asked"] * 2  # warm-up
+    assert [at(s) for s in (2, 3, 4, 13, 14, 24)] == ["no", "no", "begin", "no", "end", "end"]
+    with monitor.pause():
+        pass
+    assert [at(s) for s in (25, 26, 27)] == ["no", "no", "begin"]
+    monitor._counting.is_at_work = True
+    assert at(40) == "not asked"
+    monitor._counting.is_at_work = False
+    assert [at(s) for s in (41, 42, 43, 53)] == ["no", "no", "begin", "end"]
+    quietly(monitor.close)
+
+
 def test_counters_that_cannot_be_opened_leave_the_profiler(
     model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

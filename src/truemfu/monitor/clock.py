@@ -54,16 +54,13 @@ class CudaClock:
     def mark(self) -> torch.cuda.Event:
         """A moment in the work that is queued on the current stream."""
         event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
-        event.record(self._current_stream())
-        return event
-
-    def _current_stream(self) -> torch.cuda.Stream:
-        """The stream in use; making an object for it each time would cost more than the mark."""
         last = self._stream_data
         if self._stream is None or last is None or torch._C._cuda_getCurrentStream(last[1]) != last:
+            # Making an object for the stream each time would cost more than the mark.
             self._stream = torch.cuda.current_stream(self._device)
             self._stream_data = torch._C._cuda_getCurrentStream(self._stream.device_index)
-        return self._stream
+        event.record(self._stream)
+        return event
 
     def has_passed(self, mark: torch.cuda.Event) -> bool:
         """Whether the device has got as far as this mark."""

@@ -13,6 +13,7 @@ from ..crosscheck import CrossCheck
 from ..hardware.counter_windows import combine
 from ..hardware.executed import has_rate
 from ..hardware.specs import DeviceSpec
+from . import hardware_watch
 from .hardware_figures import HardwareFigures, StepDetail, StepSums, figures_of
 from .hardware_watch import Cut, HardwareWatch, Measured
 from .metrics import StepMeasures
@@ -38,6 +39,7 @@ class HardwareWindows:
         self._begin: Cut | None = None
         self._sums = StepSums()
         self._unread = self._disagreeing = 0
+        self._has_read = False
         self._said: set[frozenset[str]] = set()
         self._windows = self._left_out = 0
         self._run_sums = StepSums()
@@ -64,7 +66,7 @@ class HardwareWindows:
         if measured is None:
             self._nothing_read()
             return
-        self._unread = 0
+        self._unread, self._has_read = 0, True
         self._detail = detail()
         source = None if measures.flops is None else measures.flops.peak_source
         self._is_datasheet_peak = bool(source and source.startswith(_DATASHEET))
@@ -85,6 +87,18 @@ class HardwareWindows:
             return None
         figures = self._figures(self._run_sums, self._run_measured)
         return {"windows": self._windows, "windows_left_out": self._left_out, **figures.as_dict()}
+
+    def why_nothing(self) -> str | None:
+        """At the end of a run: why the counters measured nothing; None where they did, or it was said."""
+        if self._has_read or self._unread >= _WINDOWS_IN_TROUBLE:
+            return None
+        if self._unread:
+            return f"hybrid mode: the one window of the run was not read: {self._why_unread()}"
+        needed_s = hardware_watch.SETTLE_S + hardware_watch.WINDOW_S
+        return (
+            f"hybrid mode: no {needed_s:.0f} seconds of steps without a pause, a compilation or a count, so "
+            "the counters measured nothing"
+        )
 
     def _figures(self, sums: StepSums, measured: Measured) -> HardwareFigures:
         return figures_of(
@@ -113,10 +127,11 @@ class HardwareWindows:
         self._unread += 1
         if self._unread == _WINDOWS_IN_TROUBLE:
             self.executed_ratio = self.latest = None
-            why = self._watch.fault or "too little of a window was read"
-            self._notice(
-                f"the hardware counters cannot be read any more, HFU comes from them no longer: {why}"
-            )
+            any_more = " any more, HFU comes from them no longer" if self._has_read else ""
+            self._notice(f"the hardware counters cannot be read{any_more}: {self._why_unread()}")
+
+    def _why_unread(self) -> str:
+        return self._watch.fault or "too little of a window was read"
 
 
 def merged(one: Measured, other: Measured) -> Measured:

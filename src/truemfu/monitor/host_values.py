@@ -12,7 +12,8 @@ its kind is copied at once; so is a number that comes again at the same place, a
 of a CUDA graph does, and what would keep much memory alive.
 
 The first use of a kernel and new page-locked memory make a program wait until the device is idle. So the
-first tensor of a kind goes through all of it on the spot: that is in the first step, when little is queued.
+first tensor of a kind goes through all of it on the spot, and memory for numbers is set aside: that is in the
+first step, when little is queued. Whole tensors (documents, grids) get theirs when they first need it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ _MAX_KEPT = 256
 _MAX_KEPT_BYTES = 16 << 20
 _MAX_STORAGE_BYTES = 4 << 20
 _RESERVED_SIZES = tuple(1 << power for power in range(3, 13))
-"""Bytes of page-locked memory that a flush of numbers needs: 256 of 8 bytes and less, in powers of two."""
+"""Bytes of page-locked memory that numbers need: up to 256 of 8 bytes, in powers of two."""
+_RESERVED_OF_EACH = 8
+"""Loss, gradient norm, learning rate and mask, of this flush and of one that is not read yet."""
 
 
 class Held:
@@ -83,10 +86,13 @@ class HostValues:
         """A number now, or one that is on its way; None for None. Anything else is a TypeError."""
         if value is None or type(value) is float:
             return value
-        if not isinstance(value, torch.Tensor):
-            return float(value)
-        if type(value) is not torch.Tensor:
+        if type(value) is torch.Tensor:
+            if value.is_cuda and value.dim() == 0:  # the usual case on a GPU
+                return self._hold(name, value, is_input=False)
+        elif isinstance(value, torch.Tensor):
             value = _local(value)
+        else:
+            return float(value)
         if value.numel() != 1:
             raise TypeError(f"a tensor of shape {tuple(value.shape)}, where one number was expected")
         if value.is_meta:
@@ -125,7 +131,8 @@ class HostValues:
             self._since_s = time.perf_counter()
         self._kept.append(held)
         self._places[place] = held
-        self._bytes += tensor.nbytes
+        if is_input:  # a number weighs nothing
+            self._bytes += tensor.nbytes
         return held
 
     def flush_if_due(self, now_s: float) -> None:
@@ -157,7 +164,10 @@ class HostValues:
     def _prepare(self, tensor: torch.Tensor, kind: tuple[Any, ...]) -> None:
         """Have the kernels loaded and the memory there that a flush of such tensors will need."""
         if not self._kinds and tensor.is_cuda:
-            reserved = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in 2 * _RESERVED_SIZES]
+            reserved = [
+                torch.empty(size, dtype=torch.uint8, pin_memory=True)
+                for size in _RESERVED_OF_EACH * _RESERVED_SIZES
+            ]
             del reserved  # torch keeps it for the next that asks
         self._kinds.add(kind)
         _send([tensor, tensor], count=kind[-1])

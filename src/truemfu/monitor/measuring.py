@@ -32,7 +32,8 @@ class Measuring:
         """Whether this run profiles real steps."""
         self._phase: str | None = None
         self._states_made = 0
-        self._profiler: StepProfiler | None = None
+        self.profiler: StepProfiler | None = None
+        """Of the step under way, where that is profiled."""
         self._profile_is_due = True
         self.state: ModelState | None = None
         self.check_is_due = True
@@ -99,13 +100,13 @@ class Measuring:
         except Exception as error:
             self._cannot_profile(error)
         else:
-            self._profiler = profiler
+            self.profiler = profiler
 
     def end_step(self) -> StepProfile | None:
         """The profile of the step that ends; None where it has none."""
-        if self._profiler is None:
+        if self.profiler is None:
             return None
-        profiler, self._profiler = self._profiler, None
+        profiler, self.profiler = self.profiler, None
         try:
             return profiler.stop()
         except Exception as error:

@@ -34,7 +34,7 @@ from .config import MonitorConfig, load_config
 from .counting import Counting
 from .data import WatchedData
 from .datasets import DatasetMetrics, PendingDatasetMetrics, shifts_labels
-from .hardware_watch import WINDOW_S, HardwareWatch, open_watch
+from .hardware_watch import HardwareWatch, open_watch
 from .hardware_windows import HardwareWindows
 from .host_values import HostValues
 from .intake import Intake
@@ -54,6 +54,7 @@ _SAVE_TIMEOUT_S = 60.0
 _LONGEST_FORWARD_S = 2.0
 _REST_S = 0.0002
 _FORWARD_POLL_S = 0.002
+_graph_counters: Mapping[str, Mapping[str, int]] | None = None
 _NO_DATASETS: Sequence[tuple[PendingDatasetMetrics, HostCopy]] = ()
 
 
@@ -189,9 +190,13 @@ class TrainingMonitor:
         Loss, gradient norm and mask may be device tensors: they are read later, when they are ready.
         """
         began_s = time.perf_counter()
-        self._guarded(
-            self._log_step, step, epoch, loss, grad_norm, learning_rate, attention_mask, skip_wandb, began_s
-        )
+        if not self._is_broken:
+            try:
+                self._log_step(
+                    step, epoch, loss, grad_norm, learning_rate, attention_mask, skip_wandb, began_s
+                )
+            except Exception as error:
+                self._switch_off(error)
         self._last_end_s = time.perf_counter()
         self._own_time_s += self._last_end_s - began_s
 
@@ -295,11 +300,8 @@ class TrainingMonitor:
         if self._watch is None:
             return
         hardware = self._resolver.hardware
-        if hardware is not None and hardware.latest is None and hardware.as_dict() is None:
-            self._notices(
-                f"hybrid mode: no {WINDOW_S:.0f} seconds of steps without a pause or a compilation, so the "
-                "counters measured nothing"
-            )
+        if hardware is not None and (why := hardware.why_nothing()) is not None:
+            self._notices(why)
         try:
             self._watch.close()
         except Exception as error:
@@ -312,12 +314,14 @@ class TrainingMonitor:
         try:
             return work(*args)
         except Exception as error:
-            self._is_broken = True
-            self._notices(
-                "the monitor failed and is switched off, the training goes on: "
-                f"{type(error).__name__}: {error}"
-            )
+            self._switch_off(error)
             return None
+
+    def _switch_off(self, error: Exception) -> None:
+        self._is_broken = True
+        self._notices(
+            f"the monitor failed and is switched off, the training goes on: {type(error).__name__}: {error}"
+        )
 
     def _set_up(self, device: torch.device) -> None:
         """Make what depends on the device and the job, at the first batch or step."""
@@ -383,8 +387,11 @@ class TrainingMonitor:
 
     def _on_forward(self, batch: Batch | None) -> None:
         began_s = time.perf_counter()
-        if not (self._is_manual or self._pauses or self._is_closed):
-            self._guarded(self._note, batch, began_s)
+        if not (self._is_manual or self._pauses or self._is_closed or self._is_broken):
+            try:
+                self._note(batch, began_s)
+            except Exception as error:
+                self._switch_off(error)
         self._forward_since_s = began_s
 
     def _on_forward_end(self) -> None:
@@ -437,8 +444,10 @@ class TrainingMonitor:
     def _begin_step(self, now_s: float) -> None:
         if self._last_end_s is not None and self._data_wait_s is None:
             self._data_wait_s = now_s - self._last_end_s
-        self._clock.begin()
-        self._measuring.begin_step(self._counting.convention)
+        if not self._logged:  # later steps begin where the last one ended
+            self._clock.begin()
+        if self._measuring.profiles:
+            self._measuring.begin_step(self._counting.convention)
         if self._audit is not None:
             self._audit.begin_step(self._logged, _compilations())
 
@@ -468,7 +477,7 @@ class TrainingMonitor:
                 "attach what you call (a model compiled later, its wrapper), or call monitor.observe(batch)"
             )
         measuring = self._measuring
-        profile = measuring.end_step()
+        profile = None if measuring.profiler is None else measuring.end_step()
         intake = self._intake
         step = step if type(step) is int else intake.step_number(step)
         take = intake.number  # floats, the usual case, need no look
@@ -479,11 +488,11 @@ class TrainingMonitor:
         compilations = _compilations()
         is_warmup = self._logged < WARMUP_STEPS or compilations != self._compilations or profile is not None
         cut = None
-        if (
-            self._watch is not None
-        ):  # before the mark that ends the step: once that has passed, so has the cut
-            if is_warmup:
-                self._watch.restart()  # what compiles or is profiled is no window's business
+        if self._watch is not None:
+            # Before the mark that ends the step: once that has passed, so has the cut. What compiles, is
+            # profiled or has a count beside it is no window's business.
+            if is_warmup or self._counting.is_at_work:
+                self._watch.restart()
             else:
                 cut = self._watch.cut(now_s)
         note = StepNote(
@@ -572,5 +581,8 @@ def _device_name(device: torch.device) -> str:
 
 def _compilations() -> int:
     """How many graphs torch.compile has made in this process; a step that adds one is no measure of speed."""
-    counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
-    return 0 if counters is None else int(counters["stats"]["unique_graphs"])
+    global _graph_counters
+    if _graph_counters is None:
+        _graph_counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
+    stats = None if _graph_counters is None else _graph_counters.get("stats")
+    return 0 if stats is None else stats.get("unique_graphs", 0)

@@ -34,6 +34,9 @@ _VALUE_KEYS = frozenset({*CUMULATIVE, *GRIDS, "position_ids"})
 Batch = Mapping[Any, Any]
 """A batch by name, or by place for a forward that takes any number of positional arguments."""
 _PLAIN = (int, float, str, bool, type(None))
+_functorch_level = torch._C._functorch.peek_interpreter_stack
+_is_any_autocast = torch._C._is_any_autocast_enabled
+_backward_number = torch._C._current_graph_task_id
 
 
 @dataclass(eq=False)
@@ -90,15 +93,22 @@ _NO_VALUES: Mapping[str, torch.Tensor | Held] = {}
 
 
 class BatchNotes:
-    """Turns batches into notes; lives on the training thread."""
+    """Turns batches into notes; lives on the training thread.
+
+    Between two forward passes the processor's caches hold other things, and each object and function that is
+    touched costs more than what is done with it; so the usual batch, one like the last, touches few.
+    """
 
     def __init__(self, values: HostValues) -> None:
         self._values = values
         self._templates: OrderedDict[Any, Template] = OrderedDict()
         self._kinds: set[Any] = set()
         self._last: tuple[dict[Any, tuple[torch.Size, torch.dtype]], tuple[Any, ...], Template] | None = None
+        self._last_bare: BatchNote | None = None
         self._noted: list[BatchNote] = []
         self._noted_in_backward: list[BatchNote] = []
+        self.has_notes = False
+        """Whether the step under way has a micro-batch yet."""
         self.is_incomplete = False
         self.is_new_kind = False
         """Whether a batch of a kind not seen before came: there is something to count."""
@@ -108,9 +118,9 @@ class BatchNotes:
 
         Nested tensors have no shape to go by, and inside vmap and its kin a shape is not the whole one.
         """
-        if batch is None or torch._C._functorch.peek_interpreter_stack() is not None:
+        if batch is None or _functorch_level() is not None:
             return None
-        autocast = _autocast_key()
+        autocast = _autocast_key() if _is_any_autocast() else ()
         last = self._last
         if last is not None and last[1] == autocast and _looks_like(batch, last[0]):
             return last[2]
@@ -140,30 +150,31 @@ class BatchNotes:
         """Note one micro-batch of the step under way; None where there are too many of them."""
         # A checkpoint around the model runs it again in the backward pass; one that is reentrant ran it
         # without gradients before, and then this is the only run that is seen.
-        in_backward = torch._C._current_graph_task_id() != -1
-        noted = self._noted_in_backward if in_backward else self._noted
+        noted = self._noted if _backward_number() == -1 else self._noted_in_backward
         if len(noted) >= _MAX_NOTES:
             self.is_incomplete = True
             return None
-        values = _NO_VALUES
-        if template.value_keys:
-            values = {k: self._values.values(k, batch[k]) for k in template.value_keys}
-        mask = template.mask_key
-        useful = None if mask is None else self._values.tokens_in(batch[mask])
-        note = BatchNote(template, values, useful)
+        note = self._last_bare
+        if note is None or note.template is not template:
+            note = self._new_note(batch, template)
         noted.append(note)
+        self.has_notes = True
         return note
-
-    @property
-    def has_notes(self) -> bool:
-        """Whether the step under way has a micro-batch yet."""
-        return bool(self._noted or self._noted_in_backward)
 
     def take(self) -> list[BatchNote]:
         """The notes of the step that ends now."""
         taken = self._noted or self._noted_in_backward
-        self._noted, self._noted_in_backward, self.is_incomplete = [], [], False
+        self._noted, self._noted_in_backward, self.has_notes, self.is_incomplete = [], [], False, False
         return taken
+
+    def _new_note(self, batch: Batch, template: Template) -> BatchNote:
+        """A note of its own; one that tells nothing but the shapes serves for the next such batch too."""
+        mask = template.mask_key
+        if mask is None and not template.value_keys:
+            self._last_bare = BatchNote(template, _NO_VALUES, None)
+            return self._last_bare
+        values = {k: self._values.values(k, batch[k]) for k in template.value_keys}
+        return BatchNote(template, values, None if mask is None else self._values.tokens_in(batch[mask]))
 
     def _new_template(self, batch: Batch, autocast: AutocastState) -> Template:
         """A template; the first of its kind holds the batch's integers too, which a count may look at."""
@@ -196,11 +207,7 @@ class BatchNotes:
 
 
 def _looks_like(batch: Batch, shapes: Mapping[Any, tuple[torch.Size, torch.dtype]]) -> bool:
-    """Whether a batch is of these tensors, the usual case.
-
-    Between two forward passes the processor's caches hold other things, and each object that is looked at
-    costs more than what is done with it; so this looks at few, and makes none.
-    """
+    """Whether a batch is of these tensors, the usual case."""
     if len(batch) != len(shapes):
         return False
     for key, value in batch.items():
@@ -239,9 +246,7 @@ def _without_data(value: Any) -> Any:
 
 
 def _autocast_key() -> tuple[Any, ...]:
-    """What autocast does on this thread now: as much of it as tells states apart, in a microsecond."""
-    if not torch._C._is_any_autocast_enabled():
-        return ()
+    """What autocast does on this thread where it is on: as much of it as tells states apart."""
     on_cuda, on_cpu = torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")
     return (
         torch.get_autocast_dtype("cuda") if on_cuda else None,
