@@ -23,9 +23,13 @@ import argparse
 import contextlib
 import datetime
 import json
+import os
 import platform
+import pty
 import random
 import re
+import resource
+import select
 import signal
 import statistics
 import subprocess
@@ -324,6 +328,7 @@ def cost() -> dict[str, Any]:
         "stamp_us": 1e3 * statistics.median(kernel_ms),
         "read_us": read_cpu_us(energy=True),
         "read_without_energy_us": read_cpu_us(energy=False),
+        "top_of_a_core": (top_cpu_s(22) - top_cpu_s(2)) / 20,
     }
 
 
@@ -338,6 +343,25 @@ def read_cpu_us(*, energy: bool) -> float:
         time.sleep(1)
     source.close()
     return 1e6 * statistics.median(taken_s[1:])
+
+
+def top_cpu_s(seconds: float) -> float:
+    """Processor time of `truemfu top` on a terminal, once a second, for so long; its start included."""
+    terminal, end = pty.openpty()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "truemfu", "top"], stdin=end, stdout=end, stderr=subprocess.DEVNULL
+    )
+    os.close(end)
+    ends_s = time.monotonic() + seconds
+    while (left_s := ends_s - time.monotonic()) > 0:
+        if select.select([terminal], [], [], left_s)[0]:
+            os.read(terminal, 1 << 16)
+    process.send_signal(signal.SIGINT)
+    process.wait()
+    os.close(terminal)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def main() -> int:

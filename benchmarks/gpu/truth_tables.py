@@ -8,6 +8,7 @@ from truth_ncu import added_up
 
 WITHIN = 0.02
 COST_WITHIN = 0.0005
+TOP_WITHIN = 0.01
 OLD_INSTRUCTIONS = ("cutlass_75", "s1688")
 
 
@@ -117,8 +118,11 @@ def show(result: dict[str, Any]) -> list[str]:
             f"{row['difference']:+.3%} (95 % {row['low']:+.3%} … {row['high']:+.3%}); a stamp "
             f"{row['cut_us']:.0f} µs on the training thread and {row['stamp_us']:.0f} µs on the GPU "
             f"every ten seconds; a read every second on a thread of its own {row['read_us']:.0f} µs of CPU "
-            f"with the energy counter, {row['read_without_energy_us']:.0f} µs without"
+            f"with the energy counter, {row['read_without_energy_us']:.0f} µs without; `truemfu top` once a "
+            f"second {row['top_of_a_core']:.2%} of a core"
         )
+        if row["top_of_a_core"] > TOP_WITHIN:
+            failed.append(f"top: {row['top_of_a_core']:.2%} of a core")
         if row["difference"] > COST_WITHIN:
             failed.append(f"cost {row['difference']:+.3%}")
         if row["windows"] < row["pairs"]:
