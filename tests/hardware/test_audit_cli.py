@@ -126,6 +126,7 @@ def test_json_has_the_attributes_as_keys(run: Run) -> None:
     assert read["crosscheck"]["ratio"] == 1.0
     assert read["crosscheck"]["agrees"] is True
     assert read["verdict"].startswith("agrees: ")
+    assert read["is_a_step"] is True
 
 
 def test_kernels_below_their_rate_are_named(run: Run) -> None:
@@ -235,6 +236,7 @@ def test_a_part_that_was_saved_is_a_part_when_it_is_read_again(
     assert again.out.splitlines()[-1] == SHARE_ALONE
     read = json.loads(run("--json", "--csv", str(path)).out)
     assert (read["verdict"], read["crosscheck"], read["count"]["is_whole_step"]) == (None, None, False)
+    assert read["is_a_step"] is False
 
 
 def test_a_step_that_was_marked_by_hand_is_one_when_it_is_read_again(run: Run, tmp_path: Path) -> None:

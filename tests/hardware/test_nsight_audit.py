@@ -19,7 +19,7 @@ from fake_ncu import (
 from truemfu.hardware.nsight import StepCount
 from truemfu.hardware.nsight_audit import audit_of, kind_of
 from truemfu.hardware.nsight_csv import KernelLaunch, parse_ncu_csv
-from truemfu.hardware.tile_match import needed_flops
+from truemfu.hardware.tile_match import matched_products
 
 BF16 = "sm__ops_path_tensor_src_bf16_dst_fp32.sum"
 NVJET = "nvjet_sm90_tst_192x192_64x4_2x1_v_bz_coopB_TNN"
@@ -133,28 +133,30 @@ def test_tiles_overhang_both_ways_and_in_clusters() -> None:
     shape = (2048, 32_000, 2048)
     executed = 2 * 2112 * 32_256 * 2048  # 11 tiles of 192 by 84 clusters of 2 · 192
     for counted in (shape, (32_000, 2048, 2048)):
-        assert needed_flops([(NVJET, executed)], {counted: 2 * 2048 * 32_000 * 2048}) == [
-            2 * 2048 * 32_000 * 2048
-        ]
+        assert matched_products([(NVJET, executed)], {counted: 2 * 2048 * 32_000 * 2048}) == [(counted, 1)]
     alone = 2 * 2112 * 32_064 * 2048
-    assert needed_flops([(NVJET, alone)], {shape: 2 * 2048 * 32_000 * 2048}) != [None]
-    assert needed_flops([(NVJET, executed + 2)], {shape: 2 * 2048 * 32_000 * 2048}) == [None]
+    assert matched_products([(NVJET, alone)], {shape: 2 * 2048 * 32_000 * 2048}) != [None]
+    assert matched_products([(NVJET, executed + 2)], {shape: 2 * 2048 * 32_000 * 2048}) == [None]
 
 
 def test_a_product_is_computed_once() -> None:
-    assert needed_flops([("some_gemm", 16)] * 3, {(2, 2, 2): 32}) == [16, 16, None]
+    assert matched_products([("some_gemm", 16)] * 3, {(2, 2, 2): 32}) == [
+        ((2, 2, 2), 1),
+        ((2, 2, 2), 1),
+        None,
+    ]
 
 
 def test_a_batched_product_is_one_launch_and_takes_no_other_products_place() -> None:
     small, large = (2, 2, 2), (4, 4, 4)
     launches = [("some_gemm", 128), ("some_gemm", 8 * 16)]
-    assert needed_flops(launches, {small: 8 * 16, large: 128}) == [128, 128]
+    assert matched_products(launches, {small: 8 * 16, large: 128}) == [(large, 1), (small, 8)]
 
 
 def test_a_kernel_without_a_tile_in_its_name_matches_what_does_not_overhang() -> None:
     name = "void cutlass::Kernel2<cutlass_75_tensorop_bf16_s1688gemm_bf16_256x128_tn_align1>(T1::Params)"
-    assert needed_flops([(name, CUBE)], {(4096, 4096, 4096): CUBE}) == [CUBE]
-    assert needed_flops([(name, CUBE)], {(4095, 4095, 4096): 2 * 4095 * 4095 * 4096}) == [None]
+    assert matched_products([(name, CUBE)], {(4096, 4096, 4096): CUBE}) == [((4096, 4096, 4096), 1)]
+    assert matched_products([(name, CUBE)], {(4095, 4095, 4096): 2 * 4095 * 4095 * 4096}) == [None]
 
 
 @pytest.mark.parametrize(

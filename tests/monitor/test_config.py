@@ -45,6 +45,7 @@ monitoring:
     hybrid_mode:
       hardware_counters_enabled: false
       fallback_to_profiler: false
+      audit: AUDIT_FILE
       non_matrix_share: 0.0176
 monitor: {freq: {flops_profile_freq: 70}}
 wandb:
@@ -55,6 +56,8 @@ training:
   learning_rate: 1e-4
   logging_steps: 100
 """
+AUDIT = Path(__file__).parent / "audit.json"
+EVERYTHING = EVERYTHING.replace("AUDIT_FILE", str(AUDIT))
 READ = MonitorConfig(
     flops_profile_freq=70,
     mode="hybrid",
@@ -70,6 +73,7 @@ READ = MonitorConfig(
     recalibration_frequency=0,
     hardware_counters_enabled=False,
     fallback_to_profiler=False,
+    audit=str(AUDIT),
     non_matrix_share=0.0176,
     trackers=("wandb", "tensorboard"),
     metric_names="composer",
@@ -162,7 +166,8 @@ def test_the_defaults_are_those_of_the_specification() -> None:
         "recalibration_frequency": 1000,
         "hardware_counters_enabled": True,
         "fallback_to_profiler": True,
-        "non_matrix_share": 0.0,
+        "audit": None,
+        "non_matrix_share": None,
         "trackers": None,
         "metric_names": "truemfu",
         "log_dataset_metrics": True,
@@ -321,6 +326,20 @@ def test_a_peak_is_a_number_of_tflops(value: Any) -> None:
 def test_a_peak_that_is_none_is_an_error(value: Any) -> None:
     with pytest.raises(UsageError, match=r"^monitoring\.peak_tflops must be a positive number of TFLOP/s"):
         load_config({"monitoring": {"peak_tflops": value}})
+
+
+def test_an_audit_is_read_when_the_run_begins(tmp_path: Path) -> None:
+    path = "monitoring.performance_monitoring.hybrid_mode.audit"
+    for value, problem in (
+        (3, "must be a file that"),
+        (str(tmp_path / "none.json"), "cannot be read: No such"),
+    ):
+        with pytest.raises(UsageError, match=problem):
+            load_config(nested(path, value))
+    with pytest.raises(UsageError, match=r"holds no audit: .*; print `truemfu audit --json"):
+        load_config(nested(path, file(tmp_path, "{}", "audit.json")))
+    assert load_config(nested(path, AUDIT)).audit == str(AUDIT)
+    assert load_config(nested(path, None)).audit is None
 
 
 @pytest.mark.parametrize("value", [-0.01, 1, 1.76, True, "0.0176", None, float("nan")])

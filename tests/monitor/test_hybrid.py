@@ -19,6 +19,8 @@ from torch import nn
 
 from truemfu import TrainingMonitor, count_flops
 from truemfu.errors import CounterError, TruemfuWarning
+from truemfu.flops.step_work import StepWork
+from truemfu.hardware.audited import read_audit
 from truemfu.hardware.counter_trace import Replay
 from truemfu.hardware.counters import CounterSample, GpuInfo, GpuProcess
 from truemfu.hardware.detect import find_spec
@@ -26,9 +28,11 @@ from truemfu.hardware.executed import executed_flops_per_s
 from truemfu.monitor import hardware_watch
 from truemfu.monitor import monitor as monitor_module
 from truemfu.monitor.hardware_watch import Cut, HardwareWatch
+from truemfu.monitor.step_detail import detail_of
 from truemfu.sweep.models import build_reference_model
 
 TRACE = Path(__file__).parent.parent / "hardware" / "traces" / "h200_training.jsonl"
+AUDIT = Path(__file__).parent / "audit.json"
 CLOCK_HZ = 1716e6
 H200 = find_spec("NVIDIA H200", None)
 STEP_S = 0.01
@@ -274,17 +278,35 @@ def test_a_disagreement_is_said_once_with_a_likely_cause(
     assert "another process is on this GPU (process 1)" in said
 
 
+@pytest.mark.parametrize(
+    ("hybrid", "left"),
+    [
+        ({"non_matrix_share": 0.25}, 0.75),
+        ({"audit": AUDIT}, 0.75),
+        ({"audit": AUDIT, "non_matrix_share": 0.0}, 1.0),
+    ],
+)
 def test_what_is_no_matrix_work_is_taken_off(
-    model: nn.Module, tmp_path: Path, counters: Callable[..., Live]
+    model: nn.Module, tmp_path: Path, counters: Callable[..., Live], hybrid: dict[str, Any], left: float
 ) -> None:
     counters()
-    share = {"performance_monitoring": {"hybrid_mode": {"non_matrix_share": 0.25}}}
-    monitor = TrainingMonitor(tmp_path, settings(peak_tflops=900, **share), model=model)
+    given = {"performance_monitoring": {"hybrid_mode": hybrid}}
+    monitor = TrainingMonitor(tmp_path, settings(peak_tflops=900, **given), model=model)
     run_to_the_end(monitor, model)
     hardware = monitor.summary()["hardware"]
     assert hardware["executed_flops_per_s"] == pytest.approx(
-        0.75 * hardware["tensor_active"] * 132 * 4096 * CLOCK_HZ, rel=0.01
+        left * hardware["tensor_active"] * 132 * 4096 * CLOCK_HZ, rel=0.01
     )
+
+
+def test_audited_tiles_come_before_the_models(model: nn.Module) -> None:
+    sizes = {("bf16", (64, 1000, 64)): 8_192_000, ("bf16", (128, 128, 64)): 2_097_152}
+    work = StepWork(products=sizes, attention=0, attention_blocked=0, other=0)
+    count = count_flops(model, batch())
+    tiles = read_audit(AUDIT).tile_factors()
+    with_audit, without = (detail_of(count, work, (9, 0), 132, known).tile_factor for known in (tiles, {}))
+    assert with_audit == pytest.approx((9_830_400 + 2_097_152) / (8_192_000 + 2_097_152))
+    assert without == pytest.approx((8_192_000 * 1.024 + 2_097_152) / (8_192_000 + 2_097_152))
 
 
 def test_the_closing_words_say_where_the_peak_went(

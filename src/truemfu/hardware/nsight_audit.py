@@ -20,9 +20,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from .audited import AuditedProduct
 from .nsight import StepCount
 from .nsight_csv import MATRIX_METRIC, PIPE_METRIC, KernelLaunch
-from .tile_match import needed_flops
+from .tile_match import Match, matched_products
 from .tiles import Shape
 
 _USUAL_RATES: Mapping[str, Mapping[str, int]] = {
@@ -107,6 +108,8 @@ class Audit(msgspec.Struct, frozen=True, kw_only=True):
     """Executed beyond 2·m·n·k because tiles overhang, by launches whose product was found; None without."""
     unmatched_flops: int | None
     """Executed by matrix products of which nobody knows what they were."""
+    products: tuple[AuditedProduct, ...] = ()
+    """The products that were found, by shape."""
     count: StepCount | None = None
 
     @property
@@ -159,6 +162,11 @@ def audit_of(launches: Sequence[KernelLaunch], count: StepCount | None = None) -
     kernels = [_kernel(of_one_name) for of_one_name in by_name.values()]
     products = [work for work in works if work.kind == "matmul" and work.executed]
     found = [work.executed - work.needed for work in products if work.executed and work.needed]
+    by_shape: dict[Shape, list[int]] = defaultdict(lambda: [0, 0])
+    for work in products:
+        if work.match is not None:
+            by_shape[work.match.shape][0] += work.match.needed_flops
+            by_shape[work.match.shape][1] += work.executed or 0
     tile_flops = sum(found) if found else None
     counted: dict[str, int] = defaultdict(int)
     for operator, amount in (count.model_flops_by_operator if count is not None else {}).items():
@@ -176,6 +184,10 @@ def audit_of(launches: Sequence[KernelLaunch], count: StepCount | None = None) -
         unmatched_flops=None
         if tile_flops is None
         else sum(w.executed or 0 for w in products if not w.needed),
+        products=tuple(
+            AuditedProduct(m=m, n=n, k=k, needed_flops=needed, executed_flops=executed)
+            for (m, n, k), (needed, executed) in sorted(by_shape.items())
+        ),
         count=count,
     )
 
@@ -184,7 +196,11 @@ class _LaunchWork(NamedTuple):
     launch: KernelLaunch
     kind: str
     flops: Mapping[str, int] | None
-    needed: int | None
+    match: Match | None
+
+    @property
+    def needed(self) -> int | None:
+        return None if self.match is None else self.match.needed_flops
 
     @property
     def executed(self) -> int | None:
@@ -198,9 +214,9 @@ def _launch_works(launches: Sequence[KernelLaunch], count: StepCount | None) -> 
         shapes[product.m, product.n, product.k] += product.flops
     works = [_LaunchWork(launch, kind_of(launch.name), launch.tensor_flops(), None) for launch in launches]
     places = [place for place, work in enumerate(works) if work.kind == "matmul"]
-    needs = needed_flops([(works[place].launch.name, works[place].executed or 0) for place in places], shapes)
-    for place, needed in zip(places, needs, strict=True):
-        works[place] = works[place]._replace(needed=needed)
+    launched = [(works[place].launch.name, works[place].executed or 0) for place in places]
+    for place, match in zip(places, matched_products(launched, shapes), strict=True):
+        works[place] = works[place]._replace(match=match)
     return works
 
 

@@ -15,21 +15,33 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
+from typing import NamedTuple
 
 from .tiles import Shape, Tile, tile_of_kernel
 
 _CLUSTER = re.compile(r"nvjet\w*?_\d+x\d+_\d+x\d+_(\d+)x(\d+)_")
 
 
-def needed_flops(
+class Match(NamedTuple):
+    """The product of a launch, so many of them in one where it is batched."""
+
+    shape: Shape
+    members: int
+
+    @property
+    def needed_flops(self) -> int:
+        return self.members * 2 * prod(self.shape)
+
+
+def matched_products(
     launches: Sequence[tuple[str, int]], flops_by_shape: Mapping[Shape, int]
-) -> list[int | None]:
-    """For each launch (kernel name, executed operations) the FLOPs of its product; None without a match.
+) -> list[Match | None]:
+    """For each launch (kernel name, executed operations) its product; None without a match.
 
     `flops_by_shape` is what was counted: it is used up, so that no product is computed twice.
     """
     left = dict(flops_by_shape)
-    found: list[int | None] = [None] * len(launches)
+    found: list[Match | None] = [None] * len(launches)
     # A batched product is many in one launch. Single ones go first: many small ones add up to any number.
     for members_allowed in (1, None):
         for index, (name, executed) in enumerate(launches):
@@ -38,7 +50,7 @@ def needed_flops(
     return found
 
 
-def _take(name: str, executed: int, left: dict[Shape, int], members_allowed: int | None) -> int | None:
+def _take(name: str, executed: int, left: dict[Shape, int], members_allowed: int | None) -> Match | None:
     tiles = list(_tiles(name))
     best: tuple[int, int, Shape] | None = None
     for shape, remaining in left.items():
@@ -51,8 +63,9 @@ def _take(name: str, executed: int, left: dict[Shape, int], members_allowed: int
     if best is None:
         return None
     members, _, shape = best
-    left[shape] -= members * 2 * prod(shape)
-    return members * 2 * prod(shape)
+    match = Match(shape, members)
+    left[shape] -= match.needed_flops
+    return match
 
 
 def _both_ways(shape: Shape) -> tuple[Shape, Shape]:

@@ -22,6 +22,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 Shape = tuple[int, int, int]
 """m, n, k of a product of m×k by k×n: 2·m·n·k FLOP. Batched products count once per member."""
@@ -147,9 +148,11 @@ def mean_tile_factor(
     *,
     sm_count: int | None = None,
     other_flops: float = 0.0,
+    audited: Mapping[Shape, float] = MappingProxyType({}),
 ) -> float | None:
     """The factor over products by dtype and shape, each weighed with its FLOP: Σ flops·factor / Σ flops.
 
+    `audited` are factors that were measured (`audited.py`); they are taken before the model's.
     `other_flops` is counted work without tiles of its own here: it weighs in with factor 1. None where one
     product has no factor, where a weight is no amount of work, or where there is no work.
     """
@@ -157,7 +160,9 @@ def mean_tile_factor(
     if min(flops_by_product.values(), default=0) < 0 or other_flops < 0:
         return None
     for (dtype, shape), flops in flops_by_product.items():
-        factor = tile_factor(shape, compute_capability, dtype=dtype, sm_count=sm_count)
+        factor = audited.get(shape)
+        if factor is None:
+            factor = tile_factor(shape, compute_capability, dtype=dtype, sm_count=sm_count)
         if factor is None:
             return None
         needed += flops

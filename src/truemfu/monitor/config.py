@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 from ..convention import Attention
-from ..errors import UsageError, closest, warn_once
+from ..errors import RecordError, UsageError, closest, warn_once
+from ..hardware.audited import read_audit
 
 MODES = ("smart", "profiler", "estimate", "hybrid")
 METRIC_NAMES = ("truemfu", "composer", "torchtitan")
@@ -33,8 +34,9 @@ class MonitorConfig:
     """Every setting of the monitor; frequencies are in effective (optimizer) steps.
 
     `flops_profile_freq`, `recalibration_frequency`, `dataset_metrics_freq` and the values of `phases` may be
-    0: never. `logging_steps`, `peak_tflops` and `trackers` are None where the user did not say. `phases` is a
-    plain dict, so that the value can be pickled and written with `dataclasses.asdict`.
+    0: never. `logging_steps`, `peak_tflops` and `trackers` are None where the user did not say, and so is
+    `non_matrix_share`: then it is the audit's, or nothing. `phases` is a plain dict, so that the value can be
+    pickled and written with `dataclasses.asdict`.
     """
 
     flops_profile_freq: int = 500
@@ -51,7 +53,8 @@ class MonitorConfig:
     recalibration_frequency: int = 1000
     hardware_counters_enabled: bool = True
     fallback_to_profiler: bool = True
-    non_matrix_share: float = 0.0
+    audit: str | None = None
+    non_matrix_share: float | None = None
     trackers: tuple[str, ...] | None = None
     metric_names: str = "truemfu"
     log_dataset_metrics: bool = True
@@ -149,6 +152,18 @@ def _part(path: str, value: Any) -> float:
     return float(number)
 
 
+def _audit(path: str, value: Any) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, (str, os.PathLike)):
+        raise _unfit(path, "a file that `truemfu audit --json` was printed into", value)
+    try:
+        read_audit(Path(os.fspath(value)))
+    except RecordError as error:
+        raise UsageError(f"{path}: {error}; print `truemfu audit --json -- …` into a file") from None
+    return str(os.fspath(value))
+
+
 def _one_of(*known: str) -> Callable[[str, Any], str]:
     def check(path: str, value: Any) -> str:
         if not isinstance(value, str) or value not in known:
@@ -204,6 +219,7 @@ SCHEMA: Mapping[str, tuple[str, Callable[[str, Any], Any]]] = {
         _switch,
     ),
     "monitoring.performance_monitoring.hybrid_mode.fallback_to_profiler": ("fallback_to_profiler", _switch),
+    "monitoring.performance_monitoring.hybrid_mode.audit": ("audit", _audit),
     "monitoring.performance_monitoring.hybrid_mode.non_matrix_share": ("non_matrix_share", _part),
     "monitoring.trackers": ("trackers", _names),
     "monitoring.metric_names": ("metric_names", _one_of(*METRIC_NAMES)),

@@ -25,6 +25,7 @@ from torch import nn
 
 from ..errors import ModelError, UsageError, one_line
 from ..flops.host_copy import HostCopy, start_host_copy
+from ..hardware.audited import read_audit
 from ..hardware.detect import spec_of
 from ..hardware.executed import has_rate
 from ..trackers.base import Tracker
@@ -87,6 +88,7 @@ class TrainingMonitor:
     ) -> None:
         explicit = None if isinstance(flops_profile_freq, _Default) else flops_profile_freq
         self.config: MonitorConfig = load_config(config, flops_profile_freq=explicit)
+        self._audited = None if self.config.audit is None else read_audit(Path(self.config.audit))
         self.output_dir = Path(output_dir)
         self._notices = Notices()
         self._output = Output(self.output_dir, log_file, self.config, trackers, notice=self._notices)
@@ -351,12 +353,13 @@ class TrainingMonitor:
             detailed_log_freq=self.config.detailed_log_freq,
             audit=self._audit,
             measured_peak_flops_per_s=_times(self.config.measured_peak_tflops, 1e12),
+            audited_tiles={} if self._audited is None else self._audited.tile_factors(),
             hardware=None
             if self._watch is None
             else HardwareWindows(
                 self._watch,
                 spec=spec_of(device),
-                non_matrix_share=self.config.non_matrix_share,
+                non_matrix_share=self._non_matrix_share(),
                 world_size=self._ranks.world_size,
                 notice=self._notices,
             ),
@@ -364,6 +367,12 @@ class TrainingMonitor:
         self._is_set_up = True
         if self._ranks.is_first:
             self._output.start(self._run_info())
+
+    def _non_matrix_share(self) -> float:
+        """What is taken off the tensor pipe's activity: the user's figure, or that of an audit."""
+        given = self.config.non_matrix_share
+        audited = None if self._audited is None else self._audited.non_matrix_share
+        return given if given is not None else audited or 0.0
 
     def _opened_watch(self, device: torch.device) -> HardwareWatch | None:
         """The counters of `hybrid`; where there are none, what comes instead."""

@@ -13,12 +13,14 @@ import contextlib
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ..errors import one_line
+from ..hardware.tiles import Shape
 from ..utilization import ABOVE_ONE
 from .audit_step import AuditStep
 from .clock import CudaClock, HostClock, duration_s
@@ -53,6 +55,7 @@ class Resolver:
         notices: Notices,
         detailed_log_freq: int,
         measured_peak_flops_per_s: float | None,
+        audited_tiles: Mapping[Shape, float],
         hardware: HardwareWindows | None,
         audit: AuditStep | None,
     ) -> None:
@@ -65,7 +68,7 @@ class Resolver:
         self.hardware = hardware
         self._takes_windows = True
         self._audit = audit
-        self._details = StepDetails(counting, device)
+        self._details = StepDetails(counting, device, audited_tiles)
         self._pending: deque[StepNote] = deque()
         self._wake = threading.Event()
         self._stopping = False

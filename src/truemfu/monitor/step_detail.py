@@ -6,7 +6,7 @@ cannot be found is None: the cross-check then expects no more than the count say
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -14,7 +14,7 @@ import torch
 from ..errors import one_line
 from ..flops.flop_count import FlopCount
 from ..flops.step_work import StepWork
-from ..hardware.tiles import mean_tile_factor
+from ..hardware.tiles import Shape, mean_tile_factor
 from .counting import Counting, ModelState
 from .hardware_figures import StepDetail
 from .observe import BatchNote
@@ -25,8 +25,10 @@ _NOTHING = StepDetail()
 class StepDetails:
     """Asks for the details of a step, and keeps those of the current state."""
 
-    def __init__(self, counting: Counting, device: torch.device) -> None:
-        self._counting, self._device = counting, device
+    def __init__(
+        self, counting: Counting, device: torch.device, audited_tiles: Mapping[Shape, float]
+    ) -> None:
+        self._counting, self._device, self._audited_tiles = counting, device, audited_tiles
         self._of: ModelState | None = None
         self._detail = _NOTHING
 
@@ -52,7 +54,7 @@ class StepDetails:
             except Exception as error:  # counted otherwise: on real tensors, or by an estimate
                 text = f"the cross-check expects neither tiles nor skipped blocks: {one_line(error)}"
                 self._counting.notes[text] = None
-        return detail_of(count, work, self._capability(), self._sm_count())
+        return detail_of(count, work, self._capability(), self._sm_count(), self._audited_tiles)
 
     def _capability(self) -> tuple[int, int] | None:
         return torch.cuda.get_device_capability(self._device) if self._device.type == "cuda" else None
@@ -68,6 +70,7 @@ def detail_of(
     work: StepWork | None,
     compute_capability: tuple[int, int] | None,
     sm_count: int | None,
+    audited_tiles: Mapping[Shape, float],
 ) -> StepDetail:
     """A count, and the same by shape where there is one, as shares."""
     executed = count.hardware_flops
@@ -82,7 +85,13 @@ def detail_of(
     blocked = work.attention_blocked
     tiles = None
     if compute_capability is not None:
-        tiles = mean_tile_factor(work.products, compute_capability, sm_count=sm_count, other_flops=work.other)
+        tiles = mean_tile_factor(
+            work.products,
+            compute_capability,
+            sm_count=sm_count,
+            other_flops=work.other,
+            audited=audited_tiles,
+        )
     return replace(
         detail,
         attention_share=work.attention / work.hardware_flops,

@@ -1,0 +1,77 @@
+"""An audit of two layers in a file, for hybrid runs of twenty-four."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from fake_ncu import STEP, STEP_COUNT
+
+from truemfu import Convention
+from truemfu.errors import RecordError
+from truemfu.flops.step_work import step_work
+from truemfu.hardware.audited import read_audit
+from truemfu.hardware.nsight_audit import audit_of
+from truemfu.hardware.nsight_csv import parse_ncu_csv
+from truemfu.hardware.tiles import mean_tile_factor
+from truemfu.sweep.models import build_reference_model
+
+HOPPER = (9, 0)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "audit.json"
+    audit = audit_of(parse_ncu_csv(STEP), STEP_COUNT).as_dict()
+    path.write_text(json.dumps({**audit, "is_a_step": True}), encoding="utf-8")
+    return path
+
+
+def test_two_layers_tell_what_all_layers_execute_to_the_last_operation(file: Path) -> None:
+    """By Nsight Compute, 24 layers at 4 × 512 execute 15,669,919,744,000 FLOP in products (H200)."""
+    model = build_reference_model("1b", device=torch.device("meta"), dtype=torch.bfloat16)
+    ids = torch.zeros(4, 512, dtype=torch.long, device="meta")
+    work = step_work(model, {"input_ids": ids, "labels": ids}, convention=Convention())
+    needed = sum(work.products.values())
+    audited = read_audit(file).tile_factors()
+    factor = mean_tile_factor(work.products, HOPPER, audited=audited)
+    assert factor is not None
+    assert round(factor * needed) == 15_669_919_744_000
+    assert mean_tile_factor(work.products, HOPPER) == 1.0  # the model alone takes tiles without waste
+    assert work.attention_blocked == 450_971_566_080
+
+
+def test_what_else_is_in_the_file(file: Path) -> None:
+    audit = read_audit(file)
+    assert audit.non_matrix_share == pytest.approx(0.0176, abs=1e-4)
+    factors = audit.tile_factors()
+    assert len(factors) == 7
+    assert factors[2048, 32_000, 2048] == factors[32_000, 2048, 2048] == pytest.approx(1.0395, abs=1e-4)
+    assert {value for shape, value in factors.items() if shape[0] != 32_000 and shape[1] != 32_000} == {1.0}
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("no json", "holds no audit"),
+        ("{}", "holds no audit: .*non_matrix_share"),
+        ('{"non_matrix_share": 0.1, "products": [], "is_a_step": false}', "a selection of launches"),
+        ('{"non_matrix_share": 1.5, "products": [], "is_a_step": true}', "no share from 0 to below 1"),
+        (
+            '{"non_matrix_share": null, "is_a_step": true, "products": '
+            '[{"m": 1, "n": 1, "k": 1, "needed_flops": 2, "executed_flops": 1}]}',
+            "executed less than it needs",
+        ),
+    ],
+)
+def test_what_is_no_audit_is_said(tmp_path: Path, content: str, problem: str) -> None:
+    (tmp_path / "audit.json").write_text(content, encoding="utf-8")
+    with pytest.raises(RecordError, match=problem):
+        read_audit(tmp_path / "audit.json")
+
+
+def test_a_file_that_is_not_there_is_said(tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match="cannot be read: No such file"):
+        read_audit(tmp_path / "audit.json")
