@@ -20,18 +20,18 @@ import torch
 from truth_cases import LAYERS, PRODUCTS, RUNS, Run, attention, elementwise, wide_run
 
 from truemfu.hardware.nsight import find_ncu
-from truemfu.hardware.nsight_csv import KernelLaunch, parse_ncu_csv
-
-OPS = tuple(
-    f"sm__ops_path_tensor_src_{source}.sum"
-    for source in ("bf16_dst_fp32", "fp16", "tf32_dst_fp32", "fp8", "fp64")
+from truemfu.hardware.nsight_csv import (
+    MATRIX_METRIC,
+    PIPE_METRIC,
+    TENSOR_METRICS,
+    KernelLaunch,
+    parse_ncu_csv,
 )
+
 USES_THE_PIPE = (
     "nvjet|gemm|cudnn_generated|flash|xmma|cutlass|triton|gpu_kernel_impl_nocast|"
     "multi_tensor_apply|SoftMax|Gelu|layer_norm|CatArray|reduce_kernel"
 )
-PIPE = "sm__pipe_tensor_op_hmma_cycles_active.sum"
-MATRIX = "sm__pipe_tensor_op_hmma_type_hmma_hgmma_qgmma_cycles_active.sum"
 HFMA2 = "sm__inst_executed_pipe_tensor_op_hmma_type_hfma2.sum"
 _SEPARATOR = "spin_kernel"
 _NUMBER = re.compile(r"_\d+$")
@@ -79,7 +79,8 @@ def _piece(work: Callable[[], object]) -> None:
 
 def pieces_by_ncu(script: str, part: str, kernels: str | None = None) -> list[Piece]:
     """Every piece's launches as ncu measured them, in the order of `under_ncu`; those `kernels` matches."""
-    metrics = (*OPS, PIPE, MATRIX, HFMA2) if kernels is None else (OPS[0], PIPE, MATRIX)
+    operations = TENSOR_METRICS if kernels is None else TENSOR_METRICS[:1]  # all runs are in bf16
+    metrics = (*operations, PIPE_METRIC, MATRIX_METRIC, *([HFMA2] if kernels is None else []))
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "ncu.csv"
         call = [find_ncu(), "--csv", "--page", "raw", "--print-units", "base", "--log-file", str(log)]
@@ -107,9 +108,9 @@ def by_kernel(*weighed: tuple[Piece, int]) -> list[dict[str, Any]]:
         {
             "kernel": launch.name,
             "launches": times,
-            "ops": times * round(sum(launch.metrics.get(metric) or 0 for metric in OPS)),
-            "pipe": times * round(launch.metrics.get(PIPE) or 0),
-            "matrix": times * round(launch.metrics.get(MATRIX) or 0),
+            "ops": times * round(sum(launch.metrics.get(metric) or 0 for metric in TENSOR_METRICS)),
+            "pipe": times * round(launch.metrics.get(PIPE_METRIC) or 0),
+            "matrix": times * round(launch.metrics.get(MATRIX_METRIC) or 0),
             "hfma2": times * round(launch.metrics.get(HFMA2) or 0),
         }
         for piece, times in weighed

@@ -84,7 +84,10 @@ def show(result: dict[str, Any]) -> list[str]:
         for row in result["training"]:
             if "kernels" not in row:
                 continue
-            print(f"\n{row['name']}: kernels; share of the count, of the pipe's cycles beyond products")
+            print(
+                f"\n{row['name']}: {row['ncu']:,} FLOP a step by ncu; "
+                "by kernel: share of the count, of the pipe's cycles beyond products"
+            )
             pipe = sum(kernel["pipe"] for kernel in row["kernels"])
             for kernel in row["kernels"]:
                 beyond = (kernel["pipe"] - kernel["matrix"]) / pipe

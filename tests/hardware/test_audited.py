@@ -56,6 +56,7 @@ def test_what_else_is_in_the_file(file: Path) -> None:
     ("content", "problem"),
     [
         ("no json", "holds no audit"),
+        ("[" * 100_000, "holds no audit"),
         ("{}", "holds no audit: .*non_matrix_share"),
         ('{"non_matrix_share": 0.1, "products": [], "is_a_step": false}', "a selection of launches"),
         ('{"non_matrix_share": 1.5, "products": [], "is_a_step": true}', "no share from 0 to below 1"),

@@ -44,7 +44,7 @@ def read_audit(path: Path) -> AuditedKernels:
         audited = msgspec.json.decode(path.read_bytes(), type=AuditedKernels)
     except OSError as error:
         raise RecordError(f"{path} cannot be read: {error.strerror}") from None
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise RecordError(f"{path} holds no audit: {error}") from None
     if not audited.is_a_step:
         raise RecordError(f"{path} tells of a selection of launches: audit a whole step")

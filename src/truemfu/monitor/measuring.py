@@ -90,8 +90,8 @@ class Measuring:
         self.plan_at = min(_next_multiple(every, logged) for every in (frequency, recalibration) if every)
 
     def begin_step(self, convention: Convention) -> None:
-        """Profile the step that begins, if it is due and this mode does."""
-        if not (self._profile_is_due and self.profiles):
+        """Profile the step that begins, if that is due; to be called where this run `profiles`."""
+        if not self._profile_is_due:
             return
         self._profile_is_due = False
         profiler = StepProfiler(convention)
