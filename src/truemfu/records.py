@@ -271,6 +271,8 @@ class RunHardware(msgspec.Struct, frozen=True, kw_only=True):
     steps: int | None = None
     executed_flops_per_s: float | None = None
     executed_hfu: float | None = None
+    non_matrix_share: float | None = None
+    """What was taken off for work without products; None: nothing, and executed is an upper bound."""
     executed_over_counted: float | None = None
     executed_over_expected: float | None = None
     """Over the count with the known differences (tiles, masks) taken in."""

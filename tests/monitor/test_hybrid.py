@@ -281,6 +281,7 @@ def test_a_disagreement_is_said_once_with_a_likely_cause(
 @pytest.mark.parametrize(
     ("hybrid", "left"),
     [
+        ({}, 1.0),
         ({"non_matrix_share": 0.25}, 0.75),
         ({"audit": AUDIT}, 0.75),
         ({"audit": AUDIT, "non_matrix_share": 0.0}, 1.0),
@@ -297,6 +298,7 @@ def test_what_is_no_matrix_work_is_taken_off(
     assert hardware["executed_flops_per_s"] == pytest.approx(
         left * hardware["tensor_active"] * 132 * 4096 * CLOCK_HZ, rel=0.01
     )
+    assert hardware["non_matrix_share"] == (None if not hybrid else 1 - left)
 
 
 def test_audited_tiles_come_before_the_models(model: nn.Module) -> None:

@@ -95,6 +95,8 @@ class HardwareFigures:
     steps: int
     executed_flops_per_s: float | None
     executed_hfu: float | None
+    non_matrix_share: float | None
+    """What was taken off for work without products; None: nothing, and executed is an upper bound."""
     clock_hz: float | None
     clock_source: str
     reported_clock_hz: float | None
@@ -141,8 +143,9 @@ class HardwareFigures:
 
 
 _PLAIN = (
-    "seconds steps executed_flops_per_s executed_hfu clock_hz clock_source reported_clock_hz power_w "
-    "energy_j_per_step energy_j_per_million_tokens tensor_active sm_active dram_active"
+    "seconds steps executed_flops_per_s executed_hfu non_matrix_share clock_hz clock_source "
+    "reported_clock_hz power_w energy_j_per_step energy_j_per_million_tokens "
+    "tensor_active sm_active dram_active"
 ).split()
 
 
@@ -152,7 +155,7 @@ def figures_of(
     detail: StepDetail,
     *,
     spec: DeviceSpec | None,
-    non_matrix_share: float,
+    non_matrix_share: float | None,
     world_size: int,
     is_datasheet_peak: bool,
 ) -> HardwareFigures:
@@ -166,7 +169,7 @@ def figures_of(
             spec,
             flops_by_dtype=detail.dtype_shares,
             clock_hz=measured.clock_hz,
-            non_matrix_share=non_matrix_share,
+            non_matrix_share=non_matrix_share or 0.0,
         )
     peak = sums.per_s("peak_flops")
     power_w = window.power_w
@@ -179,6 +182,7 @@ def figures_of(
         steps=sums.steps,
         executed_flops_per_s=executed,
         executed_hfu=None if executed is None or not peak else executed / peak,
+        non_matrix_share=non_matrix_share,
         clock_hz=measured.clock_hz,
         clock_source=measured.clock_source,
         reported_clock_hz=window.sm_clock_hz,

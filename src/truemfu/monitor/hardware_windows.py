@@ -30,7 +30,7 @@ class HardwareWindows:
         watch: HardwareWatch,
         *,
         spec: DeviceSpec | None,
-        non_matrix_share: float,
+        non_matrix_share: float | None,
         world_size: int,
         notice: Callable[[str], None],
     ) -> None:

@@ -368,11 +368,11 @@ class TrainingMonitor:
         if self._ranks.is_first:
             self._output.start(self._run_info())
 
-    def _non_matrix_share(self) -> float:
-        """What is taken off the tensor pipe's activity: the user's figure, or that of an audit."""
-        given = self.config.non_matrix_share
-        audited = None if self._audited is None else self._audited.non_matrix_share
-        return given if given is not None else audited or 0.0
+    def _non_matrix_share(self) -> float | None:
+        """What is taken off the tensor pipe's activity: the user's figure or an audit's; None: nothing."""
+        if self.config.non_matrix_share is not None or self._audited is None:
+            return self.config.non_matrix_share
+        return self._audited.non_matrix_share
 
     def _opened_watch(self, device: torch.device) -> HardwareWatch | None:
         """The counters of `hybrid`; where there are none, what comes instead."""
