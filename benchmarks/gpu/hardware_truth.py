@@ -59,8 +59,8 @@ from truemfu.monitor import hardware_watch
 from truemfu.monitor.hardware_watch import Cut, HardwareWatch, counters_of
 
 WINDOW_S = 6.0
-RUN_S = WINDOW_S + 4.5
-"""Two seconds before a window, and more than one after it."""
+LONGEST_RUN_S = 45.0
+"""A count beside the training, two seconds, a window, and some more until that is worked out."""
 STEPS_AHEAD = 3
 PAIRS = 12
 BLOCK_S = WINDOW_S + 3.5
@@ -176,7 +176,7 @@ def hybrid_row(model: torch.nn.Module, batch: dict[str, Any], step: Step) -> dic
     """The count of a step beside what `hybrid` says it executed."""
     count = count_flops(model, batch)
     with tempfile.TemporaryDirectory() as folder:
-        summary = monitored(TrainingMonitor(folder, HYBRID, model=model), step, RUN_S)
+        summary = monitored(TrainingMonitor(folder, HYBRID, model=model), step)
     hardware = summary["hardware"]
     assert hardware is not None, summary["warnings"]
     executed = hardware["executed_over_counted"] * count.hardware_flops
@@ -191,11 +191,10 @@ def hybrid_row(model: torch.nn.Module, batch: dict[str, Any], step: Step) -> dic
     }
 
 
-def monitored(
-    monitor: TrainingMonitor, step: Step, seconds: float, batches: Iterable[Any] | None = None
-) -> dict[str, Any]:
-    """Train for this long after a warm-up; the closing summary."""
-    ends_s = None
+def monitored(monitor: TrainingMonitor, step: Step, batches: Iterable[Any] | None = None) -> dict[str, Any]:
+    """Train until there is a window; the closing summary."""
+    ends_s = time.monotonic() + LONGEST_RUN_S
+    looks_s = 0.0
     marks: list[torch.cuda.Event] = []
     for number, _ in enumerate(monitor.data(batches if batches is not None else iter(int, 1))):
         loss = step()
@@ -205,11 +204,10 @@ def monitored(
         marks.append(mark)
         if len(marks) > STEPS_AHEAD:
             marks.pop(0).synchronize()  # else the queue fills, and every launch waits for a place in it
-        if number == 3:
-            torch.cuda.synchronize()
-            ends_s = time.monotonic() + seconds
-        if ends_s is not None and time.monotonic() > ends_s:
-            break
+        if (now_s := time.monotonic()) > looks_s:
+            looks_s = now_s + 1
+            if now_s > ends_s or monitor.summary()["hardware"] is not None:
+                break
     torch.cuda.synchronize()
     monitor.save_logs()
     monitor.close()
@@ -223,7 +221,7 @@ def staged(rows: list[dict[str, Any]], only: list[str] | None) -> None:
             continue
         model, step = run.build()
         with tempfile.TemporaryDirectory() as folder:
-            summary = monitored(TrainingMonitor(folder, HYBRID, model=model), step, RUN_S, run.batches())
+            summary = monitored(TrainingMonitor(folder, HYBRID, model=model), step, run.batches())
         hardware = summary["hardware"] or {}
         rows.append({"name": run.name, "expected": run.limiters, "mfu": summary["median_mfu"], **hardware})
         print(f"  {run.name}: {hardware.get('limiter')}", flush=True)

@@ -10,7 +10,7 @@ Why: "free to leave on" is a claim about a real run. For the 1.3 B reference mod
   truth       the MFU it logs against count ÷ (time between CUDA events × peak) by hand
 Ends with one line of JSON; exits 1 where a check failed.
 
-    python benchmarks/gpu/monitor.py [--shapes 4x512 8x1024] [--steps 2000] [--off 20] [--compile] [--llama]
+    python benchmarks/gpu/monitor.py [--shapes 4x512 8x1024] [--compile [MODE]] [--llama] [--steps 2000]
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections import Counter
+from collections import Counter, deque
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +37,8 @@ from truemfu import TrainingMonitor, count_flops, get_gpu_peak_flops
 from truemfu.sweep.models import build_reference_model, parameter_count
 
 LEAD_IN_STEPS = 3
-ON_STEPS = 40
+ON_STEPS = 16
+STEPS_AHEAD = 3
 WAKE_EVERY_STEPS = 10
 WAITING = (
     "Synchronize",
@@ -53,7 +54,7 @@ WAITING = (
 class Training:
     """The run that is measured."""
 
-    def __init__(self, samples: int, length: int, *, llama: bool, compiled: bool) -> None:
+    def __init__(self, samples: int, length: int, *, llama: bool, compiled: str | None) -> None:
         torch.manual_seed(0)
         if llama:
             from transformers import LlamaConfig, LlamaForCausalLM
@@ -70,8 +71,8 @@ class Training:
                 self.model: Any = LlamaForCausalLM(config).to(torch.bfloat16)
         else:
             self.model = build_reference_model("1b", device="cuda", dtype=torch.bfloat16)
-        if compiled:
-            self.model.compile()
+        if compiled is not None:
+            self.model.compile(mode=compiled)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
         ids = torch.randint(32000, (samples, length), device="cuda")
         self.batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
@@ -122,16 +123,21 @@ class Block(NamedTuple):
 
 
 def run_block(training: Training, monitor: TrainingMonitor, *, is_on: bool, steps: int) -> Block:
-    """Lead-in and timed steps; nobody waits for the device, so that its queue stays as full as it was.
+    """Lead-in and timed steps; the device's queue stays full, and no longer than a loop that reads its loss.
 
     The monitor's own thread is woken more often than it would wake by itself, so that what it has to do for
     the steps of a block falls into that block and not into the next one without the monitor.
     """
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    ahead: deque[torch.cuda.Event] = deque()
     for number in range(LEAD_IN_STEPS + steps):
         if number == LEAD_IN_STEPS:
             begin.record()
         training.step(monitor if is_on else None)
+        ahead.append(torch.cuda.Event())
+        ahead[-1].record()
+        if len(ahead) > STEPS_AHEAD:
+            ahead.popleft().synchronize()
         if is_on and number % WAKE_EVERY_STEPS == 0:
             monitor._resolver.wake()
     end.record()
@@ -304,9 +310,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", nargs="*", default=["4x512", "8x1024"])
     parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--off", type=int, default=20, help="timed steps of a block without the monitor")
+    parser.add_argument(
+        "--off", type=int, default=ON_STEPS, help="timed steps of a block without the monitor"
+    )
     parser.add_argument("--no-start-up", action="store_true", help="hurry the calibration, do not time it")
-    parser.add_argument("--compile", action="store_true", help="torch.compile the model")
+    parser.add_argument(
+        "--compile",
+        nargs="?",
+        const="default",
+        metavar="MODE",
+        help="torch.compile the model; with reduce-overhead it is replayed as CUDA graphs",
+    )
     parser.add_argument("--llama", action="store_true", help="transformers' Llama of that size, launch-bound")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
@@ -332,7 +346,7 @@ def main() -> int:
         samples, length = (int(n) for n in shape.split("x"))
         training = Training(samples, length, llama=options.llama, compiled=options.compile)
         name = type(training.model).__name__
-        how = "compiled" if options.compile else "eager"
+        how = f"compiled ({options.compile})" if options.compile else "eager"
         size = f"{parameter_count(training.model):,} parameters"
         say(f"\n{name}, {size}, {samples} × {length}, AdamW, bf16, {how}")
         for _ in range(10):

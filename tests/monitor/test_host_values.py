@@ -5,13 +5,16 @@ What is kept and when is decided without looking at the device, so CPU tensors s
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
 
-from truemfu.monitor.host_values import Held, HostValues, is_there, resolved
+from truemfu.monitor.host_values import _COMPILED_GRAPHS, Held, HostValues, is_there, resolved
 
 
 @pytest.fixture
@@ -20,7 +23,8 @@ def said() -> list[str]:
 
 
 @pytest.fixture
-def values(said: list[str]) -> HostValues:
+def values(said: list[str], monkeypatch: pytest.MonkeyPatch) -> HostValues:
+    monkeypatch.delitem(sys.modules, _COMPILED_GRAPHS, raising=False)  # of another test
     return HostValues(said.append)
 
 
@@ -130,6 +134,28 @@ def test_a_place_that_is_written_behind_torchs_back_is_noticed(values: HostValue
     assert resolved(second) == 2.0
 
 
+def test_with_graphs_of_torch_compile_every_number_is_copied_at_once(
+    values: HostValues, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An output lies where another graph has temporaries: it is overwritten before its place comes again."""
+    monkeypatch.setitem(sys.modules, _COMPILED_GRAPHS, types.ModuleType(_COMPILED_GRAPHS))
+    outputs = torch.tensor(1.0), torch.tensor(2.0)
+    held = [keep(values, output) for output in outputs]
+    for output in outputs:
+        output.numpy()[...] = 9.0
+    mask = torch.ones(2, 3)
+    tokens = values._hold("attention_mask", mask, is_input=True, count=True)
+    assert tokens.tensor is not None
+    assert tokens.tensor.data_ptr() == mask.data_ptr()  # what a model is given is nobody's output
+    values.flush()
+    assert [resolved(h) for h in held] == [1.0, 2.0]
+    assert said == []
+
+
+def test_torch_still_has_its_compiled_graphs_there() -> None:
+    assert importlib.util.find_spec(_COMPILED_GRAPHS) is not None
+
+
 def test_two_names_may_share_a_tensor(values: HostValues, said: list[str]) -> None:
     loss = torch.tensor(4.0)
     held = keep(values, loss), keep(values, loss, "grad_norm")
@@ -191,7 +217,9 @@ def test_nothing_waits_longer_than_a_few_seconds(values: HostValues) -> None:
 def test_nothing_synchronises_on_a_gpu(values: HostValues) -> None:
     done = torch.cuda.Event()
     mask = torch.ones(4, 512, dtype=torch.long, device="cuda")
-    torch.stack([torch.zeros((), device="cuda")]).flatten(0).count_nonzero()
+    values.number("loss", torch.zeros((), device="cuda"))  # a first step has kernels loaded and memory made
+    values.tokens_in(mask)
+    values.flush()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -257,3 +285,48 @@ def test_a_later_flush_waits_for_nothing_new_on_a_gpu() -> None:
     """In a process of its own: here kernels are loaded and memory is there already."""
     done = subprocess.run([sys.executable, "-c", _LATER_FLUSH], capture_output=True, text=True)
     assert done.stdout.strip() == "went on", done.stderr
+
+
+_COMPILED_RUN = """
+import json, tempfile, torch
+from truemfu import TrainingMonitor
+
+torch.manual_seed(0)
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.head = torch.nn.Embedding(64, 64), torch.nn.Linear(64, 64)
+    def forward(self, ids):
+        return torch.nn.functional.cross_entropy(self.head(self.tokens(ids)).flatten(0, 1), ids.flatten())
+
+model = Model().cuda()
+model.compile(mode="reduce-overhead", dynamic=False)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+batches = [torch.randint(64, (4, length), device="cuda") for length in (16, 32)]
+folder, true = tempfile.mkdtemp(), []
+monitor = TrainingMonitor(folder, model=model)
+for step in range(40):
+    loss = model(batches[step // 3 % 2])
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    true.append(loss.detach().clone())
+    monitor.log_step(step, 0, loss, 1.0, 0.1)
+    del loss
+monitor.save_logs()
+rows = json.load(open(folder + "/training_log.json"))
+logged = {row["global_step"]: row["training/loss"] for row in rows}
+print(json.dumps([[logged.get(step), value.item()] for step, value in enumerate(true)]))
+print(json.dumps(monitor.summary()["warnings"]))
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_loss_of_a_model_replayed_as_cuda_graphs_is_right_on_every_step() -> None:
+    done = subprocess.run([sys.executable, "-c", _COMPILED_RUN], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    pairs, warnings = (json.loads(line) for line in done.stdout.splitlines()[:2])
+    assert len(pairs) == 40
+    assert all(logged == pytest.approx(true, rel=1e-6) for logged, true in pairs), pairs
+    assert warnings == []

@@ -10,10 +10,14 @@ is the host's clock. A step lasts from the mark before it to its own, less the p
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import time
 from typing import Any, NamedTuple
 
 import torch
+
+_CAPTURE_MODE_RELAXED = 2
 
 Mark = Any
 """A moment: a CUDA event, or seconds of `time.perf_counter`."""
@@ -73,6 +77,16 @@ class CudaClock:
     def recycle(self, mark: torch.cuda.Event) -> None:
         """Nobody will ask for this mark again."""
         self._free.append(mark)
+
+
+def leave_captures_alone() -> None:
+    """Let this thread ask for marks while another captures a CUDA graph.
+
+    By default a capture fails when any thread of the process asks whether an event has passed.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # no NVIDIA driver: nothing to tell it
+        mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
+        ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 
 def clock_for(device: torch.device) -> HostClock | CudaClock:

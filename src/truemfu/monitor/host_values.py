@@ -9,7 +9,8 @@ every few seconds all of one shape become one copy to the host:
 
 A kept tensor must still be what it was. One that was changed in place meanwhile is not used, and from then on
 its kind is copied at once; so is a number that comes again at the same place, as a running sum or the output
-of a CUDA graph does, and what would keep much memory alive.
+of a CUDA graph does, and what would keep much memory alive. The graphs of torch.compile write over each
+other's outputs behind torch's back, so once there are any every number is copied at once.
 
 The first use of a kernel and new page-locked memory make a program wait until the device is idle. So the
 first tensor of a kind goes through all of it on the spot, and memory for numbers is set aside: that is in the
@@ -18,6 +19,7 @@ first step, when little is queued. Whole tensors (documents, grids) get theirs w
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -31,6 +33,8 @@ _LONGEST_WAIT_S = 3.0
 _MAX_KEPT = 256
 _MAX_KEPT_BYTES = 16 << 20
 _MAX_STORAGE_BYTES = 4 << 20
+_COMPILED_GRAPHS = "torch._inductor.cudagraph_trees"
+"""Imported by torch.compile when it first makes a CUDA graph."""
 _RESERVED_SIZES = tuple(1 << power for power in range(3, 13))
 """Bytes of page-locked memory that numbers need: up to 256 of 8 bytes, in powers of two."""
 _RESERVED_OF_EACH = 8
@@ -121,7 +125,11 @@ class HostValues:
                 return before  # the same argument again
             before.gone()  # its place holds a newer value now
             self._copy_at_once(name)
-        if name in self._copied_at_once or tensor.untyped_storage().nbytes() > _MAX_STORAGE_BYTES:
+        if (
+            name in self._copied_at_once
+            or (not is_input and _COMPILED_GRAPHS in sys.modules)
+            or tensor.untyped_storage().nbytes() > _MAX_STORAGE_BYTES
+        ):
             tensor = tensor.count_nonzero() if count else tensor.clone()
             place, version, count = (name, tensor.data_ptr()), tensor._version, False
         if (kind := (tensor.dtype, tensor.dim(), count)) not in self._kinds:

@@ -23,7 +23,7 @@ from ..errors import one_line
 from ..hardware.tiles import Shape
 from ..utilization import ABOVE_ONE
 from .audit_step import AuditStep
-from .clock import CudaClock, HostClock, duration_s
+from .clock import CudaClock, HostClock, duration_s, leave_captures_alone
 from .counting import Counting, StepFlops
 from .datasets import dataset_metrics
 from .hardware_windows import HardwareWindows
@@ -127,6 +127,7 @@ class Resolver:
     def _run(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # else this thread would open a context on device 0
+            leave_captures_alone()
         while not self._stopping:
             self._wake.wait(_WAKE_EVERY_S)
             self._wake.clear()
