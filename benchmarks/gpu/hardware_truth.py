@@ -5,6 +5,8 @@ fleets want to know who. On one GPU with GPM (Hopper or later) and ncu it prints
   matmuls      products of many shapes and dtypes, each for six seconds: 2MNK, `hybrid`'s FLOPs a product with
                the clock the SMs counted and with the clock the driver reports, and ncu's
   elementwise  kernels that multiply no matrices, and what they leave on the tensor pipe by ncu
+  instructions which instructions of some of them do so: ncu's listing, how often each was executed
+  halves       a step at 4×512 and its two halves: what the optimizer alone leaves on the tensor pipe
   training     steps of the 1.3 B reference model, launch-bound to compute-bound, with and without causal
                attention, checkpointing and compile, under a TrainingMonitor in `hybrid`
   referee      the same steps by ncu, kernel by kernel. It sees models of one and two layers (it needs a tenth
@@ -43,8 +45,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from truth_cases import DEVICE, PRODUCTS, RUNS, Run, Step, attention, elementwise, staged_runs, wide_run
-from truth_ncu import USES_THE_PIPE, by_kernel, kernels_of, pieces_by_ncu, under_ncu
+from truth_cases import (
+    DEVICE,
+    LEARNING_RATE,
+    PRODUCTS,
+    RUNS,
+    Run,
+    Step,
+    attention,
+    elementwise,
+    staged_runs,
+    training_step,
+    wide_run,
+)
+from truth_ncu import USES_THE_PIPE, by_kernel, instructions_by_ncu, kernels_of, pieces_by_ncu, under_ncu
 from truth_tables import refereed_by, show
 
 import truemfu
@@ -55,17 +69,19 @@ from truemfu.hardware.detect import known_spec
 from truemfu.hardware.executed import executed_flops_per_s
 from truemfu.hardware.nvml import NvmlSource
 from truemfu.hardware.sampler import Sampler
+from truemfu.hardware.specs import DeviceSpec
 from truemfu.monitor import hardware_watch
-from truemfu.monitor.hardware_watch import Cut, HardwareWatch, counters_of
+from truemfu.monitor.hardware_watch import Cut, HardwareWatch, Measured, counters_of
 
 WINDOW_S = 6.0
-LONGEST_RUN_S = 45.0
-"""A count beside the training, two seconds, a window, and some more until that is worked out."""
+LONGEST_RUN_S = 90.0
+"""A compilation, a count beside the training, two seconds, a window, and until that is worked out."""
 STEPS_AHEAD = 3
 PAIRS = 12
 BLOCK_S = WINDOW_S + 3.5
 """Two seconds before a window in it."""
-PARTS = ("matmuls", "elementwise", "training", "referee", "staged", "cost")
+PARTS = ("matmuls", "elementwise", "instructions", "halves", "training", "referee", "staged", "cost")
+LISTED = ("bf16 copy, strided", "bf16 GELU", "bf16 fused AdamW, all zero")
 WIDE = "wide layers of 8192"
 HYBRID = {"monitoring": {"mfu_calculation_mode": "hybrid"}}
 
@@ -103,8 +119,8 @@ def cut_now(watch: HardwareWatch) -> Cut:
     return cut
 
 
-def matmuls(rows: list[dict[str, Any]], numbers: list[int], trace: Path | None) -> None:
-    """Each product for a window: what the counters say a product executed."""
+def open_watch(trace: Path | None = None) -> tuple[HardwareWatch, DeviceSpec]:
+    """The counters of the device, read twice a second."""
     found = counters_of(DEVICE)
     assert not isinstance(found, str), found
     source, index = found
@@ -115,16 +131,71 @@ def matmuls(rows: list[dict[str, Any]], numbers: list[int], trace: Path | None) 
     spec = known_spec(DEVICE)
     assert spec is not None
     assert spec.sm_count is not None
-    watch = HardwareWatch(source, index, stamps, sm_count=spec.sm_count, period_s=0.5)
+    return HardwareWatch(source, index, stamps, sm_count=spec.sm_count, period_s=0.5), spec
+
+
+def watched(watch: HardwareWatch, work: Callable[[], object]) -> tuple[int, float, Measured]:
+    """A window of this work, with some of it before and after: calls, seconds, what the counters say."""
+    loop(work, 0.8)
+    begin = cut_now(watch)
+    calls, seconds = loop(work, WINDOW_S)
+    end = cut_now(watch)
+    loop(work, 0.8)  # the read after the end tells of the time before it too
+    measured = watch.measured(begin, end)
+    assert measured is not None, watch.fault
+    return calls, seconds, measured
+
+
+def halves(rows: list[dict[str, Any]]) -> None:
+    """A step at 4×512 and its halves, by the counters; then the optimizer of a model that has learnt."""
+    watch, spec = open_watch()
+    model, batch, step = RUNS[0].build()
+
+    def forward_backward() -> None:
+        model(**batch).loss.backward()
+        model.zero_grad(set_to_none=True)
+
+    def measure_one(name: str, work: Callable[[], object]) -> None:
+        calls, seconds, measured = watched(watch, work)
+        executed = executed_flops_per_s(
+            measured.window, spec, flops_by_dtype={"bf16": 1.0}, clock_hz=measured.clock_hz
+        )
+        assert executed is not None
+        rows.append(
+            {
+                "name": name,
+                "ms": 1e3 * seconds / calls,
+                "executed": executed * seconds / calls,
+                "idle": None
+                if measured.window.graphics_active is None
+                else 1 - measured.window.graphics_active,
+            }
+        )
+        print(f"  {name}: {rows[-1]['executed'] / 1e12:.4f} TFLOP", flush=True)
+
+    for turn in range(2):
+        measure_one(f"whole steps, {turn + 1}", step)
+        measure_one(f"forward and backward, {turn + 1}", forward_backward)
+    for lr in (LEARNING_RATE, 1e-5):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
+        learn = training_step(model, batch, optimizer)
+        for _ in range(200):
+            learn()
+        model(**batch).loss.backward()
+        measure_one(f"AdamW alone, after 200 steps at a rate of {lr:g}", optimizer.step)
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        vanished = sum(int((g.abs() < 1e-14).sum()) for g in gradients)
+        rows[-1]["vanished"] = vanished / sum(g.numel() for g in gradients)
+        model.zero_grad(set_to_none=True)
+        del optimizer, learn
+    watch.close()
+
+
+def matmuls(rows: list[dict[str, Any]], numbers: list[int], trace: Path | None) -> None:
+    """Each product for a window: what the counters say a product executed."""
+    watch, spec = open_watch(trace)
     for product in (PRODUCTS[number] for number in numbers):
-        work = product.make()
-        loop(work, 0.8)
-        begin = cut_now(watch)
-        calls, seconds = loop(work, WINDOW_S)
-        end = cut_now(watch)
-        loop(work, 0.8)  # the read after the end tells of the time before it too
-        measured = watch.measured(begin, end)
-        assert measured is not None, watch.fault
+        calls, seconds, measured = watched(watch, product.make())
         window = measured.window
         by_dtype = {product.dtype: 1.0}
         executed, reported = (
@@ -437,6 +508,15 @@ def measure(part: str, result: dict[str, Any], arguments: argparse.Namespace) ->
         result[part] = [
             {"name": name, **by_kernel((piece, 1))[0]} for name, piece in zip(names, pieces, strict=True)
         ]
+    elif part == "instructions":
+        listed = result[part] = {}
+        for number, name in enumerate(elementwise()):
+            if name in LISTED:
+                listed[name] = instructions_by_ncu(__file__, number)
+                print(f"  {name}: {len(listed[name])} instructions", flush=True)
+    elif part == "halves":
+        rows = result[part] = []
+        halves(rows)
     elif part == "training":
         rows = result[part] = []
         training(rows, wanted(runs))
@@ -471,7 +551,7 @@ def take_in(result: dict[str, Any], earlier: dict[str, Any]) -> None:
                 new = [k for k in kernels if k["kernel"] not in {other["kernel"] for other in known}]
                 known += new
                 taken |= {part} if new else set()
-        elif part != "cost":
+        elif part not in ("cost", "instructions"):
             names = {row["name"] for row in result[part]}
             new = [row for row in earlier[part] if row["name"] not in names]
             result[part] += new

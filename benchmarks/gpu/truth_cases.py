@@ -17,6 +17,9 @@ from truemfu.sweep.sizes import SIZES
 
 DEVICE = torch.device("cuda", 0)
 LAYERS = SIZES["1b"].layers
+LEARNING_RATE = 1e-9
+"""Next to nothing: a model that learns its one batch by heart runs out of gradients, and AdamW's kernel takes
+another path for zeros than the one that ncu saw in a first step."""
 Step = Callable[[], torch.Tensor]
 
 
@@ -99,7 +102,7 @@ class Run:
             model.gradient_checkpointing_enable()
         if self.compiled:
             model.compile()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
         ids = torch.randint(size.vocab, (self.samples, self.length), device=DEVICE)
         batch = {"input_ids": ids, "labels": ids}
         return model, batch, training_step(model, batch, optimizer)
@@ -137,12 +140,21 @@ def elementwise() -> dict[str, Callable[[], object]]:
     return {
         "bf16 x · x": lambda: x * x,
         "bf16 x · x, strided": lambda: columns * columns,
+        "bf16 copy, strided": lambda: columns.contiguous(),
         "bf16 SiLU": lambda: F.silu(x),
         "bf16 GELU": lambda: F.gelu(x),
         "bf16 layer norm": lambda: F.layer_norm(x, (8192,)),
         "fp32 softmax": lambda: torch.softmax(wide, -1),
         "fp32 x · x, strided": lambda: wide[:, ::2] * wide[:, ::2],
+        "bf16 fused AdamW": _adamw(1e-3 * x),
+        "bf16 fused AdamW, all zero": _adamw(torch.zeros_like(x)),
     }
+
+
+def _adamw(gradient: torch.Tensor) -> Callable[[], object]:
+    weights = nn.Parameter(torch.randn_like(gradient))
+    weights.grad = gradient
+    return torch.optim.AdamW([weights], lr=LEARNING_RATE, fused=True).step
 
 
 def training_step(model: nn.Module, batch: dict[str, Any], optimizer: torch.optim.Optimizer) -> Step:

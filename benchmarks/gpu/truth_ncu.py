@@ -7,6 +7,7 @@ Names are matched with their template arguments, where PyTorch's elementwise ker
 
 from __future__ import annotations
 
+import csv
 import re
 import subprocess
 import sys
@@ -100,6 +101,33 @@ def pieces_by_ncu(script: str, part: str, kernels: str | None = None) -> list[Pi
             elif pieces:
                 pieces[-1].append(launch)
         return pieces
+
+
+def instructions_by_ncu(script: str, number: int) -> dict[str, int]:
+    """How often each instruction of an elementwise case was executed, by its name in SASS."""
+    done = subprocess.run(
+        [
+            *(find_ncu(), "--csv", "--page", "source", "--section", "SourceCounters"),
+            *("--profile-from-start", "off", "--kernel-name-base", "demangled"),
+            *("--kernel-name", "regex:elementwise|multi_tensor_apply"),
+            *(sys.executable, script, "--under-ncu", f"elementwise {number}"),
+        ],
+        capture_output=True,
+        text=True,
+    )
+    executed: Counter[str] = Counter()
+    columns: list[str] | None = None
+    for row in csv.reader(done.stdout.splitlines()):
+        if "Source" in row and any("Instructions Executed" in name for name in row):
+            columns = row
+        elif columns is not None and len(row) == len(columns):
+            words = row[columns.index("Source")].split()
+            name = next((word for word in words if not word.startswith("@")), "?")
+            times = row[next(i for i, title in enumerate(columns) if "Instructions Executed" in title)]
+            executed[name.rstrip(";")] += int(times.replace(",", "") or 0)
+    if not executed:
+        print(done.stdout[-3000:], done.stderr[-1000:])
+    return dict(executed.most_common())
 
 
 def by_kernel(*weighed: tuple[Piece, int]) -> list[dict[str, Any]]:

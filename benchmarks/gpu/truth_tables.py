@@ -55,6 +55,20 @@ def show(result: dict[str, Any]) -> list[str]:
                 f"{row['name']:28} {row['pipe']:>12,} {row['matrix']:>12,} {row['hfma2']:>12,}  "
                 f"{row['kernel'][:80]}"
             )
+    for name, executed in result.get("instructions", {}).items():
+        print(f"\n{name}: warp instructions executed, by ncu's listing of the kernel's SASS")
+        total = sum(executed.values())
+        for instruction, times in executed.items():
+            if times / total > 0.03 or instruction.startswith("HFMA2"):
+                print(f"  {times:>12,} {times / total:6.1%}  {instruction}")
+    if "halves" in result:
+        print("\na step at 4×512 and its halves by the counters: TFLOP if all tensor activity were products")
+        for row in result["halves"]:
+            vanished = f"; {row['vanished']:.0%} of the gradients below 1e-14" if "vanished" in row else ""
+            print(
+                f"{row['name']:52} {row['ms']:7.2f} ms {row['executed'] / 1e12:9.4f} "
+                f"idle {row['idle']:6.1%}{vanished}"
+            )
     if "training" in result:
         print("\ntraining, 1.3 B: FLOP a step as a ratio to the count (recomputation included, all pairs)")
         print(
