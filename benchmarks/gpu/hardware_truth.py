@@ -155,7 +155,7 @@ def halves(rows: list[dict[str, Any]]) -> None:
         model(**batch).loss.backward()
         model.zero_grad(set_to_none=True)
 
-    def measure_one(name: str, work: Callable[[], object]) -> None:
+    def measure_one(name: str, has: str, work: Callable[[], object]) -> None:
         calls, seconds, measured = watched(watch, work)
         executed = executed_flops_per_s(
             measured.window, spec, flops_by_dtype={"bf16": 1.0}, clock_hz=measured.clock_hz
@@ -164,6 +164,7 @@ def halves(rows: list[dict[str, Any]]) -> None:
         rows.append(
             {
                 "name": name,
+                "has": has,
                 "ms": 1e3 * seconds / calls,
                 "executed": executed * seconds / calls,
                 "idle": None
@@ -174,15 +175,15 @@ def halves(rows: list[dict[str, Any]]) -> None:
         print(f"  {name}: {rows[-1]['executed'] / 1e12:.4f} TFLOP", flush=True)
 
     for turn in range(2):
-        measure_one(f"whole steps, {turn + 1}", step)
-        measure_one(f"forward and backward, {turn + 1}", forward_backward)
+        measure_one(f"whole steps, {turn + 1}", "all", step)
+        measure_one(f"forward and backward, {turn + 1}", "passes", forward_backward)
     for lr in (LEARNING_RATE, 1e-5):
         optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
         learn = training_step(model, batch, optimizer)
         for _ in range(200):
             learn()
         model(**batch).loss.backward()
-        measure_one(f"AdamW alone, after 200 steps at a rate of {lr:g}", optimizer.step)
+        measure_one(f"AdamW alone, after 200 steps at a rate of {lr:g}", "optimizer", optimizer.step)
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         vanished = sum(int((g.abs() < 1e-14).sum()) for g in gradients)
         rows[-1]["vanished"] = vanished / sum(g.numel() for g in gradients)

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+from truth_cases import RUNS
 from truth_ncu import added_up
 
 WITHIN = 0.02
 COST_WITHIN = 0.0005
 TOP_WITHIN = 0.01
 OLD_INSTRUCTIONS = ("cutlass_75", "s1688")
+
+
+FLOPS_PER_CYCLE = 1024
+"""Of bf16 products, in a quarter of an SM of Hopper, which is what ncu's sums are over."""
+
+
+def _half_of(kernel: str) -> str:
+    return "optimizer" if "multi_tensor_apply" in kernel else "passes"
 
 
 def refereed_by(row: dict[str, Any], kernels: list[dict[str, Any]]) -> None:
@@ -63,10 +72,15 @@ def show(result: dict[str, Any]) -> list[str]:
                 print(f"  {times:>12,} {times / total:6.1%}  {instruction}")
     if "halves" in result:
         print("\na step at 4×512 and its halves by the counters: TFLOP if all tensor activity were products")
+        kernels = result.get("referee", {}).get(RUNS[0].name, [])
         for row in result["halves"]:
+            ncu = FLOPS_PER_CYCLE * sum(
+                kernel["pipe"] for kernel in kernels if row["has"] in ("all", _half_of(kernel["kernel"]))
+            )
+            of_ncu = f"{row['executed'] / ncu:7.4f} of ncu " if ncu else ""
             vanished = f"; {row['vanished']:.0%} of the gradients below 1e-14" if "vanished" in row else ""
             print(
-                f"{row['name']:52} {row['ms']:7.2f} ms {row['executed'] / 1e12:9.4f} "
+                f"{row['name']:52} {row['ms']:7.2f} ms {row['executed'] / 1e12:9.4f} {of_ncu}"
                 f"idle {row['idle']:6.1%}{vanished}"
             )
     if "training" in result:

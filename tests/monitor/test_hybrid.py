@@ -28,6 +28,7 @@ from truemfu.hardware.executed import executed_flops_per_s
 from truemfu.monitor import hardware_watch
 from truemfu.monitor import monitor as monitor_module
 from truemfu.monitor.hardware_watch import Cut, HardwareWatch
+from truemfu.monitor.hardware_windows import HardwareWindows
 from truemfu.monitor.step_detail import detail_of
 from truemfu.sweep.models import build_reference_model
 
@@ -495,6 +496,57 @@ def test_the_median_hfu_is_of_one_method(
     assert summary["hfu_method"] == "hardware counters"
     by_counters = [row["perf/hfu"] for row in rows_in(tmp_path) if "perf/hfu_method" in row]
     assert min(by_counters) <= summary["median_hfu"] <= max(by_counters)
+
+
+def test_a_window_is_told_when_it_was_read_to_its_end(
+    counters: Callable[..., Live], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = Live()
+    stamps: Any = Stamps()
+    watch = HardwareWatch(source, 0, stamps, sm_count=132, period_s=0.3)
+    begin = watch.cut(0.0)
+    time.sleep(0.4)
+    end = watch.cut(10.0)
+    assert begin is not None
+    assert end is not None
+    assert not watch.has_read_past(end)  # the last read was at 0.3 s
+    deadline_s = time.monotonic() + 5
+    while not watch.has_read_past(end) and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    measured = watch.measured(begin, end)
+    assert measured is not None
+    assert measured.window.seconds == pytest.approx(end.at_s - begin.at_s, abs=0.02)
+    end = watch.cut(20.0)
+    assert end is not None
+    with monkeypatch.context() as patched:
+        patched.setattr(hardware_watch, "_LONGEST_WAIT_S", 0.0)  # no read, and no fault either
+        assert watch.has_read_past(end)
+    source.fault = "GPU is lost"
+    time.sleep(0.7)
+    end = watch.cut(30.0)
+    assert end is not None
+    assert watch.has_read_past(end)
+    watch.close()
+
+
+def test_rows_wait_for_the_end_of_their_window_and_whoever_asks_does_not(
+    model: nn.Module, tmp_path: Path, counters: Callable[..., Live], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Cut] = []
+    monkeypatch.setattr(HardwareWindows, "can_take", lambda self, cut: asked.append(cut))
+    counters()
+    monitor = TrainingMonitor(tmp_path, settings(), model=model)
+    ends_s = time.monotonic() + 1.5
+    numbers = itertools.count()
+    while time.monotonic() < ends_s:
+        step(monitor, model, next(numbers))
+        monitor._resolver.wake()
+    assert asked
+    waiting = len(monitor._resolver._pending)
+    assert waiting
+    monitor.save_logs()
+    assert not monitor._resolver._pending
+    monitor.close()
 
 
 def test_too_little_of_a_window_is_none(counters: Callable[..., Live]) -> None:

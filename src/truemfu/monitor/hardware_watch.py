@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from ..errors import CounterError
-from ..hardware.counter_windows import between
+from ..hardware.counter_windows import GPM_LAG_S, between
 from ..hardware.counters import CounterSource, CounterWindow, find_gpu
 from ..hardware.cycle_stamps import CycleStamps, Stamp, mean_clock_hz
 from ..hardware.executed import CYCLE_COUNTERS, DRIVER, counted_clock_hz
@@ -36,6 +36,8 @@ _LAGS_KEPT = 64
 _INTERVALS_KEPT = 600
 _ENOUGH = 0.7
 """Of a window, what the counters must tell of."""
+_LONGEST_WAIT_S = 3.0
+"""For a read after the end of a window; they come every second, unless the driver is in trouble."""
 
 
 class Cut(NamedTuple):
@@ -91,6 +93,14 @@ class HardwareWatch:
         """What ran since the last cut is not to be measured: the next, in a while, begins a window."""
         self._is_open, self._due_s = False, None
 
+    def has_read_past(self, cut: Cut) -> bool:
+        """Whether the reads tell of all the time up to a cut that the device is past, or never will."""
+        passed_s = self._time_of(cut)
+        if self.fault is not None or time.monotonic() - passed_s > _LONGEST_WAIT_S:
+            return True
+        intervals = self._sampler.intervals(self._index)
+        return bool(intervals) and intervals[-1].end_s >= passed_s + GPM_LAG_S / 2
+
     def measured(self, begin: Cut, end: Cut) -> Measured | None:
         """On another thread, when the device is past both cuts; None where too little was read in between."""
         for cut in (begin, end):
@@ -127,7 +137,7 @@ class HardwareWatch:
     def _time_of(self, cut: Cut) -> float:
         """When the device got to a cut, by the host's monotonic clock."""
         gpu_s = None if cut.stamp is None else cut.stamp.time_s()
-        return cut.at_s if gpu_s is None else gpu_s - min(self._lags_s)
+        return cut.at_s if gpu_s is None else gpu_s - min((*self._lags_s, gpu_s - cut.at_s))
 
 
 def open_watch(device: torch.device, notice: Callable[[str], None]) -> HardwareWatch | str:

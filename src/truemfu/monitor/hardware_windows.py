@@ -53,6 +53,10 @@ class HardwareWindows:
         self.latest: HardwareFigures | None = None
         """The last window, as long as the counters can be read."""
 
+    def can_take(self, cut: Cut) -> bool:
+        """Whether the window that ends here can be told whole by now; rows wait for it, a second at most."""
+        return not cut.ends_window or self._watch.has_read_past(cut)
+
     def add(self, measures: StepMeasures, cut: Cut | None, detail: Callable[[], StepDetail]) -> None:
         """Take in a step with its counted FLOPs, and the window that ends with it."""
         self._sums.add(measures)

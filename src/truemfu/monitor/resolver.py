@@ -156,6 +156,12 @@ class Resolver:
     def _is_ready(self, note: StepNote) -> bool:
         if not self._clock.has_passed(note.span.end):
             return False
+        if (
+            note.cut is not None
+            and self.hardware is not None
+            and not (self.is_awaited or self.hardware.can_take(note.cut))
+        ):
+            return False
         numbers = (note.loss, note.grad_norm, note.learning_rate, note.epoch, note.mask_useful_tokens)
         return (
             all(map(is_there, numbers))
