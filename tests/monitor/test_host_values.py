@@ -146,7 +146,7 @@ def test_with_graphs_of_torch_compile_every_number_is_copied_at_once(
     mask = torch.ones(2, 3)
     tokens = values._hold("attention_mask", mask, is_input=True, count=True)
     assert tokens.tensor is not None
-    assert tokens.tensor.data_ptr() == mask.data_ptr()  # what a model is given is nobody's output
+    assert tokens.tensor.data_ptr() == mask.data_ptr()  # what a model is given is left where it is
     values.flush()
     assert [resolved(h) for h in held] == [1.0, 2.0]
     assert said == []
@@ -283,7 +283,7 @@ print("waited" if end.query() else "went on")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_later_flush_waits_for_nothing_new_on_a_gpu() -> None:
     """In a process of its own: here kernels are loaded and memory is there already."""
-    done = subprocess.run([sys.executable, "-c", _LATER_FLUSH], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", _LATER_FLUSH], capture_output=True, text=True, timeout=300)
     assert done.stdout.strip() == "went on", done.stderr
 
 
@@ -324,7 +324,7 @@ print(json.dumps(monitor.summary()["warnings"]))
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_loss_of_a_model_replayed_as_cuda_graphs_is_right_on_every_step() -> None:
-    done = subprocess.run([sys.executable, "-c", _COMPILED_RUN], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", _COMPILED_RUN], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     pairs, warnings = (json.loads(line) for line in done.stdout.splitlines()[:2])
     assert len(pairs) == 40

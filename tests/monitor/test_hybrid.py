@@ -7,7 +7,7 @@ import json
 import os
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -509,24 +509,71 @@ def test_a_window_is_told_when_it_was_read_to_its_end(
     end = watch.cut(10.0)
     assert begin is not None
     assert end is not None
-    assert not watch.has_read_past(end)  # the last read was at 0.3 s
+    assert not watch.has_read_past(end)  # the last read was before
     deadline_s = time.monotonic() + 5
     while not watch.has_read_past(end) and time.monotonic() < deadline_s:
         time.sleep(0.01)
     measured = watch.measured(begin, end)
     assert measured is not None
     assert measured.window.seconds == pytest.approx(end.at_s - begin.at_s, abs=0.02)
-    end = watch.cut(20.0)
-    assert end is not None
-    with monkeypatch.context() as patched:
-        patched.setattr(hardware_watch, "_LONGEST_WAIT_S", 0.0)  # no read, and no fault either
-        assert watch.has_read_past(end)
     source.fault = "GPU is lost"
     time.sleep(0.7)
-    end = watch.cut(30.0)
+    end = watch.cut(20.0)
     assert end is not None
-    assert watch.has_read_past(end)
+    assert watch.has_read_past(end)  # no read will come
     watch.close()
+
+
+@pytest.fixture
+def last_read(counters: Callable[..., Live]) -> Iterator[tuple[HardwareWatch, float]]:
+    """A watch that reads no more, and when it last did."""
+    stamps: Any = Stamps()
+    watch = HardwareWatch(Live(), 0, stamps, sm_count=132, period_s=0.02)
+    while not watch._sampler.intervals(0):
+        time.sleep(0.01)
+    watch._sampler.stop()
+    yield watch, watch._sampler.intervals(0)[-1].end_s
+    watch.close()
+
+
+def test_a_read_tells_of_a_moment_before_it(last_read: tuple[HardwareWatch, float]) -> None:
+    watch, read_s = last_read
+    assert watch.has_read_past(Cut(read_s - 0.06, None, True))
+    assert not watch.has_read_past(Cut(read_s - 0.04, None, True))
+
+
+def test_a_cut_that_waited_in_the_queue_is_read_past_later(last_read: tuple[HardwareWatch, float]) -> None:
+    watch, read_s = last_read
+
+    def cut(at_s: float, gpu_s: float) -> Cut:
+        stamp: Any = SimpleNamespace(time_s=lambda: 1000.0 + gpu_s)
+        return Cut(at_s, stamp, True)
+
+    prompt, late = cut(read_s - 5.0, read_s - 5.0), cut(read_s - 1.0, read_s + 0.5)
+    assert watch.has_read_past(prompt)
+    assert not watch.has_read_past(late)
+
+
+def test_a_read_that_does_not_come_is_not_waited_for_long(
+    last_read: tuple[HardwareWatch, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch, read_s = last_read
+    hour_ahead: Any = SimpleNamespace(time_s=lambda: read_s + 4600.0)  # a timer of the GPU that was set
+    watch.has_read_past(Cut(read_s, SimpleNamespace(time_s=lambda: read_s + 1000.0), True))  # type: ignore[arg-type]
+    cut = Cut(read_s + 1.0, hour_ahead, True)
+    assert not watch.has_read_past(cut)
+    now_s = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now_s + 3.1)
+    assert watch.has_read_past(cut)
+
+
+def train_until(monitor: TrainingMonitor, model: nn.Module, has_come: Callable[[], object]) -> None:
+    """Train until something has come about, with a resolver that is always awake."""
+    deadline_s = time.monotonic() + 60
+    while not has_come():
+        step(monitor, model, monitor._logged)
+        monitor._resolver.wake()
+        assert time.monotonic() < deadline_s
 
 
 def test_rows_wait_for_the_end_of_their_window_and_whoever_asks_does_not(
@@ -535,17 +582,52 @@ def test_rows_wait_for_the_end_of_their_window_and_whoever_asks_does_not(
     asked: list[Cut] = []
     monkeypatch.setattr(HardwareWindows, "can_take", lambda self, cut: asked.append(cut))
     counters()
-    monitor = TrainingMonitor(tmp_path, settings(), model=model)
-    ends_s = time.monotonic() + 1.5
-    numbers = itertools.count()
-    while time.monotonic() < ends_s:
-        step(monitor, model, next(numbers))
-        monitor._resolver.wake()
-    assert asked
-    waiting = len(monitor._resolver._pending)
-    assert waiting
+    with TrainingMonitor(tmp_path, settings(), model=model) as monitor:
+        train_until(monitor, model, lambda: asked)
+        assert monitor._resolver._pending
+        monitor.save_logs()
+        assert not monitor._resolver._pending
+
+
+def test_counters_that_break_while_rows_wait_are_left_out_and_rows_come(
+    model: nn.Module, tmp_path: Path, counters: Callable[..., Live], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Cut] = []
+
+    def broken(self: HardwareWatch, cut: Cut) -> bool:
+        asked.append(cut)
+        raise RuntimeError("no such place")
+
+    monkeypatch.setattr(HardwareWatch, "has_read_past", broken)
+    counters()
+    with (
+        pytest.warns(TruemfuWarning, match="left out from now on: RuntimeError: no such place"),
+        TrainingMonitor(tmp_path, settings(), model=model) as monitor,
+    ):
+        train_until(monitor, model, lambda: asked)
+        before = monitor._resolver._done
+        train_until(monitor, model, lambda: monitor._resolver._done > before + 20)
+    assert len(asked) == 1
+
+
+def test_a_clock_that_fails_once_ends_nothing(
+    model: nn.Module, tmp_path: Path, counters: Callable[..., Live]
+) -> None:
+    monitor = TrainingMonitor(tmp_path, {}, model=model)
+    step(monitor, model, 0)
     monitor.save_logs()
-    assert not monitor._resolver._pending
+    clock, failures = monitor._clock.clock, iter([RuntimeError("capture")])
+
+    def has_passed(mark: float) -> bool:
+        for failure in failures:
+            raise failure
+        return True
+
+    clock.has_passed = has_passed  # type: ignore[method-assign,assignment]
+    with pytest.warns(TruemfuWarning, match="steps cannot be worked out: RuntimeError: capture"):
+        step(monitor, model, 1)
+        monitor.save_logs()
+    assert len(rows_in(tmp_path)) == 2
     monitor.close()
 
 

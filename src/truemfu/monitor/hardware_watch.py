@@ -2,7 +2,7 @@
 
     training thread   log_step ─► every ten seconds a Cut: a stamp of the SMs' cycles, in the step's note
     sampler's thread  NVML once a second ─► intervals
-    resolver          Cut … Cut, both passed ─► Measured: activity, true clock, energy between them
+    resolver          Cut … Cut, read past both ─► Measured: activity, true clock, energy between them
 
 The host is ahead of the device: a cut lies in the device's queue, and happens when the device gets there. Its
 time is the GPU's own, in the stamp; the least difference to the host's clock ever seen (an empty queue)
@@ -75,6 +75,7 @@ class HardwareWatch:
         self._due_s: float | None = None
         self._is_open = False
         self._lags_s: deque[float] = deque(maxlen=_LAGS_KEPT)
+        self._awaited: tuple[Cut, float] | None = None
         self._sampler.start()
 
     def cut(self, now_s: float) -> Cut | None:
@@ -95,11 +96,14 @@ class HardwareWatch:
 
     def has_read_past(self, cut: Cut) -> bool:
         """Whether the reads tell of all the time up to a cut that the device is past, or never will."""
-        passed_s = self._time_of(cut)
-        if self.fault is not None or time.monotonic() - passed_s > _LONGEST_WAIT_S:
+        now_s = time.monotonic()
+        if self._awaited is None or self._awaited[0] is not cut:
+            self._awaited = cut, now_s
+            self._note_lag(cut)
+        if self.fault is not None or now_s - self._awaited[1] > _LONGEST_WAIT_S:
             return True
         intervals = self._sampler.intervals(self._index)
-        return bool(intervals) and intervals[-1].end_s >= passed_s + GPM_LAG_S / 2
+        return bool(intervals) and intervals[-1].end_s >= self._time_of(cut) + GPM_LAG_S / 2
 
     def measured(self, begin: Cut, end: Cut) -> Measured | None:
         """On another thread, when the device is past both cuts; None where too little was read in between."""
@@ -137,7 +141,7 @@ class HardwareWatch:
     def _time_of(self, cut: Cut) -> float:
         """When the device got to a cut, by the host's monotonic clock."""
         gpu_s = None if cut.stamp is None else cut.stamp.time_s()
-        return cut.at_s if gpu_s is None else gpu_s - min((*self._lags_s, gpu_s - cut.at_s))
+        return cut.at_s if gpu_s is None else gpu_s - min(self._lags_s)
 
 
 def open_watch(device: torch.device, notice: Callable[[str], None]) -> HardwareWatch | str:

@@ -46,6 +46,8 @@ class HardwareWindows:
         self._run_measured: Measured | None = None
         self._detail = StepDetail()
         self._is_datasheet_peak = False
+        self.is_left_out = False
+        """Whether something went wrong in here, which was said: nothing more is taken in."""
         self.tells_executed = has_rate(spec)
         """Whether executed FLOPs can come of it at all; without, it tells of energy and activity."""
         self.executed_ratio: float | None = None
@@ -54,8 +56,8 @@ class HardwareWindows:
         """The last window, as long as the counters can be read."""
 
     def can_take(self, cut: Cut) -> bool:
-        """Whether the window that ends here can be told whole by now; rows wait for it, a second at most."""
-        return not cut.ends_window or self._watch.has_read_past(cut)
+        """Whether the window that ends here can be told whole; rows wait for that, a few seconds at most."""
+        return self._watch.has_read_past(cut) or not cut.ends_window
 
     def add(self, measures: StepMeasures, cut: Cut | None, detail: Callable[[], StepDetail]) -> None:
         """Take in a step with its counted FLOPs, and the window that ends with it."""
@@ -85,6 +87,11 @@ class HardwareWindows:
             self._left_out += 1
         self._compare(self.latest.check)
 
+    def leave_out(self) -> None:
+        """Take in no more, and let no old ratio stand for the present."""
+        self.is_left_out = True
+        self.executed_ratio = self.latest = None
+
     def as_dict(self) -> dict[str, Any] | None:
         """The run so far, for the closing summary; None before a first window of steps with FLOPs."""
         if self._run_measured is None:
@@ -94,7 +101,7 @@ class HardwareWindows:
 
     def why_nothing(self) -> str | None:
         """At the end of a run: why the counters measured nothing; None where they did, or it was said."""
-        if self._has_read or self._unread >= _WINDOWS_IN_TROUBLE:
+        if self._has_read or self.is_left_out or self._unread >= _WINDOWS_IN_TROUBLE:
             return None
         if self._unread:
             return f"hybrid mode: the one window of the run was not read: {self._why_unread()}"

@@ -34,7 +34,7 @@ _MAX_KEPT = 256
 _MAX_KEPT_BYTES = 16 << 20
 _MAX_STORAGE_BYTES = 4 << 20
 _COMPILED_GRAPHS = "torch._inductor.cudagraph_trees"
-"""Imported by torch.compile when it first makes a CUDA graph."""
+"""Imported when torch.compile first makes a CUDA graph, if not before."""
 _RESERVED_SIZES = tuple(1 << power for power in range(3, 13))
 """Bytes of page-locked memory that numbers need: up to 256 of 8 bytes, in powers of two."""
 _RESERVED_OF_EACH = 8

@@ -2,9 +2,10 @@
 
     training thread ── StepNote ──► pending ──► resolver: time, FLOPs, values ──► a row ──► trackers' lanes
 
-It wakes every few seconds and does all that has come since, so that it takes Python's lock rarely. The
-training thread only appends to a queue of bounded length; if the resolver is held up, the oldest steps are
-dropped and counted as lost.
+It wakes every few seconds and does all that has come since, so that it takes Python's lock rarely. A step
+that ends a window of the hardware counters waits until they were read past it, unless somebody waits for its
+row. The training thread only appends to a queue of bounded length; if the resolver is held up, the oldest
+steps are dropped and counted as lost.
 """
 
 from __future__ import annotations
@@ -66,7 +67,6 @@ class Resolver:
         self._detailed_log_freq = detailed_log_freq
         self._measured_peak_flops_per_s = measured_peak_flops_per_s
         self.hardware = hardware
-        self._takes_windows = True
         self._audit = audit
         self._details = StepDetails(counting, device, audited_tiles)
         self._pending: deque[StepNote] = deque()
@@ -132,8 +132,11 @@ class Resolver:
             self._wake.wait(_WAKE_EVERY_S)
             self._wake.clear()
             began = time.thread_time()
-            if self._drain():
-                self._output.wake()
+            try:
+                if self._drain():
+                    self._output.wake()
+            except Exception as error:  # the device does not answer: the next time it may
+                self._notices(f"steps cannot be worked out: {one_line(error)}")
             self.own_time_s += time.thread_time() - began
 
     def _drain(self) -> bool:
@@ -156,11 +159,7 @@ class Resolver:
     def _is_ready(self, note: StepNote) -> bool:
         if not self._clock.has_passed(note.span.end):
             return False
-        if (
-            note.cut is not None
-            and self.hardware is not None
-            and not (self.is_awaited or self.hardware.can_take(note.cut))
-        ):
+        if not self._window_is_read(note):
             return False
         numbers = (note.loss, note.grad_norm, note.learning_rate, note.epoch, note.mask_useful_tokens)
         return (
@@ -168,6 +167,16 @@ class Resolver:
             and all(batch.ready() for batch in note.batches)
             and all(copy.ready() for _, copy in note.datasets)
         )
+
+    def _window_is_read(self, note: StepNote) -> bool:
+        """Whether the counters have told of the window that ends with this step, or need not."""
+        if note.cut is None or self.hardware is None or self.hardware.is_left_out or self.is_awaited:
+            return True
+        try:
+            return self.hardware.can_take(note.cut)
+        except Exception as error:
+            self._leave_windows_out(self.hardware, error)
+            return True
 
     def _row(self, note: StepNote) -> dict[str, Any]:
         measures = self._measures(note)
@@ -216,7 +225,7 @@ class Resolver:
             world_size=self._world_size,
             measured_peak_flops_per_s=self._measured_peak_flops_per_s,
         )
-        if self.hardware is not None and self._takes_windows:
+        if self.hardware is not None and not self.hardware.is_left_out:
             self._add_to_window(self.hardware, note, counted)
         executed = self._counting.with_executed(counted.flops)
         return counted if executed is counted.flops else replace(counted, flops=executed)
@@ -228,13 +237,16 @@ class Resolver:
                 note.cut,
                 lambda: self._details.of(note.state, note.batches, measured=note.measured),
             )
-            ratio = hardware.executed_ratio
         except Exception as error:
-            self._takes_windows, ratio = False, None
-            hardware.latest = None
-            self._notices(f"the hardware counters are left out from now on: {one_line(error)}")
+            self._leave_windows_out(hardware, error)
         if hardware.tells_executed:
-            self._counting.executed_ratio = ratio
+            self._counting.executed_ratio = hardware.executed_ratio
+
+    def _leave_windows_out(self, hardware: HardwareWindows, error: Exception) -> None:
+        hardware.leave_out()
+        if hardware.tells_executed:
+            self._counting.executed_ratio = None
+        self._notices(f"the hardware counters are left out from now on: {one_line(error)}")
 
     def _counted(self, note: StepNote) -> StepFlops | None:
         if note.state is None or note.batches_missing or not note.batches:
