@@ -13,7 +13,7 @@ fleets want to know who. On one GPU with GPM (Hopper or later) and ncu it prints
                of a second a kernel); every layer runs the same kernels, so 24 layers follow exactly
   staged       five runs with one known limit each: does the waterfall name it, do its parts add up?
   cost         hybrid against no monitor, interleaved; and what its parts take by the clock
-All of it takes about 20 minutes; parts measured on their own are shown together with `--earlier`.
+All of it takes about half an hour; parts measured on their own are shown together with `--earlier`.
 Exits 1 where a check failed. A run that is stopped (SIGTERM, Ctrl-C) prints what it has.
 
     python benchmarks/gpu/hardware_truth.py [--parts matmuls training …] [--only 8×1024 …]
@@ -119,7 +119,7 @@ def cut_now(watch: HardwareWatch) -> Cut:
     return cut
 
 
-def open_watch(trace: Path | None = None) -> tuple[HardwareWatch, DeviceSpec]:
+def quick_watch(trace: Path | None = None) -> tuple[HardwareWatch, DeviceSpec]:
     """The counters of the device, read twice a second."""
     found = counters_of(DEVICE)
     assert not isinstance(found, str), found
@@ -147,8 +147,8 @@ def watched(watch: HardwareWatch, work: Callable[[], object]) -> tuple[int, floa
 
 
 def halves(rows: list[dict[str, Any]]) -> None:
-    """A step at 4×512 and its halves, by the counters; then the optimizer of a model that has learnt."""
-    watch, spec = open_watch()
+    """A step at 4×512 and its halves, by the counters: the optimizer alone at two learning rates."""
+    watch, spec = quick_watch()
     model, batch, step = RUNS[0].build()
 
     def forward_backward() -> None:
@@ -194,7 +194,7 @@ def halves(rows: list[dict[str, Any]]) -> None:
 
 def matmuls(rows: list[dict[str, Any]], numbers: list[int], trace: Path | None) -> None:
     """Each product for a window: what the counters say a product executed."""
-    watch, spec = open_watch(trace)
+    watch, spec = quick_watch(trace)
     for product in (PRODUCTS[number] for number in numbers):
         calls, seconds, measured = watched(watch, product.make())
         window = measured.window

@@ -123,7 +123,7 @@ class Block(NamedTuple):
 
 
 def run_block(training: Training, monitor: TrainingMonitor, *, is_on: bool, steps: int) -> Block:
-    """Lead-in and timed steps; the device's queue stays full, and no longer than a loop that reads its loss.
+    """Lead-in and timed steps; the device's queue stays full, and as short as a loop's that reads its loss.
 
     The monitor's own thread is woken more often than it would wake by itself, so that what it has to do for
     the steps of a block falls into that block and not into the next one without the monitor.

@@ -18,8 +18,8 @@ from truemfu.sweep.sizes import SIZES
 DEVICE = torch.device("cuda", 0)
 LAYERS = SIZES["1b"].layers
 LEARNING_RATE = 1e-9
-"""Next to nothing: a model that learns its one batch by heart runs out of gradients, and AdamW's kernel takes
-another path for zeros than the one that ncu saw in a first step."""
+"""Next to nothing, so that the weights stay those that ncu saw: what AdamW's kernel leaves on the tensor pipe
+depends on the values."""
 Step = Callable[[], torch.Tensor]
 
 

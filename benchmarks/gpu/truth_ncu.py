@@ -35,6 +35,7 @@ USES_THE_PIPE = (
 )
 HFMA2 = "sm__inst_executed_pipe_tensor_op_hmma_type_hfma2.sum"
 _SEPARATOR = "spin_kernel"
+_PREDICATE = re.compile(r"^@\S+ +")
 _NUMBER = re.compile(r"_\d+$")
 
 Piece = list[KernelLaunch]
@@ -104,7 +105,10 @@ def pieces_by_ncu(script: str, part: str, kernels: str | None = None) -> list[Pi
 
 
 def instructions_by_ncu(script: str, number: int) -> dict[str, int]:
-    """How often each instruction of an elementwise case was executed, by its name in SASS."""
+    """How often each instruction of an elementwise case was executed, by its name in SASS.
+
+    Of those on the tensor pipe the operands are kept, but for the register that is written.
+    """
     done = subprocess.run(
         [
             *(find_ncu(), "--csv", "--page", "source", "--section", "SourceCounters"),
@@ -121,10 +125,12 @@ def instructions_by_ncu(script: str, number: int) -> dict[str, int]:
         if "Source" in row and any("Instructions Executed" in name for name in row):
             columns = row
         elif columns is not None and len(row) == len(columns):
-            words = row[columns.index("Source")].split()
-            name = next((word for word in words if not word.startswith("@")), "?")
+            source = _PREDICATE.sub("", row[columns.index("Source")].strip(" ;"))
+            name, _, operands = source.partition(" ")
+            if name.startswith("HFMA2"):
+                name += f" …,{operands.partition(',')[2]}"
             times = row[next(i for i, title in enumerate(columns) if "Instructions Executed" in title)]
-            executed[name.rstrip(";")] += int(times.replace(",", "") or 0)
+            executed[name] += int(times.replace(",", "") or 0)
     if not executed:
         print(done.stdout[-3000:], done.stderr[-1000:])
     return dict(executed.most_common())

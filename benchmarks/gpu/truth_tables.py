@@ -65,8 +65,10 @@ def show(result: dict[str, Any]) -> list[str]:
                 f"{row['kernel'][:80]}"
             )
     for name, executed in result.get("instructions", {}).items():
-        print(f"\n{name}: warp instructions executed, by ncu's listing of the kernel's SASS")
+        print(f"\n{name}: warp instructions executed, by ncu's listing; above 3 %, and HFMA2")
         total = sum(executed.values())
+        if not total:
+            failed.append(f"{name}: ncu listed no instructions")
         for instruction, times in executed.items():
             if times / total > 0.03 or instruction.startswith("HFMA2"):
                 print(f"  {times:>12,} {times / total:6.1%}  {instruction}")
@@ -78,15 +80,17 @@ def show(result: dict[str, Any]) -> list[str]:
                 kernel["pipe"] for kernel in kernels if row["has"] in ("all", _half_of(kernel["kernel"]))
             )
             of_ncu = f"{row['executed'] / ncu:7.4f} of ncu " if ncu else ""
+            idle = "unknown" if row["idle"] is None else f"{row['idle']:6.1%}"
             vanished = f"; {row['vanished']:.0%} of the gradients below 1e-14" if "vanished" in row else ""
             print(
                 f"{row['name']:52} {row['ms']:7.2f} ms {row['executed'] / 1e12:9.4f} {of_ncu}"
-                f"idle {row['idle']:6.1%}{vanished}"
+                f"idle {idle}{vanished}"
             )
     if "training" in result:
         print("\ntraining, 1.3 B: FLOP a step as a ratio to the count (recomputation included, all pairs)")
         print(
-            f"{'run':32} {'ms':>6} {'mean':>6} {'MFU':>6} {'ncu':>8} {'hybrid':>8} {'hyb/ncu':>8} "
+            f"{'run':32} {'windows':>7} {'ms':>6} {'mean':>6} "
+            f"{'MFU':>6} {'ncu':>8} {'hybrid':>8} {'hyb/ncu':>8} "
             f"{'corrected':>9} {'rep. clock':>10} {'no matrix':>9} {'MHz':>6} {'reported':>8} {'W':>4}"
         )
         without_audit = 0
@@ -95,8 +99,8 @@ def show(result: dict[str, Any]) -> list[str]:
             ratio = row["hybrid"] / ncu if ncu else float("nan")
             share = row.get("non_matrix_share") or 0.0
             print(
-                f"{row['name']:32} {row['step_ms']:6.1f} {1e3 * row['seconds'] / row['steps']:6.1f} "
-                f"{row['mfu']:6.1%} "
+                f"{row['name']:32} {row['windows']:7} {row['step_ms']:6.1f} "
+                f"{1e3 * row['seconds'] / row['steps']:6.1f} {row['mfu']:6.1%} "
                 f"{(ncu or float('nan')) / counted:8.4f} {row['hybrid'] / counted:8.4f} {ratio:8.4f} "
                 f"{ratio * (1 - share):9.4f} "
                 f"{row['hybrid_reported_clock'] / counted:10.4f} {share:9.2%} {row['clock_hz'] / 1e6:6.0f} "
