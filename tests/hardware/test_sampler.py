@@ -216,6 +216,36 @@ def test_the_thread_reads_until_it_is_stopped() -> None:
     assert not any(thread.name == "truemfu-counters" for thread in threading.enumerate())
 
 
+def test_a_read_that_is_asked_for_comes_between_the_usual_ones() -> None:
+    source = Fake(good)
+    with running(source, period_s=60) as sampler:
+        wait_until(lambda: source.reads == 1)
+        for wanted in (2, 3):
+            asked_s = time.monotonic()
+            sampler.read_soon(0.05)
+            wait_until(lambda: source.reads >= wanted)  # noqa: B023
+            assert time.monotonic() - asked_s >= 0.05
+        time.sleep(0.1)
+        assert source.reads == 3
+
+
+def test_usual_reads_go_on_as_they_were_beside_those_asked_for() -> None:
+    times_s: list[float] = []
+
+    def answer(read: int) -> CounterSample:
+        times_s.append(time.monotonic())
+        return good(read)
+
+    with running(Fake(answer), period_s=0.4) as sampler:
+        wait_until(lambda: len(times_s) == 1)
+        sampler.read_soon(0.1)
+        wait_until(lambda: len(times_s) == 4)
+    first, extra, second, third = times_s
+    assert 0.1 <= extra - first < 0.4  # on this grid, not a period after the one asked for
+    assert second - first == pytest.approx(0.4, abs=0.15)
+    assert third - first == pytest.approx(0.8, abs=0.15)
+
+
 def test_the_thread_survives_every_kind_of_error() -> None:
     errors: list[Exception] = [CounterError("lost"), ValueError("odd"), MemoryError(), RuntimeError("x")]
     source = Fake(bad_at({n: raises(error) for n, error in enumerate(errors, 2)}))

@@ -509,7 +509,7 @@ def test_a_window_is_told_when_it_was_read_to_its_end(
     end = watch.cut(10.0)
     assert begin is not None
     assert end is not None
-    assert not watch.has_read_past(end)  # the last read was before
+    assert not watch.has_read_past(end)  # one will come in a moment
     deadline_s = time.monotonic() + 5
     while not watch.has_read_past(end) and time.monotonic() < deadline_s:
         time.sleep(0.01)
@@ -522,6 +522,52 @@ def test_a_window_is_told_when_it_was_read_to_its_end(
     assert end is not None
     assert watch.has_read_past(end)  # no read will come
     watch.close()
+
+
+class Uneven(Live):
+    """A GPU whose tensor pipe is active as much of the time as `active` says from now on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._since_s = self._read_s = time.monotonic()
+        self._active_s, self._active = 0.0, 0.9
+
+    def become(self, active: float) -> None:
+        self._take_in(time.monotonic())
+        self._active = active
+
+    def read(self, index: int) -> CounterSample:
+        sample = super().read(index)
+        self._take_in(sample.at_s)
+        share = self._active_s / (sample.at_s - self._read_s)
+        self._read_s, self._active_s = sample.at_s, 0.0
+        return msgspec.structs.replace(sample, hmma_active=share)
+
+    def _take_in(self, now_s: float) -> None:
+        self._active_s += self._active * (now_s - self._since_s)
+        self._since_s = now_s
+
+
+def test_a_window_of_an_uneven_run_is_its_own(counters: Callable[..., Live]) -> None:
+    """Reads once a minute would share it out by time; one at each cut tells what was before and after."""
+    source, stamps = Uneven(), Stamps()
+    watch = HardwareWatch(source, 0, stamps, sm_count=132, period_s=60)  # type: ignore[arg-type]
+    time.sleep(0.5)
+    begin = watch.cut(0.0)
+    source.become(0.1)
+    time.sleep(1.0)
+    end = watch.cut(10.0)
+    source.become(0.9)
+    assert begin is not None
+    assert end is not None
+    deadline_s = time.monotonic() + 10
+    while not watch.has_read_past(end) and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    measured = watch.measured(begin, end)
+    watch.close()
+    assert measured is not None
+    assert measured.window.seconds == pytest.approx(end.at_s - begin.at_s, abs=0.05)
+    assert measured.window.hmma_active == pytest.approx(0.1, abs=0.1)
 
 
 @pytest.fixture

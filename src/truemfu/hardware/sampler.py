@@ -2,9 +2,9 @@
 
     source ─► poll ─► intervals of each GPU, the last `keep` of them ─► latest, intervals
 
-`poll` reads every GPU once. A thread does it every `period_s` between `start` and `stop`; who has a loop of
-its own (`truemfu top`) calls it there. The thread is a daemon, so it ends with the process; it never touches
-CUDA, and the driver's calls let go of the interpreter's lock.
+`poll` reads every GPU once. A thread does it every `period_s` between `start` and `stop`, and once more where
+`read_soon` asks for it; who has a loop of its own (`truemfu top`) calls it there. The thread is a daemon, so
+it ends with the process; it never touches CUDA, and the driver's calls let go of the interpreter's lock.
 
 Trouble costs the interval it falls into, nothing else: a read that fails or returns nonsense is counted and
 the next two good reads make an interval again. A read that finds nothing new is no trouble: the interval goes
@@ -67,7 +67,9 @@ class Sampler:
         self._period_s = period_s
         self._tracks = {index: _Track(keep) for index in wanted}
         self._lock = threading.Lock()
-        self._enough = threading.Event()
+        self._is_stopped = False
+        self._extra_s: float | None = None
+        self._wake = threading.Event()
         self._thread: threading.Thread | None = None
         self._asked_at_s: float | None = None
 
@@ -79,9 +81,15 @@ class Sampler:
 
     def stop(self) -> None:
         """End the thread. One that hangs in the driver is left behind: it can do no more than read."""
-        self._enough.set()
+        self._is_stopped = True
+        self._wake.set()
         if self._thread is not None:
             self._thread.join(_JOIN_S)
+
+    def read_soon(self, delay_s: float) -> None:
+        """Have the thread read once more after this long, besides its usual reads; never waits."""
+        self._extra_s = time.monotonic() + delay_s
+        self._wake.set()
 
     def poll(self) -> bool:
         """Read every GPU once; False when there is nothing left to read."""
@@ -120,13 +128,26 @@ class Sampler:
 
     def _run(self) -> None:
         due_s = time.monotonic()
-        while not self._enough.is_set() and self.poll():
+        while not self._is_stopped and self.poll():
             now_s = time.monotonic()
-            due_s += self._period_s
             if due_s <= now_s:
-                # A read that took long is followed by a pause all the same, not by a burst to catch up.
-                due_s = now_s + self._period_s
-            self._enough.wait(due_s - now_s)
+                due_s += self._period_s
+                if due_s <= now_s:
+                    # A read that took long is followed by a pause all the same, not by a burst to catch up.
+                    due_s = now_s + self._period_s
+            self._wait_until(due_s)
+
+    def _wait_until(self, due_s: float) -> None:
+        """Wait for the next usual read, or for one that is asked for before."""
+        while not self._is_stopped:
+            extra_s, now_s = self._extra_s, time.monotonic()
+            if extra_s is not None and extra_s <= now_s:
+                self._extra_s = None
+                return
+            if due_s <= now_s:
+                return
+            self._wake.wait(min(due_s, due_s if extra_s is None else extra_s) - now_s)
+            self._wake.clear()
 
     def _read(self, track: _Track, gpu: GpuInfo) -> None:
         before, after = track.last, None

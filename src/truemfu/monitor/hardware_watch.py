@@ -1,7 +1,7 @@
 """The GPU's counters beside a run: cut into windows of whole steps, at one launch a window.
 
     training thread   log_step ─► every ten seconds a Cut: a stamp of the SMs' cycles, in the step's note
-    sampler's thread  NVML once a second ─► intervals
+    sampler's thread  NVML once a second, and at each cut ─► intervals
     resolver          Cut … Cut, read past both ─► Measured: activity, true clock, energy between them
 
 The host is ahead of the device: a cut lies in the device's queue, and happens when the device gets there. Its
@@ -85,6 +85,9 @@ class HardwareWatch:
         if now_s < self._due_s:
             return None
         self._due_s = now_s + WINDOW_S
+        # Where the host is the limit its pace changes, and the device is here by now: with a read that tells of
+        # this moment no second has to be shared out between two windows.
+        self._sampler.read_soon(GPM_LAG_S / 2)
         stamp = None if self._stamps is None else self._stamps.take()
         cut = Cut(time.monotonic(), stamp, self._is_open)
         self._is_open = True
