@@ -85,8 +85,8 @@ class HardwareWatch:
         if now_s < self._due_s:
             return None
         self._due_s = now_s + WINDOW_S
-        # Where the host is the limit its pace changes, and the device is here by now: with a read that tells of
-        # this moment no second has to be shared out between two windows.
+        # Where the host is the limit its pace changes, and the device is here by now: with a read that tells
+        # of this moment no second has to be shared out between two windows.
         self._sampler.read_soon(GPM_LAG_S / 2)
         stamp = None if self._stamps is None else self._stamps.take()
         cut = Cut(time.monotonic(), stamp, self._is_open)
