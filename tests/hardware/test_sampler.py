@@ -225,8 +225,14 @@ def test_a_read_that_is_asked_for_comes_between_the_usual_ones() -> None:
             sampler.read_soon(0.05)
             wait_until(lambda: source.reads >= wanted)  # noqa: B023
             assert time.monotonic() - asked_s >= 0.05
-        time.sleep(0.1)
+        sampler.read_soon(0.3)
+        before_s = time.process_time()
+        time.sleep(0.25)
+        assert time.process_time() - before_s < 0.1  # it waits, it does not ask
         assert source.reads == 3
+        stopped_s = time.monotonic()
+    assert time.monotonic() - stopped_s < 1.0
+    assert not any(thread.name == "truemfu-counters" for thread in threading.enumerate())
 
 
 def test_usual_reads_go_on_as_they_were_beside_those_asked_for() -> None:
@@ -236,14 +242,14 @@ def test_usual_reads_go_on_as_they_were_beside_those_asked_for() -> None:
         times_s.append(time.monotonic())
         return good(read)
 
-    with running(Fake(answer), period_s=0.4) as sampler:
+    with running(Fake(answer), period_s=1.0) as sampler:
         wait_until(lambda: len(times_s) == 1)
-        sampler.read_soon(0.1)
+        sampler.read_soon(0.5)
         wait_until(lambda: len(times_s) == 4)
     first, extra, second, third = times_s
-    assert 0.1 <= extra - first < 0.4  # on this grid, not a period after the one asked for
-    assert second - first == pytest.approx(0.4, abs=0.15)
-    assert third - first == pytest.approx(0.8, abs=0.15)
+    assert 0.5 <= extra - first < 1.0
+    assert second - first == pytest.approx(1.0, abs=0.25)  # and not a period after the one asked for
+    assert third - first == pytest.approx(2.0, abs=0.25)
 
 
 def test_the_thread_survives_every_kind_of_error() -> None:

@@ -83,6 +83,11 @@ class Watch:
 
     def __init__(self) -> None:
         self.answer: Measured | None = measured()
+        self.asked: list[Cut] = []
+
+    def has_read_past(self, cut: Cut) -> bool:
+        self.asked.append(cut)
+        return False
 
     def measured(self, begin: Cut, end: Cut) -> Measured | None:
         return self.answer
@@ -190,6 +195,23 @@ def test_a_run_without_a_window_says_why(windows: HardwareWindows, watch: Watch,
     assert windows.why_nothing() == "hybrid mode: the one window of the run was not read: GPU is lost"
     window_of(windows)
     assert said == ["the hardware counters cannot be read: GPU is lost"]
+    assert windows.why_nothing() is None
+
+
+def test_the_watch_hears_of_every_cut_and_only_ends_wait(windows: HardwareWindows, watch: Watch) -> None:
+    begin, end = Cut(0.0, None, False), Cut(10.0, None, True)
+    assert windows.can_take(begin)
+    assert not windows.can_take(end)
+    assert watch.asked == [begin, end]  # when the device got to each is known from all of them
+
+
+def test_what_is_left_out_tells_of_nothing_any_more(windows: HardwareWindows) -> None:
+    window_of(windows)
+    assert windows.latest is not None
+    assert windows.executed_ratio is not None
+    windows.leave_out()
+    assert windows.latest is None
+    assert windows.executed_ratio is None
     assert windows.why_nothing() is None
 
 

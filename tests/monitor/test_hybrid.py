@@ -575,7 +575,9 @@ def last_read(counters: Callable[..., Live]) -> Iterator[tuple[HardwareWatch, fl
     """A watch that reads no more, and when it last did."""
     stamps: Any = Stamps()
     watch = HardwareWatch(Live(), 0, stamps, sm_count=132, period_s=0.02)
+    deadline_s = time.monotonic() + 30
     while not watch._sampler.intervals(0):
+        assert time.monotonic() < deadline_s
         time.sleep(0.01)
     watch._sampler.stop()
     yield watch, watch._sampler.intervals(0)[-1].end_s
@@ -675,6 +677,30 @@ def test_a_clock_that_fails_once_ends_nothing(
         monitor.save_logs()
     assert len(rows_in(tmp_path)) == 2
     monitor.close()
+
+
+def test_a_clock_that_fails_for_good_holds_nobody_up(
+    model: nn.Module, tmp_path: Path, counters: Callable[..., Live]
+) -> None:
+    monitor = TrainingMonitor(tmp_path, {}, model=model)
+    step(monitor, model, 0)
+    monitor.save_logs()
+
+    def has_passed(mark: float) -> bool:
+        raise RuntimeError("CUDA error")
+
+    monitor._clock.clock.has_passed = has_passed  # type: ignore[method-assign,assignment]
+    with pytest.warns(TruemfuWarning) as caught:
+        step(monitor, model, 1)
+        began_s = time.monotonic()
+        monitor.save_logs()
+        monitor.close()
+    assert time.monotonic() - began_s < 20  # of the 70 s that they might wait
+    assert [str(warning.message) for warning in caught] == [
+        "steps cannot be worked out: RuntimeError: CUDA error",
+        "some steps could not be worked out in time and are not saved yet",
+        "the last steps were not worked out in time and are lost",
+    ]
 
 
 def test_too_little_of_a_window_is_none(counters: Callable[..., Live]) -> None:

@@ -87,7 +87,7 @@ class Sampler:
             self._thread.join(_JOIN_S)
 
     def read_soon(self, delay_s: float) -> None:
-        """Have the thread read once more after this long, besides its usual reads; never waits."""
+        """Have the thread read once more after this long, besides its usual reads; the last call counts."""
         self._extra_s = time.monotonic() + delay_s
         self._wake.set()
 

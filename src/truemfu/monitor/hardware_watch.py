@@ -32,6 +32,7 @@ _PERIOD_S = 1.0
 SETTLE_S = 2.0
 """How long steps must have followed each other before a window begins: a read at its beginning tells of up to
 a second before, and when the device got to a cut is known to a few steps."""
+_MARGIN_S = 0.01
 _LAGS_KEPT = 64
 _INTERVALS_KEPT = 600
 _ENOUGH = 0.7
@@ -85,12 +86,12 @@ class HardwareWatch:
         if now_s < self._due_s:
             return None
         self._due_s = now_s + WINDOW_S
-        # Where the host is the limit its pace changes, and the device is here by now: with a read that tells
-        # of this moment no second has to be shared out between two windows.
-        self._sampler.read_soon(GPM_LAG_S / 2)
         stamp = None if self._stamps is None else self._stamps.take()
         cut = Cut(time.monotonic(), stamp, self._is_open)
         self._is_open = True
+        # Where the host is the limit its pace changes, and the device is here by now: with a read that tells
+        # of this moment, activity within a second need not be shared out between two windows.
+        self._sampler.read_soon(GPM_LAG_S / 2 + _MARGIN_S)
         return cut
 
     def restart(self) -> None:
@@ -144,7 +145,7 @@ class HardwareWatch:
     def _time_of(self, cut: Cut) -> float:
         """When the device got to a cut, by the host's monotonic clock."""
         gpu_s = None if cut.stamp is None else cut.stamp.time_s()
-        return cut.at_s if gpu_s is None else gpu_s - min(self._lags_s)
+        return cut.at_s if gpu_s is None else gpu_s - min(self._lags_s, default=gpu_s - cut.at_s)
 
 
 def open_watch(device: torch.device, notice: Callable[[str], None]) -> HardwareWatch | str:

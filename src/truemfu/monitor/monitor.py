@@ -216,9 +216,7 @@ class TrainingMonitor:
         if self._is_set_up and os.getpid() == self._pid:
             self._guarded(self._values.flush)
             if not self._resolver.finish_pending(_SAVE_TIMEOUT_S):
-                self._notices(
-                    f"some steps were not worked out within {_SAVE_TIMEOUT_S:.0f} s and are not saved yet"
-                )
+                self._notices("some steps could not be worked out in time and are not saved yet")
             self._output.flush(_SAVE_TIMEOUT_S)
 
     @property

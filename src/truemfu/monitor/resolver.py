@@ -38,6 +38,7 @@ from .totals import Totals
 
 _MAX_PENDING = 10_000
 _WAKE_EVERY_S = 3.0
+_FAILING_S = 1.0
 _POLL_S = 0.005
 _TAKE_DOWN_S = 0.1
 
@@ -74,6 +75,7 @@ class Resolver:
         self._stopping = False
         self.is_awaited = False
         self._taken = self._done = 0
+        self._failing_since_s: float | None = None
         self.window, self.totals = Window(), Totals()
         self.lost_steps = 0
         self.own_time_s = 0.0
@@ -104,7 +106,8 @@ class Resolver:
         try:
             while self._done + self.lost_steps < wanted:
                 self._wake.set()
-                if time.perf_counter() > deadline or not self._thread.is_alive():
+                now_s = time.perf_counter()
+                if now_s > deadline or not self._thread.is_alive() or self._fails_for_good(now_s):
                     return False
                 time.sleep(_POLL_S)
             return True
@@ -124,6 +127,10 @@ class Resolver:
         # Joined is not gone: torch's state of the thread is taken down after that, and needs Python for it.
         time.sleep(_TAKE_DOWN_S)
 
+    def _fails_for_good(self, now_s: float) -> bool:
+        since_s = self._failing_since_s
+        return since_s is not None and now_s - since_s > _FAILING_S
+
     def _run(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # else this thread would open a context on device 0
@@ -133,28 +140,31 @@ class Resolver:
             self._wake.clear()
             began = time.thread_time()
             try:
-                if self._drain():
-                    self._output.wake()
+                self._drain()
+                self._failing_since_s = None
             except Exception as error:  # the device does not answer: the next time it may
+                self._failing_since_s = self._failing_since_s or time.perf_counter()
                 self._notices(f"steps cannot be worked out: {one_line(error)}")
             self.own_time_s += time.thread_time() - began
 
-    def _drain(self) -> bool:
-        any_done = False
-        while self._pending and self._is_ready(self._pending[0]):
-            try:
-                note = self._pending.popleft()
-            except IndexError:  # dropped by `put` at this very moment
-                break
-            try:
-                self._output.put(note, self._row(note))
-            except Exception as error:
-                self._notices(
-                    f"a step could not be worked out and is not logged: {type(error).__name__}: {error}"
-                )
-            self._done += 1
-            any_done = True
-        return any_done
+    def _drain(self) -> None:
+        done_before = self._done
+        try:
+            while self._pending and self._is_ready(self._pending[0]):
+                try:
+                    note = self._pending.popleft()
+                except IndexError:  # dropped by `put` at this very moment
+                    break
+                try:
+                    self._output.put(note, self._row(note))
+                except Exception as error:
+                    self._notices(
+                        f"a step could not be worked out and is not logged: {type(error).__name__}: {error}"
+                    )
+                self._done += 1
+        finally:
+            if self._done > done_before:
+                self._output.wake()
 
     def _is_ready(self, note: StepNote) -> bool:
         if not self._clock.has_passed(note.span.end):
