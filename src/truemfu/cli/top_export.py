@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
-from .top_screen import NOT_HELD_BACK
+from .top_screen import NOT_HELD_BACK, TRUE_CLOCK
 
 if TYPE_CHECKING:
     from .top_screen import Reading
@@ -50,9 +50,7 @@ _FROM_READING: Mapping[str, str] = MappingProxyType(
     }
 )
 _FIXED = ("max_sm_clock_hz", "power_limit_w", "memory_total_bytes", "peak_flops_per_s")
-_UPPER_BOUND = (
-    " (upper bound, at the clock the driver reports; the true one is 4 to 11 % lower in steady tensor work)"
-)
+_UPPER_BOUND = f" (upper bound, at the clock the driver reports; {TRUE_CLOCK})"
 _MORE: Mapping[str, str] = MappingProxyType(
     {
         "executed_flop_utilisation": _UPPER_BOUND,

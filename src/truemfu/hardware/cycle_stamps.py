@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import ctypes
 import statistics
+import sys
 from typing import TYPE_CHECKING, Any
 
 from .counters import FASTEST_CLOCK_HZ
@@ -24,6 +25,7 @@ from .counters import FASTEST_CLOCK_HZ
 if TYPE_CHECKING:
     import torch
 
+CUDA_DRIVER = "nvcuda" if sys.platform == "win32" else "libcuda.so.1"
 _PTX = b"""
 .version 7.0
 .target sm_70
@@ -93,9 +95,9 @@ class CycleStamps:
         if device.type != "cuda" or torch.version.cuda is None:
             return "cycle counters are read on NVIDIA GPUs only"
         try:
-            driver = ctypes.CDLL("libcuda.so.1")
+            driver = ctypes.CDLL(CUDA_DRIVER)
         except OSError:
-            return "libcuda.so.1 cannot be loaded"
+            return f"{CUDA_DRIVER} cannot be loaded"
         torch.zeros((), device=device)  # opens the context that the driver's calls below work in
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
         with torch.cuda.device(device):

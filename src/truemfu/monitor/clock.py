@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import sys
 import time
 from typing import Any, NamedTuple
 
 import torch
 
-_DRIVER = "nvcuda" if sys.platform == "win32" else "libcuda.so.1"
+from ..hardware.cycle_stamps import CUDA_DRIVER
+
 _CAPTURE_MODE_RELAXED = 2
 
 Mark = Any
@@ -88,7 +88,7 @@ def leave_captures_alone() -> None:
     """
     with contextlib.suppress(OSError, AttributeError):  # no NVIDIA driver: nothing to tell it
         mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
-        ctypes.CDLL(_DRIVER).cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+        ctypes.CDLL(CUDA_DRIVER).cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 
 def clock_for(device: torch.device) -> HostClock | CudaClock:

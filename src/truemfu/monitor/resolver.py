@@ -249,6 +249,7 @@ class Resolver:
             )
         except Exception as error:
             self._leave_windows_out(hardware, error)
+            return
         if hardware.tells_executed:
             self._counting.executed_ratio = hardware.executed_ratio
 
