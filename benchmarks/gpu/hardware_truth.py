@@ -9,6 +9,8 @@ fleets want to know who. On one GPU with GPM (Hopper or later) and ncu it prints
   halves       a step at 4×512 and its two halves: what the optimizer alone leaves on the tensor pipe
   training     steps of the 1.3 B reference model, launch-bound to compute-bound, with and without causal
                attention, checkpointing and compile, under a TrainingMonitor in `hybrid`
+  audited      the launch-bound run again, in turns, with `hybrid_mode.audit` set to what `truemfu audit --json`
+               says of two of its layers: as a user corrects for what is no matrix work
   referee      the same steps by ncu, kernel by kernel. It sees models of one and two layers (it needs a tenth
                of a second a kernel); every layer runs the same kernels, so 24 layers follow exactly
   staged       five runs with one known limit each: does the waterfall name it, do its parts add up?
@@ -80,10 +82,23 @@ STEPS_AHEAD = 3
 PAIRS = 12
 BLOCK_S = WINDOW_S + 3.5
 """Two seconds before a window in it."""
-PARTS = ("matmuls", "elementwise", "instructions", "halves", "training", "referee", "staged", "cost")
+PARTS = (
+    "matmuls",
+    "elementwise",
+    "instructions",
+    "halves",
+    "training",
+    "audited",
+    "referee",
+    "staged",
+    "cost",
+)
 LISTED = ("bf16 copy, strided", "bf16 GELU", "bf16 fused AdamW, all zero")
 WIDE = "wide layers of 8192"
 HYBRID = {"monitoring": {"mfu_calculation_mode": "hybrid"}}
+AUDITED_RUNS = RUNS[:1]
+AUDITED_LAYERS = 2
+AUDITED_TURNS = 3
 
 
 def loop(work: Callable[[], object], seconds: float) -> tuple[int, float]:
@@ -244,11 +259,47 @@ def training(rows: list[dict[str, Any]], numbers: list[int]) -> None:
         torch.compiler.reset()
 
 
-def hybrid_row(model: torch.nn.Module, batch: dict[str, Any], step: Step) -> dict[str, Any]:
+def audited(rows: list[dict[str, Any]], numbers: list[int]) -> None:
+    """Runs whose configuration names an audit of a few layers; in turns, since one window says little."""
+    for number in numbers:
+        run = RUNS[number]
+        with tempfile.TemporaryDirectory() as folder:
+            audit = Path(folder) / "audit.json"
+            call = [sys.executable, "-m", "truemfu", "audit", "--json", "--"]
+            with audit.open("w") as file:
+                subprocess.run(
+                    [*call, sys.executable, __file__, "--under-audit", str(number)], stdout=file, check=True
+                )
+            shares = json.loads(audit.read_text())
+            hybrid = {"audit": str(audit)}
+            config = {
+                "monitoring": {**HYBRID["monitoring"], "performance_monitoring": {"hybrid_mode": hybrid}}
+            }
+            for turn in range(AUDITED_TURNS):
+                model, batch, step = run.build()
+                row = hybrid_row(model, batch, step, config)
+                rows.append({"name": f"{run.name}, {turn + 1}", "run": run.name, **row})
+                rows[-1]["audited_share"] = shares["non_matrix_share"]
+                print(f"  {rows[-1]['name']}: {row['step_ms']:.1f} ms", flush=True)
+                del model, step
+                torch.cuda.empty_cache()
+
+
+def under_audit(number: int) -> None:
+    """A few layers under a monitor, until the audit has what it wants and ends this process."""
+    model, _, step = RUNS[number].build(AUDITED_LAYERS)
+    with tempfile.TemporaryDirectory() as folder, TrainingMonitor(folder, model=model) as monitor:
+        for turn in range(10_000):
+            monitor.log_step(turn, 0, step().detach(), 1.0, LEARNING_RATE)
+
+
+def hybrid_row(
+    model: torch.nn.Module, batch: dict[str, Any], step: Step, config: dict[str, Any] = HYBRID
+) -> dict[str, Any]:
     """The count of a step beside what `hybrid` says it executed."""
     count = count_flops(model, batch)
     with tempfile.TemporaryDirectory() as folder:
-        summary = monitored(TrainingMonitor(folder, HYBRID, model=model), step)
+        summary = monitored(TrainingMonitor(folder, config, model=model), step)
     hardware = summary["hardware"]
     assert hardware is not None, summary["warnings"]
     executed = hardware["executed_over_counted"] * count.hardware_flops
@@ -447,7 +498,11 @@ def main() -> int:
         "--earlier", type=Path, nargs="+", default=[], metavar="FILE", help="parts measured before (--json)"
     )
     parser.add_argument("--under-ncu", help=argparse.SUPPRESS)
+    parser.add_argument("--under-audit", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.under_audit is not None:
+        under_audit(arguments.under_audit)
+        return 0
     if arguments.under_ncu:
         under_ncu(arguments.under_ncu)
         return 0
@@ -521,6 +576,9 @@ def measure(part: str, result: dict[str, Any], arguments: argparse.Namespace) ->
     elif part == "training":
         rows = result[part] = []
         training(rows, wanted(runs))
+    elif part == "audited":
+        rows = result[part] = []
+        audited(rows, wanted(run.name for run in AUDITED_RUNS))
     elif part == "referee":
         found = result[part] = {}
         for number in wanted(runs):

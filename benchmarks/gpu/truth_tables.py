@@ -128,6 +128,18 @@ def show(result: dict[str, Any]) -> list[str]:
                         f"  {kernel['ops'] / row['counted']:7.2%} {beyond:7.3%} "
                         f"{kernel['launches']:5} launches  {kernel['kernel'][:90]}"
                     )
+    if "audited" in result:
+        print("\nwith `hybrid_mode.audit`: what the monitor says was executed, as it says it, over ncu's")
+        for row in result["audited"]:
+            kernels = result.get("referee", {}).get(row["run"], [])
+            ncu = sum(kernel["ops"] for kernel in kernels)
+            ratio = row["hybrid"] / ncu if ncu else float("nan")
+            print(
+                f"{row['name']:32} {row['step_ms']:6.1f} ms, taken off {row['audited_share']:.2%}; "
+                f"{row['hybrid'] / row['counted']:.4f} of the count, {ratio:.4f} of ncu"
+            )
+            if not abs(ratio - 1) <= WITHIN:
+                failed.append(f"audited {row['name']}: hybrid {ratio:.4f} of ncu")
     for part in ("training", "staged"):
         if part in result:
             print(f"\n{part}: where the peak went, in points of it")
