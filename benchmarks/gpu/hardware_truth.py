@@ -9,7 +9,7 @@ fleets want to know who. On one GPU with GPM (Hopper or later) and ncu it prints
   halves       a step at 4×512 and its two halves: what the optimizer alone leaves on the tensor pipe
   training     steps of the 1.3 B reference model, launch-bound to compute-bound, with and without causal
                attention, checkpointing and compile, under a TrainingMonitor in `hybrid`
-  audited      the launch-bound run again, in turns, with `hybrid_mode.audit` set to what `truemfu audit --json`
+  audited      the launch-bound run again, with `hybrid_mode.audit` set to what `truemfu audit --json`
                says of two of its layers: as a user corrects for what is no matrix work
   referee      the same steps by ncu, kernel by kernel. It sees models of one and two layers (it needs a tenth
                of a second a kernel); every layer runs the same kernels, so 24 layers follow exactly
