@@ -3,8 +3,9 @@
 Why: "free to leave on" is a claim about a real run. For the 1.3 B reference model at each shape it prints
   overhead    monitor on against off, in alternating blocks over at least 2,000 monitored steps with the
               default settings, in which recalibrations fall: the median of the pairs' differences, a 95 %
-              interval from resampling the pairs, and the spread; beside it what its calls take by the clock,
-              and how much of a step the host is busy launching it
+              interval from resampling the pairs, and the spread; the median step on against the median
+              step off, likewise; beside it what its calls take by the clock, and how much of a step the
+              host is busy launching it
   waiting     synchronising calls and blocking copies in a Kineto trace of the same steps, off and on, and a
               run under torch.cuda.set_sync_debug_mode("error")
   truth       the MFU it logs against count ÷ (time between CUDA events × peak) by hand
@@ -25,7 +26,9 @@ import sys
 import tempfile
 import time
 import warnings
-from collections import Counter, deque
+from collections import Counter
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,9 +40,10 @@ from truemfu import TrainingMonitor, count_flops, get_gpu_peak_flops
 from truemfu.sweep.models import build_reference_model, parameter_count
 
 LEAD_IN_STEPS = 3
-ON_STEPS = 16
+ON_STEPS = 64
+"""More than the three seconds after which the monitor works in what it noted."""
 STEPS_AHEAD = 3
-WAKE_EVERY_STEPS = 10
+COST_STEPS = 200
 WAITING = (
     "Synchronize",
     "cudaMemcpy",
@@ -75,9 +79,7 @@ class Training:
             self.model.compile(mode=compiled)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
         ids = torch.randint(32000, (samples, length), device="cuda")
-        self.batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
-        if not llama:
-            del self.batch["attention_mask"]
+        self.batch = {"input_ids": ids, "labels": ids}
         self.step_number = 0
 
     def forward_backward(self) -> torch.Tensor:
@@ -111,72 +113,77 @@ def step_time_s(training: Training, steps: int) -> float:
 
 
 class Block(NamedTuple):
-    """Some steps with or without the monitor, between two marks on the device's timeline."""
+    """Some steps with or without the monitor, by a mark on the device's timeline at the end of each."""
 
     is_on: bool
-    begin: torch.cuda.Event
-    end: torch.cuda.Event
-    steps: int
+    marks: list[torch.cuda.Event]
+
+    def steps_s(self) -> list[float]:
+        return [begin.elapsed_time(end) / 1e3 for begin, end in pairwise(self.marks)]
 
     def step_s(self) -> float:
-        return float(self.begin.elapsed_time(self.end)) / 1e3 / self.steps
+        return float(self.marks[0].elapsed_time(self.marks[-1])) / 1e3 / (len(self.marks) - 1)
 
 
-def run_block(training: Training, monitor: TrainingMonitor, *, is_on: bool, steps: int) -> Block:
-    """Lead-in and timed steps; the device's queue stays full, and as short as a loop's that reads its loss.
-
-    The monitor's own thread is woken more often than it would wake by itself, so that what it has to do for
-    the steps of a block falls into that block and not into the next one without the monitor.
-    """
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    ahead: deque[torch.cuda.Event] = deque()
+def run_block(training: Training, monitor: TrainingMonitor | None, steps: int) -> Block:
+    """Lead-in and timed steps; the queue stays full, and as short as a loop's that reads its loss."""
+    marks = []
     for number in range(LEAD_IN_STEPS + steps):
-        if number == LEAD_IN_STEPS:
-            begin.record()
-        training.step(monitor if is_on else None)
-        ahead.append(torch.cuda.Event())
-        ahead[-1].record()
-        if len(ahead) > STEPS_AHEAD:
-            ahead.popleft().synchronize()
-        if is_on and number % WAKE_EVERY_STEPS == 0:
-            monitor._resolver.wake()
-    end.record()
-    return Block(is_on, begin, end, steps)
+        training.step(monitor)
+        marks.append(torch.cuda.Event(enable_timing=True))
+        marks[-1].record()
+        if number >= STEPS_AHEAD:
+            marks[-1 - STEPS_AHEAD].synchronize()
+    return Block(monitor is not None, marks[LEAD_IN_STEPS - 1 :])
 
 
 def overhead(training: Training, monitor: TrainingMonitor, steps: int, off_steps: int) -> dict[str, Any]:
-    """Pairs of blocks, off-on and on-off in turn; the relative difference of each pair."""
-    order = random.Random(0)
+    """Pairs of blocks, off-on and on-off in turn; the relative difference of each pair, and of all steps."""
     blocks: list[Block] = []
     on_steps = 0
     while on_steps < steps:
         for is_on in ((False, True), (True, False))[len(blocks) // 2 % 2]:
             if is_on:
                 monitor.attach(training.model)
-                blocks.append(run_block(training, monitor, is_on=True, steps=ON_STEPS))
+                blocks.append(run_block(training, monitor, ON_STEPS))
                 monitor.detach()
+                monitor.save_logs()  # what is left to do must not fall into the next block
                 on_steps += ON_STEPS + LEAD_IN_STEPS
             else:
                 with monitor.pause():
-                    blocks.append(run_block(training, monitor, is_on=False, steps=off_steps))
+                    blocks.append(run_block(training, None, off_steps))
     torch.cuda.synchronize()
-    monitor.save_logs()
-    on_s = [b.step_s() for b in blocks if b.is_on]
-    off_s = [b.step_s() for b in blocks if not b.is_on]
-    differences = [a / b - 1 for a, b in zip(on_s, off_s, strict=True)]
-    resampled = sorted(statistics.median(order.choices(differences, k=len(differences))) for _ in range(2000))
+    on = [block for block in blocks if block.is_on]
+    off = [block for block in blocks if not block.is_on]
+    differences = [a.step_s() / b.step_s() - 1 for a, b in zip(on, off, strict=True)]
     ordered = sorted(differences)
+    pairs = [(a.steps_s(), b.steps_s()) for a, b in zip(on, off, strict=True)]
     return {
         "steps_on": on_steps,
-        "steps_off": len(off_s) * (off_steps + LEAD_IN_STEPS),
-        "step_ms_off": statistics.median(off_s) * 1e3,
-        "step_ms_on": statistics.median(on_s) * 1e3,
+        "steps_off": len(off) * (off_steps + LEAD_IN_STEPS),
+        "step_ms_off": statistics.median(block.step_s() for block in off) * 1e3,
+        "step_ms_on": statistics.median(block.step_s() for block in on) * 1e3,
         "median": statistics.median(differences),
-        "of_means": statistics.fmean(on_s) / statistics.fmean(off_s) - 1,
-        "interval_95": [resampled[50], resampled[1949]],
+        "interval_95": interval_95(differences, statistics.median),
+        "of_means": statistics.fmean(b.step_s() for b in on) / statistics.fmean(b.step_s() for b in off) - 1,
+        "of_median_steps": of_median_steps(pairs),
+        "of_median_steps_95": interval_95(pairs, of_median_steps),
         "spread": [ordered[len(ordered) // 20], ordered[-1 - len(ordered) // 20]],
         "differences": [round(d, 6) for d in differences],
     }
+
+
+def of_median_steps(pairs: list[tuple[list[float], list[float]]]) -> float:
+    """The median of all steps on against that of all steps off."""
+    on, off = (statistics.median(s for pair in pairs for s in pair[which]) for which in (0, 1))
+    return on / off - 1
+
+
+def interval_95(values: list[Any], figure: Callable[[list[Any]], float]) -> list[float]:
+    """Between which the figure lies in 95 % of resamplings."""
+    draw = random.Random(0)
+    found = sorted(figure(draw.choices(values, k=len(values))) for _ in range(1000))
+    return [found[25], found[974]]
 
 
 def host_share(training: Training) -> float:
@@ -200,7 +207,7 @@ def host_share(training: Training) -> float:
 
 
 def own_costs(training: Training, monitor: TrainingMonitor) -> dict[str, float]:
-    """Medians of what the monitor takes on the training thread, in microseconds, and of its own thread."""
+    """What the monitor takes on the training thread, in microseconds: medians and mean; and on its own."""
     monitor.attach(training.model)
     hooks: list[float] = []
     logs: list[float] = []
@@ -214,7 +221,7 @@ def own_costs(training: Training, monitor: TrainingMonitor) -> dict[str, float]:
     assert monitor._attachment is not None
     monitor._attachment._seen = timed_note
     resolver_before = monitor._resolver.own_time_s
-    for _ in range(100):
+    for _ in range(COST_STEPS):
         loss = training.forward_backward()
         began = time.perf_counter()
         monitor.log_step(training.next_step(), 0, loss, loss, 1e-5)
@@ -225,7 +232,8 @@ def own_costs(training: Training, monitor: TrainingMonitor) -> dict[str, float]:
     return {
         "hook_us": statistics.median(hooks) * 1e6,
         "log_step_us": statistics.median(logs) * 1e6,
-        "own_thread_us_per_step": (monitor._resolver.own_time_s - resolver_before) / 100 * 1e6,
+        "mean_us": (sum(hooks) + sum(logs)) / COST_STEPS * 1e6,
+        "own_thread_us_per_step": (monitor._resolver.own_time_s - resolver_before) / COST_STEPS * 1e6,
     }
 
 
@@ -381,8 +389,9 @@ def main() -> int:
             )
             own = own_costs(training, monitor)
             say(
-                f"  medians: hook {own['hook_us']:.1f} µs, log_step {own['log_step_us']:.1f} µs a step on "
-                f"the training thread, {own['own_thread_us_per_step']:.1f} µs of the monitor's own thread"
+                f"  on the training thread: hook {own['hook_us']:.1f} µs, log_step "
+                f"{own['log_step_us']:.1f} µs (medians), both {own['mean_us']:.1f} µs a step in the mean, "
+                f"{own['mean_us'] / plain_s / 1e6:.4%} of one; {own['own_thread_us_per_step']:.1f} µs a step on the monitor's own"
             )
             cost = overhead(training, monitor, options.steps, options.off)
             low, high = cost["interval_95"]
@@ -391,7 +400,9 @@ def main() -> int:
                 cost["median"] <= 0.0005,
                 f"{cost['median']:+.4%}, 95 % interval {low:+.4%} … {high:+.4%}; 5th to 95th percentile of "
                 f"the pairs {cost['spread'][0]:+.3%} … {cost['spread'][1]:+.3%}; of the means "
-                f"{cost['of_means']:+.4%}; {cost['steps_on']:,} steps on and {cost['steps_off']:,} off, "
+                f"{cost['of_means']:+.4%}; of the median steps {cost['of_median_steps']:+.4%}, 95 % interval "
+                f"{cost['of_median_steps_95'][0]:+.4%} … {cost['of_median_steps_95'][1]:+.4%}; "
+                f"{cost['steps_on']:,} steps on and {cost['steps_off']:,} off, "
                 f"{cost['step_ms_off']:.2f} ms a step off",
             )
             added = torch.cuda.memory_allocated() - before_bytes

@@ -1,4 +1,4 @@
-"""Step time: marks, pauses, and events that are used again."""
+"""Step time: marks, pauses, events that are used again, and steps that need none."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from truemfu.monitor.clock import (
     CudaClock,
     HostClock,
+    Mark,
     Span,
     StepClock,
     clock_for,
@@ -20,63 +21,52 @@ from truemfu.monitor.clock import (
 )
 
 
-class ScriptedClock(HostClock):
-    """Marks at given moments, and remembers what was recycled."""
-
-    def __init__(self, *moments: float) -> None:
-        self._moments = list(moments)
-        self.recycled: list[float] = []
-
-    def mark(self) -> float:
-        return self._moments.pop(0)
-
-    def recycle(self, mark: float) -> None:
-        self.recycled.append(mark)
+def at(monkeypatch: pytest.MonkeyPatch, *moments: float) -> None:
+    """What `time.perf_counter` answers, one call after another."""
+    left = list(moments)
+    monkeypatch.setattr("truemfu.monitor.clock.time.perf_counter", lambda: left.pop(0))
 
 
-def test_a_step_lasts_from_the_end_of_the_one_before() -> None:
-    clock = ScriptedClock(1.0, 3.0, 7.5)
-    steps = StepClock(clock)
+def test_a_step_lasts_from_the_end_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    at(monkeypatch, 1.0)
+    steps = StepClock(HostClock())
     steps.begin()
-    first, second = steps.end(), steps.end()
-    assert duration_s(clock, first) == 2.0
-    assert duration_s(clock, second) == 4.5
+    assert duration_s(steps.end(3.0)) == 2.0
+    assert duration_s(steps.end(7.5)) == 4.5
 
 
 def test_a_first_step_whose_beginning_nobody_saw_has_no_time() -> None:
-    clock = ScriptedClock(3.0, 5.0)
-    steps = StepClock(clock)
-    assert duration_s(clock, steps.end()) is None
-    assert duration_s(clock, steps.end()) == 2.0
+    steps = StepClock(HostClock())
+    assert duration_s(steps.end(3.0)) is None
+    assert duration_s(steps.end(5.0)) == 2.0
 
 
-def test_later_forward_passes_do_not_begin_the_step_again() -> None:
-    clock = ScriptedClock(1.0, 3.0, 9.0)
-    steps = StepClock(clock)
+def test_later_forward_passes_do_not_begin_the_step_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    at(monkeypatch, 1.0, 2.0)
+    steps = StepClock(HostClock())
     steps.begin()
     steps.begin()
-    assert duration_s(clock, steps.end()) == 2.0
+    assert duration_s(steps.end(3.0)) == 2.0
 
 
-def test_pauses_are_left_out_of_the_step_they_fall_into() -> None:
-    clock = ScriptedClock(0.0, 10.0, 25.0, 30.0, 31.0, 40.0, 41.0)
-    steps = StepClock(clock)
+def test_pauses_are_left_out_of_the_step_they_fall_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    at(monkeypatch, 0.0, 10.0, 25.0, 30.0, 31.0)
+    steps = StepClock(HostClock())
     steps.begin()
-    steps.pause(clock.mark())  # 10 … 25
-    steps.pause(clock.mark())  # 30 … 31
-    first, second = steps.end(), steps.end()
-    assert duration_s(clock, first) == 40.0 - 15.0 - 1.0
-    assert duration_s(clock, second) == 1.0
+    steps.pause(steps.moment())  # 10 … 25
+    steps.pause(steps.moment())  # 30 … 31
+    assert duration_s(steps.end(40.0)) == 40.0 - 15.0 - 1.0
+    assert duration_s(steps.end(41.0)) == 1.0
 
 
-def test_every_mark_but_a_last_one_is_recycled_once() -> None:
-    clock = ScriptedClock(0.0, 1.0, 2.0, 3.0, 4.0)
-    steps = StepClock(clock)
+def test_steps_that_nobody_marked_lie_between_two_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+    at(monkeypatch, 1.0)
+    steps = StepClock(HostClock())
     steps.begin()
-    steps.pause(clock.mark())
-    for span in (steps.end(), steps.end()):
-        duration_s(clock, span)
-    assert sorted(clock.recycled) == [0.0, 1.0, 2.0, 3.0]
+    begin, end = steps.skip_to(4.0)
+    assert begin is not None
+    assert (begin.host_s, end.host_s) == (1.0, 4.0)
+    assert steps.end(6.0).begin is end
 
 
 def test_a_cpu_has_the_hosts_clock() -> None:
@@ -87,7 +77,7 @@ def test_a_cpu_has_the_hosts_clock() -> None:
 class RecordedEvent:
     """Stands for a CUDA event where there is no GPU: what the clock asks of it, answered from a script."""
 
-    def __init__(self, moment_ms: float, passed: bool) -> None:
+    def __init__(self, moment_ms: float, passed: bool = True) -> None:
         self.moment_ms, self.passed = moment_ms, passed
 
     def query(self) -> bool:
@@ -97,27 +87,126 @@ class RecordedEvent:
         return later.moment_ms - self.moment_ms
 
 
-def test_cuda_times_are_seconds_and_ask_only_events_that_have_passed() -> None:
+class Device(CudaClock):
+    """A CUDA clock whose events say when a device would have been there: `lag_s` after the host."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cuda", 0))
+        self.lag_s = 0.0
+        self.events: list[RecordedEvent] = []
+
+    def mark(self, now_s: float) -> Mark:
+        self.now_s = now_s
+        return super().mark(now_s)
+
+    def _recorded(self) -> Any:
+        event = RecordedEvent(1e3 * (self.now_s + self.lag_s))
+        self.events.append(event)
+        return event
+
+
+def run(clock: Device, steps: StepClock, count: int, step_s: float = 0.1) -> list[Span]:
+    """So many more steps of this length, each asked for as the resolver does."""
+    if not clock.events:
+        clock.mark(0.0)
+        steps._begin = clock._with_event[0]
+    spans = []
+    for _ in range(count):
+        assert steps._begin is not None
+        spans.append(steps.end(steps._begin.host_s + step_s, exact=False))
+        clock.has_passed(spans[-1].end)
+    return spans
+
+
+def test_an_event_is_asked_for_its_time_only_when_it_has_passed() -> None:
+    clock = Device()
+    begin, end = clock.mark(0.1), clock.mark(0.194)
+    clock.events[1].passed = False
+    assert clock.has_passed(begin)
+    assert not clock.has_passed(end)
+    clock.events[1].passed = True
+    assert clock.has_passed(end)
+    assert duration_s(Span(begin, end, [])) == pytest.approx(0.094)
+
+
+def test_events_are_used_again() -> None:
     clock: Any = CudaClock(torch.device("cuda", 0))
-    begin, end = RecordedEvent(100.0, True), RecordedEvent(194.0, False)
-    span = Span(begin=begin, end=end, pauses=[])
-    assert not clock.has_passed(span.end)
-    end.passed = True
-    assert clock.has_passed(span.end)
-    assert duration_s(clock, span) == pytest.approx(0.094)
-    assert clock._free == [begin]
+    clock._recorded = lambda: clock._free.pop() if clock._free else RecordedEvent(0.0)
+    used = set()
+    for number in range(50):
+        mark = clock.mark(float(number))
+        used.add(id(mark.event))
+        assert clock.has_passed(mark)
+    assert len(used) <= 3
+
+
+def test_every_step_has_an_event_until_host_and_device_agree() -> None:
+    clock = Device()
+    steps = StepClock(clock)
+    run(clock, steps, 31)
+    assert len(clock.events) == 32
+    assert clock.source == "CUDA events"
+    run(clock, steps, 300)
+    assert len(clock.events) == pytest.approx(32 + 30 / 3, abs=2)  # then one in three seconds
+    assert clock.source == "CUDA events, the host's clock between them while both agree"
+
+
+def test_a_device_that_goes_its_own_way_has_an_event_on_every_step() -> None:
+    clock = Device()
+    steps = StepClock(clock)
+    for number in range(100):
+        clock.lag_s = 0.01 * (number % 2)
+        run(clock, steps, 1)
+    assert len(clock.events) == 101
+
+
+def test_between_two_events_the_time_is_the_devices_and_shared_by_the_hosts() -> None:
+    clock = Device()
+    steps = StepClock(clock)
+    run(clock, steps, 32)
+    run(clock, steps, 1)  # its event is the last for three seconds
+    spans = run(clock, steps, 10, 0.1) + run(clock, steps, 5, 0.2)
+    assert [duration_s(span) for span in spans] == [None] * 15
+    clock.lag_s = 0.042  # the device needed a fiftieth more
+    spans += [steps.end(5.4)]
+    for span in spans:
+        assert clock.has_passed(span.end)
+    assert [duration_s(span) for span in spans] == pytest.approx([0.102] * 10 + [0.204] * 5 + [0.102])
+
+
+def test_a_device_that_falls_behind_has_an_event_on_every_step_again() -> None:
+    clock = Device()
+    steps = StepClock(clock)
+    run(clock, steps, 100)
+    few = len(clock.events)
+    clock.lag_s = 0.08  # of a step of 0.1
+    run(clock, steps, 40)
+    assert clock._every_s == 0.0
+    run(clock, steps, 20)
+    assert len(clock.events) >= few + 20
+
+
+def test_what_nobody_asked_for_is_unknown_not_wrong() -> None:
+    clock = Device()
+    steps = StepClock(clock)
+    run(clock, steps, 40)
+    dropped, kept = steps.end(4.1, exact=False), steps.end(4.2, exact=False)
+    clock.mark(5.0)
+    assert clock.has_passed(kept.end)
+    assert duration_s(kept) is None  # its beginning was the dropped one's end
+    assert dropped.end.device_s is None
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_recorded_events_tell_the_devices_time() -> None:
     clock = CudaClock(torch.device("cuda", 0))
-    begin = clock.mark()
+    begin = clock.mark(0.0)
     torch.cuda._sleep(100_000_000)
-    end = clock.mark()
+    end = clock.mark(1.0)
     torch.cuda.synchronize()
     assert clock.has_passed(end)
-    assert clock.seconds(begin, end) > 0.01
+    assert (duration_s(Span(begin, end, [])) or 0.0) > 0.01
 
 
 def test_without_a_driver_there_is_no_capture_to_leave_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,9 +3,16 @@
     log_step n-1 ──► step n: forward, backward, optimizer ──► log_step n
         mark ────────────── pause ⟨mark … mark⟩ ──────────────► mark
 
-On CUDA a mark is a timing event: recording one costs a few microseconds, and nobody waits for it. Its time is
-asked for later, by another thread, once it has passed. Elsewhere work ends when its call returns, and a mark
-is the host's clock. A step lasts from the mark before it to its own, less the pauses in between.
+A step lasts from the mark before it to its own, less the pauses in between. On CUDA a mark is a timing event
+that nobody waits for: its time is asked for later, by another thread, once it has passed. Elsewhere work ends
+when its call returns, and a mark is the host's clock.
+
+Where the device waits for the host, recording an event on every step is felt, and tells nothing that the
+host's clock does not. So while the two agree on how long steps take, one mark in three seconds has an event;
+those between are placed by the host's clock, stretched so that from event to event the time is the device's:
+
+    event ── · ── · ── · ── · ── event      host's clock, less than 2 % apart on each of the last 32 steps
+    event ─ event ─ event ─ event ─ event   until it does, and as soon as it does not any more
 """
 
 from __future__ import annotations
@@ -13,41 +20,54 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import time
-from typing import Any, NamedTuple
+from collections import deque
+from typing import NamedTuple
 
 import torch
 
 from ..hardware.cycle_stamps import CUDA_DRIVER
 
 _CAPTURE_MODE_RELAXED = 2
+_EVENT_EVERY_S = 3.0
+_STEPS_TO_AGREE = 32
+_APART = 0.02
+"""What host and device may differ by in the length of a step, on average."""
+_LAG_IN_STEPS = 0.5
+"""By how much the device may fall behind from one event to the next."""
+_BOTH = "CUDA events, the host's clock between them while both agree"
+_MAX_EVENTS = 20_000
+"""More than the steps that wait to be worked out, should nobody ask for them."""
 
-Mark = Any
-"""A moment: a CUDA event, or seconds of `time.perf_counter`."""
+
+class Mark:
+    """A moment: when the host was there, and the device, once the event beside it tells."""
+
+    __slots__ = ("device_s", "event", "host_s")
+
+    def __init__(self, host_s: float, event: torch.cuda.Event | None, device_s: float | None = None) -> None:
+        self.host_s, self.event, self.device_s = host_s, event, device_s
 
 
 class HostClock:
     """Marks of the host's clock, for devices whose work is done when the call returns."""
 
     source = "host clock"
+    due_s = 0.0
 
-    def mark(self) -> float:
+    def mark(self, now_s: float) -> Mark:
         """This moment."""
-        return time.perf_counter()
+        return Mark(now_s, None, now_s)
 
-    def has_passed(self, mark: float) -> bool:
+    def has_passed(self, mark: Mark) -> bool:
         """Whether the device has got as far as this mark."""
         return True
 
-    def seconds(self, begin: float, end: float) -> float:
-        """The time between two marks that have passed."""
-        return end - begin
-
-    def recycle(self, mark: float) -> None:
-        """Nobody will ask for this mark again."""
-
 
 class CudaClock:
-    """Marks on a CUDA device's timeline; events are used again, so their number stays small."""
+    """Marks on a CUDA device's timeline; events are used again, so their number stays small.
+
+    `mark` is for the training thread, `has_passed` for one other, which asks for marks in their order.
+    """
 
     source = "CUDA events"
 
@@ -56,9 +76,67 @@ class CudaClock:
         self._free: list[torch.cuda.Event] = []
         self._stream: torch.cuda.Stream | None = None
         self._stream_data: tuple[int, int, int] | None = None
+        self.due_s = self._every_s = 0.0
+        """From when on a mark should have an event again; `mark` gives it one in any case."""
+        self._with_event: deque[Mark] = deque(maxlen=_MAX_EVENTS)
+        self._next: Mark | None = None
+        self._reached: Mark | None = None
+        self._before: Mark | None = None
+        self._apart: deque[float] = deque(maxlen=_STEPS_TO_AGREE)
+        self._step_s = 0.0
 
-    def mark(self) -> torch.cuda.Event:
+    def mark(self, now_s: float) -> Mark:
         """A moment in the work that is queued on the current stream."""
+        self.due_s = now_s + self._every_s
+        mark = Mark(now_s, self._recorded())
+        self._with_event.append(mark)
+        return mark
+
+    def has_passed(self, mark: Mark) -> bool:
+        """Whether the device has got as far as this mark, and its time is known."""
+        while (reached := self._reached) is None or reached.host_s < mark.host_s:
+            if not self._reach_next():
+                return False
+        if mark.device_s is None and self._before is not None and self._before.host_s <= mark.host_s:
+            mark.device_s = _between(self._before, reached, mark.host_s)
+        return True
+
+    def _reach_next(self) -> bool:
+        """Go on to the next event, if the device is past it."""
+        if self._next is None:
+            if not self._with_event:
+                return False
+            self._next = self._with_event.popleft()
+        mark, last = self._next, self._reached
+        assert mark.event is not None
+        if not mark.event.query():
+            return False
+        if last is None:
+            mark.device_s = 0.0
+        else:
+            assert last.event is not None
+            assert last.device_s is not None
+            seconds = float(last.event.elapsed_time(mark.event)) / 1e3
+            mark.device_s = last.device_s + seconds
+            self._compare(mark.host_s - last.host_s, seconds)
+            self._free.append(last.event)
+            last.event = None
+        self._before, self._reached, self._next = last, mark, None
+        return True
+
+    def _compare(self, host_s: float, device_s: float) -> None:
+        """Decide by how long host and device took from event to event whether each step needs one."""
+        if self._every_s:
+            if abs(device_s - host_s) > _LAG_IN_STEPS * self._step_s:
+                self._every_s = self.due_s = 0.0
+                self._apart.clear()
+        elif device_s > 0:
+            self._apart.append(abs(device_s - host_s) / device_s)
+            if len(self._apart) == _STEPS_TO_AGREE and sum(self._apart) < _APART * _STEPS_TO_AGREE:
+                self._step_s, self._every_s = device_s, _EVENT_EVERY_S
+                self.source = _BOTH
+
+    def _recorded(self) -> torch.cuda.Event:
         event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
         last = self._stream_data
         if self._stream is None or last is None or torch._C._cuda_getCurrentStream(last[1]) != last:
@@ -68,17 +146,15 @@ class CudaClock:
         event.record(self._stream)
         return event
 
-    def has_passed(self, mark: torch.cuda.Event) -> bool:
-        """Whether the device has got as far as this mark."""
-        return bool(mark.query())
 
-    def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        """The time between two marks that have passed."""
-        return float(begin.elapsed_time(end)) / 1e3
-
-    def recycle(self, mark: torch.cuda.Event) -> None:
-        """Nobody will ask for this mark again."""
-        self._free.append(mark)
+def _between(begin: Mark, end: Mark, host_s: float) -> float:
+    """When the device was where the host was at this moment, between two marks whose times are known."""
+    assert begin.device_s is not None
+    assert end.device_s is not None
+    if end.host_s == begin.host_s:
+        return end.device_s
+    share = (host_s - begin.host_s) / (end.host_s - begin.host_s)
+    return begin.device_s + share * (end.device_s - begin.device_s)
 
 
 def leave_captures_alone() -> None:
@@ -115,29 +191,42 @@ class StepClock:
     def begin(self) -> None:
         """A first forward pass starts: the first step begins here, later ones where the last one ended."""
         if self._begin is None:
-            self._begin = self.clock.mark()
+            self._begin = self.moment()
+
+    def moment(self) -> Mark:
+        """Now, by an event: the marks before it have their time as soon as the device is here."""
+        return self.clock.mark(time.perf_counter())
 
     def pause(self, begin: Mark) -> None:
         """What ran from `begin` until now is no part of a step."""
-        self._pauses.append((begin, self.clock.mark()))
+        self._pauses.append((begin, self.moment()))
 
-    def end(self) -> Span:
-        """A step ends here, and the next one begins."""
-        end = self.clock.mark()
-        span = Span(self._begin, end, self._pauses)
+    def skip_to(self, now_s: float) -> tuple[Mark | None, Mark]:
+        """Steps ended unmarked, the last of them then: where the first began, and that end."""
+        begin, end = self._begin, Mark(now_s, None)
         self._begin = end
-        self._pauses = []
-        return span
+        return begin, end
+
+    def end(self, now_s: float, *, exact: bool = True) -> Span:
+        """A step ends here, and the next one begins; if not `exact`, its mark may do without an event."""
+        begin, clock = self._begin, self.clock
+        end = self._begin = clock.mark(now_s) if exact or now_s >= clock.due_s else Mark(now_s, None)
+        pauses = self._pauses
+        if pauses:
+            self._pauses = []
+        return Span(begin, end, pauses)
 
 
-def duration_s(clock: HostClock | CudaClock, span: Span) -> float | None:
-    """How long a step took once its end has passed; its marks but the last are free afterwards."""
+def duration_s(span: Span) -> float | None:
+    """How long a step took once its end has passed; None where its beginning was not seen, or asked for."""
     if span.begin is None:
         return None
-    seconds = clock.seconds(span.begin, span.end)
+    seconds = _seconds(span.begin, span.end)
     for begin, end in span.pauses:
-        seconds -= clock.seconds(begin, end)
-        clock.recycle(begin)
-        clock.recycle(end)
-    clock.recycle(span.begin)
+        paused_s = _seconds(begin, end)
+        seconds = None if seconds is None or paused_s is None else seconds - paused_s
     return seconds
+
+
+def _seconds(begin: Mark, end: Mark) -> float | None:
+    return None if begin.device_s is None or end.device_s is None else end.device_s - begin.device_s

@@ -94,6 +94,11 @@ class HardwareWatch:
         self._sampler.read_soon(GPM_LAG_S / 2 + _MARGIN_S)
         return cut
 
+    @property
+    def due_s(self) -> float:
+        """From when on `cut` has something to do."""
+        return 0.0 if self._due_s is None else self._due_s
+
     def restart(self) -> None:
         """What ran since the last cut is not to be measured: the next, in a while, begins a window."""
         self._is_open, self._due_s = False, None

@@ -12,6 +12,9 @@ its kind is copied at once; so is a number that comes again at the same place, a
 of a CUDA graph does, and what would keep much memory alive. The graphs of torch.compile write over each
 other's outputs behind torch's back, so once there are any every number is copied at once.
 
+Each thing that is asked of a tensor costs a launch-bound run microseconds. So numbers of a name that was
+looked at twice may be kept elsewhere as they come (`usual_steps`), to be looked at and sent all together.
+
 The first use of a kernel and new page-locked memory make a program wait until the device is idle. So the
 first tensor of a kind goes through all of it on the spot, and memory for numbers is set aside: that is in the
 first step, when little is queued. Whole tensors (documents, grids) get theirs when they first need it.
@@ -27,14 +30,17 @@ from typing import Any
 
 import torch
 
+from ..errors import one_line
 from ..flops.host_copy import HostCopy
 
-_LONGEST_WAIT_S = 3.0
-_MAX_KEPT = 256
+LONGEST_WAIT_S = 3.0
+MAX_KEPT = 256
 _MAX_KEPT_BYTES = 16 << 20
 _MAX_STORAGE_BYTES = 4 << 20
 _COMPILED_GRAPHS = "torch._inductor.cudagraph_trees"
 """Imported when torch.compile first makes a CUDA graph, if not before."""
+_LOOKS = 2
+"""Before numbers of a name are kept unseen: whether the second lies where the first did is worth knowing."""
 _RESERVED_SIZES = tuple(1 << power for power in range(3, 13))
 """Bytes of page-locked memory that numbers need: up to 256 of 8 bytes, in powers of two."""
 _RESERVED_OF_EACH = 8
@@ -46,9 +52,9 @@ class Held:
 
     __slots__ = ("_copy", "_place", "count", "is_void", "name", "tensor", "version")
 
-    def __init__(self, name: str, tensor: torch.Tensor, version: int, count: bool) -> None:
+    def __init__(self, name: str, tensor: torch.Tensor | None, version: int = 0, count: bool = False) -> None:
         self.name, self.version, self.count = name, version, count
-        self.tensor: torch.Tensor | None = tensor
+        self.tensor = tensor
         self._copy: HostCopy | None = None
         self._place = 0
         self.is_void = False
@@ -71,6 +77,40 @@ class Held:
         return self._copy.get()[self._place]
 
 
+class SentNumbers:
+    """Numbers of one name that were kept without a look, on their way to the host.
+
+    Whether each still is what it was when it was passed in is asked later, on another thread: one that was
+    not overwritten until then was not when it was sent.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        tensors: list[torch.Tensor],
+        versions: list[int],
+        copy: HostCopy,
+        overwritten: Callable[[str], None],
+    ) -> None:
+        self._name, self._tensors, self._versions, self._copy = name, tensors, versions, copy
+        self._overwritten = overwritten
+
+    def look(self) -> list[Held]:
+        """All of them in their order, those that were overwritten as such."""
+        tensors, versions = self._tensors, self._versions
+        latest = {tensor.data_ptr(): place for place, tensor in enumerate(tensors)}
+        found = []
+        for place, tensor in enumerate(tensors):
+            held = Held(self._name, None)
+            if tensor._version != versions[place] or latest[tensor.data_ptr()] != place:
+                held.gone()
+                self._overwritten(self._name)
+            else:
+                held.sent(self._copy, place)
+            found.append(held)
+        return found
+
+
 Number = float | Held | None
 
 
@@ -85,6 +125,43 @@ class HostValues:
         self._since_s = 0.0
         self._copied_at_once: set[str] = set()
         self._kinds: set[tuple[Any, ...]] = set()
+        self._looks: dict[str, int] = {}
+
+    def usual_type(self, name: str) -> type:
+        """Numbers of which type may be kept without a look: tensors where that is known of this name."""
+        is_known = self._looks.get(name, 0) >= _LOOKS and name not in self._copied_at_once
+        return torch.Tensor if is_known else float
+
+    def look_again(self) -> None:
+        """Something was compiled: the next numbers of each name want a look."""
+        self._looks.clear()
+
+    def send_unseen(self, name: str, tensors: list[torch.Tensor], versions: list[int]) -> SentNumbers | None:
+        """Send numbers that were kept without a look; None where they are none."""
+        if tensors[-1].untyped_storage().nbytes() > _MAX_STORAGE_BYTES:
+            self._looks.pop(name, None)  # keep no more of what these are small parts of
+        try:
+            together = torch.stack(tensors)
+        except (RuntimeError, TypeError) as error:
+            problem = one_line(error)
+        else:
+            if together.numel() == len(tensors):
+                copy = HostCopy(together.flatten())
+                return SentNumbers(name, tensors, versions, copy, self.copy_at_once)
+            problem = f"tensors of shape {tuple(tensors[0].shape)}"
+        self._looks.pop(name, None)
+        self._notice(f"{name} is not logged: got {problem}")
+        return None
+
+    def copy_at_once(self, name: str) -> None:
+        """A number of this name was overwritten before it could be read: the next are copied on the spot."""
+        self._looks.pop(name, None)
+        if name not in self._copied_at_once:
+            self._copied_at_once.add(name)
+            self._notice(
+                f"{name} was overwritten on the device after it was passed in, so a value of it is missing; "
+                "from now on it is copied at once"
+            )
 
     def number(self, name: str, value: Any) -> Number:
         """A number now, or one that is on its way; None for None. Anything else is a TypeError."""
@@ -124,7 +201,7 @@ class HostValues:
             if is_input and before.version == version:
                 return before  # the same argument again
             before.gone()  # its place holds a newer value now
-            self._copy_at_once(name)
+            self.copy_at_once(name)
         if (
             name in self._copied_at_once
             or (not is_input and _COMPILED_GRAPHS in sys.modules)
@@ -132,6 +209,8 @@ class HostValues:
         ):
             tensor = tensor.count_nonzero() if count else tensor.clone()
             place, version, count = (name, tensor.data_ptr()), tensor._version, False
+        elif not is_input:
+            self._looks[name] = self._looks.get(name, 0) + 1
         if (kind := (tensor.dtype, tensor.dim(), count)) not in self._kinds:
             self._prepare(tensor, kind)
         held = Held(name, tensor, version, count)
@@ -147,7 +226,7 @@ class HostValues:
         """Send what is kept, if there is enough of it or it has waited long enough."""
         kept = len(self._kept)
         if kept and (
-            now_s - self._since_s > _LONGEST_WAIT_S or kept > _MAX_KEPT or self._bytes > _MAX_KEPT_BYTES
+            now_s - self._since_s > LONGEST_WAIT_S or kept > MAX_KEPT or self._bytes > _MAX_KEPT_BYTES
         ):
             self.flush()
 
@@ -161,7 +240,7 @@ class HostValues:
                 continue
             if tensor._version != held.version:
                 held.gone()
-                self._copy_at_once(held.name)
+                self.copy_at_once(held.name)
             else:
                 alike[held.name, tensor.shape, tensor.dtype, held.count].append((held, tensor))
         for (_, _, _, count), entries in alike.items():
@@ -179,14 +258,6 @@ class HostValues:
             del reserved  # torch keeps it for the next that asks
         self._kinds.add(kind)
         _send([tensor, tensor], count=kind[-1])
-
-    def _copy_at_once(self, name: str) -> None:
-        if name not in self._copied_at_once:
-            self._copied_at_once.add(name)
-            self._notice(
-                f"{name} was overwritten on the device after it was passed in, so a value of it is missing; "
-                "from now on it is copied at once"
-            )
 
 
 def _send(tensors: list[torch.Tensor], count: bool) -> HostCopy:

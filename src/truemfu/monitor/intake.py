@@ -19,7 +19,7 @@ class Intake:
 
     def __init__(self, values: HostValues, notices: Notices) -> None:
         self._values, self._notices = values, notices
-        self._last_step: int | None = None
+        self.last_step: int | None = None
 
     def step_number(self, step: Any) -> int:
         """The number of a step that is no plain integer; where it cannot be read, one more than the last."""
@@ -30,11 +30,11 @@ class Intake:
             f"step cannot be read ({type(step).__name__}: a device tensor, or no number): "
             "steps are counted instead"
         )
-        return 0 if self._last_step is None else self._last_step + 1
+        return 0 if self.last_step is None else self.last_step + 1
 
     def steps_since_last(self, step: int) -> int:
         """How many steps this one stands for; steps that do not increase are said."""
-        last, self._last_step = self._last_step, step
+        last, self.last_step = self.last_step, step
         if last is None:
             return 1
         if step <= last:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,13 +30,14 @@ from ..hardware.executed import has_rate
 from ..trackers.base import Tracker
 from .audit_step import AuditStep
 from .clock import StepClock, clock_for
+from .compilations import compilations
 from .config import MonitorConfig, load_config
 from .counting import Counting
 from .data import WatchedData
 from .datasets import DatasetMetrics, PendingDatasetMetrics, shifts_labels
 from .hardware_watch import HardwareWatch, open_watch
 from .hardware_windows import HardwareWindows
-from .host_values import HostValues
+from .host_values import LONGEST_WAIT_S, MAX_KEPT, HostValues, SentNumbers
 from .intake import Intake
 from .measuring import Measuring
 from .notices import Notices
@@ -48,6 +48,7 @@ from .resolver import Resolver
 from .step_note import WARMUP_STEPS, StepNote
 from .summary import show
 from .totals import Totals
+from .usual_steps import Raw, UsualPiece, UsualStep, UsualSteps
 
 _CLOSE_TIMEOUT_S = 20.0
 _COUNT_TIMEOUT_S = 5.0
@@ -55,7 +56,8 @@ _SAVE_TIMEOUT_S = 60.0
 _LONGEST_FORWARD_S = 2.0
 _REST_S = 0.0002
 _FORWARD_POLL_S = 0.002
-_graph_counters: Mapping[str, Mapping[str, int]] | None = None
+_LOSS, _GRAD_NORM = (UsualStep._fields.index(name) for name in ("loss", "grad_norm"))
+"""A tensor's version is in the next place."""
 _NO_DATASETS: Sequence[tuple[PendingDatasetMetrics, HostCopy]] = ()
 
 
@@ -105,9 +107,10 @@ class TrainingMonitor:
         self._measuring = Measuring(self.config, self._notices)
         self._follows_count = True
         self._logged = 0
+        self._usual = UsualSteps()
         self._last_end_s: float | None = None
         self._data_wait_s: float | None = None
-        self._compilations = _compilations()
+        self._compilations = compilations()
         self._own_time_s = self._own_check_s = 0.0
         self._forward_since_s: float | None = None
         atexit.register(self.close)
@@ -128,12 +131,14 @@ class TrainingMonitor:
 
     def detach(self) -> None:
         """Leave the model as it was before `attach`."""
+        self._guarded(self._take_in_usual)
         if self._attachment is not None:
             self._attachment.remove()
             self._attachment = None
 
     def observe(self, batch: Mapping[str, Any] | Sequence[Any] | torch.Tensor) -> None:
         """Note a micro-batch yourself, where the model's forward does not get it whole; hooks then rest."""
+        self._guarded(self._take_in_usual)
         self._is_manual = True
         if isinstance(batch, torch.Tensor):
             batch = (batch,)
@@ -154,7 +159,8 @@ class TrainingMonitor:
         """What runs inside (an evaluation, a checkpoint) is no part of a step."""
         mark, began_s = None, time.perf_counter()
         if self._is_set_up and not self._pauses:
-            mark = self._guarded(self._clock.clock.mark)
+            self._guarded(self._take_in_usual)
+            mark = self._guarded(self._clock.moment)
             self._guarded(self._values.flush)
             self._measuring.interrupt()
             if self._audit is not None:
@@ -175,6 +181,7 @@ class TrainingMonitor:
 
     def set_phase(self, name: str | None) -> None:
         """Measure as often as this phase of the training asks for; None: as often as without phases."""
+        self._guarded(self._take_in_usual)
         self._measuring.set_phase(name)
 
     def log_step(
@@ -192,7 +199,11 @@ class TrainingMonitor:
         Loss, gradient norm and mask may be device tensors: they are read later, when they are ready.
         """
         began_s = time.perf_counter()
-        if not self._is_broken:
+        if attention_mask is None and self._usual.took(
+            began_s, step, epoch, loss, grad_norm, learning_rate, skip_wandb, self._data_wait_s
+        ):
+            self._data_wait_s = None
+        elif not self._is_broken:
             try:
                 self._log_step(
                     step, epoch, loss, grad_norm, learning_rate, attention_mask, skip_wandb, began_s
@@ -207,6 +218,7 @@ class TrainingMonitor:
         config = self.config
         if not config.log_dataset_metrics or not config.dataset_metrics_freq or self._pauses:
             return
+        self._guarded(self._take_in_usual)
         if (self._logged + 1) % config.dataset_metrics_freq and self._logged:
             return
         self._guarded(self._measure_datasets, batch, outputs, aggregated_loss)
@@ -214,7 +226,7 @@ class TrainingMonitor:
     def save_logs(self) -> None:
         """Write everything logged so far to the local log; waits for it, so not for inside the step."""
         if self._is_set_up and os.getpid() == self._pid:
-            self._guarded(self._values.flush)
+            self._guarded(self._send_all)
             if not self._resolver.finish_pending(_SAVE_TIMEOUT_S):
                 self._notices("some steps could not be worked out in time and are not saved yet")
             self._output.flush(_SAVE_TIMEOUT_S)
@@ -278,7 +290,7 @@ class TrainingMonitor:
         if not self._is_set_up:
             return
         try:
-            self._values.flush()
+            self._send_all()
             patience_s = 0.0 if self._audit is None else self._audit.patience_s
             if not self._resolver.finish_pending(max(_COUNT_TIMEOUT_S, patience_s)):
                 self._counting.give_up.set()  # what is not counted by now is estimated
@@ -295,6 +307,12 @@ class TrainingMonitor:
             summary["lost"] += [text for text in self._output.lost() if text not in summary["lost"]]
             summary["warnings"] = list(self._notices.texts)
             show(summary)
+
+    def _send_all(self) -> None:
+        """Have all that is needed for the rows of the steps so far under way."""
+        self._take_in_usual()
+        self._clock.moment()
+        self._values.flush()
 
     def _close_watch(self) -> None:
         if self._watch is None:
@@ -319,6 +337,7 @@ class TrainingMonitor:
 
     def _switch_off(self, error: Exception) -> None:
         self._is_broken = True
+        self._usual.close()
         self._notices(
             f"the monitor failed and is switched off, the training goes on: {type(error).__name__}: {error}"
         )
@@ -394,6 +413,11 @@ class TrainingMonitor:
 
     def _on_forward(self, batch: Batch | None) -> None:
         began_s = time.perf_counter()
+        if self._usual.saw(batch, began_s):
+            if self._data_wait_s is None and self._last_end_s is not None:
+                self._data_wait_s = began_s - self._last_end_s
+            self._own_time_s += time.perf_counter() - began_s
+            return
         if not (self._is_manual or self._pauses or self._is_closed or self._is_broken):
             try:
                 self._note(batch, began_s)
@@ -426,6 +450,7 @@ class TrainingMonitor:
         is_check = self._measuring.check_is_due
         if not self._is_set_up:
             self._set_up(self._model_device(batch or {}))
+        self._take_in_usual()
         batches = self._batches
         template = batches.template_of(batch)
         if template is None:
@@ -456,7 +481,7 @@ class TrainingMonitor:
         if self._measuring.profiles:
             self._measuring.begin_step(self._counting.convention)
         if self._audit is not None:
-            self._audit.begin_step(self._logged, _compilations())
+            self._audit.begin_step(self._logged, compilations())
 
     def _log_step(
         self,
@@ -474,6 +499,7 @@ class TrainingMonitor:
             return
         if not self._is_set_up:
             self._set_up(self._model_device({"loss": loss}))
+        self._take_in_usual()
         if self._audit is not None:
             self._audit.end_step()
         is_incomplete = self._batches.is_incomplete
@@ -492,8 +518,11 @@ class TrainingMonitor:
             (None, None) if attention_mask is None else intake.mask(attention_mask)
         )
         datasets = self._pending_datasets or _NO_DATASETS
-        compilations = _compilations()
-        is_warmup = self._logged < WARMUP_STEPS or compilations != self._compilations or profile is not None
+        compilations_now = compilations()
+        has_compiled = compilations_now != self._compilations
+        if has_compiled:
+            self._values.look_again()
+        is_warmup = self._logged < WARMUP_STEPS or has_compiled or profile is not None
         cut = None
         if self._watch is not None:
             # Before the mark that ends the step: once that has passed, so has the cut. What compiles, is
@@ -520,14 +549,14 @@ class TrainingMonitor:
             profile,
             datasets,
             bool(skip_wandb),
-            self._clock.end(),
+            self._clock.end(now_s, exact=cut is not None or profile is not None),
             cut,
         )
         self._values.flush_if_due(now_s)
         if self._audit is not None:
             self._audit.hand_over(note)
         self._resolver.put(note)
-        self._compilations, self._data_wait_s = compilations, None
+        self._compilations, self._data_wait_s = compilations_now, None
         if datasets is not _NO_DATASETS:
             self._pending_datasets = []
         self._logged += 1
@@ -535,6 +564,68 @@ class TrainingMonitor:
             self._follow_count()
         if self._logged >= measuring.plan_at:
             measuring.plan_next(self._logged)
+        self._open_usual(now_s, step)
+
+    def _open_usual(self, now_s: float, last_step: int) -> None:
+        """Note the coming steps at the least cost, where they are like this one and nothing is due."""
+        batch, values, measuring = self._batches.usual, self._values, self._measuring
+        if (
+            batch is None
+            or self._attachment is None
+            or self._audit is not None
+            or self._is_manual
+            or self._follows_count
+            or self._counting.is_at_work
+            or measuring.profiles
+            or measuring.check_is_due
+        ):
+            return
+        until_s = min(self._clock.clock.due_s, now_s + LONGEST_WAIT_S)
+        if self._watch is not None:
+            until_s = min(until_s, self._watch.due_s)
+        self._usual.open(
+            until_s,
+            min(measuring.plan_at - self._logged - 1, MAX_KEPT),
+            batch=batch,
+            last_step=last_step,
+            types=(values.usual_type("loss"), values.usual_type("grad_norm")),
+            compilations=self._compilations,
+        )
+
+    def _take_in_usual(self) -> None:
+        """Go on as ever: the steps that were noted at the least cost become notes like any other."""
+        usual = self._usual
+        if not usual.is_open:
+            return
+        steps, micro_batches = usual.close()
+        if steps:
+            last_step = self._intake.last_step
+            assert last_step is not None
+            self._intake.last_step = steps[-1][1]
+            begin, end = self._clock.skip_to(steps[-1][0])
+            self._resolver.put(
+                UsualPiece(
+                    steps,
+                    last_step,
+                    begin,
+                    end,
+                    self._batches.usual_note,
+                    self._measuring.state,
+                    self._measuring.is_counted,
+                    self._sent(steps),
+                )
+            )
+            self._logged += len(steps)
+        self._batches.note_usual(micro_batches)
+
+    def _sent(self, steps: list[Raw]) -> dict[str, SentNumbers | None]:
+        """Those numbers of usual steps that are tensors, on their way to the host."""
+        sent = {}
+        for name, place in (("loss", _LOSS), ("grad_norm", _GRAD_NORM)):
+            if type(steps[0][place]) is not float:
+                numbers, versions = [step[place] for step in steps], [step[place + 1] for step in steps]
+                sent[name] = self._values.send_unseen(name, numbers, versions)
+        return sent
 
     def _follow_count(self) -> None:
         """Have what is new counted now; while that goes on, its thread wants to know when a forward ends."""
@@ -584,12 +675,3 @@ def _times(value: float | None, factor: float) -> float | None:
 
 def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-def _compilations() -> int:
-    """How many graphs torch.compile has made in this process; a step that adds one is no measure of speed."""
-    global _graph_counters
-    if _graph_counters is None:
-        _graph_counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
-    stats = None if _graph_counters is None else _graph_counters.get("stats")
-    return 0 if stats is None else stats.get("unique_graphs", 0)

@@ -37,6 +37,8 @@ _PLAIN = (int, float, str, bool, type(None))
 _functorch_level = torch._C._functorch.peek_interpreter_stack
 _is_any_autocast = torch._C._is_any_autocast_enabled
 _backward_number = torch._C._current_graph_task_id
+_is_compiling = torch.compiler.is_compiling
+_is_grad_enabled = torch.is_grad_enabled
 
 
 @dataclass(eq=False)
@@ -89,6 +91,14 @@ class BatchNote(NamedTuple):
         return self.template.example(found)
 
 
+class UsualBatch(NamedTuple):
+    """What tells a batch of tensors alone from others: their shapes and dtypes, and autocast."""
+
+    shapes: dict[Any, tuple[torch.Size, torch.dtype]]
+    autocast: tuple[Any, ...]
+    template: Template
+
+
 _NO_VALUES: Mapping[str, torch.Tensor | Held] = {}
 
 
@@ -103,7 +113,7 @@ class BatchNotes:
         self._values = values
         self._templates: OrderedDict[Any, Template] = OrderedDict()
         self._kinds: set[Any] = set()
-        self._last: tuple[dict[Any, tuple[torch.Size, torch.dtype]], tuple[Any, ...], Template] | None = None
+        self._last: UsualBatch | None = None
         self._last_bare: BatchNote | None = None
         self._noted: list[BatchNote] = []
         self._noted_in_backward: list[BatchNote] = []
@@ -120,10 +130,10 @@ class BatchNotes:
         """
         if batch is None or _functorch_level() is not None:
             return None
-        autocast = _autocast_key() if _is_any_autocast() else ()
+        autocast = autocast_key()
         last = self._last
-        if last is not None and last[1] == autocast and _looks_like(batch, last[0]):
-            return last[2]
+        if last is not None and last.autocast == autocast and is_like(batch, last.shapes):
+            return last.template
         if any(isinstance(value, torch.Tensor) and value.is_nested for value in batch.values()):
             return None
         key = (
@@ -143,7 +153,7 @@ class BatchNotes:
                 self._templates.popitem(last=False)
         is_plain = all(type(value) is torch.Tensor for value in batch.values())
         shapes = {k: (v.shape, v.dtype) for k, v in batch.items()} if is_plain else None
-        self._last = None if shapes is None else (shapes, autocast, template)
+        self._last = None if shapes is None else UsualBatch(shapes, autocast, template)
         return template
 
     def note(self, batch: Batch, template: Template) -> BatchNote | None:
@@ -160,6 +170,24 @@ class BatchNotes:
         noted.append(note)
         self.has_notes = True
         return note
+
+    @property
+    def usual(self) -> UsualBatch | None:
+        """Batches that can be noted by number from now on; None where each needs a look of its own."""
+        last, bare = self._last, self._last_bare
+        return last if last is not None and bare is not None and bare.template is last.template else None
+
+    @property
+    def usual_note(self) -> BatchNote:
+        """The note of each batch of `usual`."""
+        assert self._last_bare is not None
+        return self._last_bare
+
+    def note_usual(self, micro_batches: int) -> None:
+        """So many micro-batches of `usual` belong to the step under way."""
+        if micro_batches:
+            self._noted += [self.usual_note] * micro_batches
+            self.has_notes = True
 
     def take(self) -> list[BatchNote]:
         """The notes of the step that ends now."""
@@ -206,20 +234,22 @@ class BatchNotes:
         )
 
 
-def _looks_like(batch: Batch, shapes: Mapping[Any, tuple[torch.Size, torch.dtype]]) -> bool:
+def is_like(batch: Batch, shapes: Mapping[Any, tuple[torch.Size, torch.dtype]]) -> bool:
     """Whether a batch is of these tensors, the usual case."""
     if len(batch) != len(shapes):
         return False
-    for key, value in batch.items():
-        expected = shapes.get(key)
-        if (
-            expected is None
-            or type(value) is not torch.Tensor
-            or value.dtype is not expected[1]
-            or value.is_nested
-            or value.shape != expected[0]
-        ):
-            return False
+    try:
+        for key, value in batch.items():
+            expected = shapes.get(key)
+            if (
+                expected is None
+                or type(value) is not torch.Tensor
+                or value.shape != expected[0]
+                or value.dtype is not expected[1]
+            ):
+                return False
+    except RuntimeError:  # a nested tensor has no shape
+        return False
     return True
 
 
@@ -245,8 +275,10 @@ def _without_data(value: Any) -> Any:
     return start_host_copy(value)
 
 
-def _autocast_key() -> tuple[Any, ...]:
-    """What autocast does on this thread where it is on: as much of it as tells states apart."""
+def autocast_key() -> tuple[Any, ...]:
+    """What autocast does on this thread: as much of it as tells states apart."""
+    if not _is_any_autocast():
+        return ()
     on_cuda, on_cpu = torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")
     return (
         torch.get_autocast_dtype("cuda") if on_cuda else None,
@@ -282,7 +314,7 @@ class _Hook:
         self._seen = seen
 
     def __call__(self, module: nn.Module, *args: Any) -> None:
-        if not torch.compiler.is_compiling():
+        if not _is_compiling():
             self._seen(*args)
 
     def __deepcopy__(self, memo: Any) -> Callable[..., None]:
@@ -339,7 +371,7 @@ class Attachment:
         self._undo()
 
     def _on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not torch.is_grad_enabled():
+        if not _is_grad_enabled():
             return  # an evaluation, not a training step
         if not args:
             self._seen(kwargs)

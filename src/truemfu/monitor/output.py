@@ -105,7 +105,8 @@ class Output:
         for lane in self._lanes():
             lane.close(summary, max(ends_s - time.monotonic(), 0))
         if self._is_started:
-            self._write_run({**self._run(), "summary": summary})
+            at_the_end = {key: summary[key] for key in self._run_info if key in summary}
+            self._write_run({**self._run(), **at_the_end, "summary": summary})
 
     def lost(self) -> list[str]:
         """What did not reach a tracker, in words."""

@@ -2,10 +2,10 @@
 
     training thread ── StepNote ──► pending ──► resolver: time, FLOPs, values ──► a row ──► trackers' lanes
 
-It wakes every few seconds and does all that has come since, so that it takes Python's lock rarely. A step
-that ends a window of the hardware counters waits until they were read past it, unless somebody waits for its
-row. The training thread only appends to a queue of bounded length; if the resolver is held up, the oldest
-steps are dropped and counted as lost.
+It wakes every few seconds and does all that has come since, so that it takes Python's lock rarely, and waits
+for a backward pass, in which nobody misses it. A step that ends a window of the hardware counters waits until
+they were read past it, unless somebody waits for its row. The training thread only appends to a queue of
+bounded length; if the resolver is held up, the oldest steps are dropped and counted as lost.
 """
 
 from __future__ import annotations
@@ -32,9 +32,11 @@ from .host_values import is_there, resolved
 from .metrics import StepMeasures, Window, performance
 from .notices import Notices
 from .output import Output
+from .quiet import Quiet
 from .step_detail import StepDetails
 from .step_note import StepNote
 from .totals import Totals
+from .usual_steps import UsualPiece
 
 _MAX_PENDING = 10_000
 _WAKE_EVERY_S = 3.0
@@ -70,7 +72,9 @@ class Resolver:
         self.hardware = hardware
         self._audit = audit
         self._details = StepDetails(counting, device, audited_tiles)
-        self._pending: deque[StepNote] = deque()
+        self._pending: deque[StepNote | UsualPiece] = deque()
+        self._notes: deque[StepNote] = deque()
+        self._quiet = Quiet()
         self._wake = threading.Event()
         self._stopping = False
         self.is_awaited = False
@@ -83,16 +87,16 @@ class Resolver:
         self._thread = threading.Thread(target=self._run, name="truemfu-resolver", daemon=True)
         self._thread.start()
 
-    def put(self, note: StepNote) -> None:
-        """Hand a step over; never waits."""
-        self._taken += 1
+    def put(self, note: StepNote | UsualPiece) -> None:
+        """Hand a step over, or steps in one piece; never waits."""
+        self._taken += _steps_in(note)
         self._pending.append(note)
         if len(self._pending) > _MAX_PENDING:
             try:
-                self._pending.popleft()
+                dropped = self._pending.popleft()
             except IndexError:  # the resolver took it at this very moment
                 return
-            self.lost_steps += 1
+            self.lost_steps += _steps_in(dropped)
 
     def wake(self) -> None:
         """Work off now what has come, instead of in a few seconds."""
@@ -127,6 +131,9 @@ class Resolver:
         # Joined is not gone: torch's state of the thread is taken down after that, and needs Python for it.
         time.sleep(_TAKE_DOWN_S)
 
+    def _is_hurried(self) -> bool:
+        return self.is_awaited or self._stopping
+
     def _fails_for_good(self, now_s: float) -> bool:
         since_s = self._failing_since_s
         return since_s is not None and now_s - since_s > _FAILING_S
@@ -138,6 +145,8 @@ class Resolver:
         while not self._stopping:
             self._wake.wait(_WAKE_EVERY_S)
             self._wake.clear()
+            if self._pending or self._notes:
+                self._quiet.wait(self._is_hurried)
             began = time.thread_time()
             try:
                 self._drain()
@@ -150,11 +159,10 @@ class Resolver:
     def _drain(self) -> None:
         done_before = self._done
         try:
-            while self._pending and self._is_ready(self._pending[0]):
-                try:
-                    note = self._pending.popleft()
-                except IndexError:  # dropped by `put` at this very moment
-                    break
+            while (note := self._next()) is not None and self._is_ready(note):
+                if not self._quiet.is_now():
+                    self._quiet.wait(self._is_hurried)
+                self._notes.popleft()
                 try:
                     self._output.put(note, self._row(note))
                 except Exception as error:
@@ -165,6 +173,16 @@ class Resolver:
         finally:
             if self._done > done_before:
                 self._output.wake()
+
+    def _next(self) -> StepNote | None:
+        """The oldest step that is not a row yet."""
+        if not self._notes:
+            try:
+                oldest = self._pending.popleft()
+            except IndexError:
+                return None
+            self._notes.extend(oldest.notes() if isinstance(oldest, UsualPiece) else (oldest,))
+        return self._notes[0]
 
     def _is_ready(self, note: StepNote) -> bool:
         if not self._clock.has_passed(note.span.end):
@@ -216,7 +234,7 @@ class Resolver:
         return {key: value for key, value in row.items() if value is not None}
 
     def _measures(self, note: StepNote) -> StepMeasures:
-        elapsed_s = duration_s(self._clock, note.span)
+        elapsed_s = duration_s(note.span)
         samples = _sum([b.template.samples for b in note.batches])
         tokens = _sum([b.template.tokens for b in note.batches])
         useful_tokens = _sum([resolved(b.useful_tokens) for b in note.batches])
@@ -268,6 +286,10 @@ class Resolver:
             self.profile_cost_s += note.profile.cost_s
             self._counting.learn_executed(note.profile, flops)
         return flops
+
+
+def _steps_in(note: StepNote | UsualPiece) -> int:
+    return len(note.steps) if isinstance(note, UsualPiece) else 1
 
 
 def _sum(values: list[Any]) -> Any:

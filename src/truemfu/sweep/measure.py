@@ -65,9 +65,10 @@ def time_steps(
             batch = next(batches)
             waits_s.append(time.perf_counter() - asked_s)
             losses.append(trainer.step(batch).detach())
-            spans.append(marks.end())
+            spans.append(marks.end(time.perf_counter()))
         synchronize(device)
-        times_s += [seconds for span in spans if (seconds := duration_s(clock, span)) is not None]
+        assert all(clock.has_passed(span.end) for span in spans)
+        times_s += [seconds for span in spans if (seconds := duration_s(span)) is not None]
         planned = _more_steps(times_s, case, time.perf_counter() - began_s)
     return TimedPass(
         steps=step_times(times_s, case.target_spread, clock.source),

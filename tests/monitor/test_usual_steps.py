@@ -1,0 +1,464 @@
+"""Steps that are alike, noted at the least cost: the same rows as ever, and whatever is not usual is seen.
+
+The path is taken on a GPU. Here a host clock plays its events and CPU tensors those of the device, so that
+every decision is made as it would be there.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from truemfu import TrainingMonitor
+from truemfu.monitor import clock as clock_module
+from truemfu.monitor.clock import CudaClock
+from truemfu.monitor.host_values import HostValues
+from truemfu.monitor.quiet import Quiet
+from truemfu.monitor.usual_steps import UsualSteps
+from truemfu.records import RUN_FILE
+
+STEPS_TO_AGREE = 6
+
+
+class HostEvent:
+    """A CUDA event of a device that is never behind."""
+
+    def __init__(self) -> None:
+        self.at_s = time.perf_counter()
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, later: HostEvent) -> float:
+        return 1e3 * (later.at_s - self.at_s)
+
+
+@pytest.fixture(autouse=True)
+def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = HostValues.number
+
+    def number(self: HostValues, name: str, value: Any) -> Any:
+        is_scalar = type(value) is torch.Tensor and value.dim() == 0
+        return self._hold(name, value, is_input=False) if is_scalar else held(self, name, value)
+
+    monkeypatch.setattr(HostValues, "number", number)
+    monkeypatch.setattr(CudaClock, "_recorded", lambda self: HostEvent())
+    monkeypatch.setattr("truemfu.monitor.monitor.clock_for", CudaClock)
+    monkeypatch.setattr(clock_module, "_STEPS_TO_AGREE", STEPS_TO_AGREE)
+    monkeypatch.setattr(clock_module, "_APART", 1.0)  # a step of this model is over in no time
+    monkeypatch.setattr(clock_module, "_LAG_IN_STEPS", 1e9)
+    monkeypatch.setattr("truemfu.monitor.usual_steps.graph_counters", lambda: None)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).square().mean()
+
+
+FLOPS = 2 * 2 * 4 * 8 * 8
+"""Of a step: forward and the weight's gradient, of four samples."""
+
+
+def flops(row: dict[str, Any]) -> float:
+    return float(1e12 * row["perf/tflops_per_gpu"] * row["perf/step_time"])
+
+
+class Run:
+    """A training under a monitor, with what was logged by hand beside it."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        self.folder, self.model = folder, Model()
+        self.monitor = TrainingMonitor(folder, model=self.model, **options)
+        self.losses: dict[int, float] = {}
+        self.micro_batches: dict[int, int] = {}
+        self.number = 0
+
+    def step(self, samples: int = 4, *, micro_batches: int = 1) -> None:
+        for _ in range(micro_batches):
+            loss = self.model(x=torch.randn(samples, 8))
+            loss.backward()
+        self.log(loss, samples * micro_batches)
+
+    def log(self, loss: Any, samples: int) -> None:
+        self.number += 1
+        self.losses[self.number] = float(loss.detach())
+        self.micro_batches[self.number] = samples
+        self.monitor.log_step(self.number, 0, loss, loss.detach(), 0.1)
+
+    def settle(self) -> None:
+        """Train until host and device agree, and the next steps are usual ones."""
+        for _ in range(STEPS_TO_AGREE + 4):
+            self.step()
+        self.monitor.save_logs()
+        self.step()
+        assert self.monitor._usual.is_open
+
+    @property
+    def usual(self) -> int:
+        return len(self.monitor._usual._steps)
+
+    def rows(self) -> list[dict[str, Any]]:
+        self.monitor.save_logs()
+        rows: list[dict[str, Any]] = json.loads((self.folder / "training_log.json").read_text())
+        return rows
+
+    def check(self, *, missing: tuple[int, ...] = ()) -> list[dict[str, Any]]:
+        """Every step once and in order, with its own loss and samples."""
+        rows = self.rows()
+        assert [row["global_step"] for row in rows] == list(self.losses)
+        for row in rows:
+            number = row["global_step"]
+            expected = None if number in missing else pytest.approx(self.losses[number])
+            assert row.get("training/loss") == expected, number
+            rate = row.get("perf/samples_per_second")
+            if rate is not None:
+                assert rate * row["perf/step_time"] == pytest.approx(self.micro_batches[number])
+        return rows
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    run = Run(tmp_path)
+    run.settle()
+    yield run
+    run.monitor.close()
+
+
+def test_usual_steps_are_the_same_rows(run: Run) -> None:
+    for _ in range(40):
+        run.step()
+    assert run.usual == 40
+    rows = run.check()
+    assert [flops(row) for row in rows[-40:]] == pytest.approx([FLOPS] * 40)
+    assert all("perf/step_time" in row and "perf/data_wait" in row for row in rows[-40:])
+    assert all(row["training/epoch"] == 0.0 and row["training/lr"] == 0.1 for row in rows)
+
+
+def test_their_times_add_up(run: Run) -> None:
+    run.monitor.save_logs()
+    run.step()
+    began_s = time.perf_counter()
+    for _ in range(30):
+        time.sleep(0.002)
+        run.step()
+    took_s = time.perf_counter() - began_s
+    times = [row["perf/step_time"] for row in run.check()[-30:]]
+    assert sum(times) == pytest.approx(took_s, rel=0.05)
+    assert min(times) > 0.0015
+
+
+def test_accumulation_is_one_step(run: Run) -> None:
+    for _ in range(10):
+        run.step(micro_batches=3)
+    assert run.usual == 10
+    run.check()
+
+
+def test_a_batch_of_another_shape_is_seen_in_its_place(run: Run) -> None:
+    for number in range(12):
+        run.step(samples=6 if number % 4 == 3 else 4)
+    run.check()
+
+
+def test_another_shape_in_the_middle_of_a_step_is_seen(run: Run) -> None:
+    run.step()
+    run.model(x=torch.randn(4, 8)).backward()
+    loss = run.model(x=torch.randn(2, 8))
+    loss.backward()
+    run.log(loss, 6)
+    run.step()
+    run.check()
+
+
+def test_autocast_and_evaluation_are_seen(run: Run) -> None:
+    run.step()
+    with torch.no_grad():
+        run.model(x=torch.randn(4, 8))
+    assert run.monitor._usual._micro_batches == 0
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        run.step()
+    assert run.usual == 0  # autocast is no usual batch
+    run.check()
+
+
+def test_a_step_that_goes_back_is_said(run: Run) -> None:
+    run.step()
+    loss = run.model(x=torch.randn(4, 8))
+    with pytest.warns(UserWarning, match="steps should increase"):
+        run.monitor.log_step(1, 0, loss, loss, 0.1)
+    run.number += 1
+
+
+@pytest.mark.parametrize("what", ["lr", "grad_norm", "epoch", "step", "mask"])
+def test_arguments_of_another_kind_are_taken_as_ever(run: Run, what: str) -> None:
+    run.step()
+    loss = run.model(x=torch.randn(4, 8))
+    run.number += 1
+    run.losses[run.number], run.micro_batches[run.number] = float(loss.detach()), 4
+    given: dict[str, Any] = {"epoch": 0, "grad_norm": loss, "lr": 0.1, "step": run.number, "mask": None}
+    given[what] = {
+        "lr": torch.tensor(0.1),
+        "grad_norm": 2.0,
+        "epoch": None,
+        "step": torch.tensor(run.number),
+        "mask": torch.ones(4, 1),
+    }[what]
+    run.monitor.log_step(given["step"], given["epoch"], loss, given["grad_norm"], given["lr"], given["mask"])
+    assert run.usual == 0
+    run.step()
+    rows = run.check()
+    if what == "grad_norm":
+        assert rows[-2]["training/grad_norm"] == 2.0
+
+
+def test_steps_that_are_not_logged_are_counted(run: Run) -> None:
+    run.step()
+    run.number += 4
+    run.step()
+    assert run.usual == 2
+    rows = run.rows()
+    assert [row["global_step"] for row in rows[-2:]] == [run.number - 5, run.number]
+
+
+def test_a_pause_is_no_part_of_a_usual_step(run: Run) -> None:
+    run.step()
+    with run.monitor.pause():
+        run.model(x=torch.randn(4, 8)).backward()
+        time.sleep(0.3)
+    run.step()
+    assert all(row["perf/step_time"] < 0.2 for row in run.check() if "perf/step_time" in row)
+
+
+def test_time_is_up_after_a_few_seconds(run: Run) -> None:
+    run.step()
+    assert run.usual == 1
+    run.monitor._usual._until_s = time.perf_counter()
+    run.step()
+    assert run.usual == 0
+    run.step()
+    assert run.usual == 1
+    run.check()
+
+
+def test_what_is_kept_is_bounded(run: Run) -> None:
+    for _ in range(700):
+        run.step()
+        assert run.usual <= 256
+    run.check()
+
+
+def test_checks_come_when_they_are_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path, flops_profile_freq=50)
+    checked = []
+    check = run.monitor._measuring.check
+    monkeypatch.setattr(run.monitor._measuring, "check", lambda *a: checked.append(run.number) or check(*a))
+    run.settle()
+    while run.number < 220:
+        run.step()
+    assert checked == [0, 50, 100, 150, 200]
+    run.check()
+    run.monitor.close()
+
+
+def test_a_frozen_layer_is_noticed_by_the_next_check(tmp_path: Path) -> None:
+    run = Run(tmp_path, flops_profile_freq=20)
+    run.settle()
+    while run.number < 25:
+        run.step()
+    run.model.layer.bias.requires_grad_(False)
+    run.model.layer.weight.requires_grad_(False)
+    extra = nn.Parameter(torch.ones(()))
+    for _ in range(40):
+        loss = run.model(x=torch.randn(4, 8)) * extra
+        loss.backward()
+        run.log(loss, 4)
+    rows = run.check()
+    assert flops(rows[24]) == pytest.approx(FLOPS)
+    assert flops(rows[-1]) == pytest.approx(FLOPS / 2)  # forward alone
+    run.monitor.close()
+
+
+def test_a_compilation_is_a_warm_up_step(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    counters: dict[str, dict[str, int]] = {"stats": {"unique_graphs": 0}}
+    monkeypatch.setattr("truemfu.monitor.usual_steps.graph_counters", lambda: counters)
+    monkeypatch.setattr("truemfu.monitor.compilations.graph_counters", lambda: counters)
+    run.monitor._take_in_usual()
+    run.step()
+    for _ in range(3):
+        run.step()
+    assert run.usual == 3
+    warm_ups = run.monitor.summary()["warmup_steps"]
+    counters["stats"]["unique_graphs"] = 1
+    run.step()
+    assert run.usual == 0
+    run.step()
+    run.check()
+    assert run.monitor.summary()["warmup_steps"] == warm_ups + 1
+
+
+def test_a_loss_changed_in_place_is_missing_not_wrong(run: Run) -> None:
+    run.step()
+    other = run.model(x=torch.randn(4, 8))
+    kept = other.detach()
+    other.backward()
+    run.number += 1
+    run.losses[run.number], run.micro_batches[run.number] = float(kept), 4
+    run.monitor.log_step(run.number, 0, kept, kept.clone(), 0.1)
+    assert run.usual == 2
+    kept.zero_()
+    with pytest.warns(UserWarning, match="loss was overwritten"):
+        run.monitor.save_logs()
+    run.check(missing=(run.number,))
+    run.step()
+    assert run.monitor._values.usual_type("loss") is float  # copied at once from now on
+
+
+def test_a_loss_that_comes_at_the_same_place_is_missing_not_wrong(run: Run) -> None:
+    """As the outputs of CUDA graphs do that take turns: written by replays, which leave no trace."""
+    static = torch.zeros(()), torch.zeros(())
+    numbers = []
+    for turn in range(6):
+        run.model(x=torch.randn(4, 8)).backward()
+        run.number += 1
+        numbers.append(run.number)
+        static[turn % 2].numpy()[...] = turn
+        run.losses[run.number], run.micro_batches[run.number] = turn, 4
+        run.monitor.log_step(run.number, 0, static[turn % 2], static[turn % 2], 0.1)
+    assert run.usual == 6
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run.check(missing=tuple(numbers[:4]))
+
+
+def test_tensors_that_are_no_number_are_said(run: Run) -> None:
+    for shape in ((), (2,)):
+        loss = run.model(x=torch.randn(4, 8)).detach().expand(shape).clone()
+        run.number += 1
+        run.monitor.log_step(run.number, 0, loss, 1.0 if shape else loss, 0.1)
+    with warnings.catch_warnings(record=True):
+        warnings.simplefilter("always")
+        rows = run.rows()
+    assert rows[-1]["global_step"] == run.number
+    assert any("loss is not logged" in text for text in run.monitor.summary()["warnings"])
+
+
+def test_an_inference_tensor_is_copied(run: Run) -> None:
+    run.step()
+    run.model(x=torch.randn(4, 8)).backward()
+    with torch.inference_mode():
+        loss = torch.tensor(3.0)
+    run.log(loss, 4)
+    with torch.inference_mode():
+        loss += 1
+    run.check()
+
+
+def test_no_graph_is_kept_alive(run: Run) -> None:
+    run.step()
+    kept = run.monitor._usual._steps[-1][3]
+    assert kept.grad_fn is None
+    assert not kept.requires_grad
+
+
+def test_another_model_and_a_phase_end_it(run: Run) -> None:
+    run.step()
+    run.monitor.detach()
+    assert not run.monitor._usual.is_open
+    run.monitor.attach(run.model)
+    run.step()
+    run.step()
+    run.monitor.set_phase(None)
+    assert not run.monitor._usual.is_open
+    run.step()
+    run.check()
+
+
+def test_a_batch_told_by_hand_ends_it(run: Run) -> None:
+    run.step()
+    run.monitor.observe({"x": torch.zeros(4, 8)})
+    assert not run.monitor._usual.is_open
+    run.log(run.model(x=torch.randn(4, 8)), 4)
+    assert run.usual == 0
+    run.monitor.observe({"x": torch.zeros(4, 8)})
+    run.step()
+    run.check()
+
+
+def test_nothing_is_lost_at_the_end(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.settle()
+    for _ in range(17):
+        run.step()
+    run.monitor.close()
+    rows = json.loads((tmp_path / "training_log.json").read_text())
+    assert [row["global_step"] for row in rows] == list(run.losses)
+    assert run.monitor.summary()["lost"] == []
+    assert json.loads((tmp_path / RUN_FILE).read_text())["time_source"].endswith("both agree")
+
+
+def test_closed_it_takes_nothing() -> None:
+    usual = UsualSteps()
+    assert not usual.is_open
+    assert not usual.saw({"x": torch.zeros(1)}, 0.0)
+    assert not usual.took(0.0, 1, 0, 1.0, 1.0, 0.1, False, None)
+
+
+def test_rows_are_worked_out_in_backward_passes(tmp_path: Path) -> None:
+    """There the training thread does not hold Python's lock, so nothing is taken from it."""
+    run = Run(tmp_path)
+    run.settle()
+    quiet, row = run.monitor._resolver._quiet, run.monitor._resolver._row
+    seen: list[bool] = []
+    run.monitor._resolver._row = lambda note: seen.append(quiet.is_now()) or row(note)  # type: ignore
+    layers = nn.Sequential(*(nn.Linear(256, 256) for _ in range(40)))
+    ends_s = time.perf_counter() + 6
+    while time.perf_counter() < ends_s:
+        loss = layers(torch.randn(256, 256)).square().mean()
+        loss.backward()
+        run.step()
+        time.sleep(0.01)
+        if run.number % 20 == 0:
+            run.monitor._take_in_usual()
+            run.monitor._resolver.wake()
+    assert len(seen) > 20
+    assert sum(seen) / len(seen) > 0.8
+    run.monitor.close()
+
+
+def test_a_thread_without_backward_passes_is_waited_for_a_few_times_only() -> None:
+    made: list[Quiet] = []
+    done = threading.Event()
+
+    def idle() -> None:
+        made.append(Quiet())
+        done.wait()
+
+    thread = threading.Thread(target=idle)
+    thread.start()
+    while not made:
+        time.sleep(0.001)
+    took = []
+    for _ in range(8):
+        began_s = time.perf_counter()
+        made[0].wait(lambda: False)
+        took.append(time.perf_counter() - began_s)
+    done.set()
+    thread.join()
+    assert min(took[:5]) > 0.015
+    assert max(took[6:]) < 0.015
+    began_s = time.perf_counter()
+    Quiet().wait(lambda: True)
+    assert time.perf_counter() - began_s < 0.01
