@@ -79,7 +79,7 @@ WINDOW_S = 6.0
 LONGEST_RUN_S = 90.0
 """A compilation, a count beside the training, two seconds, a window, and until that is worked out."""
 STEPS_AHEAD = 3
-PAIRS = 12
+PAIRS = 8
 BLOCK_S = WINDOW_S + 3.5
 """Two seconds before a window in it."""
 PARTS = (

@@ -219,7 +219,7 @@ def own_costs(training: Training, monitor: TrainingMonitor) -> dict[str, float]:
         hooks.append(time.perf_counter() - began)
 
     assert monitor._attachment is not None
-    monitor._attachment._seen = timed_note
+    monitor._attachment.batch_hook.seen = timed_note
     resolver_before = monitor._resolver.own_time_s
     for _ in range(COST_STEPS):
         loss = training.forward_backward()
@@ -391,7 +391,8 @@ def main() -> int:
             say(
                 f"  on the training thread: hook {own['hook_us']:.1f} µs, log_step "
                 f"{own['log_step_us']:.1f} µs (medians), both {own['mean_us']:.1f} µs a step in the mean, "
-                f"{own['mean_us'] / plain_s / 1e6:.4%} of one; {own['own_thread_us_per_step']:.1f} µs a step on the monitor's own"
+                f"{own['mean_us'] / plain_s / 1e6:.4%} of one; "
+                f"{own['own_thread_us_per_step']:.1f} µs a step on the monitor's own"
             )
             cost = overhead(training, monitor, options.steps, options.off)
             low, high = cost["interval_95"]

@@ -352,7 +352,10 @@ def test_tensors_that_are_no_number_are_said(run: Run) -> None:
         warnings.simplefilter("always")
         rows = run.rows()
     assert rows[-1]["global_step"] == run.number
-    assert any("loss is not logged" in text for text in run.monitor.summary()["warnings"])
+    assert any(
+        "loss and grad_norm of some steps are not logged" in text or "loss is not logged" in text
+        for text in run.monitor.summary()["warnings"]
+    )
 
 
 def test_an_inference_tensor_is_copied(run: Run) -> None:
@@ -424,18 +427,37 @@ def test_rows_are_worked_out_in_backward_passes(tmp_path: Path) -> None:
     seen: list[bool] = []
     run.monitor._resolver._row = lambda note: seen.append(quiet.is_now()) or row(note)  # type: ignore
     layers = nn.Sequential(*(nn.Linear(256, 256) for _ in range(40)))
-    ends_s = time.perf_counter() + 6
-    while time.perf_counter() < ends_s:
-        loss = layers(torch.randn(256, 256)).square().mean()
-        loss.backward()
-        run.step()
-        time.sleep(0.01)
-        if run.number % 20 == 0:
-            run.monitor._take_in_usual()
-            run.monitor._resolver.wake()
-    assert len(seen) > 20
+    ends_s = time.perf_counter() + 60
+    while len(seen) < 40 and time.perf_counter() < ends_s:
+        layers(torch.randn(2048, 256)).square().mean().backward()
+        for _ in range(4):
+            run.step()
+        run.monitor._take_in_usual()
+        run.monitor._resolver.wake()
+    assert len(seen) >= 40
     assert sum(seen) / len(seen) > 0.8
     run.monitor.close()
+
+
+def test_who_waits_for_a_backward_pass_finds_one() -> None:
+    quiet, ends = Quiet(), threading.Event()
+    found: list[bool] = []
+
+    def look() -> None:
+        for _ in range(20):
+            time.sleep(0.01)
+            quiet.wait(lambda: False)
+            found.append(quiet.is_now())
+        ends.set()
+
+    layers = nn.Sequential(*(nn.Linear(256, 256) for _ in range(10)))
+    thread = threading.Thread(target=look)
+    thread.start()
+    while not ends.is_set():
+        loss = layers(torch.randn(2048, 256)).square().mean()
+        loss.backward()
+    thread.join()
+    assert sum(found) >= 17
 
 
 def test_a_thread_without_backward_passes_is_waited_for_a_few_times_only() -> None:
@@ -457,8 +479,4 @@ def test_a_thread_without_backward_passes_is_waited_for_a_few_times_only() -> No
         took.append(time.perf_counter() - began_s)
     done.set()
     thread.join()
-    assert min(took[:5]) > 0.015
-    assert max(took[6:]) < 0.015
-    began_s = time.perf_counter()
-    Quiet().wait(lambda: True)
-    assert time.perf_counter() - began_s < 0.01
+    assert min(took[:5]) > 4 * max(took[6:])

@@ -8,7 +8,7 @@ that nobody waits for: its time is asked for later, by another thread, once it h
 when its call returns, and a mark is the host's clock.
 
 Where the device waits for the host, recording an event on every step is felt, and tells nothing that the
-host's clock does not. So while the two agree on how long steps take, one mark in three seconds has an event;
+host's clock does not. So while the two agree on how long steps take, one mark in five seconds has an event;
 those between are placed by the host's clock, stretched so that from event to event the time is the device's:
 
     event ── · ── · ── · ── · ── event      host's clock, less than 2 % apart on each of the last 32 steps
@@ -28,7 +28,7 @@ import torch
 from ..hardware.cycle_stamps import CUDA_DRIVER
 
 _CAPTURE_MODE_RELAXED = 2
-_EVENT_EVERY_S = 3.0
+_EVENT_EVERY_S = 5.0
 _STEPS_TO_AGREE = 32
 _APART = 0.02
 """What host and device may differ by in the length of a step, on average."""

@@ -10,7 +10,7 @@ _graph_counters: Mapping[str, Mapping[str, int]] | None = None
 
 
 def graph_counters() -> Any:
-    """torch's own counters, where it has them by now: a mapping of mappings, in which missing is 0."""
+    """torch's own counters, where it has them by now: a mapping of mappings."""
     global _graph_counters
     if _graph_counters is None:
         _graph_counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)

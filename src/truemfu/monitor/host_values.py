@@ -25,15 +25,15 @@ from __future__ import annotations
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
 from ..errors import one_line
 from ..flops.host_copy import HostCopy
 
-LONGEST_WAIT_S = 3.0
+_LONGEST_WAIT_S = 3.0
 MAX_KEPT = 256
 _MAX_KEPT_BYTES = 16 << 20
 _MAX_STORAGE_BYTES = 4 << 20
@@ -77,36 +77,38 @@ class Held:
         return self._copy.get()[self._place]
 
 
+class Unseen(NamedTuple):
+    """Numbers of one name that were kept without a look, with what their versions were."""
+
+    tensors: list[torch.Tensor]
+    versions: list[int]
+
+
 class SentNumbers:
-    """Numbers of one name that were kept without a look, on their way to the host.
+    """Numbers of one name that were kept without a look, on their way to the host, from a place on.
 
     Whether each still is what it was when it was passed in is asked later, on another thread: one that was
     not overwritten until then was not when it was sent.
     """
 
     def __init__(
-        self,
-        name: str,
-        tensors: list[torch.Tensor],
-        versions: list[int],
-        copy: HostCopy,
-        overwritten: Callable[[str], None],
+        self, name: str, unseen: Unseen, copy: HostCopy, first: int, overwritten: Callable[[str], None]
     ) -> None:
-        self._name, self._tensors, self._versions, self._copy = name, tensors, versions, copy
+        self._name, self._unseen, self._copy, self._first = name, unseen, copy, first
         self._overwritten = overwritten
 
     def look(self) -> list[Held]:
         """All of them in their order, those that were overwritten as such."""
-        tensors, versions = self._tensors, self._versions
-        latest = {tensor.data_ptr(): place for place, tensor in enumerate(tensors)}
+        tensors, versions = self._unseen
+        latest = {tensor.data_ptr(): number for number, tensor in enumerate(tensors)}
         found = []
-        for place, tensor in enumerate(tensors):
+        for number, tensor in enumerate(tensors):
             held = Held(self._name, None)
-            if tensor._version != versions[place] or latest[tensor.data_ptr()] != place:
+            if tensor._version != versions[number] or latest[tensor.data_ptr()] != number:
                 held.gone()
                 self._overwritten(self._name)
             else:
-                held.sent(self._copy, place)
+                held.sent(self._copy, self._first + number)
             found.append(held)
         return found
 
@@ -136,22 +138,28 @@ class HostValues:
         """Something was compiled: the next numbers of each name want a look."""
         self._looks.clear()
 
-    def send_unseen(self, name: str, tensors: list[torch.Tensor], versions: list[int]) -> SentNumbers | None:
-        """Send numbers that were kept without a look; None where they are none."""
-        if tensors[-1].untyped_storage().nbytes() > _MAX_STORAGE_BYTES:
-            self._looks.pop(name, None)  # keep no more of what these are small parts of
+    def send_unseen(self, kept: Mapping[str, Unseen]) -> dict[str, SentNumbers | None]:
+        """Send numbers that were kept without a look, all in one copy; None where they are none."""
+        tensors = [tensor for unseen in kept.values() for tensor in unseen.tensors]
+        if not tensors:
+            return {}
+        for name, unseen in kept.items():
+            if unseen.tensors[-1].untyped_storage().nbytes() > _MAX_STORAGE_BYTES:
+                self._looks.pop(name, None)  # keep no more of what these are small parts of
         try:
-            together = torch.stack(tensors)
+            together = torch.stack(tensors).flatten()
+            if len(together) != len(tensors):
+                raise TypeError(f"tensors of shape {tuple(tensors[0].shape)}, where numbers were expected")
         except (RuntimeError, TypeError) as error:
-            problem = one_line(error)
-        else:
-            if together.numel() == len(tensors):
-                copy = HostCopy(together.flatten())
-                return SentNumbers(name, tensors, versions, copy, self.copy_at_once)
-            problem = f"tensors of shape {tuple(tensors[0].shape)}"
-        self._looks.pop(name, None)
-        self._notice(f"{name} is not logged: got {problem}")
-        return None
+            self._looks.clear()
+            self._notice(f"{' and '.join(kept)} of some steps are not logged: got {one_line(error)}")
+            return dict.fromkeys(kept)
+        copy, first = HostCopy(together), 0
+        sent: dict[str, SentNumbers | None] = {}
+        for name, unseen in kept.items():
+            sent[name] = SentNumbers(name, unseen, copy, first, self.copy_at_once)
+            first += len(unseen.tensors)
+        return sent
 
     def copy_at_once(self, name: str) -> None:
         """A number of this name was overwritten before it could be read: the next are copied on the spot."""
@@ -226,7 +234,7 @@ class HostValues:
         """Send what is kept, if there is enough of it or it has waited long enough."""
         kept = len(self._kept)
         if kept and (
-            now_s - self._since_s > LONGEST_WAIT_S or kept > MAX_KEPT or self._bytes > _MAX_KEPT_BYTES
+            now_s - self._since_s > _LONGEST_WAIT_S or kept > MAX_KEPT or self._bytes > _MAX_KEPT_BYTES
         ):
             self.flush()
 

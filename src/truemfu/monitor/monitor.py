@@ -37,7 +37,7 @@ from .data import WatchedData
 from .datasets import DatasetMetrics, PendingDatasetMetrics, shifts_labels
 from .hardware_watch import HardwareWatch, open_watch
 from .hardware_windows import HardwareWindows
-from .host_values import LONGEST_WAIT_S, MAX_KEPT, HostValues, SentNumbers
+from .host_values import MAX_KEPT, HostValues, SentNumbers, Unseen
 from .intake import Intake
 from .measuring import Measuring
 from .notices import Notices
@@ -580,7 +580,7 @@ class TrainingMonitor:
             or measuring.check_is_due
         ):
             return
-        until_s = min(self._clock.clock.due_s, now_s + LONGEST_WAIT_S)
+        until_s = self._clock.clock.due_s
         if self._watch is not None:
             until_s = min(until_s, self._watch.due_s)
         self._usual.open(
@@ -620,12 +620,13 @@ class TrainingMonitor:
 
     def _sent(self, steps: list[Raw]) -> dict[str, SentNumbers | None]:
         """Those numbers of usual steps that are tensors, on their way to the host."""
-        sent = {}
-        for name, place in (("loss", _LOSS), ("grad_norm", _GRAD_NORM)):
-            if type(steps[0][place]) is not float:
-                numbers, versions = [step[place] for step in steps], [step[place + 1] for step in steps]
-                sent[name] = self._values.send_unseen(name, numbers, versions)
-        return sent
+        return self._values.send_unseen(
+            {
+                name: Unseen([step[place] for step in steps], [step[place + 1] for step in steps])
+                for name, place in (("loss", _LOSS), ("grad_norm", _GRAD_NORM))
+                if type(steps[0][place]) is not float
+            }
+        )
 
     def _follow_count(self) -> None:
         """Have what is new counted now; while that goes on, its thread wants to know when a forward ends."""

@@ -310,13 +310,6 @@ class _Hook:
 
     _truemfu_skip = True
 
-    def __init__(self, seen: Callable[..., None]) -> None:
-        self._seen = seen
-
-    def __call__(self, module: nn.Module, *args: Any) -> None:
-        if not _is_compiling():
-            self._seen(*args)
-
     def __deepcopy__(self, memo: Any) -> Callable[..., None]:
         return contextlib.nullcontext().__exit__  # takes anything, does nothing
 
@@ -324,10 +317,40 @@ class _Hook:
         return (getattr, (contextlib.nullcontext(), "__exit__"))  # loads where truemfu is not installed
 
 
+class _BatchHook(_Hook):
+    """Before a forward pass: `seen` gets its batch if it is one of training.
+
+    A batch that cannot be given back to the model by name or by place alone is seen as None.
+    """
+
+    def __init__(self, seen: Callable[[Batch | None], None], names: tuple[str, ...] | None) -> None:
+        self.seen, self._names = seen, names
+
+    def __call__(self, _: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if _is_compiling() or not _is_grad_enabled():
+            return  # an evaluation is no training step
+        if not args:
+            self.seen(kwargs)
+        elif self._names is not None and len(args) <= len(self._names):
+            self.seen({**dict(zip(self._names, args, strict=False)), **kwargs})
+        else:
+            self.seen(dict(enumerate(args)) if not kwargs else None)
+
+
+class _EndHook(_Hook):
+    """After a forward pass."""
+
+    def __init__(self, ended: Callable[[], None]) -> None:
+        self._ended = ended
+
+    def __call__(self, module: nn.Module, *args: Any) -> None:
+        if not _is_compiling():
+            self._ended()
+
+
 class Attachment:
     """Hooks on a model: `seen` gets each training batch, `ended` is told when a forward pass is over.
 
-    A batch that cannot be given back to the model by name or by place alone is seen as None.
     Only a count that runs in the background asks when a forward pass ends, so that hook is there on demand.
     """
 
@@ -335,17 +358,17 @@ class Attachment:
         self, model: nn.Module, seen: Callable[[Batch | None], None], ended: Callable[[], None]
     ) -> None:
         self._model = weakref.ref(model)
-        self._names = _positional_names(unwrap(model))
-        self._seen, self._ended = seen, ended
+        self._ended = ended
         self._end_hook: Any = None
+        hook = self.batch_hook = _BatchHook(seen, _positional_names(unwrap(model)))
         compiled = model.__dict__.get("_compiled_call_impl")
         if compiled is None:
-            self._undo = model.register_forward_pre_hook(_Hook(self._on_forward), with_kwargs=True).remove
+            self._undo = model.register_forward_pre_hook(hook, with_kwargs=True).remove
         else:  # model.compile(): its hooks are compiled with it, so watch the call from outside
 
             @functools.wraps(compiled)
             def watched(*args: Any, **kwargs: Any) -> Any:
-                self._on_forward(args, kwargs)
+                hook(None, args, kwargs)
                 try:
                     return compiled(*args, **kwargs)
                 finally:
@@ -359,8 +382,7 @@ class Attachment:
         if wanted and self._end_hook is None:
             model = self._model()
             if model is not None and "_compiled_call_impl" not in model.__dict__:
-                hook = _Hook(lambda *_: self._ended())
-                self._end_hook = model.register_forward_hook(hook, always_call=True)
+                self._end_hook = model.register_forward_hook(_EndHook(self._ended), always_call=True)
         elif not wanted and self._end_hook is not None:
             self._end_hook.remove()
             self._end_hook = None
@@ -369,16 +391,6 @@ class Attachment:
         """Leave the model as it was."""
         self.tell_ends(False)
         self._undo()
-
-    def _on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not _is_grad_enabled():
-            return  # an evaluation, not a training step
-        if not args:
-            self._seen(kwargs)
-        elif self._names is not None and len(args) <= len(self._names):
-            self._seen({**dict(zip(self._names, args, strict=False)), **kwargs})
-        else:
-            self._seen(dict(enumerate(args)) if not kwargs else None)
 
 
 def _positional_names(model: nn.Module) -> tuple[str, ...] | None:

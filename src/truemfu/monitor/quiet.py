@@ -13,9 +13,8 @@ from collections.abc import Callable
 
 from torch.autograd import graph
 
-_LOOKS = 10
-"""In a row: a thread that asks for the lock waits five milliseconds, so this is a step or two."""
-_PAUSE_S = 0.002
+_PAUSES_S = tuple(0.002 * 1.5**look for look in range(12))
+"""Between looks: soon enough for steps of milliseconds, long enough in all for steps of half a second."""
 _IN_VAIN = 5
 """Rows of looks that found no backward pass, after which nobody waits until one is seen."""
 _RUNS_BACKWARD = graph._engine_run_backward.__code__
@@ -35,11 +34,11 @@ class Quiet:
 
     def wait(self, is_hurried: Callable[[], bool]) -> None:
         """Wait for a backward pass, if one comes soon and nobody is in a hurry."""
-        for _ in range(_LOOKS if self._in_vain < _IN_VAIN else 1):
+        for pause_s in _PAUSES_S if self._in_vain < _IN_VAIN else (0.0,):
             if is_hurried():
                 return
             if self.is_now():
                 self._in_vain = 0
                 return
-            time.sleep(_PAUSE_S)
+            time.sleep(pause_s)
         self._in_vain += 1

@@ -134,9 +134,9 @@ class UsualSteps:
         """Take a step; False where anything about it wants a look."""
         if now_s >= self._until_s or not self._micro_batches or len(self._steps) >= self._room:
             return False
-        counters = self._counters
+        stats = None if self._counters is None else self._counters.get("stats")
         if (
-            (counters is not None and counters["stats"]["unique_graphs"] != self._compilations)
+            (stats is not None and stats.get("unique_graphs", 0) != self._compilations)
             or type(step) is not int
             or step <= self._last_step
             or not (type(epoch) is float or (type(epoch) is int and 0 <= epoch < _LARGEST_EPOCH))
