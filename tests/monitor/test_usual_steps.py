@@ -7,7 +7,6 @@ every decision is made as it would be there.
 from __future__ import annotations
 
 import json
-import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -22,7 +21,6 @@ from truemfu import TrainingMonitor
 from truemfu.monitor import clock as clock_module
 from truemfu.monitor.clock import CudaClock
 from truemfu.monitor.host_values import HostValues
-from truemfu.monitor.quiet import Quiet
 from truemfu.monitor.usual_steps import UsualSteps
 from truemfu.records import RUN_FILE
 
@@ -417,66 +415,3 @@ def test_closed_it_takes_nothing() -> None:
     assert not usual.is_open
     assert not usual.saw({"x": torch.zeros(1)}, 0.0)
     assert not usual.took(0.0, 1, 0, 1.0, 1.0, 0.1, False, None)
-
-
-def test_rows_are_worked_out_in_backward_passes(tmp_path: Path) -> None:
-    """There the training thread does not hold Python's lock, so nothing is taken from it."""
-    run = Run(tmp_path)
-    run.settle()
-    quiet, row = run.monitor._resolver._quiet, run.monitor._resolver._row
-    seen: list[bool] = []
-    run.monitor._resolver._row = lambda note: seen.append(quiet.is_now()) or row(note)  # type: ignore
-    layers = nn.Sequential(*(nn.Linear(256, 256) for _ in range(40)))
-    ends_s = time.perf_counter() + 60
-    while len(seen) < 40 and time.perf_counter() < ends_s:
-        layers(torch.randn(2048, 256)).square().mean().backward()
-        for _ in range(4):
-            run.step()
-        run.monitor._take_in_usual()
-        run.monitor._resolver.wake()
-    assert len(seen) >= 40
-    assert sum(seen) / len(seen) > 0.8
-    run.monitor.close()
-
-
-def test_who_waits_for_a_backward_pass_finds_one() -> None:
-    quiet, ends = Quiet(), threading.Event()
-    found: list[bool] = []
-
-    def look() -> None:
-        for _ in range(20):
-            time.sleep(0.01)
-            quiet.wait(lambda: False)
-            found.append(quiet.is_now())
-        ends.set()
-
-    layers = nn.Sequential(*(nn.Linear(256, 256) for _ in range(10)))
-    thread = threading.Thread(target=look)
-    thread.start()
-    while not ends.is_set():
-        loss = layers(torch.randn(2048, 256)).square().mean()
-        loss.backward()
-    thread.join()
-    assert sum(found) >= 17
-
-
-def test_a_thread_without_backward_passes_is_waited_for_a_few_times_only() -> None:
-    made: list[Quiet] = []
-    done = threading.Event()
-
-    def idle() -> None:
-        made.append(Quiet())
-        done.wait()
-
-    thread = threading.Thread(target=idle)
-    thread.start()
-    while not made:
-        time.sleep(0.001)
-    took = []
-    for _ in range(8):
-        began_s = time.perf_counter()
-        made[0].wait(lambda: False)
-        took.append(time.perf_counter() - began_s)
-    done.set()
-    thread.join()
-    assert min(took[:5]) > 4 * max(took[6:])

@@ -429,11 +429,11 @@ class TrainingMonitor:
         self._forward_since_s = None
 
     def _rest_between_operators(self) -> None:
-        """Hold a background count while the training thread needs Python: in the forward pass.
+        """Hold a background count while the training thread needs Python most: in the forward pass.
 
-        A backward pass runs in C++ without Python's lock, so what is counted meanwhile costs no step. A
-        forward pass that does not end (an error, a model compiled whole) holds a count up for a moment only.
-        Whoever waits for the count (`save_logs`, `close`) has it without rests.
+        A backward pass runs in C++ and wants Python's lock for moments only, if many of them. A forward pass
+        that does not end (an error, a model compiled whole) holds a count up for a moment only. Whoever
+        waits for the count (`save_logs`, `close`) has it without rests.
         """
         if self._counting.give_up.is_set():
             raise ModelError("the run ended before the model was counted")

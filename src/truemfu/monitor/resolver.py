@@ -2,10 +2,10 @@
 
     training thread ── StepNote ──► pending ──► resolver: time, FLOPs, values ──► a row ──► trackers' lanes
 
-It wakes every few seconds and does all that has come since, so that it takes Python's lock rarely, and waits
-for a backward pass, in which nobody misses it. A step that ends a window of the hardware counters waits until
-they were read past it, unless somebody waits for its row. The training thread only appends to a queue of
-bounded length; if the resolver is held up, the oldest steps are dropped and counted as lost.
+It wakes every few seconds and does all that has come since, so that it takes Python's lock rarely. A step
+that ends a window of the hardware counters waits until they were read past it, unless somebody waits for its
+row. The training thread only appends to a queue of bounded length; if the resolver is held up, the oldest
+steps are dropped and counted as lost.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from .host_values import is_there, resolved
 from .metrics import StepMeasures, Window, performance
 from .notices import Notices
 from .output import Output
-from .quiet import Quiet
 from .step_detail import StepDetails
 from .step_note import StepNote
 from .totals import Totals
@@ -74,7 +73,6 @@ class Resolver:
         self._details = StepDetails(counting, device, audited_tiles)
         self._pending: deque[StepNote | UsualPiece] = deque()
         self._notes: deque[StepNote] = deque()
-        self._quiet = Quiet()
         self._wake = threading.Event()
         self._stopping = False
         self.is_awaited = False
@@ -131,9 +129,6 @@ class Resolver:
         # Joined is not gone: torch's state of the thread is taken down after that, and needs Python for it.
         time.sleep(_TAKE_DOWN_S)
 
-    def _is_hurried(self) -> bool:
-        return self.is_awaited or self._stopping
-
     def _fails_for_good(self, now_s: float) -> bool:
         since_s = self._failing_since_s
         return since_s is not None and now_s - since_s > _FAILING_S
@@ -145,8 +140,6 @@ class Resolver:
         while not self._stopping:
             self._wake.wait(_WAKE_EVERY_S)
             self._wake.clear()
-            if self._pending or self._notes:
-                self._quiet.wait(self._is_hurried)
             began = time.thread_time()
             try:
                 self._drain()
@@ -160,8 +153,6 @@ class Resolver:
         done_before = self._done
         try:
             while (note := self._next()) is not None and self._is_ready(note):
-                if not self._quiet.is_now():
-                    self._quiet.wait(self._is_hurried)
                 self._notes.popleft()
                 try:
                     self._output.put(note, self._row(note))
