@@ -199,15 +199,16 @@ class TrainingMonitor:
         Loss, gradient norm and mask may be device tensors: they are read later, when they are ready.
         """
         began_s = time.perf_counter()
-        if attention_mask is None and self._usual.took(
-            began_s, step, epoch, loss, grad_norm, learning_rate, skip_wandb, self._data_wait_s
-        ):
-            self._data_wait_s = None
-        elif not self._is_broken:
+        if not self._is_broken:
             try:
-                self._log_step(
-                    step, epoch, loss, grad_norm, learning_rate, attention_mask, skip_wandb, began_s
-                )
+                if attention_mask is None and self._usual.took(
+                    began_s, step, epoch, loss, grad_norm, learning_rate, skip_wandb, self._data_wait_s
+                ):
+                    self._data_wait_s = None
+                else:
+                    self._log_step(
+                        step, epoch, loss, grad_norm, learning_rate, attention_mask, skip_wandb, began_s
+                    )
             except Exception as error:
                 self._switch_off(error)
         self._last_end_s = time.perf_counter()
@@ -413,14 +414,14 @@ class TrainingMonitor:
 
     def _on_forward(self, batch: Batch | None) -> None:
         began_s = time.perf_counter()
-        if self._usual.saw(batch, began_s):
-            if self._data_wait_s is None and self._last_end_s is not None:
-                self._data_wait_s = began_s - self._last_end_s
-            self._own_time_s += time.perf_counter() - began_s
-            return
         if not (self._is_manual or self._pauses or self._is_closed or self._is_broken):
             try:
-                self._note(batch, began_s)
+                if self._usual.saw(batch, began_s):
+                    if self._data_wait_s is None and self._last_end_s is not None:
+                        self._data_wait_s = began_s - self._last_end_s
+                    self._own_time_s += time.perf_counter() - began_s
+                else:
+                    self._note(batch, began_s)
             except Exception as error:
                 self._switch_off(error)
         self._forward_since_s = began_s
@@ -568,6 +569,9 @@ class TrainingMonitor:
 
     def _open_usual(self, now_s: float, last_step: int) -> None:
         """Note the coming steps at the least cost, where they are like this one and nothing is due."""
+        until_s = self._clock.clock.due_s
+        if until_s <= now_s:
+            return
         batch, values, measuring = self._batches.usual, self._values, self._measuring
         if (
             batch is None
@@ -580,7 +584,6 @@ class TrainingMonitor:
             or measuring.check_is_due
         ):
             return
-        until_s = self._clock.clock.due_s
         if self._watch is not None:
             until_s = min(until_s, self._watch.due_s)
         self._usual.open(

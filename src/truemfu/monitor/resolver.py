@@ -89,7 +89,7 @@ class Resolver:
         """Hand a step over, or steps in one piece; never waits."""
         self._taken += _steps_in(note)
         self._pending.append(note)
-        if len(self._pending) > _MAX_PENDING:
+        if self._taken - self._done - self.lost_steps > _MAX_PENDING:
             try:
                 dropped = self._pending.popleft()
             except IndexError:  # the resolver took it at this very moment
@@ -157,9 +157,7 @@ class Resolver:
                 try:
                     self._output.put(note, self._row(note))
                 except Exception as error:
-                    self._notices(
-                        f"a step could not be worked out and is not logged: {type(error).__name__}: {error}"
-                    )
+                    self._not_logged(error)
                 self._done += 1
         finally:
             if self._done > done_before:
@@ -167,13 +165,23 @@ class Resolver:
 
     def _next(self) -> StepNote | None:
         """The oldest step that is not a row yet."""
-        if not self._notes:
+        while not self._notes:
             try:
                 oldest = self._pending.popleft()
             except IndexError:
                 return None
-            self._notes.extend(oldest.notes() if isinstance(oldest, UsualPiece) else (oldest,))
+            if isinstance(oldest, StepNote):
+                self._notes.append(oldest)
+                continue
+            try:
+                self._notes.extend(oldest.notes())
+            except Exception as error:
+                self._not_logged(error)
+                self._done += len(oldest.steps)
         return self._notes[0]
+
+    def _not_logged(self, error: Exception) -> None:
+        self._notices(f"a step could not be worked out and is not logged: {type(error).__name__}: {error}")
 
     def _is_ready(self, note: StepNote) -> bool:
         if not self._clock.has_passed(note.span.end):

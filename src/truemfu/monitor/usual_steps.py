@@ -13,7 +13,6 @@ What `log_step` does with a step otherwise, `notes` does with all of them on the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -187,14 +186,15 @@ class UsualPiece(NamedTuple):
     measured: bool
     sent: dict[str, SentNumbers | None]
 
-    def notes(self) -> Iterator[StepNote]:
+    def notes(self) -> list[StepNote]:
         """The steps as any others are handed over."""
         begin, last_step = self.begin, self.last_step
+        notes = []
         found = {name: [None] * len(self.steps) if s is None else s.look() for name, s in self.sent.items()}
         for place, raw in enumerate(self.steps):
             taken = UsualStep(*raw)
             end = self.end if place == len(self.steps) - 1 else Mark(taken.now_s, None)
-            yield StepNote(
+            note = StepNote(
                 step=taken.step,
                 steps=taken.step - last_step,
                 epoch=float(taken.epoch),
@@ -215,4 +215,6 @@ class UsualPiece(NamedTuple):
                 span=Span(begin, end, []),
                 cut=None,
             )
+            notes.append(note)
             begin, last_step = end, taken.step
+        return notes
