@@ -410,6 +410,42 @@ def test_nothing_is_lost_at_the_end(tmp_path: Path) -> None:
     assert json.loads((tmp_path / RUN_FILE).read_text())["time_source"].endswith("both agree")
 
 
+class Watch:
+    """Stands for the hardware counters: when a cut was asked for, and when it was due."""
+
+    def __init__(self, due_s: float) -> None:
+        self.due_s = due_s
+        self.cuts_s: list[float] = []
+
+    def cut(self, now_s: float) -> None:
+        if now_s >= self.due_s:
+            self.cuts_s.append(now_s)
+            self.due_s = now_s + 0.2
+
+    def restart(self) -> None:
+        raise AssertionError("nothing was compiled, and nothing is counted")
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_window_of_the_counters_ends_with_the_step_that_is_due(run: Run) -> None:
+    run.monitor._take_in_usual()
+    watch = Watch(time.perf_counter() + 0.2)
+    run.monitor._watch = watch  # type: ignore[assignment]
+    due_s, ends_s, logged_s, usual = watch.due_s, time.perf_counter() + 1.5, 0.0, 0
+    while (now_s := time.perf_counter()) < ends_s:
+        run.step()
+        usual = max(usual, run.usual)
+        if watch.due_s != due_s:
+            assert logged_s < due_s <= watch.cuts_s[-1]  # the first step that ended after it was due
+            due_s = watch.due_s
+        logged_s = now_s
+    assert len(watch.cuts_s) >= 4
+    assert usual > 10
+    run.check()
+
+
 def test_closed_it_takes_nothing() -> None:
     usual = UsualSteps()
     assert not usual.is_open
