@@ -87,8 +87,18 @@ class RecordedEvent:
         return later.moment_ms - self.moment_ms
 
 
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    """Asked right after each of its marks."""
+    device = Device()
+    monkeypatch.setattr("truemfu.monitor.clock._age_s", lambda mark: device.age_s)
+    return device
+
+
 class Device(CudaClock):
     """A CUDA clock whose events say when a device would have been there: `lag_s` after the host."""
+
+    age_s = 0.001
 
     def __init__(self) -> None:
         super().__init__(torch.device("cuda", 0))
@@ -118,8 +128,8 @@ def run(clock: Device, steps: StepClock, count: int, step_s: float = 0.1) -> lis
     return spans
 
 
-def test_an_event_is_asked_for_its_time_only_when_it_has_passed() -> None:
-    clock = Device()
+def test_an_event_is_asked_for_its_time_only_when_it_has_passed(device: Device) -> None:
+    clock = device
     begin, end = clock.mark(0.1), clock.mark(0.194)
     clock.events[1].passed = False
     assert clock.has_passed(begin)
@@ -140,8 +150,8 @@ def test_events_are_used_again() -> None:
     assert len(used) <= 3
 
 
-def test_every_step_has_an_event_until_host_and_device_agree() -> None:
-    clock = Device()
+def test_every_step_has_an_event_until_host_and_device_agree(device: Device) -> None:
+    clock = device
     steps = StepClock(clock)
     run(clock, steps, 31)
     assert len(clock.events) == 32
@@ -151,8 +161,8 @@ def test_every_step_has_an_event_until_host_and_device_agree() -> None:
     assert clock.source == "CUDA events, the host's clock between them while both agree"
 
 
-def test_a_device_that_goes_its_own_way_has_an_event_on_every_step() -> None:
-    clock = Device()
+def test_a_device_that_goes_its_own_way_has_an_event_on_every_step(device: Device) -> None:
+    clock = device
     steps = StepClock(clock)
     for number in range(100):
         clock.lag_s = 0.01 * (number % 2)
@@ -160,8 +170,8 @@ def test_a_device_that_goes_its_own_way_has_an_event_on_every_step() -> None:
     assert len(clock.events) == 101
 
 
-def test_between_two_events_the_time_is_the_devices_and_shared_by_the_hosts() -> None:
-    clock = Device()
+def test_between_two_events_the_time_is_the_devices_and_shared_by_the_hosts(device: Device) -> None:
+    clock = device
     steps = StepClock(clock)
     run(clock, steps, 32)
     run(clock, steps, 1)  # its event is the last for five seconds
@@ -174,8 +184,8 @@ def test_between_two_events_the_time_is_the_devices_and_shared_by_the_hosts() ->
     assert [duration_s(span) for span in spans] == pytest.approx([0.102] * 10 + [0.204] * 5 + [0.102])
 
 
-def test_a_device_that_falls_behind_has_an_event_on_every_step_again() -> None:
-    clock = Device()
+def test_a_device_that_falls_behind_has_an_event_on_every_step_again(device: Device) -> None:
+    clock = device
     steps = StepClock(clock)
     run(clock, steps, 100)
     few = len(clock.events)
@@ -186,8 +196,33 @@ def test_a_device_that_falls_behind_has_an_event_on_every_step_again() -> None:
     assert len(clock.events) >= few + 20
 
 
-def test_what_nobody_asked_for_is_unknown_not_wrong() -> None:
-    clock = Device()
+def test_a_device_that_is_behind_has_an_event_on_every_step(device: Device) -> None:
+    """Host and device agree on the length of steps, but a long one would be taken for a later one."""
+    steps = StepClock(device)
+    device.age_s = 0.03  # of steps of 0.1
+    run(device, steps, 100)
+    assert len(device.events) == 101
+    device.age_s = 0.02
+    run(device, steps, 100)
+    assert len(device.events) < 110
+
+
+def test_an_event_that_has_not_passed_long_after_the_host_brings_all_back(device: Device) -> None:
+    steps = StepClock(device)
+    run(device, steps, 40)
+    assert device._every_s
+    late = steps.end(9.0)
+    device.events[-1].passed = False
+    device.age_s = 0.02
+    assert not device.has_passed(late.end)
+    assert device._every_s
+    device.age_s = 0.03
+    assert not device.has_passed(late.end)
+    assert not device._every_s
+
+
+def test_what_nobody_asked_for_is_unknown_not_wrong(device: Device) -> None:
+    clock = device
     steps = StepClock(clock)
     run(clock, steps, 40)
     dropped, kept = steps.end(4.1, exact=False), steps.end(4.2, exact=False)

@@ -52,8 +52,9 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CudaClock, "_recorded", lambda self: HostEvent())
     monkeypatch.setattr("truemfu.monitor.monitor.clock_for", CudaClock)
     monkeypatch.setattr(clock_module, "_STEPS_TO_AGREE", STEPS_TO_AGREE)
-    monkeypatch.setattr(clock_module, "_APART", 1.0)  # a step of this model is over in no time
+    monkeypatch.setattr(clock_module, "_APART", 1e9)  # a step of this model is over in no time
     monkeypatch.setattr(clock_module, "_LAG_IN_STEPS", 1e9)
+    monkeypatch.setattr(clock_module, "_LAG_CHANGE_IN_STEPS", 1e9)
     monkeypatch.setattr("truemfu.monitor.usual_steps.graph_counters", lambda: None)
 
 
@@ -98,6 +99,10 @@ class Run:
 
     def settle(self) -> None:
         """Train until host and device agree, and the next steps are usual ones."""
+        self.step()
+        clock = self.monitor._clock.clock
+        assert isinstance(clock, CudaClock)
+        clock._lag_s = 0.0  # what the resolver sees when it wakes by itself, after some seconds
         for _ in range(STEPS_TO_AGREE + 4):
             self.step()
         self.monitor.save_logs()
@@ -408,6 +413,23 @@ def test_nothing_is_lost_at_the_end(tmp_path: Path) -> None:
     assert [row["global_step"] for row in rows] == list(run.losses)
     assert run.monitor.summary()["lost"] == []
     assert json.loads((tmp_path / RUN_FILE).read_text())["time_source"].endswith("both agree")
+
+
+def test_a_handler_of_a_signal_may_save_in_the_middle_of_a_step(run: Run) -> None:
+    """It runs between any two lines of the training thread; here before the step is kept."""
+    run.step()
+
+    class Steps(list[Any]):
+        def append(self, step: Any) -> None:
+            run.monitor._usual._steps = []
+            run.monitor._usual._steps += self
+            run.monitor.save_logs()
+            run.monitor._usual._steps.append(step)
+
+    run.monitor._usual._steps = Steps(run.monitor._usual._steps)
+    for _ in range(5):
+        run.step()
+    run.check()
 
 
 class Watch:

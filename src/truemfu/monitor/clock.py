@@ -8,17 +8,19 @@ that nobody waits for: its time is asked for later, by another thread, once it h
 when its call returns, and a mark is the host's clock.
 
 Where the device waits for the host, recording an event on every step is felt, and tells nothing that the
-host's clock does not. So while the two agree on how long steps take, one mark in five seconds has an event;
-those between are placed by the host's clock, stretched so that from event to event the time is the device's:
+host's clock does not. So while the device keeps up and the two agree on how long steps take, one mark in five
+seconds has an event; those between are placed by the host's clock, stretched so that from event to event the
+time is the device's:
 
-    event ── · ── · ── · ── · ── event      host's clock, less than 2 % apart on each of the last 32 steps
-    event ─ event ─ event ─ event ─ event   until it does, and as soon as it does not any more
+    event ── · ── · ── · ── · ── event      2 % apart in the mean of 32 steps, less than a quarter step behind
+    event ─ event ─ event ─ event ─ event   until that is known, and as soon as it is not so any more
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import time
 from collections import deque
 from typing import NamedTuple
@@ -32,8 +34,10 @@ _EVENT_EVERY_S = 5.0
 _STEPS_TO_AGREE = 32
 _APART = 0.02
 """What host and device may differ by in the length of a step, on average."""
-_LAG_IN_STEPS = 0.5
-"""By how much the device may fall behind from one event to the next."""
+_LAG_IN_STEPS = 0.25
+"""How far the device may be behind the host: further, and a long step would be taken for a later one."""
+_LAG_CHANGE_IN_STEPS = 0.5
+"""By how much it may fall behind from one event to the next."""
 _BOTH = "CUDA events, the host's clock between them while both agree"
 _MAX_EVENTS = 20_000
 """More than the steps that wait to be worked out, should nobody ask for them."""
@@ -84,6 +88,8 @@ class CudaClock:
         self._before: Mark | None = None
         self._apart: deque[float] = deque(maxlen=_STEPS_TO_AGREE)
         self._step_s = 0.0
+        self._lag_s = math.inf
+        """The device was seen no further behind than this; not known while it is behind."""
 
     def mark(self, now_s: float) -> Mark:
         """A moment in the work that is queued on the current stream."""
@@ -110,7 +116,11 @@ class CudaClock:
         mark, last = self._next, self._reached
         assert mark.event is not None
         if not mark.event.query():
+            if _age_s(mark) > _LAG_IN_STEPS * self._step_s:
+                self._mark_every_step()
             return False
+        if not self._with_event:  # the newest: the device is behind by less than its age
+            self._lag_s = min(self._lag_s, _age_s(mark))
         if last is None:
             mark.device_s = 0.0
         else:
@@ -127,14 +137,20 @@ class CudaClock:
     def _compare(self, host_s: float, device_s: float) -> None:
         """Decide by how long host and device took from event to event whether each step needs one."""
         if self._every_s:
-            if abs(device_s - host_s) > _LAG_IN_STEPS * self._step_s:
-                self._every_s = self.due_s = 0.0
-                self._apart.clear()
+            if abs(device_s - host_s) > _LAG_CHANGE_IN_STEPS * self._step_s:
+                self._mark_every_step()
         elif device_s > 0:
+            self._step_s = device_s
             self._apart.append(abs(device_s - host_s) / device_s)
-            if len(self._apart) == _STEPS_TO_AGREE and sum(self._apart) < _APART * _STEPS_TO_AGREE:
-                self._step_s, self._every_s = device_s, _EVENT_EVERY_S
+            agree = len(self._apart) == _STEPS_TO_AGREE and sum(self._apart) < _APART * _STEPS_TO_AGREE
+            if agree and self._lag_s < _LAG_IN_STEPS * device_s:
+                self._every_s = _EVENT_EVERY_S
                 self.source = _BOTH
+
+    def _mark_every_step(self) -> None:
+        self._every_s = self.due_s = 0.0
+        self._apart.clear()
+        self._lag_s = math.inf
 
     def _recorded(self) -> torch.cuda.Event:
         event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
@@ -145,6 +161,10 @@ class CudaClock:
             self._stream_data = torch._C._cuda_getCurrentStream(self._stream.device_index)
         event.record(self._stream)
         return event
+
+
+def _age_s(mark: Mark) -> float:
+    return time.perf_counter() - mark.host_s
 
 
 def _between(begin: Mark, end: Mark, host_s: float) -> float:

@@ -100,8 +100,8 @@ class UsualSteps:
 
     @property
     def is_open(self) -> bool:
-        """Whether there is anything to close."""
-        return self._until_s != _CLOSED_S
+        """Whether there is anything to close: a step also, if a signal's handler closed within `took`."""
+        return self._until_s != _CLOSED_S or bool(self._steps)
 
     def saw(self, batch: Batch | None, now_s: float) -> bool:
         """Note a micro-batch; False where it is none of the usual ones, or it is time to look again."""
@@ -155,6 +155,8 @@ class UsualSteps:
                 grad_norm = grad_norm.detach()
         except RuntimeError:  # an inference tensor has no version
             return False
+        micro_batches = self._micro_batches
+        self._micro_batches, self._last_step = 0, step
         self._steps.append(
             (
                 now_s,
@@ -166,11 +168,10 @@ class UsualSteps:
                 grad_norm_version,
                 learning_rate,
                 skip_remote,
-                self._micro_batches,
+                micro_batches,
                 data_wait_s,
             )
         )
-        self._micro_batches, self._last_step = 0, step
         return True
 
 
