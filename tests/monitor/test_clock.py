@@ -59,6 +59,16 @@ def test_pauses_are_left_out_of_the_step_they_fall_into(monkeypatch: pytest.Monk
     assert duration_s(steps.end(41.0)) == 1.0
 
 
+def test_a_pause_is_taken_off_no_other_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    at(monkeypatch, 1.0, 6.0, 8.0)
+    steps = StepClock(HostClock())
+    steps.begin()
+    spans = [steps.end(3.0), steps.end(5.0)]
+    steps.pause(steps.moment())
+    spans += [steps.end(10.0), steps.end(11.0)]
+    assert [duration_s(span) for span in spans] == [2.0, 2.0, 3.0, 1.0]
+
+
 def test_steps_that_nobody_marked_lie_between_two_marks(monkeypatch: pytest.MonkeyPatch) -> None:
     at(monkeypatch, 1.0)
     steps = StepClock(HostClock())
@@ -101,7 +111,7 @@ class Device(CudaClock):
     age_s = 0.001
 
     def __init__(self) -> None:
-        super().__init__(torch.device("cuda", 0))
+        super().__init__(torch.device("cuda", 0), thins_out=True)
         self.lag_s = 0.0
         self.events: list[RecordedEvent] = []
 
@@ -205,6 +215,27 @@ def test_a_device_that_is_behind_has_an_event_on_every_step(device: Device) -> N
     device.age_s = 0.02
     run(device, steps, 100)
     assert len(device.events) < 110
+
+
+def test_a_long_pause_is_no_step_to_go_by(device: Device) -> None:
+    steps = StepClock(device)
+    device.age_s = 1.0  # the device is ten steps behind
+    run(device, steps, 40)
+    pause = device.mark(60.0)
+    pause.ends_step = False
+    steps._begin = pause
+    run(device, steps, 40)
+    assert device._step_s == pytest.approx(0.1)
+    assert not device._every_s
+
+
+def test_a_clock_keeps_every_event_unless_it_may_thin_them_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("truemfu.monitor.clock._age_s", lambda mark: 0.001)
+    device = Device()
+    device._thins_out = False
+    run(device, StepClock(device), 100)
+    assert len(device.events) == 101
+    assert device.source == "CUDA events"
 
 
 def test_an_event_that_has_not_passed_long_after_the_host_brings_all_back(device: Device) -> None:

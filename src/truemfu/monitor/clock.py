@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import math
+import statistics
 import time
 from collections import deque
 from typing import NamedTuple
@@ -46,10 +47,11 @@ _MAX_EVENTS = 20_000
 class Mark:
     """A moment: when the host was there, and the device, once the event beside it tells."""
 
-    __slots__ = ("device_s", "event", "host_s")
+    __slots__ = ("device_s", "ends_step", "event", "host_s")
 
     def __init__(self, host_s: float, event: torch.cuda.Event | None, device_s: float | None = None) -> None:
         self.host_s, self.event, self.device_s = host_s, event, device_s
+        self.ends_step = True
 
 
 class HostClock:
@@ -75,8 +77,8 @@ class CudaClock:
 
     source = "CUDA events"
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, *, thins_out: bool = False) -> None:
+        self._device, self._thins_out = device, thins_out
         self._free: list[torch.cuda.Event] = []
         self._stream: torch.cuda.Stream | None = None
         self._stream_data: tuple[int, int, int] | None = None
@@ -87,6 +89,7 @@ class CudaClock:
         self._reached: Mark | None = None
         self._before: Mark | None = None
         self._apart: deque[float] = deque(maxlen=_STEPS_TO_AGREE)
+        self._steps_s: deque[float] = deque(maxlen=_STEPS_TO_AGREE)
         self._step_s = 0.0
         self._lag_s = math.inf
         """The device was seen no further behind than this; not known while it is behind."""
@@ -128,7 +131,8 @@ class CudaClock:
             assert last.device_s is not None
             seconds = float(last.event.elapsed_time(mark.event)) / 1e3
             mark.device_s = last.device_s + seconds
-            self._compare(mark.host_s - last.host_s, seconds)
+            if self._thins_out and last.ends_step and mark.ends_step:
+                self._compare(mark.host_s - last.host_s, seconds)
             self._free.append(last.event)
             last.event = None
         self._before, self._reached, self._next = last, mark, None
@@ -140,10 +144,11 @@ class CudaClock:
             if abs(device_s - host_s) > _LAG_CHANGE_IN_STEPS * self._step_s:
                 self._mark_every_step()
         elif device_s > 0:
-            self._step_s = device_s
+            self._steps_s.append(device_s)
+            self._step_s = statistics.median(self._steps_s)
             self._apart.append(abs(device_s - host_s) / device_s)
             agree = len(self._apart) == _STEPS_TO_AGREE and sum(self._apart) < _APART * _STEPS_TO_AGREE
-            if agree and self._lag_s < _LAG_IN_STEPS * device_s:
+            if agree and self._lag_s < _LAG_IN_STEPS * self._step_s:
                 self._every_s = _EVENT_EVERY_S
                 self.source = _BOTH
 
@@ -187,9 +192,9 @@ def leave_captures_alone() -> None:
         ctypes.CDLL(CUDA_DRIVER).cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 
-def clock_for(device: torch.device) -> HostClock | CudaClock:
-    """The clock that tells when this device has done its work."""
-    return CudaClock(device) if device.type == "cuda" else HostClock()
+def clock_for(device: torch.device, *, thins_out: bool = False) -> HostClock | CudaClock:
+    """The clock that tells when this device has done its work; `thins_out`: not every step needs an event."""
+    return CudaClock(device, thins_out=thins_out) if device.type == "cuda" else HostClock()
 
 
 class Span(NamedTuple):
@@ -215,7 +220,9 @@ class StepClock:
 
     def moment(self) -> Mark:
         """Now, by an event: the marks before it have their time as soon as the device is here."""
-        return self.clock.mark(time.perf_counter())
+        mark = self.clock.mark(time.perf_counter())
+        mark.ends_step = False
+        return mark
 
     def pause(self, begin: Mark) -> None:
         """What ran from `begin` until now is no part of a step."""
@@ -231,9 +238,7 @@ class StepClock:
         """A step ends here, and the next one begins; if not `exact`, its mark may do without an event."""
         begin, clock = self._begin, self.clock
         end = self._begin = clock.mark(now_s) if exact or now_s >= clock.due_s else Mark(now_s, None)
-        pauses = self._pauses
-        if pauses:
-            self._pauses = []
+        pauses, self._pauses = self._pauses, []
         return Span(begin, end, pauses)
 
 

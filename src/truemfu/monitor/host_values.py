@@ -24,8 +24,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -85,30 +85,32 @@ class Unseen(NamedTuple):
 
 
 class SentNumbers:
-    """Numbers of one name that were kept without a look, on their way to the host, from a place on.
+    """Numbers of one name that were kept without a look, on their way to the host.
 
     Whether each still is what it was when it was passed in is asked later, on another thread: one that was
-    not overwritten until then was not when it was sent.
+    not overwritten until then was not when it was sent. Of those at one place none is trusted: something
+    writes there behind torch's back.
     """
 
     def __init__(
-        self, name: str, unseen: Unseen, copy: HostCopy, first: int, overwritten: Callable[[str], None]
+        self, name: str, unseen: Unseen, copy: HostCopy, last: Held, overwritten: Callable[[str], None]
     ) -> None:
-        self._name, self._unseen, self._copy, self._first = name, unseen, copy, first
+        self._name, self._unseen, self.copy, self._last = name, unseen, copy, last
         self._overwritten = overwritten
 
     def look(self) -> list[Held]:
         """All of them in their order, those that were overwritten as such."""
         tensors, versions = self._unseen
-        latest = {tensor.data_ptr(): number for number, tensor in enumerate(tensors)}
+        at_place = Counter(tensor.data_ptr() for tensor in tensors)
         found = []
         for number, tensor in enumerate(tensors):
-            held = Held(self._name, None)
-            if tensor._version != versions[number] or latest[tensor.data_ptr()] != number:
+            held = self._last
+            if number < len(tensors) - 1:
+                held = Held(self._name, None)
+                held.sent(self.copy, number)
+            if tensor._version != versions[number] or at_place[tensor.data_ptr()] > 1:
                 held.gone()
                 self._overwritten(self._name)
-            else:
-                held.sent(self._copy, self._first + number)
             found.append(held)
         return found
 
@@ -128,37 +130,42 @@ class HostValues:
         self._copied_at_once: set[str] = set()
         self._kinds: set[tuple[Any, ...]] = set()
         self._looks: dict[str, int] = {}
+        self._always_seen: set[str] = set()
 
     def usual_type(self, name: str) -> type:
         """Numbers of which type may be kept without a look: tensors where that is known of this name."""
-        is_known = self._looks.get(name, 0) >= _LOOKS and name not in self._copied_at_once
+        is_known = self._looks.get(name, 0) >= _LOOKS
+        is_known = is_known and name not in self._copied_at_once and name not in self._always_seen
         return torch.Tensor if is_known else float
 
     def look_again(self) -> None:
         """Something was compiled: the next numbers of each name want a look."""
         self._looks.clear()
 
-    def send_unseen(self, kept: Mapping[str, Unseen]) -> dict[str, SentNumbers | None]:
-        """Send numbers that were kept without a look, all in one copy; None where they are none."""
-        tensors = [tensor for unseen in kept.values() for tensor in unseen.tensors]
-        if not tensors:
-            return {}
-        for name, unseen in kept.items():
-            if unseen.tensors[-1].untyped_storage().nbytes() > _MAX_STORAGE_BYTES:
-                self._looks.pop(name, None)  # keep no more of what these are small parts of
+    def send_unseen(self, name: str, unseen: Unseen) -> SentNumbers | None:
+        """Send numbers that were kept without a look; None where they are none."""
+        tensors = unseen.tensors
+        if tensors[-1].untyped_storage().nbytes() > _MAX_STORAGE_BYTES:
+            self._looks.pop(name, None)  # keep no more of what these are small parts of
         try:
             together = torch.stack(tensors).flatten()
             if len(together) != len(tensors):
-                raise TypeError(f"tensors of shape {tuple(tensors[0].shape)}, where numbers were expected")
+                raise TypeError(f"tensors of shape {tuple(tensors[0].shape)}")
         except (RuntimeError, TypeError) as error:
-            self._looks.clear()
-            self._notice(f"{' and '.join(kept)} of some steps are not logged: got {one_line(error)}")
-            return dict.fromkeys(kept)
-        copy, first = HostCopy(together), 0
-        sent: dict[str, SentNumbers | None] = {}
-        for name, unseen in kept.items():
-            sent[name] = SentNumbers(name, unseen, copy, first, self.copy_at_once)
-            first += len(unseen.tensors)
+            self._always_seen.add(name)
+            self._notice(
+                f"{name} of some steps is not logged: got {one_line(error)}; from now on each is looked at"
+            )
+            return None
+        last = Held(name, None)
+        sent = SentNumbers(name, unseen, HostCopy(together), last, self.copy_at_once)
+        last.sent(sent.copy, len(tensors) - 1)
+        for tensor in (tensors[0], tensors[-1]):
+            before = self._places.get((name, tensor.data_ptr()))
+            if before is not None:  # what was kept there before has another value now
+                before.gone()
+                self.copy_at_once(name)
+        self._places[name, tensors[-1].data_ptr()] = last
         return sent
 
     def copy_at_once(self, name: str) -> None:
@@ -215,6 +222,7 @@ class HostValues:
             or (not is_input and _COMPILED_GRAPHS in sys.modules)
             or tensor.untyped_storage().nbytes() > _MAX_STORAGE_BYTES
         ):
+            self._looks.pop(name, None)
             tensor = tensor.count_nonzero() if count else tensor.clone()
             place, version, count = (name, tensor.data_ptr()), tensor._version, False
         elif not is_input:

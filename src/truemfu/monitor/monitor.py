@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -48,12 +49,14 @@ from .resolver import Resolver
 from .step_note import WARMUP_STEPS, StepNote
 from .summary import show
 from .totals import Totals
-from .usual_steps import Raw, UsualPiece, UsualStep, UsualSteps
+from .usual_steps import Common, Raw, UsualPiece, UsualStep, UsualSteps
 
 _CLOSE_TIMEOUT_S = 20.0
 _COUNT_TIMEOUT_S = 5.0
 _SAVE_TIMEOUT_S = 60.0
 _LONGEST_FORWARD_S = 2.0
+_UNSENT_TIMEOUT_S = 1.0
+"""For steps that nothing more will come of; those before them may still be under way."""
 _REST_S = 0.0002
 _FORWARD_POLL_S = 0.002
 _LOSS, _GRAD_NORM = (UsualStep._fields.index(name) for name in ("loss", "grad_norm"))
@@ -108,6 +111,7 @@ class TrainingMonitor:
         self._follows_count = True
         self._logged = 0
         self._usual = UsualSteps()
+        self._thread = threading.get_ident()
         self._last_end_s: float | None = None
         self._data_wait_s: float | None = None
         self._compilations = compilations()
@@ -201,9 +205,13 @@ class TrainingMonitor:
         began_s = time.perf_counter()
         if not self._is_broken:
             try:
-                if attention_mask is None and self._usual.took(
+                usual = self._usual
+                usual.is_busy = True
+                is_usual = attention_mask is None and usual.took(
                     began_s, step, epoch, loss, grad_norm, learning_rate, skip_wandb, self._data_wait_s
-                ):
+                )
+                usual.is_busy = False
+                if is_usual:
                     self._data_wait_s = None
                 else:
                     self._log_step(
@@ -227,8 +235,8 @@ class TrainingMonitor:
     def save_logs(self) -> None:
         """Write everything logged so far to the local log; waits for it, so not for inside the step."""
         if self._is_set_up and os.getpid() == self._pid:
-            self._guarded(self._send_all)
-            if not self._resolver.finish_pending(_SAVE_TIMEOUT_S):
+            is_sent = self._send_all()
+            if not self._resolver.finish_pending(_SAVE_TIMEOUT_S if is_sent else _UNSENT_TIMEOUT_S):
                 self._notices("some steps could not be worked out in time and are not saved yet")
             self._output.flush(_SAVE_TIMEOUT_S)
 
@@ -244,7 +252,8 @@ class TrainingMonitor:
         profiling_s = self._resolver.profile_cost_s if self._is_set_up else 0.0
         lost_steps = self._resolver.lost_steps if self._is_set_up else 0
         run = totals.as_dict()
-        own_s = self._own_time_s / self._logged if self._logged else None
+        logged = self._logged + self._usual.waiting
+        own_s = self._own_time_s / logged if logged else None
         step_s = run["median_step_time_s"]
         return {
             **run,
@@ -291,11 +300,12 @@ class TrainingMonitor:
         if not self._is_set_up:
             return
         try:
-            self._send_all()
+            is_sent = self._send_all()
             patience_s = 0.0 if self._audit is None else self._audit.patience_s
-            if not self._resolver.finish_pending(max(_COUNT_TIMEOUT_S, patience_s)):
+            timeout_s = max(_COUNT_TIMEOUT_S, patience_s) if is_sent else _UNSENT_TIMEOUT_S
+            if not self._resolver.finish_pending(timeout_s):
                 self._counting.give_up.set()  # what is not counted by now is estimated
-                if not self._resolver.finish_pending(_COUNT_TIMEOUT_S):
+                if not self._resolver.finish_pending(_COUNT_TIMEOUT_S if is_sent else _UNSENT_TIMEOUT_S):
                     self._notices("the last steps were not worked out in time and are lost")
         finally:  # also where the user does not want to wait: torch must not be left in the middle of a count
             self._resolver.stop(_COUNT_TIMEOUT_S)
@@ -309,11 +319,17 @@ class TrainingMonitor:
             summary["warnings"] = list(self._notices.texts)
             show(summary)
 
-    def _send_all(self) -> None:
-        """Have all that is needed for the rows of the steps so far under way."""
-        self._take_in_usual()
-        self._clock.moment()
-        self._values.flush()
+    def _send_all(self) -> bool:
+        """Have all that is needed for the rows of the steps so far under way; whether that went well."""
+        for part in (self._take_in_usual, self._clock.moment, self._values.flush):
+            if part == self._take_in_usual and threading.get_ident() != self._thread and not self._is_closed:
+                continue  # asked by another thread while the training thread goes on
+            try:
+                part()
+            except Exception as error:
+                self._notices(f"what is still on the device cannot be fetched: {one_line(error)}")
+                return False
+        return True
 
     def _close_watch(self) -> None:
         if self._watch is None:
@@ -338,7 +354,9 @@ class TrainingMonitor:
 
     def _switch_off(self, error: Exception) -> None:
         self._is_broken = True
-        self._usual.close()
+        self._usual.is_busy = False
+        with contextlib.suppress(Exception):  # the steps before were good
+            self._take_in_usual()
         self._notices(
             f"the monitor failed and is switched off, the training goes on: {type(error).__name__}: {error}"
         )
@@ -350,7 +368,7 @@ class TrainingMonitor:
         self._values = HostValues(self._notices)
         self._intake = Intake(self._values, self._notices)
         self._batches = BatchNotes(self._values)
-        self._clock = StepClock(clock_for(device))
+        self._clock = StepClock(clock_for(device, thins_out=True))
         self._counting = Counting(
             self.config,
             ranks=self._ranks,
@@ -416,7 +434,11 @@ class TrainingMonitor:
         began_s = time.perf_counter()
         if not (self._is_manual or self._pauses or self._is_closed or self._is_broken):
             try:
-                if self._usual.saw(batch, began_s):
+                usual = self._usual
+                usual.is_busy = True
+                is_usual = usual.saw(batch, began_s)
+                usual.is_busy = False
+                if is_usual:
                     if self._data_wait_s is None and self._last_end_s is not None:
                         self._data_wait_s = began_s - self._last_end_s
                     self._own_time_s += time.perf_counter() - began_s
@@ -451,7 +473,7 @@ class TrainingMonitor:
         is_check = self._measuring.check_is_due
         if not self._is_set_up:
             self._set_up(self._model_device(batch or {}))
-        self._take_in_usual()
+        self._stop_usual()  # sending anything is left to `log_step`: this may be inside a capture
         batches = self._batches
         template = batches.template_of(batch)
         if template is None:
@@ -578,6 +600,7 @@ class TrainingMonitor:
             or self._attachment is None
             or self._audit is not None
             or self._is_manual
+            or self._pauses
             or self._follows_count
             or self._counting.is_at_work
             or measuring.profiles
@@ -586,50 +609,51 @@ class TrainingMonitor:
             return
         if self._watch is not None:
             until_s = min(until_s, self._watch.due_s)
+        self._thread = threading.get_ident()
         self._usual.open(
             until_s,
             min(measuring.plan_at - self._logged - 1, MAX_KEPT),
             batch=batch,
+            common=Common(self._batches.usual_note, measuring.state, measuring.is_counted),
             last_step=last_step,
             types=(values.usual_type("loss"), values.usual_type("grad_norm")),
             compilations=self._compilations,
         )
 
+    def _stop_usual(self) -> None:
+        """Look at each micro-batch again; those of the step under way are noted like any other."""
+        self._batches.note_usual(self._usual.stop())
+
     def _take_in_usual(self) -> None:
-        """Go on as ever: the steps that were noted at the least cost become notes like any other."""
+        """Go on as ever: the steps that were noted at the least cost go to the resolver."""
         usual = self._usual
-        if not usual.is_open:
+        if usual.is_busy or not (usual.is_open or usual.waiting):
             return
-        steps, micro_batches = usual.close()
-        if steps:
-            last_step = self._intake.last_step
-            assert last_step is not None
-            self._intake.last_step = steps[-1][1]
-            begin, end = self._clock.skip_to(steps[-1][0])
-            self._resolver.put(
-                UsualPiece(
-                    steps,
-                    last_step,
-                    begin,
-                    end,
-                    self._batches.usual_note,
-                    self._measuring.state,
-                    self._measuring.is_counted,
-                    self._sent(steps),
-                )
-            )
-            self._logged += len(steps)
-        self._batches.note_usual(micro_batches)
+        self._stop_usual()
+        steps = usual.take()
+        if not steps:
+            return
+        last_step, common = self._intake.last_step, usual.common
+        assert last_step is not None
+        assert common is not None
+        self._intake.last_step = steps[-1][1]
+        begin, end = self._clock.skip_to(steps[-1][0])
+        self._logged += len(steps)
+        try:
+            sent = self._sent(steps)
+        except Exception as error:  # the device fails: the rest of the row is known
+            self._notices(f"loss and grad_norm of some steps are not logged: {one_line(error)}")
+            sent = dict.fromkeys(("loss", "grad_norm"))
+        self._resolver.put(UsualPiece(steps, last_step, begin, end, common, sent))
 
     def _sent(self, steps: list[Raw]) -> dict[str, SentNumbers | None]:
         """Those numbers of usual steps that are tensors, on their way to the host."""
-        return self._values.send_unseen(
-            {
-                name: Unseen([step[place] for step in steps], [step[place + 1] for step in steps])
-                for name, place in (("loss", _LOSS), ("grad_norm", _GRAD_NORM))
-                if type(steps[0][place]) is not float
-            }
-        )
+        sent = {}
+        for name, place in (("loss", _LOSS), ("grad_norm", _GRAD_NORM)):
+            if type(steps[0][place]) is torch.Tensor:
+                unseen = Unseen([step[place] for step in steps], [step[place + 1] for step in steps])
+                sent[name] = self._values.send_unseen(name, unseen)
+        return sent
 
     def _follow_count(self) -> None:
         """Have what is new counted now; while that goes on, its thread wants to know when a forward ends."""

@@ -8,7 +8,7 @@ nothing is due (no event, no check, no cut) and steps are alike, the training th
     log_step  its numbers as they are, tensors kept ─► one more step
     every few seconds, or when anything else comes  ─► `take`: the steps in one piece, for the resolver
 
-What `log_step` does with a step otherwise, `notes` does with all of them on the resolver's thread.
+What `log_step` does with a step otherwise, `UsualPiece.notes` does with all of them on the resolver's thread.
 """
 
 from __future__ import annotations
@@ -52,6 +52,14 @@ Raw = tuple[Any, ...]
 """The fields of a `UsualStep`: a tuple is enough until someone looks at it."""
 
 
+class Common(NamedTuple):
+    """What steps that are alike share."""
+
+    batch: BatchNote
+    state: ModelState | None
+    measured: bool
+
+
 class UsualSteps:
     """Lives on the training thread; closed until the monitor opens it."""
 
@@ -65,6 +73,8 @@ class UsualSteps:
         "_steps",
         "_types",
         "_until_s",
+        "common",
+        "is_busy",
     )
 
     def __init__(self) -> None:
@@ -74,6 +84,9 @@ class UsualSteps:
         self._batch: UsualBatch | None = None
         self._counters: Any = None
         self._types: tuple[Any, Any] = (float, float)
+        self.common: Common | None = None
+        self.is_busy = False
+        """Set around `saw` and `took`: the handler of a signal must not take steps from under them."""
 
     def open(
         self,
@@ -81,27 +94,38 @@ class UsualSteps:
         room: int,
         *,
         batch: UsualBatch,
+        common: Common,
         last_step: int,
         types: tuple[type, type],
         compilations: int,
     ) -> None:
         """Take steps of such batches until then, so many at most; `types` of loss and gradient norm."""
-        self._until_s, self._room, self._batch = until_s, room, batch
-        self._last_step, self._types = last_step, types
+        self._until_s, self._room, self._batch, self.common = until_s, room, batch, common
+        self._micro_batches, self._last_step, self._types = 0, last_step, types
         self._counters, self._compilations = graph_counters(), compilations
 
-    def close(self) -> tuple[list[Raw], int]:
-        """The steps taken, and how many micro-batches the one under way has."""
-        steps, micro_batches = self._steps, self._micro_batches
+    def stop(self) -> int:
+        """Take no more: how many micro-batches the step under way has."""
+        micro_batches = self._micro_batches
         self._until_s, self._micro_batches = _CLOSED_S, 0
+        return micro_batches
+
+    def take(self) -> list[Raw]:
+        """The steps so far, which are then no longer here."""
+        steps = self._steps
         if steps:
             self._steps = []
-        return steps, micro_batches
+        return steps
 
     @property
     def is_open(self) -> bool:
-        """Whether there is anything to close: a step also, if a signal's handler closed within `took`."""
-        return self._until_s != _CLOSED_S or bool(self._steps)
+        """Whether steps are taken."""
+        return self._until_s != _CLOSED_S
+
+    @property
+    def waiting(self) -> int:
+        """How many steps are here."""
+        return len(self._steps)
 
     def saw(self, batch: Batch | None, now_s: float) -> bool:
         """Note a micro-batch; False where it is none of the usual ones, or it is time to look again."""
@@ -133,18 +157,21 @@ class UsualSteps:
         """Take a step; False where anything about it wants a look."""
         if now_s >= self._until_s or not self._micro_batches or len(self._steps) >= self._room:
             return False
-        stats = None if self._counters is None else self._counters.get("stats")
+        counters = self._counters or graph_counters()  # torch may load them at any time
+        stats = None if counters is None else counters.get("stats")
         if (
             (stats is not None and stats.get("unique_graphs", 0) != self._compilations)
             or type(step) is not int
             or step <= self._last_step
             or not (type(epoch) is float or (type(epoch) is int and 0 <= epoch < _LARGEST_EPOCH))
-            or type(learning_rate) is not float
+            or not (type(learning_rate) is float or type(learning_rate) is int)
         ):
             return False
         loss_version = grad_norm_version = 0
         loss_type, grad_norm_type = self._types
-        if type(loss) is not loss_type or type(grad_norm) is not grad_norm_type:
+        if type(loss) is not loss_type:
+            return False
+        if type(grad_norm) is not grad_norm_type and (grad_norm is not None or grad_norm_type is _Tensor):
             return False
         try:
             if loss_type is _Tensor:
@@ -182,9 +209,7 @@ class UsualPiece(NamedTuple):
     last_step: int
     begin: Mark | None
     end: Mark
-    batch: BatchNote
-    state: ModelState | None
-    measured: bool
+    common: Common
     sent: dict[str, SentNumbers | None]
 
     def notes(self) -> list[StepNote]:
@@ -201,13 +226,13 @@ class UsualPiece(NamedTuple):
                 epoch=float(taken.epoch),
                 loss=found["loss"][place] if "loss" in found else taken.loss,
                 grad_norm=found["grad_norm"][place] if "grad_norm" in found else taken.grad_norm,
-                learning_rate=taken.learning_rate,
+                learning_rate=float(taken.learning_rate),
                 mask_tokens=None,
                 mask_useful_tokens=None,
-                batches=[self.batch] * taken.micro_batches,
+                batches=[self.common.batch] * taken.micro_batches,
                 batches_missing=False,
-                state=self.state,
-                measured=self.measured,
+                state=self.common.state,
+                measured=self.common.measured,
                 data_wait_s=taken.data_wait_s,
                 warmup=False,
                 profile=None,

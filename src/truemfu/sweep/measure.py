@@ -67,7 +67,9 @@ def time_steps(
             losses.append(trainer.step(batch).detach())
             spans.append(marks.end(time.perf_counter()))
         synchronize(device)
-        assert all(clock.has_passed(span.end) for span in spans)
+        for span in spans:
+            has_passed = clock.has_passed(span.end)
+            assert has_passed
         times_s += [seconds for span in spans if (seconds := duration_s(span)) is not None]
         planned = _more_steps(times_s, case, time.perf_counter() - began_s)
     return TimedPass(
