@@ -7,7 +7,6 @@ every decision is made as it would be there.
 from __future__ import annotations
 
 import json
-import signal
 import threading
 import time
 import warnings
@@ -21,6 +20,7 @@ from torch import nn
 
 from truemfu import TrainingMonitor
 from truemfu.monitor import clock as clock_module
+from truemfu.monitor import usual_steps
 from truemfu.monitor.clock import CudaClock
 from truemfu.monitor.host_values import HostValues
 from truemfu.monitor.usual_steps import UsualSteps
@@ -420,22 +420,25 @@ def test_nothing_is_lost_at_the_end(tmp_path: Path) -> None:
     assert json.loads((tmp_path / RUN_FILE).read_text())["time_source"].endswith("both agree")
 
 
-def test_a_handler_of_a_signal_may_save_at_any_moment(run: Run) -> None:
+@pytest.mark.parametrize("within", ["is_like", "graph_counters"])
+def test_a_handler_of_a_signal_may_save_in_the_middle(
+    run: Run, monkeypatch: pytest.MonkeyPatch, within: str
+) -> None:
+    """It runs between any two lines of the training thread; here inside `saw` and inside `took`."""
+    own = getattr(usual_steps, within)
     saved = []
 
-    def save(*_: object) -> None:
+    def interrupted(*arguments: Any) -> Any:
         saved.append(run.number)
         run.monitor.save_logs()
-        signal.setitimer(signal.ITIMER_REAL, 0.003)  # the next when this one is done, however slow
+        return own(*arguments)
 
-    before = signal.signal(signal.SIGALRM, save)
-    signal.setitimer(signal.ITIMER_REAL, 0.003)
-    try:
-        while len(saved) < 200:
-            run.step(micro_batches=2)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, before)
+    run.step()
+    monkeypatch.setattr(usual_steps, within, interrupted)
+    for _ in range(20):
+        run.step(micro_batches=2)
+    assert len(saved) >= 20
+    monkeypatch.setattr(usual_steps, within, own)
     run.check()
 
 
@@ -575,6 +578,7 @@ def test_a_window_of_the_counters_ends_with_the_step_that_is_due(run: Run) -> No
     run.monitor._watch = watch  # type: ignore[assignment]
     due_s, ends_s, logged_s, usual = watch.due_s, time.perf_counter() + 1.5, 0.0, 0
     while (now_s := time.perf_counter()) < ends_s:
+        time.sleep(0.002)
         run.step()
         usual = max(usual, run.usual)
         if watch.due_s != due_s:
