@@ -38,7 +38,7 @@ from .data import WatchedData
 from .datasets import DatasetMetrics, PendingDatasetMetrics, shifts_labels
 from .hardware_watch import HardwareWatch, open_watch
 from .hardware_windows import HardwareWindows
-from .host_values import MAX_KEPT, HostValues, SentNumbers, Unseen
+from .host_values import MAX_KEPT, HostValues, SentNumbers
 from .intake import Intake
 from .measuring import Measuring
 from .notices import Notices
@@ -49,7 +49,7 @@ from .resolver import Resolver
 from .step_note import WARMUP_STEPS, StepNote
 from .summary import show
 from .totals import Totals
-from .usual_steps import Common, Raw, UsualPiece, UsualStep, UsualSteps
+from .usual_steps import Common, UsualPiece, UsualSteps, unseen_numbers
 
 _CLOSE_TIMEOUT_S = 20.0
 _COUNT_TIMEOUT_S = 5.0
@@ -59,8 +59,6 @@ _UNSENT_TIMEOUT_S = 1.0
 """For steps that nothing more will come of; those before them may still be under way."""
 _REST_S = 0.0002
 _FORWARD_POLL_S = 0.002
-_LOSS, _GRAD_NORM = (UsualStep._fields.index(name) for name in ("loss", "grad_norm"))
-"""A tensor's version is in the next place."""
 _NO_DATASETS: Sequence[tuple[PendingDatasetMetrics, HostCopy]] = ()
 
 
@@ -321,14 +319,14 @@ class TrainingMonitor:
 
     def _send_all(self) -> bool:
         """Have all that is needed for the rows of the steps so far under way; whether that went well."""
-        for part in (self._take_in_usual, self._clock.moment, self._values.flush):
-            if part == self._take_in_usual and threading.get_ident() != self._thread and not self._is_closed:
-                continue  # asked by another thread while the training thread goes on
-            try:
-                part()
-            except Exception as error:
-                self._notices(f"what is still on the device cannot be fetched: {one_line(error)}")
-                return False
+        try:
+            if self._is_closed or threading.get_ident() == self._thread:  # else the training thread goes on
+                self._take_in_usual()
+            self._clock.moment()
+            self._values.flush()
+        except Exception as error:
+            self._notices(f"what is still on the device cannot be fetched: {one_line(error)}")
+            return False
         return True
 
     def _close_watch(self) -> None:
@@ -355,8 +353,10 @@ class TrainingMonitor:
     def _switch_off(self, error: Exception) -> None:
         self._is_broken = True
         self._usual.is_busy = False
-        with contextlib.suppress(Exception):  # the steps before were good
-            self._take_in_usual()
+        try:
+            self._take_in_usual()  # the steps before were good
+        except Exception as second:
+            self._notices(f"the steps noted before that are lost too: {one_line(second)}")
         self._notices(
             f"the monitor failed and is switched off, the training goes on: {type(error).__name__}: {error}"
         )
@@ -639,21 +639,13 @@ class TrainingMonitor:
         self._intake.last_step = steps[-1][1]
         begin, end = self._clock.skip_to(steps[-1][0])
         self._logged += len(steps)
+        unseen = unseen_numbers(steps)
+        sent: dict[str, SentNumbers | None] = dict.fromkeys(unseen)
         try:
-            sent = self._sent(steps)
+            sent = {name: self._values.send_unseen(name, kept) for name, kept in unseen.items()}
         except Exception as error:  # the device fails: the rest of the row is known
-            self._notices(f"loss and grad_norm of some steps are not logged: {one_line(error)}")
-            sent = dict.fromkeys(("loss", "grad_norm"))
+            self._notices(f"{' and '.join(unseen)} of some steps is not logged: {one_line(error)}")
         self._resolver.put(UsualPiece(steps, last_step, begin, end, common, sent))
-
-    def _sent(self, steps: list[Raw]) -> dict[str, SentNumbers | None]:
-        """Those numbers of usual steps that are tensors, on their way to the host."""
-        sent = {}
-        for name, place in (("loss", _LOSS), ("grad_norm", _GRAD_NORM)):
-            if type(steps[0][place]) is torch.Tensor:
-                unseen = Unseen([step[place] for step in steps], [step[place + 1] for step in steps])
-                sent[name] = self._values.send_unseen(name, unseen)
-        return sent
 
     def _follow_count(self) -> None:
         """Have what is new counted now; while that goes on, its thread wants to know when a forward ends."""

@@ -34,9 +34,9 @@ _VALUE_KEYS = frozenset({*CUMULATIVE, *GRIDS, "position_ids"})
 Batch = Mapping[Any, Any]
 """A batch by name, or by place for a forward that takes any number of positional arguments."""
 _PLAIN = (int, float, str, bool, type(None))
-_functorch_level = torch._C._functorch.peek_interpreter_stack
-_is_any_autocast = torch._C._is_any_autocast_enabled
-_backward_number = torch._C._current_graph_task_id
+functorch_level = torch._C._functorch.peek_interpreter_stack
+is_any_autocast = torch._C._is_any_autocast_enabled
+backward_number = torch._C._current_graph_task_id
 _is_compiling = torch.compiler.is_compiling
 _is_grad_enabled = torch.is_grad_enabled
 
@@ -128,7 +128,7 @@ class BatchNotes:
 
         Nested tensors have no shape to go by, and inside vmap and its kin a shape is not the whole one.
         """
-        if batch is None or _functorch_level() is not None:
+        if batch is None or functorch_level() is not None:
             return None
         autocast = autocast_key()
         last = self._last
@@ -160,7 +160,7 @@ class BatchNotes:
         """Note one micro-batch of the step under way; None where there are too many of them."""
         # A checkpoint around the model runs it again in the backward pass; one that is reentrant ran it
         # without gradients before, and then this is the only run that is seen.
-        noted = self._noted if _backward_number() == -1 else self._noted_in_backward
+        noted = self._noted if backward_number() == -1 else self._noted_in_backward
         if len(noted) >= _MAX_NOTES:
             self.is_incomplete = True
             return None
@@ -277,7 +277,7 @@ def _without_data(value: Any) -> Any:
 
 def autocast_key() -> tuple[Any, ...]:
     """What autocast does on this thread: as much of it as tells states apart."""
-    if not _is_any_autocast():
+    if not is_any_autocast():
         return ()
     on_cuda, on_cpu = torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")
     return (

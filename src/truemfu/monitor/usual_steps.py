@@ -20,16 +20,23 @@ import torch
 from .clock import Mark, Span
 from .compilations import graph_counters
 from .counting import ModelState
-from .host_values import SentNumbers
-from .observe import Batch, BatchNote, UsualBatch, autocast_key, is_like
+from .host_values import SentNumbers, Unseen
+from .observe import (
+    Batch,
+    BatchNote,
+    UsualBatch,
+    autocast_key,
+    backward_number,
+    functorch_level,
+    is_any_autocast,
+    is_like,
+)
 from .step_note import StepNote
 
 _Tensor = torch.Tensor
-_functorch_level = torch._C._functorch.peek_interpreter_stack
-_backward_number = torch._C._current_graph_task_id
-_is_any_autocast = torch._C._is_any_autocast_enabled
 _CLOSED_S = float("-inf")
-_LARGEST_EPOCH = 2**53
+_LARGEST_WHOLE = 2**53
+"""Whole numbers below it are floats too."""
 
 
 class UsualStep(NamedTuple):
@@ -50,6 +57,17 @@ class UsualStep(NamedTuple):
 
 Raw = tuple[Any, ...]
 """The fields of a `UsualStep`: a tuple is enough until someone looks at it."""
+_MAY_BE_TENSORS = {name: UsualStep._fields.index(name) for name in ("loss", "grad_norm")}
+"""Where they are; a tensor's version is in the next place."""
+
+
+def unseen_numbers(steps: list[Raw]) -> dict[str, Unseen]:
+    """Those numbers of some steps that are tensors, by name."""
+    return {
+        name: Unseen([step[place] for step in steps], [step[place + 1] for step in steps])
+        for name, place in _MAY_BE_TENSORS.items()
+        if type(steps[0][place]) is _Tensor
+    }
 
 
 class Common(NamedTuple):
@@ -134,9 +152,9 @@ class UsualSteps:
         usual = self._batch
         if (
             usual is None
-            or _functorch_level() is not None
-            or _backward_number() != -1
-            or (autocast_key() if _is_any_autocast() else ()) != usual.autocast
+            or functorch_level() is not None
+            or backward_number() != -1
+            or (autocast_key() if is_any_autocast() else ()) != usual.autocast
             or not is_like(batch, usual.shapes)
         ):
             return False
@@ -163,8 +181,8 @@ class UsualSteps:
             (stats is not None and stats.get("unique_graphs", 0) != self._compilations)
             or type(step) is not int
             or step <= self._last_step
-            or not (type(epoch) is float or (type(epoch) is int and 0 <= epoch < _LARGEST_EPOCH))
-            or not (type(learning_rate) is float or type(learning_rate) is int)
+            or not (type(epoch) is float or (type(epoch) is int and 0 <= epoch < _LARGEST_WHOLE))
+            or type(learning_rate) is not float
         ):
             return False
         loss_version = grad_norm_version = 0
@@ -226,7 +244,7 @@ class UsualPiece(NamedTuple):
                 epoch=float(taken.epoch),
                 loss=found["loss"][place] if "loss" in found else taken.loss,
                 grad_norm=found["grad_norm"][place] if "grad_norm" in found else taken.grad_norm,
-                learning_rate=float(taken.learning_rate),
+                learning_rate=taken.learning_rate,
                 mask_tokens=None,
                 mask_useful_tokens=None,
                 batches=[self.common.batch] * taken.micro_batches,
