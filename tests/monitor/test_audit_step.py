@@ -21,7 +21,7 @@ from truemfu.monitor.host_values import HostValues
 from truemfu.monitor.notices import Notices
 from truemfu.monitor.observe import BatchNotes
 from truemfu.monitor.ranks import RankLink
-from truemfu.monitor.step_note import WARMUP_STEPS, StepNote
+from truemfu.monitor.step_note import WARMUP_STEPS, StepNote, StepPlace
 from truemfu.sweep.models import ReferenceModel
 from truemfu.sweep.sizes import SIZES
 
@@ -101,7 +101,7 @@ def step_note(model: nn.Module | None, *batches: Any, **values: Any) -> StepNote
         notes.note(batch, template)
     fields: dict[str, Any] = dict.fromkeys(StepNote._fields)
     state = None if model is None else ModelState.of(model, number=0)
-    fields |= {"step": 3, "state": state, "batches": notes.take(), "batches_missing": False}
+    fields |= {"place": StepPlace(3, 1), "state": state, "batches": notes.take(), "batches_missing": False}
     return StepNote(**{**fields, **values})
 
 
@@ -150,7 +150,7 @@ def test_the_first_step_after_warm_up_is_marked_and_no_other(audit: AuditStep, r
     for logged in range(8):
         audit.begin_step(logged, 0)
         audit.end_step()
-        audit.hand_over(note := step_note(None, step=logged))
+        audit.hand_over(note := step_note(None, place=StepPlace(logged, 1)))
         seen.append((list(recorder.calls), audit.wants(note)))
         recorder.calls.clear()
     assert seen == [([], False)] * WARMUP_STEPS + [(["start", "stop"], True)] + [([], False)] * (

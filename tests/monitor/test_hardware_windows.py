@@ -13,17 +13,18 @@ from truemfu.monitor.counting import StepFlops
 from truemfu.monitor.hardware_figures import StepDetail, StepSums, figures_of
 from truemfu.monitor.hardware_watch import Cut, Measured
 from truemfu.monitor.hardware_windows import HardwareWindows, merged
-from truemfu.monitor.metrics import StepMeasures
+from truemfu.monitor.metrics import StepAmounts, StepTime
 
 H200 = find_spec("NVIDIA H200", None)
 PEAK = 989.4e12
 STEP_S = 0.1
+TIME = StepTime(steps=1, elapsed_s=STEP_S, data_wait_s=0.0)
 BF16 = StepDetail(dtype_shares={"bf16": 1.0}, forward_share=0.33, recompute_share=0.005)
 
 
 def step(
     model_flops: float | None = 40e12, peak: float = PEAK, source: str = "datasheet: H200"
-) -> StepMeasures:
+) -> StepAmounts:
     flops = None
     if model_flops is not None:
         flops = StepFlops(
@@ -33,10 +34,7 @@ def step(
             peak_source=source,
             method="closed form",
         )
-    return StepMeasures(
-        steps=1,
-        elapsed_s=STEP_S,
-        data_wait_s=0.0,
+    return StepAmounts(
         samples=8,
         tokens=8192,
         useful_tokens=8192,
@@ -64,7 +62,7 @@ def measured(hmma: float | None = 0.5, source: str = CYCLE_COUNTERS, **values: A
 def figures(detail: StepDetail = BF16, world_size: int = 1, own_peak: bool = False, **values: Any) -> Any:
     sums = StepSums()
     for _ in range(100):
-        sums.add(step())
+        sums.add(step(), TIME)
     return figures_of(
         sums,
         measured(**values),
@@ -106,12 +104,12 @@ def said() -> list[str]:
 @pytest.fixture
 def windows(watch: Any, said: list[str]) -> HardwareWindows:
     made = HardwareWindows(watch, spec=H200, non_matrix_share=0.0, world_size=1, notice=said.append)
-    made.add(step(), Cut(0.0, None, False), lambda: BF16)
+    made.add(step(), TIME, Cut(0.0, None, False), lambda: BF16)
     return made
 
 
-def window_of(windows: HardwareWindows, one: StepMeasures | None = None, detail: StepDetail = BF16) -> None:
-    windows.add(one or step(), Cut(0.0, None, True), lambda: detail)
+def window_of(windows: HardwareWindows, one: StepAmounts | None = None, detail: StepDetail = BF16) -> None:
+    windows.add(one or step(), TIME, Cut(0.0, None, True), lambda: detail)
 
 
 def test_plain_fp32_is_not_on_the_pipe_so_nothing_is_claimed_of_it() -> None:

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from truemfu.monitor.counting import StepFlops
-from truemfu.monitor.metrics import StepMeasures, Window, performance
+from truemfu.monitor.metrics import StepAmounts, StepTime, Window, performance
 from truemfu.monitor.totals import Reservoir, Totals
 
 FLOPS = StepFlops(
@@ -17,10 +17,8 @@ FLOPS = StepFlops(
     peak_source="override",
     method="closed form",
 )
-STEP = StepMeasures(
-    steps=1,
-    elapsed_s=0.5,
-    data_wait_s=0.1,
+TIME = StepTime(steps=1, elapsed_s=0.5, data_wait_s=0.1)
+STEP = StepAmounts(
     samples=4,
     tokens=2048,
     useful_tokens=1024.0,
@@ -31,7 +29,7 @@ STEP = StepMeasures(
 
 
 def test_a_row_holds_every_rate_for_the_job_and_for_this_gpu() -> None:
-    assert performance(STEP) == {
+    assert performance(STEP, TIME) == {
         "perf/step_time": 0.5,
         "perf/steps_per_second": 2.0,
         "perf/tokens_per_second": 8 * 4096.0,
@@ -47,11 +45,12 @@ def test_a_row_holds_every_rate_for_the_job_and_for_this_gpu() -> None:
         "perf/tflops_per_gpu": 4.0,
         "perf/padding_efficiency": 0.5,
         "perf/data_wait": 0.1,
+        "perf/method": "closed form",
     }
 
 
 def test_steps_that_were_not_logged_share_the_time() -> None:
-    row = performance(dataclasses.replace(STEP, steps=5))
+    row = performance(STEP, TIME._replace(steps=5))
     assert row["perf/step_time"] == pytest.approx(0.1)
     assert row["perf/data_wait"] == pytest.approx(0.02)
     assert row["perf/mfu"] == 0.4
@@ -71,36 +70,39 @@ def test_steps_that_were_not_logged_share_the_time() -> None:
     ],
 )
 def test_what_is_not_known_is_left_out(change: dict[str, object], absent: str) -> None:
-    row = performance(dataclasses.replace(STEP, **change))  # type: ignore[arg-type]
+    of_time = {name: value for name, value in change.items() if name in TIME._fields}
+    of_step = {name: value for name, value in change.items() if name not in of_time}
+    row = performance(dataclasses.replace(STEP, **of_step), TIME._replace(**of_time))  # type: ignore[arg-type]
     assert not set(absent.split()) & set(row)
     assert all(value is not None for value in row.values())
 
 
 def test_a_utilisation_above_one_is_not_clamped() -> None:
-    assert performance(dataclasses.replace(STEP, elapsed_s=0.1))["perf/mfu"] == pytest.approx(2.0)
+    assert performance(STEP, TIME._replace(elapsed_s=0.1))["perf/mfu"] == pytest.approx(2.0)
 
 
 def test_a_warm_up_is_marked_and_out_of_the_medians() -> None:
     window = Window()
-    slow = dataclasses.replace(STEP, elapsed_s=60.0, warmup=True)
-    assert performance(slow)["perf/warmup"] is True
-    for measures in (slow, STEP, STEP, dataclasses.replace(STEP, elapsed_s=1.0)):
-        window.add(measures)
+    slow = performance(dataclasses.replace(STEP, warmup=True), TIME._replace(elapsed_s=60.0))
+    assert slow["perf/warmup"] is True
+    window.add(slow)
+    for elapsed_s in (0.5, 0.5, 1.0):
+        window.add(performance(STEP, TIME._replace(elapsed_s=elapsed_s)))
     assert window.medians() == {"perf/step_time_median": 0.5, "perf/mfu_median": 0.4}
 
 
 def test_the_window_forgets() -> None:
     window = Window(steps=3)
     for elapsed_s in (9.0, 9.0, 1.0, 2.0, 3.0):
-        window.add(dataclasses.replace(STEP, elapsed_s=elapsed_s))
+        window.add(performance(STEP, TIME._replace(elapsed_s=elapsed_s)))
     assert window.medians()["perf/step_time_median"] == 2.0
 
 
 def test_totals_are_medians_over_the_steps_after_warm_up() -> None:
     totals = Totals()
-    totals.add(dataclasses.replace(STEP, elapsed_s=50.0, warmup=True))
-    for _ in range(3):
-        totals.add(STEP)
+    totals.add(dataclasses.replace(STEP, warmup=True), [TIME._replace(elapsed_s=50.0)])
+    totals.add(STEP, [TIME])
+    totals.add(STEP, [TIME, TIME])
     run = totals.as_dict()
     assert run["steps"] == 4
     assert run["warmup_steps"] == 1
@@ -114,7 +116,7 @@ def test_totals_are_medians_over_the_steps_after_warm_up() -> None:
 
 def test_a_run_of_warm_up_alone_says_so() -> None:
     totals = Totals()
-    totals.add(dataclasses.replace(STEP, warmup=True))
+    totals.add(dataclasses.replace(STEP, warmup=True), [TIME])
     run = totals.as_dict()
     assert run["median_step_time_s"] == 0.5
     assert run["medians_over"] == "all steps (none after warm-up)"
@@ -129,8 +131,8 @@ def test_a_run_without_steps_knows_nothing() -> None:
 
 def test_a_reservoir_keeps_its_size_and_a_fair_median() -> None:
     reservoir = Reservoir(size=512)
-    for value in range(100_000):
-        reservoir.add(float(value))
+    for first in range(0, 100_000, 100):
+        reservoir.add([float(first + value) for value in range(100)])
     median = reservoir.median()
     assert len(reservoir._kept) == 512
     assert median is not None

@@ -182,7 +182,7 @@ def cuda_marks(device: torch.device) -> Marks:
 
 def _count(counting: Counting, note: StepNote) -> StepCount:
     """The marked step, all its micro-batches together."""
-    who: dict[str, Any] = {"process_id": os.getpid(), "step": note.step}
+    who: dict[str, Any] = {"process_id": os.getpid(), "step": note.place.step}
     counts = []
     if note.state is not None and not note.batches_missing:
         counts = [counting.batch(note.state, batch, measured=True) for batch in note.batches]

@@ -8,11 +8,11 @@ that nobody waits for: its time is asked for later, by another thread, once it h
 when its call returns, and a mark is the host's clock.
 
 Where the device waits for the host, recording an event on every step is felt, and tells nothing that the
-host's clock does not. So while the device keeps up and the two agree on how long steps take, one mark in five
+host's clock does not. So while the device keeps up and the two agree on how long steps take, one mark in ten
 seconds has an event; those between are placed by the host's clock, stretched so that from event to event the
 time is the device's:
 
-    event ── · ── · ── · ── · ── event      2 % apart in the mean of 32 steps, less than a quarter step behind
+    event ── · ── · ── · ── · ── event      2 % apart in the mean of 32 steps, less than half a step behind
     event ─ event ─ event ─ event ─ event   until that is known, and as soon as it is not so any more
 """
 
@@ -31,11 +31,11 @@ import torch
 from ..hardware.cycle_stamps import CUDA_DRIVER
 
 _CAPTURE_MODE_RELAXED = 2
-_EVENT_EVERY_S = 5.0
+_EVENT_EVERY_S = 10.0
 _STEPS_TO_AGREE = 32
 _APART = 0.02
 """What host and device may differ by in the length of a step, on average."""
-_LAG_IN_STEPS = 0.25
+_LAG_IN_STEPS = 0.5
 """How far the device may be behind the host: further, and a long step would be taken for a later one."""
 _LAG_CHANGE_IN_STEPS = 0.5
 """By how much it may fall behind from one event to the next."""
@@ -64,6 +64,9 @@ class HostClock:
         """This moment."""
         return Mark(now_s, None, now_s)
 
+    def look(self) -> None:
+        """See how far the device is: always here."""
+
     def has_passed(self, mark: Mark) -> bool:
         """Whether the device has got as far as this mark."""
         return True
@@ -72,7 +75,7 @@ class HostClock:
 class CudaClock:
     """Marks on a CUDA device's timeline; events are used again, so their number stays small.
 
-    `mark` is for the training thread, `has_passed` for one other, which asks for marks in their order.
+    `mark` is for the training thread, the rest for one other, which asks for marks in their order.
     """
 
     source = "CUDA events"
@@ -86,8 +89,8 @@ class CudaClock:
         """From when on a mark should have an event again; `mark` gives it one in any case."""
         self._with_event: deque[Mark] = deque(maxlen=_MAX_EVENTS)
         self._next: Mark | None = None
-        self._reached: Mark | None = None
-        self._before: Mark | None = None
+        self._reached: deque[Mark] = deque(maxlen=_MAX_EVENTS)
+        """Events that have passed, those alone that a mark may be asked for which lies between two of them."""
         self._apart: deque[float] = deque(maxlen=_STEPS_TO_AGREE)
         self._steps_s: deque[float] = deque(maxlen=_STEPS_TO_AGREE)
         self._step_s = 0.0
@@ -103,12 +106,21 @@ class CudaClock:
 
     def has_passed(self, mark: Mark) -> bool:
         """Whether the device has got as far as this mark, and its time is known."""
-        while (reached := self._reached) is None or reached.host_s < mark.host_s:
-            if not self._reach_next():
+        reached = self._reached
+        if not reached or reached[-1].host_s < mark.host_s:
+            self.look()
+            if not reached or reached[-1].host_s < mark.host_s:
                 return False
-        if mark.device_s is None and self._before is not None and self._before.host_s <= mark.host_s:
-            mark.device_s = _between(self._before, reached, mark.host_s)
+        while len(reached) > 1 and reached[1].host_s <= mark.host_s:
+            reached.popleft()
+        if mark.device_s is None and reached[0].host_s <= mark.host_s:
+            mark.device_s = _between(reached[0], reached[min(1, len(reached) - 1)], mark.host_s)
         return True
+
+    def look(self) -> None:
+        """See how far the device is, also where nobody asks yet: that tells how far it is behind."""
+        while self._reach_next():
+            pass
 
     def _reach_next(self) -> bool:
         """Go on to the next event, if the device is past it."""
@@ -116,7 +128,7 @@ class CudaClock:
             if not self._with_event:
                 return False
             self._next = self._with_event.popleft()
-        mark, last = self._next, self._reached
+        mark = self._next
         assert mark.event is not None
         if not mark.event.query():
             if _age_s(mark) > _LAG_IN_STEPS * self._step_s:
@@ -124,6 +136,7 @@ class CudaClock:
             return False
         if not self._with_event:  # the newest: the device is behind by less than its age
             self._lag_s = min(self._lag_s, _age_s(mark))
+        last = self._reached[-1] if self._reached else None
         if last is None:
             mark.device_s = 0.0
         else:
@@ -135,7 +148,8 @@ class CudaClock:
                 self._compare(mark.host_s - last.host_s, seconds)
             self._free.append(last.event)
             last.event = None
-        self._before, self._reached, self._next = last, mark, None
+        self._reached.append(mark)
+        self._next = None
         return True
 
     def _compare(self, host_s: float, device_s: float) -> None:
@@ -246,12 +260,13 @@ def duration_s(span: Span) -> float | None:
     """How long a step took once its end has passed; None where its beginning was not seen, or asked for."""
     if span.begin is None:
         return None
-    seconds = _seconds(span.begin, span.end)
+    seconds = seconds_between(span.begin, span.end)
     for begin, end in span.pauses:
-        paused_s = _seconds(begin, end)
+        paused_s = seconds_between(begin, end)
         seconds = None if seconds is None or paused_s is None else seconds - paused_s
     return seconds
 
 
-def _seconds(begin: Mark, end: Mark) -> float | None:
+def seconds_between(begin: Mark, end: Mark) -> float | None:
+    """Seconds of the device's time from one mark to another; None where that of one is not known."""
     return None if begin.device_s is None or end.device_s is None else end.device_s - begin.device_s

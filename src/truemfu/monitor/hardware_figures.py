@@ -20,7 +20,7 @@ from ..hardware.executed import datasheet_clock_hz, executed_flops_per_s, on_ten
 from ..hardware.specs import DeviceSpec
 from ..waterfall import Waterfall, waterfall
 from .hardware_watch import Measured
-from .metrics import StepMeasures
+from .metrics import StepAmounts, StepTime
 
 
 @dataclass(kw_only=True)
@@ -37,20 +37,20 @@ class StepSums:
     tokens: float | None = 0.0
     useful_tokens: float | None = 0.0
 
-    def add(self, measures: StepMeasures) -> None:
+    def add(self, amounts: StepAmounts, time: StepTime) -> None:
         """Take in a step whose `flops` are the counted ones."""
-        flops, elapsed_s = measures.flops, measures.elapsed_s
-        self.steps += measures.steps
+        flops, elapsed_s = amounts.flops, time.elapsed_s
+        self.steps += time.steps
         self.elapsed_s += elapsed_s or 0.0
-        self.data_wait_s += measures.data_wait_s or 0.0
+        self.data_wait_s += time.data_wait_s or 0.0
         peak = None if flops is None else flops.peak_flops_per_s
         self.model_flops = _plus(self.model_flops, None if flops is None else flops.model_flops)
         self.hardware_flops = _plus(self.hardware_flops, None if flops is None else flops.hardware_flops)
         self.peak_flops = _plus(
             self.peak_flops, None if peak is None or elapsed_s is None else peak * elapsed_s
         )
-        self.tokens = _plus(self.tokens, measures.tokens)
-        self.useful_tokens = _plus(self.useful_tokens, measures.useful_tokens)
+        self.tokens = _plus(self.tokens, amounts.tokens)
+        self.useful_tokens = _plus(self.useful_tokens, amounts.useful_tokens)
 
     def merge(self, other: StepSums) -> None:
         """Take in the sums over other steps."""

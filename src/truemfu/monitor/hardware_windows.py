@@ -16,7 +16,7 @@ from ..hardware.specs import DeviceSpec
 from . import hardware_watch
 from .hardware_figures import HardwareFigures, StepDetail, StepSums, figures_of
 from .hardware_watch import Cut, HardwareWatch, Measured
-from .metrics import StepMeasures
+from .metrics import StepAmounts, StepTime
 
 _WINDOWS_IN_TROUBLE = 2
 _DATASHEET = "datasheet"
@@ -59,9 +59,11 @@ class HardwareWindows:
         """Whether the window that ends here can be told whole; rows wait for that, a few seconds at most."""
         return self._watch.has_read_past(cut) or not cut.ends_window
 
-    def add(self, measures: StepMeasures, cut: Cut | None, detail: Callable[[], StepDetail]) -> None:
+    def add(
+        self, amounts: StepAmounts, time: StepTime, cut: Cut | None, detail: Callable[[], StepDetail]
+    ) -> None:
         """Take in a step with its counted FLOPs, and the window that ends with it."""
-        self._sums.add(measures)
+        self._sums.add(amounts, time)
         if cut is None:
             return
         begin, sums = self._begin, self._sums
@@ -74,7 +76,7 @@ class HardwareWindows:
             return
         self._unread, self._has_read = 0, True
         self._detail = detail()
-        source = None if measures.flops is None else measures.flops.peak_source
+        source = None if amounts.flops is None else amounts.flops.peak_source
         self._is_datasheet_peak = bool(source and source.startswith(_DATASHEET))
         self.latest = self._figures(sums, measured)
         if sums.is_complete:

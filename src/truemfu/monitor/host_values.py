@@ -25,7 +25,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -80,38 +80,32 @@ class Held:
 class Unseen(NamedTuple):
     """Numbers of one name that were kept without a look, with what their versions were."""
 
-    tensors: list[torch.Tensor]
-    versions: list[int]
+    tensors: Sequence[torch.Tensor]
+    versions: Sequence[int]
+
+    def overwritten(self) -> list[int]:
+        """Which no longer are what they were; of those at one place none is, for something writes there."""
+        places = [tensor.data_ptr() for tensor in self.tensors]
+        changed = [tensor._version != version for tensor, version in zip(*self, strict=True)]
+        if not any(changed) and len(set(places)) == len(places):
+            return []
+        at_place = Counter(places)
+        return [n for n, place in enumerate(places) if changed[n] or at_place[place] > 1]
 
 
 class SentNumbers:
-    """Numbers of one name that were kept without a look, on their way to the host.
+    """Numbers of one name that were kept without a look, on their way to the host."""
 
-    Whether each still is what it was when it was passed in is asked later, on another thread: one that was
-    not overwritten until then was not when it was sent. Of those at one place none is trusted: something
-    writes there behind torch's back.
-    """
+    def __init__(self, copy: HostCopy, void: list[int], last: Held) -> None:
+        self.copy, self._void, self._last = copy, void, last
 
-    def __init__(
-        self, name: str, unseen: Unseen, copy: HostCopy, last: Held, overwritten: Callable[[str], None]
-    ) -> None:
-        self._name, self._unseen, self.copy, self._last = name, unseen, copy, last
-        self._overwritten = overwritten
-
-    def look(self) -> list[Held]:
-        """All of them in their order, those that were overwritten as such."""
-        tensors, versions = self._unseen
-        at_place = Counter(tensor.data_ptr() for tensor in tensors)
-        found = []
-        for number, tensor in enumerate(tensors):
-            held = self._last
-            if number < len(tensors) - 1:
-                held = Held(self._name, None)
-                held.sent(self.copy, number)
-            if tensor._version != versions[number] or at_place[tensor.data_ptr()] > 1:
-                held.gone()
-                self._overwritten(self._name)
-            found.append(held)
+    def values(self) -> list[float | None]:
+        """All of them in their order once they are there; None for those that were overwritten."""
+        found: list[float | None] = [float(value) for value in self.copy.get().tolist()]
+        for number in self._void:
+            found[number] = None
+        if self._last.is_void:
+            found[-1] = None
         return found
 
 
@@ -148,7 +142,7 @@ class HostValues:
         if tensors[-1].untyped_storage().nbytes() > _MAX_STORAGE_BYTES:
             self._looks.pop(name, None)  # keep no more of what these are small parts of
         try:
-            together = torch.stack(tensors).flatten()
+            together = torch.stack(tensors).flatten()  # type: ignore[arg-type]
             if len(together) != len(tensors):
                 raise TypeError(f"tensors of shape {tuple(tensors[0].shape)}")
         except (RuntimeError, TypeError) as error:
@@ -157,16 +151,17 @@ class HostValues:
                 f"{name} of some steps is not logged: got {one_line(error)}; from now on each is looked at"
             )
             return None
-        last = Held(name, None)
-        sent = SentNumbers(name, unseen, HostCopy(together), last, self.copy_at_once)
-        last.sent(sent.copy, len(tensors) - 1)
+        copy = HostCopy(together)
+        last = Held(name, tensors[-1])  # which keeps others from its place for as long as that is known
+        if void := unseen.overwritten():
+            self.copy_at_once(name)
         for tensor in (tensors[0], tensors[-1]):
             before = self._places.get((name, tensor.data_ptr()))
             if before is not None:  # what was kept there before has another value now
                 before.gone()
                 self.copy_at_once(name)
         self._places[name, tensors[-1].data_ptr()] = last
-        return sent
+        return SentNumbers(copy, void, last)
 
     def copy_at_once(self, name: str) -> None:
         """A number of this name was overwritten before it could be read: the next are copied on the spot."""

@@ -1,6 +1,9 @@
-"""What one step's measurements come to: the names and the arithmetic, apart from torch and from time.
+"""What a step's measurements come to: the names and the arithmetic, apart from torch and from time.
 
-Rates without a suffix are the job's: this rank's times the number of ranks, until ranks are gathered. Those
+    StepAmounts (what a step worked off) + StepTime (how long it took) ─► performance: the `perf/` metrics
+
+Steps that are alike share their amounts, and what can be worked out of these alone is worked out once. Rates
+without a suffix are the job's: this rank's times the number of ranks, until ranks are gathered. Those
 `_per_gpu` are this rank's own. What is not known is left out of a row.
 """
 
@@ -10,7 +13,7 @@ import statistics
 from collections import deque
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..utilization import share_of_peak
 from .counting import StepFlops
@@ -18,13 +21,18 @@ from .counting import StepFlops
 WINDOW_STEPS = 100
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepMeasures:
-    """A step as it was measured on this rank; `elapsed_s` covers `steps` steps where some were not logged."""
+class StepTime(NamedTuple):
+    """How long a step took on this rank; it stands for several where those before it were not logged."""
 
     steps: int
     elapsed_s: float | None
     data_wait_s: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepAmounts:
+    """What a step worked off on this rank; MFU and HFU are model and executed FLOPs over the peak's."""
+
     samples: int | None
     tokens: int | None
     useful_tokens: float | None
@@ -34,66 +42,61 @@ class StepMeasures:
     measured_peak_flops_per_s: float | None = None
     """What `truemfu peak` measured, where the user gave it."""
 
-    @property
-    def step_time_s(self) -> float | None:
-        """Seconds of one step."""
-        return None if self.elapsed_s is None else self.elapsed_s / self.steps
-
     @cached_property
-    def mfu(self) -> float | None:
-        """Model FLOPs over what the peak would have done in that time."""
-        flops = self.flops
-        if flops is None:
-            return None
-        return share_of_peak(flops.model_flops, self.elapsed_s, flops.peak_flops_per_s)
-
-    @cached_property
-    def hfu(self) -> float | None:
-        """Executed FLOPs over what the peak would have done in that time."""
-        flops = self.flops
-        if flops is None:
-            return None
-        return share_of_peak(flops.hardware_flops, self.elapsed_s, flops.peak_flops_per_s)
-
-
-def performance(measures: StepMeasures) -> dict[str, Any]:
-    """The `perf/` metrics of one step."""
-    row: dict[str, Any] = {}
-    seconds = measures.elapsed_s
-    if seconds is not None and seconds > 0:
-        step_time_s = seconds / measures.steps
-        row["perf/step_time"] = step_time_s
-        row["perf/steps_per_second"] = 1 / step_time_s
+    def rates(self) -> tuple[tuple[str, float], ...]:
+        """What is divided by the seconds of a step: each metric as it is of a step of one second."""
+        found: dict[str, float] = {}
         for name, amount in (
-            ("tokens", measures.tokens),
-            ("real_tokens", measures.useful_tokens),
-            ("samples", measures.samples),
+            ("tokens", self.tokens),
+            ("real_tokens", self.useful_tokens),
+            ("samples", self.samples),
         ):
             if amount is not None:
-                rate = amount / seconds
-                row[f"perf/{name}_per_second"] = rate * measures.world_size
-                row[f"perf/{name}_per_second_per_gpu"] = rate
-        mfu, hfu = measures.mfu, measures.hfu
-        if mfu is not None:
-            row["perf/mfu"] = mfu
-            row["perf/mfu_percent"] = 100 * mfu
-            if measures.measured_peak_flops_per_s is not None and measures.flops is not None:
-                row["perf/mfu_of_measured_peak"] = share_of_peak(
-                    measures.flops.model_flops, seconds, measures.measured_peak_flops_per_s
-                )
-        if hfu is not None:
-            row["perf/hfu"] = hfu
-            row["perf/hfu_percent"] = 100 * hfu
-            if measures.flops is not None and measures.flops.executed_method is not None:
-                row["perf/hfu_method"] = measures.flops.executed_method
-        if measures.flops is not None:
-            row["perf/tflops_per_gpu"] = measures.flops.model_flops / seconds / 1e12
-    if measures.tokens and measures.useful_tokens is not None:
-        row["perf/padding_efficiency"] = measures.useful_tokens / measures.tokens
-    if measures.data_wait_s is not None:
-        row["perf/data_wait"] = measures.data_wait_s / measures.steps
-    if measures.warmup:
-        row["perf/warmup"] = True
+                found[f"perf/{name}_per_second"] = amount * self.world_size
+                found[f"perf/{name}_per_second_per_gpu"] = amount
+        flops = self.flops
+        if flops is not None:
+            peak = flops.peak_flops_per_s
+            mfu, hfu = (share_of_peak(f, 1.0, peak) for f in (flops.model_flops, flops.hardware_flops))
+            if mfu is not None:
+                found["perf/mfu"] = mfu
+                found["perf/mfu_percent"] = 100 * mfu
+                of_measured = share_of_peak(flops.model_flops, 1.0, self.measured_peak_flops_per_s)
+                if of_measured is not None:
+                    found["perf/mfu_of_measured_peak"] = of_measured
+            if hfu is not None:
+                found["perf/hfu"] = hfu
+                found["perf/hfu_percent"] = 100 * hfu
+            found["perf/tflops_per_gpu"] = flops.model_flops / 1e12
+        return tuple(found.items())
+
+    @cached_property
+    def timeless(self) -> dict[str, Any]:
+        """What does not depend on the seconds of a step."""
+        found: dict[str, Any] = {}
+        if self.tokens and self.useful_tokens is not None:
+            found["perf/padding_efficiency"] = self.useful_tokens / self.tokens
+        if self.flops is not None:
+            found["perf/method"] = self.flops.method
+        if self.warmup:
+            found["perf/warmup"] = True
+        return found
+
+
+def performance(amounts: StepAmounts, time: StepTime) -> dict[str, Any]:
+    """The `perf/` metrics of one step."""
+    row = dict(amounts.timeless)
+    seconds = time.elapsed_s
+    if seconds is not None and seconds > 0:
+        row["perf/step_time"] = seconds / time.steps
+        row["perf/steps_per_second"] = time.steps / seconds
+        for name, amount in amounts.rates:
+            row[name] = amount / seconds
+        flops = amounts.flops
+        if flops is not None and flops.executed_method is not None and "perf/hfu" in row:
+            row["perf/hfu_method"] = flops.executed_method
+    if time.data_wait_s is not None:
+        row["perf/data_wait"] = time.data_wait_s / time.steps
     return row
 
 
@@ -104,13 +107,13 @@ class Window:
         self._step_times: deque[float] = deque(maxlen=steps)
         self._mfus: deque[float] = deque(maxlen=steps)
 
-    def add(self, measures: StepMeasures) -> None:
-        """Take a step in, unless it was a warm-up."""
-        if measures.warmup or measures.step_time_s is None:
+    def add(self, row: dict[str, Any]) -> None:
+        """Take in the metrics of a step, unless it was a warm-up."""
+        if "perf/warmup" in row or "perf/step_time" not in row:
             return
-        self._step_times.append(measures.step_time_s)
-        if (mfu := measures.mfu) is not None:
-            self._mfus.append(mfu)
+        self._step_times.append(row["perf/step_time"])
+        if "perf/mfu" in row:
+            self._mfus.append(row["perf/mfu"])
 
     def medians(self) -> dict[str, float]:
         """Medians beside the last values."""

@@ -46,10 +46,10 @@ from .observe import Attachment, Batch, BatchNotes
 from .output import Output
 from .ranks import RankLink
 from .resolver import Resolver
-from .step_note import WARMUP_STEPS, StepNote
+from .step_note import WARMUP_STEPS, StepNote, StepPlace
 from .summary import show
 from .totals import Totals
-from .usual_steps import Common, UsualPiece, UsualSteps, unseen_numbers
+from .usual_steps import Common, UsualPiece, UsualSteps
 
 _CLOSE_TIMEOUT_S = 20.0
 _COUNT_TIMEOUT_S = 5.0
@@ -128,7 +128,7 @@ class TrainingMonitor:
             self._watched = weakref.ref(model)
             self._measuring.forget()
             self._datasets = DatasetMetrics(shift=shifts_labels(model))
-        self._attachment = Attachment(model, self._on_forward, self._on_forward_end)
+        self._attachment = Attachment(model, self._usual.saw, self._on_forward, self._on_forward_end)
         return self
 
     def detach(self) -> None:
@@ -206,7 +206,15 @@ class TrainingMonitor:
                 usual = self._usual
                 usual.is_busy = True
                 is_usual = attention_mask is None and usual.took(
-                    began_s, step, epoch, loss, grad_norm, learning_rate, skip_wandb, self._data_wait_s
+                    began_s,
+                    step,
+                    epoch,
+                    loss,
+                    grad_norm,
+                    learning_rate,
+                    skip_wandb,
+                    self._data_wait_s,
+                    self._last_end_s,
                 )
                 usual.is_busy = False
                 if is_usual:
@@ -251,7 +259,7 @@ class TrainingMonitor:
         lost_steps = self._resolver.lost_steps if self._is_set_up else 0
         run = totals.as_dict()
         logged = self._logged + self._usual.waiting
-        own_s = self._own_time_s / logged if logged else None
+        own_s = (self._own_time_s + self._usual.own_s) / logged if logged else None
         step_s = run["median_step_time_s"]
         return {
             **run,
@@ -432,20 +440,8 @@ class TrainingMonitor:
 
     def _on_forward(self, batch: Batch | None) -> None:
         began_s = time.perf_counter()
-        if not (self._is_manual or self._pauses or self._is_closed or self._is_broken):
-            try:
-                usual = self._usual
-                usual.is_busy = True
-                is_usual = usual.saw(batch, began_s)
-                usual.is_busy = False
-                if is_usual:
-                    if self._data_wait_s is None and self._last_end_s is not None:
-                        self._data_wait_s = began_s - self._last_end_s
-                    self._own_time_s += time.perf_counter() - began_s
-                else:
-                    self._note(batch, began_s)
-            except Exception as error:
-                self._switch_off(error)
+        if not (self._is_manual or self._pauses or self._is_closed):
+            self._guarded(self._note, batch, began_s)
         self._forward_since_s = began_s
 
     def _on_forward_end(self) -> None:
@@ -496,9 +492,13 @@ class TrainingMonitor:
         else:
             self._own_time_s += took_s
 
-    def _begin_step(self, now_s: float) -> None:
+    def _waited_since_last_end(self, now_s: float) -> None:
+        """The step's first micro-batch is here; nobody else may have told how long it was waited for."""
         if self._last_end_s is not None and self._data_wait_s is None:
             self._data_wait_s = now_s - self._last_end_s
+
+    def _begin_step(self, now_s: float) -> None:
+        self._waited_since_last_end(now_s)
         if not self._logged:  # later steps begin where the last one ended
             self._clock.begin()
         if self._measuring.profiles:
@@ -555,8 +555,7 @@ class TrainingMonitor:
             else:
                 cut = self._watch.cut(now_s)
         note = StepNote(
-            step,
-            intake.steps_since_last(step),
+            StepPlace(step, intake.steps_since_last(step)),
             epoch if type(epoch) is float else take("epoch", epoch),
             loss if type(loss) is float else take("loss", loss),
             grad_norm if type(grad_norm) is float else take("grad_norm", grad_norm),
@@ -622,30 +621,33 @@ class TrainingMonitor:
 
     def _stop_usual(self) -> None:
         """Look at each micro-batch again; those of the step under way are noted like any other."""
-        self._batches.note_usual(self._usual.stop())
+        micro_batches = self._usual.stop()
+        if micro_batches:
+            self._batches.note_usual(micro_batches)
+            self._waited_since_last_end(self._usual.first_s)
 
     def _take_in_usual(self) -> None:
         """Go on as ever: the steps that were noted at the least cost go to the resolver."""
         usual = self._usual
-        if usual.is_busy or not (usual.is_open or usual.waiting):
+        if usual.is_busy or usual.is_empty:
             return
         self._stop_usual()
-        steps = usual.take()
-        if not steps:
+        columns = usual.take()
+        if columns is None:
             return
         last_step, common = self._intake.last_step, usual.common
         assert last_step is not None
         assert common is not None
-        self._intake.last_step = steps[-1][1]
-        begin, end = self._clock.skip_to(steps[-1][0])
-        self._logged += len(steps)
-        unseen = unseen_numbers(steps)
+        self._intake.last_step = columns.step[-1]
+        begin, end = self._clock.skip_to(columns.now_s[-1])
+        self._logged += len(columns.step)
+        unseen = columns.unseen()
         sent: dict[str, SentNumbers | None] = dict.fromkeys(unseen)
         try:
             sent = {name: self._values.send_unseen(name, kept) for name, kept in unseen.items()}
         except Exception as error:  # the device fails: the rest of the row is known
             self._notices(f"{' and '.join(unseen)} of some steps is not logged: {one_line(error)}")
-        self._resolver.put(UsualPiece(steps, last_step, begin, end, common, sent))
+        self._resolver.put(UsualPiece(columns.without(sent), last_step, begin, end, common, sent))
 
     def _follow_count(self) -> None:
         """Have what is new counted now; while that goes on, its thread wants to know when a forward ends."""

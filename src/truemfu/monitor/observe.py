@@ -37,8 +37,10 @@ _PLAIN = (int, float, str, bool, type(None))
 functorch_level = torch._C._functorch.peek_interpreter_stack
 is_any_autocast = torch._C._is_any_autocast_enabled
 backward_number = torch._C._current_graph_task_id
+is_grad_enabled = torch.is_grad_enabled
+_is_traced = torch.compiler.is_dynamo_compiling
+"""Which dynamo takes for true; outside of it this asks nothing of torch."""
 _is_compiling = torch.compiler.is_compiling
-_is_grad_enabled = torch.is_grad_enabled
 
 
 @dataclass(eq=False)
@@ -152,8 +154,10 @@ class BatchNotes:
             if len(self._templates) > _MAX_TEMPLATES:
                 self._templates.popitem(last=False)
         is_plain = all(type(value) is torch.Tensor for value in batch.values())
-        shapes = {k: (v.shape, v.dtype) for k, v in batch.items()} if is_plain else None
-        self._last = None if shapes is None else UsualBatch(shapes, autocast, template)
+        self._last = None
+        if is_plain:
+            shapes = {k: (v.shape, v.dtype) for k, v in batch.items()}
+            self._last = UsualBatch(shapes, autocast, template)
         return template
 
     def note(self, batch: Batch, template: Template) -> BatchNote | None:
@@ -318,17 +322,27 @@ class _Hook:
 
 
 class _BatchHook(_Hook):
-    """Before a forward pass: `seen` gets its batch if it is one of training.
+    """Before a forward pass: `seen` gets its batch if it is one of training and none of the usual ones.
 
     A batch that cannot be given back to the model by name or by place alone is seen as None.
     """
 
-    def __init__(self, seen: Callable[[Batch | None], None], names: tuple[str, ...] | None) -> None:
-        self.seen, self._names = seen, names
+    def __init__(
+        self,
+        is_usual: Callable[[tuple[Any, ...], dict[str, Any]], bool],
+        seen: Callable[[Batch | None], None],
+        names: tuple[str, ...] | None,
+    ) -> None:
+        self._is_usual, self.seen, self._names = is_usual, seen, names
+        self._places = 0
+        """How many arguments the last batch that was seen had by place."""
 
     def __call__(self, _: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if _is_compiling() or not _is_grad_enabled():
+        if _is_traced() or (len(args) == self._places and self._is_usual(args, kwargs)):
+            return
+        if _is_compiling() or not is_grad_enabled():
             return  # an evaluation is no training step
+        self._places = len(args)
         if not args:
             self.seen(kwargs)
         elif self._names is not None and len(args) <= len(self._names):
@@ -349,18 +363,23 @@ class _EndHook(_Hook):
 
 
 class Attachment:
-    """Hooks on a model: `seen` gets each training batch, `ended` is told when a forward pass is over.
+    """Hooks on a model: `seen` gets each training batch unless it `is_usual`, `ended` is told when a forward
+    pass is over.
 
     Only a count that runs in the background asks when a forward pass ends, so that hook is there on demand.
     """
 
     def __init__(
-        self, model: nn.Module, seen: Callable[[Batch | None], None], ended: Callable[[], None]
+        self,
+        model: nn.Module,
+        is_usual: Callable[[tuple[Any, ...], dict[str, Any]], bool],
+        seen: Callable[[Batch | None], None],
+        ended: Callable[[], None],
     ) -> None:
         self._model = weakref.ref(model)
         self._ended = ended
         self._end_hook: Any = None
-        hook = self.batch_hook = _BatchHook(seen, _positional_names(unwrap(model)))
+        hook = self.batch_hook = _BatchHook(is_usual, seen, _positional_names(unwrap(model)))
         compiled = model.__dict__.get("_compiled_call_impl")
         if compiled is None:
             self._undo = model.register_forward_pre_hook(hook, with_kwargs=True).remove

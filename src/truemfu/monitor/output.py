@@ -24,13 +24,13 @@ import msgspec
 
 from ..errors import UsageError, closest
 from ..records import RUN_FILE
-from ..trackers.base import TRACKERS, Tracker, make_tracker
+from ..trackers.base import TRACKERS, Tracker, known, make_tracker
 from ..trackers.file import JsonArrayFile
 from ..trackers.lane import Lane
 from ..trackers.names import rename
 from ..trackers.wandb import WandbTracker
 from .config import MonitorConfig
-from .step_note import StepNote
+from .step_note import StepPlace
 
 _BASICS = frozenset({"training/loss", "training/lr", "training/epoch", "global_step"})
 
@@ -60,22 +60,24 @@ class Output:
         self._started_at = datetime.now(timezone.utc).isoformat(timespec="seconds")
         self._wanted = _wanted(trackers, config)
 
-    def put(self, note: StepNote, row: dict[str, Any]) -> None:
-        """Hand a finished row to whoever wants it; on the resolver's thread."""
+    def put(self, place: StepPlace, row: dict[str, Any], *, skip_remote: bool) -> None:
+        """Hand a finished row to whoever wants it, without what is unknown; on the resolver's thread."""
+        if None in row.values():
+            row = known(row)
         self.last_row = row
         if self._local is not None:
-            self._local.put(note.step, row)
+            self._local.put(place.step, row)
             self._unsaved += 1
             if self._unsaved >= self._config.save_freq:
                 self._local.flush()
                 self._unsaved = 0
-        if self._remote and not note.skip_remote and note.reaches(self._config.logging_steps or 1):
-            wanted = rename(self._for_remote(note, row), self._config.metric_names)
+        if self._remote and not skip_remote and place.reaches(self._config.logging_steps or 1):
+            wanted = rename(self._for_remote(place, row), self._config.metric_names)
             for lane in self._remote:
-                lane.put(note.step, wanted)
+                lane.put(place.step, wanted)
 
-    def _for_remote(self, note: StepNote, row: dict[str, Any]) -> dict[str, Any]:
-        if not self._config.reduced_logging and note.reaches(self._config.detailed_log_freq):
+    def _for_remote(self, place: StepPlace, row: dict[str, Any]) -> dict[str, Any]:
+        if not self._config.reduced_logging and place.reaches(self._config.detailed_log_freq):
             return row
         with_datasets = not self._config.reduced_logging
         return {k: v for k, v in row.items() if k in _BASICS or (with_datasets and k.startswith("dataset/"))}

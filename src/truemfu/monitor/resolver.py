@@ -14,7 +14,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,15 +25,18 @@ from ..hardware.tiles import Shape
 from ..utilization import ABOVE_ONE
 from .audit_step import AuditStep
 from .clock import CudaClock, HostClock, duration_s, leave_captures_alone
-from .counting import Counting, StepFlops
+from .counting import Counting, ModelState, StepFlops
 from .datasets import dataset_metrics
+from .hardware_figures import StepDetail
+from .hardware_watch import Cut
 from .hardware_windows import HardwareWindows
 from .host_values import is_there, resolved
-from .metrics import StepMeasures, Window, performance
+from .metrics import StepAmounts, StepTime, Window, performance
 from .notices import Notices
+from .observe import BatchNote
 from .output import Output
 from .step_detail import StepDetails
-from .step_note import StepNote
+from .step_note import StepNote, StepPlace
 from .totals import Totals
 from .usual_steps import UsualPiece
 
@@ -72,7 +75,7 @@ class Resolver:
         self._audit = audit
         self._details = StepDetails(counting, device, audited_tiles)
         self._pending: deque[StepNote | UsualPiece] = deque()
-        self._notes: deque[StepNote] = deque()
+        self._oldest: StepNote | UsualPiece | None = None
         self._wake = threading.Event()
         self._stopping = False
         self.is_awaited = False
@@ -151,39 +154,36 @@ class Resolver:
 
     def _drain(self) -> None:
         done_before = self._done
+        with contextlib.suppress(Exception):  # a device that fails is said when a step cannot do without it
+            self._clock.look()
         try:
-            while (note := self._next()) is not None and self._is_ready(note):
-                self._notes.popleft()
+            while (oldest := self._oldest_pending()) is not None and self._is_ready(oldest):
+                self._oldest = None
                 try:
-                    self._output.put(note, self._row(note))
+                    if isinstance(oldest, UsualPiece):
+                        self._put_piece(oldest)
+                    else:
+                        self._put_step(oldest)
                 except Exception as error:
                     self._not_logged(error)
-                self._done += 1
+                self._done += _steps_in(oldest)
         finally:
             if self._done > done_before:
                 self._output.wake()
 
-    def _next(self) -> StepNote | None:
-        """The oldest step that is not a row yet."""
-        while not self._notes:
-            try:
-                oldest = self._pending.popleft()
-            except IndexError:
-                return None
-            if isinstance(oldest, StepNote):
-                self._notes.append(oldest)
-                continue
-            try:
-                self._notes.extend(oldest.notes())
-            except Exception as error:
-                self._not_logged(error)
-                self._done += len(oldest.steps)
-        return self._notes[0]
+    def _oldest_pending(self) -> StepNote | UsualPiece | None:
+        """What is to be worked out next."""
+        if self._oldest is None:
+            with contextlib.suppress(IndexError):
+                self._oldest = self._pending.popleft()
+        return self._oldest
 
     def _not_logged(self, error: Exception) -> None:
         self._notices(f"a step could not be worked out and is not logged: {type(error).__name__}: {error}")
 
-    def _is_ready(self, note: StepNote) -> bool:
+    def _is_ready(self, note: StepNote | UsualPiece) -> bool:
+        if isinstance(note, UsualPiece):
+            return note.is_ready(self._clock)
         if not self._clock.has_passed(note.span.end):
             return False
         if not self._window_is_read(note):
@@ -205,65 +205,93 @@ class Resolver:
             self._leave_windows_out(self.hardware, error)
             return True
 
-    def _row(self, note: StepNote) -> dict[str, Any]:
-        measures = self._measures(note)
+    def _put_step(self, note: StepNote) -> None:
+        counted = self._amounts(note.batches, self._counted(note), warmup=note.warmup)
+        if counted.useful_tokens is None and counted.tokens in (None, note.mask_tokens):
+            mask_useful_tokens = resolved(note.mask_useful_tokens)
+            counted = replace(counted, tokens=note.mask_tokens, useful_tokens=mask_useful_tokens)
+        took = StepTime(note.place.steps, duration_s(note.span), note.data_wait_s)
+        self._add_to_window(
+            counted,
+            took,
+            note.cut,
+            lambda: self._details.of(note.state, note.batches, measured=note.measured),
+        )
+        amounts = self._with_executed(counted)
         if self._audit is not None and self._audit.wants(note):
             self._audit.write(self._counting, note)
-        self.window.add(measures)
-        self.totals.add(measures)
         row: dict[str, Any] = {
-            "global_step": note.step,
+            "global_step": note.place.step,
             "training/loss": resolved(note.loss),
             "training/lr": resolved(note.learning_rate),
             "training/epoch": resolved(note.epoch),
             "training/grad_norm": resolved(note.grad_norm),
-            **performance(measures),
-            "perf/method": None if measures.flops is None else measures.flops.method,
+            **performance(amounts, took),
         }
-        if (measures.mfu or 0) > 1 or (measures.hfu or 0) > 1:
+        self._complete(row, note.place)
+        if note.datasets:
+            names = [name for pending, _ in note.datasets for name in pending.names]
+            row |= dataset_metrics(names, torch.cat([copy.get() for _, copy in note.datasets]))
+        self.totals.add(amounts, [took])
+        self._output.put(note.place, row, skip_remote=note.skip_remote)
+
+    def _put_piece(self, piece: UsualPiece) -> None:
+        """Steps that are alike: what they worked off is told once for each number of micro-batches."""
+        columns, common = piece.columns, piece.common
+        numbers, times = piece.numbers(), piece.times()
+        rows = [
+            dict(zip(("global_step", *numbers), row, strict=True))
+            for row in zip(columns.step, *numbers.values(), strict=True)
+        ]
+        for micro_batches in dict.fromkeys(columns.micro_batches):
+            batches = [common.batch] * micro_batches
+            flops = self._flops(common.state, batches, measured=common.measured)
+            counted = self._amounts(batches, flops, warmup=False)
+            amounts = self._with_executed(counted)
+            alike = [n for n, number in enumerate(columns.micro_batches) if number == micro_batches]
+            for n in alike:
+                rows[n] |= performance(amounts, times[n])
+                self._add_to_window(counted, times[n], None, StepDetail)
+            self.totals.add(amounts, [times[n] for n in alike])
+        for row, took, skip_remote in zip(rows, times, columns.skip_remote, strict=True):
+            place = StepPlace(row["global_step"], took.steps)
+            self._complete(row, place)
+            self._output.put(place, row, skip_remote=bool(skip_remote))
+
+    def _complete(self, row: dict[str, Any], place: StepPlace) -> None:
+        """Take the row of the next step in, and give it what comes of several steps."""
+        self.window.add(row)
+        if row.get("perf/mfu", 0.0) > 1 or row.get("perf/hfu", 0.0) > 1:
             self._notices(ABOVE_ONE)
-        if note.reaches(self._detailed_log_freq):
+        if place.reaches(self._detailed_log_freq):
             row |= self.window.medians()
             if self.hardware is not None and self.hardware.latest is not None:
                 row |= self.hardware.latest.metrics()
             row["perf/memory_peak_bytes"] = peak_memory_bytes(self._device)
-        if note.datasets:
-            names = [name for pending, _ in note.datasets for name in pending.names]
-            row |= dataset_metrics(names, torch.cat([copy.get() for _, copy in note.datasets]))
-        return {key: value for key, value in row.items() if value is not None}
 
-    def _measures(self, note: StepNote) -> StepMeasures:
-        elapsed_s = duration_s(note.span)
-        samples = _sum([b.template.samples for b in note.batches])
-        tokens = _sum([b.template.tokens for b in note.batches])
-        useful_tokens = _sum([resolved(b.useful_tokens) for b in note.batches])
-        mask_useful_tokens = resolved(note.mask_useful_tokens)
-        if useful_tokens is None and tokens in (None, note.mask_tokens):
-            tokens, useful_tokens = note.mask_tokens, mask_useful_tokens
-        counted = StepMeasures(
-            steps=note.steps,
-            elapsed_s=elapsed_s,
-            data_wait_s=note.data_wait_s,
-            samples=samples,
-            tokens=tokens,
-            useful_tokens=useful_tokens,
-            flops=self._counted(note),
-            warmup=note.warmup,
+    def _amounts(self, batches: Sequence[BatchNote], flops: StepFlops | None, *, warmup: bool) -> StepAmounts:
+        return StepAmounts(
+            samples=_sum([b.template.samples for b in batches]),
+            tokens=_sum([b.template.tokens for b in batches]),
+            useful_tokens=_sum([resolved(b.useful_tokens) for b in batches]),
+            flops=flops,
+            warmup=warmup,
             world_size=self._world_size,
             measured_peak_flops_per_s=self._measured_peak_flops_per_s,
         )
-        if self.hardware is not None and not self.hardware.is_left_out:
-            self._add_to_window(self.hardware, note, counted)
+
+    def _with_executed(self, counted: StepAmounts) -> StepAmounts:
         executed = self._counting.with_executed(counted.flops)
         return counted if executed is counted.flops else replace(counted, flops=executed)
 
-    def _add_to_window(self, hardware: HardwareWindows, note: StepNote, counted: StepMeasures) -> None:
+    def _add_to_window(
+        self, counted: StepAmounts, time: StepTime, cut: Cut | None, detail: Callable[[], StepDetail]
+    ) -> None:
+        hardware = self.hardware
+        if hardware is None or hardware.is_left_out:
+            return
         try:
-            hardware.add(
-                counted,
-                note.cut,
-                lambda: self._details.of(note.state, note.batches, measured=note.measured),
-            )
+            hardware.add(counted, time, cut, detail)
         except Exception as error:
             self._leave_windows_out(hardware, error)
             return
@@ -277,18 +305,24 @@ class Resolver:
         self._notices(f"the hardware counters are left out from now on: {one_line(error)}")
 
     def _counted(self, note: StepNote) -> StepFlops | None:
-        if note.state is None or note.batches_missing or not note.batches:
+        if note.batches_missing:
             return None
-        state = note.state
-        flops = self._notices.among(lambda: self._counting.step(state, note.batches, measured=note.measured))
+        flops = self._flops(note.state, note.batches, measured=note.measured)
         if note.profile is not None:
             self.profile_cost_s += note.profile.cost_s
             self._counting.learn_executed(note.profile, flops)
         return flops
 
+    def _flops(
+        self, state: ModelState | None, batches: Sequence[BatchNote], *, measured: bool
+    ) -> StepFlops | None:
+        if state is None or not batches:
+            return None
+        return self._notices.among(lambda: self._counting.step(state, batches, measured=measured))
+
 
 def _steps_in(note: StepNote | UsualPiece) -> int:
-    return len(note.steps) if isinstance(note, UsualPiece) else 1
+    return len(note.columns.step) if isinstance(note, UsualPiece) else 1
 
 
 def _sum(values: list[Any]) -> Any:

@@ -18,12 +18,22 @@ WARMUP_STEPS = 3
 """The first steps of a run, which are no measure of it."""
 
 
-class StepNote(NamedTuple):
-    """All that is known of a step when `log_step` returns; numbers may still be on their way."""
+class StepPlace(NamedTuple):
+    """Which step of a run it is."""
 
     step: int
     steps: int
-    """How many steps this one stands for: more than one where those before it were not logged."""
+    """How many it stands for: more than one where those before it were not logged."""
+
+    def reaches(self, frequency: int) -> bool:
+        """Whether a multiple of this frequency lies between the last logged step and this one."""
+        return self.step % frequency < self.steps
+
+
+class StepNote(NamedTuple):
+    """All that is known of a step when `log_step` returns; numbers may still be on their way."""
+
+    place: StepPlace
     epoch: Number
     loss: Number
     grad_norm: Number
@@ -41,7 +51,3 @@ class StepNote(NamedTuple):
     skip_remote: bool
     span: Span
     cut: Cut | None
-
-    def reaches(self, frequency: int) -> bool:
-        """Whether a multiple of this frequency lies between the last logged step and this one."""
-        return self.step % frequency < self.steps

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import random
 import statistics
+from collections.abc import Sequence
 from typing import Any
 
-from .metrics import StepMeasures
+from .metrics import StepAmounts, StepTime
 
 _RESERVOIR = 4096
+_RATES = {
+    "mfu": "perf/mfu",
+    "hfu": "perf/hfu",
+    "tokens_per_second": "perf/tokens_per_second",
+    "samples_per_second": "perf/samples_per_second",
+}
+"""Medians of the summary, and the metrics they are medians of."""
 
 
 class Reservoir:
@@ -19,13 +27,15 @@ class Reservoir:
         self._kept: list[float] = []
         self._draw = random.Random(0)
 
-    def add(self, value: float) -> None:
-        """Take one number in."""
-        self._seen += 1
-        if len(self._kept) < self._size:
-            self._kept.append(value)
-        elif (place := int(self._draw.random() * self._seen)) < self._size:
-            self._kept[place] = value
+    def add(self, values: Sequence[float]) -> None:
+        """Take numbers in."""
+        room = self._size - len(self._kept)
+        self._kept += values[:room]
+        self._seen += min(room, len(values))
+        for value in values[room:]:
+            self._seen += 1
+            if (place := int(self._draw.random() * self._seen)) < self._size:
+                self._kept[place] = value
 
     def median(self) -> float | None:
         """The median of the stream, exact up to the size of the sample."""
@@ -37,7 +47,7 @@ class Totals:
 
     def __init__(self) -> None:
         self.steps = self.warmup_steps = self.skipped_steps = 0
-        self._names = ("step_time_s", "mfu", "hfu", "tokens_per_second", "samples_per_second")
+        self._names = ("step_time_s", *_RATES)
         self._steady = {name: Reservoir() for name in self._names}
         self._warmup = {name: Reservoir(64) for name in self._names}
         self._tokens = self._useful_tokens = 0.0
@@ -47,35 +57,38 @@ class Totals:
         self.hfu_method: str | None = None
         """What HFU rests on where that is not the count."""
 
-    def add(self, measures: StepMeasures) -> None:
-        """Take one step in."""
-        self.steps += 1
-        self.warmup_steps += measures.warmup
-        self.skipped_steps += measures.steps - 1
-        elapsed_s = measures.elapsed_s
-        into = self._warmup if measures.warmup else self._steady
-        for name, value in (
-            ("step_time_s", measures.step_time_s),
-            ("mfu", measures.mfu),
-            ("hfu", measures.hfu if self._is_like_before(measures) else None),
-            ("tokens_per_second", _rate(measures.tokens, elapsed_s, measures.world_size)),
-            ("samples_per_second", _rate(measures.samples, elapsed_s, measures.world_size)),
-        ):
-            if value is not None:
-                into[name].add(value)
-        if elapsed_s is not None and not measures.warmup:
-            self._time_s += elapsed_s
-            self._data_wait_s += measures.data_wait_s or 0.0
-        if measures.tokens is not None and measures.useful_tokens is not None:
-            self._tokens += measures.tokens
-            self._useful_tokens += measures.useful_tokens
-        if measures.flops is not None:
-            self.methods[measures.flops.method] = self.methods.get(measures.flops.method, 0) + 1
-            self.peak_source = measures.flops.peak_source
+    def add(self, amounts: StepAmounts, times: Sequence[StepTime]) -> None:
+        """Take in steps that worked off the same, each with its time."""
+        self.steps += len(times)
+        self.skipped_steps += sum([time.steps - 1 for time in times])
+        into = self._steady
+        if amounts.warmup:
+            into = self._warmup
+            self.warmup_steps += len(times)
+        timed = [time for time in times if time.elapsed_s is not None]
+        seconds = [time.elapsed_s for time in timed if time.elapsed_s]
+        into["step_time_s"].add([time.elapsed_s / time.steps for time in timed if time.elapsed_s is not None])
+        rates = dict(amounts.rates)
+        if not self._is_like_before(amounts):
+            rates.pop(_RATES["hfu"], None)
+        for name, metric in _RATES.items():
+            if metric in rates:
+                amount = rates[metric]
+                into[name].add([amount / s for s in seconds])
+        if not amounts.warmup:
+            self._time_s += sum(seconds)
+            self._data_wait_s += sum([time.data_wait_s or 0.0 for time in timed])
+        if amounts.tokens is not None and amounts.useful_tokens is not None:
+            self._tokens += amounts.tokens * len(times)
+            self._useful_tokens += amounts.useful_tokens * len(times)
+        if amounts.flops is not None:
+            method = amounts.flops.method
+            self.methods[method] = self.methods.get(method, 0) + len(times)
+            self.peak_source = amounts.flops.peak_source
 
-    def _is_like_before(self, measures: StepMeasures) -> bool:
+    def _is_like_before(self, amounts: StepAmounts) -> bool:
         """Whether the HFU of a step was found as those before; what is measured replaces what was counted."""
-        method = None if measures.flops is None else measures.flops.executed_method
+        method = None if amounts.flops is None else amounts.flops.executed_method
         if method is not None and self.hfu_method is None:
             self.hfu_method = method
             self._steady["hfu"], self._warmup["hfu"] = Reservoir(), Reservoir(64)
@@ -98,7 +111,3 @@ class Totals:
             "methods": dict(self.methods),
             "peak_source": self.peak_source,
         }
-
-
-def _rate(amount: float | None, seconds: float | None, times: int) -> float | None:
-    return None if amount is None or not seconds else amount / seconds * times

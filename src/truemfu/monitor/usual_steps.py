@@ -8,66 +8,65 @@ nothing is due (no event, no check, no cut) and steps are alike, the training th
     log_step  its numbers as they are, tensors kept ─► one more step
     every few seconds, or when anything else comes  ─► `take`: the steps in one piece, for the resolver
 
-What `log_step` does with a step otherwise, `UsualPiece.notes` does with all of them on the resolver's thread.
+What is the same for all of them is then worked out once.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from .clock import Mark, Span
+from .clock import CudaClock, HostClock, Mark, seconds_between
 from .compilations import graph_counters
 from .counting import ModelState
 from .host_values import SentNumbers, Unseen
+from .metrics import StepTime
 from .observe import (
-    Batch,
     BatchNote,
     UsualBatch,
     autocast_key,
     backward_number,
     functorch_level,
     is_any_autocast,
-    is_like,
+    is_grad_enabled,
 )
-from .step_note import StepNote
 
 _Tensor = torch.Tensor
+_now_s = time.perf_counter
 _CLOSED_S = float("-inf")
 _LARGEST_WHOLE = 2**53
 """Whole numbers below it are floats too."""
 
 
-class UsualStep(NamedTuple):
-    """A step as `log_step` was told of it."""
+class Columns(NamedTuple):
+    """Steps as `log_step` was told of them: of each thing those of all steps."""
 
-    now_s: float
-    step: int
-    epoch: float
-    loss: Any
-    loss_version: int
-    grad_norm: Any
-    grad_norm_version: int
-    learning_rate: float
-    skip_remote: bool
-    micro_batches: int
-    data_wait_s: float | None
+    now_s: tuple[float, ...]
+    step: tuple[int, ...]
+    epoch: tuple[float, ...]
+    loss: tuple[Any, ...]
+    loss_version: tuple[int, ...]
+    grad_norm: tuple[Any, ...]
+    grad_norm_version: tuple[int, ...]
+    learning_rate: tuple[float, ...]
+    skip_remote: tuple[bool, ...]
+    micro_batches: tuple[int, ...]
+    data_wait_s: tuple[float | None, ...]
 
+    def without(self, names: Iterable[str]) -> Columns:
+        """The same without these numbers."""
+        return self._replace(**dict.fromkeys(names, ()))
 
-Raw = tuple[Any, ...]
-"""The fields of a `UsualStep`: a tuple is enough until someone looks at it."""
-_MAY_BE_TENSORS = {name: UsualStep._fields.index(name) for name in ("loss", "grad_norm")}
-"""Where they are; a tensor's version is in the next place."""
-
-
-def unseen_numbers(steps: list[Raw]) -> dict[str, Unseen]:
-    """Those numbers of some steps that are tensors, by name."""
-    return {
-        name: Unseen([step[place] for step in steps], [step[place + 1] for step in steps])
-        for name, place in _MAY_BE_TENSORS.items()
-        if type(steps[0][place]) is _Tensor
-    }
+    def unseen(self) -> dict[str, Unseen]:
+        """Those numbers that are tensors, by name."""
+        found = {
+            "loss": Unseen(self.loss, self.loss_version),
+            "grad_norm": Unseen(self.grad_norm, self.grad_norm_version),
+        }
+        return {name: numbers for name, numbers in found.items() if type(numbers.tensors[0]) is _Tensor}
 
 
 class Common(NamedTuple):
@@ -82,29 +81,37 @@ class UsualSteps:
     """Lives on the training thread; closed until the monitor opens it."""
 
     __slots__ = (
-        "_batch",
+        "_autocast",
         "_compilations",
         "_counters",
         "_last_step",
         "_micro_batches",
+        "_names",
         "_room",
+        "_shapes",
         "_steps",
         "_types",
         "_until_s",
         "common",
+        "first_s",
         "is_busy",
+        "own_s",
     )
 
     def __init__(self) -> None:
         self._until_s = _CLOSED_S
         self._micro_batches = self._room = self._compilations = self._last_step = 0
-        self._steps: list[Raw] = []
-        self._batch: UsualBatch | None = None
+        self._steps: list[tuple[Any, ...]] = []
+        self._names: tuple[Any, ...] = ()
+        self._autocast: tuple[Any, ...] = ()
+        self._shapes: tuple[tuple[torch.Size, torch.dtype], ...] = ()
         self._counters: Any = None
         self._types: tuple[Any, Any] = (float, float)
         self.common: Common | None = None
+        self.first_s = self.own_s = 0.0
+        """When the step under way had its first micro-batch, and what seeing micro-batches took in all."""
         self.is_busy = False
-        """Set around `saw` and `took`: the handler of a signal must not take steps from under them."""
+        """Set around `took`: the handler of a signal must not take steps from under it."""
 
     def open(
         self,
@@ -118,7 +125,9 @@ class UsualSteps:
         compilations: int,
     ) -> None:
         """Take steps of such batches until then, so many at most; `types` of loss and gradient norm."""
-        self._until_s, self._room, self._batch, self.common = until_s, room, batch, common
+        self._names, self._shapes = tuple(batch.shapes), tuple(batch.shapes.values())
+        self._autocast = batch.autocast
+        self._until_s, self._room, self.common = until_s, room, common
         self._micro_batches, self._last_step, self._types = 0, last_step, types
         self._counters, self._compilations = graph_counters(), compilations
 
@@ -128,12 +137,13 @@ class UsualSteps:
         self._until_s, self._micro_batches = _CLOSED_S, 0
         return micro_batches
 
-    def take(self) -> list[Raw]:
-        """The steps so far, which are then no longer here."""
+    def take(self) -> Columns | None:
+        """The steps so far, which are then no longer here; None where there are none."""
         steps = self._steps
-        if steps:
-            self._steps = []
-        return steps
+        if not steps:
+            return None
+        self._steps = []
+        return Columns(*zip(*steps, strict=True))
 
     @property
     def is_open(self) -> bool:
@@ -141,24 +151,37 @@ class UsualSteps:
         return self._until_s != _CLOSED_S
 
     @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to stop and nothing to take."""
+        return not (self.is_open or self._steps or self._micro_batches)
+
+    @property
     def waiting(self) -> int:
         """How many steps are here."""
         return len(self._steps)
 
-    def saw(self, batch: Batch | None, now_s: float) -> bool:
-        """Note a micro-batch; False where it is none of the usual ones, or it is time to look again."""
-        if now_s >= self._until_s or batch is None:
+    def saw(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Note a micro-batch of training; False where it is none of the usual ones, or needs a look."""
+        began_s = _now_s()
+        try:
+            if (
+                began_s >= self._until_s
+                or not is_grad_enabled()
+                or backward_number() != -1
+                or functorch_level() is not None
+                or (autocast_key() if is_any_autocast() else ()) != self._autocast
+                or tuple(kwargs) != self._names[len(args) :]
+            ):
+                return False
+            for tensor, (shape, dtype) in zip((*args, *kwargs.values()), self._shapes, strict=True):
+                if type(tensor) is not _Tensor or tensor.shape != shape or tensor.dtype is not dtype:
+                    return False
+        except Exception:  # a nested tensor has no shape; whatever it is, a closer look follows
             return False
-        usual = self._batch
-        if (
-            usual is None
-            or functorch_level() is not None
-            or backward_number() != -1
-            or (autocast_key() if is_any_autocast() else ()) != usual.autocast
-            or not is_like(batch, usual.shapes)
-        ):
-            return False
+        if not self._micro_batches:
+            self.first_s = began_s
         self._micro_batches += 1
+        self.own_s += _now_s() - began_s
         return True
 
     def took(
@@ -171,8 +194,12 @@ class UsualSteps:
         learning_rate: Any,
         skip_remote: bool,
         data_wait_s: float | None,
+        last_end_s: float | None,
     ) -> bool:
-        """Take a step; False where anything about it wants a look."""
+        """Take a step; False where anything about it wants a look.
+
+        It waited for data as long as it is told, else from the last end until its first micro-batch.
+        """
         if now_s >= self._until_s or not self._micro_batches or len(self._steps) >= self._room:
             return False
         counters = self._counters or graph_counters()  # torch may load them at any time
@@ -202,6 +229,8 @@ class UsualSteps:
             return False
         micro_batches = self._micro_batches
         self._micro_batches, self._last_step = 0, step
+        if data_wait_s is None and last_end_s is not None:
+            data_wait_s = self.first_s - last_end_s
         self._steps.append(
             (
                 now_s,
@@ -220,45 +249,54 @@ class UsualSteps:
         return True
 
 
-class UsualPiece(NamedTuple):
-    """Steps that were taken, with what is common to them; `sent` has those numbers that are tensors."""
+class UsualPiece:
+    """Steps that were taken, with what is common to them; made on the training thread, for the resolver's.
 
-    steps: list[Raw]
-    last_step: int
-    begin: Mark | None
-    end: Mark
-    common: Common
-    sent: dict[str, SentNumbers | None]
+    Those numbers that are tensors are in `sent`, on their way to the host; here they are dropped.
+    """
 
-    def notes(self) -> list[StepNote]:
-        """The steps as any others are handed over."""
-        begin, last_step = self.begin, self.last_step
-        notes = []
-        found = {name: [None] * len(self.steps) if s is None else s.look() for name, s in self.sent.items()}
-        for place, raw in enumerate(self.steps):
-            taken = UsualStep(*raw)
-            end = self.end if place == len(self.steps) - 1 else Mark(taken.now_s, None)
-            note = StepNote(
-                step=taken.step,
-                steps=taken.step - last_step,
-                epoch=float(taken.epoch),
-                loss=found["loss"][place] if "loss" in found else taken.loss,
-                grad_norm=found["grad_norm"][place] if "grad_norm" in found else taken.grad_norm,
-                learning_rate=taken.learning_rate,
-                mask_tokens=None,
-                mask_useful_tokens=None,
-                batches=[self.common.batch] * taken.micro_batches,
-                batches_missing=False,
-                state=self.common.state,
-                measured=self.common.measured,
-                data_wait_s=taken.data_wait_s,
-                warmup=False,
-                profile=None,
-                datasets=(),
-                skip_remote=bool(taken.skip_remote),
-                span=Span(begin, end, []),
-                cut=None,
-            )
-            notes.append(note)
-            begin, last_step = end, taken.step
-        return notes
+    def __init__(
+        self,
+        columns: Columns,
+        last_step: int,
+        begin: Mark | None,
+        end: Mark,
+        common: Common,
+        sent: dict[str, SentNumbers | None],
+    ) -> None:
+        self.columns, self.common = columns, common
+        self._last_step, self._begin, self._end, self._sent = last_step, begin, end, sent
+        self._ends: list[Mark] = []
+        self._marked = 0
+
+    def is_ready(self, clock: HostClock | CudaClock) -> bool:
+        """Whether the device is past all of it, and its numbers are there."""
+        if not self._ends:
+            self._ends = [*[Mark(now_s, None) for now_s in self.columns.now_s[:-1]], self._end]
+        while self._marked < len(self._ends):
+            if not clock.has_passed(self._ends[self._marked]):
+                return False
+            self._marked += 1
+        return all(sent is None or sent.copy.ready() for sent in self._sent.values())
+
+    def numbers(self) -> dict[str, Sequence[float | None]]:
+        """What `log_step` was told, by metric; what could not be sent is missing."""
+        columns, sent = self.columns, self._sent
+        told: dict[str, Sequence[float | None]] = {
+            "training/loss": columns.loss,
+            "training/lr": columns.learning_rate,
+            "training/epoch": [float(epoch) for epoch in columns.epoch],
+            "training/grad_norm": columns.grad_norm,
+        }
+        for name, numbers in sent.items():
+            told[f"training/{name}"] = numbers.values() if numbers else [None] * len(columns.step)
+        return told
+
+    def times(self) -> list[StepTime]:
+        """How long each step took."""
+        steps, waits_s = self.columns.step, self.columns.data_wait_s
+        lasts, begins = (self._last_step, *steps[:-1]), (self._begin, *self._ends[:-1])
+        return [
+            StepTime(step - last, None if begin is None else seconds_between(begin, end), wait_s)
+            for step, last, begin, end, wait_s in zip(steps, lasts, begins, self._ends, waits_s, strict=True)
+        ]

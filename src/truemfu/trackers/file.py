@@ -34,6 +34,8 @@ from .base import known
 
 _CLOSING = b"\n]\n"
 _NOTHING_YET = b"["
+_NULL = b"null"
+"""What becomes of None, and of a number that is not finite."""
 _writing: set[Path] = set()  # a lock on a file does not keep the process that has it from taking it again
 _ROWS = msgspec.json.Decoder(list[msgspec.Raw])
 
@@ -61,19 +63,27 @@ class JsonArrayFile:
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Encode a row; it is written by the next flush."""
-        row = {"global_step": step, **known(metrics)}
+        row = {"global_step": step, **metrics}
+        try:
+            encoded = self._encode(row)
+        except (TypeError, ValueError):  # a number of another library, half of a surrogate pair
+            encoded = b""
+        if not encoded or _NULL in encoded:
+            encoded = self._encoded_with_care(row)
+        self._waiting.append(encoded)
+
+    def _encoded_with_care(self, row: dict[str, Any]) -> bytes:
+        """Without what is unknown, with the names of what is not finite, and of numbers of any library."""
+        row = known(row)
         odd = {
             key: str(value) for key, value in row.items() if isinstance(value, float) and not isfinite(value)
         }
         if odd:
             row["non_finite"] = odd
         try:
-            self._waiting.append(self._encode(row))
-        except (
-            TypeError,
-            ValueError,
-        ):  # a number of another library, half of a surrogate pair: slow, but kept
-            self._waiting.append(json.dumps(row, default=_plain, allow_nan=False).encode())
+            return self._encode(row)
+        except (TypeError, ValueError):
+            return json.dumps(row, default=_plain, allow_nan=False).encode()
 
     def flush(self) -> None:
         """Write the rows that wait; the file loads before and after, and also where the disk is full."""
