@@ -90,7 +90,7 @@ class CudaClock:
         self._with_event: deque[Mark] = deque(maxlen=_MAX_EVENTS)
         self._next: Mark | None = None
         self._reached: deque[Mark] = deque(maxlen=_MAX_EVENTS)
-        """Events that have passed, those alone that a mark may be asked for which lies between two of them."""
+        """Events that have passed, from the last one before the next mark that will be asked for."""
         self._apart: deque[float] = deque(maxlen=_STEPS_TO_AGREE)
         self._steps_s: deque[float] = deque(maxlen=_STEPS_TO_AGREE)
         self._step_s = 0.0

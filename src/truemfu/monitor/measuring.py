@@ -61,18 +61,19 @@ class Measuring:
         if model is None:
             self._notices("no model is attached, so there is no MFU: call monitor.attach(model)")
             return
+        if self.state is not None and self.state.still_holds(model):
+            return
         if is_tensor_parallel(model):
             self._notices(
                 "the model's layers are split over ranks (tensor parallel), so this rank's share of its "
                 "FLOPs is not known: there is no MFU"
             )
             return
-        if self.state is None or not self.state.still_holds(model):
-            changes = 0 if self.state is None else self.state.changes
-            self.state = ModelState.of(model, number=self._states_made, changes=changes)
-            self._states_made += 1
-            if self.is_counted:
-                counting.fit_on_training_thread(self.state, model, note, batch)
+        changes = 0 if self.state is None else self.state.changes
+        self.state = ModelState.of(model, number=self._states_made, changes=changes)
+        self._states_made += 1
+        if self.is_counted:
+            counting.fit_on_training_thread(self.state, model, note, batch)
 
     def plan_next(self, logged: int) -> None:
         """Decide whether the next step measures, and when to decide again."""
