@@ -11,6 +11,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -158,12 +159,48 @@ def test_a_run_that_saves_nothing_gets_there_by_itself(
     """Losses that are still under way hold rows up, not what the clock knows of the device."""
     monkeypatch.setattr("truemfu.monitor.resolver._WAKE_EVERY_S", 0.02)
     run = Run(tmp_path)
+    run.step()
+    clock = run.monitor._clock.clock
+    assert isinstance(clock, CudaClock)
     ends_s = time.monotonic() + 60
-    while not run.monitor._usual.is_open and time.monotonic() < ends_s:
+    while not clock._every_s and time.monotonic() < ends_s:
         run.step()
-    assert run.monitor._usual.is_open
-    assert run.monitor._values._kept  # nothing was sent yet
+    assert clock._every_s
+    assert not run.monitor.last  # no row is worked out yet
     run.check()
+    run.monitor.close()
+
+
+def test_a_device_that_is_behind_has_an_event_on_every_usual_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clock_module, "_LAG_IN_STEPS", -1.0)
+    run = Run(tmp_path)
+    run.step()
+    run.monitor.save_logs()
+    for _ in range(30):
+        run.step()
+    assert run.usual > 20
+    clock = run.monitor._clock.clock
+    assert isinstance(clock, CudaClock)
+    assert not clock._every_s
+    ends = [step[0] for step in run.monitor._usual._steps]
+    rows = run.check()
+    times = [b.device_s - a.device_s for a, b in pairwise(ends)]
+    assert [row["perf/step_time"] for row in rows[-len(times) :]] == pytest.approx(times)
+    run.monitor.close()
+    assert run.monitor.summary()["time_source"] == "CUDA events"
+
+
+def test_warm_up_steps_are_marked_as_such(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    for _ in range(3):
+        run.step()
+        run.monitor.save_logs()
+    for _ in range(5):
+        run.step()
+    assert [row.get("perf/warmup", False) for row in run.check()] == [True] * 3 + [False] * 5
+    run.monitor.close()
 
 
 def test_their_times_add_up(run: Run) -> None:
@@ -211,6 +248,55 @@ def test_autocast_and_evaluation_are_seen(run: Run) -> None:
         run.step()
     assert run.usual == 0  # autocast is no usual batch
     run.check()
+
+
+def test_vmap_and_nested_tensors_are_no_usual_batches(run: Run) -> None:
+    run.step()
+    with pytest.warns(UserWarning, match="cannot be told to a count"):
+        torch.vmap(lambda _: run.model(x=torch.ones(4, 8)))(torch.zeros(3))
+    run.log(torch.zeros(()), 0)
+    run.step()
+    assert not run.monitor._usual.saw((), {"x": torch.nested.nested_tensor([torch.ones(4, 8)])})
+    assert not run.monitor._usual.saw((), {"x": [torch.ones(4, 8)]})
+    assert not run.monitor._usual.saw((), {"y": torch.ones(4, 8)})
+    assert not run.monitor._usual.saw((), {})
+    run.check()
+
+
+def test_arguments_by_place_are_taken_for_what_they_were_by_place(run: Run) -> None:
+    """Of a forward(x, y) a first argument by place is x, whatever came by name before."""
+
+    class Two(Model):
+        def forward(self, x: Any = None, y: Any = None) -> torch.Tensor:
+            return super().forward(y if x is None else x)
+
+    run.model = Two()
+    run.monitor.attach(run.model)
+    seen = []
+    note = run.monitor._note
+    run.monitor._note = lambda batch, now_s: seen.append(list(batch)) or note(batch, now_s)  # type: ignore[method-assign]
+    x = torch.randn(4, 8)
+    for by_name in (True, False, True):
+        seen.clear()
+        for _ in range(3):
+            loss = run.model(y=x) if by_name else run.model(x)
+            loss.backward()
+            run.log(loss, 4)
+        assert seen[0] == (["y"] if by_name else ["x"])
+        run.monitor.save_logs()
+        loss = run.model(y=x) if by_name else run.model(x)
+        run.log(loss, 4)
+        assert run.monitor._usual.is_open
+
+
+def test_a_place_that_is_used_again_is_no_overwriting(run: Run) -> None:
+    """Numbers that were sent are freed, and the next may come to lie where they were."""
+    for _ in range(20):
+        for _ in range(10):
+            run.step()
+        run.monitor._usual._until_s = 0.0  # as after some seconds
+    run.check()
+    assert run.monitor.summary()["warnings"] == []
 
 
 def test_a_step_that_goes_back_is_said(run: Run) -> None:

@@ -32,6 +32,7 @@ from ..hardware.cycle_stamps import CUDA_DRIVER
 
 _CAPTURE_MODE_RELAXED = 2
 _EVENT_EVERY_S = 10.0
+_PIECE_S = 5.0
 _STEPS_TO_AGREE = 32
 _APART = 0.02
 """What host and device may differ by in the length of a step, on average."""
@@ -59,6 +60,8 @@ class HostClock:
 
     source = "host clock"
     due_s = 0.0
+    piece_s: float | None = None
+    """For how long steps may be kept before they are worked out; None: not at all."""
 
     def mark(self, now_s: float) -> Mark:
         """This moment."""
@@ -79,6 +82,7 @@ class CudaClock:
     """
 
     source = "CUDA events"
+    piece_s: float | None = _PIECE_S
 
     def __init__(self, device: torch.device, *, thins_out: bool = False) -> None:
         self._device, self._thins_out = device, thins_out
@@ -182,6 +186,11 @@ class CudaClock:
         return event
 
 
+def as_mark(end: Mark | float) -> Mark:
+    """A mark, also of what is a moment on the host alone."""
+    return end if isinstance(end, Mark) else Mark(end, None)
+
+
 def _age_s(mark: Mark) -> float:
     return time.perf_counter() - mark.host_s
 
@@ -242,9 +251,9 @@ class StepClock:
         """What ran from `begin` until now is no part of a step."""
         self._pauses.append((begin, self.moment()))
 
-    def skip_to(self, now_s: float) -> tuple[Mark | None, Mark]:
-        """Steps ended unmarked, the last of them then: where the first began, and that end."""
-        begin, end = self._begin, Mark(now_s, None)
+    def skip_to(self, end: Mark | float) -> tuple[Mark | None, Mark]:
+        """Steps ended elsewhere, the last of them here: where the first began, and that end."""
+        begin, end = self._begin, as_mark(end)
         self._begin = end
         return begin, end
 

@@ -590,9 +590,11 @@ class TrainingMonitor:
 
     def _open_usual(self, now_s: float, last_step: int) -> None:
         """Note the coming steps at the least cost, where they are like this one and nothing is due."""
-        until_s = self._clock.clock.due_s
-        if until_s <= now_s:
+        clock = self._clock.clock
+        if clock.piece_s is None or self._logged < WARMUP_STEPS:
             return
+        is_marked = clock.due_s <= now_s
+        until_s = now_s + clock.piece_s if is_marked else clock.due_s
         batch, values, measuring = self._batches.usual, self._values, self._measuring
         if (
             batch is None
@@ -617,6 +619,7 @@ class TrainingMonitor:
             last_step=last_step,
             types=(values.usual_type("loss"), values.usual_type("grad_norm")),
             compilations=self._compilations,
+            mark=clock.mark if is_marked else None,
         )
 
     def _stop_usual(self) -> None:
@@ -639,7 +642,7 @@ class TrainingMonitor:
         assert last_step is not None
         assert common is not None
         self._intake.last_step = columns.step[-1]
-        begin, end = self._clock.skip_to(columns.now_s[-1])
+        begin, end = self._clock.skip_to(columns.end[-1])
         self._logged += len(columns.step)
         unseen = columns.unseen()
         sent: dict[str, SentNumbers | None] = dict.fromkeys(unseen)

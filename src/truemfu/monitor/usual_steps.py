@@ -14,12 +14,12 @@ What is the same for all of them is then worked out once.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from .clock import CudaClock, HostClock, Mark, seconds_between
+from .clock import CudaClock, HostClock, Mark, as_mark, seconds_between
 from .compilations import graph_counters
 from .counting import ModelState
 from .host_values import SentNumbers, Unseen
@@ -44,7 +44,8 @@ _LARGEST_WHOLE = 2**53
 class Columns(NamedTuple):
     """Steps as `log_step` was told of them: of each thing those of all steps."""
 
-    now_s: tuple[float, ...]
+    end: tuple[Mark | float, ...]
+    """A moment on the host, or a mark where every step has one with an event."""
     step: tuple[int, ...]
     epoch: tuple[float, ...]
     loss: tuple[Any, ...]
@@ -85,6 +86,7 @@ class UsualSteps:
         "_compilations",
         "_counters",
         "_last_step",
+        "_mark",
         "_micro_batches",
         "_names",
         "_room",
@@ -106,6 +108,7 @@ class UsualSteps:
         self._autocast: tuple[Any, ...] = ()
         self._shapes: tuple[tuple[torch.Size, torch.dtype], ...] = ()
         self._counters: Any = None
+        self._mark: Callable[[float], Mark] | None = None
         self._types: tuple[Any, Any] = (float, float)
         self.common: Common | None = None
         self.first_s = self.own_s = 0.0
@@ -123,13 +126,17 @@ class UsualSteps:
         last_step: int,
         types: tuple[type, type],
         compilations: int,
+        mark: Callable[[float], Mark] | None,
     ) -> None:
-        """Take steps of such batches until then, so many at most; `types` of loss and gradient norm."""
+        """Take steps of such batches until then, so many at most; `types` of loss and gradient norm.
+
+        Where the device cannot do without, `mark` marks the end of each of them.
+        """
         self._names, self._shapes = tuple(batch.shapes), tuple(batch.shapes.values())
         self._autocast = batch.autocast
         self._until_s, self._room, self.common = until_s, room, common
         self._micro_batches, self._last_step, self._types = 0, last_step, types
-        self._counters, self._compilations = graph_counters(), compilations
+        self._counters, self._compilations, self._mark = graph_counters(), compilations, mark
 
     def stop(self) -> int:
         """Take no more: how many micro-batches the step under way has."""
@@ -233,7 +240,7 @@ class UsualSteps:
             data_wait_s = self.first_s - last_end_s
         self._steps.append(
             (
-                now_s,
+                now_s if self._mark is None else self._mark(now_s),
                 step,
                 epoch,
                 loss,
@@ -272,7 +279,7 @@ class UsualPiece:
     def is_ready(self, clock: HostClock | CudaClock) -> bool:
         """Whether the device is past all of it, and its numbers are there."""
         if not self._ends:
-            self._ends = [*[Mark(now_s, None) for now_s in self.columns.now_s[:-1]], self._end]
+            self._ends = [*[as_mark(end) for end in self.columns.end[:-1]], self._end]
         while self._marked < len(self._ends):
             if not clock.has_passed(self._ends[self._marked]):
                 return False
