@@ -43,7 +43,7 @@ LEAD_IN_STEPS = 3
 ON_STEPS = 64
 """More than the three seconds after which the monitor works in what it noted."""
 STEPS_AHEAD = 3
-COST_STEPS = 200
+COST_STEPS = 120
 WAITING = (
     "Synchronize",
     "cudaMemcpy",
@@ -211,15 +211,22 @@ def own_costs(training: Training, monitor: TrainingMonitor) -> dict[str, float]:
     monitor.attach(training.model)
     hooks: list[float] = []
     logs: list[float] = []
-    noted = monitor._on_forward
-
-    def timed_note(batch: Any) -> None:
-        began = time.perf_counter()
-        noted(batch)
-        hooks.append(time.perf_counter() - began)
-
     assert monitor._attachment is not None
-    monitor._attachment.batch_hook.seen = timed_note
+    hook = monitor._attachment.batch_hook
+    is_usual, seen = hook._is_usual, hook.seen
+
+    def timed_is_usual(args: Any, kwargs: Any) -> bool:
+        began = time.perf_counter()
+        answer = is_usual(args, kwargs)
+        hooks.append(time.perf_counter() - began)
+        return answer
+
+    def timed_seen(batch: Any) -> None:
+        began = time.perf_counter()
+        seen(batch)
+        hooks[-1] += time.perf_counter() - began
+
+    hook._is_usual, hook.seen = timed_is_usual, timed_seen
     resolver_before = monitor._resolver.own_time_s
     for _ in range(COST_STEPS):
         loss = training.forward_backward()
@@ -394,6 +401,7 @@ def main() -> int:
                 f"{own['mean_us'] / plain_s / 1e6:.4%} of one; "
                 f"{own['own_thread_us_per_step']:.1f} µs a step on the monitor's own"
             )
+            say(f"  step times by {monitor.summary()['time_source']}")
             cost = overhead(training, monitor, options.steps, options.off)
             low, high = cost["interval_95"]
             check(

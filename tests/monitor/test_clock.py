@@ -73,7 +73,7 @@ def test_steps_that_nobody_marked_lie_between_two_marks(monkeypatch: pytest.Monk
     at(monkeypatch, 1.0)
     steps = StepClock(HostClock())
     steps.begin()
-    begin, end = steps.skip_to(4.0)
+    begin, end = steps.skip_to(4.0, 3)
     assert begin is not None
     assert (begin.host_s, end.host_s) == (1.0, 4.0)
     assert steps.end(6.0).begin is end
@@ -115,9 +115,9 @@ class Device(CudaClock):
         self.lag_s = 0.0
         self.events: list[RecordedEvent] = []
 
-    def mark(self, now_s: float) -> Mark:
+    def _marked(self, now_s: float, steps: int | None) -> Mark:
         self.now_s = now_s
-        return super().mark(now_s)
+        return super()._marked(now_s, steps)
 
     def _recorded(self) -> Any:
         event = RecordedEvent(1e3 * (self.now_s + self.lag_s))
@@ -183,12 +183,11 @@ def test_a_device_that_goes_its_own_way_has_an_event_on_every_step(device: Devic
 def test_between_two_events_the_time_is_the_devices_and_shared_by_the_hosts(device: Device) -> None:
     clock = device
     steps = StepClock(clock)
-    run(clock, steps, 32)
-    run(clock, steps, 1)  # its event is the last for ten seconds
+    run(clock, steps, 32)  # the last of them has the last event for ten seconds
     spans = run(clock, steps, 10, 0.1) + run(clock, steps, 5, 0.2)
     assert [duration_s(span) for span in spans] == [None] * 15
     clock.lag_s = 0.042  # the device needed a fiftieth more
-    spans += [steps.end(5.4)]
+    spans += [steps.end(5.3)]
     for span in spans:
         assert clock.has_passed(span.end)
     assert [duration_s(span) for span in spans] == pytest.approx([0.102] * 10 + [0.204] * 5 + [0.102])
@@ -231,13 +230,39 @@ def test_how_far_the_device_is_can_be_known_before_a_step_is_asked_for(device: D
     assert len(device._reached) == 1
 
 
+def test_a_device_that_slips_away_slowly_has_an_event_on_every_step_again(device: Device) -> None:
+    steps = StepClock(device)
+    run(device, steps, 40)
+    for _ in range(12):
+        device.lag_s += 0.005  # each ten seconds a twentieth of a step more
+        steps.end(device._marked_s + 10.0)
+        device.look()
+        if device.lag_s < 0.049:
+            assert device._every_s
+    assert not device._every_s
+
+
+def test_steps_that_get_shorter_are_what_the_device_is_measured_by(device: Device) -> None:
+    """Being behind by half of a first, long step may be many of the later ones."""
+    steps = StepClock(device)
+    run(device, steps, 40, 1.0)
+    assert device._every_s
+    for _ in range(64):
+        run(device, steps, 500, 0.02)
+    assert device._step_s == pytest.approx(0.02)
+    device.events[-1].passed = False
+    late = steps.end(device._marked_s + 10.0)
+    device.events[-1].passed = False
+    device.age_s = 0.02
+    assert not device.has_passed(late.end)
+    assert not device._every_s
+
+
 def test_a_long_pause_is_no_step_to_go_by(device: Device) -> None:
     steps = StepClock(device)
     device.age_s = 1.0  # the device is ten steps behind
     run(device, steps, 40)
-    pause = device.mark(60.0)
-    pause.ends_step = False
-    steps._begin = pause
+    steps._begin = device.moment(60.0)
     run(device, steps, 40)
     assert device._step_s == pytest.approx(0.1)
     assert not device._every_s

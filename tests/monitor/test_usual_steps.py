@@ -10,6 +10,7 @@ import json
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -24,6 +25,8 @@ from truemfu.monitor import clock as clock_module
 from truemfu.monitor import usual_steps
 from truemfu.monitor.clock import CudaClock
 from truemfu.monitor.host_values import HostValues
+from truemfu.monitor.resolver import Resolver
+from truemfu.monitor.step_note import StepPlace
 from truemfu.monitor.usual_steps import UsualSteps
 from truemfu.records import RUN_FILE
 
@@ -287,6 +290,96 @@ def test_arguments_by_place_are_taken_for_what_they_were_by_place(run: Run) -> N
         loss = run.model(y=x) if by_name else run.model(x)
         run.log(loss, 4)
         assert run.monitor._usual.is_open
+
+
+def test_arguments_by_name_may_come_in_any_order(run: Run) -> None:
+    """Their shapes are those of their names, also where they come by place later."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(8, 8), nn.Linear(4, 4)
+
+        def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            return self.one(a).mean() + self.two(b).mean()
+
+    run.model = model = Two()
+    run.monitor.attach(model)
+    a, b = torch.randn(3, 8), torch.randn(5, 4)
+
+    def step(call: Any) -> None:
+        call().backward()
+        run.log(torch.zeros(()), 3)
+
+    for _ in range(3):
+        step(lambda: model(b=b, a=a))
+    run.monitor.save_logs()
+    step(lambda: model(a, b))
+    step(lambda: model(a, b))
+    assert run.monitor._usual._shapes[0][0] == a.shape
+    step(lambda: model(a, b))
+    assert run.usual
+    run.monitor.save_logs()
+
+
+def test_one_row_that_fails_takes_no_other_with_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(10):
+        run.step()
+    reached = run.number - 4
+    complete = Resolver._complete
+
+    def failing(self: Resolver, row: dict[str, Any], place: StepPlace) -> None:
+        if place.step == reached:
+            raise RuntimeError("once")
+        complete(self, row, place)
+
+    monkeypatch.setattr(Resolver, "_complete", failing)
+    with pytest.warns(
+        UserWarning, match="a step could not be worked out and is not logged: RuntimeError: once"
+    ):
+        rows = run.rows()
+        time.sleep(0.1)
+    assert [row["global_step"] for row in rows] == [number for number in run.losses if number != reached]
+    assert run.monitor.summary()["steps"] == run.number - 1
+
+
+def test_complex_numbers_are_missing_and_said(run: Run) -> None:
+    run.step()
+    run.step()
+    loss = torch.tensor(1 + 2j)
+    run.model(x=torch.randn(4, 8)).backward()
+    run.monitor.log_step(run.number + 1, 0, loss, torch.ones(()), 0.1)
+    run.number += 1
+    with pytest.warns(UserWarning, match="loss of some steps is not logged: got TypeError: complex"):
+        rows = run.rows()
+    assert [row["global_step"] for row in rows] == list(range(1, run.number + 1))
+    assert "training/loss" not in rows[-1]
+    assert rows[-1]["training/grad_norm"] == 1.0
+
+
+def test_what_was_sent_is_not_kept(run: Run) -> None:
+    for _ in range(5):
+        run.step()
+    kept = [weakref.ref(step[3]) for step in run.monitor._usual._steps]
+    run.monitor.detach()
+    assert kept
+    assert not [ref for ref in kept if ref() is not None]
+
+
+def test_an_interrupt_inside_log_step_loses_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(5):
+        run.step()
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    loss = run.model(x=torch.randn(4, 8))
+    loss.backward()
+    with monkeypatch.context() as patched:
+        patched.setattr(usual_steps, "graph_counters", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run.monitor.log_step(run.number + 1, 0, loss, loss, 0.1)
+    run.check()
 
 
 def test_a_place_that_is_used_again_is_no_overwriting(run: Run) -> None:

@@ -39,7 +39,7 @@ _APART = 0.02
 _LAG_IN_STEPS = 0.5
 """How far the device may be behind the host: further, and a long step would be taken for a later one."""
 _LAG_CHANGE_IN_STEPS = 0.5
-"""By how much it may fall behind from one event to the next."""
+"""By how much it may fall behind, or get ahead, while not every step has an event."""
 _BOTH = "CUDA events, the host's clock between them while both agree"
 _MAX_EVENTS = 20_000
 """More than the steps that wait to be worked out, should nobody ask for them."""
@@ -48,11 +48,12 @@ _MAX_EVENTS = 20_000
 class Mark:
     """A moment: when the host was there, and the device, once the event beside it tells."""
 
-    __slots__ = ("device_s", "ends_step", "event", "host_s")
+    __slots__ = ("device_s", "event", "host_s", "steps")
 
     def __init__(self, host_s: float, event: torch.cuda.Event | None, device_s: float | None = None) -> None:
         self.host_s, self.event, self.device_s = host_s, event, device_s
-        self.ends_step = True
+        self.steps: int | None = None
+        """How many steps have ended by then, where one ends here; on marks with an event alone."""
 
 
 class HostClock:
@@ -64,8 +65,13 @@ class HostClock:
     """For how long steps may be kept before they are worked out; None: not at all."""
 
     def mark(self, now_s: float) -> Mark:
-        """This moment."""
+        """This moment, in which a step ends."""
         return Mark(now_s, None, now_s)
+
+    moment = mark
+
+    def skipped(self, steps: int) -> None:
+        """So many steps ended without a mark."""
 
     def look(self) -> None:
         """See how far the device is: always here."""
@@ -89,22 +95,40 @@ class CudaClock:
         self._free: list[torch.cuda.Event] = []
         self._stream: torch.cuda.Stream | None = None
         self._stream_data: tuple[int, int, int] | None = None
-        self.due_s = self._every_s = 0.0
-        """From when on a mark should have an event again; `mark` gives it one in any case."""
+        self._marked_s = self._every_s = 0.0
+        self._steps = 0
         self._with_event: deque[Mark] = deque(maxlen=_MAX_EVENTS)
         self._next: Mark | None = None
         self._reached: deque[Mark] = deque(maxlen=_MAX_EVENTS)
         """Events that have passed, from the last one before the next mark that will be asked for."""
         self._apart: deque[float] = deque(maxlen=_STEPS_TO_AGREE)
         self._steps_s: deque[float] = deque(maxlen=_STEPS_TO_AGREE)
-        self._step_s = 0.0
+        self._step_s = self._behind_s = 0.0
         self._lag_s = math.inf
         """The device was seen no further behind than this; not known while it is behind."""
 
+    @property
+    def due_s(self) -> float:
+        """From when on a mark should have an event again; `mark` gives it one in any case."""
+        return self._marked_s + self._every_s
+
     def mark(self, now_s: float) -> Mark:
-        """A moment in the work that is queued on the current stream."""
-        self.due_s = now_s + self._every_s
+        """A moment in the work that is queued on the current stream, in which a step ends."""
+        self._steps += 1
+        return self._marked(now_s, self._steps)
+
+    def moment(self, now_s: float) -> Mark:
+        """A moment in which no step ends."""
+        return self._marked(now_s, None)
+
+    def skipped(self, steps: int) -> None:
+        """So many steps ended without an event."""
+        self._steps += steps
+
+    def _marked(self, now_s: float, steps: int | None) -> Mark:
+        self._marked_s = now_s
         mark = Mark(now_s, self._recorded())
+        mark.steps = steps
         self._with_event.append(mark)
         return mark
 
@@ -148,30 +172,33 @@ class CudaClock:
             assert last.device_s is not None
             seconds = float(last.event.elapsed_time(mark.event)) / 1e3
             mark.device_s = last.device_s + seconds
-            if self._thins_out and last.ends_step and mark.ends_step:
-                self._compare(mark.host_s - last.host_s, seconds)
+            if self._thins_out and last.steps is not None and mark.steps is not None:
+                self._compare(mark.host_s - last.host_s, seconds, mark.steps - last.steps)
             self._free.append(last.event)
             last.event = None
         self._reached.append(mark)
         self._next = None
         return True
 
-    def _compare(self, host_s: float, device_s: float) -> None:
+    def _compare(self, host_s: float, device_s: float, steps: int) -> None:
         """Decide by how long host and device took from event to event whether each step needs one."""
+        if device_s <= 0 or not steps:
+            return
+        self._steps_s.append(device_s / steps)
+        self._step_s = statistics.median(self._steps_s)
         if self._every_s:
-            if abs(device_s - host_s) > _LAG_CHANGE_IN_STEPS * self._step_s:
+            self._behind_s += device_s - host_s
+            if abs(self._behind_s) > _LAG_CHANGE_IN_STEPS * self._step_s:
                 self._mark_every_step()
-        elif device_s > 0:
-            self._steps_s.append(device_s)
-            self._step_s = statistics.median(self._steps_s)
-            self._apart.append(abs(device_s - host_s) / device_s)
-            agree = len(self._apart) == _STEPS_TO_AGREE and sum(self._apart) < _APART * _STEPS_TO_AGREE
-            if agree and self._lag_s < _LAG_IN_STEPS * self._step_s:
-                self._every_s = _EVENT_EVERY_S
-                self.source = _BOTH
+            return
+        self._apart.append(abs(device_s - host_s) / device_s)
+        agree = len(self._apart) == _STEPS_TO_AGREE and sum(self._apart) < _APART * _STEPS_TO_AGREE
+        if agree and self._lag_s < _LAG_IN_STEPS * self._step_s:
+            self._every_s, self._behind_s = _EVENT_EVERY_S, 0.0
+            self.source = _BOTH
 
     def _mark_every_step(self) -> None:
-        self._every_s = self.due_s = 0.0
+        self._every_s = 0.0
         self._apart.clear()
         self._lag_s = math.inf
 
@@ -243,16 +270,16 @@ class StepClock:
 
     def moment(self) -> Mark:
         """Now, by an event: the marks before it have their time as soon as the device is here."""
-        mark = self.clock.mark(time.perf_counter())
-        mark.ends_step = False
-        return mark
+        return self.clock.moment(time.perf_counter())
 
     def pause(self, begin: Mark) -> None:
         """What ran from `begin` until now is no part of a step."""
         self._pauses.append((begin, self.moment()))
 
-    def skip_to(self, end: Mark | float) -> tuple[Mark | None, Mark]:
-        """Steps ended elsewhere, the last of them here: where the first began, and that end."""
+    def skip_to(self, end: Mark | float, steps: int) -> tuple[Mark | None, Mark]:
+        """So many steps ended elsewhere, the last of them here: where the first began, and that end."""
+        if not isinstance(end, Mark):
+            self.clock.skipped(steps)
         begin, end = self._begin, as_mark(end)
         self._begin = end
         return begin, end
@@ -260,7 +287,11 @@ class StepClock:
     def end(self, now_s: float, *, exact: bool = True) -> Span:
         """A step ends here, and the next one begins; if not `exact`, its mark may do without an event."""
         begin, clock = self._begin, self.clock
-        end = self._begin = clock.mark(now_s) if exact or now_s >= clock.due_s else Mark(now_s, None)
+        if exact or now_s >= clock.due_s:
+            end = self._begin = clock.mark(now_s)
+        else:
+            clock.skipped(1)
+            end = self._begin = Mark(now_s, None)
         pauses, self._pauses = self._pauses, []
         return Span(begin, end, pauses)
 

@@ -36,8 +36,9 @@ def fingerprint(model: nn.Module) -> tuple[int, int]:
                 numbers.append((name, value))
         for name, parameter in own["_parameters"].items():
             if parameter is not None:
-                kind = type(parameter)  # another one where it is split over ranks
-                parts.append((name, kind, parameter.requires_grad, parameter.dtype, tuple(parameter.shape)))
+                parts.append((name, parameter.requires_grad, parameter.dtype, tuple(parameter.shape)))
+                if type(parameter) is not nn.Parameter:  # how it is split over ranks
+                    parts.append(getattr(parameter, "placements", None))
     config = getattr(model, "config", None)
     parts.append(getattr(config, "_attn_implementation", None))
     own_config = getattr(config, "__dict__", {})

@@ -125,6 +125,7 @@ class HostValues:
         self._kinds: set[tuple[Any, ...]] = set()
         self._looks: dict[str, int] = {}
         self._always_seen: set[str] = set()
+        self._last_sent: dict[str, Held] = {}
 
     def usual_type(self, name: str) -> type:
         """Numbers of which type may be kept without a look: tensors where that is known of this name."""
@@ -145,23 +146,42 @@ class HostValues:
             together = torch.stack(tensors).flatten()  # type: ignore[arg-type]
             if len(together) != len(tensors):
                 raise TypeError(f"tensors of shape {tuple(tensors[0].shape)}")
+            if together.is_complex():
+                raise TypeError("complex numbers")
         except (RuntimeError, TypeError) as error:
             self._always_seen.add(name)
             self._notice(
                 f"{name} of some steps is not logged: got {one_line(error)}; from now on each is looked at"
             )
             return None
-        copy = HostCopy(together)
-        last = Held(name, tensors[-1])  # which keeps others from its place for as long as that is known
         if void := unseen.overwritten():
             self.copy_at_once(name)
         for tensor in (tensors[0], tensors[-1]):
-            before = self._places.get((name, tensor.data_ptr()))
-            if before is not None:  # what was kept there before has another value now
+            self._look_at_place(name, tensor.data_ptr())
+        last = Held(name, tensors[-1] if name in self._looks else None)  # else a part of something large
+        self._last_sent[name] = last
+        return SentNumbers(HostCopy(together), void, last)
+
+    def forget_last(self) -> None:
+        """Keep nothing of what was sent."""
+        for sent in self._last_sent.values():
+            sent.tensor = None
+        self._last_sent.clear()
+
+    def _look_at_place(self, name: str, place: int) -> None:
+        """A number lies here: whatever else was kept or sent from this very place may have been overwritten.
+
+        What was sent is kept until the next number of its name is seen, so that its place is its own.
+        """
+        befores = [self._places.get((name, place))]
+        sent = self._last_sent.pop(name, None)
+        if sent is not None and sent.tensor is not None:
+            befores += [sent] if sent.tensor.data_ptr() == place else []
+            sent.tensor = None
+        for before in befores:
+            if before is not None:
                 before.gone()
                 self.copy_at_once(name)
-        self._places[name, tensors[-1].data_ptr()] = last
-        return SentNumbers(copy, void, last)
 
     def copy_at_once(self, name: str) -> None:
         """A number of this name was overwritten before it could be read: the next are copied on the spot."""
@@ -207,11 +227,9 @@ class HostValues:
         tensor = tensor.clone() if tensor.is_inference() else tensor.detach()
         place, version = (name, tensor.data_ptr()), tensor._version
         before = self._places.get(place)
-        if before is not None:
-            if is_input and before.version == version:
-                return before  # the same argument again
-            before.gone()  # its place holds a newer value now
-            self.copy_at_once(name)
+        if before is not None and is_input and before.version == version:
+            return before  # the same argument again
+        self._look_at_place(*place)
         if (
             name in self._copied_at_once
             or (not is_input and _COMPILED_GRAPHS in sys.modules)

@@ -68,6 +68,7 @@ class Measuring:
                 "the model's layers are split over ranks (tensor parallel), so this rank's share of its "
                 "FLOPs is not known: there is no MFU"
             )
+            self.state = None
             return
         changes = 0 if self.state is None else self.state.changes
         self.state = ModelState.of(model, number=self._states_made, changes=changes)

@@ -134,6 +134,8 @@ class TrainingMonitor:
     def detach(self) -> None:
         """Leave the model as it was before `attach`."""
         self._guarded(self._take_in_usual)
+        if self._is_set_up:
+            self._values.forget_last()
         if self._attachment is not None:
             self._attachment.remove()
             self._attachment = None
@@ -205,18 +207,20 @@ class TrainingMonitor:
             try:
                 usual = self._usual
                 usual.is_busy = True
-                is_usual = attention_mask is None and usual.took(
-                    began_s,
-                    step,
-                    epoch,
-                    loss,
-                    grad_norm,
-                    learning_rate,
-                    skip_wandb,
-                    self._data_wait_s,
-                    self._last_end_s,
-                )
-                usual.is_busy = False
+                try:
+                    is_usual = attention_mask is None and usual.took(
+                        began_s,
+                        step,
+                        epoch,
+                        loss,
+                        grad_norm,
+                        learning_rate,
+                        skip_wandb,
+                        self._data_wait_s,
+                        self._last_end_s,
+                    )
+                finally:
+                    usual.is_busy = False
                 if is_usual:
                     self._data_wait_s = None
                 else:
@@ -239,7 +243,10 @@ class TrainingMonitor:
         self._guarded(self._measure_datasets, batch, outputs, aggregated_loss)
 
     def save_logs(self) -> None:
-        """Write everything logged so far to the local log; waits for it, so not for inside the step."""
+        """Write everything logged so far to the local log; waits for it, so not for inside the step.
+
+        From another thread than the training's: all but the last seconds, which that one still holds.
+        """
         if self._is_set_up and os.getpid() == self._pid:
             is_sent = self._send_all()
             if not self._resolver.finish_pending(_SAVE_TIMEOUT_S if is_sent else _UNSENT_TIMEOUT_S):
@@ -360,7 +367,6 @@ class TrainingMonitor:
 
     def _switch_off(self, error: Exception) -> None:
         self._is_broken = True
-        self._usual.is_busy = False
         try:
             self._take_in_usual()  # the steps before were good
         except Exception as second:
@@ -642,7 +648,7 @@ class TrainingMonitor:
         assert last_step is not None
         assert common is not None
         self._intake.last_step = columns.step[-1]
-        begin, end = self._clock.skip_to(columns.end[-1])
+        begin, end = self._clock.skip_to(columns.end[-1], len(columns.step))
         self._logged += len(columns.step)
         unseen = columns.unseen()
         sent: dict[str, SentNumbers | None] = dict.fromkeys(unseen)

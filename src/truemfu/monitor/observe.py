@@ -94,7 +94,7 @@ class BatchNote(NamedTuple):
 
 
 class UsualBatch(NamedTuple):
-    """What tells a batch of tensors alone from others: their shapes and dtypes, and autocast."""
+    """What tells a batch of tensors alone from others: shapes and dtypes in their order, and autocast."""
 
     shapes: dict[Any, tuple[torch.Size, torch.dtype]]
     autocast: tuple[Any, ...]
@@ -134,7 +134,12 @@ class BatchNotes:
             return None
         autocast = autocast_key()
         last = self._last
-        if last is not None and last.autocast == autocast and is_like(batch, last.shapes):
+        if (
+            last is not None
+            and last.autocast == autocast
+            and tuple(batch) == tuple(last.shapes)
+            and is_like(batch, last.shapes)
+        ):
             return last.template
         if any(isinstance(value, torch.Tensor) and value.is_nested for value in batch.values()):
             return None

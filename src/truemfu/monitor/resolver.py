@@ -243,20 +243,28 @@ class Resolver:
             dict(zip(("global_step", *numbers), row, strict=True))
             for row in zip(columns.step, *numbers.values(), strict=True)
         ]
+        alike: dict[int, tuple[StepAmounts, StepAmounts, list[StepTime]]] = {}
         for micro_batches in dict.fromkeys(columns.micro_batches):
             batches = [common.batch] * micro_batches
             flops = self._flops(common.state, batches, measured=common.measured)
             counted = self._amounts(batches, flops, warmup=False)
-            amounts = self._with_executed(counted)
-            alike = [n for n, number in enumerate(columns.micro_batches) if number == micro_batches]
-            for n in alike:
-                rows[n] |= performance(amounts, times[n])
-                self._add_to_window(counted, times[n], None, StepDetail)
-            self.totals.add(amounts, [times[n] for n in alike])
-        for row, took, skip_remote in zip(rows, times, columns.skip_remote, strict=True):
+            alike[micro_batches] = counted, self._with_executed(counted), []
+        for row, took, micro_batches, skip_remote in zip(
+            rows, times, columns.micro_batches, columns.skip_remote, strict=True
+        ):
+            counted, amounts, done = alike[micro_batches]
             place = StepPlace(row["global_step"], took.steps)
-            self._complete(row, place)
-            self._output.put(place, row, skip_remote=bool(skip_remote))
+            row |= performance(amounts, took)
+            self._add_to_window(counted, took, None, StepDetail)
+            try:
+                self._complete(row, place)
+                self._output.put(place, row, skip_remote=bool(skip_remote))
+            except Exception as error:
+                self._not_logged(error)
+                continue
+            done.append(took)
+        for _, amounts, done in alike.values():
+            self.totals.add(amounts, done)
 
     def _complete(self, row: dict[str, Any], place: StepPlace) -> None:
         """Take the row of the next step in, and give it what comes of several steps."""

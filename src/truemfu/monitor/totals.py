@@ -66,7 +66,7 @@ class Totals:
             into = self._warmup
             self.warmup_steps += len(times)
         timed = [time for time in times if time.elapsed_s is not None]
-        seconds = [time.elapsed_s for time in timed if time.elapsed_s]
+        seconds = [time.elapsed_s for time in timed if time.elapsed_s is not None and time.elapsed_s > 0]
         into["step_time_s"].add([time.elapsed_s / time.steps for time in timed if time.elapsed_s is not None])
         rates = dict(amounts.rates)
         if not self._is_like_before(amounts):

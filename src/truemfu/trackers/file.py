@@ -69,17 +69,16 @@ class JsonArrayFile:
         except (TypeError, ValueError):  # a number of another library, half of a surrogate pair
             encoded = b""
         if not encoded or _NULL in encoded:
-            encoded = self._encoded_with_care(row)
+            encoded = self._encoded_with_care({"global_step": step, **known(metrics)})
         self._waiting.append(encoded)
 
     def _encoded_with_care(self, row: dict[str, Any]) -> bytes:
-        """Without what is unknown, with the names of what is not finite, and of numbers of any library."""
-        row = known(row)
+        """With the names of what is not finite, and of numbers of any library."""
         odd = {
             key: str(value) for key, value in row.items() if isinstance(value, float) and not isfinite(value)
         }
         if odd:
-            row["non_finite"] = odd
+            row |= {**dict.fromkeys(odd), "non_finite": odd}
         try:
             return self._encode(row)
         except (TypeError, ValueError):
