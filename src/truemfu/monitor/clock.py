@@ -32,7 +32,6 @@ from ..hardware.cycle_stamps import CUDA_DRIVER
 
 _CAPTURE_MODE_RELAXED = 2
 _EVENT_EVERY_S = 10.0
-_PIECE_S = 5.0
 _STEPS_TO_AGREE = 32
 _APART = 0.02
 """What host and device may differ by in the length of a step, on average."""
@@ -61,11 +60,11 @@ class HostClock:
 
     source = "host clock"
     due_s = 0.0
-    piece_s: float | None = None
-    """For how long steps may be kept before they are worked out; None: not at all."""
+    runs_behind = False
+    """Whether the device may still be at work when the host goes on."""
 
     def mark(self, now_s: float) -> Mark:
-        """This moment, in which a step ends."""
+        """This moment; whether a step ends in it makes no difference."""
         return Mark(now_s, None, now_s)
 
     moment = mark
@@ -88,7 +87,7 @@ class CudaClock:
     """
 
     source = "CUDA events"
-    piece_s: float | None = _PIECE_S
+    runs_behind = True
 
     def __init__(self, device: torch.device, *, thins_out: bool = False) -> None:
         self._device, self._thins_out = device, thins_out

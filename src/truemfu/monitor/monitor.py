@@ -49,7 +49,7 @@ from .resolver import Resolver
 from .step_note import WARMUP_STEPS, StepNote, StepPlace
 from .summary import show
 from .totals import Totals
-from .usual_steps import Common, UsualPiece, UsualSteps
+from .usual_steps import PIECE_S, Common, UsualPiece, UsualSteps
 
 _CLOSE_TIMEOUT_S = 20.0
 _COUNT_TIMEOUT_S = 5.0
@@ -597,10 +597,10 @@ class TrainingMonitor:
     def _open_usual(self, now_s: float, last_step: int) -> None:
         """Note the coming steps at the least cost, where they are like this one and nothing is due."""
         clock = self._clock.clock
-        if clock.piece_s is None or self._logged < WARMUP_STEPS:
+        if not clock.runs_behind or self._logged < WARMUP_STEPS:
             return
         is_marked = clock.due_s <= now_s
-        until_s = now_s + clock.piece_s if is_marked else clock.due_s
+        until_s = now_s + PIECE_S if is_marked else clock.due_s
         batch, values, measuring = self._batches.usual, self._values, self._measuring
         if (
             batch is None

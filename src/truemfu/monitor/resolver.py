@@ -293,13 +293,13 @@ class Resolver:
         return counted if executed is counted.flops else replace(counted, flops=executed)
 
     def _add_to_window(
-        self, counted: StepAmounts, time: StepTime, cut: Cut | None, detail: Callable[[], StepDetail]
+        self, counted: StepAmounts, took: StepTime, cut: Cut | None, detail: Callable[[], StepDetail]
     ) -> None:
         hardware = self.hardware
         if hardware is None or hardware.is_left_out:
             return
         try:
-            hardware.add(counted, time, cut, detail)
+            hardware.add(counted, took, cut, detail)
         except Exception as error:
             self._leave_windows_out(hardware, error)
             return

@@ -2,7 +2,8 @@
 
 Between two calls a training step has emptied the processor's caches: each function and object that is touched
 then costs a microsecond or more, whatever is done with it, and a launch-bound run feels that. So while
-nothing is due (no event, no check, no cut) and steps are alike, the training thread only appends:
+nothing else is due (no check, no cut) and steps are alike, the training thread only appends, and records the
+step's event where the clock wants one:
 
     hook      a micro-batch of the same shapes      ─► one more of them
     log_step  its numbers as they are, tensors kept ─► one more step
@@ -36,6 +37,8 @@ from .observe import (
 
 _Tensor = torch.Tensor
 _now_s = time.perf_counter
+PIECE_S = 5.0
+"""For how long steps with events are kept; without, until the next event."""
 _CLOSED_S = float("-inf")
 _LARGEST_WHOLE = 2**53
 """Whole numbers below it are floats too."""
