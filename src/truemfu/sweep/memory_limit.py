@@ -1,7 +1,8 @@
 """A limit on the host memory of this process, so that one experiment cannot take the machine's.
 
-RLIMIT_DATA counts private memory that is written to, unlike RLIMIT_AS: of address space, CUDA and torch
-reserve tens of gigabytes that they never use.
+RLIMIT_DATA counts private memory that may be written to, unlike RLIMIT_AS: of address space, CUDA and torch
+reserve tens of gigabytes that they never use. Some libraries reserve writable memory as well, a gigabyte for
+the matrix products of one on ARM; what of it lies untouched when the limit is set is not the experiment's.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ def limit_memory(limit_bytes: int | None) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     soft = hard
     if limit_bytes is not None:
-        held = _held_bytes()
-        if held is not None and held >= limit_bytes:
+        held, reserved = _held_and_reserved_bytes()
+        if held >= limit_bytes:
             raise MemoryError(
                 f"the limit of {limit_bytes // _MIB} MiB is below the {held // _MIB} MiB that the worker "
                 "holds before it has built anything"
             )
-        soft = limit_bytes if hard == resource.RLIM_INFINITY else min(limit_bytes, hard)
+        soft = limit_bytes + reserved
+        if hard != resource.RLIM_INFINITY:
+            soft = min(soft, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
@@ -34,11 +37,15 @@ def is_limited() -> bool:
     return soft != resource.RLIM_INFINITY
 
 
-def _held_bytes() -> int | None:
-    """What counts against the limit; None where the system does not tell."""
+def _held_and_reserved_bytes() -> tuple[int, int]:
+    """Private memory in use, and that which counts against the limit unused; zeros where nobody tells."""
     try:
         status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
     except OSError:
-        return None
-    found = re.search(r"^VmData:\s+(\d+) kB", status, re.MULTILINE)
-    return int(found[1]) * 1024 if found else None
+        return 0, 0
+    found = {
+        name: int(kib) * 1024 for name, kib in re.findall(r"^(VmData|RssAnon):\s+(\d+) kB", status, re.M)
+    }
+    if len(found) < 2:
+        return 0, 0
+    return found["RssAnon"], max(0, found["VmData"] - found["RssAnon"])
