@@ -290,6 +290,23 @@ def test_a_mask_that_is_never_right_is_one_warning(tmp_path: Path) -> None:
     assert len(caught) == 1
 
 
+def test_a_mask_of_another_size_than_the_batch_is_one_warning_and_no_padding(tmp_path: Path) -> None:
+    model = Tokens()
+    monitor = TrainingMonitor(tmp_path, model=model)
+    for step in range(1, 5):
+        batch = ids()
+        model(batch).backward()
+        monitor.log_step(step, 0, 1.0, 1.0, 1.0, attention_mask=torch.ones(2, 100 + step))
+    monitor.close()
+    summary = monitor.summary()
+    (said,) = summary["warnings"]
+    assert said == (
+        "attention_mask is not used where it does not fit, first at step 1: "
+        f"it has 202 places and the step's micro-batches {batch.numel()} tokens"
+    )
+    assert summary["padding_lost"] is None
+
+
 def test_a_run_that_logs_every_tenth_step_sees_its_mfu_in_a_tracker(tmp_path: Path) -> None:
     class Kept:
         def __init__(self) -> None:

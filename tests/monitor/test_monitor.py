@@ -435,6 +435,10 @@ def test_nan_and_infinite_losses_are_logged_as_what_they_are(tmp_path: Path) -> 
     assert first["training/loss"] is None
     assert first["non_finite"] == {"training/loss": "nan", "training/grad_norm": "inf"}
     assert second["non_finite"] == {"training/loss": "-inf"}
+    assert monitor.summary()["warnings"] == [
+        "the loss is nan, first at step 1",
+        "the loss is -inf, first at step 2",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -607,6 +611,20 @@ def test_phases_set_how_often_is_measured(tmp_path: Path) -> None:
 def test_an_unknown_tracker_is_raised_before_training(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="did you mean 'wandb'"):
         TrainingMonitor(tmp_path, trackers=["wandbb"])
+
+
+@pytest.mark.parametrize(
+    ("trackers", "said"),
+    [
+        ("wandb", r"""trackers must be a list .* such as \["wandb"\], or \[\] for none; got 'wandb'"""),
+        (object(), "trackers must be a list .*; got object"),
+        ([42], r"int is no tracker: it has no start\(\)"),
+        ([dict], "got the class dict; pass an instance"),
+    ],
+)
+def test_what_is_no_tracker_is_an_error_before_training(tmp_path: Path, trackers: Any, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        TrainingMonitor(tmp_path, trackers=trackers)
 
 
 class Recording:

@@ -146,8 +146,8 @@ class Counting:
         reason = None if self.estimates_only else needs_training_thread(model, batch)
         if reason is None or not self._ranks.is_first:
             return
-        self._notice(f"the model was counted on the training thread, once: {reason}")
-        self._timed(lambda: self._fit(state, note.template.autocast, batch, model))
+        self._notice(f"the model is counted on the training thread, which makes that step longer: {reason}")
+        self._fit(state, note.template.autocast, batch, model)
 
     def step(self, state: ModelState, notes: Sequence[BatchNote], *, measured: bool) -> StepFlops | None:
         """The FLOPs of a step; None where a micro-batch has none. Not `measured`: estimated for now."""

@@ -16,13 +16,14 @@ class Notices:
     """Collects texts; saying one never raises, even where warnings are turned into errors."""
 
     def __init__(self) -> None:
-        self._texts: dict[str, None] = {}
+        self._texts: dict[str, str] = {}
 
-    def __call__(self, text: str) -> None:
-        """Say this, unless it has been said."""
-        if text in self._texts or len(self._texts) >= _MAX_KEPT:
+    def __call__(self, text: str, *, about: str | None = None) -> None:
+        """Say this, unless it has been said, or anything about the same thing where that is named."""
+        key = about or text
+        if key in self._texts or len(self._texts) >= _MAX_KEPT:
             return
-        self._texts[text] = None
+        self._texts[key] = text
         with contextlib.suppress(TruemfuWarning):  # a filter may make errors of warnings
             warn_once(text)
 
@@ -37,4 +38,4 @@ class Notices:
     @property
     def texts(self) -> tuple[str, ...]:
         """Everything said so far."""
-        return tuple(self._texts)
+        return tuple(self._texts.values())

@@ -15,16 +15,16 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from ..errors import UsageError, closest
+from ..errors import UsageError
 from ..records import RUN_FILE
-from ..trackers.base import TRACKERS, Tracker, known, make_tracker
+from ..trackers.base import Tracker, check_tracker, known, make_tracker
 from ..trackers.file import JsonArrayFile
 from ..trackers.lane import Lane
 from ..trackers.names import rename
@@ -126,11 +126,12 @@ class Output:
         self._run_info = run_info
         self._is_started = True
         self._check_folder()
-        for tracker in self._wanted:
+        for tracker in self._wanted or ():
             self._open(tracker)
         run = self._run()
         self._local = Lane(JsonArrayFile(self._log_path, notice=self._notice), "file", notice=self._notice)
-        if _wandb_is_active() and "wandb" not in [lane.name for lane in self._remote]:
+        is_none_wanted = self._wanted == ()
+        if _wandb_is_active() and not is_none_wanted and "wandb" not in [lane.name for lane in self._remote]:
             self._open("wandb")
         for lane in self._lanes():
             lane.start(run)
@@ -176,14 +177,22 @@ class Output:
             self._notice(f"the output folder cannot be made, nothing is logged locally: {error}")
 
 
-def _wanted(trackers: Sequence[str | Tracker] | None, config: MonitorConfig) -> tuple[str | Tracker, ...]:
-    """The trackers asked for; a name nobody knows is an error now, before training."""
-    wanted = tuple(trackers if trackers is not None else config.trackers or ())
+def _wanted(
+    trackers: Sequence[str | Tracker] | None, config: MonitorConfig
+) -> tuple[str | Tracker, ...] | None:
+    """The trackers asked for, None where nobody said; what is no tracker is an error now, before training."""
+    if trackers is None:
+        trackers = config.trackers
+    if trackers is None:
+        return None
+    if isinstance(trackers, str) or not isinstance(trackers, Iterable):
+        got = repr(trackers) if isinstance(trackers, str) else type(trackers).__name__
+        raise UsageError(
+            f'trackers must be a list of names and trackers such as ["wandb"], or [] for none; got {got}'
+        )
+    wanted = tuple(trackers)
     for tracker in wanted:
-        if isinstance(tracker, str) and tracker not in TRACKERS:
-            raise UsageError(
-                f"unknown tracker {tracker!r}; known: {', '.join(TRACKERS)}{closest(tracker, TRACKERS)}"
-            )
+        check_tracker(tracker)
     return wanted
 
 

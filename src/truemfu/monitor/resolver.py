@@ -11,6 +11,7 @@ steps are dropped and counted as lost.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections import deque
@@ -207,9 +208,16 @@ class Resolver:
 
     def _put_step(self, note: StepNote) -> None:
         counted = self._amounts(note.batches, self._counted(note), warmup=note.warmup)
-        if counted.useful_tokens is None and counted.tokens in (None, note.mask_tokens):
-            mask_useful_tokens = resolved(note.mask_useful_tokens)
-            counted = replace(counted, tokens=note.mask_tokens, useful_tokens=mask_useful_tokens)
+        if note.mask_tokens is not None and counted.useful_tokens is None:
+            if counted.tokens in (None, note.mask_tokens):
+                mask_useful_tokens = resolved(note.mask_useful_tokens)
+                counted = replace(counted, tokens=note.mask_tokens, useful_tokens=mask_useful_tokens)
+            else:
+                self._notices(
+                    f"attention_mask is not used where it does not fit, first at step {note.place.step}: it "
+                    f"has {note.mask_tokens:,} places and the step's micro-batches {counted.tokens:,} tokens",
+                    about="attention_mask",
+                )
         took = StepTime(note.place.steps, duration_s(note.span), note.data_wait_s)
         self._add_to_window(
             counted,
@@ -269,6 +277,9 @@ class Resolver:
     def _complete(self, row: dict[str, Any], place: StepPlace) -> None:
         """Take the row of the next step in, and give it what comes of several steps."""
         self.window.add(row)
+        loss = row["training/loss"]
+        if loss is not None and not math.isfinite(loss):
+            self._notices(f"the loss is {loss}, first at step {place.step}", about=f"loss {loss}")
         if row.get("perf/mfu", 0.0) > 1 or row.get("perf/hfu", 0.0) > 1:
             self._notices(ABOVE_ONE)
         if place.reaches(self._detailed_log_freq):

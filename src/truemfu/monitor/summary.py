@@ -14,13 +14,13 @@ def lines_of(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [
         ("steps", _steps(summary)),
         ("step, median", _seconds(summary["median_step_time_s"])),
-        ("MFU, median", _share(summary["median_mfu"], "no peak or no FLOPs known")),
+        ("MFU, median", _share(summary["median_mfu"], _why_no_mfu(summary))),
         ("HFU, median", _hfu(summary)),
         ("peak", summary["peak_source"] or "unknown"),
         ("FLOPs by", _method(summary)),
         ("tokens/s", _rate(summary["median_tokens_per_second"], summary["scope"])),
         ("samples/s", _rate(summary["median_samples_per_second"], summary["scope"])),
-        ("padding lost", _share(summary["padding_lost"], "no mask seen")),
+        ("padding lost", _share(summary["padding_lost"], "no mask known")),
         ("waiting for data", _share(summary["data_wait_share"], "not seen")),
         *_hardware(summary.get("hardware"), summary["scope"]),
         ("monitor's own cost", _cost(summary)),
@@ -112,9 +112,17 @@ def _executed(hardware: Mapping[str, Any]) -> str:
 
 
 def _hfu(summary: Mapping[str, Any]) -> str:
-    text = _share(summary["median_hfu"], "no peak or no FLOPs known")
+    text = _share(summary["median_hfu"], _why_no_mfu(summary))
     method = summary.get("hfu_method")
     return text if method is None or summary["median_hfu"] is None else f"{text} by {method}"
+
+
+def _why_no_mfu(summary: Mapping[str, Any]) -> str:
+    if summary["method"] is None:
+        return "no FLOPs known"
+    if summary["peak_source"] is None:
+        return "no peak known: set monitoring.peak_tflops or TRUEMFU_PEAK_TFLOPS"
+    return "no step was measured"
 
 
 def _rate(rate: float | None, scope: str) -> str:
@@ -125,13 +133,13 @@ def _cost(summary: Mapping[str, Any]) -> str:
     cost = summary["monitor_cost"]
     parts = []
     if cost["training_thread_us_per_step"] is not None:
-        parts.append(f"{cost['training_thread_us_per_step']:.0f} µs a step on the training thread")
+        text = f"{cost['training_thread_us_per_step']:.0f} µs a step on the training thread"
+        profiling_s = cost["profiling_s"]
+        parts.append(f"{text} (with profiling, {profiling_s:.1f} s in all)" if profiling_s else text)
     if cost["share_of_step"] is not None:
         parts.append(f"{cost['share_of_step']:.3%} of a step")
     if cost["checks_s"]:
         parts.append(f"{1e3 * cost['checks_s']:.0f} ms in all for setting up and checks")
     if cost["counting_s"]:
         parts.append(f"counting {cost['counting_s']:.1f} s in the background")
-    if cost["profiling_s"]:
-        parts.append(f"profiling {cost['profiling_s']:.1f} s on the training thread")
     return ", ".join(parts) or "nothing measured"

@@ -84,14 +84,21 @@ TRACKERS: dict[str, Callable[[Path], Tracker]] = {
 
 def make_tracker(name_or_object: str | Tracker, output_dir: Path) -> Tracker:
     """The tracker of this name, writing under `output_dir`; an object with the four methods as it is."""
+    check_tracker(name_or_object)
+    if isinstance(name_or_object, str):
+        return TRACKERS[name_or_object](Path(output_dir))
+    return name_or_object
+
+
+def check_tracker(name_or_object: Any) -> None:
+    """Raise UsageError for a name nobody knows and an object without the four methods."""
     if isinstance(name_or_object, str):
         if name_or_object not in TRACKERS:
             raise UsageError(
                 f"unknown tracker {name_or_object!r}; known: {', '.join(TRACKERS)}"
                 f"{closest(name_or_object, TRACKERS)}"
             )
-        return TRACKERS[name_or_object](Path(output_dir))
-    kind = type(name_or_object).__name__
+        return
     if isinstance(name_or_object, type):
         raise UsageError(
             f"expected a tracker, got the class {name_or_object.__name__}; pass an instance of it"
@@ -99,10 +106,10 @@ def make_tracker(name_or_object: str | Tracker, output_dir: Path) -> Tracker:
     missing = [method for method in _METHODS if not callable(getattr(name_or_object, method, None))]
     if missing:
         raise UsageError(
-            f"{kind} is no tracker: it has no {' and no '.join(f'{method}()' for method in missing)}; "
+            f"{type(name_or_object).__name__} is no tracker: "
+            f"it has no {' and no '.join(f'{method}()' for method in missing)}; "
             f"a tracker has {', '.join(f'{method}()' for method in _METHODS)}"
         )
-    return name_or_object
 
 
 def _require(package: str, *, extra: str) -> None:
