@@ -100,8 +100,8 @@ def step_note(model: nn.Module | None, *batches: Any, **values: Any) -> StepNote
         assert template is not None
         notes.note(batch, template)
     fields: dict[str, Any] = dict.fromkeys(StepNote._fields)
-    state = None if model is None else ModelState.of(model, number=0)
-    fields |= {"place": StepPlace(3, 1), "state": state, "batches": notes.take(), "batches_missing": False}
+    state = None if model is None else ModelState.of(model, number=0, last=None)
+    fields |= {"place": StepPlace(3, 1), "state": state, "batches": notes.take()}
     return StepNote(**{**fields, **values})
 
 

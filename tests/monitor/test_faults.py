@@ -14,7 +14,8 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections import UserDict
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 import truemfu.monitor.monitor as monitor_module
 from truemfu import TrainingMonitor
-from truemfu.errors import TruemfuWarning
+from truemfu.errors import TruemfuWarning, UsageError
 
 PEAK = {"monitoring": {"peak_tflops": 10.0}}
 WIDTH = 16
@@ -74,6 +75,7 @@ def trained(
     for step, loss in enumerate(losses, start=1):
         loss().backward()
         monitor.log_step(step, 0, 1.0, 1.0, 1.0)
+    monitor.save_logs()  # closing gives a count five seconds, which a busy machine may exceed
     monitor.close()
     return rows_in(folder)
 
@@ -204,6 +206,210 @@ def test_a_number_that_changes_at_each_step_is_counted_once(tmp_path: Path) -> N
     assert {flops_of(row) for row in rows} == {flops(16)}
     run = json.loads((tmp_path / "training_run.json").read_text())
     assert run["summary"]["methods"] == {"closed form": 100}
+
+
+def test_checks_come_by_optimizer_steps_where_only_some_are_logged(tmp_path: Path) -> None:
+    model = Tokens()
+    monitor = TrainingMonitor(tmp_path, {"monitoring": {"flops_profile_freq": 50}}, model=model)
+    due = []
+    for step in range(10, 210, 10):
+        model(ids()).backward()
+        monitor.log_step(step, 0, 1.0, 1.0, 1.0)
+        if monitor._measuring.check_is_due:
+            due.append(step)
+    monitor.close()
+    assert due == [60, 110, 160]  # the first logged step stands for itself alone
+
+
+class Holder:
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+
+@pytest.mark.parametrize("held", [Holder, lambda x: UserDict(x=x), lambda x: [Holder(x)]])
+def test_tensors_inside_objects_are_no_count_of_the_first_batch(tmp_path: Path, held: Any) -> None:
+    class OfHolder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mix = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, data: Any) -> torch.Tensor:
+            data = data[0] if isinstance(data, list) else data
+            x = data["x"] if isinstance(data, UserDict) else data.x
+            return self.mix(x).sum()  # type: ignore[no-any-return]
+
+    model = OfHolder()
+    batches = [torch.randn(rows, WIDTH) for rows in (4, 9, 400)]
+    kept = weakref.ref(batches[0])
+    with pytest.warns(TruemfuWarning, match="objects with tensors in them"):
+        rows = trained(tmp_path, model, [partial(model, held(batch)) for batch in batches])
+    assert not any("perf/tflops_per_gpu" in row or "perf/samples_per_second" in row for row in rows)
+    del batches
+    gc.collect()
+    assert kept() is None
+
+
+def test_a_step_of_too_many_micro_batches_tells_no_rate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("truemfu.monitor.observe._MAX_NOTES", 3)
+    model = Tokens()
+    monitor = TrainingMonitor(tmp_path, PEAK, model=model)
+    with pytest.warns(TruemfuWarning, match="too many micro-batches"):
+        for _ in range(5):
+            model(ids()).backward()
+    monitor.log_step(1, 0, 1.0, 1.0, 1.0)
+    monitor.close()
+    (row,) = rows_in(tmp_path)
+    assert not any("samples" in name or "tokens" in name or "mfu" in name for name in row)
+
+
+def test_a_lazy_model_is_counted_once_it_knows_its_shapes(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Embedding(100, WIDTH), nn.LazyLinear(WIDTH))
+    rows = trained(tmp_path, model, [lambda: model(ids()).sum()] * 3)
+    assert "perf/mfu" not in rows[0]
+    assert [flops_of(row) for row in rows[1:]] == [flops(16)] * 2
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("to_jit", [torch.jit.script, lambda m: torch.jit.trace(m, torch.ones(2, WIDTH))])
+def test_a_model_that_takes_no_hooks_trains_on(tmp_path: Path, to_jit: Any) -> None:
+    model = to_jit(nn.Linear(WIDTH, WIDTH))
+    monitor = TrainingMonitor(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", TruemfuWarning)
+        monitor.attach(model)
+        for step in (1, 2):
+            model(torch.ones(2, WIDTH)).sum().backward()
+            monitor.log_step(step, 0, 1.0, 1.0, 1.0)
+        monitor.close()
+    assert [row["training/loss"] for row in rows_in(tmp_path)] == [1.0, 1.0]
+    assert monitor.summary()["warnings"]
+
+
+def test_a_peak_in_the_environment_that_is_no_number_is_an_error_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRUEMFU_PEAK_TFLOPS", "989,4")
+    with pytest.raises(UsageError, match="TRUEMFU_PEAK_TFLOPS must be a positive number"):
+        TrainingMonitor(tmp_path)
+
+
+def test_flops_that_cannot_be_worked_out_cost_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no such luck")
+
+    monkeypatch.setattr("truemfu.monitor.counting.Counting.step", fails)
+    model = Tokens()
+    rows = trained(tmp_path, model, [lambda: model(ids())] * 3)
+    assert [row["training/loss"] for row in rows] == [1.0] * 3
+    warned = json.loads((tmp_path / "training_run.json").read_text())["summary"]["warnings"]
+    assert warned == [
+        "the FLOPs of a step could not be worked out, so it has no MFU: RuntimeError: no such luck"
+    ]
+
+
+def test_a_log_with_the_name_of_the_runs_own_file_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"log_file must have another name than training_run\.json"):
+        TrainingMonitor(tmp_path, log_file="training_run.json")
+
+
+def test_a_run_that_changes_its_folder_goes_on_in_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monitor = TrainingMonitor("out")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    monitor.log_step(1, 0, 1.0, 1.0, 1.0)
+    monitor.close()
+    assert len(rows_in(tmp_path / "out")) == 1
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_a_monitor_made_before_a_fork_logs_where_it_is_used(tmp_path: Path) -> None:
+    script = """
+        import os, sys
+        from truemfu import TrainingMonitor
+        monitor = TrainingMonitor(sys.argv[1])
+        if sys.argv[2] == "after":
+            monitor.log_step(0, 0, 1.0, 1.0, 1.0)
+        child = os.fork()
+        if not child:
+            for step in range(1, 4):
+                monitor.log_step(step, 0, 1.0, 1.0, 1.0)
+            monitor.close()
+            os._exit(0)
+        os.waitpid(child, 0)
+    """
+    said = {}
+    for when in ("before", "after"):
+        folder = tmp_path / when
+        command = [sys.executable, "-c", textwrap.dedent(script), str(folder), when]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+        said[when] = done.stderr
+    assert [row["global_step"] for row in rows_in(tmp_path / "before")] == [1, 2, 3]
+    assert [row["global_step"] for row in rows_in(tmp_path / "after")] == [0]
+    assert "forked from the one that is monitored: its steps are not logged" in said["after"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"loss": torch.ones((), dtype=torch.complex64)},
+        {"loss": torch.ones((), device="meta")},
+        {"attention_mask": torch.ones(2, 8).to_sparse()},
+        {"attention_mask": torch.ones(2, 8, device="meta")},
+        {"skip_wandb": torch.ones(3)},
+    ],
+)
+def test_an_odd_value_costs_its_own_figure_alone(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    monitor = TrainingMonitor(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", TruemfuWarning)
+        for step in range(1, 4):
+            given = arguments if step == 2 else {}
+            monitor.log_step(
+                step, **{"epoch": 0, "loss": 1.0, "grad_norm": 1.0, "learning_rate": 1.0, **given}
+            )
+        monitor.close()
+    assert [row["global_step"] for row in rows_in(tmp_path)] == [1, 2, 3]
+    assert not monitor._is_broken
+
+
+def test_steps_that_never_increase_are_one_warning(tmp_path: Path) -> None:
+    monitor = TrainingMonitor(tmp_path)
+    with pytest.warns(TruemfuWarning, match="steps should increase") as caught:
+        for step in range(100, 0, -1):
+            monitor.log_step(step, 0, 1.0, 1.0, 1.0)
+    monitor.close()
+    assert len(caught) == 1
+
+
+def test_a_batch_observed_after_its_forward_pass_counts_once(tmp_path: Path) -> None:
+    model = Tokens()
+    monitor = TrainingMonitor(tmp_path, PEAK, model=model)
+    for step in (1, 2):
+        loss = model(ids())
+        monitor.observe({"input_ids": ids()})
+        loss.backward()
+        monitor.log_step(step, 0, 1.0, 1.0, 1.0)
+    monitor.close()
+    assert [flops_of(row) for row in rows_in(tmp_path)] == [flops(16)] * 2
+
+
+def test_data_read_in_a_pause_is_not_waited_for(tmp_path: Path) -> None:
+    def slow() -> Iterator[int]:
+        time.sleep(0.2)
+        yield 0
+
+    monitor = TrainingMonitor(tmp_path)
+    monitor.log_step(1, 0, 1.0, 1.0, 1.0)
+    with monitor.pause():
+        list(monitor.data(slow()))
+    monitor.log_step(2, 0, 1.0, 1.0, 1.0)
+    monitor.close()
+    assert rows_in(tmp_path)[1].get("perf/data_wait", 0.0) < 0.1
 
 
 def test_a_check_during_the_count_starts_no_other_count(tmp_path: Path) -> None:

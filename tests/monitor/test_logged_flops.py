@@ -593,6 +593,42 @@ def test_a_checkpoint_around_the_model_is_recomputation(tmp_path: Path) -> None:
 
     run = train(Mlp(), tmp_path, [5, 6], call)
     assert run.model_flops == [mlp_flops(5), mlp_flops(6)]
+    assert run.executed == [None, None]
+    (said,) = run.summary["warnings"]
+    assert said.startswith("HFU is not known: a checkpoint around the whole model")
+
+
+def test_the_profiler_measures_what_a_checkpoint_around_the_model_runs_again(tmp_path: Path) -> None:
+    def call(model: nn.Module, samples: int) -> Tensor:
+        output: Tensor = checkpoint(model, rows_of(samples), use_reentrant=False)
+        return output.sum()
+
+    run = train(Mlp(), tmp_path, [5, 5], call, mfu_calculation_mode="profiler")
+    again = 2 * 5 * WIDTH * WIDTH  # the second layer's output is not needed, so it is not run again
+    assert run.executed == [mlp_flops(5) + again] * 2
+
+
+def test_a_reentrant_checkpoint_is_not_profiled_from_inside_the_backward_pass(tmp_path: Path) -> None:
+    def call(model: nn.Module, samples: int) -> Tensor:
+        output: Tensor = checkpoint(model, rows_of(samples, requires_grad=True), use_reentrant=True)
+        return output.sum()
+
+    run = train(Mlp(), tmp_path, [5, 5], call, mfu_calculation_mode="profiler")
+    assert run.model_flops == [mlp_flops(5, input_gradient=True)] * 2
+    assert run.executed == [None, None]
+    assert [row.get("perf/data_wait") for row in run.rows] == [None, None]
+    assert torch.autograd._profiler_enabled() is False
+
+
+def test_what_was_seen_in_the_backward_pass_alone_is_not_left_out_in_silence(tmp_path: Path) -> None:
+    def call(model: nn.Module, samples: int) -> Tensor:
+        plain: Tensor = model(rows_of(5))
+        again: Tensor = checkpoint(model, rows_of(samples, requires_grad=True), use_reentrant=True)
+        return plain.sum() + again.sum()
+
+    run = train(Mlp(), tmp_path, [50, 50], call)
+    assert run.model_flops == [None, None]
+    assert not any("perf/samples_per_second" in row for row in run.rows)
 
 
 @bug("under vmap the hook sees one sample")
@@ -631,6 +667,37 @@ def test_a_number_that_changes_the_work_is_seen_by_the_next_check(tmp_path: Path
     run = train(model, tmp_path, [5] * 4, lambda model, n: model(rows_of(n)), before, flops_profile_freq=1)
     layer = 2 * 5 * WIDTH * WIDTH
     assert run.model_flops == [layer * (2 + 3 * (depth - 1)) for depth in (2, 2, 4, 4)]
+
+
+def test_a_number_that_goes_on_changing_the_work_is_seen_each_time(tmp_path: Path) -> None:
+    model = GrowsDeeper()
+    model.layers.extend([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+
+    def before(step: int, monitor: TrainingMonitor) -> None:
+        monitor.save_logs()  # a check compares what was counted
+        model.depth = step
+
+    run = train(model, tmp_path, [3] * 8, lambda m, n: m(rows_of(n)), before, flops_profile_freq=1)
+    one_layer = 2 * 3 * WIDTH * WIDTH
+    assert run.model_flops == [(3 * depth - 1) * one_layer for depth in range(1, 9)]
+
+
+def test_a_number_that_only_counts_calls_is_let_be(tmp_path: Path) -> None:
+    class Counts(Mlp):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return super().forward(x)
+
+    numbers = []
+
+    def after(step: int, monitor: TrainingMonitor) -> None:
+        monitor.save_logs()
+        numbers.append(monitor._measuring.state.number if monitor._measuring.state else None)
+
+    train(Counts(), tmp_path, [3] * 10, lambda m, n: m(rows_of(n)).sum(), after=after, flops_profile_freq=1)
+    assert numbers[-1] == numbers[5]
 
 
 def test_a_paused_evaluation_is_not_executed_by_the_step(tmp_path: Path) -> None:

@@ -316,7 +316,7 @@ def test_arguments_by_name_may_come_in_any_order(run: Run) -> None:
     run.monitor.save_logs()
     step(lambda: model(a, b))
     step(lambda: model(a, b))
-    assert run.monitor._usual._shapes[0][0] == a.shape
+    assert run.monitor._usual._looks[0].shape == a.shape
     step(lambda: model(a, b))
     assert run.usual
     run.monitor.save_logs()

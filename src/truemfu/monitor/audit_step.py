@@ -184,12 +184,12 @@ def _count(counting: Counting, note: StepNote) -> StepCount:
     """The marked step, all its micro-batches together."""
     who: dict[str, Any] = {"process_id": os.getpid(), "step": note.place.step}
     counts = []
-    if note.state is not None and not note.batches_missing:
-        counts = [counting.batch(note.state, batch, measured=True) for batch in note.batches]
+    if note.state is not None and not note.batches.is_missing:
+        counts = [counting.batch(note.state, batch, measured=True) for batch in note.batches.notes]
     known = [count for count in counts if count is not None]
     if note.state is None or not counts or len(known) < len(counts):
         return StepCount(**who, reason="the marked step has no count: the monitor's warnings say why")
-    works = _by_shape(counting, note.state, note.batches)
+    works = _by_shape(counting, note.state, note.batches.notes)
     return StepCount(
         **who,
         attention=counting.convention.attention,

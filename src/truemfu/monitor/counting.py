@@ -16,7 +16,7 @@ import dataclasses
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -49,7 +49,7 @@ _FIRST_BUDGET_S = 60.0
 _BUDGET_SHARE = 0.01
 _RANK_TIMEOUT_S = 120.0
 _MAX_PEAKS_KEPT = 256
-_MAX_CHANGES = 3
+_MAX_IDLE_CHANGES = 2
 
 
 @dataclass(eq=False, kw_only=True)
@@ -64,27 +64,46 @@ class ModelState:
     forms: dict[AutocastState, FlopModel | None] = field(default_factory=dict)
     estimators: dict[AutocastState, Estimator | None] = field(default_factory=dict)
 
-    changes: int = 0
-    """How often nothing but a number of the model had changed at a check."""
+    idle_changes: int = 0
+    """How often in a row nothing but a number of the model had changed, and its count had not."""
+    forms_before: Mapping[AutocastState, FlopModel | None] = field(default_factory=dict)
+    """Those of the state before, where nothing but a number had changed since."""
 
     def still_holds(self, model: nn.Module) -> bool:
-        """Whether the model is as it was; a number that changes all the time is a counter, and is let be."""
+        """Whether the model is as it was; a number that only counts something is let be."""
         now = fingerprint(model)
-        if now == self.fingerprint or (now[0] == self.fingerprint[0] and self.changes >= _MAX_CHANGES):
-            return True
-        self.changes += now[0] == self.fingerprint[0]
-        return False
+        return now == self.fingerprint or (
+            now[0] == self.fingerprint[0] and self.idle_changes >= _MAX_IDLE_CHANGES
+        )
 
     @classmethod
-    def of(cls, model: nn.Module, *, number: int, changes: int = 0) -> ModelState:
-        """Taken on the training thread, in milliseconds."""
+    def of(cls, model: nn.Module, *, number: int, last: ModelState | None) -> ModelState:
+        """The model after it was in the state `last`; taken on the training thread, in milliseconds."""
+        now = fingerprint(model)
+        follows = last is not None and last.fingerprint[0] == now[0]
         return cls(
             number=number,
-            changes=changes,
-            fingerprint=fingerprint(model),
+            fingerprint=now,
             structure=structure(model),
             model=snapshot(model),
+            idle_changes=last._idle_changes_so_far() if last is not None and follows else 0,
+            forms_before=dict(last.forms) if last is not None and follows else {},
         )
+
+    def _idle_changes_so_far(self) -> int:
+        if not self.forms_before or not self.forms:  # the first of its kind, or not yet counted
+            return self.idle_changes
+        is_same = all(
+            autocast in self.forms_before and _is_same_form(form, self.forms_before[autocast])
+            for autocast, form in self.forms.items()
+        )
+        return self.idle_changes + 1 if is_same else 0
+
+
+def _is_same_form(one: FlopModel | None, other: FlopModel | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one.export() == other.export()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,12 +211,17 @@ class Counting:
         elif counted is not None and counted.hardware_flops:
             self.executed_ratio = executed.hardware_flops / counted.hardware_flops
 
-    def with_executed(self, flops: StepFlops | None) -> StepFlops | None:
-        """The same step with what was last measured to be executed beyond its count, or less."""
+    def with_executed(self, flops: StepFlops | None, *, run_again: bool) -> StepFlops | None:
+        """The same step with what was last measured to be executed beyond its count, or less.
+
+        How much of a model is `run_again` by a checkpoint around it, no count of the model tells.
+        """
         if flops is None:
             return None
         if self.executed_ratio is None:
-            needs_measurement = self._config.mode == "hybrid" and not self._config.fallback_to_profiler
+            needs_measurement = run_again or (
+                self._config.mode == "hybrid" and not self._config.fallback_to_profiler
+            )
             return dataclasses.replace(flops, hardware_flops=None) if needs_measurement else flops
         assert flops.hardware_flops is not None
         return dataclasses.replace(

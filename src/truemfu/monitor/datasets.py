@@ -17,7 +17,7 @@ the training loss. A label outside the vocabulary, such as -100, is not counted.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,8 +87,8 @@ class DatasetMetrics:
     labels of shape (B,) are a classification, where nothing shifts.
     """
 
-    def __init__(self, *, shift: bool = True) -> None:
-        self._shift = shift
+    def __init__(self, *, shift: bool = True, notice: Callable[[str], None] = warn_once) -> None:
+        self._shift, self._notice = shift, notice
         self._told: set[str] = set()
 
     @torch.no_grad()
@@ -118,7 +118,7 @@ class DatasetMetrics:
         """Warn once per kind, since shapes and texts in the reason may differ at every step."""
         if kind not in self._told:
             self._told.add(kind)
-            warn_once(f"no dataset metrics for this batch and others like it: {reason}")
+            self._notice(f"no dataset metrics for this batch and others like it: {reason}")
 
     def _measure(self, names: Any, labels: Any, logits: Any, aggregated_loss: Any) -> PendingDatasetMetrics:
         if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):

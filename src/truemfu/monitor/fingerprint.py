@@ -8,6 +8,7 @@ parameters' shapes, dtypes and flags, and the modules' own switches and numbers.
 from __future__ import annotations
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ..flops.shadow import unwrap
 
@@ -44,6 +45,11 @@ def fingerprint(model: nn.Module) -> tuple[int, int]:
     own_config = getattr(config, "__dict__", {})
     numbers += [(name, value) for name, value in own_config.items() if type(value) in (int, float)]
     return hash(tuple(parts)), hash(tuple(numbers))
+
+
+def has_uninitialized(model: nn.Module) -> bool:
+    """Whether there are parameters whose shape is not known before the first forward pass."""
+    return any(is_lazy(parameter) for parameter in model.parameters())
 
 
 def is_tensor_parallel(model: nn.Module) -> bool:

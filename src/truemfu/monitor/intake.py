@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 
+from ..errors import one_line
 from .host_values import HostValues
 from .notices import Notices
+from .step_note import StepPlace
 
 
 class Intake:
@@ -20,6 +22,7 @@ class Intake:
     def __init__(self, values: HostValues, notices: Notices) -> None:
         self._values, self._notices = values, notices
         self.last_step: int | None = None
+        self._stride = 1
 
     def step_number(self, step: Any) -> int:
         """The number of a step that is no plain integer; where it cannot be read, one more than the last."""
@@ -35,21 +38,26 @@ class Intake:
     def steps_since_last(self, step: int) -> int:
         """How many steps this one stands for; steps that do not increase are said."""
         last, self.last_step = self.last_step, step
-        if last is None:
-            return 1
-        if step <= last:
+        if last is not None and step > last:
+            self._stride = step - last
+            return self._stride
+        if last is not None:
             self._notices(
-                f"step {step} was logged after step {last}: steps should increase; it is logged as it is"
+                f"step {step} was logged after step {last}: steps should increase; it is logged as it is",
+                about="steps that do not increase",
             )
-            return 1
-        return step - last
+        return 1
+
+    def next_place(self) -> StepPlace | None:
+        """Which step comes next, if it is as far from the last as that was; None before the first."""
+        return None if self.last_step is None else StepPlace(self.last_step + self._stride, self._stride)
 
     def number(self, name: str, value: Any) -> Any:
         """A number that is there or on its way; None for what is none."""
         try:
             return self._values.number(name, value)
-        except (TypeError, ValueError, OverflowError) as error:
-            self._notices(f"{name} is not logged: got {error}")
+        except Exception as error:  # there are many kinds of tensors
+            self._notices(f"{name} is not logged: got {' '.join(str(error).split())}", about=name)
             return None
 
     def mask(self, mask: Any) -> tuple[int | None, Any]:
@@ -58,4 +66,16 @@ class Intake:
             got = f"{mask.dim()} dimensions" if isinstance(mask, torch.Tensor) else type(mask).__name__
             self._notices(f"attention_mask is not used: expected a tensor of samples × length, got {got}")
             return None, None
-        return mask.numel(), self._values.tokens_in(mask)
+        try:
+            return mask.numel(), self._values.tokens_in(mask)
+        except Exception as error:
+            self._notices(f"attention_mask is not used: {one_line(error)}", about="attention_mask")
+            return None, None
+
+    def flag(self, name: str, value: Any) -> bool:
+        """True or false; false for what is neither."""
+        try:
+            return bool(value)
+        except Exception as error:
+            self._notices(f"{name} is taken for false: {one_line(error)}", about=name)
+            return False

@@ -14,11 +14,11 @@ import sys
 from torch import nn
 
 from ..convention import Convention
-from ..errors import closest
+from ..errors import closest, one_line
 from ..flops.profiler import StepProfile, StepProfiler
 from .config import MonitorConfig
 from .counting import Counting, ModelState
-from .fingerprint import is_tensor_parallel
+from .fingerprint import has_uninitialized, is_tensor_parallel
 from .notices import Notices
 from .observe import Batch, BatchNote
 
@@ -40,7 +40,8 @@ class Measuring:
         self.is_counted = config.initial_profiling
         """Whether steps are counted by now; before, they are estimated."""
         self.plan_at = 0
-        """After this many logged steps `plan_next` has something to decide."""
+        """After this many steps `plan_next` has something to decide."""
+        self._planned_at = 0
 
     def forget(self) -> None:
         """Another model is watched from now on."""
@@ -49,7 +50,7 @@ class Measuring:
     def set_phase(self, name: str | None) -> None:
         """Measure as often as this phase asks for."""
         known = self._config.phases
-        if name is None or name in known:
+        if name is None or (isinstance(name, str) and name in known):
             self._phase, self.plan_at = name, 0
             return
         hint = closest(str(name), known)
@@ -61,7 +62,20 @@ class Measuring:
         if model is None:
             self._notices("no model is attached, so there is no MFU: call monitor.attach(model)")
             return
-        if self.state is not None and self.state.still_holds(model):
+        try:
+            self._check(counting, model, note, batch)
+        except Exception as error:  # there are models of which nothing can be seen, traced ones for example
+            self._notices(f"the model cannot be looked into, so there is no MFU: {one_line(error)}")
+            self.state = None
+
+    def _check(self, counting: Counting, model: nn.Module, note: BatchNote, batch: Batch) -> None:
+        if has_uninitialized(model):  # lazy modules know their shapes after the first forward pass
+            self.check_is_due = True
+            return
+        last = self.state
+        if last is not None and last.still_holds(model):
+            if self.is_counted and not last.forms:
+                counting.fit_on_training_thread(last, model, note, batch)
             return
         if is_tensor_parallel(model):
             self._notices(
@@ -70,14 +84,13 @@ class Measuring:
             )
             self.state = None
             return
-        changes = 0 if self.state is None else self.state.changes
-        self.state = ModelState.of(model, number=self._states_made, changes=changes)
+        self.state = ModelState.of(model, number=self._states_made, last=last)
         self._states_made += 1
         if self.is_counted:
             counting.fit_on_training_thread(self.state, model, note, batch)
 
-    def plan_next(self, logged: int) -> None:
-        """Decide whether the next step measures, and when to decide again."""
+    def plan_next(self, done: int) -> None:
+        """Decide after so many steps whether the next one measures, and when to decide again."""
         frequency = self._config.flops_profile_freq
         if self._phase is not None:
             frequency = self._config.phases[self._phase]
@@ -85,11 +98,12 @@ class Measuring:
             self.plan_at = sys.maxsize
             return
         recalibration = self._config.recalibration_frequency
-        if logged % frequency == 0:
+        last, self._planned_at = self._planned_at, done
+        if _next_multiple(frequency, last) <= done:
             self.check_is_due = self._profile_is_due = True
-        if recalibration and logged % recalibration == 0:
+        if recalibration and _next_multiple(recalibration, last) <= done:
             self.check_is_due = self.is_counted = True
-        self.plan_at = min(_next_multiple(every, logged) for every in (frequency, recalibration) if every)
+        self.plan_at = min(_next_multiple(every, done) for every in (frequency, recalibration) if every)
 
     def begin_step(self, convention: Convention) -> None:
         """Profile the step that begins, if that is due; to be called where this run `profiles`."""

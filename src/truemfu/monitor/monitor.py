@@ -26,8 +26,9 @@ from torch import nn
 from ..errors import ModelError, UsageError, one_line
 from ..flops.host_copy import HostCopy, start_host_copy
 from ..hardware.audited import read_audit
-from ..hardware.detect import spec_of
+from ..hardware.detect import override_flops_per_s, spec_of
 from ..hardware.executed import has_rate
+from ..records import RUN_FILE
 from ..trackers.base import Tracker
 from .audit_step import AuditStep
 from .clock import StepClock, clock_for
@@ -42,7 +43,7 @@ from .host_values import MAX_KEPT, HostValues, SentNumbers
 from .intake import Intake
 from .measuring import Measuring
 from .notices import Notices
-from .observe import Attachment, Batch, BatchNotes
+from .observe import Attachment, Batch, BatchNotes, backward_number
 from .output import Output
 from .ranks import RankLink
 from .resolver import Resolver
@@ -91,10 +92,17 @@ class TrainingMonitor:
     ) -> None:
         explicit = None if isinstance(flops_profile_freq, _Default) else flops_profile_freq
         self.config: MonitorConfig = load_config(config, flops_profile_freq=explicit)
+        override_flops_per_s()  # raises where the environment's peak is no number
         self._audited = None if self.config.audit is None else read_audit(Path(self.config.audit))
         self.output_dir = Path(output_dir)
+        if Path(log_file).name == RUN_FILE:
+            raise UsageError(
+                f"log_file must have another name than {RUN_FILE}, which holds what is true of the run"
+            )
         self._notices = Notices()
-        self._output = Output(self.output_dir, log_file, self.config, trackers, notice=self._notices)
+        self._output = Output(
+            self.output_dir.absolute(), log_file, self.config, trackers, notice=self._notices
+        )
         self._attachment: Attachment | None = None
         self._watch: HardwareWatch | None = None
         self._audit: AuditStep | None = None
@@ -103,11 +111,11 @@ class TrainingMonitor:
         self._pid = os.getpid()
         self._is_manual = False
         self._pauses = 0
-        self._datasets = DatasetMetrics()
+        self._datasets = DatasetMetrics(notice=self._notices)
         self._pending_datasets: list[tuple[PendingDatasetMetrics, HostCopy]] = []
         self._measuring = Measuring(self.config, self._notices)
         self._follows_count = True
-        self._logged = 0
+        self._logged = self._steps_done = 0
         self._usual = UsualSteps()
         self._thread = threading.get_ident()
         self._last_end_s: float | None = None
@@ -127,8 +135,14 @@ class TrainingMonitor:
         if self._watched is None or self._watched() is not model:
             self._watched = weakref.ref(model)
             self._measuring.forget()
-            self._datasets = DatasetMetrics(shift=shifts_labels(model))
-        self._attachment = Attachment(model, self._usual.saw, self._on_forward, self._on_forward_end)
+            self._datasets = DatasetMetrics(shift=shifts_labels(model), notice=self._notices)
+        try:
+            self._attachment = Attachment(model, self._usual.saw, self._on_forward, self._on_forward_end)
+        except Exception as error:  # a scripted model takes no such hooks
+            self._notices(
+                f"the model cannot be watched, call monitor.observe(batch) for each micro-batch: "
+                f"{type(model).__name__}: {one_line(error)}"
+            )
         return self
 
     def detach(self) -> None:
@@ -143,6 +157,8 @@ class TrainingMonitor:
     def observe(self, batch: Mapping[str, Any] | Sequence[Any] | torch.Tensor) -> None:
         """Note a micro-batch yourself, where the model's forward does not get it whole; hooks then rest."""
         self._guarded(self._take_in_usual)
+        if not self._is_manual and self._is_set_up:
+            self._batches.take()  # what a hook noted of this step is observed now, or has just run
         self._is_manual = True
         if isinstance(batch, torch.Tensor):
             batch = (batch,)
@@ -238,7 +254,8 @@ class TrainingMonitor:
         if not config.log_dataset_metrics or not config.dataset_metrics_freq or self._pauses:
             return
         self._guarded(self._take_in_usual)
-        if (self._logged + 1) % config.dataset_metrics_freq and self._logged:
+        place = self._intake.next_place() if self._is_set_up else None
+        if place is not None and not place.reaches(config.dataset_metrics_freq):
             return
         self._guarded(self._measure_datasets, batch, outputs, aggregated_loss)
 
@@ -264,6 +281,7 @@ class TrainingMonitor:
         counting_s = self._counting.spent_s if self._is_set_up else 0.0
         profiling_s = self._resolver.profile_cost_s if self._is_set_up else 0.0
         lost_steps = self._resolver.lost_steps if self._is_set_up else 0
+        failed_steps = self._resolver.failed_steps if self._is_set_up else 0
         run = totals.as_dict()
         logged = self._logged + self._usual.waiting
         own_s = (self._own_time_s + self._usual.own_s) / logged if logged else None
@@ -285,6 +303,7 @@ class TrainingMonitor:
             "notes": list(self._counting.notes) if self._is_set_up else [],
             "lost": [
                 *([f"{lost_steps:,} steps: the monitor was held up"] if lost_steps else []),
+                *([f"{failed_steps:,} steps: they could not be worked out"] if failed_steps else []),
                 *self._output.lost(),
             ],
             "warnings": list(self._notices.texts),
@@ -377,7 +396,7 @@ class TrainingMonitor:
 
     def _set_up(self, device: torch.device) -> None:
         """Make what depends on the device and the job, at the first batch or step."""
-        self._device = device
+        self._device, self._pid = device, os.getpid()
         self._ranks = RankLink.current(notice=self._notices)
         self._values = HostValues(self._notices)
         self._intake = Intake(self._values, self._notices)
@@ -481,14 +500,19 @@ class TrainingMonitor:
         if template is None:
             batches.is_incomplete = True
             self._notices(
-                "a batch cannot be told to a count, so its step has no MFU: it holds nested tensors, is "
-                "inside vmap or its kin, or mixes arguments by place and by name in a forward that takes any"
+                "a batch cannot be told to a count, so its step has no MFU: it holds nested tensors or "
+                "objects with tensors in them, is inside vmap or its kin, or mixes arguments by place and by "
+                "name in a forward that takes any"
             )
             return
         assert batch is not None
         if not batches.has_notes:
             self._begin_step(began_s)
         note = batches.note(batch, template)
+        if note is None:
+            self._notices(
+                "a step has too many micro-batches to note, and no MFU: is log_step called for each?"
+            )
         if is_check and note is not None:
             self._measuring.check(self._counting, self._model(), note, batch)
             self._follows_count = True
@@ -504,10 +528,12 @@ class TrainingMonitor:
             self._data_wait_s = now_s - self._last_end_s
 
     def _begin_step(self, now_s: float) -> None:
-        self._waited_since_last_end(now_s)
+        is_in_backward = backward_number() != -1  # a checkpoint around the model: its first run was not seen
+        if not is_in_backward:
+            self._waited_since_last_end(now_s)
         if not self._logged:  # later steps begin where the last one ended
             self._clock.begin()
-        if self._measuring.profiles:
+        if self._measuring.profiles and not is_in_backward:
             self._measuring.begin_step(self._counting.convention)
         if self._audit is not None:
             self._audit.begin_step(self._logged, compilations())
@@ -528,12 +554,15 @@ class TrainingMonitor:
             return
         if not self._is_set_up:
             self._set_up(self._model_device({"loss": loss}))
+        if os.getpid() != self._pid:
+            self._is_broken = True
+            self._notices("this process was forked from the one that is monitored: its steps are not logged")
+            return
         self._take_in_usual()
         if self._audit is not None:
             self._audit.end_step()
-        is_incomplete = self._batches.is_incomplete
         batches = self._batches.take()
-        if not (batches or is_incomplete or self._is_manual) and self._attachment is not None:
+        if not (batches.notes or batches.is_missing or self._is_manual) and self._attachment is not None:
             self._notices(
                 "a step without a training forward pass of the attached model has no MFU: "
                 "attach what you call (a model compiled later, its wrapper), or call monitor.observe(batch)"
@@ -542,6 +571,7 @@ class TrainingMonitor:
         profile = None if measuring.profiler is None else measuring.end_step()
         intake = self._intake
         step = step if type(step) is int else intake.step_number(step)
+        place = StepPlace(step, intake.steps_since_last(step))
         take = intake.number  # floats, the usual case, need no look
         mask_tokens, mask_useful_tokens = (
             (None, None) if attention_mask is None else intake.mask(attention_mask)
@@ -561,7 +591,7 @@ class TrainingMonitor:
             else:
                 cut = self._watch.cut(now_s)
         note = StepNote(
-            StepPlace(step, intake.steps_since_last(step)),
+            place,
             epoch if type(epoch) is float else take("epoch", epoch),
             loss if type(loss) is float else take("loss", loss),
             grad_norm if type(grad_norm) is float else take("grad_norm", grad_norm),
@@ -569,14 +599,13 @@ class TrainingMonitor:
             mask_tokens,
             mask_useful_tokens,
             batches,
-            is_incomplete,
             measuring.state,
             measuring.is_counted,
             self._data_wait_s,
             is_warmup,
             profile,
             datasets,
-            bool(skip_wandb),
+            skip_wandb if type(skip_wandb) is bool else intake.flag("skip_wandb", skip_wandb),
             self._clock.end(now_s, exact=cut is not None or profile is not None),
             cut,
         )
@@ -588,10 +617,11 @@ class TrainingMonitor:
         if datasets is not _NO_DATASETS:
             self._pending_datasets = []
         self._logged += 1
+        self._steps_done += place.steps
         if self._follows_count or self._batches.is_new_kind or self._counting.is_at_work:
             self._follow_count()
-        if self._logged >= measuring.plan_at:
-            measuring.plan_next(self._logged)
+        if self._steps_done >= measuring.plan_at:
+            measuring.plan_next(self._steps_done)
         self._open_usual(now_s, step)
 
     def _open_usual(self, now_s: float, last_step: int) -> None:
@@ -619,10 +649,11 @@ class TrainingMonitor:
         self._thread = threading.get_ident()
         self._usual.open(
             until_s,
-            min(measuring.plan_at - self._logged - 1, MAX_KEPT),
+            MAX_KEPT,
             batch=batch,
             common=Common(self._batches.usual_note, measuring.state, measuring.is_counted),
             last_step=last_step,
+            until_step=last_step + measuring.plan_at - self._steps_done,
             types=(values.usual_type("loss"), values.usual_type("grad_norm")),
             compilations=self._compilations,
             mark=clock.mark if is_marked else None,
@@ -648,6 +679,7 @@ class TrainingMonitor:
         assert last_step is not None
         assert common is not None
         self._intake.last_step = columns.step[-1]
+        self._steps_done += columns.step[-1] - last_step
         begin, end = self._clock.skip_to(columns.end[-1], len(columns.step))
         self._logged += len(columns.step)
         unseen = columns.unseen()
@@ -673,7 +705,8 @@ class TrainingMonitor:
             self._pending_datasets.append((pending, start_host_copy(pending.sums)))
 
     def _waited(self, seconds: float) -> None:
-        self._data_wait_s = (self._data_wait_s or 0.0) + seconds
+        if not self._pauses:
+            self._data_wait_s = (self._data_wait_s or 0.0) + seconds
 
     def _model_device(self, tensors: Batch) -> torch.device:
         """Where the training runs: on CUDA if anything of the model or the batch is there."""

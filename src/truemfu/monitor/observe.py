@@ -12,14 +12,14 @@ import contextlib
 import functools
 import inspect
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from ..flops.batch import CUMULATIVE, GRIDS
 from ..flops.host_copy import HostCopy, start_host_copy
@@ -30,6 +30,7 @@ from .host_values import Held, HostValues, Number, is_there
 _MAX_TEMPLATES = 1024
 _MAX_VALUE_BYTES = 64 << 20
 _MAX_NOTES = 4096
+_DEEPEST = 4
 _VALUE_KEYS = frozenset({*CUMULATIVE, *GRIDS, "position_ids"})
 Batch = Mapping[Any, Any]
 """A batch by name, or by place for a forward that takes any number of positional arguments."""
@@ -93,10 +94,34 @@ class BatchNote(NamedTuple):
         return self.template.example(found)
 
 
-class UsualBatch(NamedTuple):
-    """What tells a batch of tensors alone from others: shapes and dtypes in their order, and autocast."""
+class StepBatches(NamedTuple):
+    """The micro-batches of a step."""
 
-    shapes: dict[Any, tuple[torch.Size, torch.dtype]]
+    notes: list[BatchNote]
+    is_missing: bool
+    """Whether there were more than are noted."""
+    run_again: bool
+    """Whether the whole model ran again in the backward pass."""
+
+
+class Look(NamedTuple):
+    """What of a tensor decides the work: also whether it needs a gradient, where it can have one."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    needs_grad: bool | None
+
+    @classmethod
+    def at(cls, tensor: torch.Tensor) -> Look:
+        """What this tensor looks like."""
+        can_have = tensor.is_floating_point() or tensor.is_complex()
+        return cls(tensor.shape, tensor.dtype, tensor.requires_grad if can_have else None)
+
+
+class UsualBatch(NamedTuple):
+    """What tells a batch of tensors alone from others: their looks in their order, and autocast."""
+
+    looks: dict[Any, Look]
     autocast: tuple[Any, ...]
     template: Template
 
@@ -137,16 +162,16 @@ class BatchNotes:
         if (
             last is not None
             and last.autocast == autocast
-            and tuple(batch) == tuple(last.shapes)
-            and is_like(batch, last.shapes)
+            and tuple(batch) == tuple(last.looks)
+            and is_like(batch, last.looks)
         ):
             return last.template
-        if any(isinstance(value, torch.Tensor) and value.is_nested for value in batch.values()):
+        if any(_is_untold(value) for value in batch.values()):
             return None
         key = (
             autocast,
             *[
-                (k, v.shape, v.dtype)
+                (k, Look.at(v))
                 if isinstance(v, torch.Tensor)
                 else (k, v if isinstance(v, _PLAIN) else _nested_signature(v))
                 for k, v in batch.items()
@@ -161,8 +186,7 @@ class BatchNotes:
         is_plain = all(type(value) is torch.Tensor for value in batch.values())
         self._last = None
         if is_plain:
-            shapes = {k: (v.shape, v.dtype) for k, v in batch.items()}
-            self._last = UsualBatch(shapes, autocast, template)
+            self._last = UsualBatch({k: Look.at(v) for k, v in batch.items()}, autocast, template)
         return template
 
     def note(self, batch: Batch, template: Template) -> BatchNote | None:
@@ -198,11 +222,15 @@ class BatchNotes:
             self._noted += [self.usual_note] * micro_batches
             self.has_notes = True
 
-    def take(self) -> list[BatchNote]:
+    def take(self) -> StepBatches:
         """The notes of the step that ends now."""
-        taken = self._noted or self._noted_in_backward
+        noted, in_backward, is_missing = self._noted, self._noted_in_backward, self.is_incomplete
         self._noted, self._noted_in_backward, self.has_notes, self.is_incomplete = [], [], False, False
-        return taken
+        if noted and in_backward:
+            first_run = Counter(id(note.template) for note in noted)
+            again = Counter(id(note.template) for note in in_backward)
+            is_missing = is_missing or bool(again - first_run)  # some were seen in the backward pass alone
+        return StepBatches(noted or in_backward, is_missing, run_again=bool(in_backward))
 
     def _new_note(self, batch: Batch, template: Template) -> BatchNote:
         """A note of its own; one that tells nothing but the shapes serves for the next such batch too."""
@@ -243,18 +271,19 @@ class BatchNotes:
         )
 
 
-def is_like(batch: Batch, shapes: Mapping[Any, tuple[torch.Size, torch.dtype]]) -> bool:
-    """Whether a batch is of these tensors, the usual case."""
-    if len(batch) != len(shapes):
+def is_like(batch: Batch, looks: Mapping[Any, Look]) -> bool:
+    """Whether a batch is of such tensors, the usual case."""
+    if len(batch) != len(looks):
         return False
     try:
         for key, value in batch.items():
-            expected = shapes.get(key)
+            expected = looks.get(key)
             if (
                 expected is None
                 or type(value) is not torch.Tensor
-                or value.shape != expected[0]
-                or value.dtype is not expected[1]
+                or value.shape != expected.shape
+                or value.dtype is not expected.dtype
+                or (expected.needs_grad is not None and value.requires_grad is not expected.needs_grad)
             ):
                 return False
     except RuntimeError:  # a nested tensor has no shape
@@ -268,10 +297,38 @@ def _nested_signature(value: Any) -> tuple[Any, ...]:
     return (
         str(structure),
         *[
-            (v.shape, v.dtype) if isinstance(v, torch.Tensor) else v if isinstance(v, _PLAIN) else type(v)
+            Look.at(v) if isinstance(v, torch.Tensor) else v if isinstance(v, _PLAIN) else type(v)
             for v in leaves
         ],
     )
+
+
+def _is_untold(value: Any) -> bool:
+    """Whether shapes do not tell what an argument is: nested tensors, and objects that hold tensors."""
+    if isinstance(value, torch.Tensor):
+        return value.is_nested
+    if isinstance(value, _PLAIN):
+        return False
+    return any(
+        leaf.is_nested if isinstance(leaf, torch.Tensor) else _holds_tensors(leaf)
+        for leaf in tree_leaves(value)
+    )
+
+
+def _holds_tensors(value: Any, depth: int = _DEEPEST) -> bool:
+    """Whether there is a tensor in an object, its attributes or theirs."""
+    if isinstance(value, torch.Tensor):
+        return True
+    if isinstance(value, (*_PLAIN, type)) or not depth:
+        return False
+    if isinstance(value, Mapping):
+        inner = list(value.values())
+    elif isinstance(value, (list, tuple)):
+        inner = list(value)
+    else:
+        inner = list(getattr(value, "__dict__", {}).values())
+        inner += [getattr(value, name, None) for name in getattr(type(value), "__slots__", ())]
+    return any(_holds_tensors(item, depth - 1) for item in inner)
 
 
 def _without_data(value: Any) -> Any:
@@ -419,7 +476,10 @@ class Attachment:
 
 def _positional_names(model: nn.Module) -> tuple[str, ...] | None:
     """The names of a forward's positional arguments; None where they have none, or any number."""
-    parameters = list(inspect.signature(model.forward).parameters.values())
+    try:
+        parameters = list(inspect.signature(model.forward).parameters.values())
+    except ValueError:  # a traced model's forward tells nothing
+        return None
     if any(p.kind in (p.VAR_POSITIONAL, p.POSITIONAL_ONLY) for p in parameters):
         return None
     return tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)

@@ -84,6 +84,8 @@ class Resolver:
         self._failing_since_s: float | None = None
         self.window, self.totals = Window(), Totals()
         self.lost_steps = 0
+        """Those that waited for too long."""
+        self.failed_steps = 0
         self.own_time_s = 0.0
         self.profile_cost_s = 0.0
         self._thread = threading.Thread(target=self._run, name="truemfu-resolver", daemon=True)
@@ -166,7 +168,7 @@ class Resolver:
                     else:
                         self._put_step(oldest)
                 except Exception as error:
-                    self._not_logged(error)
+                    self._not_logged(error, _steps_in(oldest))
                 self._done += _steps_in(oldest)
         finally:
             if self._done > done_before:
@@ -179,7 +181,8 @@ class Resolver:
                 self._oldest = self._pending.popleft()
         return self._oldest
 
-    def _not_logged(self, error: Exception) -> None:
+    def _not_logged(self, error: Exception, steps: int) -> None:
+        self.failed_steps += steps
         self._notices(f"a step could not be worked out and is not logged: {type(error).__name__}: {error}")
 
     def _is_ready(self, note: StepNote | UsualPiece) -> bool:
@@ -192,7 +195,7 @@ class Resolver:
         numbers = (note.loss, note.grad_norm, note.learning_rate, note.epoch, note.mask_useful_tokens)
         return (
             all(map(is_there, numbers))
-            and all(batch.ready() for batch in note.batches)
+            and all(batch.ready() for batch in note.batches.notes)
             and all(copy.ready() for _, copy in note.datasets)
         )
 
@@ -207,7 +210,8 @@ class Resolver:
             return True
 
     def _put_step(self, note: StepNote) -> None:
-        counted = self._amounts(note.batches, self._counted(note), warmup=note.warmup)
+        batches = [] if note.batches.is_missing else note.batches.notes  # some are no measure of the step
+        counted = self._amounts(batches, self._counted(note, batches), warmup=note.warmup)
         if note.mask_tokens is not None and counted.useful_tokens is None:
             if counted.tokens in (None, note.mask_tokens):
                 mask_useful_tokens = resolved(note.mask_useful_tokens)
@@ -223,9 +227,9 @@ class Resolver:
             counted,
             took,
             note.cut,
-            lambda: self._details.of(note.state, note.batches, measured=note.measured),
+            lambda: self._details.of(note.state, batches, measured=note.measured),
         )
-        amounts = self._with_executed(counted)
+        amounts = self._with_executed(counted, run_again=note.batches.run_again)
         if self._audit is not None and self._audit.wants(note):
             self._audit.write(self._counting, note)
         row: dict[str, Any] = {
@@ -256,7 +260,7 @@ class Resolver:
             batches = [common.batch] * micro_batches
             flops = self._flops(common.state, batches, measured=common.measured)
             counted = self._amounts(batches, flops, warmup=False)
-            alike[micro_batches] = counted, self._with_executed(counted), []
+            alike[micro_batches] = counted, self._with_executed(counted, run_again=False), []
         for row, took, micro_batches, skip_remote in zip(
             rows, times, columns.micro_batches, columns.skip_remote, strict=True
         ):
@@ -268,7 +272,7 @@ class Resolver:
                 self._complete(row, place)
                 self._output.put(place, row, skip_remote=bool(skip_remote))
             except Exception as error:
-                self._not_logged(error)
+                self._not_logged(error, 1)
                 continue
             done.append(took)
         for _, amounts, done in alike.values():
@@ -299,8 +303,13 @@ class Resolver:
             measured_peak_flops_per_s=self._measured_peak_flops_per_s,
         )
 
-    def _with_executed(self, counted: StepAmounts) -> StepAmounts:
-        executed = self._counting.with_executed(counted.flops)
+    def _with_executed(self, counted: StepAmounts, *, run_again: bool) -> StepAmounts:
+        executed = self._counting.with_executed(counted.flops, run_again=run_again)
+        if run_again and executed is not None and executed.hardware_flops is None:
+            self._notices(
+                "HFU is not known: a checkpoint around the whole model runs it again in the backward pass; "
+                "hybrid measures that, and profiler where the checkpoint is not reentrant"
+            )
         return counted if executed is counted.flops else replace(counted, flops=executed)
 
     def _add_to_window(
@@ -323,10 +332,8 @@ class Resolver:
             self._counting.executed_ratio = None
         self._notices(f"the hardware counters are left out from now on: {one_line(error)}")
 
-    def _counted(self, note: StepNote) -> StepFlops | None:
-        if note.batches_missing:
-            return None
-        flops = self._flops(note.state, note.batches, measured=note.measured)
+    def _counted(self, note: StepNote, batches: Sequence[BatchNote]) -> StepFlops | None:
+        flops = self._flops(note.state, batches, measured=note.measured)
         if note.profile is not None:
             self.profile_cost_s += note.profile.cost_s
             self._counting.learn_executed(note.profile, flops)
@@ -337,7 +344,11 @@ class Resolver:
     ) -> StepFlops | None:
         if state is None or not batches:
             return None
-        return self._notices.among(lambda: self._counting.step(state, batches, measured=measured))
+        try:
+            return self._notices.among(lambda: self._counting.step(state, batches, measured=measured))
+        except Exception as error:  # the rest of the row is known
+            self._notices(f"the FLOPs of a step could not be worked out, so it has no MFU: {one_line(error)}")
+            return None
 
 
 def _steps_in(note: StepNote | UsualPiece) -> int:

@@ -12,7 +12,7 @@ from .counting import ModelState
 from .datasets import PendingDatasetMetrics
 from .hardware_watch import Cut
 from .host_values import Number
-from .observe import BatchNote
+from .observe import StepBatches
 
 WARMUP_STEPS = 3
 """The first steps of a run, which are no measure of it."""
@@ -40,8 +40,7 @@ class StepNote(NamedTuple):
     learning_rate: Number
     mask_tokens: int | None
     mask_useful_tokens: Number
-    batches: list[BatchNote]
-    batches_missing: bool
+    batches: StepBatches
     state: ModelState | None
     measured: bool
     data_wait_s: float | None

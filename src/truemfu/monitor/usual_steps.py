@@ -27,6 +27,7 @@ from .host_values import SentNumbers, Unseen
 from .metrics import StepTime
 from .observe import (
     BatchNote,
+    Look,
     UsualBatch,
     autocast_key,
     backward_number,
@@ -89,14 +90,15 @@ class UsualSteps:
         "_compilations",
         "_counters",
         "_last_step",
+        "_looks",
         "_mark",
         "_micro_batches",
         "_names",
         "_room",
-        "_shapes",
         "_steps",
         "_types",
         "_until_s",
+        "_until_step",
         "common",
         "first_s",
         "is_busy",
@@ -105,11 +107,11 @@ class UsualSteps:
 
     def __init__(self) -> None:
         self._until_s = _CLOSED_S
-        self._micro_batches = self._room = self._compilations = self._last_step = 0
+        self._micro_batches = self._room = self._compilations = self._last_step = self._until_step = 0
         self._steps: list[tuple[Any, ...]] = []
         self._names: tuple[Any, ...] = ()
         self._autocast: tuple[Any, ...] = ()
-        self._shapes: tuple[tuple[torch.Size, torch.dtype], ...] = ()
+        self._looks: tuple[Look, ...] = ()
         self._counters: Any = None
         self._mark: Callable[[float], Mark] | None = None
         self._types: tuple[Any, Any] = (float, float)
@@ -127,18 +129,20 @@ class UsualSteps:
         batch: UsualBatch,
         common: Common,
         last_step: int,
+        until_step: int,
         types: tuple[type, type],
         compilations: int,
         mark: Callable[[float], Mark] | None,
     ) -> None:
-        """Take steps of such batches until then, so many at most; `types` of loss and gradient norm.
+        """Take steps of such batches until then, so many at most, and those before `until_step`; `types` of
+        loss and gradient norm.
 
         Where the device cannot do without, `mark` marks the end of each of them.
         """
-        self._names, self._shapes = tuple(batch.shapes), tuple(batch.shapes.values())
+        self._names, self._looks = tuple(batch.looks), tuple(batch.looks.values())
         self._autocast = batch.autocast
         self._until_s, self._room, self.common = until_s, room, common
-        self._micro_batches, self._last_step, self._types = 0, last_step, types
+        self._micro_batches, self._last_step, self._until_step, self._types = 0, last_step, until_step, types
         self._counters, self._compilations, self._mark = graph_counters(), compilations, mark
 
     def stop(self) -> int:
@@ -183,8 +187,12 @@ class UsualSteps:
                 or tuple(kwargs) != self._names[len(args) :]
             ):
                 return False
-            for tensor, (shape, dtype) in zip((*args, *kwargs.values()), self._shapes, strict=True):
+            for tensor, (shape, dtype, needs_grad) in zip(
+                (*args, *kwargs.values()), self._looks, strict=True
+            ):
                 if type(tensor) is not _Tensor or tensor.shape != shape or tensor.dtype is not dtype:
+                    return False
+                if needs_grad is not None and tensor.requires_grad is not needs_grad:
                     return False
         except Exception:  # a nested tensor has no shape; whatever it is, a closer look follows
             return False
@@ -217,7 +225,7 @@ class UsualSteps:
         if (
             (stats is not None and stats.get("unique_graphs", 0) != self._compilations)
             or type(step) is not int
-            or step <= self._last_step
+            or not self._last_step < step < self._until_step
             or not (type(epoch) is float or (type(epoch) is int and 0 <= epoch < _LARGEST_WHOLE))
             or type(learning_rate) is not float
         ):
