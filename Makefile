@@ -45,7 +45,7 @@ $(OLDEST_STAMP): pyproject.toml constraints-oldest.txt
 	$(OLDEST_VENV)/bin/python -m pip install --quiet -c constraints-oldest.txt -e ".[dev]"
 	@touch $@
 
-bench: setup    ## the figures of the documentation
+bench: setup    ## the figures of docs/accuracy.md; other figures name their script
 	for script in benchmarks/flops_*.py; do $(BIN)/python $$script || exit 1; done
 
 clean:          ## remove what was built and written, environments included

@@ -37,6 +37,7 @@ from typing import Any
 import torch
 
 import truemfu
+from source_id import source_id
 from truemfu import TrainingMonitor
 from truemfu.hardware.sampler import Sampler
 from truemfu.sweep.models import build_reference_model, parameter_count
@@ -219,8 +220,8 @@ def main() -> None:
         else f"CPU, {torch.get_num_threads()} threads"
     )
     say(
-        f"measuring_modes {datetime.date.today()}  truemfu {truemfu.__version__}, torch {torch.__version__}, "
-        f"Python {platform.python_version()}, {device}"
+        f"measuring_modes {datetime.date.today()}  truemfu {truemfu.__version__} ({source_id()}), "
+        f"torch {torch.__version__}, Python {platform.python_version()}, {device}"
     )
     say(
         f"{options.size} ({parameter_count(training.model):,} parameters), "

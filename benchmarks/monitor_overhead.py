@@ -2,10 +2,11 @@
 
 Why: a monitor that costs a millisecond a step is switched off. Prints: microseconds per step (median, p99) of
 our log_step with the local log, with loss and gradient norm as tensors, and with a CPU mask to reduce (whose
-reduction alone is shown too); of Lightning's ThroughputMonitor inside a real Trainer; of a plain wandb.log of
-the same metrics; of torch.profiler on one step in 500, spread over the 500; and of a JSON encode of the same
-row, the yardstick that makes figures of two machines comparable. Then the process's memory over a million
-steps. A peer that is not installed is left out and named. Ends with one line of JSON.
+reduction alone is shown too); of a plain wandb.log of the same metrics; of torch.profiler on one step in 500,
+spread over the 500; and of a JSON encode of the same row, the yardstick that makes figures of two machines
+comparable. These are calls in a loop, with warm caches. Then the same ways beside Lightning's
+ThroughputMonitor, each between the steps of a real Trainer. Then the process's memory over a million steps. A
+peer that is not installed is left out and named. Ends with one line of JSON.
 
     python benchmarks/monitor_overhead.py [--steps 20000] [--million 1000000] [--output FILE]
 """
@@ -32,6 +33,7 @@ import torch
 from torch import nn
 
 import truemfu
+from source_id import source_id
 from truemfu import TrainingMonitor
 from truemfu.sweep.models import build_reference_model
 
@@ -136,25 +138,12 @@ def plain_wandb(folder: str, steps: int) -> dict[str, float]:
         run.finish()
 
 
-def lightning_monitor(folder: str, steps: int) -> dict[str, float]:
-    """Lightning's own ThroughputMonitor, timed hook by hook inside a real Trainer."""
+def between_steps(folder: str, steps: int) -> dict[str, dict[str, float]]:
+    """Each way inside a real Trainer of Lightning, between the steps of a small layer: no warm caches."""
     import lightning.pytorch as pl
+    import wandb
     from lightning.pytorch.callbacks import ThroughputMonitor
     from lightning.pytorch.loggers import CSVLogger
-
-    spent = [0.0]
-
-    class Timed(ThroughputMonitor):
-        def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
-            began = time.perf_counter()
-            super().on_train_batch_start(*args, **kwargs)
-            spent[-1] += time.perf_counter() - began
-
-        def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
-            began = time.perf_counter()
-            super().on_train_batch_end(*args, **kwargs)
-            spent[-1] += time.perf_counter() - began
-            spent.append(0.0)
 
     class Module(pl.LightningModule):
         def __init__(self) -> None:
@@ -167,23 +156,74 @@ def lightning_monitor(folder: str, steps: int) -> dict[str, float]:
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    count = min(steps, 2000)
-    loader = torch.utils.data.DataLoader(
-        torch.utils.data.TensorDataset(torch.zeros(count * 2, 8)), batch_size=2
+    class Timed(pl.Callback):
+        """Calls something at the end of each step, by the clock."""
+
+        def __init__(self, action: Callable[[int, Any], Any]) -> None:
+            self.spent, self._action = [0.0], action
+
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
+            began = time.perf_counter()
+            self._action(len(self.spent), outputs["loss"])
+            self.spent[-1] += time.perf_counter() - began
+            self.spent.append(0.0)
+
+    class TimedThroughput(ThroughputMonitor):
+        """Lightning's own, hook by hook."""
+
+        spent = [0.0]  # noqa: RUF012
+
+        def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
+            began = time.perf_counter()
+            super().on_train_batch_start(*args, **kwargs)
+            self.spent[-1] += time.perf_counter() - began
+
+        def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+            began = time.perf_counter()
+            super().on_train_batch_end(*args, **kwargs)
+            self.spent[-1] += time.perf_counter() - began
+            self.spent.append(0.0)
+
+    def run(callback: Any, module: Module) -> dict[str, float]:
+        data = torch.utils.data.TensorDataset(torch.zeros(min(steps, 2000) * 2, 8))
+        trainer = pl.Trainer(
+            max_epochs=1,
+            accelerator="cpu",
+            callbacks=[callback],
+            logger=CSVLogger(folder),
+            log_every_n_steps=1,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            enable_checkpointing=False,
+        )
+        trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=2))
+        return percentiles(callback.spent[10:-1])
+
+    found = {"JSON encode": run(Timed(lambda step, loss: json.dumps(ROW)), Module())}
+    module = Module()
+    with quiet_monitor(f"{folder}/ours", module.layer) as monitor:
+        ours = Timed(lambda step, loss: monitor.log_step(step, 0, loss, 0.5, 3e-4))
+        assert monitor._attachment is not None
+        hook = monitor._attachment.batch_hook
+        seen = hook.seen
+
+        def timed_seen(batch: Any) -> None:
+            began = time.perf_counter()
+            seen(batch)
+            ours.spent[-1] += time.perf_counter() - began
+
+        hook.seen = timed_seen
+        found["truemfu hook and log_step"] = run(ours, module)
+    wandb_run = wandb.init(
+        project="between", mode="offline", dir=folder, settings=wandb.Settings(silent=True)
     )
-    monitor = Timed(batch_size_fn=lambda batch: batch[0].shape[0], length_fn=lambda batch: 8)
-    trainer = pl.Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        callbacks=[monitor],
-        logger=CSVLogger(folder),
-        log_every_n_steps=1,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-    )
-    trainer.fit(Module(), loader)
-    return percentiles(spent[10:-1])
+    try:
+        found["wandb.log, offline"] = run(Timed(lambda step, loss: wandb_run.log(ROW, step=step)), Module())
+    finally:
+        wandb_run.finish()
+    throughput = TimedThroughput(batch_size_fn=lambda batch: batch[0].shape[0], length_fn=lambda batch: 8)
+    found["Lightning ThroughputMonitor"] = run(throughput, Module())
+    return found
 
 
 def profiler_every_500(steps: int) -> dict[str, float]:
@@ -257,7 +297,7 @@ def main() -> None:
     versions = {p: version(p) for p in ("torch", "lightning", "wandb")}
     named = ", ".join(f"{name} {found or 'not installed'}" for name, found in versions.items())
     say(
-        f"monitor_overhead {datetime.date.today()}  truemfu {truemfu.__version__}, Python "
+        f"monitor_overhead {datetime.date.today()}  truemfu {truemfu.__version__} ({source_id()}), Python "
         f"{platform.python_version()}, {named}, {platform.machine()}, one thread"
     )
     results: dict[str, dict[str, float]] = {}
@@ -272,8 +312,6 @@ def main() -> None:
         }
         if versions["wandb"]:
             ways["wandb.log, offline"] = lambda: plain_wandb(folder, options.steps)
-        if versions["lightning"]:
-            ways["Lightning ThroughputMonitor"] = lambda: lightning_monitor(folder, options.steps)
         say()
         say(f"{'on the training thread, each step':34} {'median µs':>10} {'p99 µs':>10} {'× JSON':>8}")
         for name, way in ways.items():
@@ -282,13 +320,21 @@ def main() -> None:
             say(f"{name:34} {results[name]['median_us']:10.1f} {results[name]['p99_us']:10.1f} {ratio:8.1f}")
         hook = results["truemfu log_step"]["hook_median_us"]
         say(f"{'truemfu forward hook, per batch':34} {hook:10.1f}")
+        cold: dict[str, dict[str, float]] = {}
+        if versions["lightning"] and versions["wandb"]:
+            cold = between_steps(folder, options.steps)
+            say()
+            say(f"{'between the steps of a Trainer':34} {'median µs':>10} {'p99 µs':>10} {'× JSON':>8}")
+            for name, found in cold.items():
+                ratio = found["median_us"] / cold["JSON encode"]["median_us"]
+                say(f"{name:34} {found['median_us']:10.1f} {found['p99_us']:10.1f} {ratio:8.1f}")
         memory = a_million_steps(f"{folder}/m", options.million) if options.million else []
     if memory:
         say()
         say("memory of the process while logging, batches of 64 shapes")
         for sample in memory:
             say(f"  {sample['steps']:>10,} steps {sample['rss_mib']:8.1f} MiB")
-    say(json.dumps({"versions": versions, "results": results, "memory": memory}))
+    say(json.dumps({"versions": versions, "results": results, "between_steps": cold, "memory": memory}))
     if options.output:
         options.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
 

@@ -39,11 +39,14 @@ import truemfu
 from truemfu import TrainingMonitor, count_flops, get_gpu_peak_flops
 from truemfu.sweep.models import build_reference_model, parameter_count
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from source_id import source_id
+
 LEAD_IN_STEPS = 3
 ON_STEPS = 64
-"""More than the three seconds after which the monitor works in what it noted."""
 STEPS_AHEAD = 3
 COST_STEPS = 120
+LIMIT = 0.0005
 WAITING = (
     "Synchronize",
     "cudaMemcpy",
@@ -126,10 +129,19 @@ class Block(NamedTuple):
 
 
 def run_block(training: Training, monitor: TrainingMonitor | None, steps: int) -> Block:
-    """Lead-in and timed steps; the queue stays full, and as short as a loop's that reads its loss."""
+    """Lead-in and timed steps; the queue stays full, and as short as a loop's that reads its loss.
+
+    Blocks are shorter than the seconds after which the monitor works in what it noted. So it does that,
+    by being detached, before the last timed step, which is a plain one.
+    """
     marks = []
-    for number in range(LEAD_IN_STEPS + steps):
-        training.step(monitor)
+    if monitor is not None:
+        monitor.attach(training.model)
+    last = LEAD_IN_STEPS + steps - 1
+    for number in range(last + 1):
+        if number == last and monitor is not None:
+            monitor.detach()
+        training.step(monitor if number < last else None)
         marks.append(torch.cuda.Event(enable_timing=True))
         marks[-1].record()
         if number >= STEPS_AHEAD:
@@ -147,11 +159,9 @@ def overhead(
     while on_steps < steps and (time.monotonic() < ends_s or len(blocks) < 4):
         for is_on in ((False, True), (True, False))[len(blocks) // 2 % 2]:
             if is_on:
-                monitor.attach(training.model)
                 blocks.append(run_block(training, monitor, ON_STEPS))
-                monitor.detach()
-                monitor.save_logs()  # what is left to do must not fall into the next block
-                on_steps += ON_STEPS + LEAD_IN_STEPS
+                monitor.save_logs()  # what its own thread has left to do must not fall into the next block
+                on_steps += ON_STEPS + LEAD_IN_STEPS - 1
             else:
                 with monitor.pause():
                     blocks.append(run_block(training, None, off_steps))
@@ -164,6 +174,7 @@ def overhead(
     return {
         "steps_on": on_steps,
         "steps_off": len(off) * (off_steps + LEAD_IN_STEPS),
+        "block_steps": [ON_STEPS, off_steps],
         "step_ms_off": statistics.median(block.step_s() for block in off) * 1e3,
         "step_ms_on": statistics.median(block.step_s() for block in on) * 1e3,
         "median": statistics.median(differences),
@@ -359,8 +370,8 @@ def main() -> int:
 
     warnings.simplefilter("default")
     say(
-        f"gpu/monitor {datetime.date.today()}  truemfu {truemfu.__version__}, torch {torch.__version__}, "
-        f"Python {platform.python_version()}, {torch.cuda.get_device_name()}"
+        f"gpu/monitor {datetime.date.today()}  truemfu {truemfu.__version__} ({source_id()}), "
+        f"torch {torch.__version__}, Python {platform.python_version()}, {torch.cuda.get_device_name()}"
     )
     results: dict[str, Any] = {}
     for shape in options.shapes:
@@ -412,14 +423,17 @@ def main() -> int:
             low, high = cost["interval_95"]
             check(
                 "monitor on against off",
-                cost["median"] <= 0.0005 and cost["steps_on"] >= options.steps,
+                cost["median"] <= LIMIT and cost["steps_on"] >= options.steps,
                 f"{cost['median']:+.4%}, 95 % interval {low:+.4%} … {high:+.4%}; 5th to 95th percentile of "
                 f"the pairs {cost['spread'][0]:+.3%} … {cost['spread'][1]:+.3%}; of the means "
                 f"{cost['of_means']:+.4%}; of the median steps {cost['of_median_steps']:+.4%}, 95 % interval "
                 f"{cost['of_median_steps_95'][0]:+.4%} … {cost['of_median_steps_95'][1]:+.4%}; "
                 f"{cost['steps_on']:,} steps on and {cost['steps_off']:,} off, "
+                f"in blocks of {' and '.join(map(str, cost['block_steps']))}, "
                 f"{cost['step_ms_off']:.2f} ms a step off",
             )
+            is_shown = max(high, cost["of_median_steps_95"][1]) <= LIMIT
+            say(f"  that spread {'shows' if is_shown else 'does not show'} that it is at most {LIMIT:.2%}")
             added = torch.cuda.memory_allocated() - before_bytes
             say(f"  GPU memory added: {added:,} bytes")
             summary = monitor.summary()

@@ -76,6 +76,11 @@ def cli(context: click.Context) -> None:
         truemfu summarize --logs-dir out/sweep     success, memory, slow-down, MFU and HFU
         truemfu report out/sweep -o report.html    the same as a page
 
+    \b
+    In your own loop (docs/monitor.md), and a page of that run:
+        monitor = TrainingMonitor("out", model=model)    and log_step at the end of each step
+        truemfu report out -o report.html
+
     MFU is the first divided by step time and peak. In Python: from truemfu import count_flops.
     """
     if context.invoked_subcommand is None:

@@ -8,7 +8,7 @@ Why: the driver reports the clock it asked for. Under load the chip stretches it
 an H200 4 to 11 % in steady tensor work (1,447 MHz reported, 1,318 counted, in products at the power limit).
 A rate made from the reported clock is as much too high. The counters of the SMs say what was.
 
-A stamp is one launch of a few microseconds, put in between the training's own kernels; nobody waits for it,
+A stamp is one short launch, put in between the training's own kernels; nobody waits for it,
 and it is read when the work behind it has passed. It goes through the CUDA driver alone (`libcuda`, PTX that
 any NVIDIA GPU since Volta takes), so there is nothing to compile or install.
 """

@@ -68,7 +68,7 @@ class _Default(int):
 
 
 class TrainingMonitor:
-    """Measures a training run and logs it, at no cost to it.
+    """Measures a training run and logs it, off the step's path.
 
         monitor = TrainingMonitor("out", model=model)
         for step, batch in enumerate(monitor.data(loader)):
