@@ -243,6 +243,42 @@ def test_a_row_of_an_epoch_below_the_counter_is_moved_not_dropped(tmp_path: Path
     ]  # fmt: skip
 
 
+def test_all_rows_of_an_epoch_below_the_counter_are_kept(tmp_path: Path) -> None:
+    run = their_run(tmp_path)
+    tracker = WandbTracker(tmp_path / "out")
+    tracker.start({})
+    for epoch in range(3):
+        for step in range(20 * epoch + 1, 20 * epoch + 21):
+            tracker.log(step, ours_at(step))
+        wandb.log({"train": epoch}, step=epoch)
+        wandb.log({"validation": epoch}, step=epoch)
+        wandb.log({"last": epoch}, step=epoch, commit=True)
+    tracker.finish({})
+    run.finish()
+    rows = history(tmp_path)
+    assert ours(rows) == list(range(1, 61))
+    for key in ("train", "validation", "last"):
+        assert [(row[key], row["truemfu/user_step"]) for row in rows if key in row] == [
+            (epoch, epoch) for epoch in range(3)
+        ]
+
+
+def test_a_row_that_wandb_drops_does_not_count_as_a_step_of_the_program(tmp_path: Path) -> None:
+    run = their_run(tmp_path)
+    tracker = WandbTracker(tmp_path / "out")
+    tracker.start({})
+    for step in range(1, 11):
+        tracker.log(step, ours_at(step))
+    wandb.log({"mine": 1}, step=5)
+    wandb.log({"mine": 2}, step=3, commit=True)  # in the past, whoever else logs
+    wandb.log({"mine": 3}, step=5)
+    tracker.finish({})
+    run.finish()
+    rows = history(tmp_path)
+    assert [(row["mine"], row["truemfu/user_step"]) for row in rows if "mine" in row] == [(1, 5), (3, 5)]
+    assert ours(rows) == list(range(1, 11))
+
+
 def test_a_row_the_program_itself_puts_in_the_past_is_left_to_wandb(tmp_path: Path) -> None:
     run = their_run(tmp_path)
     tracker = WandbTracker(tmp_path / "out")

@@ -118,20 +118,22 @@ class SharedRun:
     ) -> tuple[Mapping[str, Any], Any]:
         """The program's row as it is to be logged, and our picture of its counter brought up to date."""
         self._their_keys |= data.keys()
+        at_step = step
         if isinstance(step, Integral):
             self._has_explicit_steps = True
             at = int(step)
-            if self._their_counter <= at < self._run.step:
-                self._their_counter = at
-                self._tell_moved(at)
-                data, step = {**data, _USER_STEP: at}, None
-            elif at >= self._run.step:
-                self._their_counter = at
+            if at >= self._run.step:
                 data = self._with_ours(data, at)
-        self._has_open_row = step is None and commit is False
+            elif at >= self._their_counter:
+                self._tell_moved(at)
+                data, at_step = {**data, _USER_STEP: at}, None
+            else:  # W&B drops it, as it would without us, and its counter stays where it is
+                return data, step
+            self._their_counter = at
+        self._has_open_row = at_step is None and commit is False
         if commit or (step is None and commit is None):
             self._their_counter += 1
-        return data, step
+        return data, at_step
 
     def _with_ours(self, data: Mapping[str, Any], step: int) -> Mapping[str, Any]:
         """The row with our newest one, if this step has none yet and no name is used twice."""
