@@ -54,18 +54,18 @@ print("FOUND" + json.dumps([scraped, rows], default=str))
 """
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, list[dict[str, Any]]]:
-    folder = tmp_path_factory.mktemp("run")
+def run_program(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    # Not with the W&B service of this process, which would not be told that the program has ended.
     environment = {
-        **os.environ,
+        **{key: value for key, value in os.environ.items() if key != "WANDB_SERVICE"},
         "TRACKIO_DIR": str(folder / "trackio"),
         "HF_HUB_OFFLINE": "1",
+        "WANDB_MODE": "offline",
         "WANDB_SILENT": "true",
         "WANDB_CONSOLE": "off",
     }
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(folder)],
+        [sys.executable, "-c", program, str(folder)],
         env=environment,
         cwd=folder,
         capture_output=True,
@@ -74,6 +74,24 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, list[dict[
     )
     assert done.returncode == 0, done.stderr
     assert "rows of tracker" not in done.stderr, done.stderr
+    return done
+
+
+def wandb_rows(folder: Path) -> list[dict[str, Any]]:
+    """The rows of the one offline run under `folder`, as W&B's own reader gives them."""
+    from wandb.util import get_core_path
+
+    (file,) = folder.glob("wandb/offline-run-*/*.wandb")
+    command = [get_core_path(), "leet", "inspect", "--no-observability", "--json", "--run-file", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    records = [json.loads(line) for line in done.stdout.splitlines()]
+    return [record["history"]["item"] for record in records if record["type"] == "history"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, list[dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("run")
+    done = run_program(PROGRAM, folder)
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("FOUND")]
     scraped, trackio_rows = json.loads(line.removeprefix("FOUND"))
     return folder, scraped, trackio_rows
@@ -122,13 +140,7 @@ def test_trackio_holds_every_step(run: Any, local: dict[int, dict[str, Any]]) ->
 
 
 def test_wandb_holds_every_row_of_ours_and_of_the_users(run: Any, local: dict[int, dict[str, Any]]) -> None:
-    from wandb.util import get_core_path
-
-    (file,) = run[0].glob("wandb/offline-run-*/*.wandb")
-    command = [get_core_path(), "leet", "inspect", "--no-observability", "--json", "--run-file", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    records = [json.loads(line) for line in done.stdout.splitlines()]
-    rows = [record["history"]["item"] for record in records if record["type"] == "history"]
+    rows = wandb_rows(run[0])
     theirs = {row["mine"]: row["_step"] for row in rows if "mine" in row}
     assert theirs == {step: 7 * step for step in range(1, STEPS + 1)}
     ours = {row["global_step"]: row["training/loss"] for row in rows if "global_step" in row}
@@ -147,3 +159,30 @@ def test_a_prometheus_scrape_returns_the_last_values(run: Any, local: dict[int, 
     }
     assert values["truemfu_training_loss"] == STEPS / 2
     assert values["truemfu_mfu"] == pytest.approx(local[STEPS]["perf/mfu"])
+
+
+JUST_ENDS = """
+import sys, time
+from pathlib import Path
+import torch
+from truemfu import TrainingMonitor
+
+folder = Path(sys.argv[1])
+model = torch.nn.Linear(4, 4)
+monitor = TrainingMonitor(folder / "out", model=model, trackers=["wandb"])
+def train(steps):
+    for step in steps:
+        model(torch.zeros(2, 4)).sum().backward()
+        monitor.log_step(step, 0, step / 2, 1.0, 1e-3)
+train(range(1, 31))
+monitor.save_logs()
+train(range(31, 61))
+"""
+
+
+def test_a_program_that_just_ends_loses_no_row_of_a_wandb_run_that_we_opened(tmp_path: Path) -> None:
+    run_program(JUST_ENDS, tmp_path)
+    rows = wandb_rows(tmp_path / "out")
+    assert [(row["global_step"], row["training/loss"]) for row in rows] == [
+        (step, step / 2) for step in range(1, 61)
+    ]

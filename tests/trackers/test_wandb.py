@@ -386,14 +386,54 @@ for step in range(31, 41):
 """
 
 
-def test_a_program_that_just_ends_loses_nothing(tmp_path: Path) -> None:
+def run_program(script: str, folder: Path) -> None:
     # Not with the service of this process, which would not be told that the program has ended.
     environment = {key: value for key, value in os.environ.items() if key != "WANDB_SERVICE"}
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
+    command = [sys.executable, "-c", script, str(folder)]
     subprocess.run(command, check=True, timeout=120, env=environment)
+
+
+def test_a_program_that_just_ends_loses_nothing(tmp_path: Path) -> None:
+    run_program(SCRIPT, tmp_path)
     rows = history(tmp_path)
     assert ours(rows) == list(range(1, 41))
     assert [row["_step"] for row in rows if "mine" in row] == list(range(1, 31))
+
+
+# The monitor's exit hook is older than W&B's: here it is the first function that is registered.
+OWN_SCRIPT = """
+import atexit, sys
+from pathlib import Path
+from truemfu.trackers.lane import Lane
+from truemfu.trackers.wandb import WandbTracker
+tracker = WandbTracker(Path(sys.argv[1]))
+lane = Lane(tracker, "wandb", notice=sys.exit)
+def put(step):
+    lane.put(step, {"training/loss": step / 2, "perf/mfu": 0.25})
+def save():
+    put(2)
+    lane.flush()
+    assert lane.wait_until_idle(60)
+def close():
+    save()
+    lane.close({"mfu": 0.25}, 60)
+    assert lane.lost_rows == 0 and lane.error is None
+atexit.register(close)
+lane.start({})
+put(1)
+lane.flush()
+assert lane.wait_until_idle(60)
+"""
+
+
+@pytest.mark.parametrize("hook", ["before_end = save", "at_exit = close"])
+def test_a_program_that_just_ends_loses_nothing_of_a_run_of_ours(hook: str, tmp_path: Path) -> None:
+    script = OWN_SCRIPT.replace("    save()\n", "") if "save" in hook else OWN_SCRIPT
+    run_program(f"{script}\ntracker.{hook}\n", tmp_path)
+    assert ours(history(tmp_path)) == [1, 2]
+    if "close" in hook:
+        summaries = [record["update"] for record in records(tmp_path, "summary")]
+        assert any(update.get("truemfu") == {"mfu": 0.25} for update in summaries), summaries
 
 
 def test_a_forked_worker_that_logs_does_not_wait_for_us(

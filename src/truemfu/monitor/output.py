@@ -52,6 +52,8 @@ class Output:
         self._run_info: Mapping[str, Any] = {}
         self.finish_rows: Callable[[], None] = lambda: None
         """Works out what is not yet a row; called before a W&B run that the user ends is closed."""
+        self.close_at_exit: Callable[[], None] = lambda: self.finish_rows()
+        """Closes the monitor, at best; called when the process ends, while a W&B run can still be written."""
         self._log_path = output_dir / log_file
         self._local: Lane | None = None
         self._remote: list[Lane] = []
@@ -146,6 +148,7 @@ class Output:
             return
         if isinstance(tracker, WandbTracker):
             tracker.before_end = lambda: self.finish_rows()
+            tracker.at_exit = lambda: self.close_at_exit()
         self._remote.append(Lane(tracker, name, notice=self._notice))
 
     def _run(self) -> dict[str, Any]:

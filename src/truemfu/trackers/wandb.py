@@ -10,6 +10,7 @@ opens its run later gets the one it asked for. Without a login it is kept offlin
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -28,11 +29,15 @@ class WandbTracker:
     """Logs into `wandb.run` where there is one, else into a run of its own.
 
     `before_end`, where set, is called when the program ends its run with the monitor still open: it should
-    return once the rows that are on their way have been logged.
+    return once the rows that are on their way have been logged. `at_exit` is called in its place when the
+    process ends, before W&B's own exit hook: it may close the monitor, which then calls `finish`.
     """
 
     def __init__(self, output_dir: Path) -> None:
         self.before_end: Callable[[], None] | None = None
+        self.at_exit: Callable[[], None] | None = None
+        self._pid = os.getpid()
+        self._is_over = False
         self._dir = output_dir
         self._run: Any = None
         self._shared: SharedRun | None = None
@@ -48,12 +53,14 @@ class WandbTracker:
             self._open(project="truemfu")
         else:
             self._run = wandb.run
-            self._shared = SharedRun(wandb.run, before_end=self._rows_on_their_way)
+            self._shared = SharedRun(wandb.run, before_end=self._call_before_end, at_exit=self._call_at_exit)
         self._run.config.update(self._about, allow_val_change=True)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Write a row, or keep it until it can be written without harm to the program's rows."""
         row = {_STEP: step, **known(metrics)}
+        if self._is_over:
+            raise RuntimeError("the run was closed already, as the process ended")
         if self._shared is None:
             self._define(row)
             self._run.log(row)
@@ -69,17 +76,34 @@ class WandbTracker:
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Close a run of our own; what waits in the program's is written when that ends."""
-        if self._shared is not None and self._shared.is_over:
+        if self._is_over or (self._shared is not None and self._shared.is_over):
             return
         self._run.summary.update({"truemfu": dict(summary)})
         if self._shared is None:
+            self._is_over = True
+            atexit.unregister(self._end_at_exit)
             self._run.finish()
         else:
             self._shared.finish()
 
-    def _rows_on_their_way(self) -> None:
+    def _call_before_end(self) -> None:
         if self.before_end is not None:
             self.before_end()
+
+    def _call_at_exit(self) -> None:
+        if self.at_exit is not None:
+            self.at_exit()
+        else:
+            self._call_before_end()
+
+    def _end_at_exit(self) -> None:
+        """The process ends with our run open: the rest, before W&B is gone."""
+        if os.getpid() != self._pid:
+            return
+        self._call_at_exit()
+        if not self._is_over and self._run is not None:
+            self._is_over = True
+            self._run.finish()
 
     def _define(self, row: Mapping[str, Any]) -> None:
         """Name the x axis, metric by metric: a pattern would change the program's own metrics too."""
@@ -94,6 +118,10 @@ class WandbTracker:
         if "mode" not in where and "WANDB_MODE" not in os.environ and not _is_logged_in():
             wandb.termlog(f"truemfu: not logged in, the run is kept offline under {self._dir}")
             where["mode"] = "offline"
+        # W&B's exit hook is set with its service. Ours is set after it, so called before it; the monitor's is
+        # older and would come too late.
+        wandb.setup()
+        atexit.register(self._end_at_exit)
         self._run = wandb.init(dir=str(self._dir), reinit="create_new", config=self._about, **where)
         # A later `wandb.init` of the program would otherwise be given our run, the newest that is active.
         session: Any = getattr(self._run, "_wl", None)

@@ -44,12 +44,16 @@ _LONGEST_WAIT_S = 1.0
 
 
 class SharedRun:
-    """The program's run, with its `log` watched; rows are plain dictionaries that hold their own step."""
+    """The program's run, with its `log` watched; rows are plain dictionaries that hold their own step.
 
-    def __init__(self, run: Any, *, before_end: Callable[[], None]) -> None:
+    `before_end` is called when the program ends the run, `at_exit` when the process does: once they return,
+    every row should have been logged.
+    """
+
+    def __init__(self, run: Any, *, before_end: Callable[[], None], at_exit: Callable[[], None]) -> None:
         self.is_over = False
         self._run = run
-        self._before_end = before_end
+        self._before_end, self._at_exit = before_end, at_exit
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._waiting: deque[dict[str, Any]] = deque()
@@ -97,7 +101,7 @@ class SharedRun:
         if hooks is not None:
             hooks.append(SimpleNamespace(call=self._end, stage=1))
         # A run nobody finishes is closed by W&B's exit hook, set before this one and so called after it.
-        atexit.register(self._end)
+        atexit.register(self._end_at_exit)
 
     def _watched_log(self, data: Any, step: Any = None, commit: bool | None = None, **options: Any) -> None:
         """`run.log` as the program calls it."""
@@ -152,14 +156,20 @@ class SharedRun:
         )
 
     def _end(self) -> None:
+        self._write_rest(self._before_end)
+
+    def _end_at_exit(self) -> None:
+        self._write_rest(self._at_exit)
+
+    def _write_rest(self, rows_come: Callable[[], None]) -> None:
         """The run ends: nothing of the program's can come after, so what waits may be written."""
         if self.is_over or self._is_left or os.getpid() != self._pid:
             return
-        self._before_end()
+        rows_come()
         with self._lock:
             self._write_behind()
             self.is_over = True
-        atexit.unregister(self._end)
+        atexit.unregister(self._end_at_exit)
 
     def _write_behind(self) -> None:
         """All that waits, each at a step of its own: the row at the counter may be open, with one of ours."""
