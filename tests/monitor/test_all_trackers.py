@@ -1,4 +1,7 @@
-"""One run into five real trackers at once, with the user logging to the same W&B run, all read back."""
+"""One run into five real trackers at once, with the user logging to the same W&B run, all read back.
+
+Then what several trackers at once must not do to each other, with ones that keep what they get.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,16 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+from truemfu import TrainingMonitor
+from truemfu.errors import TruemfuWarning
+from truemfu.trackers.base import TRACKERS
 
 pytest.importorskip("wandb")
 pytest.importorskip("mlflow")
@@ -186,3 +195,56 @@ def test_a_program_that_just_ends_loses_no_row_of_a_wandb_run_that_we_opened(tmp
     assert [(row["global_step"], row["training/loss"]) for row in rows] == [
         (step, step / 2) for step in range(1, 61)
     ]
+
+
+class Kept:
+    """A tracker that keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, dict[str, Any]]] = []
+        self.flushes = 0
+        self.summary: Mapping[str, Any] | None = None
+
+    def start(self, run: Mapping[str, Any]) -> None: ...
+
+    def log(self, step: int, metrics: dict[str, Any]) -> None:
+        self.rows.append((step, dict(metrics)))
+
+    def flush(self) -> None:
+        self.flushes += 1
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        self.summary = summary
+
+
+MODEL = torch.nn.Linear(4, 4)
+
+
+def monitor_of(folder: Path, *trackers: Any, **sections: dict[str, Any]) -> TrainingMonitor:
+    config = {"monitoring": {"peak_tflops": 1, **sections.pop("monitoring", {})}, **sections}
+    return TrainingMonitor(folder, config, model=MODEL, trackers=trackers)
+
+
+def train(monitor: TrainingMonitor, steps: range, skip: Callable[[int], bool] = lambda step: False) -> None:
+    for step in steps:
+        MODEL(torch.zeros(2, 4)).sum().backward()
+        monitor.log_step(step, 0, step / 2, 1.0, 1e-3, skip_wandb=skip(step))
+
+
+def local_steps(folder: Path) -> list[int]:
+    return [row["global_step"] for row in json.loads((folder / "training_log.json").read_text())]
+
+
+def test_a_tracker_that_cannot_be_made_is_left_out_and_the_others_get_their_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(folder: Path) -> Any:
+        raise KeyError("no home")
+
+    monkeypatch.setitem(TRACKERS, "mlflow", broken)
+    kept = Kept()
+    monitor = monitor_of(tmp_path, "mlflow", kept)
+    with pytest.warns(TruemfuWarning, match="tracker mlflow is left out: KeyError: 'no home'"):
+        train(monitor, range(1, 6))
+    monitor.close()
+    assert local_steps(tmp_path) == [step for step, _ in kept.rows] == [1, 2, 3, 4, 5]

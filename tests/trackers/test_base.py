@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -55,9 +56,14 @@ def test_a_class_in_place_of_an_object_is_refused(tmp_path: Path) -> None:
 def test_a_package_that_is_not_installed_is_named_with_its_extra(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
+    monkeypatch.setitem(sys.modules, "prometheus_client" if name == "prometheus" else name, None)
     with pytest.raises(UsageError, match=rf"pip install 'truemfu\[{name}\]'"):
         make_tracker(name, tmp_path)
+
+
+def test_a_stand_in_for_a_package_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", ModuleType("wandb"))
+    assert make_tracker("wandb", tmp_path) is not None
 
 
 def test_making_every_tracker_imports_none_of_their_packages(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from ..errors import UsageError
+from ..errors import UsageError, one_line
 from ..records import RUN_FILE
 from ..trackers.base import Tracker, check_tracker, known, make_tracker
 from ..trackers.file import JsonArrayFile
@@ -139,12 +139,12 @@ class Output:
             lane.start(run)
 
     def _open(self, wanted: str | Tracker) -> None:
-        """Put a tracker behind a lane; one that is not installed is said and left out."""
+        """Put a tracker behind a lane; one that cannot be made is said and left out."""
         name = wanted if isinstance(wanted, str) else type(wanted).__name__
         try:
             tracker = make_tracker(wanted, self._dir)
-        except UsageError as error:
-            self._notice(f"tracker {name} is left out: {error}")
+        except Exception as error:
+            self._notice(f"tracker {name} is left out: {one_line(error)}")
             return
         if isinstance(tracker, WandbTracker):
             tracker.before_end = lambda: self.finish_rows()

@@ -12,6 +12,7 @@ are for: that happens in `start`, on the lane's thread.
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -113,7 +114,8 @@ def check_tracker(name_or_object: Any) -> None:
 
 
 def _require(package: str, *, extra: str) -> None:
-    if importlib.util.find_spec(package) is None:
+    # What is imported already may be somebody's stand-in without a spec, which cannot be looked up.
+    if sys.modules.get(package) is None and importlib.util.find_spec(package) is None:
         raise UsageError(f"the tracker {extra!r} needs {package}: pip install 'truemfu[{extra}]'")
 
 
