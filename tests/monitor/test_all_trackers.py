@@ -248,3 +248,33 @@ def test_a_tracker_that_cannot_be_made_is_left_out_and_the_others_get_their_rows
         train(monitor, range(1, 6))
     monitor.close()
     assert local_steps(tmp_path) == [step for step, _ in kept.rows] == [1, 2, 3, 4, 5]
+
+
+def test_a_tracker_that_changes_what_it_gets_changes_it_for_no_other(tmp_path: Path) -> None:
+    class Greedy(Kept):
+        def start(self, run: Any) -> None:
+            run["convention"].clear()
+            run.clear()
+
+        def log(self, step: int, metrics: dict[str, Any]) -> None:
+            metrics.clear()
+
+        def finish(self, summary: Any) -> None:
+            summary["monitor_cost"].clear()
+            summary.clear()
+
+    class Told(Kept):
+        def start(self, run: Any) -> None:
+            self.run = run
+
+    told = Told()
+    monitor = monitor_of(tmp_path, Greedy(), told)
+    train(monitor, range(1, 6))
+    monitor.close()
+    assert told.run["convention"] == {"attention": "full"}
+    assert [row["training/loss"] for _, row in told.rows] == [step / 2 for step in range(1, 6)]
+    assert told.summary is not None
+    assert told.summary["monitor_cost"]
+    written = json.loads((tmp_path / "training_run.json").read_text())
+    assert written["convention"] == {"attention": "full"}
+    assert written["summary"]["monitor_cost"]

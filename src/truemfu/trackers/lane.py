@@ -5,7 +5,7 @@
 The thread sleeps until `wake`, `flush` or `close`: rows put without one of them wait. A full lane drops its
 oldest row. A tracker that raises is switched off, said once, and what it did not get is counted. The thread
 is a daemon and exists only in the process that started it: a forked worker that inherits a lane writes
-nothing.
+nothing. What a tracker is given is its own copy: one that changes it changes it for no other.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from typing import Any
 
 from ..errors import one_line
@@ -50,7 +51,7 @@ class Lane:
     def start(self, run: Mapping[str, Any]) -> None:
         """Start the thread, which first tells the tracker about the run."""
         self._thread = threading.Thread(
-            target=self._live, args=(run,), name=f"truemfu-{self.name}", daemon=True
+            target=self._live, args=(deepcopy(dict(run)),), name=f"truemfu-{self.name}", daemon=True
         )
         self._thread.start()
 
@@ -88,7 +89,7 @@ class Lane:
 
     def ask_to_finish(self, summary: Mapping[str, Any]) -> None:
         """Let the thread hand over the rest and finish the tracker; returns at once."""
-        self._summary = summary
+        self._summary = deepcopy(dict(summary))
         self._work.set()
 
     def close(self, summary: Mapping[str, Any], timeout_s: float) -> None:
@@ -142,7 +143,7 @@ class Lane:
         rows, log = self._rows, self._tracker.log
         while rows and not self._is_off:
             step, metrics = rows.popleft()
-            log(step, metrics)
+            log(step, dict(metrics))
             self._taken += 1
             self._unflushed += 1
 
