@@ -278,3 +278,43 @@ def test_a_tracker_that_changes_what_it_gets_changes_it_for_no_other(tmp_path: P
     written = json.loads((tmp_path / "training_run.json").read_text())
     assert written["convention"] == {"attention": "full"}
     assert written["summary"]["monitor_cost"]
+
+
+WITH_A_RUN_OF_THE_USER = """
+import sys
+from pathlib import Path
+import torch, wandb
+from truemfu import TrainingMonitor
+from truemfu.trackers.wandb import WandbTracker
+
+folder = Path(sys.argv[1])
+mine = wandb.init(project="mine", dir=folder, mode="offline")
+model = torch.nn.Linear(4, 4)
+monitor = TrainingMonitor(folder / "out", model=model, trackers={trackers})
+for step in range(1, 21):
+    model(torch.zeros(2, 4)).sum().backward()
+    monitor.log_step(step, 0, step / 2, 1.0, 1e-3)
+monitor.close()
+mine.log({{"mine": 1}})
+mine.finish()
+"""
+
+
+@pytest.mark.parametrize(
+    ("trackers", "each_step"),
+    [
+        ('["wandb", "wandb", WandbTracker(folder / "out")]', 1),
+        ('[WandbTracker(folder / "out")]', 1),
+        ("[]", 0),
+    ],
+    ids=["three", "an object", "none"],
+)
+def test_a_wandb_run_of_the_user_gets_each_row_once_or_not_at_all(
+    trackers: str, each_step: int, tmp_path: Path
+) -> None:
+    done = run_program(WITH_A_RUN_OF_THE_USER.format(trackers=trackers), tmp_path)
+    rows = wandb_rows(tmp_path)
+    assert [row["global_step"] for row in rows if "global_step" in row] == list(range(1, 21)) * each_step
+    assert [row["mine"] for row in rows if "mine" in row] == [1]
+    says_so = "tracker WandbTracker is left out: one for W&B is there already" in done.stderr
+    assert says_so == ("wandb" in trackers)

@@ -57,7 +57,7 @@ class Output:
         self._log_path = output_dir / log_file
         self._local: Lane | None = None
         self._remote: list[Lane] = []
-        self._is_started = self._is_written = False
+        self._is_started = self._is_written = self._has_wandb = False
         self._unsaved = 0
         self._started_at = datetime.now(timezone.utc).isoformat(timespec="seconds")
         self._wanted = _wanted(trackers, config)
@@ -133,7 +133,7 @@ class Output:
         run = self._run()
         self._local = Lane(JsonArrayFile(self._log_path, notice=self._notice), "file", notice=self._notice)
         is_none_wanted = self._wanted == ()
-        if _wandb_is_active() and not is_none_wanted and "wandb" not in [lane.name for lane in self._remote]:
+        if _wandb_is_active() and not is_none_wanted and not self._has_wandb:
             self._open("wandb")
         for lane in self._lanes():
             lane.start(run)
@@ -147,6 +147,10 @@ class Output:
             self._notice(f"tracker {name} is left out: {one_line(error)}")
             return
         if isinstance(tracker, WandbTracker):
+            if self._has_wandb:
+                self._notice(f"tracker {name} is left out: one for W&B is there already")
+                return
+            self._has_wandb = True
             tracker.before_end = lambda: self.finish_rows()
             tracker.at_exit = lambda: self.close_at_exit()
         self._remote.append(Lane(tracker, name, notice=self._notice))
@@ -183,7 +187,7 @@ class Output:
 def _wanted(
     trackers: Sequence[str | Tracker] | None, config: MonitorConfig
 ) -> tuple[str | Tracker, ...] | None:
-    """The trackers asked for, None where nobody said; what is no tracker is an error now, before training."""
+    """The trackers asked for, each once, None where nobody said; what is no tracker is an error already."""
     if trackers is None:
         trackers = config.trackers
     if trackers is None:
@@ -193,10 +197,11 @@ def _wanted(
         raise UsageError(
             f'trackers must be a list of names and trackers such as ["wandb"], or [] for none; got {got}'
         )
-    wanted = tuple(trackers)
-    for tracker in wanted:
+    wanted: dict[str | int, str | Tracker] = {}
+    for tracker in trackers:
         check_tracker(tracker)
-    return wanted
+        wanted[tracker if isinstance(tracker, str) else id(tracker)] = tracker
+    return tuple(wanted.values())
 
 
 def _wandb_is_active() -> bool:
