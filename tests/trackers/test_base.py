@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from truemfu.errors import UsageError
-from truemfu.trackers.base import TRACKERS, make_tracker
+from truemfu.trackers.base import TRACKERS, Names, make_tracker
 from truemfu.trackers.file import JsonArrayFile
 
 
@@ -64,6 +64,15 @@ def test_a_package_that_is_not_installed_is_named_with_its_extra(
 def test_a_stand_in_for_a_package_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", ModuleType("wandb"))
     assert make_tracker("wandb", tmp_path) is not None
+
+
+def test_names_that_come_out_alike_stay_apart_and_each_keeps_its_own() -> None:
+    names = Names(str.lower)
+    found = [names(name) for name in ("loss", "Loss", "LOSS")]
+    assert found[0] == "loss"
+    assert len(set(found)) == 3
+    assert all(name.startswith("loss_") for name in found[1:])
+    assert [names(name) for name in ("loss", "Loss", "LOSS")] == found
 
 
 def test_making_every_tracker_imports_none_of_their_packages(tmp_path: Path) -> None:

@@ -102,3 +102,19 @@ def test_an_address_the_program_has_set_is_used(tmp_path: Path) -> None:
     client = mlflow.MlflowClient()
     assert values(client, the_run(client).info.run_id, "training/loss") == [(3, 0.5)]
     assert not (tmp_path / "out").exists()
+
+
+def test_datasets_may_be_called_anything(tmp_path: Path) -> None:
+    names = ["/data/c4.jsonl", "./data/c4", "../x", "a/", "", "c4*", "50%", "50percent", "\udcff", "a+b",
+             "a_b", "x" * 300, "x" * 301]  # fmt: skip
+    tracker = MlflowTracker(tmp_path / "out")
+    tracker.start({})
+    tracker.log(1, {f"dataset/{name}/loss": float(at) for at, name in enumerate(names)})
+    tracker.log(2, {"training/loss": 0.5, "/method": "count"})
+    tracker.finish({})
+    client = our_client(tmp_path / "out")
+    found = the_run(client).data
+    assert sorted(found.metrics.values()) == sorted([*map(float, range(len(names))), 0.5])
+    assert found.metrics["dataset/_/data/c4.jsonl/loss"] == 0.0
+    assert found.metrics["dataset/_/data/c4/loss"] == 1.0
+    assert found.tags["_/method"] == "count"

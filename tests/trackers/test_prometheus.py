@@ -63,6 +63,24 @@ def test_datasets_are_labels_whatever_their_names() -> None:
     assert found[key("truemfu_dataset_accuracy", dataset="code")] == 0.5
 
 
+def test_names_that_would_be_one_time_series_stay_apart() -> None:
+    tracker = started(folder="\udcff")
+    tracker.log(
+        1, {"dataset/a/loss": 1.0, "dataset//loss": 2.0, "dataset/\udcff/loss": 3.0, "dataset/a\nb/loss": 4.0}
+    )
+    tracker.log(2, {"dataset/loss": 5.0, "perf/a b": 6.0, "perf/a+b": 7.0, "a_b": 8.0})
+    found = scrape(tracker)
+    tracker.finish({})
+    assert {
+        dict(labels)["dataset"]: value
+        for (name, labels), value in found.items()
+        if name == "truemfu_dataset_loss"
+    } == {"a": 1.0, "": 2.0, "?": 3.0, "a\nb": 4.0}
+    others = {name: value for (name, labels), value in found.items() if value >= 5}
+    assert sorted(others.values()) == [5.0, 6.0, 7.0, 8.0]
+    assert others["truemfu_a_b"] == 6.0
+
+
 def test_names_of_other_tools_stay_apart() -> None:
     tracker = started()
     row = {"perf/mfu": 0.5, "perf/mfu_percent": 50.0, "perf/memory_peak_bytes": 2**31}

@@ -74,3 +74,15 @@ def test_a_restarted_run_adds_to_the_folder(tmp_path: Path) -> None:
         tracker.finish({})
     found = [scalars(read(file), "training/loss") for file in sorted(tracker.path.iterdir())]
     assert sorted(found) == [[(1, 0.5)], [(2, 0.5)]]
+
+
+def test_datasets_may_be_called_anything(tmp_path: Path) -> None:
+    tracker = TensorBoardTracker(tmp_path)
+    tracker.start({})
+    names = ["/data/c4.jsonl", "", "c4*", "\udcff", "\udcfe", "x" * 300]
+    tracker.log(1, {f"dataset/{name}/loss": float(at) for at, name in enumerate(names)})
+    tracker.finish({})
+    events = read(tracker.path)
+    tags = events.Tags()["scalars"]
+    assert sorted(scalars(events, tag)[0][1] for tag in tags) == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert scalars(events, "dataset/?/loss") == [(1, 3.0)]

@@ -99,3 +99,16 @@ run[0].finish()
 """
     logs, _ = found(tmp_path, program)
     assert [(row["step"], row["training/loss"]) for row in logs["theirs/big"]] == [(3, 0.5)]
+
+
+def test_datasets_may_be_called_anything(tmp_path: Path) -> None:
+    program = """
+tracker = TrackioTracker(folder)
+tracker.start({})
+names = ["/data/c4.jsonl", "", "c4*", chr(0xDCFF), chr(0xDCFE), "x" * 300]
+tracker.log(1, {f"dataset/{name}/loss": float(at) for at, name in enumerate(names)})
+tracker.finish({})
+"""
+    ((row,),) = found(tmp_path, program)[0].values()
+    assert sorted(value for key, value in row.items() if key.startswith("dataset")) == [0, 1, 2, 3, 4, 5]
+    assert row["dataset/?/loss"] == 3.0

@@ -324,6 +324,20 @@ def test_our_metrics_have_the_training_step_as_their_axis_and_the_programs_do_no
     assert any(update.get("truemfu") == {"mfu": 0.25} for update in summaries), summaries
 
 
+def test_datasets_may_be_called_anything(tmp_path: Path) -> None:
+    tracker = WandbTracker(tmp_path)
+    tracker.start({})
+    names = ["/data/c4.jsonl", "", "c4*", "c4_", "a.b", "a\\b", "\udcff", "\udcfe", "x" * 300]
+    tracker.log(1, {f"dataset/{name}/loss": float(at) for at, name in enumerate(names)} | {"*": 9.0})
+    tracker.finish({})
+    (row,) = history(tmp_path)
+    assert sorted(value for key, value in row.items() if key.startswith("dataset")) == [*range(9)]
+    assert (row["dataset/c4_/loss"], row["dataset/?/loss"], row["_"]) == (2, 6, 9)
+    axes = {record["name"]: record.get("step_metric") for record in records(tmp_path, "metric")}
+    assert len(axes) == 11
+    assert set(axes.values()) == {None, "global_step"}
+
+
 def test_more_rows_than_may_wait_go_to_a_second_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracker_module, "_MOST_WAITING", 25)
     run = their_run(tmp_path, name="big", group="g")

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
+from zlib import crc32
 
 from ..errors import UsageError, closest
 
@@ -122,3 +123,33 @@ def _require(package: str, *, extra: str) -> None:
 def known(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """The row without what is unknown: no tracker draws None."""
     return {key: value for key, value in metrics.items() if value is not None}
+
+
+def writable(text: str) -> str:
+    """The text without halves of surrogate pairs, as undecodable file names hold: they cannot be encoded."""
+    return text.encode("utf-8", "replace").decode()
+
+
+class Names:
+    """Metric names as a tracker takes them: each of ours has one, and no two have the same.
+
+    The name of a dataset is part of some, and a user may call one whatever they like. `clean` makes a name
+    acceptable; a second name that would come out like an earlier one gets a checksum behind it.
+    """
+
+    def __init__(self, clean: Callable[[str], str]) -> None:
+        self._clean = clean
+        self._theirs: dict[str, str] = {}
+        self._taken: set[str] = set()
+
+    def __call__(self, name: str) -> str:
+        if name not in self._theirs:
+            cleaned = self._clean(name)
+            self._theirs[name] = cleaned if cleaned not in self._taken else f"{cleaned}_{checksum(name)}"
+            self._taken.add(self._theirs[name])
+        return self._theirs[name]
+
+
+def checksum(name: str) -> str:
+    """Eight letters that tell this name from others."""
+    return f"{crc32(name.encode('utf-8', 'surrogatepass')):08x}"

@@ -13,10 +13,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .base import known
+from .base import Names, checksum, known
 
 _MOST_IN_BATCH = 1000  # the limit of MLflow's own interface
 _LONGEST_TAG = 5000
+_LONGEST_NAME = 230  # MLflow takes 250; two checksums may follow
 _NOT_IN_NAMES = re.compile(r"[^\w\-. :/]+")
 
 
@@ -30,6 +31,7 @@ class MlflowTracker:
         self._is_ours = False
         self._waiting: list[Any] = []
         self._tags: dict[str, str] = {}
+        self._names = Names(_clean)
 
     def start(self, run: Mapping[str, Any]) -> None:
         """Find the active run or create one; what is known of the run becomes tags."""
@@ -56,7 +58,9 @@ class MlflowTracker:
         numbers = {key: value for key, value in row.items() if not isinstance(value, str)}
         if len(self._waiting) + len(numbers) > _MOST_IN_BATCH:
             self.flush()
-        self._waiting += [Metric(_clean(key), float(value), now_ms, step) for key, value in numbers.items()]
+        self._waiting += [
+            Metric(self._names(key), float(value), now_ms, step) for key, value in numbers.items()
+        ]
         self._tag({key: row[key] for key in row.keys() - numbers.keys()})
 
     def flush(self) -> None:
@@ -84,7 +88,7 @@ class MlflowTracker:
     def _tag(self, values: Mapping[str, Any]) -> None:
         from mlflow.entities import RunTag
 
-        texts = {_clean(key): str(value)[:_LONGEST_TAG] for key, value in values.items()}
+        texts = {self._names(key): str(value)[:_LONGEST_TAG] for key, value in values.items()}
         new = {key: text for key, text in texts.items() if self._tags.get(key) != text}
         if new:
             self._tags.update(new)
@@ -92,5 +96,8 @@ class MlflowTracker:
 
 
 def _clean(name: str) -> str:
-    """A name MLflow takes: letters, digits and a few signs."""
-    return _NOT_IN_NAMES.sub("_", name.replace("%", "percent")).strip("_")
+    """A name MLflow takes: letters, digits and a few signs, no odd path, not too long."""
+    plain = _NOT_IN_NAMES.sub("_", name.replace("%", "percent")).strip("_")
+    parts = ["_" * max(len(part), 1) if not part.strip(".") else part for part in plain.split("/")]
+    cleaned = "/".join(parts)
+    return cleaned if len(cleaned) <= _LONGEST_NAME else f"{cleaned[:_LONGEST_NAME]}_{checksum(name)}"

@@ -14,10 +14,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from .base import known
+from .base import Names, known, writable
 
 DEFAULT_PORT = 9464
-_DATASET = re.compile(r"dataset/(?P<dataset>.+)/(?P<metric>[^/]+)")
+_DATASET = re.compile(r"dataset/(?P<dataset>.*)/(?P<metric>[^/]+)", re.DOTALL)
 _NOT_IN_NAMES = re.compile(r"\W+", re.ASCII)
 
 
@@ -27,8 +27,9 @@ class PrometheusTracker:
     def __init__(self, *, run: str = "", port: int = DEFAULT_PORT, address: str = "0.0.0.0") -> None:
         self.port = port
         self._address = address
-        self._labels = {"run": run, "rank": os.environ.get("RANK", "0")}
-        self._gauges: dict[tuple[str, tuple[str, ...]], Any] = {}
+        self._labels = {"run": writable(run), "rank": os.environ.get("RANK", "0")}
+        self._names = Names(_clean)
+        self._gauges: dict[str, Any] = {}
         self._registry: Any = None
         self._server: Any = None
 
@@ -43,8 +44,12 @@ class PrometheusTracker:
             advice = f"port {self.port}: {problem.strerror}; pass PrometheusTracker(port=...) with another"
             raise OSError(problem.errno, advice) from None
         self.port = self._server.server_port
-        told = {_clean(key): str(value) for key, value in run.items() if isinstance(value, (str, int, float))}
-        self._set("truemfu_run_info", 1.0, {**told, **self._labels})
+        told = {
+            _clean(key): writable(str(value))
+            for key, value in run.items()
+            if isinstance(value, (str, int, float))
+        }
+        self._set("run_info", 1.0, {**told, **self._labels})
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Make these the last values; what is not in this row keeps its own."""
@@ -53,10 +58,10 @@ class PrometheusTracker:
                 continue  # a gauge is a number; what a run says in words is in truemfu_run_info
             dataset = _DATASET.fullmatch(key)
             if dataset:
-                labels = {**self._labels, "dataset": dataset["dataset"]}
-                self._set(f"truemfu_dataset_{_clean(dataset['metric'])}", value, labels)
+                labels = {**self._labels, "dataset": writable(dataset["dataset"])}
+                self._set(f"dataset//{dataset['metric']}", value, labels)
             else:
-                self._set(f"truemfu_{_clean(key.removeprefix('perf/'))}", value, self._labels)
+                self._set(key, value, self._labels)
 
     def flush(self) -> None:
         """Nothing to do: a scrape reads the values as they are."""
@@ -66,14 +71,15 @@ class PrometheusTracker:
         self._server.shutdown()
         self._server.server_close()
 
-    def _set(self, name: str, value: float, labels: Mapping[str, str]) -> None:
+    def _set(self, metric: str, value: float, labels: Mapping[str, str]) -> None:
+        """Set the gauge of this metric; the same metric always has the same labels."""
         from prometheus_client import Gauge
 
-        family = (name, tuple(sorted(labels)))
-        if family not in self._gauges:
-            self._gauges[family] = Gauge(name, f"{name}, last value", family[1], registry=self._registry)
-        self._gauges[family].labels(**labels).set(value)
+        if metric not in self._gauges:
+            name = f"truemfu_{self._names(metric)}"
+            self._gauges[metric] = Gauge(name, f"{name}, last value", sorted(labels), registry=self._registry)
+        self._gauges[metric].labels(**labels).set(value)
 
 
 def _clean(name: str) -> str:
-    return _NOT_IN_NAMES.sub("_", name.replace("%", "percent")).strip("_")
+    return _NOT_IN_NAMES.sub("_", name.removeprefix("perf/").replace("%", "percent")).strip("_")

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .base import known
+from .base import Names, known, writable
 
 
 class TensorBoardTracker:
@@ -21,6 +21,7 @@ class TensorBoardTracker:
         self.path = output_dir / "tensorboard"
         self._writer: Any = None
         self._texts: dict[str, str] = {}
+        self._names = Names(writable)
 
     def start(self, run: Mapping[str, Any]) -> None:
         """Open the event file and show what is known of the run."""
@@ -33,7 +34,7 @@ class TensorBoardTracker:
         """Write the numbers of the row at its step; true and false are 1 and 0."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        row = known(metrics)
+        row = {self._names(key): value for key, value in known(metrics).items()}
         numbers = {key: value for key, value in row.items() if not isinstance(value, str)}
         self._writer.add_summary(
             Summary(

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .base import known
+from .base import Names, known, writable
 
 
 class TrackioTracker:
@@ -22,6 +22,7 @@ class TrackioTracker:
         self._dir = output_dir
         self._run = run if run is not None else _open_run()
         self._is_ours = self._run is None
+        self._names = Names(writable)
 
     def start(self, run: Mapping[str, Any]) -> None:
         """Open a run where there is none, with what is known of it as its configuration."""
@@ -39,7 +40,7 @@ class TrackioTracker:
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Log the row at its step."""
-        self._run.log(known(metrics), step=step)
+        self._run.log({self._names(key): value for key, value in known(metrics).items()}, step=step)
 
     def flush(self) -> None:
         """Nothing to do: trackio writes twice a second by itself."""

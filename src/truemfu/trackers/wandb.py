@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .base import known
+from .base import Names, known, writable
 from .wandb_shared import SharedRun
 
 _STEP = "global_step"
@@ -42,6 +42,7 @@ class WandbTracker:
         self._run: Any = None
         self._shared: SharedRun | None = None
         self._about: dict[str, Any] = {}
+        self._names = Names(_clean)
         self._defined: set[str] = set()
 
     def start(self, run: Mapping[str, Any]) -> None:
@@ -58,7 +59,7 @@ class WandbTracker:
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Write a row, or keep it until it can be written without harm to the program's rows."""
-        row = {_STEP: step, **known(metrics)}
+        row = {self._names(key): value for key, value in {_STEP: step, **known(metrics)}.items()}
         if self._is_over:
             raise RuntimeError("the run was closed already, as the process ended")
         if self._shared is None:
@@ -152,6 +153,11 @@ class WandbTracker:
         for row in shared.give_up():
             self._define(row)
             self._run.log(row)
+
+
+def _clean(name: str) -> str:
+    """A name W&B takes: a star stands for any ending there."""
+    return writable(name).replace("*", "_")
 
 
 def _is_logged_in() -> bool:
