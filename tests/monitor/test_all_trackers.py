@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -278,6 +279,39 @@ def test_a_tracker_that_changes_what_it_gets_changes_it_for_no_other(tmp_path: P
     written = json.loads((tmp_path / "training_run.json").read_text())
     assert written["convention"] == {"attention": "full"}
     assert written["summary"]["monitor_cost"]
+
+
+def test_the_runs_file_says_what_was_lost_as_the_trackers_closed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("truemfu.monitor.monitor._CLOSE_TIMEOUT_S", 0.5)
+
+    class FailsAtTheEnd(Kept):
+        def finish(self, summary: Any) -> None:
+            raise OSError("no space")
+
+    class Hangs(Kept):
+        def log(self, step: int, metrics: Any) -> None:
+            released.wait(60)
+
+    released = Event()
+    monitor = monitor_of(tmp_path, FailsAtTheEnd(), Hangs())
+    train(monitor, range(1, 6))
+    monitor.summary()
+    with pytest.warns(TruemfuWarning, match="failed"):
+        monitor.close()
+    released.set()
+    written = json.loads((tmp_path / "training_run.json").read_text())["summary"]
+    assert written["lost"] == [
+        "5 rows of tracker FailsAtTheEnd: OSError: no space",
+        "5 rows of tracker Hangs: it did not finish within 0.5 s",
+    ]
+    assert [text for text in written["warnings"] if "failed" in text] == [
+        "tracker FailsAtTheEnd failed: OSError: no space; it is switched off, its rows are lost from here on",
+        "tracker Hangs failed: it did not finish within 0.5 s; what it still had is lost",
+    ]
+    shown = capsys.readouterr().err
+    assert shown.count("rows of tracker Hangs") == 1
 
 
 WITH_A_RUN_OF_THE_USER = """

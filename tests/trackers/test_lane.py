@@ -180,6 +180,19 @@ def test_a_tracker_that_hangs_holds_up_neither_put_nor_close_nor_another_lane() 
     stuck.release.set()
 
 
+def test_a_row_that_the_tracker_is_taking_is_not_lost() -> None:
+    tracker = Stuck()
+    lane = lane_of(tracker, [])
+    for step in (1, 2):
+        lane.put(step, {})
+    lane.wake()
+    assert tracker.is_in_log.wait(10)
+    assert lane.lost_rows == 0
+    tracker.release.set()
+    lane.close({}, timeout_s=10)
+    assert lane.lost_rows == 0
+
+
 def test_a_closed_lane_can_be_closed_again_and_counts_rows_that_come_too_late() -> None:
     tracker = Recorder()
     lane = lane_of(tracker, [])

@@ -54,6 +54,8 @@ class Output:
         """Works out what is not yet a row; called before a W&B run that the user ends is closed."""
         self.close_at_exit: Callable[[], None] = lambda: self.finish_rows()
         """Closes the monitor, at best; called when the process ends, while a W&B run can still be written."""
+        self._said: list[str] = []
+        self._told_lost: list[str] = []
         self._log_path = output_dir / log_file
         self._local: Lane | None = None
         self._remote: list[Lane] = []
@@ -99,26 +101,35 @@ class Output:
             lane.flush()
         for lane in self._lanes():
             if not lane.wait_until_idle(max(ends_s - time.monotonic(), 0)):
-                self._notice(f"tracker {lane.name} did not take its rows within {timeout_s:.0f} s")
+                self._say(f"tracker {lane.name} did not take its rows within {timeout_s:.0f} s")
 
-    def close(self, summary: Mapping[str, Any], timeout_s: float) -> None:
-        """Finish every tracker, and write the run with its summary beside the log."""
+    def close(self, summary: dict[str, Any], timeout_s: float) -> None:
+        """Finish every tracker, complete what the summary says of them, and write it beside the log."""
         ends_s = time.monotonic() + timeout_s
         for lane in self._lanes():
             lane.ask_to_finish(summary)
         for lane in self._lanes():
             lane.close(summary, max(ends_s - time.monotonic(), 0))
+        told = self._told_lost
+        summary["lost"] = [text for text in summary["lost"] if text not in told] + self.lost()
+        summary["warnings"] += [text for text in self._said if text not in summary["warnings"]]
         if self._is_started:
             at_the_end = {key: summary[key] for key in self._run_info if key in summary}
             self._write_run({**self._run(), **at_the_end, "summary": summary})
 
     def lost(self) -> list[str]:
         """What did not reach a tracker, in words."""
-        return [
+        self._told_lost = [
             f"{lane.lost_rows:,} rows of tracker {lane.name}" + (f": {lane.error}" if lane.error else "")
             for lane in self._lanes()
             if lane.lost_rows or lane.error
         ]
+        return list(self._told_lost)
+
+    def _say(self, text: str) -> None:
+        if text not in self._said:
+            self._said.append(text)
+        self._notice(text)
 
     def _lanes(self) -> list[Lane]:
         return [*([self._local] if self._local is not None else []), *self._remote]
@@ -131,7 +142,7 @@ class Output:
         for tracker in self._wanted or ():
             self._open(tracker)
         run = self._run()
-        self._local = Lane(JsonArrayFile(self._log_path, notice=self._notice), "file", notice=self._notice)
+        self._local = Lane(JsonArrayFile(self._log_path, notice=self._say), "file", notice=self._say)
         is_none_wanted = self._wanted == ()
         if _wandb_is_active() and not is_none_wanted and not self._has_wandb:
             self._open("wandb")
@@ -144,16 +155,16 @@ class Output:
         try:
             tracker = make_tracker(wanted, self._dir)
         except Exception as error:
-            self._notice(f"tracker {name} is left out: {one_line(error)}")
+            self._say(f"tracker {name} is left out: {one_line(error)}")
             return
         if isinstance(tracker, WandbTracker):
             if self._has_wandb:
-                self._notice(f"tracker {name} is left out: one for W&B is there already")
+                self._say(f"tracker {name} is left out: one for W&B is there already")
                 return
             self._has_wandb = True
             tracker.before_end = lambda: self.finish_rows()
             tracker.at_exit = lambda: self.close_at_exit()
-        self._remote.append(Lane(tracker, name, notice=self._notice))
+        self._remote.append(Lane(tracker, name, notice=self._say))
 
     def _run(self) -> dict[str, Any]:
         from .. import __version__
@@ -175,13 +186,13 @@ class Output:
             temporary.write_bytes(msgspec.json.format(msgspec.json.encode(run), indent=2))
             os.replace(temporary, path)
         except OSError as error:
-            self._notice(f"{path.name} could not be written: {error}")
+            self._say(f"{path.name} could not be written: {error}")
 
     def _check_folder(self) -> None:
         try:
             self._dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            self._notice(f"the output folder cannot be made, nothing is logged locally: {error}")
+            self._say(f"the output folder cannot be made, nothing is logged locally: {error}")
 
 
 def _wanted(

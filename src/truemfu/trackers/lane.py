@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from copy import deepcopy
@@ -39,9 +40,11 @@ class Lane:
         self._answered = 0
         self._put = 0
         self._taken = 0
+        self._in_hand = 0
         self._unflushed = 0
         self._at_risk = 0
         self._summary: Mapping[str, Any] | None = None
+        self._finish_asked_s: float | None = None
         self._is_off = False
         self._is_full = False
         self._is_closed = False
@@ -57,9 +60,9 @@ class Lane:
 
     def put(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Leave a row for the tracker: one append, never blocks, never raises. One thread puts."""
-        self._put += 1
         if not self._is_off:
             self._rows.append((step, metrics))
+        self._put += 1
 
     def wake(self) -> None:
         """Let the thread hand over what was put."""
@@ -89,6 +92,8 @@ class Lane:
 
     def ask_to_finish(self, summary: Mapping[str, Any]) -> None:
         """Let the thread hand over the rest and finish the tracker; returns at once."""
+        if self._finish_asked_s is None:
+            self._finish_asked_s = time.monotonic()
         self._summary = deepcopy(dict(summary))
         self._work.set()
 
@@ -100,16 +105,16 @@ class Lane:
             self.ask_to_finish(summary)
             self._thread.join(timeout_s)
             if self._thread.is_alive():
-                self._switch_off(
-                    f"it did not finish within {timeout_s:g} s", then="what it still had is lost"
-                )
+                assert self._finish_asked_s is not None
+                waited_s = round(time.monotonic() - self._finish_asked_s, 1)
+                self._switch_off(f"it did not finish within {waited_s:g} s", then="what it still had is lost")
         self._is_closed = True
 
     @property
     def lost_rows(self) -> int:
         """Rows that were put and did not reach the tracker, nor can any more."""
-        waiting = 0 if self._is_closed or self._is_off else len(self._rows)
-        return max(0, self._put - self._taken - waiting)
+        under_way = 0 if self._is_closed or self._is_off else len(self._rows) + self._in_hand
+        return max(0, self._put - self._taken - under_way)
 
     def _is_alive(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
@@ -142,9 +147,11 @@ class Lane:
     def _hand_over(self) -> None:
         rows, log = self._rows, self._tracker.log
         while rows and not self._is_off:
+            self._in_hand = 1
             step, metrics = rows.popleft()
             log(step, dict(metrics))
             self._taken += 1
+            self._in_hand = 0
             self._unflushed += 1
 
     def _switch_off(self, problem: str, *, then: str) -> None:
