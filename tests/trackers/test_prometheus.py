@@ -53,6 +53,18 @@ def test_a_scrape_returns_the_last_values() -> None:
     }
 
 
+def test_a_flag_lasts_as_long_as_the_values_it_came_with() -> None:
+    tracker = started()
+    tracker.log(0, {"training/loss": 2.5, "perf/mfu": 0.25, "perf/warmup": True})
+    tracker.log(1, {"training/loss": 2.0})
+    assert scrape(tracker)[key("truemfu_warmup")] == 1.0
+    tracker.log(50, {"training/loss": 1.5, "perf/mfu": 0.5})
+    found = scrape(tracker)
+    tracker.finish({})
+    assert found[key("truemfu_warmup")] == 0.0
+    assert found[key("truemfu_mfu")] == 0.5
+
+
 def test_datasets_are_labels_whatever_their_names() -> None:
     tracker = started()
     tracker.log(1, {"dataset/code/loss": 1.5, 'dataset/a/b "c"/loss': 2.5, "dataset/code/accuracy": 0.5})

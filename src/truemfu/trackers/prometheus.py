@@ -30,6 +30,7 @@ class PrometheusTracker:
         self._labels = {"run": writable(run), "rank": os.environ.get("RANK", "0")}
         self._names = Names(_clean)
         self._gauges: dict[str, Any] = {}
+        self._flags: set[str] = set()
         self._registry: Any = None
         self._server: Any = None
 
@@ -52,8 +53,17 @@ class PrometheusTracker:
         self._set("run_info", 1.0, {**told, **self._labels})
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Make these the last values; what is not in this row keeps its own."""
-        for key, value in {"global_step": step, **known(metrics)}.items():
+        """Make these the last values; what is not in this row keeps its own.
+
+        A flag such as `perf/warmup` is in a row only where it is true: it belongs to the other values under
+        `perf/`, and is over when newer ones come without it.
+        """
+        row = {"global_step": step, **known(metrics)}
+        performance = {key: value for key, value in row.items() if key.startswith("perf/")}
+        self._flags |= {key for key, value in performance.items() if isinstance(value, bool)}
+        if performance:
+            row = {**dict.fromkeys(self._flags, False), **row}
+        for key, value in row.items():
             if isinstance(value, str):
                 continue  # a gauge is a number; what a run says in words is in truemfu_run_info
             dataset = _DATASET.fullmatch(key)
