@@ -314,6 +314,33 @@ def test_the_runs_file_says_what_was_lost_as_the_trackers_closed(
     assert shown.count("rows of tracker Hangs") == 1
 
 
+@pytest.mark.parametrize(
+    ("first", "logging_steps", "skip", "detailed"),
+    [
+        (1, 1, 0, [10, 20, 30, 40]),
+        (0, 1, 0, [0, 10, 20, 30, 40]),
+        (1, 7, 0, [14, 21, 35, 42]),
+        (1, 25, 0, [25]),
+        (1, 1, 10, [11, 21, 31, 41]),
+    ],
+    ids=["every step", "from zero", "more often than details", "less often", "skipped where details are due"],
+)
+def test_details_come_with_the_first_row_after_they_were_due(
+    first: int, logging_steps: int, skip: int, detailed: list[int], tmp_path: Path
+) -> None:
+    kept = Kept()
+    monitor = monitor_of(
+        tmp_path, kept, monitoring={"detailed_log_freq": 10}, training={"logging_steps": logging_steps}
+    )
+    train(monitor, range(first, 46), skip=lambda step: bool(skip) and step % skip == 0)
+    monitor.close()
+    assert [step for step, row in kept.rows if "training/grad_norm" in row] == detailed
+    assert all(("perf/step_time" in row) == (step in detailed) for step, row in kept.rows)
+    assert [step for step, _ in kept.rows] == [
+        step for step in range(first, 46) if step % logging_steps == 0 and not (skip and step % skip == 0)
+    ]
+
+
 WITH_A_RUN_OF_THE_USER = """
 import sys
 from pathlib import Path

@@ -1,7 +1,8 @@
 """Where rows go: the local log gets all of every step, the other trackers what was asked for.
 
     every step           loss, learning rate, epoch, global_step (and dataset metrics where measured)
-    detailed_log_freq    also the gradient norm and everything under perf/
+    detailed_log_freq    also the gradient norm and everything under perf/; where that step has no row for
+                         them, with the next one that has
     reduced_logging      the basics alone
     logging_steps        no row at all in between
     skip_wandb           no row for this step
@@ -60,6 +61,7 @@ class Output:
         self._local: Lane | None = None
         self._remote: list[Lane] = []
         self._is_started = self._is_written = self._has_wandb = False
+        self._details_are_due = False
         self._unsaved = 0
         self._started_at = datetime.now(timezone.utc).isoformat(timespec="seconds")
         self._wanted = _wanted(trackers, config)
@@ -75,16 +77,26 @@ class Output:
             if self._unsaved >= self._config.save_freq:
                 self._local.flush()
                 self._unsaved = 0
-        if self._remote and not skip_remote and place.reaches(self._config.logging_steps or 1):
-            wanted = rename(self._for_remote(place, row), self._config.metric_names)
+        if not self._remote:
+            return
+        if place.reaches(self._config.detailed_log_freq):
+            self._details_are_due = True
+        if not skip_remote and place.reaches(self._config.logging_steps or 1):
+            wanted = rename(self._for_remote(row), self._config.metric_names)
             for lane in self._remote:
                 lane.put(place.step, wanted)
 
-    def _for_remote(self, place: StepPlace, row: dict[str, Any]) -> dict[str, Any]:
-        if not self._config.reduced_logging and place.reaches(self._config.detailed_log_freq):
+    def _for_remote(self, row: dict[str, Any]) -> dict[str, Any]:
+        """All of the row where details are due, and they are until a row has gone out with them."""
+        is_reduced = self._config.reduced_logging
+        if self._details_are_due and not is_reduced:
+            self._details_are_due = False
             return row
-        with_datasets = not self._config.reduced_logging
-        return {k: v for k, v in row.items() if k in _BASICS or (with_datasets and k.startswith("dataset/"))}
+        return {
+            key: value
+            for key, value in row.items()
+            if key in _BASICS or (key.startswith("dataset/") and not is_reduced)
+        }
 
     def wake(self) -> None:
         """Rows were put: let the lanes work; with the first ones the run itself is written down."""
