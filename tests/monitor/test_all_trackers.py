@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import json
 import os
+import sqlite3
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -339,6 +342,28 @@ def test_details_come_with_the_first_row_after_they_were_due(
     assert [step for step, _ in kept.rows] == [
         step for step in range(first, 46) if step % logging_steps == 0 and not (skip and step % skip == 0)
     ]
+
+
+def test_rows_that_mlflow_collects_reach_the_store_while_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("truemfu.monitor.output._REMOTE_FLUSH_S", 0.5)
+    monitor = monitor_of(tmp_path, "mlflow", training={"logging_steps": 5})
+    train(monitor, range(1, 11))
+
+    def steps_in_the_store() -> list[int]:
+        with closing(sqlite3.connect(tmp_path / "mlflow.db")) as store:
+            try:
+                rows = store.execute("SELECT DISTINCT step FROM metrics ORDER BY step").fetchall()
+            except sqlite3.OperationalError:  # the table is not there yet
+                return []
+        return [step for (step,) in rows]
+
+    ends_s = time.monotonic() + 60
+    while not (tmp_path / "mlflow.db").exists() or steps_in_the_store() != [5, 10]:
+        assert time.monotonic() < ends_s
+        time.sleep(0.2)
+    monitor.close()
 
 
 WITH_A_RUN_OF_THE_USER = """

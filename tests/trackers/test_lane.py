@@ -104,6 +104,21 @@ def test_a_flush_comes_after_every_row_put_before_it() -> None:
     lane.close({}, timeout_s=10)
 
 
+def test_a_row_is_flushed_after_a_while_without_being_asked() -> None:
+    tracker = Recorder()
+    lane = Lane(tracker, "mine", flush_every_s=0.5, notice=pytest.fail)
+    lane.start({})
+    for rows in (1, 2):
+        lane.put(rows, {})
+        lane.wake()
+        assert until(lambda: len(tracker.steps) == rows)  # noqa: B023
+        assert tracker.calls.count("flush") == rows - 1
+        assert until(lambda: tracker.calls.count("flush") == rows)  # noqa: B023
+    assert not until(lambda: tracker.calls.count("flush") > 2, timeout_s=1.0)
+    lane.close({}, timeout_s=10)
+    assert lane.lost_rows == 0
+
+
 def test_a_full_lane_drops_its_oldest_rows_counts_them_and_says_so_once() -> None:
     tracker, notices = Stuck(), []
     lane = lane_of(tracker, notices, capacity=10)

@@ -35,6 +35,9 @@ from .step_note import StepPlace
 
 _BASICS = frozenset({"training/loss", "training/lr", "training/epoch", "global_step"})
 
+_REMOTE_FLUSH_S = 10.0
+"""A tracker may collect rows; nobody who watches a run waits longer for one."""
+
 
 class Output:
     """The local log and the other trackers, each behind a lane of its own."""
@@ -176,7 +179,7 @@ class Output:
             self._has_wandb = True
             tracker.before_end = lambda: self.finish_rows()
             tracker.at_exit = lambda: self.close_at_exit()
-        self._remote.append(Lane(tracker, name, notice=self._say))
+        self._remote.append(Lane(tracker, name, flush_every_s=_REMOTE_FLUSH_S, notice=self._say))
 
     def _run(self) -> dict[str, Any]:
         from .. import __version__

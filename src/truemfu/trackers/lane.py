@@ -2,10 +2,11 @@
 
     put ─► rows (bounded) ─► the lane's thread ─► tracker.log
 
-The thread sleeps until `wake`, `flush` or `close`: rows put without one of them wait. A full lane drops its
-oldest row. A tracker that raises is switched off, said once, and what it did not get is counted. The thread
-is a daemon and exists only in the process that started it: a forked worker that inherits a lane writes
-nothing. What a tracker is given is its own copy: one that changes it changes it for no other.
+The thread sleeps until `wake`, `flush` or `close`, or until rows are to be flushed: rows put without one of
+them wait. A full lane drops its oldest row. A tracker that raises is switched off, said once, and what it did
+not get is counted. The thread is a daemon and exists only in the process that started it: a forked worker
+that inherits a lane writes nothing. What a tracker is given is its own copy: one that changes it changes it
+for no other.
 """
 
 from __future__ import annotations
@@ -23,16 +24,27 @@ from .base import Tracker
 
 
 class Lane:
-    """Hands rows to one tracker, in order, from a thread of its own."""
+    """Hands rows to one tracker, in order, from a thread of its own.
+
+    With `flush_every_s` the tracker is also told to write by itself, once a row has waited for that long.
+    """
 
     def __init__(
-        self, tracker: Tracker, name: str, *, capacity: int = 20_000, notice: Callable[[str], None]
+        self,
+        tracker: Tracker,
+        name: str,
+        *,
+        capacity: int = 20_000,
+        flush_every_s: float | None = None,
+        notice: Callable[[str], None],
     ) -> None:
         self.name = name
         self.error: str | None = None
         self._tracker = tracker
         self._notice = notice
         self._capacity = capacity
+        self._flush_every_s = flush_every_s
+        self._flush_due_s: float | None = None
         self._rows: deque[tuple[int, Mapping[str, Any]]] = deque(maxlen=capacity)
         self._work = threading.Event()
         self._idle = threading.Condition()
@@ -124,15 +136,18 @@ class Lane:
         try:
             self._tracker.start(run)
             while not self._is_off:
-                self._work.wait()
+                self._work.wait(
+                    None if self._flush_due_s is None else max(self._flush_due_s - time.monotonic(), 0)
+                )
                 self._work.clear()
                 # Read before the rows: what was put before a flush or a close is then handed over before it.
                 asked, summary = self._asked, self._summary
                 self._hand_over()
-                if asked > self._answered and not self._is_off:
+                if (asked > self._answered or self._flush_is_due()) and not self._is_off:
                     self._at_risk = self._unflushed
                     self._tracker.flush()
                     self._unflushed = self._at_risk = 0
+                    self._flush_due_s = None
                     self._answer(asked)
                 if summary is not None and not self._is_off:
                     self._at_risk = self._unflushed
@@ -143,6 +158,12 @@ class Lane:
             self._switch_off(one_line(problem), then="it is switched off, its rows are lost from here on")
         finally:
             self._answer(self._asked)
+
+    def _flush_is_due(self) -> bool:
+        now_s = time.monotonic()
+        if self._flush_due_s is None and self._unflushed and self._flush_every_s is not None:
+            self._flush_due_s = now_s + self._flush_every_s
+        return self._flush_due_s is not None and now_s >= self._flush_due_s
 
     def _hand_over(self) -> None:
         rows, log = self._rows, self._tracker.log
