@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
-from threading import Event
+from threading import Event, Timer
 from typing import Any
 
 import pytest
@@ -23,6 +23,7 @@ import torch
 from truemfu import TrainingMonitor
 from truemfu.errors import TruemfuWarning
 from truemfu.trackers.base import TRACKERS
+from truemfu.trackers.wandb import WandbTracker
 
 pytest.importorskip("wandb")
 pytest.importorskip("mlflow")
@@ -363,6 +364,64 @@ def test_rows_that_mlflow_collects_reach_the_store_while_the_run_goes_on(
     while not (tmp_path / "mlflow.db").exists() or steps_in_the_store() != [5, 10]:
         assert time.monotonic() < ends_s
         time.sleep(0.2)
+    monitor.close()
+
+
+def test_saving_waits_once_for_a_tracker_that_hangs_and_again_when_it_has_caught_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Slow(Kept):
+        def log(self, step: int, metrics: Any) -> None:
+            released.wait(60)
+            super().log(step, metrics)
+
+    def seconds_to_save() -> float:
+        began_s = time.monotonic()
+        monitor.save_logs()
+        return time.monotonic() - began_s
+
+    released, slow = Event(), Slow()
+    monkeypatch.setattr("truemfu.monitor.monitor._SAVE_TIMEOUT_S", 3.0)
+    monitor = monitor_of(tmp_path, slow)
+    train(monitor, range(1, 6))
+    assert monitor._resolver.finish_pending(60)  # the first step is counted, which takes a while
+    with pytest.warns(TruemfuWarning, match="tracker Slow did not take its rows within 3 s"):
+        assert seconds_to_save() >= 3
+    train(monitor, range(6, 11))
+    assert seconds_to_save() < 2
+    assert local_steps(tmp_path) == list(range(1, 11))
+    released.set()
+    assert monitor._output._remote[0].wait_until_idle(30)
+    train(monitor, range(11, 16))
+    monitor.save_logs()
+    assert [step for step, _ in slow.rows] == list(range(1, 16))
+    monitor.close()
+
+
+def test_a_slow_wandb_is_waited_for_when_the_program_ends_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class SlowWandb(Kept, WandbTracker):
+        def __init__(self) -> None:
+            WandbTracker.__init__(self, tmp_path)
+            Kept.__init__(self)
+
+        def log(self, step: int, metrics: Any) -> None:
+            released.wait(60)
+            super().log(step, metrics)
+
+    released, slow = Event(), SlowWandb()
+    monkeypatch.setattr("truemfu.monitor.monitor._SAVE_TIMEOUT_S", 1.0)
+    monitor = monitor_of(tmp_path, slow)
+    train(monitor, range(1, 6))
+    assert monitor._resolver.finish_pending(60)  # the first step is counted, which takes a while
+    with pytest.warns(TruemfuWarning, match="tracker SlowWandb did not take its rows within 1 s"):
+        monitor.save_logs()
+    monkeypatch.setattr("truemfu.monitor.monitor._SAVE_TIMEOUT_S", 60.0)
+    Timer(1.0, released.set).start()
+    assert slow.before_end is not None
+    slow.before_end()
+    assert [step for step, _ in slow.rows] == [1, 2, 3, 4, 5]
     monitor.close()
 
 

@@ -56,13 +56,14 @@ class Output:
         self._run_info: Mapping[str, Any] = {}
         self.finish_rows: Callable[[], None] = lambda: None
         """Works out what is not yet a row; called before a W&B run that the user ends is closed."""
-        self.close_at_exit: Callable[[], None] = lambda: self.finish_rows()
-        """Closes the monitor, at best; called when the process ends, while a W&B run can still be written."""
+        self.close_at_exit: Callable[[], None] | None = None
+        """Closes the monitor; called, where set, when the process ends and W&B can still be written to."""
         self._said: list[str] = []
         self._told_lost: list[str] = []
         self._log_path = output_dir / log_file
         self._local: Lane | None = None
         self._remote: list[Lane] = []
+        self._slow: set[Lane] = set()
         self._is_started = self._is_written = self._has_wandb = False
         self._details_are_due = False
         self._unsaved = 0
@@ -110,13 +111,27 @@ class Output:
             lane.wake()
 
     def flush(self, timeout_s: float) -> None:
-        """Wait until every row put so far has been handed to its tracker and written."""
+        """Wait until every row put so far has been handed to its tracker and written.
+
+        A tracker other than the local log that did not do it in time is not waited for again until it has
+        caught up.
+        """
         ends_s = time.monotonic() + timeout_s
         for lane in self._lanes():
+            if lane.wait_until_idle(0):
+                self._slow.discard(lane)
             lane.flush()
         for lane in self._lanes():
-            if not lane.wait_until_idle(max(ends_s - time.monotonic(), 0)):
-                self._say(f"tracker {lane.name} did not take its rows within {timeout_s:.0f} s")
+            if lane in self._slow or lane.wait_until_idle(max(ends_s - time.monotonic(), 0)):
+                continue
+            if lane is not self._local:
+                self._slow.add(lane)
+            self._say(f"tracker {lane.name} did not take its rows within {timeout_s:.0f} s")
+
+    def _finish_rows_of(self, lane: Lane) -> None:
+        """The program ends the run that this lane writes to: the last chance, so it is waited for again."""
+        self._slow.discard(lane)
+        self.finish_rows()
 
     def close(self, summary: dict[str, Any], timeout_s: float) -> None:
         """Finish every tracker, complete what the summary says of them, and write it beside the log."""
@@ -172,14 +187,15 @@ class Output:
         except Exception as error:
             self._say(f"tracker {name} is left out: {one_line(error)}")
             return
+        lane = Lane(tracker, name, flush_every_s=_REMOTE_FLUSH_S, notice=self._say)
         if isinstance(tracker, WandbTracker):
             if self._has_wandb:
                 self._say(f"tracker {name} is left out: one for W&B is there already")
                 return
             self._has_wandb = True
-            tracker.before_end = lambda: self.finish_rows()
-            tracker.at_exit = lambda: self.close_at_exit()
-        self._remote.append(Lane(tracker, name, flush_every_s=_REMOTE_FLUSH_S, notice=self._say))
+            tracker.before_end = lambda: self._finish_rows_of(lane)
+            tracker.at_exit = self.close_at_exit
+        self._remote.append(lane)
 
     def _run(self) -> dict[str, Any]:
         from .. import __version__
