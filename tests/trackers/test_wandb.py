@@ -400,15 +400,15 @@ for step in range(31, 41):
 """
 
 
-def run_program(script: str, folder: Path) -> None:
+def run_program(script: str, folder: Path) -> int:
     # Not with the service of this process, which would not be told that the program has ended.
     environment = {key: value for key, value in os.environ.items() if key != "WANDB_SERVICE"}
     command = [sys.executable, "-c", script, str(folder)]
-    subprocess.run(command, check=True, timeout=120, env=environment)
+    return subprocess.run(command, timeout=120, env=environment).returncode
 
 
 def test_a_program_that_just_ends_loses_nothing(tmp_path: Path) -> None:
-    run_program(SCRIPT, tmp_path)
+    assert run_program(SCRIPT, tmp_path) == 0
     rows = history(tmp_path)
     assert ours(rows) == list(range(1, 41))
     assert [row["_step"] for row in rows if "mine" in row] == list(range(1, 31))
@@ -443,8 +443,9 @@ assert lane.wait_until_idle(60)
 @pytest.mark.parametrize("hook", ["before_end = save", "at_exit = close"])
 def test_a_program_that_just_ends_loses_nothing_of_a_run_of_ours(hook: str, tmp_path: Path) -> None:
     script = OWN_SCRIPT.replace("    save()\n", "") if "save" in hook else OWN_SCRIPT
-    run_program(f"{script}\ntracker.{hook}\n", tmp_path)
+    assert run_program(f"{script}\ntracker.{hook}\nsys.exit(3)", tmp_path) == 3
     assert ours(history(tmp_path)) == [1, 2]
+    assert [record["exit_code"] for record in records(tmp_path, "exit")] == [3]
     if "close" in hook:
         summaries = [record["update"] for record in records(tmp_path, "summary")]
         assert any(update.get("truemfu") == {"mfu": 0.25} for update in summaries), summaries

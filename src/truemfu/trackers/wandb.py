@@ -37,7 +37,7 @@ class WandbTracker:
         self.before_end: Callable[[], None] | None = None
         self.at_exit: Callable[[], None] | None = None
         self._pid = os.getpid()
-        self._is_over = False
+        self._is_exiting = self._is_over = False
         self._dir = output_dir
         self._run: Any = None
         self._shared: SharedRun | None = None
@@ -80,12 +80,11 @@ class WandbTracker:
         if self._is_over or (self._shared is not None and self._shared.is_over):
             return
         self._run.summary.update({"truemfu": dict(summary)})
-        if self._shared is None:
-            self._is_over = True
+        if self._shared is not None:
+            self._shared.finish()
+        elif not self._is_exiting:
             atexit.unregister(self._end_at_exit)
             self._run.finish()
-        else:
-            self._shared.finish()
 
     def _call_before_end(self) -> None:
         if self.before_end is not None:
@@ -98,13 +97,11 @@ class WandbTracker:
             self._call_before_end()
 
     def _end_at_exit(self) -> None:
-        """The process ends with our run open: the rest, before W&B is gone."""
-        if os.getpid() != self._pid:
-            return
-        self._call_at_exit()
-        if not self._is_over and self._run is not None:
+        """The process ends with our run open: W&B, which alone knows how it ended, closes it after this."""
+        if os.getpid() == self._pid:
+            self._is_exiting = True
+            self._call_at_exit()
             self._is_over = True
-            self._run.finish()
 
     def _define(self, row: Mapping[str, Any]) -> None:
         """Name the x axis, metric by metric: a pattern would change the program's own metrics too."""
