@@ -189,10 +189,10 @@ def nested(data: Any) -> Any:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda data: None, "expected an export of a FlopModel, version 1; got NoneType"),
-        (lambda data: [data], "expected an export of a FlopModel, version 1; got list"),
-        (lambda data: {}, "expected an export of a FlopModel, version 1; got dict"),
-        (changed("version", 2), "version 1; got version 2"),
+        (lambda data: None, "expected an export of a FlopModel, version 2; got NoneType"),
+        (lambda data: [data], "expected an export of a FlopModel, version 2; got list"),
+        (lambda data: {}, "expected an export of a FlopModel, version 2; got dict"),
+        (changed("version", 1), "version 2; got version 1"),
         (changed("kinds", None), "missing required field `kinds`"),
         (changed("attention", "half"), "attention convention must be one of full, causal"),
         (changed("more", 1), "unknown field `more`"),

@@ -1,7 +1,8 @@
 """A few counts at other sizes, and the terms that explain them all.
 
 example ──► counts at small sizes without common factors, one long ──► terms for every part ──► Form
-                                                                          └─ none ──► NoClosedForm
+                                                                          └─ none, or not the example's own
+                                                                             FLOPs ──► NoClosedForm
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from torch import nn
 
-from ..errors import TruemfuError
+from ..errors import TruemfuError, one_line
 from . import terms as vocabulary
 from .batch import CUMULATIVE
 from .calibration_batch import BatchMaker
@@ -24,6 +25,7 @@ from .count import warn_uncounted
 from .form import CLOSED_FORM, Form, Part
 from .layout import Layout
 from .matcher import Fit, Matcher, polynomial_families, products
+from .own_values import OwnValues
 from .pairs import FULL
 from .tally import Entry, Tally
 from .terms import ONE, Sizes, Term
@@ -46,7 +48,9 @@ _GRIDS = (
     ((1, 13, 3),),
     ((4, 5, 5), (1, 8, 9)),
 )
-_LONG = 1031
+_SHORT, _LONG = 5, 1031
+_EXTREMES = {1: _SHORT, 2: _LONG}
+"""Calibrations with a length far from the others: where the work changes with the length, no term fits."""
 _SLOW_S = 5.0
 
 
@@ -72,8 +76,10 @@ class Calibration:
         """The closed form, or NoClosedForm."""
         first_s = self._first_run()
         for index in range(1, 7):
-            long = index == 2 and "length" in self.layout.names and not self._is_slow_in_length(first_s)
-            if not (long and self._try(self._plan(index, long=True))):
+            extreme = _EXTREMES.get(index) if "length" in self.layout.names else None
+            if extreme == _LONG and self._is_slow(_LONG, first_s):
+                extreme = None
+            if extreme is None or not self._try(self._plan(index, extreme)):
                 self._run(self._plan(index))
             if len(self._runs) < 3:
                 continue
@@ -81,8 +87,30 @@ class Calibration:
             if fits is not None and (len(self._runs) > 4 or (_is_simple(fits) and not self._is_spatial)):
                 counted = self._runs[0][1].result(method=CLOSED_FORM)
                 warn_uncounted(counted)
-                return Form(fits, uncounted=counted.uncounted, notes=(*counted.notes, *self._said))
+                notes = (*counted.notes, *self._said)
+                return self._compared(Form(fits, uncounted=counted.uncounted, notes=notes), first_s)
         raise NoClosedForm(f"no term fits {', '.join(sorted(self._unmatched)[:3])}")
+
+    def values_matter(self) -> bool:
+        """Whether other values in a batch like the example are other work; in doubt they are."""
+        return self._own_values.matter()
+
+    @cached_property
+    def _own_values(self) -> OwnValues:
+        """Asked for when the layout is final."""
+        return OwnValues(self._maker, self.layout, self._own, lambda batch: self._count(batch)[0])
+
+    def _compared(self, form: Form, first_s: float) -> Form:
+        """The form if it holds for the example itself; else NoClosedForm."""
+        if "length" in self._own and self._is_slow(self._own["length"], first_s):
+            return form.with_note("the closed form was not compared with the example, which takes too long")
+        try:
+            reason = self._own_values.contradict(form)
+        except TruemfuError as error:
+            return form.with_note(f"the closed form was not compared with the example ({one_line(error)})")
+        if reason is not None:
+            raise NoClosedForm(reason)
+        return form
 
     @property
     def _is_spatial(self) -> bool:
@@ -107,12 +135,12 @@ class Calibration:
         self._run(self._plan(0))
         return time.perf_counter() - began
 
-    def _is_slow_in_length(self, first_s: float) -> bool:
-        """Whether a model loops over positions in Python, so that long sequences take minutes."""
-        lengths = [sizes["length"] for sizes, _ in self._runs]
-        calls = [len(tally.entries) + tally.operators for _, tally in self._runs]
-        growth = (calls[1] - calls[0]) / max(lengths[1] - lengths[0], 1) if len(calls) > 1 else 0
-        return growth * _LONG * first_s / max(calls[0], 1) > _SLOW_S * 4
+    def _is_slow(self, length: int, first_s: float) -> bool:
+        """Whether a model loops over positions in Python, so that sequences of this length take minutes."""
+        (first, first_tally), (second, second_tally) = self._runs[:2]
+        calls = [len(tally.entries) + tally.operators for tally in (first_tally, second_tally)]
+        growth = (calls[1] - calls[0]) / ((second["length"] - first["length"]) or 1)
+        return growth * length * first_s / max(calls[0], 1) > _SLOW_S * 4
 
     def _try(self, sizes: Sizes, *, keep: bool = True) -> bool:
         try:
@@ -127,8 +155,8 @@ class Calibration:
             self._said = notes
             self._runs.append((sizes, tally))
 
-    def _plan(self, index: int, *, long: bool = False) -> dict[str, Any]:
-        """Sizes for a calibration: small and without common factors, one long sequence among them."""
+    def _plan(self, index: int, extreme: int | None = None) -> dict[str, Any]:
+        """Sizes for a calibration: small and without common factors, unless the length is to be extreme."""
         sizes: dict[str, Any] = {}
         for name in self.layout.names:
             if name in _SMALL:
@@ -142,8 +170,10 @@ class Calibration:
         if has_ends and self._own.get("samples") == 1:
             sizes["samples"] = 1  # cumulative lengths know no rows
         if "length" in sizes:
-            longest = self._limits["length"]
-            if long:
+            longest, long = self._limits["length"], extreme == _LONG
+            if extreme == _SHORT:
+                sizes["length"] = _SHORT
+            elif long:
                 sizes["samples"] = min(sizes.get("samples", 1), 2)
                 sizes["length"] = max(_LONG, self._own["length"] + 3, self._limits["window"] + 37)
             if self._maker.visuals:

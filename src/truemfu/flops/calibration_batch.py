@@ -72,6 +72,54 @@ class BatchMaker:
 
     def make(self, layout: Layout, sizes: Mapping[str, Any]) -> Any:
         """A batch of this layout with these sizes."""
+        return _call(layout, self._made(layout, sizes))
+
+    def own(self, layout: Layout, sizes: Mapping[str, Any]) -> Any:
+        """The example itself; the integers that it has no values for are made up."""
+        return _call(layout, self._filled(layout, sizes))
+
+    def other(self, layout: Layout, sizes: Mapping[str, Any]) -> Any:
+        """The example with other values where a model's work is likely to hang on them.
+
+        A mask without padding gets some, tokens lose their labels, a number alone in a tensor is another.
+        None where there is no such tensor.
+        """
+        filled = self._filled(layout, sizes)
+        changed = {
+            key: other
+            for key in layout.tensors
+            if (other := self._changed(key, filled[key], layout)) is not None
+        }
+        return _call(layout, {**filled, **changed}) if changed else None
+
+    def _changed(self, key: Key, value: torch.Tensor, layout: Layout) -> torch.Tensor | None:
+        if value.is_floating_point() or value.is_complex() or not value.numel() or value.dim() not in (0, 2):
+            return None
+        value = on_host(value).clone()
+        first = value.flatten()[0].item()
+        if value.dim() == 0:
+            return torch.full_like(value, first - 1 if first > 0 else first + 1)
+        tail = value[:, -(-2 * value.shape[1] // 3) :]
+        if "mask" in str(key) and not (layout.is_packed or self.visuals):
+            if first not in (0, 1) or not bool((value == first).all()):
+                return None
+            tail.fill_(1 - first)
+        elif key == "labels" and bool((value >= 0).all()):
+            tail.fill_(-100)
+        else:
+            return None
+        return value if tail.numel() else None
+
+    def _filled(self, layout: Layout, sizes: Mapping[str, Any]) -> dict[Key, Any]:
+        without = [
+            key
+            for key, t in layout.tensors.items()
+            if not t.is_floating and not is_readable(self._example[key])
+        ]
+        made = self._made(layout, sizes) if without else {}
+        return {**self._example, **{key: made[key] for key in without}}
+
+    def _made(self, layout: Layout, sizes: Mapping[str, Any]) -> dict[Key, Any]:
         made: dict[Key, Any] = dict(layout.constants)
         documents = sizes.get("documents")
         for key, tensor in layout.tensors.items():
@@ -99,7 +147,7 @@ class BatchMaker:
                 made[key] = max(n for row in documents for n in row)
         for visual in self.visuals:
             self._place(visual, made, sizes)
-        return made if layout.is_mapping else tuple(made[i] for i in range(len(made)))
+        return made
 
     def _filler(self, key: Key) -> int:
         """An integer that is valid where the example's are, and is no placeholder of an image."""
@@ -144,6 +192,11 @@ class BatchMaker:
             for index, n in enumerate(units):
                 need[index * rows // len(units)] += int(visual.tokens_per_unit * n) + 2
         return max(need)
+
+
+def _call(layout: Layout, made: dict[Key, Any]) -> Any:
+    """Arguments as the model takes them."""
+    return made if layout.is_mapping else tuple(made[i] for i in range(len(made)))
 
 
 def _extent(name: str, sizes: Mapping[str, Any]) -> int:

@@ -1,7 +1,8 @@
 """A count turned into a function of the batch: fitted once, exact for later shapes, in microseconds.
 
     example ──► a few counts at other sizes ──► each part matched to a term, exactly ──► FlopModel
-                                                   └─ no term fits ──► counted once per shape, and says so
+                                                   └─ no term fits ──► counted once per shape (and values,
+                                                                       where they matter), and says so
 
 A part is what one operator does in one module and phase. Its FLOPs in every calibration must equal a constant
 times a term of the batch's sizes (samples × length, samples × length², patches …), or a short sum of such;
@@ -23,19 +24,20 @@ from torch import nn
 from ..convention import Convention
 from ..errors import UsageError, warn_once
 from .calibration import Calibration, NoClosedForm
+from .calibration_batch import BatchMaker
 from .count import check_call, run_counted, warn_uncounted
 from .flop_count import FlopCount
 from .form import CLOSED_FORM
 from .host_copy import place_of
-from .kind import PER_SHAPE, Kind, KindData
+from .kind import PER_SHAPE, PER_VALUES, Kind, KindData
 from .layout import READ_BY_VALUE, Layout
 from .shadow import unwrap
 from .tally import Tally
 
-__all__ = ["CLOSED_FORM", "PER_SHAPE", "FlopModel"]
+__all__ = ["CLOSED_FORM", "PER_SHAPE", "PER_VALUES", "FlopModel"]
 
 _DEFAULT = Convention()
-_EXPORT_VERSION = 1
+_EXPORT_VERSION = 2
 _MAX_KINDS = 64
 _MAX_REPEATED = 256
 _SCALARS = (bool, int, float, str, type(None))
@@ -54,13 +56,16 @@ class _ModelData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class FlopModel:
     """FLOPs as a function of the batch. `FlopModel.fit(model, batch)`, then `f(other_batch)`.
 
-    Exact for other numbers of samples, lengths, padding, packed documents, numbers and sizes of images. The
-    first batch of another kind (other keys, packed instead of not) is calibrated when it comes. A model whose
-    work is no function of these sizes is counted once for each shape; `closed` tells which.
+    Exact for other numbers of samples, lengths, packed documents, numbers and sizes of images. The first
+    batch of another kind (other keys, packed instead of not) is calibrated when it comes. A model whose work
+    is no function of these sizes is counted once for each shape; `closed` tells which. Padding is work like
+    any other, unless the model leaves it out: where other values (a mask, labels, a task's number) turn out
+    to be other work, each batch is counted by itself, with its own values.
 
     Only shapes are read, and the values of packed positions, cumulative lengths and image grids: have these
-    on the CPU where waiting for the device matters; all else may lie on the meta device. Not for use from
-    two threads at once.
+    on the CPU where waiting for the device matters; all else may lie on the meta device, and is then taken to
+    be whole (no padding, a label for each token). Where values matter, all integers are read. Not for use
+    from two threads at once.
     """
 
     def __init__(
@@ -155,7 +160,7 @@ class FlopModel:
         if key in self._repeated:
             return self._repeated[key]
         count = self._count(_arguments(batch))
-        if key is not None:
+        if key is not None and PER_VALUES not in count.method:
             if len(self._repeated) >= _MAX_REPEATED:
                 self._repeated.clear()
             self._repeated[key] = count
@@ -176,8 +181,8 @@ class FlopModel:
         known = kind.known(sizes, self.convention)
         if known is not None:
             return known
-        tally, method, notes = self._run(batch)
-        count = tally.result(method=f"{method}, {PER_SHAPE}", notes=notes)
+        tally, method, notes = self._run(BatchMaker(unwrap(self._model), batch).own(kind.layout, sizes))
+        count = tally.result(method=f"{method}, {kind.method}", notes=(*notes, *kind.notes))
         warn_uncounted(count)
         kind.keep(sizes, count)
         return count
@@ -194,12 +199,13 @@ class FlopModel:
     def _calibrate(self, batch: Any) -> Kind:
         model = unwrap(self._model)
         calibration = Calibration(model, Layout.of(getattr(model, "config", None), batch), batch, self._run)
-        form = None
         try:
             form = calibration.form()
+            kind = Kind(calibration.layout, form)  # sizes may have been fixed on the way
         except NoClosedForm as reason:
-            warn_once(f"{type(model).__name__} has no closed form ({reason}): {PER_SHAPE}")
-        kind = Kind(calibration.layout, form)
+            layout = calibration.layout
+            kind = Kind(layout.with_values() if calibration.values_matter() else layout, None)
+            warn_once(f"{type(model).__name__} has no closed form ({reason}): {kind.told}")
         for other in self._kinds:
             if apart := other.is_the_same_but_for(kind):
                 other.layout = other.layout.with_free(apart)

@@ -104,6 +104,10 @@ class Form:
             notes=self._notes,
         )
 
+    def with_note(self, note: str) -> Form:
+        """The same with one thing more to know of it."""
+        return Form(self._fits, uncounted=self._uncounted, notes=(*self._notes, note))
+
     def by_dtype(self, values: list[int]) -> dict[str, int]:
         """The model's FLOPs by dtype, from sums made beforehand: every step's peak asks for them."""
         return {name: int(sum([c * values[i] for i, c in sums])) for name, sums in self._dtypes.items()}

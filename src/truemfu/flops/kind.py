@@ -15,6 +15,11 @@ from .layout import Layout, LayoutData
 from .terms import Sizes
 
 PER_SHAPE = "counted once per shape"
+PER_VALUES = f"{PER_SHAPE} and values"
+_VALUES_MATTER = (
+    "the work may depend on the values of a batch (a mask, labels, a number); a TrainingMonitor keeps those "
+    "of the first batch of a shape alone, and its figures are for that one"
+)
 _MAX_SHAPES_KEPT = 1024
 _MAX_SHAPES_EXPORTED = 64
 
@@ -48,6 +53,21 @@ class Kind:
     def __init__(self, layout: Layout, form: Form | None) -> None:
         self.layout, self.form = layout, form
         self._kept: OrderedDict[str, FlopCount] = OrderedDict()
+
+    @property
+    def method(self) -> str:
+        """How batches of this kind are counted where there is no closed form."""
+        return PER_VALUES if self.layout.by_values else PER_SHAPE
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What to know of such a count."""
+        return (_VALUES_MATTER,) if self.layout.by_values else ()
+
+    @property
+    def told(self) -> str:
+        """Both in a sentence."""
+        return "; ".join((self.method, *self.notes))
 
     def is_the_same_but_for(self, other: Kind) -> frozenset[str | int]:
         """Numbers that set two kinds apart though their work is the same: a step counter, a divisor."""

@@ -17,7 +17,7 @@ import msgspec
 import torch
 
 from ..errors import BatchError
-from .batch import CUMULATIVE, GRIDS, documents_of, grids_of, is_readable
+from .batch import CUMULATIVE, GRIDS, digest_of, documents_of, grids_of, is_readable
 
 Key = str | int
 
@@ -75,12 +75,14 @@ class LayoutData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     tensors: list[TensorLayout]
     constants: list[tuple[Key, Any]]
     free: list[Key]
+    by_values: bool
 
 
 class Layout:
     """The kind of a batch: tensors with their dimensions, other arguments with their values.
 
-    `free` are numbers among the other arguments that were found to make no difference to the work.
+    `free` are numbers among the other arguments that were found to make no difference to the work. Where it
+    hangs on the integers in the tensors, `by_values`, they are one of the sizes.
     """
 
     def __init__(
@@ -91,8 +93,9 @@ class Layout:
         tensors: Mapping[Key, TensorLayout],
         constants: Mapping[Key, Any],
         free: frozenset[Key] = frozenset(),
+        by_values: bool = False,
     ) -> None:
-        self.is_mapping, self.is_packed = is_mapping, is_packed
+        self.is_mapping, self.is_packed, self.by_values = is_mapping, is_packed, by_values
         self.tensors, self.constants, self.free = tensors, constants, free
         self.grids = [key for key in GRIDS if key in tensors]
         self.names = sorted({name for tensor in tensors.values() for _, name in tensor.named()})
@@ -138,26 +141,24 @@ class Layout:
 
     def with_fixed(self, name: str, size: int) -> Layout:
         """The same where this size cannot change after all: the model takes it only as it is."""
-        return Layout(
-            is_mapping=self.is_mapping,
-            is_packed=self.is_packed,
+        return self._with(
             tensors={
                 key: TensorLayout(key, t.is_floating, tuple(size if d == name else d for d in t.dims))
                 for key, t in self.tensors.items()
-            },
-            constants=self.constants,
-            free=self.free,
+            }
         )
 
     def with_free(self, keys: frozenset[Key]) -> Layout:
         """The same where these numbers make no difference."""
-        return Layout(
-            is_mapping=self.is_mapping,
-            is_packed=self.is_packed,
-            tensors=self.tensors,
-            constants=self.constants,
-            free=self.free | keys,
-        )
+        return self._with(free=self.free | keys)
+
+    def with_values(self) -> Layout:
+        """The same where the integers in the tensors make a difference."""
+        return self._with(by_values=True)
+
+    def _with(self, **changed: Any) -> Layout:
+        same = ("is_mapping", "is_packed", "tensors", "constants", "free", "by_values")
+        return Layout(**{name: changed.get(name, getattr(self, name)) for name in same})
 
     def numbers_apart(self, other: Layout) -> frozenset[Key]:
         """The numbers that set two layouts apart; empty where something else does, or nothing."""
@@ -221,7 +222,7 @@ class Layout:
         for key, constant in self._compared:
             if not _same(batch[key], constant):
                 return None
-        if self._values_read:
+        if self.by_values or self._values_read:
             if (documents_of(batch) is not None) != self.is_packed or any(self._without_values(batch)):
                 return None
             self._read_values(batch, found)
@@ -234,6 +235,8 @@ class Layout:
                 yield str(key)
 
     def _read_values(self, batch: Any, found: dict[str, Any]) -> None:
+        if self.by_values:
+            found["values"] = digest_of(batch)
         if self.is_packed:
             found["documents"] = documents_of(batch) or [[found["length"]]] * found["samples"]
         if self.grids:
@@ -252,6 +255,7 @@ class Layout:
             tensors=list(self.tensors.values()),
             constants=list(self.constants.items()),
             free=sorted(self.free, key=str),
+            by_values=self.by_values,
         )
         return msgspec.to_builtins(data)  # type: ignore[no-any-return]
 
@@ -264,6 +268,7 @@ class Layout:
             tensors={tensor.key: tensor for tensor in data.tensors},
             constants=dict(data.constants),
             free=frozenset(data.free),
+            by_values=data.by_values,
         )
 
 
