@@ -283,3 +283,17 @@ def test_a_number_that_decides_the_work_stays_part_of_the_kind() -> None:
     for depth in (1, 2, 3, 2):
         batch = {"x": torch.ones(3, 5, 8), "depth": depth}
         assert form(batch).model_flops == count_flops(model, batch).model_flops
+
+
+def test_an_input_that_needs_a_gradient_is_another_kind_of_batch() -> None:
+    """A discriminator on real samples, and on those it has to pass gradients on for."""
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 8))
+    for first in (False, True):
+        f = FlopModel.fit(model, (torch.zeros(5, 16, requires_grad=first),))
+        for needed in (False, True, False):
+            expected = 2 * 7 * 16 * (16 * (3 if needed else 2) + 8 * 3)
+            assert f((torch.zeros(7, 16, requires_grad=needed),)).model_flops == expected
+        assert f.closed
+        g = FlopModel.from_export(model, json.loads(json.dumps(f.export())))
+        assert g.knows((torch.zeros(9, 16, requires_grad=True),))
+        assert g((torch.zeros(7, 16, requires_grad=True),)).model_flops == 2 * 7 * 16 * (16 * 3 + 8 * 3)

@@ -57,10 +57,10 @@ class FlopModel:
     """FLOPs as a function of the batch. `FlopModel.fit(model, batch)`, then `f(other_batch)`.
 
     Exact for other numbers of samples, lengths, packed documents, numbers and sizes of images. The first
-    batch of another kind (other keys, packed instead of not) is calibrated when it comes. A model whose work
-    is no function of these sizes is counted once for each shape; `closed` tells which. Padding is work like
-    any other, unless the model leaves it out: where other values (a mask, labels, a task's number) turn out
-    to be other work, each batch is counted by itself, with its own values.
+    batch of another kind (other keys, packed instead of not, an input that needs a gradient) is calibrated
+    when it comes. A model whose work is no function of these sizes is counted once for each shape; `closed`
+    tells which. Padding is work like any other, unless the model leaves it out: where other values (a mask,
+    labels, a task's number) turn out to be other work, each batch is counted with its own.
 
     Only shapes are read, and the values of packed positions, cumulative lengths and image grids: have these
     on the CPU where waiting for the device matters; all else may lie on the meta device, and is then taken to
@@ -257,7 +257,7 @@ def _arguments(batch: Any) -> Any:
 
 
 def _key(batch: Any) -> tuple[Any, ...] | None:
-    """What decides the work of a plain batch: shapes, dtypes, scalars. None where values of tensors do."""
+    """What decides the work of a plain batch: shapes, dtypes, gradients, scalars. None where values do."""
     if isinstance(batch, Mapping):
         items: Any = batch.items()
     elif isinstance(batch, (tuple, list)):
@@ -269,7 +269,7 @@ def _key(batch: Any) -> tuple[Any, ...] | None:
         if isinstance(value, torch.Tensor):
             if name in READ_BY_VALUE or value.is_nested:
                 return None
-            key += (name, value.shape, value.dtype)
+            key += (name, value.shape, value.dtype, value.requires_grad)
         elif isinstance(value, _SCALARS):
             key += (name, value)
         else:

@@ -61,6 +61,7 @@ class TensorLayout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     key: Key
     is_floating: bool
     dims: tuple[str | int, ...]
+    needs_gradient: bool
 
     def named(self) -> list[tuple[int, str]]:
         """The dimensions that are sizes of the batch."""
@@ -110,6 +111,7 @@ class Layout:
                 tensor.key,
                 len(tensor.dims),
                 tensor.is_floating,
+                tensor.needs_gradient,
                 tensor.named(),
                 [(i, d) for i, d in enumerate(tensor.dims) if isinstance(d, int)],
             )
@@ -133,7 +135,7 @@ class Layout:
             is_mapping=is_mapping,
             is_packed=documents_of(batch) is not None,
             tensors={
-                key: TensorLayout(key, value.is_floating_point(), names.dims(key))
+                key: TensorLayout(key, value.is_floating_point(), names.dims(key), value.requires_grad)
                 for key, value in tensors.items()
             },
             constants={key: value for key, value in arguments.items() if key not in tensors},
@@ -143,7 +145,7 @@ class Layout:
         """The same where this size cannot change after all: the model takes it only as it is."""
         return self._with(
             tensors={
-                key: TensorLayout(key, t.is_floating, tuple(size if d == name else d for d in t.dims))
+                key: msgspec.structs.replace(t, dims=tuple(size if d == name else d for d in t.dims))
                 for key, t in self.tensors.items()
             }
         )
@@ -204,11 +206,11 @@ class Layout:
         elif isinstance(batch, Mapping) or len(batch) != len(self._keys):
             return None
         found: dict[str, Any] = {}
-        for key, count, is_floating, named, fixed in self._reading:
+        for key, count, is_floating, needs_gradient, named, fixed in self._reading:
             value = batch[key]
             if not isinstance(value, torch.Tensor) or value.is_nested:
                 return None
-            if value.is_floating_point() is not is_floating:
+            if value.is_floating_point() is not is_floating or value.requires_grad is not needs_gradient:
                 return None
             shape = value.shape
             if len(shape) != count:
