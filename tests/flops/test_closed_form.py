@@ -297,3 +297,50 @@ def test_an_input_that_needs_a_gradient_is_another_kind_of_batch() -> None:
         g = FlopModel.from_export(model, json.loads(json.dumps(f.export())))
         assert g.knows((torch.zeros(9, 16, requires_grad=True),))
         assert g((torch.zeros(7, 16, requires_grad=True),)).model_flops == 2 * 7 * 16 * (16 * 3 + 8 * 3)
+
+
+class TakesBatches(nn.Module):
+    """A model whose forward takes the batch whole, as collators make it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch):
+        return self.model(**batch).loss
+
+
+@pytest.mark.parametrize("wrap", [lambda b: (b,), lambda b: {"batch": b}], ids=["by place", "by name"])
+def test_a_batch_that_is_passed_whole_is_looked_into(wrap, monkeypatch):
+    c, model, f = fitted("llama-sdpa", "full")
+    whole = TakesBatches(model)
+    packed, plain = c.batch(samples=1, length=32, documents=[10, 22]), c.batch(samples=2, length=9)
+    assert count_flops(whole, wrap(packed)).model_flops == f(packed).model_flops
+    g = FlopModel.fit(whole, wrap(packed))
+    g(wrap(plain))
+    assert g.closed
+    g = FlopModel.from_export(whole, json.loads(json.dumps(g.export())))
+    monkeypatch.setattr(FlopModel, "_run", lambda self, batch: pytest.fail("counted again"))
+    for batch in (
+        c.batch(samples=1, length=32, documents=[3, 9, 20]),
+        c.batch(samples=1, length=17, documents=[1, 16]),
+        c.batch(samples=3, length=41),
+    ):
+        assert g.knows(wrap(batch))
+        assert g(wrap(batch)).model_flops == f(batch).model_flops
+    assert not g.knows(plain)
+
+
+def test_packed_documents_are_found_beside_other_arguments():
+    c, model, f = fitted("llama-sdpa", "full")
+
+    class Scaled(TakesBatches):
+        def forward(self, scale, batch):
+            return super().forward(batch) * scale
+
+    packed = c.batch(samples=1, length=32, documents=[10, 22])
+    assert count_flops(Scaled(model), (2.0, packed)).model_flops == f(packed).model_flops
+    g = FlopModel.fit(Scaled(model), {"scale": torch.ones(()), "batch": packed})
+    other = c.batch(samples=1, length=32, documents=[3, 9, 20])
+    for batch in (packed, other):
+        assert g({"scale": torch.ones(()), "batch": batch}).model_flops == f(batch).model_flops

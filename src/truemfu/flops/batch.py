@@ -40,11 +40,25 @@ def grids_of(batch: Mapping[str, Any], key: str) -> list[tuple[int, int, int]]:
 def documents_of(batch: Any) -> list[list[int]] | None:
     """The lengths of the documents packed into each row, or None where nothing says that rows are packed.
 
+    A batch may hold others: `model(batch)` has one in its first place.
+    """
+    if isinstance(batch, Mapping):
+        found = documents_in(batch)
+        if found is not None:
+            return found
+        batch = tuple(batch.values())
+    if not isinstance(batch, (tuple, list)):
+        return None
+    inner = (documents_of(part) for part in batch if isinstance(part, Mapping))
+    return next((found for found in inner if found is not None), None)
+
+
+def documents_in(batch: Mapping[Any, Any]) -> list[list[int]] | None:
+    """Likewise from the arguments themselves, whatever else they hold.
+
     Read from cumulative lengths, or from positions: a document starts wherever a position does not follow
     the one before.
     """
-    if not isinstance(batch, Mapping):
-        return None
     for key in CUMULATIVE:
         if is_readable(batch.get(key)) and batch[key].dim() == 1:
             ends = on_host(batch[key]).tolist()

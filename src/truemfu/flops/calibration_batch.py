@@ -196,6 +196,8 @@ class BatchMaker:
 
 def _call(layout: Layout, made: dict[Key, Any]) -> Any:
     """Arguments as the model takes them."""
+    if layout.inside is not None:
+        return {layout.inside: made} if isinstance(layout.inside, str) else (made,)
     return made if layout.is_mapping else tuple(made[i] for i in range(len(made)))
 
 

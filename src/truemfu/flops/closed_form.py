@@ -272,6 +272,8 @@ def _key(batch: Any) -> tuple[Any, ...] | None:
             key += (name, value.shape, value.dtype, value.requires_grad)
         elif isinstance(value, _SCALARS):
             key += (name, value)
+        elif type(value) is dict and (inner := _key(value)) is not None:
+            key += (name, inner)
         else:
             return None
     return tuple(key)

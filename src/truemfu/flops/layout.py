@@ -17,7 +17,7 @@ import msgspec
 import torch
 
 from ..errors import BatchError
-from .batch import CUMULATIVE, GRIDS, digest_of, documents_of, grids_of, is_readable
+from .batch import CUMULATIVE, GRIDS, digest_of, documents_in, grids_of, is_readable
 
 Key = str | int
 
@@ -77,13 +77,15 @@ class LayoutData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     constants: list[tuple[Key, Any]]
     free: list[Key]
     by_values: bool
+    inside: Key | None
 
 
 class Layout:
     """The kind of a batch: tensors with their dimensions, other arguments with their values.
 
     `free` are numbers among the other arguments that were found to make no difference to the work. Where it
-    hangs on the integers in the tensors, `by_values`, they are one of the sizes.
+    hangs on the integers in the tensors, `by_values`, they are one of the sizes. A batch that is passed
+    whole, `model(batch)`, is looked `inside`: the place of its only argument.
     """
 
     def __init__(
@@ -95,8 +97,10 @@ class Layout:
         constants: Mapping[Key, Any],
         free: frozenset[Key] = frozenset(),
         by_values: bool = False,
+        inside: Key | None = None,
     ) -> None:
-        self.is_mapping, self.is_packed, self.by_values = is_mapping, is_packed, by_values
+        self.is_mapping, self.is_packed = is_mapping, is_packed
+        self.by_values, self.inside = by_values, inside
         self.tensors, self.constants, self.free = tensors, constants, free
         self.grids = [key for key in GRIDS if key in tensors]
         self.names = sorted({name for tensor in tensors.values() for _, name in tensor.named()})
@@ -129,11 +133,13 @@ class Layout:
                     f"{key!r} is a nested tensor, whose rows have their own lengths: it has no closed form, "
                     "count each batch with count_flops"
                 )
-        is_mapping = isinstance(batch, Mapping)
+        inside = place_of_whole(batch)
+        is_mapping = inside is not None or isinstance(batch, Mapping)
         names = _Names(config, tensors, is_mapping)
         return cls(
             is_mapping=is_mapping,
-            is_packed=documents_of(batch) is not None,
+            is_packed=is_mapping and documents_in(arguments) is not None,
+            inside=inside,
             tensors={
                 key: TensorLayout(key, value.is_floating_point(), names.dims(key), value.requires_grad)
                 for key, value in tensors.items()
@@ -159,15 +165,14 @@ class Layout:
         return self._with(by_values=True)
 
     def _with(self, **changed: Any) -> Layout:
-        same = ("is_mapping", "is_packed", "tensors", "constants", "free", "by_values")
+        same = ("is_mapping", "is_packed", "tensors", "constants", "free", "by_values", "inside")
         return Layout(**{name: changed.get(name, getattr(self, name)) for name in same})
 
     def numbers_apart(self, other: Layout) -> frozenset[Key]:
         """The numbers that set two layouts apart; empty where something else does, or nothing."""
-        alike = (self.is_mapping, self.is_packed, self.tensors) == (
-            other.is_mapping,
-            other.is_packed,
-            other.tensors,
+        alike = all(
+            getattr(self, name) == getattr(other, name)
+            for name in ("is_mapping", "is_packed", "inside", "by_values", "tensors")
         )
         if not alike or self.constants.keys() != other.constants.keys():
             return frozenset()
@@ -181,6 +186,7 @@ class Layout:
 
     def sizes(self, batch: Any) -> dict[str, Any]:
         """The sizes of a batch of this kind; a BatchError where they are unknown or contradict each other."""
+        batch = batch if self.inside is None else batch[self.inside]
         found: dict[str, Any] = {}
         for tensor in self.tensors.values():
             for i, name in tensor.named():
@@ -200,6 +206,9 @@ class Layout:
 
     def quick_sizes(self, batch: Any) -> dict[str, Any] | None:
         """The sizes of a batch, in microseconds; None for a batch of another kind."""
+        if place_of_whole(batch) != self.inside:
+            return None
+        batch = batch if self.inside is None else batch[self.inside]
         if self.is_mapping:
             if not isinstance(batch, Mapping) or batch.keys() != self._keys:
                 return None
@@ -225,7 +234,8 @@ class Layout:
             if not _same(batch[key], constant):
                 return None
         if self.by_values or self._values_read:
-            if (documents_of(batch) is not None) != self.is_packed or any(self._without_values(batch)):
+            is_packed = self.is_mapping and documents_in(batch) is not None
+            if is_packed != self.is_packed or any(self._without_values(batch)):
                 return None
             self._read_values(batch, found)
         return found
@@ -240,7 +250,7 @@ class Layout:
         if self.by_values:
             found["values"] = digest_of(batch)
         if self.is_packed:
-            found["documents"] = documents_of(batch) or [[found["length"]]] * found["samples"]
+            found["documents"] = documents_in(batch) or [[found["length"]]] * found["samples"]
         if self.grids:
             found["grids"] = [grid for key in self.grids for grid in grids_of(batch, key)]
 
@@ -258,6 +268,7 @@ class Layout:
             constants=list(self.constants.items()),
             free=sorted(self.free, key=str),
             by_values=self.by_values,
+            inside=self.inside,
         )
         return msgspec.to_builtins(data)  # type: ignore[no-any-return]
 
@@ -271,6 +282,7 @@ class Layout:
             constants=dict(data.constants),
             free=frozenset(data.free),
             by_values=data.by_values,
+            inside=data.inside,
         )
 
 
@@ -317,8 +329,21 @@ class _Names:
 
 
 def arguments_of(batch: Any) -> dict[Key, Any]:
-    """A batch as a mapping, positional arguments by their place."""
+    """A batch as a mapping, positional arguments by their place; what one that is passed whole holds."""
+    place = place_of_whole(batch)
+    if place is not None:
+        batch = batch[place]
     return dict(batch) if isinstance(batch, Mapping) else dict(enumerate(batch))
+
+
+def place_of_whole(batch: Any) -> Key | None:
+    """Where a batch is passed whole, as the only argument (`model(batch)`): its place; else None."""
+    if len(batch) != 1:
+        return None
+    place: Key = next(iter(batch)) if isinstance(batch, Mapping) else 0
+    whole = batch[place]
+    is_batch = type(whole) is dict and bool(whole) and all(type(key) is str for key in whole)
+    return place if is_batch else None
 
 
 def _same(value: Any, constant: Any) -> bool:
