@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from functools import cache
 
@@ -344,3 +345,37 @@ def test_packed_documents_are_found_beside_other_arguments():
     other = c.batch(samples=1, length=32, documents=[3, 9, 20])
     for batch in (packed, other):
         assert g({"scale": torch.ones(()), "batch": batch}).model_flops == f(batch).model_flops
+
+
+class Flat(nn.Module):
+    """Packed documents in a row without a dimension for samples, told apart by their ends or positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.qkv, self.head = nn.Embedding(50, 16), nn.Linear(16, 48), nn.Linear(16, 50)
+
+    def forward(self, input_ids, cu_seqlens=None, position_ids=None, max_seqlen=None):
+        if cu_seqlens is None:
+            cu_seqlens = torch.cat([(position_ids == 0).nonzero().flatten(), torch.tensor([len(input_ids)])])
+        q, k, v = (t[None, None] for t in self.qkv(self.embed(input_ids)).chunk(3, -1))
+        attend = nn.functional.scaled_dot_product_attention
+        ends = cu_seqlens.tolist()
+        mixed = [attend(*(t[:, :, a:b] for t in (q, k, v))) for a, b in itertools.pairwise(ends)]
+        return self.head(torch.cat(mixed, 2)).sum()
+
+
+@pytest.mark.parametrize("told_by", ["cu_seqlens", "position_ids"])
+def test_packed_documents_in_a_flat_row(told_by, monkeypatch):
+    def batch(*documents):
+        ids = torch.zeros(sum(documents), dtype=torch.long)
+        if told_by == "position_ids":
+            return {"input_ids": ids, "position_ids": torch.cat([torch.arange(n) for n in documents])}
+        ends = torch.tensor([0, *documents]).cumsum(0).int()
+        return {"input_ids": ids, "cu_seqlens": ends, "max_seqlen": max(documents)}
+
+    f = FlopModel.fit(Flat(), batch(10, 22))
+    assert f.closed
+    monkeypatch.setattr(FlopModel, "_run", lambda self, batch: pytest.fail("counted again"))
+    for documents in ((10, 22), (16, 16), (5, 5, 6), (1, 40)):
+        tokens, pairs = sum(documents), sum(n * n for n in documents)
+        assert f(batch(*documents)).model_flops == 3 * (2 * tokens * 16 * (48 + 50) + 4 * 16 * pairs)

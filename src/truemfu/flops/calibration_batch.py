@@ -140,6 +140,8 @@ class BatchMaker:
                 rows = documents or [[shape[1]]] * shape[0]
                 made[key] = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in rows])
                 made[key] = made[key].to(example.dtype)
+            elif key == "position_ids" and len(shape) == 1 and documents:
+                made[key] = torch.cat([torch.arange(n) for n in documents[0]]).to(example.dtype)
             else:
                 made[key] = torch.full(shape, self._filler(key), dtype=example.dtype)
         for key in layout.constants:

@@ -250,7 +250,8 @@ class Layout:
         if self.by_values:
             found["values"] = digest_of(batch)
         if self.is_packed:
-            found["documents"] = documents_in(batch) or [[found["length"]]] * found["samples"]
+            whole = [[found.get("length", 0)]] * found.get("samples", 1)
+            found["documents"] = documents_in(batch) or whole
         if self.grids:
             found["grids"] = [grid for key in self.grids for grid in grids_of(batch, key)]
 
@@ -291,6 +292,13 @@ class _Names:
 
     def __init__(self, config: Any, tensors: Mapping[Key, torch.Tensor], is_mapping: bool) -> None:
         self._config, self._tensors, self._is_mapping = config, tensors, is_mapping
+        self._flat_tokens = self._length_of_flat_row() if is_mapping else None
+
+    def _length_of_flat_row(self) -> int | None:
+        """How many tokens are packed into one row without a dimension for samples, if they are."""
+        tokens = self._tensors.get("input_ids")
+        says_documents = any(key in self._tensors for key in (*CUMULATIVE, "position_ids"))
+        return int(tokens.shape[0]) if tokens is not None and tokens.dim() == 1 and says_documents else None
 
     def dims(self, key: Key) -> tuple[str | int, ...]:
         shape = tuple(int(n) for n in self._tensors[key].shape)
@@ -304,6 +312,8 @@ class _Names:
         return tuple(n if n is not None else shape[i] for i, n in enumerate(names))
 
     def _names(self, key: Key, shape: tuple[int, ...]) -> tuple[str | None, ...]:
+        if self._flat_tokens is not None and self._flat_tokens in shape[:2]:
+            return tuple("length" if n == self._flat_tokens and i < 2 else None for i, n in enumerate(shape))
         names = _NAMED.get(str(key)) if self._is_mapping else None
         if names is not None and len(names) != len(shape):
             names = ("samples",) if len(shape) == 1 and key == "labels" else None
