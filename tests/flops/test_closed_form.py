@@ -379,3 +379,57 @@ def test_packed_documents_in_a_flat_row(told_by, monkeypatch):
     for documents in ((10, 22), (16, 16), (5, 5, 6), (1, 40)):
         tokens, pairs = sum(documents), sum(n * n for n in documents)
         assert f(batch(*documents)).model_flops == 3 * (2 * tokens * 16 * (48 + 50) + 4 * 16 * pairs)
+
+
+def test_positions_for_all_samples_beside_embeddings():
+    c, model, f = fitted("llama-sdpa", "full")
+
+    def batch(samples, length):
+        plain = c.batch(samples=samples, length=length)
+        embedded = torch.zeros(samples, length, model.config.hidden_size, requires_grad=True)
+        return {
+            "inputs_embeds": embedded,
+            "labels": plain["labels"],
+            "position_ids": torch.arange(length)[None],
+        }
+
+    g = FlopModel.fit(model, batch(2, 16))
+    assert g.closed
+    assert g.knows(batch(3, 24))
+    assert g(batch(3, 24)).model_flops == f(c.batch(samples=3, length=24)).model_flops
+
+
+class Sized(nn.Module):
+    """Takes sizes whose dimensions look like tokens, and works on as many rows as they say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.mix = nn.Embedding(50, 16), nn.Linear(16, 16)
+
+    def forward(self, input_ids, image_sizes):
+        return self.mix(self.embed(input_ids)[:, : int(image_sizes.max())]).sum()
+
+
+def test_dimensions_that_contradict_each_other_are_counted_once_per_shape_and_values():
+    def batch(samples, length, *sizes):
+        return {
+            "input_ids": torch.zeros(samples, length, dtype=torch.long),
+            "image_sizes": torch.tensor([[size, 2] for size in sizes]),
+        }
+
+    with pytest.warns(TruemfuWarning, match="'image_sizes' has 2 length where .*: counted once per shape"):
+        f = FlopModel.fit(Sized(), batch(1, 40, 8))
+    assert not f.closed
+    for samples, length, *sizes in ((1, 40, 8), (1, 40, 16), (2, 30, 5), (2, 30, 7, 3), (1, 40, 8)):
+        count = f(batch(samples, length, *sizes))
+        assert count.model_flops == 3 * 2 * samples * max(sizes) * 16 * 16
+        assert count.method == "count on fake tensors, counted once per shape and values"
+        assert f.knows(batch(samples, length, *sizes))
+
+
+def test_a_size_that_cannot_change_is_fixed_and_another_one_is_another_kind():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 5))
+    f = FlopModel.fit(model, (torch.zeros(2, 3, 8, 8),))
+    assert f.closed
+    assert f((torch.zeros(7, 3, 8, 8),)).forward == 2 * 7 * 3 * 8 * 8 * 5
+    assert not f.knows((torch.zeros(7, 3, 8, 9),))

@@ -74,6 +74,14 @@ class Calibration:
 
     def form(self) -> Form:
         """The closed form, or NoClosedForm."""
+        if self.layout.clash is not None:
+            raise NoClosedForm(self.layout.clash)
+        try:
+            return self._form()
+        except (TruemfuError, IndexError) as error:  # of batches that are made up: the example may do
+            raise NoClosedForm(one_line(error)) from None
+
+    def _form(self) -> Form:
         first_s = self._first_run()
         for index in range(1, 7):
             extreme = _EXTREMES.get(index) if "length" in self.layout.names else None
@@ -93,7 +101,7 @@ class Calibration:
 
     def values_matter(self) -> bool:
         """Whether other values in a batch like the example are other work; in doubt they are."""
-        return self._own_values.matter()
+        return self._own_values.matter() or self.layout.clash is not None
 
     @cached_property
     def _own_values(self) -> OwnValues:
@@ -122,11 +130,8 @@ class Calibration:
         began = time.perf_counter()
         if self._try(self._plan(0)):
             return time.perf_counter() - began
-        try:
-            self._run(self._own, keep=False)
-        except TruemfuError:
-            self._count(self._batch)  # made batches do not fit this model; is the user's own batch at fault?
-            raise NoClosedForm("batches of other sizes cannot be made from the example") from None
+        if not self._try(self._own, keep=False):
+            raise NoClosedForm("batches of other sizes cannot be made from the example")
         changed = self._plan(0)
         for name in self.layout.names:
             if not self._try({**self._own, name: changed[name]}, keep=False):

@@ -116,8 +116,11 @@ class BatchMaker:
             for key, t in layout.tensors.items()
             if not t.is_floating and not is_readable(self._example[key])
         ]
-        made = self._made(layout, sizes) if without else {}
-        return {**self._example, **{key: made[key] for key in without}}
+        try:
+            made = self._made(layout, sizes) if without else {}
+        except IndexError:  # no room for the placeholders of its images
+            made = {}
+        return {**self._example, **{key: made[key] for key in without if key in made}}
 
     def _made(self, layout: Layout, sizes: Mapping[str, Any]) -> dict[Key, Any]:
         made: dict[Key, Any] = dict(layout.constants)
@@ -166,7 +169,7 @@ class BatchMaker:
         if visual.grid is not None:
             units = [t * h * w for t, h, w in sizes["grids"]]
         else:
-            units = [1] * int(sizes["images"])
+            units = [1] * int(sizes.get("images", self._example[visual.pixels].shape[0]))
         counts = [int(visual.tokens_per_unit * n) for n in units]
         rows = ids.shape[0]
         ends = [1] * rows

@@ -98,7 +98,10 @@ class Layout:
         free: frozenset[Key] = frozenset(),
         by_values: bool = False,
         inside: Key | None = None,
+        clash: str | None = None,
     ) -> None:
+        self.clash = clash
+        """Why the dimensions of the example have no common names; each is then a size of its own."""
         self.is_mapping, self.is_packed = is_mapping, is_packed
         self.by_values, self.inside = by_values, inside
         self.tensors, self.constants, self.free = tensors, constants, free
@@ -136,7 +139,7 @@ class Layout:
         inside = place_of_whole(batch)
         is_mapping = inside is not None or isinstance(batch, Mapping)
         names = _Names(config, tensors, is_mapping)
-        return cls(
+        layout = cls(
             is_mapping=is_mapping,
             is_packed=is_mapping and documents_in(arguments) is not None,
             inside=inside,
@@ -146,6 +149,19 @@ class Layout:
             },
             constants={key: value for key, value in arguments.items() if key not in tensors},
         )
+        try:
+            layout._named_sizes(arguments)
+        except BatchError as error:
+            return layout._with(tensors=layout._with_own_names(), clash=str(error))
+        return layout
+
+    def _with_own_names(self) -> dict[Key, TensorLayout]:
+        return {
+            key: msgspec.structs.replace(
+                t, dims=tuple(d if str(d)[:1] == "_" else f"{key}.{i}" for i, d in enumerate(t.dims))
+            )
+            for key, t in self.tensors.items()
+        }
 
     def with_fixed(self, name: str, size: int) -> Layout:
         """The same where this size cannot change after all: the model takes it only as it is."""
@@ -166,7 +182,7 @@ class Layout:
 
     def _with(self, **changed: Any) -> Layout:
         same = ("is_mapping", "is_packed", "tensors", "constants", "free", "by_values", "inside")
-        return Layout(**{name: changed.get(name, getattr(self, name)) for name in same})
+        return Layout(**{**{name: getattr(self, name) for name in same}, **changed})
 
     def numbers_apart(self, other: Layout) -> frozenset[Key]:
         """The numbers that set two layouts apart; empty where something else does, or nothing."""
@@ -187,21 +203,24 @@ class Layout:
     def sizes(self, batch: Any) -> dict[str, Any]:
         """The sizes of a batch of this kind; a BatchError where they are unknown or contradict each other."""
         batch = batch if self.inside is None else batch[self.inside]
-        found: dict[str, Any] = {}
-        for tensor in self.tensors.values():
-            for i, name in tensor.named():
-                n = int(batch[tensor.key].shape[i])
-                if found.setdefault(name, n) != n:
-                    raise BatchError(
-                        f"{tensor.key!r} has {n} {name} where another tensor of the batch has {found[name]}: "
-                        "they must agree"
-                    )
+        found = self._named_sizes(batch)
         for key in self._without_values(batch):
             raise BatchError(
                 f"{key!r} has no values (it is a meta or fake tensor), and the work of the batch depends on "
                 "them: pass it as a CPU tensor"
             )
         self._read_values(batch, found)
+        return found
+
+    def _named_sizes(self, batch: Any) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for tensor in self.tensors.values():
+            for i, name in tensor.named():
+                n = int(batch[tensor.key].shape[i])
+                if found.setdefault(name, n) != n:
+                    raise BatchError(
+                        f"{tensor.key!r} has {n} {name} where another tensor of the batch has {found[name]}"
+                    )
         return found
 
     def quick_sizes(self, batch: Any) -> dict[str, Any] | None:
@@ -327,14 +346,18 @@ class _Names:
             return ("samples", "decoder_length")
         if key == "pixel_values" and tokens is None:
             return ("samples", *names[1:])
-        if key == "position_ids" and shape[0] == 1 and tokens is not None and tokens.shape[0] != 1:
+        if key == "position_ids" and shape[0] == 1 and self._has_several_samples():
             return (None, *names[1:])
         return names
 
+    def _has_several_samples(self) -> bool:
+        held = (self._tensors.get(key) for key in ("input_ids", "inputs_embeds", "hidden_states"))
+        return any(tensor is not None and tensor.dim() > 1 and tensor.shape[0] != 1 for tensor in held)
+
     def _labels_are_decoded(self, shape: tuple[int, ...]) -> bool:
         """Labels of an encoder-decoder are as long as the decoder's input, not the encoder's."""
-        tokens = self._tensors.get("input_ids")
-        other = tokens is None or tuple(tokens.shape) != shape
+        tokens = self._tensors.get("input_ids", self._tensors.get("inputs_embeds"))
+        other = tokens is None or tuple(tokens.shape[:2]) != shape
         return bool(getattr(self._config, "is_encoder_decoder", False)) or other
 
 

@@ -42,12 +42,16 @@ class OwnValues:
         return None if changed is None else "other values in a batch of the same sizes are other work"
 
     def matter(self) -> bool:
-        """Whether other values in a batch of the same sizes are other work; in doubt they are."""
+        """Whether other values in a batch of the same sizes are other work; in doubt they are.
+
+        An example that cannot be counted at all is an error.
+        """
+        own = self._own
         try:
             made = self._flops_of(self._maker.make(self._layout, self._sizes))
         except (TruemfuError, IndexError):
             return True
-        return made != self._own or self._changed not in (None, self._own)
+        return made != own or self._changed not in (None, own)
 
     @cached_property
     def _own(self) -> Flops:
