@@ -14,6 +14,7 @@ from torch import nn
 
 from truemfu import Convention, FlopModel, count_flops
 from truemfu.errors import TruemfuWarning
+from truemfu.flops.batch import documents_of
 
 cases = pytest.importorskip("benchmarks.cases")
 
@@ -433,3 +434,34 @@ def test_a_size_that_cannot_change_is_fixed_and_another_one_is_another_kind():
     assert f.closed
     assert f((torch.zeros(7, 3, 8, 8),)).forward == 2 * 7 * 3 * 8 * 8 * 5
     assert not f.knows((torch.zeros(7, 3, 8, 9),))
+
+
+@pytest.mark.parametrize(
+    ("positions", "documents"),
+    [
+        ([0, 1, 2, 0, 1], [[3, 2]]),
+        ([0, 0, 0, 1], [[1, 1, 2]]),
+        ([5, 6, 0, 1], [[2, 2]]),
+        ([1, 1, 1, 0, 1, 2], None),
+        ([0, 1, 2, 1, 1, 1], None),
+        ([0, 1, 2, 2, 2], None),
+        ([1, 1, 0, 1, 2, 0, 1, 1], [[5, 3]]),
+        ([1, 1, 1], None),
+        ([4], None),
+    ],
+)
+def test_padding_between_positions_is_no_document(positions, documents):
+    assert documents_of({"position_ids": torch.tensor([positions])}) == documents
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_with_positions_counts_as_padding_without(side):
+    c, model, f = fitted("llama-padded", "full")
+    batch = c.batch(samples=2, length=24)
+    mask = torch.ones(2, 24, dtype=torch.long)
+    mask[1, slice(0, 9) if side == "left" else slice(-9, None)] = 0
+    batch |= {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)}
+    expected = f(c.batch(samples=2, length=24)).model_flops
+    assert count_flops(model, batch).model_flops == expected
+    assert f(batch).model_flops == expected
+    assert f.closed

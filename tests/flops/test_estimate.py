@@ -57,6 +57,18 @@ def test_every_public_case_is_exact_at_several_shapes(name, attention):
 
 
 @pytest.mark.parametrize("attention", ["full", "causal"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_positions_of_padding_are_no_documents(side, attention):
+    """As generation and its trainers make them: each padded place has position 1."""
+    model, batch = built("llama-sdpa")
+    mask = torch.ones(2, 24, dtype=torch.long)
+    mask[1, slice(0, 9) if side == "left" else slice(-9, None)] = 0
+    batch["attention_mask"] = mask
+    batch["position_ids"] = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)
+    assert_equal_to_the_count(model, batch, convention=Convention(attention=attention))
+
+
+@pytest.mark.parametrize("attention", ["full", "causal"])
 @pytest.mark.parametrize("name", ["gpt2", "llama-eager", "mistral", "gemma3", "mixtral", "deepseek-v3"])
 def test_packed_documents_are_counted_one_by_one(name, attention):
     c = cases.case(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -72,10 +72,25 @@ def documents_in(batch: Mapping[Any, Any]) -> list[list[int]] | None:
 
 
 def lengths_of_positions(positions: torch.Tensor) -> list[int]:
-    """Lengths of the stretches in which each position is the one before plus one."""
-    starts = torch.nonzero(positions.diff() != 1).flatten().add(1).tolist()
-    borders: Sequence[int] = [0, *starts, positions.numel()]
-    return [b - a for a, b in itertools.pairwise(borders)]
+    """Lengths of the stretches in which each position is the one before plus one.
+
+    Padding is often given position 1, place after place. So a lone place with another position than 0 is no
+    document: it belongs to the one before, at the beginning of a row to the one behind.
+    """
+    starts = [0, *torch.nonzero(positions.diff() != 1).flatten().add(1).tolist()]
+    firsts = positions[starts].tolist() if positions.numel() else []
+    lengths: list[int] = []
+    padding = 0
+    for first, (a, b) in zip(firsts, itertools.pairwise([*starts, positions.numel()]), strict=False):
+        if b - a == 1 and first != 0:
+            if lengths:
+                lengths[-1] += 1
+            else:
+                padding += 1
+        else:
+            lengths.append(b - a + padding)
+            padding = 0
+    return [*lengths, padding] if padding else lengths
 
 
 def digest_of(batch: Any) -> str:
