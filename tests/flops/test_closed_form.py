@@ -264,19 +264,44 @@ class Divided(nn.Module):
         return x.sum() * scale / items
 
 
-def test_a_number_that_makes_no_difference_is_fitted_twice_and_never_again(
+def test_a_number_that_makes_no_difference_is_looked_at_ever_more_rarely(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = Divided()
     form = FlopModel.fit(model, {"x": torch.ones(2, 4, 8), "items": 5, "scale": 0.5})
     expected = count_flops(model, {"x": torch.ones(3, 5, 8)}).model_flops
     assert form({"x": torch.ones(3, 5, 8), "items": 6, "scale": 0.25}).model_flops == expected
-    monkeypatch.setattr(FlopModel, "_run", lambda self, batch: pytest.fail("counted again"))
-    for items in range(7, 20):
-        assert form.knows({"x": torch.ones(3, 5, 8), "items": items, "scale": 1 / items})
-        assert form({"x": torch.ones(3, 5, 8), "items": items, "scale": 1 / items}).model_flops == expected
-    travelled = FlopModel.from_export(model, form.export())
-    assert travelled({"x": torch.ones(3, 5, 8), "items": 99, "scale": 2.0}).model_flops == expected
+    runs, run = [], FlopModel._run
+    monkeypatch.setattr(FlopModel, "_run", lambda self, batch: runs.append(batch) or run(self, batch))
+    for items in range(7, 2000):
+        batch = {"x": torch.ones(3, 5, 8), "items": items, "scale": 1 / items}
+        is_known, before = form.knows(batch), len(runs)
+        assert form(batch).model_flops == expected
+        assert is_known == (len(runs) == before)
+    assert len(runs) < 15
+    travelled = FlopModel.from_export(model, json.loads(json.dumps(form.export())))
+    runs.clear()
+    assert travelled({"x": torch.ones(3, 5, 8), "items": 999, "scale": 0.3}).model_flops == expected
+    assert not runs
+
+
+class Late(nn.Module):
+    """Has another head from the fifth step on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.late = nn.Linear(16, 8), nn.Linear(16, 64)
+
+    def forward(self, x: torch.Tensor, step: int) -> torch.Tensor:
+        loss = self.first(x).sum()
+        return loss + self.late(x).sum() if step >= 5 else loss
+
+
+def test_a_number_that_makes_a_difference_later_is_noticed() -> None:
+    form = FlopModel.fit(Late(), {"x": torch.zeros(5, 16), "step": 0})
+    for step in (*range(1, 12), 3, 100, 1):
+        expected = 2 * 2 * 5 * 16 * (8 + (64 if step >= 5 else 0))
+        assert form({"x": torch.zeros(5, 16), "step": step}).model_flops == expected
 
 
 def test_a_number_that_decides_the_work_stays_part_of_the_kind() -> None:

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from ..convention import Convention
-from ..errors import UsageError, warn_once
+from ..errors import NeedsTrainingThread, UsageError, warn_once
 from .calibration import Calibration, NoClosedForm
 from .calibration_batch import BatchMaker
 from .count import check_call, run_counted, warn_uncounted
@@ -172,7 +172,7 @@ class FlopModel:
         return {} if form is None else form.written()
 
     def _count(self, batch: Any) -> FlopCount:
-        found = self._find(batch)
+        found = self._find(batch) or self._find_beyond(batch)
         if found is None:
             check_call(self._model, batch)
             kind = self._calibrate(batch)
@@ -181,7 +181,7 @@ class FlopModel:
         known = kind.known(sizes, self.convention)
         if known is not None:
             return known
-        tally, method, notes = self._run(BatchMaker(unwrap(self._model), batch).own(kind.layout, sizes))
+        tally, method, notes = self._run_whole(kind, batch, sizes)
         count = tally.result(method=f"{method}, {kind.method}", notes=(*notes, *kind.notes))
         warn_uncounted(count)
         kind.keep(sizes, count)
@@ -196,6 +196,25 @@ class FlopModel:
                     return kind, sizes
         return None
 
+    def _find_beyond(self, batch: Any) -> tuple[Kind, dict[str, Any]] | None:
+        """The kind of a batch whose free numbers are far from those seen, if they still change nothing."""
+        if not isinstance(batch, (Mapping, tuple, list)):
+            return None
+        count = None
+        for kind in self._kinds:
+            sizes = kind.layout.quick_sizes(batch, any_number=True) if kind.layout.free else None
+            known = None if sizes is None else kind.known(sizes, self.convention)
+            if sizes is None or known is None:
+                continue
+            try:
+                count = count or self._run_whole(kind, batch, sizes)[0].result(method="")
+            except NeedsTrainingThread:  # it cannot be looked at here and now: taken as it was found before
+                count = known
+            if (known.forward, known.backward) == (count.forward, count.backward):
+                kind.layout = kind.layout.with_wider(batch)
+                return kind, sizes
+        return None
+
     def _calibrate(self, batch: Any) -> Kind:
         model = unwrap(self._model)
         calibration = Calibration(model, Layout.of(getattr(model, "config", None), batch), batch, self._run)
@@ -208,12 +227,16 @@ class FlopModel:
             warn_once(f"{type(model).__name__} has no closed form ({reason}): {kind.told}")
         for other in self._kinds:
             if apart := other.is_the_same_but_for(kind):
-                other.layout = other.layout.with_free(apart)
+                other.layout = other.layout.with_free(apart, kind.layout)
                 return other
         self._kinds.append(kind)
         if len(self._kinds) > _MAX_KINDS:
             del self._kinds[0]
         return kind
+
+    def _run_whole(self, kind: Kind, batch: Any, sizes: dict[str, Any]) -> tuple[Tally, str, tuple[str, ...]]:
+        """One counted step on a batch; integers that it has no values for are made up."""
+        return self._run(BatchMaker(unwrap(self._model), batch).own(kind.layout, sizes))
 
     def _run(self, batch: Any) -> tuple[Tally, str, tuple[str, ...]]:
         """One counted step; the batch stands where the model is, wherever its tensors are."""

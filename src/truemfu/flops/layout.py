@@ -10,6 +10,7 @@ follows from the argument's name where models agree on it, else from its dtype a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -50,6 +51,8 @@ _BY_DIMS: Mapping[tuple[bool, int], tuple[str | None, ...]] = {  # (floating poi
     (True, 5): ("samples", None, "frames", "height", "width"),
 }
 _PLAIN = (bool, int, float, str, type(None))
+Range = tuple[int | float, int | float]
+_NONE: Mapping[Key, Range] = {}
 
 
 class TensorLayout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -75,7 +78,7 @@ class LayoutData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     is_packed: bool
     tensors: list[TensorLayout]
     constants: list[tuple[Key, Any]]
-    free: list[Key]
+    free: list[tuple[Key, int | float, int | float]]
     by_values: bool
     inside: Key | None
 
@@ -83,7 +86,8 @@ class LayoutData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class Layout:
     """The kind of a batch: tensors with their dimensions, other arguments with their values.
 
-    `free` are numbers among the other arguments that were found to make no difference to the work. Where it
+    `free` are numbers among the other arguments that were found to make no difference to the work, each with
+    the least and the largest value it may have before it is looked at again. Where the work
     hangs on the integers in the tensors, `by_values`, they are one of the sizes. A batch that is passed
     whole, `model(batch)`, is looked `inside`: the place of its only argument.
     """
@@ -95,7 +99,7 @@ class Layout:
         is_packed: bool,
         tensors: Mapping[Key, TensorLayout],
         constants: Mapping[Key, Any],
-        free: frozenset[Key] = frozenset(),
+        free: Mapping[Key, Range] = _NONE,
         by_values: bool = False,
         inside: Key | None = None,
         clash: str | None = None,
@@ -172,9 +176,20 @@ class Layout:
             }
         )
 
-    def with_free(self, keys: frozenset[Key]) -> Layout:
-        """The same where these numbers make no difference."""
-        return self._with(free=self.free | keys)
+    def with_free(self, keys: frozenset[Key], other: Layout) -> Layout:
+        """The same where these numbers make no difference, as another layout that has others shows."""
+        values = {key: (self.constants[key], other.constants[key]) for key in keys}
+        return self._with(free={**self.free, **{key: (min(two), max(two)) for key, two in values.items()}})
+
+    def with_wider(self, batch: Any) -> Layout:
+        """The same where this batch's free numbers make no difference either.
+
+        What lies as far beyond is let be too, so that a number that grows is looked at ever more rarely.
+        """
+        arguments = arguments_of(batch)
+        return self._with(
+            free={key: _widened(low_high, arguments[key]) for key, low_high in self.free.items()}
+        )
 
     def with_values(self) -> Layout:
         """The same where the integers in the tensors make a difference."""
@@ -223,8 +238,11 @@ class Layout:
                     )
         return found
 
-    def quick_sizes(self, batch: Any) -> dict[str, Any] | None:
-        """The sizes of a batch, in microseconds; None for a batch of another kind."""
+    def quick_sizes(self, batch: Any, *, any_number: bool = False) -> dict[str, Any] | None:
+        """The sizes of a batch, in microseconds; None for a batch of another kind.
+
+        `any_number`: whatever its free numbers are.
+        """
         if place_of_whole(batch) != self.inside:
             return None
         batch = batch if self.inside is None else batch[self.inside]
@@ -251,6 +269,10 @@ class Layout:
                     return None
         for key, constant in self._compared:
             if not _same(batch[key], constant):
+                return None
+        for key, (low, high) in self.free.items():
+            value = batch[key]
+            if type(value) not in (int, float) or not (any_number or _is_within(value, low, high)):
                 return None
         if self.by_values or self._values_read:
             is_packed = self.is_mapping and documents_in(batch) is not None
@@ -286,7 +308,7 @@ class Layout:
             is_packed=self.is_packed,
             tensors=list(self.tensors.values()),
             constants=list(self.constants.items()),
-            free=sorted(self.free, key=str),
+            free=[(key, low, high) for key, (low, high) in sorted(self.free.items(), key=str)],
             by_values=self.by_values,
             inside=self.inside,
         )
@@ -300,7 +322,7 @@ class Layout:
             is_packed=data.is_packed,
             tensors={tensor.key: tensor for tensor in data.tensors},
             constants=dict(data.constants),
-            free=frozenset(data.free),
+            free={key: (low, high) for key, low, high in data.free},
             by_values=data.by_values,
             inside=data.inside,
         )
@@ -377,6 +399,17 @@ def place_of_whole(batch: Any) -> Key | None:
     whole = batch[place]
     is_batch = type(whole) is dict and bool(whole) and all(type(key) is str for key in whole)
     return place if is_batch else None
+
+
+def _is_within(value: float, low: float, high: float) -> bool:
+    return low <= value <= high or not math.isfinite(value)
+
+
+def _widened(low_high: Range, value: float) -> Range:
+    low, high = low_high
+    if _is_within(value, low, high):
+        return low_high
+    return (low, value + (value - low)) if value > high else (value - (high - value), high)
 
 
 def _same(value: Any, constant: Any) -> bool:
