@@ -631,6 +631,42 @@ def test_what_was_seen_in_the_backward_pass_alone_is_not_left_out_in_silence(tmp
     assert not any("perf/samples_per_second" in row for row in run.rows)
 
 
+def test_an_input_that_needs_a_gradient_is_another_batch(tmp_path: Path) -> None:
+    def call(model: nn.Module, needs_gradient: bool) -> Tensor:
+        return model(rows_of(5, requires_grad=needs_gradient)).sum()  # type: ignore[no-any-return]
+
+    run = train(Mlp(), tmp_path, [[False, True], False, True, [True, False]], call)
+    without, with_gradient = mlp_flops(5), mlp_flops(5, input_gradient=True)
+    assert run.model_flops == [without + with_gradient, without, with_gradient, without + with_gradient]
+
+
+class TakesAWholeBatch(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.config = inner, inner.config
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.inner(**batch).loss  # type: ignore[no-any-return]
+
+
+def test_documents_and_padding_inside_a_whole_batch_are_seen(tmp_path: Path) -> None:
+    c = case("llama-sdpa")
+    model = c.build()
+    whole = c.batch(samples=1, length=24)
+    batches = []
+    for first in (4, 12, 20):
+        positions = torch.cat([torch.arange(first), torch.arange(24 - first)])[None]
+        batches.append({**whole, "position_ids": positions})
+    apart = train(model, tmp_path / "apart", batches)
+    together = train(TakesAWholeBatch(model), tmp_path / "whole", batches, lambda m, batch: m(batch))
+    assert together.model_flops == apart.model_flops
+    assert len(set(apart.model_flops)) == 2
+
+    padded = [{**whole, "attention_mask": (torch.arange(24) < n)[None].float()} for n in (6, 24)]
+    run = train(TakesAWholeBatch(model), tmp_path / "padded", padded, lambda m, batch: m(batch))
+    assert [row["perf/padding_efficiency"] for row in run.rows] == [0.25, 1.0]
+
+
 @bug("under vmap the hook sees one sample")
 def test_per_sample_gradients_are_counted_for_all_samples(tmp_path: Path) -> None:
     def call(model: nn.Module, samples: int) -> Tensor:

@@ -13,7 +13,7 @@ import functools
 import inspect
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -34,6 +34,8 @@ _DEEPEST = 4
 _VALUE_KEYS = frozenset({*CUMULATIVE, *GRIDS, "position_ids"})
 Batch = Mapping[Any, Any]
 """A batch by name, or by place for a forward that takes any number of positional arguments."""
+Place = tuple[Any, ...]
+"""Where in a batch a tensor is: its key, after those of the mappings around it."""
 _PLAIN = (int, float, str, bool, type(None))
 functorch_level = torch._C._functorch.peek_interpreter_stack
 is_any_autocast = torch._C._is_any_autocast_enabled
@@ -50,28 +52,29 @@ class Template:
 
     batch: dict[str | int, Any]
     """Names (or places) to tensors without data, to host copies of the first batch, or to plain values."""
-    value_keys: tuple[str, ...]
-    mask_key: str | None
+    value_places: tuple[Place, ...]
+    mask_place: Place | None
     samples: int | None
     tokens: int | None
     autocast: AutocastState
     values_ready: bool = field(default=False)
 
-    def example(self, values: Mapping[str, torch.Tensor]) -> Any:
+    def example(self, values: Mapping[Place, torch.Tensor]) -> Any:
         """A batch to count, with these values, as the model takes it."""
         if not self.values_ready:
             self.batch = tree_map(lambda v: v.get() if isinstance(v, HostCopy) else v, self.batch)
             self.values_ready = True
-        if 0 in self.batch:
-            return tuple(self.batch.values())
-        return {**self.batch, **values} if values else self.batch
+        batch: Batch = self.batch
+        for place, value in values.items():
+            batch = _with(batch, place, value)
+        return tuple(batch.values()) if 0 in batch else batch
 
 
 class BatchNote(NamedTuple):
     """One micro-batch: its template, the values that decide its work, and how many tokens are no padding."""
 
     template: Template
-    values: Mapping[str, torch.Tensor | Held]
+    values: Mapping[Place, torch.Tensor | Held]
     useful_tokens: Number
 
     def ready(self) -> bool:
@@ -126,7 +129,7 @@ class UsualBatch(NamedTuple):
     template: Template
 
 
-_NO_VALUES: Mapping[str, torch.Tensor | Held] = {}
+_NO_VALUES: Mapping[Place, torch.Tensor | Held] = {}
 
 
 class BatchNotes:
@@ -234,12 +237,12 @@ class BatchNotes:
 
     def _new_note(self, batch: Batch, template: Template) -> BatchNote:
         """A note of its own; one that tells nothing but the shapes serves for the next such batch too."""
-        mask = template.mask_key
-        if mask is None and not template.value_keys:
+        mask = template.mask_place
+        if mask is None and not template.value_places:
             self._last_bare = BatchNote(template, _NO_VALUES, None)
             return self._last_bare
-        values = {k: self._values.values(k, batch[k]) for k in template.value_keys}
-        return BatchNote(template, values, None if mask is None else self._values.tokens_in(batch[mask]))
+        values = {place: self._values.values(place[-1], _at(batch, place)) for place in template.value_places}
+        return BatchNote(template, values, None if mask is None else self._values.tokens_in(_at(batch, mask)))
 
     def _new_template(self, batch: Batch, autocast: AutocastState) -> Template:
         """A template; the first of its kind holds the batch's integers too, which a count may look at."""
@@ -248,27 +251,60 @@ class BatchNotes:
         self._kinds.add(kind)
         self.is_new_kind = self.is_new_kind or is_first
         example: dict[str | int, Any] = {}
-        value_keys = []
         for key, value in batch.items():
             if not isinstance(value, torch.Tensor):
                 example[key] = tree_map(_without_data, value)
-            elif value.is_floating_point() or value.is_complex() or value.nbytes > _MAX_VALUE_BYTES:
+            elif is_first or not _has_values(value):
                 example[key] = _without_data(value)
             else:
-                if key in _VALUE_KEYS:
-                    value_keys.append(key)
-                example[key] = start_host_copy(value) if is_first else value.to("meta")
+                example[key] = value.to("meta")
         samples, tokens = _extent(batch)
-        mask = batch.get("attention_mask")
-        has_mask = isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.numel() == tokens
+        places = list(_tensor_places(batch))
+        masks = [
+            place for place in places if place[-1] == "attention_mask" and _is_mask(_at(batch, place), tokens)
+        ]
         return Template(
             batch=example,
-            value_keys=tuple(value_keys),
-            mask_key="attention_mask" if has_mask else None,
+            value_places=tuple(
+                place for place in places if place[-1] in _VALUE_KEYS and _has_values(_at(batch, place))
+            ),
+            mask_place=masks[0] if masks else None,
             samples=samples,
             tokens=tokens,
             autocast=autocast,
         )
+
+
+def _tensor_places(batch: Batch) -> Iterator[Place]:
+    """Where a batch has tensors, also in the mappings that it holds."""
+    for key, value in batch.items():
+        if isinstance(value, Mapping):
+            yield from ((key, *inner) for inner in _tensor_places(value))
+        elif isinstance(value, torch.Tensor):
+            yield (key,)
+
+
+def _is_mask(tensor: torch.Tensor, tokens: int | None) -> bool:
+    return tensor.dim() == 2 and tensor.numel() == tokens
+
+
+def _has_values(tensor: torch.Tensor) -> bool:
+    """Whether a count may look at more than its shape: integers, and not too many."""
+    is_number = tensor.is_floating_point() or tensor.is_complex()
+    return not is_number and tensor.nbytes <= _MAX_VALUE_BYTES
+
+
+def _at(batch: Batch, place: Place) -> Any:
+    value: Any = batch
+    for key in place:
+        value = value[key]
+    return value
+
+
+def _with(batch: Batch, place: Place, value: torch.Tensor) -> Batch:
+    """The batch with another tensor in this place."""
+    key, *inner = place
+    return {**batch, key: _with(batch[key], tuple(inner), value) if inner else value}
 
 
 def is_like(batch: Batch, looks: Mapping[Any, Look]) -> bool:
@@ -335,7 +371,7 @@ def _without_data(value: Any) -> Any:
     """A tensor inside an argument: its integers on their way to the host, or its shape alone."""
     if not isinstance(value, torch.Tensor):
         return value
-    if value.is_floating_point() or value.is_complex() or value.nbytes > _MAX_VALUE_BYTES:
+    if not _has_values(value):
         shape_alone = torch.empty(value.shape, dtype=value.dtype, device="meta")
         return shape_alone.requires_grad_(value.requires_grad) if value.requires_grad else shape_alone
     return start_host_copy(value)
