@@ -97,8 +97,12 @@ def wandb_rows(folder: Path) -> list[dict[str, Any]]:
 
     (file,) = folder.glob("wandb/offline-run-*/*.wandb")
     command = [get_core_path(), "leet", "inspect", "--no-observability", "--json", "--run-file", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    records = [json.loads(line) for line in done.stdout.splitlines()]
+    for _ in range(50):
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        records = [json.loads(line) for line in done.stdout.splitlines()]
+        if any(record["type"] == "exit" for record in records):
+            break
+        time.sleep(0.1)  # on a busy machine W&B writes the file a moment after the run is finished
     return [record["history"]["item"] for record in records if record["type"] == "history"]
 
 

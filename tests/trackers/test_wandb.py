@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from math import nan
 from pathlib import Path
@@ -44,8 +45,12 @@ def records(folder: Path, kind: str) -> list[dict[str, Any]]:
     # What `wandb leet inspect` calls, without the second that its own start takes.
     options = ["--no-observability", "--json", "--run-file", str(file)]
     command = [get_core_path(), "leet", "inspect", *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    lines = (json.loads(line) for line in done.stdout.splitlines())
+    for _ in range(50):
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        lines = [json.loads(line) for line in done.stdout.splitlines()]
+        if any(line["type"] == "exit" for line in lines):
+            break
+        time.sleep(0.1)  # on a busy machine W&B writes the file a moment after the run is finished
     return [line[kind] for line in lines if line["type"] == kind]
 
 
