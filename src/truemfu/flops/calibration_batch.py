@@ -12,8 +12,9 @@ from torch import nn
 
 from .batch import CUMULATIVE, GRIDS, grids_of, is_readable
 from .config_numbers import merge_size
+from .dimension_names import Key
 from .host_copy import on_host
-from .layout import Key, Layout, arguments_of
+from .layout import Layout, arguments_of
 
 
 @dataclass(frozen=True)
