@@ -347,7 +347,6 @@ class TrainingMonitor:
         summary = self.summary()
         if self._ranks.is_first:
             self._output.close(summary, _CLOSE_TIMEOUT_S)
-            summary["lost"] += [text for text in self._output.lost() if text not in summary["lost"]]
             summary["warnings"] = list(self._notices.texts)
             show(summary)
 
@@ -412,6 +411,7 @@ class TrainingMonitor:
         self._watch = self._opened_watch(device)
         self._audit = AuditStep.from_environment(self._ranks, device, self._notices)
         self._output.finish_rows = self.save_logs
+        self._output.close_at_exit = self.close
         self._resolver = Resolver(
             clock=self._clock.clock,
             device=device,
