@@ -667,6 +667,43 @@ def test_documents_and_padding_inside_a_whole_batch_are_seen(tmp_path: Path) -> 
     assert [row["perf/padding_efficiency"] for row in run.rows] == [0.25, 1.0]
 
 
+def test_a_model_that_leaves_padding_out_says_that_its_flops_are_those_of_the_first_batch(
+    tmp_path: Path,
+) -> None:
+    class Unpads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.mix = nn.Embedding(100, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+            return self.mix(self.embed(input_ids)[attention_mask.bool()]).sum()  # type: ignore[no-any-return]
+
+    def batch(length: int, real: int) -> dict[str, Tensor]:
+        mask = (torch.arange(length) < real).long().expand(2, length).contiguous()
+        return {"input_ids": torch.zeros(2, length, dtype=torch.long), "attention_mask": mask}
+
+    def after(step: int, monitor: TrainingMonitor) -> None:
+        monitor.save_logs()  # what the first batch showed is known at the next
+
+    run = train(Unpads(), tmp_path, [batch(16, 4), batch(16, 8), batch(12, 3)], after=after)
+    real = [2 * 4, 2 * 4, 2 * 3]
+    assert run.model_flops == [3 * 2 * tokens * WIDTH * WIDTH for tokens in real]
+    assert run.methods == {"count on fake tensors, counted once per shape and values"}
+    assert any("those of the first batch of its shape" in text for text in run.summary["warnings"])
+
+
+def test_a_flat_row_of_documents_tells_tokens_and_no_samples(tmp_path: Path) -> None:
+    class Flat(Mlp):
+        def forward(self, input_ids: Tensor, cu_seqlens: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(nn.functional.one_hot(input_ids, WIDTH).float()).sum()
+
+    ends = torch.tensor([0, 5, 12])
+    run = train(Flat(), tmp_path, [{"input_ids": torch.zeros(12, dtype=torch.long), "cu_seqlens": ends}] * 2)
+    for row in run.rows:
+        assert round(row["perf/tokens_per_second"] * row["perf/step_time"]) == 12
+        assert "perf/samples_per_second" not in row
+
+
 @bug("under vmap the hook sees one sample")
 def test_per_sample_gradients_are_counted_for_all_samples(tmp_path: Path) -> None:
     def call(model: nn.Module, samples: int) -> Tensor:
@@ -823,7 +860,6 @@ def test_positional_only_arguments(tmp_path: Path) -> None:
     assert run.methods == {"closed form"}
 
 
-@bug("choices in a dimension of their own: no fit, and the estimate takes each sample for one token")
 def test_multiple_choice(tmp_path: Path) -> None:
     sizes = {"hidden_size": 60, "num_hidden_layers": 2, "num_attention_heads": 5, "intermediate_size": 140}
     model = hf.BertForMultipleChoice(hf.BertConfig(vocab_size=127, **sizes)).train()

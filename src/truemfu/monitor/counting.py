@@ -24,9 +24,9 @@ import torch
 from torch import nn
 
 from ..convention import Convention
-from ..errors import TruemfuError, one_line
+from ..errors import TruemfuError, TruemfuWarning, one_line
 from ..flops.background import background
-from ..flops.closed_form import FlopModel, device_of
+from ..flops.closed_form import PER_VALUES, FlopModel, device_of
 from ..flops.count import uncounted_notice
 from ..flops.estimate import Estimator
 from ..flops.flop_count import FlopCount
@@ -148,6 +148,8 @@ class Counting:
         self.executed_ratio: float | None = None
         """Executed FLOPs over those counted, of the last profiled step or the last window of counters."""
         self.executed_method = "profiler"
+        self.values_matter = False
+        """Whether the integers of a batch, beyond its shape, were seen to decide its work."""
 
     @property
     def estimates_only(self) -> bool:
@@ -277,6 +279,12 @@ class Counting:
                 return None
         if count is not None:
             self.notes.update(dict.fromkeys(count.notes))
+            if PER_VALUES in count.method:
+                self.values_matter = True
+                self._notice(
+                    "the model's work depends on the values of a batch (a mask, labels, a number): the "
+                    "FLOPs of a step are those of the first batch of its shape"
+                )
             text = uncounted_notice(count)
             if text is not None:
                 self._notice(text)
@@ -293,6 +301,8 @@ class Counting:
         if form is None:
             try:
                 form = FlopModel.fit(model, batch, convention=self.convention)
+            except TruemfuWarning:  # a filter makes an error of it: whoever keeps warnings tries again
+                raise
             except Exception as error:
                 self._notice(f"the model cannot be counted, its FLOPs are estimated: {one_line(error)}")
             if shares:

@@ -75,7 +75,7 @@ class Measuring:
         last = self.state
         if last is not None and last.still_holds(model):
             if self.is_counted and not last.forms:
-                counting.fit_on_training_thread(last, model, note, batch)
+                self._notices.among(lambda: counting.fit_on_training_thread(last, model, note, batch))
             return
         if is_tensor_parallel(model):
             self._notices(
@@ -84,10 +84,10 @@ class Measuring:
             )
             self.state = None
             return
-        self.state = ModelState.of(model, number=self._states_made, last=last)
+        self.state = state = ModelState.of(model, number=self._states_made, last=last)
         self._states_made += 1
         if self.is_counted:
-            counting.fit_on_training_thread(self.state, model, note, batch)
+            self._notices.among(lambda: counting.fit_on_training_thread(state, model, note, batch))
 
     def plan_next(self, done: int) -> None:
         """Decide after so many steps whether the next one measures, and when to decide again."""

@@ -496,6 +496,7 @@ class TrainingMonitor:
             self._set_up(self._model_device(batch or {}))
         self._stop_usual()  # sending anything is left to `log_step`: this may be inside a capture
         batches = self._batches
+        batches.keeps_integers = self._counting.values_matter
         template = batches.template_of(batch)
         if template is None:
             batches.is_incomplete = True

@@ -150,6 +150,8 @@ class BatchNotes:
         self.has_notes = False
         """Whether the step under way has a micro-batch yet."""
         self.is_incomplete = False
+        self.keeps_integers = False
+        """Whether the first batch of every shape keeps its integers, not only that of every kind."""
         self.is_new_kind = False
         """Whether a batch of a kind not seen before came: there is something to count."""
 
@@ -254,7 +256,7 @@ class BatchNotes:
         for key, value in batch.items():
             if not isinstance(value, torch.Tensor):
                 example[key] = tree_map(_without_data, value)
-            elif is_first or not _has_values(value):
+            elif is_first or self.keeps_integers or not _has_values(value):
                 example[key] = _without_data(value)
             else:
                 example[key] = value.to("meta")
@@ -399,6 +401,8 @@ def _extent(batch: Batch) -> tuple[int | None, int | None]:
         inner = [v for v in batch.values() if isinstance(v, Mapping)]
         return _extent(inner[0]) if len(inner) == 1 else (None, None)
     first = tensors[0]
+    if first.dim() == 1 and "input_ids" in batch and any(key in batch for key in CUMULATIVE):
+        return None, int(first.numel())  # one row of documents: nobody says what a sample is
     is_tokens = first.dim() == 2 and not first.is_floating_point()
     return int(first.shape[0]), int(first.numel()) if is_tokens else None
 
