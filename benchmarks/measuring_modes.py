@@ -39,6 +39,7 @@ import torch
 import truemfu
 from source_id import source_id
 from truemfu import TrainingMonitor
+from truemfu.hardware.detect import override_flops_per_s
 from truemfu.hardware.sampler import Sampler
 from truemfu.sweep.models import build_reference_model, parameter_count
 
@@ -228,6 +229,8 @@ def main() -> None:
         f"batch {options.batch} × {options.seq}, AdamW, {'compiled' if options.compile else 'eager'}, "
         f"{options.steps:,} steps, {options.rounds} blocks"
     )
+    if (peak := override_flops_per_s()) is not None:
+        say(f"peak {peak / 1e12:g} TFLOP/s, as TRUEMFU_PEAK_TFLOPS says")
     for _ in range(WARM_UP_STEPS):
         training.step()
     with tempfile.TemporaryDirectory() as temporary:
