@@ -45,9 +45,7 @@ def padded(real: int, samples: int = 2, length: int = 16, device: str = "cpu") -
 @pytest.mark.parametrize("first", [16, 4], ids=["first without padding", "first with padding"])
 def test_a_model_that_leaves_padding_out_is_counted_by_values(first: int) -> None:
     model = Unpads()
-    with pytest.warns(
-        TruemfuWarning, match="the work may depend on the values of a batch .* TrainingMonitor"
-    ):
+    with pytest.warns(TruemfuWarning, match="the work may depend on the values of a batch"):
         f = FlopModel.fit(model, padded(first))
     assert not f.closed
     for real in (16, 4, 8, 4):

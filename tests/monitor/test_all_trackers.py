@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.wandb_records import history
 
 from truemfu import TrainingMonitor
 from truemfu.errors import TruemfuWarning
@@ -91,21 +92,6 @@ def run_program(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return done
 
 
-def wandb_rows(folder: Path) -> list[dict[str, Any]]:
-    """The rows of the one offline run under `folder`, as W&B's own reader gives them."""
-    from wandb.util import get_core_path
-
-    (file,) = folder.glob("wandb/offline-run-*/*.wandb")
-    command = [get_core_path(), "leet", "inspect", "--no-observability", "--json", "--run-file", str(file)]
-    for _ in range(50):
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        records = [json.loads(line) for line in done.stdout.splitlines()]
-        if any(record["type"] == "exit" for record in records):
-            break
-        time.sleep(0.1)  # on a busy machine W&B writes the file a moment after the run is finished
-    return [record["history"]["item"] for record in records if record["type"] == "history"]
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("run")
@@ -158,7 +144,7 @@ def test_trackio_holds_every_step(run: Any, local: dict[int, dict[str, Any]]) ->
 
 
 def test_wandb_holds_every_row_of_ours_and_of_the_users(run: Any, local: dict[int, dict[str, Any]]) -> None:
-    rows = wandb_rows(run[0])
+    rows = history(run[0])
     theirs = {row["mine"]: row["_step"] for row in rows if "mine" in row}
     assert theirs == {step: 7 * step for step in range(1, STEPS + 1)}
     ours = {row["global_step"]: row["training/loss"] for row in rows if "global_step" in row}
@@ -200,7 +186,7 @@ train(range(31, 61))
 
 def test_a_program_that_just_ends_loses_no_row_of_a_wandb_run_that_we_opened(tmp_path: Path) -> None:
     run_program(JUST_ENDS, tmp_path)
-    rows = wandb_rows(tmp_path / "out")
+    rows = history(tmp_path / "out")
     assert [(row["global_step"], row["training/loss"]) for row in rows] == [
         (step, step / 2) for step in range(1, 61)
     ]
@@ -462,7 +448,7 @@ def test_a_wandb_run_of_the_user_gets_each_row_once_or_not_at_all(
     trackers: str, each_step: int, tmp_path: Path
 ) -> None:
     done = run_program(WITH_A_RUN_OF_THE_USER.format(trackers=trackers), tmp_path)
-    rows = wandb_rows(tmp_path)
+    rows = history(tmp_path)
     assert [row["global_step"] for row in rows if "global_step" in row] == list(range(1, 21)) * each_step
     assert [row["mine"] for row in rows if "mine" in row] == [1]
     says_so = "tracker WandbTracker is left out: one for W&B is there already" in done.stderr

@@ -32,6 +32,7 @@ from benchmarks.cases import CASES, Case, case
 from truemfu import TrainingMonitor, calculate_precise_mfu, count_flops, profile_model_flops
 from truemfu.errors import TruemfuWarning
 from truemfu.monitor.counting import Counting
+from truemfu.monitor.summary import lines_of
 
 SLOW = ("mamba", "llama-compiled", "gpt2-compiled", "resnet-compiled")
 """A sequential scan and compilations take up to half a minute each; their counts are held by tests/flops."""
@@ -596,6 +597,7 @@ def test_a_checkpoint_around_the_model_is_recomputation(tmp_path: Path) -> None:
     assert run.executed == [None, None]
     (said,) = run.summary["warnings"]
     assert said.startswith("HFU is not known: a checkpoint around the whole model")
+    assert dict(lines_of(run.summary))["HFU, median"] == "unknown (what was executed was not measured)"
 
 
 def test_the_profiler_measures_what_a_checkpoint_around_the_model_runs_again(tmp_path: Path) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from math import nan
 from pathlib import Path
@@ -15,7 +13,7 @@ from typing import Any
 
 import pytest
 import wandb
-from wandb.util import get_core_path
+from tests.wandb_records import history, records
 
 from truemfu.trackers import wandb as tracker_module
 from truemfu.trackers.lane import Lane
@@ -37,25 +35,6 @@ def _offline(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def their_run(folder: Path, **more: Any) -> Any:
     return wandb.init(project="theirs", dir=folder, mode="offline", **more)
-
-
-def records(folder: Path, kind: str) -> list[dict[str, Any]]:
-    """The records of this kind in the one offline run under `folder`, as W&B's own reader gives them."""
-    (file,) = folder.glob("wandb/offline-run-*/*.wandb")
-    # What `wandb leet inspect` calls, without the second that its own start takes.
-    options = ["--no-observability", "--json", "--run-file", str(file)]
-    command = [get_core_path(), "leet", "inspect", *options]
-    for _ in range(50):
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        lines = [json.loads(line) for line in done.stdout.splitlines()]
-        if any(line["type"] == "exit" for line in lines):
-            break
-        time.sleep(0.1)  # on a busy machine W&B writes the file a moment after the run is finished
-    return [line[kind] for line in lines if line["type"] == kind]
-
-
-def history(folder: Path) -> list[dict[str, Any]]:
-    return [record["item"] for record in records(folder, "history")]
 
 
 def ours(rows: list[dict[str, Any]]) -> list[int]:

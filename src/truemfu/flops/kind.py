@@ -17,8 +17,7 @@ from .terms import Sizes
 PER_SHAPE = "counted once per shape"
 PER_VALUES = f"{PER_SHAPE} and values"
 _VALUES_MATTER = (
-    "the work may depend on the values of a batch (a mask, labels, a number); a TrainingMonitor keeps those "
-    "of the first batch of a shape alone, and its figures are for that one"
+    "the work may depend on the values of a batch (a mask, labels, a number), not on its shapes alone"
 )
 _MAX_SHAPES_KEPT = 1024
 _MAX_SHAPES_EXPORTED = 64

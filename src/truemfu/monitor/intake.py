@@ -64,7 +64,10 @@ class Intake:
         """Tokens of a mask, and how many of them are real."""
         if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
             got = f"{mask.dim()} dimensions" if isinstance(mask, torch.Tensor) else type(mask).__name__
-            self._notices(f"attention_mask is not used: expected a tensor of samples × length, got {got}")
+            self._notices(
+                f"attention_mask is not used: expected a tensor of samples × length, got {got}",
+                about="attention_mask",
+            )
             return None, None
         try:
             return mask.numel(), self._values.tokens_in(mask)

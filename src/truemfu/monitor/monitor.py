@@ -30,6 +30,7 @@ from ..hardware.detect import override_flops_per_s, spec_of
 from ..hardware.executed import has_rate
 from ..records import RUN_FILE
 from ..trackers.base import Tracker
+from .attachment import Attachment
 from .audit_step import AuditStep
 from .clock import StepClock, clock_for
 from .compilations import compilations
@@ -39,11 +40,11 @@ from .data import WatchedData
 from .datasets import DatasetMetrics, PendingDatasetMetrics, shifts_labels
 from .hardware_watch import HardwareWatch, open_watch
 from .hardware_windows import HardwareWindows
-from .host_values import MAX_KEPT, HostValues, SentNumbers
+from .host_values import HostValues, SentNumbers
 from .intake import Intake
 from .measuring import Measuring
 from .notices import Notices
-from .observe import Attachment, Batch, BatchNotes, backward_number
+from .observe import Batch, BatchNotes, backward_number
 from .output import Output
 from .ranks import RankLink
 from .resolver import Resolver
@@ -344,11 +345,9 @@ class TrainingMonitor:
             if self._audit is not None:
                 self._audit.close(self._logged)
             self._close_watch()
-        summary = self.summary()
         if self._ranks.is_first:
-            self._output.close(summary, _CLOSE_TIMEOUT_S)
-            summary["warnings"] = list(self._notices.texts)
-            show(summary)
+            self._output.close(self.summary, _CLOSE_TIMEOUT_S)
+            show(self.summary())
 
     def _send_all(self) -> bool:
         """Have all that is needed for the rows of the steps so far under way; whether that went well."""
@@ -650,7 +649,6 @@ class TrainingMonitor:
         self._thread = threading.get_ident()
         self._usual.open(
             until_s,
-            MAX_KEPT,
             batch=batch,
             common=Common(self._batches.usual_note, measuring.state, measuring.is_counted),
             last_step=last_step,

@@ -58,8 +58,6 @@ class Output:
         """Works out what is not yet a row; called before a W&B run that the user ends is closed."""
         self.close_at_exit: Callable[[], None] | None = None
         """Closes the monitor; called, where set, when the process ends and W&B can still be written to."""
-        self._said: list[str] = []
-        self._told_lost: list[str] = []
         self._log_path = output_dir / log_file
         self._local: Lane | None = None
         self._remote: list[Lane] = []
@@ -126,40 +124,33 @@ class Output:
                 continue
             if lane is not self._local:
                 self._slow.add(lane)
-            self._say(f"tracker {lane.name} did not take its rows within {timeout_s:.0f} s")
+            self._notice(f"tracker {lane.name} did not take its rows within {timeout_s:.0f} s")
 
     def _finish_rows_of(self, lane: Lane) -> None:
         """The program ends the run that this lane writes to: the last chance, so it is waited for again."""
         self._slow.discard(lane)
         self.finish_rows()
 
-    def close(self, summary: dict[str, Any], timeout_s: float) -> None:
-        """Finish every tracker, complete what the summary says of them, and write it beside the log."""
+    def close(self, summarize: Callable[[], Mapping[str, Any]], timeout_s: float) -> None:
+        """Finish every tracker, and write the run beside the log with its summary, as it is after that."""
         ends_s = time.monotonic() + timeout_s
+        summary = summarize()
         for lane in self._lanes():
             lane.ask_to_finish(summary)
         for lane in self._lanes():
             lane.close(summary, max(ends_s - time.monotonic(), 0))
-        told = self._told_lost
-        summary["lost"] = [text for text in summary["lost"] if text not in told] + self.lost()
-        summary["warnings"] += [text for text in self._said if text not in summary["warnings"]]
         if self._is_started:
+            summary = summarize()
             at_the_end = {key: summary[key] for key in self._run_info if key in summary}
             self._write_run({**self._run(), **at_the_end, "summary": summary})
 
     def lost(self) -> list[str]:
         """What did not reach a tracker, in words."""
-        self._told_lost = [
+        return [
             f"{lane.lost_rows:,} rows of tracker {lane.name}" + (f": {lane.error}" if lane.error else "")
             for lane in self._lanes()
             if lane.lost_rows or lane.error
         ]
-        return list(self._told_lost)
-
-    def _say(self, text: str) -> None:
-        if text not in self._said:
-            self._said.append(text)
-        self._notice(text)
 
     def _lanes(self) -> list[Lane]:
         return [*([self._local] if self._local is not None else []), *self._remote]
@@ -172,7 +163,7 @@ class Output:
         for tracker in self._wanted or ():
             self._open(tracker)
         run = self._run()
-        self._local = Lane(JsonArrayFile(self._log_path, notice=self._say), "file", notice=self._say)
+        self._local = Lane(JsonArrayFile(self._log_path, notice=self._notice), "file", notice=self._notice)
         is_none_wanted = self._wanted == ()
         if _wandb_is_active() and not is_none_wanted and not self._has_wandb:
             self._open("wandb")
@@ -185,12 +176,12 @@ class Output:
         try:
             tracker = make_tracker(wanted, self._dir)
         except Exception as error:
-            self._say(f"tracker {name} is left out: {one_line(error)}")
+            self._notice(f"tracker {name} is left out: {one_line(error)}")
             return
-        lane = Lane(tracker, name, flush_every_s=_REMOTE_FLUSH_S, notice=self._say)
+        lane = Lane(tracker, name, flush_every_s=_REMOTE_FLUSH_S, notice=self._notice)
         if isinstance(tracker, WandbTracker):
             if self._has_wandb:
-                self._say(f"tracker {name} is left out: one for W&B is there already")
+                self._notice(f"tracker {name} is left out: one for W&B is there already")
                 return
             self._has_wandb = True
             tracker.before_end = lambda: self._finish_rows_of(lane)
@@ -217,13 +208,13 @@ class Output:
             temporary.write_bytes(msgspec.json.format(msgspec.json.encode(run), indent=2))
             os.replace(temporary, path)
         except OSError as error:
-            self._say(f"{path.name} could not be written: {error}")
+            self._notice(f"{path.name} could not be written: {error}")
 
     def _check_folder(self) -> None:
         try:
             self._dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            self._say(f"the output folder cannot be made, nothing is logged locally: {error}")
+            self._notice(f"the output folder cannot be made, nothing is logged locally: {error}")
 
 
 def _wanted(

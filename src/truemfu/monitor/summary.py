@@ -112,7 +112,8 @@ def _executed(hardware: Mapping[str, Any]) -> str:
 
 
 def _hfu(summary: Mapping[str, Any]) -> str:
-    text = _share(summary["median_hfu"], _why_no_mfu(summary))
+    why_not = _why_no_mfu(summary) if summary["median_mfu"] is None else "what was executed was not measured"
+    text = _share(summary["median_hfu"], why_not)
     method = summary.get("hfu_method")
     return text if method is None or summary["median_hfu"] is None else f"{text} by {method}"
 

@@ -23,7 +23,7 @@ import torch
 from .clock import CudaClock, HostClock, Mark, as_mark, seconds_between
 from .compilations import graph_counters
 from .counting import ModelState
-from .host_values import SentNumbers, Unseen
+from .host_values import MAX_KEPT, SentNumbers, Unseen
 from .metrics import StepTime
 from .observe import (
     BatchNote,
@@ -94,7 +94,6 @@ class UsualSteps:
         "_mark",
         "_micro_batches",
         "_names",
-        "_room",
         "_steps",
         "_types",
         "_until_s",
@@ -107,7 +106,7 @@ class UsualSteps:
 
     def __init__(self) -> None:
         self._until_s = _CLOSED_S
-        self._micro_batches = self._room = self._compilations = self._last_step = self._until_step = 0
+        self._micro_batches = self._compilations = self._last_step = self._until_step = 0
         self._steps: list[tuple[Any, ...]] = []
         self._names: tuple[Any, ...] = ()
         self._autocast: tuple[Any, ...] = ()
@@ -124,7 +123,6 @@ class UsualSteps:
     def open(
         self,
         until_s: float,
-        room: int,
         *,
         batch: UsualBatch,
         common: Common,
@@ -134,14 +132,13 @@ class UsualSteps:
         compilations: int,
         mark: Callable[[float], Mark] | None,
     ) -> None:
-        """Take steps of such batches until then, so many at most, and those before `until_step`; `types` of
-        loss and gradient norm.
+        """Take steps of such batches until then and before `until_step`; `types` of loss and gradient norm.
 
         Where the device cannot do without, `mark` marks the end of each of them.
         """
         self._names, self._looks = tuple(batch.looks), tuple(batch.looks.values())
         self._autocast = batch.autocast
-        self._until_s, self._room, self.common = until_s, room, common
+        self._until_s, self.common = until_s, common
         self._micro_batches, self._last_step, self._until_step, self._types = 0, last_step, until_step, types
         self._counters, self._compilations, self._mark = graph_counters(), compilations, mark
 
@@ -218,7 +215,7 @@ class UsualSteps:
 
         It waited for data as long as it is told, else from the last end until its first micro-batch.
         """
-        if now_s >= self._until_s or not self._micro_batches or len(self._steps) >= self._room:
+        if now_s >= self._until_s or not self._micro_batches or len(self._steps) >= MAX_KEPT:
             return False
         counters = self._counters or graph_counters()  # torch may load them at any time
         stats = None if counters is None else counters.get("stats")
