@@ -311,3 +311,18 @@ def test_a_lane_in_a_forked_worker_leaves_the_file_alone(tmp_path: Path) -> None
     assert os.waitpid(child, 0)[1] == 0
     lane.close({}, timeout_s=10)
     assert steps(path) == [1]
+
+
+def test_a_row_that_cannot_be_written_takes_no_other_with_it(tmp_path: Path) -> None:
+    class Odd:
+        def __float__(self) -> float:
+            raise RuntimeError("odd")
+
+    log = JsonArrayFile(tmp_path / "log.json")
+    log.start({})
+    for step, value in enumerate([1.0, Odd(), 3.0]):
+        log.log(step, {"a": value})
+    with pytest.raises(RuntimeError, match="odd"):
+        log.flush()
+    log.finish({})
+    assert [row["a"] for row in json.loads((tmp_path / "log.json").read_text())] == [1.0, 3.0]

@@ -5,9 +5,9 @@
     {"global_step": 2, "training/loss": 2.4}
     ]
 
-Rows are encoded when they are logged and written when they are flushed, in one `pwrite` that starts on the
-closing bracket and ends with a new one. A process killed inside that write leaves a torn last row, which the
-next start cuts off; every row flushed before is whole.
+Rows are encoded together when they are flushed, and written in one `pwrite` that starts on the closing
+bracket and ends with a new one. A process killed inside that write leaves a torn last row, which the next
+start cuts off; every row flushed before is whole.
 
 A log that is there already is continued. A run that restarts from step n replays steps, so a step can stand
 in the file more than once: the last row of a step is the one that counts.
@@ -46,11 +46,13 @@ class JsonArrayFile:
     def __init__(self, path: str | os.PathLike[str], *, notice: Callable[[str], None] = warn_once) -> None:
         self.path = Path(path)
         self._notice = notice
-        self._encode = msgspec.json.Encoder().encode
+        encoder = msgspec.json.Encoder()
+        self._encode, self._encode_lines = encoder.encode, encoder.encode_lines
         self._fd: int | None = None
         self._end = 0
         self._is_empty = True
-        self._waiting: list[bytes] = []
+        self._waiting: list[Mapping[str, Any]] = []
+        self._unwritable: Exception | None = None
 
     def start(self, run: Mapping[str, Any]) -> None:
         """Open the file, mend or move aside what is there. The run itself is not written: rows alone are."""
@@ -62,15 +64,24 @@ class JsonArrayFile:
         self._end, self._is_empty = self._continue()
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Encode a row; it is written by the next flush."""
-        row = {"global_step": step, **metrics}
+        """Take a row, which is ours from now on; it is written by the next flush."""
+        self._waiting.append(metrics if "global_step" in metrics else {"global_step": step, **metrics})
+
+    def _encoded(self, rows: list[Mapping[str, Any]]) -> bytes:
+        """Rows as they stand in the file."""
         try:
-            encoded = self._encode(row)
-        except (TypeError, ValueError):  # a number of another library, half of a surrogate pair
-            encoded = b""
-        if not encoded or _NULL in encoded:
-            encoded = self._encoded_with_care({"global_step": step, **known(metrics)})
-        self._waiting.append(encoded)
+            lines = self._encode_lines(rows)
+        except Exception:  # a number of another library, half of a surrogate pair: each row for itself
+            lines = b""
+        if lines and _NULL not in lines:
+            return lines[:-1].replace(b"\n", b",\n")  # a line of JSON has no other
+        encoded = []
+        for row in rows:
+            try:
+                encoded.append(self._encoded_with_care(known(row)))
+            except Exception as error:
+                self._unwritable = error
+        return b",\n".join(encoded)
 
     def _encoded_with_care(self, row: dict[str, Any]) -> bytes:
         """With the names of what is not finite, and of numbers of any library."""
@@ -88,9 +99,13 @@ class JsonArrayFile:
         """Write the rows that wait; the file loads before and after, and also where the disk is full."""
         if not self._waiting:
             return
-        rows, self._waiting = b",\n".join(self._waiting), []
-        self._write((b"\n" if self._is_empty else b",\n") + rows)
-        self._is_empty = False
+        waiting, self._waiting = self._waiting, []
+        if rows := self._encoded(waiting):
+            self._write((b"\n" if self._is_empty else b",\n") + rows)
+            self._is_empty = False
+        if self._unwritable is not None:
+            error, self._unwritable = self._unwritable, None
+            raise error
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write the rest and close."""

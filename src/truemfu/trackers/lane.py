@@ -15,7 +15,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -71,10 +71,14 @@ class Lane:
         self._thread.start()
 
     def put(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Leave a row for the tracker: one append, never blocks, never raises. One thread puts."""
+        """Leave a row for the tracker: never blocks, never raises. One thread puts."""
+        self.put_all([(step, metrics)])
+
+    def put_all(self, rows: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
+        """Leave rows for the tracker."""
         if not self._is_off:
-            self._rows.append((step, metrics))
-        self._put += 1
+            self._rows.extend(rows)
+        self._put += len(rows)
 
     def wake(self) -> None:
         """Let the thread hand over what was put."""
