@@ -12,7 +12,7 @@ host's clock does not. So while the device keeps up and the two agree on how lon
 seconds has an event; those between are placed by the host's clock, stretched so that from event to event the
 time is the device's:
 
-    event ── · ── · ── · ── · ── event      2 % apart in the mean of 32 steps, less than half a step behind
+    event ── · ── · ── · ── · ── event      2 % apart in the mean of 32 steps, less than a quarter step behind
     event ─ event ─ event ─ event ─ event   until that is known, and as soon as it is not so any more
 """
 
@@ -24,6 +24,7 @@ import math
 import statistics
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -35,9 +36,9 @@ _EVENT_EVERY_S = 10.0
 _STEPS_TO_AGREE = 32
 _APART = 0.02
 """What host and device may differ by in the length of a step, on average."""
-_LAG_IN_STEPS = 0.5
+_LAG_IN_STEPS = 0.25
 """How far the device may be behind the host: further, and a long step would be taken for a later one."""
-_LAG_CHANGE_IN_STEPS = 0.5
+_LAG_CHANGE_IN_STEPS = 0.25
 """By how much it may fall behind, or get ahead, while not every step has an event."""
 _BOTH = "CUDA events, the host's clock between them while both agree"
 _MAX_EVENTS = 20_000
@@ -78,6 +79,10 @@ class HostClock:
     def has_passed(self, mark: Mark) -> bool:
         """Whether the device has got as far as this mark."""
         return True
+
+    def device_s(self, moments_s: Sequence[float]) -> Sequence[float | None] | None:
+        """When the device was where the host was in these moments, in their order; None until it is there."""
+        return moments_s
 
 
 class CudaClock:
@@ -144,6 +149,21 @@ class CudaClock:
             mark.device_s = _between(reached[0], reached[min(1, len(reached) - 1)], mark.host_s)
         return True
 
+    def device_s(self, moments_s: Sequence[float]) -> Sequence[float | None] | None:
+        """When the device was where the host was in these moments, in their order; None until it is there."""
+        reached, last_s = self._reached, moments_s[-1]
+        if not reached or reached[-1].host_s < last_s:
+            self.look()
+            if not reached or reached[-1].host_s < last_s:
+                return None
+        found: list[float | None] = []
+        for moment_s in moments_s:
+            while len(reached) > 1 and reached[1].host_s <= moment_s:
+                reached.popleft()
+            first, second = reached[0], reached[min(1, len(reached) - 1)]
+            found.append(_between(first, second, moment_s) if first.host_s <= moment_s else None)
+        return found
+
     def look(self) -> None:
         """See how far the device is, also where nobody asks yet: that tells how far it is behind."""
         while self._reach_next():
@@ -161,7 +181,9 @@ class CudaClock:
             if _age_s(mark) > _LAG_IN_STEPS * self._step_s:
                 self._mark_every_step()
             return False
-        if not self._with_event:  # the newest: the device is behind by less than its age
+        if not self._with_event and mark.steps is not None:
+            # The newest: the device is behind by less than its age. In a moment between steps somebody may
+            # have waited for the device, which tells nothing of how far behind it is while it trains.
             self._lag_s = min(self._lag_s, _age_s(mark))
         last = self._reached[-1] if self._reached else None
         if last is None:
