@@ -85,16 +85,16 @@ def test_a_warm_up_is_marked_and_out_of_the_medians() -> None:
     window = Window()
     slow = performance(dataclasses.replace(STEP, warmup=True), TIME._replace(elapsed_s=60.0))
     assert slow["perf/warmup"] is True
-    window.add(slow)
+    window.add_all([slow])
     for elapsed_s in (0.5, 0.5, 1.0):
-        window.add(performance(STEP, TIME._replace(elapsed_s=elapsed_s)))
+        window.add_all([performance(STEP, TIME._replace(elapsed_s=elapsed_s))])
     assert window.medians() == {"perf/step_time_median": 0.5, "perf/mfu_median": 0.4}
 
 
 def test_the_window_forgets() -> None:
     window = Window(steps=3)
     for elapsed_s in (9.0, 9.0, 1.0, 2.0, 3.0):
-        window.add(performance(STEP, TIME._replace(elapsed_s=elapsed_s)))
+        window.add_all([performance(STEP, TIME._replace(elapsed_s=elapsed_s))])
     assert window.medians()["perf/step_time_median"] == 2.0
 
 

@@ -6,7 +6,9 @@ every decision is made as it would be there.
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 import threading
 import time
 import warnings
@@ -19,14 +21,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from truemfu import TrainingMonitor
+from truemfu.monitor import attachment, resolver, usual_steps
 from truemfu.monitor import clock as clock_module
-from truemfu.monitor import usual_steps
+from truemfu.monitor.attachment import Attachment
 from truemfu.monitor.clock import CudaClock
 from truemfu.monitor.host_values import HostValues
-from truemfu.monitor.resolver import Resolver
-from truemfu.monitor.step_note import StepPlace
+from truemfu.monitor.observe import BatchNotes
 from truemfu.monitor.usual_steps import UsualSteps
 from truemfu.records import RUN_FILE
 
@@ -244,9 +247,10 @@ def test_another_shape_in_the_middle_of_a_step_is_seen(run: Run) -> None:
 
 def test_autocast_and_evaluation_are_seen(run: Run) -> None:
     run.step()
+    kept = len(run.monitor._usual._kept)
     with torch.no_grad():
         run.model(x=torch.randn(4, 8))
-    assert run.monitor._usual._micro_batches == 0
+    assert len(run.monitor._usual._kept) == kept
     with torch.autocast("cpu", dtype=torch.bfloat16):
         run.step()
     assert run.usual == 0  # autocast is no usual batch
@@ -256,17 +260,28 @@ def test_autocast_and_evaluation_are_seen(run: Run) -> None:
 def test_vmap_and_nested_tensors_are_no_usual_batches(run: Run) -> None:
     run.step()
     with pytest.warns(UserWarning, match="cannot be told to a count"):
-        torch.vmap(lambda _: run.model(x=torch.ones(4, 8)))(torch.zeros(3))
-    run.log(torch.zeros(()), 0)
+        torch.vmap(lambda x: run.model(x=x))(torch.zeros(3, 4, 8))
+        run.log(torch.zeros(()), 0)
+        run.step()
+        row = run.check()[-2]
+    assert "perf/tflops_per_gpu" not in row
+    assert "perf/samples_per_second" not in row
+    usual = run.monitor._usual
     run.step()
-    assert not run.monitor._usual.saw((), {"x": torch.nested.nested_tensor([torch.ones(4, 8)])})
-    assert not run.monitor._usual.saw((), {"x": [torch.ones(4, 8)]})
-    assert not run.monitor._usual.saw((), {"y": torch.ones(4, 8)})
-    assert not run.monitor._usual.saw((), {})
+    run.step()
+    assert usual.is_open
+    assert usual._is_usual((), {"x": torch.ones(4, 8)})
+    assert not usual._is_usual((), {"x": torch.nested.nested_tensor([torch.ones(4, 8)])})
+    assert not usual._is_usual((), {"x": [torch.ones(4, 8)]})
+    assert not usual._is_usual((), {"y": torch.ones(4, 8)})
+    assert not usual._is_usual((torch.ones(4, 8),), {})
+    assert not usual._is_usual((), {})
     run.check()
 
 
-def test_arguments_by_place_are_taken_for_what_they_were_by_place(run: Run) -> None:
+def test_arguments_by_place_are_taken_for_what_they_were_by_place(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of a forward(x, y) a first argument by place is x, whatever came by name before."""
 
     class Two(Model):
@@ -275,9 +290,12 @@ def test_arguments_by_place_are_taken_for_what_they_were_by_place(run: Run) -> N
 
     run.model = Two()
     run.monitor.attach(run.model)
-    seen = []
-    note = run.monitor._note
-    run.monitor._note = lambda batch, now_s: seen.append(list(batch)) or note(batch, now_s)  # type: ignore[method-assign]
+    seen: list[list[str]] = []
+    for name in ("note", "note_later"):
+        note = getattr(BatchNotes, name)
+        monkeypatch.setattr(
+            BatchNotes, name, lambda self, b, *a, note=note: seen.append(list(b)) or note(self, b, *a)
+        )
     x = torch.randn(4, 8)
     for by_name in (True, False, True):
         seen.clear()
@@ -285,10 +303,11 @@ def test_arguments_by_place_are_taken_for_what_they_were_by_place(run: Run) -> N
             loss = run.model(y=x) if by_name else run.model(x)
             loss.backward()
             run.log(loss, 4)
-        assert seen[0] == (["y"] if by_name else ["x"])
         run.monitor.save_logs()
-        loss = run.model(y=x) if by_name else run.model(x)
-        run.log(loss, 4)
+        assert seen[0] == (["y"] if by_name else ["x"])
+        for _ in range(2):
+            loss = run.model(y=x) if by_name else run.model(x)
+            run.log(loss, 4)
         assert run.monitor._usual.is_open
 
 
@@ -323,17 +342,19 @@ def test_arguments_by_name_may_come_in_any_order(run: Run) -> None:
 
 
 def test_one_row_that_fails_takes_no_other_with_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    for _ in range(10):
+    while run.number < 44:
         run.step()
-    reached = run.number - 4
-    complete = Resolver._complete
+    run.rows()
+    while run.number < 54:
+        run.step()
+    assert run.usual >= 6
+    reached = run.monitor.config.detailed_log_freq  # what that row has more cannot be had
+    assert reached == 50
 
-    def failing(self: Resolver, row: dict[str, Any], place: StepPlace) -> None:
-        if place.step == reached:
-            raise RuntimeError("once")
-        complete(self, row, place)
+    def failing(device: torch.device) -> int:
+        raise RuntimeError("once")
 
-    monkeypatch.setattr(Resolver, "_complete", failing)
+    monkeypatch.setattr(resolver, "peak_memory_bytes", failing)
     with pytest.warns(
         UserWarning, match="a step could not be worked out and is not logged: RuntimeError: once"
     ):
@@ -376,7 +397,7 @@ def test_an_interrupt_inside_log_step_loses_nothing(run: Run, monkeypatch: pytes
     loss = run.model(x=torch.randn(4, 8))
     loss.backward()
     with monkeypatch.context() as patched:
-        patched.setattr(usual_steps, "graph_counters", interrupt)
+        patched.setattr(torch.Tensor, "detach", lambda self: interrupt())
         with pytest.raises(KeyboardInterrupt):
             run.monitor.log_step(run.number + 1, 0, loss, loss, 0.1)
     run.check()
@@ -447,6 +468,7 @@ def test_time_is_up_after_a_few_seconds(run: Run) -> None:
     run.monitor._usual._until_s = time.perf_counter()
     run.step()
     assert run.usual == 0
+    run.step()  # looked at
     run.step()
     assert run.usual == 1
     run.check()
@@ -490,11 +512,16 @@ def test_a_frozen_layer_is_noticed_by_the_next_check(tmp_path: Path) -> None:
     run.monitor.close()
 
 
-def test_a_compilation_is_a_warm_up_step(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_a_compilation_is_a_warm_up_step(
+    run: Run, monkeypatch: pytest.MonkeyPatch, is_compiled: bool
+) -> None:
+    """Of a model that is compiled the very step is known; else that it is one of a piece."""
+    monkeypatch.setattr(Attachment, "is_compiled", is_compiled)
     counters: dict[str, dict[str, int]] = {"stats": {"unique_graphs": 0}}
     monkeypatch.setattr("truemfu.monitor.usual_steps.graph_counters", lambda: counters)
     monkeypatch.setattr("truemfu.monitor.compilations.graph_counters", lambda: counters)
-    run.monitor._take_in_usual()
+    run.monitor._watch_again()
     run.step()
     for _ in range(3):
         run.step()
@@ -502,10 +529,12 @@ def test_a_compilation_is_a_warm_up_step(run: Run, monkeypatch: pytest.MonkeyPat
     warm_ups = run.monitor.summary()["warmup_steps"]
     counters["stats"]["unique_graphs"] = 1
     run.step()
-    assert run.usual == 0
+    assert run.usual == (0 if is_compiled else 4)
+    run.rows()
+    run.step()
     run.step()
     run.check()
-    assert run.monitor.summary()["warmup_steps"] == warm_ups + 1
+    assert run.monitor.summary()["warmup_steps"] == warm_ups + (1 if is_compiled else 4)
 
 
 def test_a_loss_changed_in_place_is_missing_not_wrong(run: Run) -> None:
@@ -522,7 +551,7 @@ def test_a_loss_changed_in_place_is_missing_not_wrong(run: Run) -> None:
         run.monitor.save_logs()
     run.check(missing=(run.number,))
     run.step()
-    assert run.monitor._values.usual_type("loss") is float  # copied at once from now on
+    assert not run.monitor._values.may_be_unseen("loss")  # copied at once from now on
 
 
 def test_a_loss_that_comes_at_the_same_place_is_missing_not_wrong(run: Run) -> None:
@@ -556,7 +585,7 @@ def test_tensors_that_are_no_number_are_said(run: Run) -> None:
     run.step()
     run.step()
     assert "training/loss" in run.rows()[-1]
-    assert run.monitor._values.usual_type("loss") is float
+    assert not run.monitor._values.may_be_unseen("loss")
 
 
 def test_an_inference_tensor_is_copied(run: Run) -> None:
@@ -613,25 +642,33 @@ def test_nothing_is_lost_at_the_end(tmp_path: Path) -> None:
     assert json.loads((tmp_path / RUN_FILE).read_text())["time_source"].endswith("both agree")
 
 
-@pytest.mark.parametrize("within", ["functorch_level", "graph_counters"])
+@pytest.mark.parametrize(
+    ("owner", "within"),
+    [(usual_steps, "_are_like"), (torch.Tensor, "detach"), (attachment, "is_grad_enabled")],
+)
 def test_a_handler_of_a_signal_may_save_in_the_middle(
-    run: Run, monkeypatch: pytest.MonkeyPatch, within: str
+    run: Run, monkeypatch: pytest.MonkeyPatch, owner: Any, within: str
 ) -> None:
-    """It runs between any two lines of the training thread; here inside `saw` and inside `took`."""
-    own = getattr(usual_steps, within)
+    """It runs between any two lines of the training thread; here in a look, in `took`, in a forward pass."""
+    own = getattr(owner, within)
     saved = []
+    is_inside = False
 
     def interrupted(*arguments: Any) -> Any:
-        saved.append(run.number)
-        run.monitor.save_logs()
+        nonlocal is_inside
+        if not is_inside:
+            is_inside = True
+            saved.append(run.number)
+            run.monitor.save_logs()
+            is_inside = False
         return own(*arguments)
 
     run.step()
-    monkeypatch.setattr(usual_steps, within, interrupted)
-    for _ in range(20):
+    monkeypatch.setattr(owner, within, interrupted)
+    for _ in range(40):
         run.step(micro_batches=2)
-    assert len(saved) >= 20
-    monkeypatch.setattr(usual_steps, within, own)
+    monkeypatch.setattr(owner, within, own)
+    assert len(saved) >= 3
     run.check()
 
 
@@ -661,8 +698,8 @@ def test_the_hook_sends_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> No
     assert not sent
     loss.backward()
     run.log(loss, 2)
-    assert len(sent) == 2
     run.check()
+    assert sent
 
 
 def test_a_loss_and_a_norm_may_differ_in_shape(run: Run) -> None:
@@ -702,6 +739,9 @@ def test_after_a_failure_the_good_steps_are_there_and_nobody_waits(
     monkeypatch.setattr(UsualSteps, "took", lambda self, *a: 1 / 0)
     with pytest.warns(UserWarning, match="switched off"):
         run.monitor.log_step(run.number + 1, 0, 1.0, 1.0, 0.1)
+    assert CALL not in run.model.__dict__  # and no batch is kept from now on
+    run.model(x=torch.randn(4, 8))
+    assert not run.monitor._usual._kept
     assert len(run.check()) == run.number
 
 
@@ -737,13 +777,428 @@ def test_parts_of_large_storages_are_kept_no_longer_than_a_piece(run: Run) -> No
         run.log(large[run.number], 4)
         large = large.clone()
     run.check()
-    assert run.monitor._values.usual_type("loss") is float
+    assert not run.monitor._values.may_be_unseen("loss")
     for _ in range(4):
         run.model(x=torch.randn(4, 8)).backward()
         run.log(large[run.number], 4)
-    assert run.monitor._values.usual_type("loss") is float
+    assert not run.monitor._values.may_be_unseen("loss")
     assert run.usual == 0
     run.check()
+
+
+CALL = "_compiled_call_impl"
+"""Where torch has what a module calls instead of its own code, and where calls are watched from outside."""
+
+
+def test_the_model_has_no_hook_while_steps_are_usual(run: Run) -> None:
+    run.step()
+    assert not run.model._forward_pre_hooks
+    assert CALL in run.model.__dict__
+    run.monitor.detach()
+    assert CALL not in run.model.__dict__
+    assert not run.model._forward_pre_hooks
+
+
+def test_a_copy_of_the_model_is_watched_by_nobody(run: Run) -> None:
+    run.step()
+    copies = [copy.copy(run.model), copy.deepcopy(run.model), pickle.loads(pickle.dumps(run.model))]
+    run.step()
+    kept = len(run.monitor._usual._kept)
+    for other in copies:
+        assert CALL not in other.__dict__
+        other.layer = nn.Linear(8, 8)
+        nn.init.zeros_(other.layer.weight)
+        nn.init.ones_(other.layer.bias)
+        assert other(x=torch.randn(4, 8)) == 1.0
+    assert len(run.monitor._usual._kept) == kept
+    run.step()
+    run.check()
+
+
+class TakesAllAlong(Model):
+    """Its copies are made of all its attributes, as a LightningModule's are."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+
+class CopiesItself(Model):
+    def __deepcopy__(self, memo: Any) -> Model:
+        other = Model()
+        other.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return other
+
+
+class CopiesItsAttributes(Model):
+    def __copy__(self) -> Model:
+        other = Model()
+        other.__dict__.update(self.__dict__, _modules=dict(self._modules))
+        return other
+
+
+def test_a_model_that_shares_its_attributes_with_a_copy_has_the_hook(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.model = CopiesItsAttributes()
+    run.monitor.attach(run.model)
+    run.settle()
+    other = copy.copy(run.model)
+    other.layer = nn.Linear(8, 8)
+    nn.init.zeros_(other.layer.weight)
+    nn.init.ones_(other.layer.bias)
+    with torch.no_grad():
+        assert other(x=torch.randn(4, 8)) == 1.0
+    run.step()
+    run.check()
+    run.monitor.close()
+
+
+@pytest.mark.parametrize("kind", [TakesAllAlong, CopiesItself])
+def test_a_model_that_is_copied_in_its_own_way_has_the_hook(tmp_path: Path, kind: type[Model]) -> None:
+    run = Run(tmp_path)
+    run.model = kind()
+    run.monitor.attach(run.model)
+    run.settle()
+    for _ in range(20):
+        run.step()
+    assert run.usual
+    other = copy.deepcopy(run.model)
+    nn.init.zeros_(other.layer.weight)
+    nn.init.ones_(other.layer.bias)
+    assert other(x=torch.randn(4, 8)) == 1.0
+    run.check()
+    run.monitor.close()
+
+
+def test_copies_that_run_in_its_place_are_run_themselves(tmp_path: Path) -> None:
+    """DataParallel runs copies that share the model's attributes: nothing may call the model instead."""
+    run = Run(tmp_path)
+    model = run.model
+
+    class Parallel:
+        def __call__(self, x: torch.Tensor) -> Any:
+            replica = model._replicate_for_data_parallel()
+            replica.__dict__["layer"] = lambda x: model.layer(x) * 0 + 1
+            loss = replica(x=x)
+            assert loss == 1.0
+            return loss
+
+    run.model = Parallel()  # type: ignore[assignment]
+    run.settle()
+    for _ in range(20):
+        run.step()
+        assert CALL not in model.__dict__
+    assert run.usual
+    run.check()
+    run.monitor.close()
+
+
+def test_a_hook_of_somebody_else_stays_before_ours(run: Run) -> None:
+    """A batch is what comes out of the hooks before ours, so calls are not watched from outside then."""
+
+    def doubled(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return args, {"x": torch.cat([kwargs["x"], kwargs["x"]])}
+
+    run.monitor.detach()
+    run.model.register_forward_pre_hook(doubled, with_kwargs=True)
+    run.monitor.attach(run.model)
+    for _ in range(30):
+        loss = run.model(x=torch.randn(4, 8))
+        loss.backward()
+        run.log(loss, 8)
+    assert run.usual
+    assert CALL not in run.model.__dict__
+    run.check()
+
+
+def test_a_model_that_is_dropped_is_freed(run: Run) -> None:
+    run.step()
+    gone = weakref.ref(run.model.layer)
+    del run.model
+    assert gone() is None
+
+
+@pytest.mark.parametrize("how", ["wrapper", "method", "original"])
+def test_a_compiled_model_stays_as_it_was_compiled(tmp_path: Path, how: str) -> None:
+    torch._dynamo.reset()
+    run = Run(tmp_path)
+    original = run.model
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    if how == "method":
+        run.monitor.detach()
+        original.compile(backend=backend)
+        run.monitor.attach(original)
+    else:
+        run.model = torch.compile(original, backend=backend)  # type: ignore[assignment]
+        if how == "wrapper":
+            run.monitor.attach(run.model)
+    if how == "original":  # its hook may be compiled away with it, which is said
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for _ in range(40):
+                run.step()
+            run.rows()
+    else:
+        run.settle()
+        for _ in range(40):
+            run.step()
+        assert run.usual
+        assert not original._forward_pre_hooks
+        run.check()
+    assert len(graphs) == 1
+    run.monitor.close()
+    torch._dynamo.reset()
+
+
+def test_a_look_in_the_middle_of_a_step_leaves_nothing_for_the_next(run: Run) -> None:
+    run.step()
+    run.model(x=torch.randn(2, 8)).backward()
+    run.monitor.save_logs()
+    run.model(x=torch.randn(4, 8)).backward()
+    loss = run.model(x=torch.randn(6, 8))
+    loss.backward()
+    run.log(loss, 12)
+    run.step()
+    run.check()
+
+
+def test_transforms_of_functions_are_no_usual_batches(run: Run) -> None:
+    """Also where only the parameters are transformed."""
+    params, _ = torch.func.stack_module_state([Model() for _ in range(5)])
+    x = torch.randn(4, 8)
+    run.step()
+    with pytest.warns(UserWarning, match="cannot be told to a count"):
+        out = torch.vmap(lambda p: torch.func.functional_call(run.model, p, (), {"x": x}))(params)
+        run.log(out.sum(), 0)
+        run.step()
+        row = run.check()[-2]
+    assert "perf/tflops_per_gpu" not in row
+
+
+def test_a_model_that_is_exported_meanwhile_ran_no_more_for_it(run: Run) -> None:
+    x = torch.randn(4, 8)
+    run.step()
+    loss = run.model(x=x)
+    loss.backward()
+    torch.export.export(run.model, (), {"x": x}, strict=False)
+    run.log(loss, 4)
+    run.step()
+    assert [flops(row) for row in run.check()[-3:]] == pytest.approx([FLOPS] * 3)
+
+
+def test_a_checkpoint_around_the_model_among_usual_steps_is_seen(tmp_path: Path) -> None:
+    run = Run(tmp_path, config={"monitoring": {"peak_tflops": 1.0}})
+    run.settle()
+    run.step()
+    with pytest.warns(UserWarning, match="HFU is not known"):
+        loss = checkpoint(lambda x: run.model(x=x), torch.randn(4, 8), use_reentrant=False)
+        loss.backward()
+        run.log(loss, 4)
+        run.step()
+        rows = run.check()
+    assert ["perf/hfu" in row for row in rows[-3:]] == [True, False, True]
+    assert flops(rows[-2]) == pytest.approx(FLOPS)
+    run.monitor.close()
+
+
+def test_what_the_user_compiles_stays_compiled(run: Run) -> None:
+    """Whether calls are told of by a hook, kept, or already those of a compiled model."""
+    run.monitor._watch_again()
+    loss = run.model(x=torch.randn(4, 8))
+    loss.backward()
+    for backend in ("eager", "aot_eager"):
+        run.model.compile(backend=backend)
+        mine = run.model.__dict__[CALL]
+        run.log(loss, 4)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a model that is compiled later may not be seen
+            for _ in range(5):
+                run.step()
+            loss = run.model(x=torch.randn(4, 8))
+            loss.backward()
+            run.monitor.detach()
+            assert run.model.__dict__[CALL] is mine
+            run.monitor.attach(run.model)
+            for _ in range(5):
+                run.step()
+        assert run.monitor._usual.is_open
+    run.monitor.detach()
+    assert run.model.__dict__[CALL] is mine
+    torch._dynamo.reset()
+
+
+def test_our_hook_comes_back_to_its_place(run: Run) -> None:
+    run.step()
+    run.model.register_forward_pre_hook(lambda module, args, kwargs: None, with_kwargs=True)
+    run.monitor._watch_again()
+    assert next(iter(run.model._forward_pre_hooks.values())) is run.monitor._attachment.batch_hook  # type: ignore[union-attr]
+
+
+def test_a_batch_that_is_part_of_a_graph_is_not_kept(run: Run) -> None:
+    run.monitor._watch_again()
+    before = nn.Linear(8, 8)
+    for _ in range(20):
+        x = before(torch.randn(4, 8))
+        loss = run.model(x=x)
+        loss.backward()
+        graph = weakref.ref(x)
+        del x
+        run.log(loss, 4)
+        del loss
+        assert graph() is None
+    assert run.usual
+    run.check()
+
+
+def test_one_row_that_fails_takes_no_remote_one_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Remote:
+        def __init__(self) -> None:
+            self.rows: dict[int, Any] = {}
+
+        def start(self, run: Any) -> None: ...
+        def log(self, step: int, metrics: Any) -> None:
+            self.rows[step] = metrics
+
+        def flush(self) -> None: ...
+        def finish(self, summary: Any) -> None: ...
+
+    remote = Remote()
+    run = Run(tmp_path, trackers=[remote])
+    run.settle()
+    while run.number < 44:
+        run.step()
+    run.rows()
+    while run.number < 54:
+        run.step()
+    assert run.usual >= 6
+    monkeypatch.setattr(resolver, "peak_memory_bytes", lambda device: 1 / 0)
+    with pytest.warns(UserWarning, match="is not logged: ZeroDivisionError"):
+        run.rows()
+    run.monitor.close()
+    assert list(remote.rows) == [number for number in run.losses if number != 50]
+    assert run.monitor.summary()["steps"] == run.number - 1
+
+
+def test_a_flag_of_another_kind_is_taken_as_ever(run: Run) -> None:
+    run.step()
+    loss = run.model(x=torch.randn(4, 8))
+    run.number += 1
+    run.losses[run.number], run.micro_batches[run.number] = float(loss.detach()), 4
+    with pytest.warns(UserWarning, match="skip_wandb is taken for false"):
+        run.monitor.log_step(run.number, 0, loss, loss, 0.1, skip_wandb=torch.tensor([1, 0]))  # type: ignore[arg-type]
+    run.step()
+    run.check()
+
+
+@pytest.mark.parametrize("epoch", [2.0**60, float("inf"), float("nan"), -1.5])
+def test_odd_epochs_are_logged_as_ever(run: Run, epoch: float) -> None:
+    for _ in range(4):
+        loss = run.model(x=torch.randn(4, 8))
+        run.number += 1
+        run.losses[run.number], run.micro_batches[run.number] = float(loss.detach()), 4
+        run.monitor.log_step(run.number, epoch, loss, loss, 0.1)
+    assert run.usual
+    rows = run.check()[-4:]
+    usual, ever = rows[-1], rows[0]
+    assert usual["training/epoch"] == ever["training/epoch"]
+    assert usual.get("non_finite") == ever.get("non_finite")
+
+
+def test_few_batches_are_kept_and_no_large_one(run: Run) -> None:
+    for _ in range(100):
+        run.step()
+        assert len(run.monitor._usual._kept) <= 16
+    small = [weakref.ref(kwargs["x"]) for _, _, kwargs in run.monitor._usual._kept]
+    run.check()
+    assert not [ref for ref in small if ref() is not None]
+
+    for _ in range(3):
+        run.step(samples=20_000)
+    for _ in range(10):
+        x = torch.randn(20_000, 8)
+        loss = run.model(x=x)
+        large = weakref.ref(x)
+        loss.backward()
+        del x
+        assert large() is None
+        run.log(loss, 20_000)
+    assert run.usual >= 8
+    run.step()
+    run.check()
+
+
+def test_what_nobody_can_count_is_not_guessed(run: Run) -> None:
+    """More micro-batches in one step than are kept: nor is it known of the last steps before."""
+    run.step()
+    run.micro_batches[run.number] = 0
+    for _ in range(70):
+        loss = run.model(x=torch.randn(4, 8))
+        loss.backward()
+    run.log(loss, 0)
+    run.step()
+    run.step()
+    rows = run.check()
+    assert not {"perf/tflops_per_gpu", "perf/data_wait"} & {*rows[-3], *rows[-4]}
+    assert flops(rows[-1]) == pytest.approx(FLOPS)
+
+
+def test_steps_of_many_micro_batches_are_noted_as_ever(run: Run) -> None:
+    run.monitor._watch_again()
+    for _ in range(12):
+        run.step(micro_batches=40)
+        assert not run.monitor._usual.is_open
+    run.check()
+
+
+def test_a_model_that_runs_again_in_the_backward_pass_is_noted_as_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path)
+    with pytest.warns(UserWarning, match="HFU is not known"):
+        for _ in range(STEPS_TO_AGREE + 8):
+            loss = checkpoint(run.model, torch.randn(4, 8, requires_grad=True), use_reentrant=False)
+            loss.backward()
+            run.log(loss, 4)
+            assert not run.monitor._usual.is_open
+        run.check()
+        run.monitor.close()
+
+
+class Masked(Model):
+    def forward(self, x: Any = None, input_ids: Any = None, attention_mask: Any = None) -> torch.Tensor:
+        return super().forward(input_ids.float() if x is None else x)
+
+
+@pytest.mark.parametrize("is_written_over", [False, True])
+def test_a_mask_among_usual_batches_counts_unless_it_was_written_over(
+    tmp_path: Path, is_written_over: bool
+) -> None:
+    """It is looked at some steps later."""
+    run = Run(tmp_path)
+    run.model = Masked()
+    run.monitor.attach(run.model)
+    run.settle()
+    run.step()
+    mask = torch.ones(4, 8, dtype=torch.long)
+    mask = torch.nn.functional.pad(mask[:, :6], (0, 2))  # made at once, so nothing was written over it
+    loss = run.model(input_ids=torch.ones(4, 8, dtype=torch.long), attention_mask=mask)
+    loss.backward()
+    run.log(loss, 0 if is_written_over else 4)
+    if is_written_over:
+        mask.zero_()
+        with pytest.warns(UserWarning, match="cannot be told to a count"):
+            rows = run.check()
+    else:
+        rows = run.check()
+        assert rows[-1]["perf/padding_efficiency"] == 0.75
+    assert ("perf/tflops_per_gpu" in rows[-1]) is not is_written_over
+    run.monitor.close()
 
 
 class Watch:
@@ -784,7 +1239,7 @@ def test_a_window_of_the_counters_ends_with_the_step_that_is_due(run: Run) -> No
 
 
 def test_closed_it_takes_nothing() -> None:
-    usual = UsualSteps()
+    usual = UsualSteps(lambda args, kwargs: None)
     assert not usual.is_open
     assert not usual.saw((), {"x": torch.zeros(1)})
-    assert not usual.took(0.0, 1, 0, 1.0, 1.0, 0.1, False, None, None)
+    assert not usual.took(0.0, 1, 0, 1.0, 1.0, 0.1, False)

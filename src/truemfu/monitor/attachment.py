@@ -1,6 +1,6 @@
 """Hooks on a model: what tells the monitor of each forward pass, and leaves no trace behind.
 
-model(batch) ──► batch hook ──► a usual micro-batch: counted ──► forward pass ──► end hook, on demand
+model(batch) ──► batch hook ──► a usual micro-batch: kept ──► forward pass ──► end hook, on demand
                             └─► any other: noted
 """
 
@@ -9,19 +9,28 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.module import _global_forward_pre_hooks
 
 from ..flops.shadow import unwrap
-from .observe import Batch, is_grad_enabled
+from .observe import Batch, backward_number, functorch_level, is_any_autocast, is_grad_enabled
 
 _is_traced = torch.compiler.is_dynamo_compiling
 """Which dynamo takes for true; outside of it this asks nothing of torch."""
 _is_compiling = torch.compiler.is_compiling
+Keep = Callable[[tuple[float, tuple[Any, ...], dict[str, Any]]], None]
+"""Takes a micro-batch as it came, and when."""
+_COMPILED_TYPE = "OptimizedModule"
+_now_s = time.perf_counter
+_CALL = "_compiled_call_impl"
+"""Where a module keeps what is to be called instead of its own `_call_impl`."""
 
 
 class _Hook:
@@ -48,26 +57,34 @@ class _BatchHook(_Hook):
 
     def __init__(
         self,
+        model: nn.Module,
         is_usual: Callable[[tuple[Any, ...], dict[str, Any]], bool],
         seen: Callable[[Batch | None], None],
-        names: tuple[str, ...] | None,
     ) -> None:
-        self._is_usual, self.seen, self._names = is_usual, seen, names
-        self._places = 0
+        self._model = weakref.ref(model)
+        self._is_usual, self.seen, self._names = is_usual, seen, _positional_names(unwrap(model))
+        self.places = 0
         """How many arguments the last batch that was seen had by place."""
+        self.is_shared = False
+        """Whether it came along with a copy of the model's attributes, as those of DataParallel do."""
 
-    def __call__(self, _: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if _is_traced() or (len(args) == self._places and self._is_usual(args, kwargs)):
+    def __call__(self, module: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if _is_traced() or self._is_usual(args, kwargs):
             return
+        if module is not None and module is not self._model():
+            self.is_shared = True
         if _is_compiling() or not is_grad_enabled():
             return  # an evaluation is no training step
-        self._places = len(args)
+        self.places = len(args)
+        self.seen(self.batch_of(args, kwargs))
+
+    def batch_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch | None:
+        """The arguments of a forward pass as one batch."""
         if not args:
-            self.seen(kwargs)
-        elif self._names is not None and len(args) <= len(self._names):
-            self.seen({**dict(zip(self._names, args, strict=False)), **kwargs})
-        else:
-            self.seen(dict(enumerate(args)) if not kwargs else None)
+            return kwargs
+        if self._names is not None and len(args) <= len(self._names):
+            return {**dict(zip(self._names, args, strict=False)), **kwargs}
+        return dict(enumerate(args)) if not kwargs else None
 
 
 class _EndHook(_Hook):
@@ -86,6 +103,10 @@ class Attachment:
     pass is over.
 
     Only a count that runs in the background asks when a forward pass ends, so that hook is there on demand.
+    A model that has any hook takes a longer way through torch with every call. So while batches are usual
+    and need only be kept, that is done from outside, in the place where torch has what `Module.compile` made
+    of a model, and which copies and saved models leave out. A model that is compiled is always watched there:
+    hooks would be compiled with it.
     """
 
     def __init__(
@@ -94,32 +115,73 @@ class Attachment:
         is_usual: Callable[[tuple[Any, ...], dict[str, Any]], bool],
         seen: Callable[[Batch | None], None],
         ended: Callable[[], None],
+        keep: Keep,
+        autocast: list[bool],
     ) -> None:
         self._model = weakref.ref(model)
-        self._ended = ended
+        self._ended, self._keep, self._autocast = ended, keep, autocast
         self._end_hook: Any = None
-        hook = self.batch_hook = _BatchHook(is_usual, seen, _positional_names(unwrap(model)))
-        compiled = model.__dict__.get("_compiled_call_impl")
-        if compiled is None:
-            self._undo = model.register_forward_pre_hook(hook, with_kwargs=True).remove
-        else:  # model.compile(): its hooks are compiled with it, so watch the call from outside
+        self._handle: Any = None
+        self._compiled: Any = None
+        self._watching: Any = None
+        self._is_keeping = False
+        self.batch_hook = _BatchHook(model, is_usual, seen)
+        self._keeping = _keeping(model, self.batch_hook, keep, autocast)
+        self._watch(model)
 
-            @functools.wraps(compiled)
-            def watched(*args: Any, **kwargs: Any) -> Any:
-                hook(None, args, kwargs)
-                try:
-                    return compiled(*args, **kwargs)
-                finally:
-                    self._ended()
+    @property
+    def is_compiled(self) -> bool:
+        """Whether what is watched was compiled, as far as it is known."""
+        return self._compiled is not None or type(self._model()).__name__ == _COMPILED_TYPE
 
-            model.__dict__["_compiled_call_impl"] = watched
-            self._undo = functools.partial(model.__dict__.__setitem__, "_compiled_call_impl", compiled)
+    def keep_only(self, wanted: bool) -> None:
+        """Only keep training batches and tell nobody, from now on or no more; if the model allows for it."""
+        model = self._model()
+        if wanted == self._is_keeping or model is None:
+            return
+        if not wanted:
+            self._leave(model)
+            self._watch(model, first=True)
+        elif model.__dict__.get(_CALL) is not self._watching:
+            return  # it was compiled meanwhile
+        elif self._compiled is not None or (
+            _can_be_watched_from_outside(model) and not self.batch_hook.is_shared and self._end_hook is None
+        ):
+            self._leave(model)
+            model.__dict__[_CALL] = self._keeping
+            self._is_keeping = True
+
+    def _watch(self, model: nn.Module, *, first: bool = False) -> None:
+        """Tell of each batch, by a hook behind those there are, or before them."""
+        compiled = model.__dict__.get(_CALL)
+        if compiled is not self._compiled:
+            self._compiled, self._watching = compiled, None
+            self._keeping = _keeping(model, self.batch_hook, self._keep, self._autocast)
+            if compiled is not None:
+                self._keeping = _keeping_compiled(compiled, self.batch_hook, self._keep, self._autocast)
+                self._watching = _watching(compiled, self.batch_hook, self._ended)
+        if compiled is not None:
+            model.__dict__[_CALL] = self._watching
+        else:
+            self._handle = model.register_forward_pre_hook(self.batch_hook, with_kwargs=True, prepend=first)
+
+    def _leave(self, model: nn.Module) -> None:
+        """Let the model be called as if nobody watched; what somebody else has put there stays."""
+        self._is_keeping = False
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+        call = model.__dict__.get(_CALL)
+        if call is not None and call in (self._keeping, self._watching):
+            del model.__dict__[_CALL]
+            if self._compiled is not None:
+                model.__dict__[_CALL] = self._compiled
 
     def tell_ends(self, wanted: bool) -> None:
         """Say, from now on or no more, when a forward pass ends."""
         if wanted and self._end_hook is None:
             model = self._model()
-            if model is not None and "_compiled_call_impl" not in model.__dict__:
+            if model is not None and _CALL not in model.__dict__:
                 self._end_hook = model.register_forward_hook(_EndHook(self._ended), always_call=True)
         elif not wanted and self._end_hook is not None:
             self._end_hook.remove()
@@ -128,7 +190,78 @@ class Attachment:
     def remove(self) -> None:
         """Leave the model as it was."""
         self.tell_ends(False)
-        self._undo()
+        model = self._model()
+        if model is not None:
+            self._leave(model)
+
+
+def _keeping(model: nn.Module, hook: _BatchHook, keep: Keep, autocast: list[bool]) -> Callable[..., Any]:
+    """What torch does when the model is called, with each batch of training kept; keeps no model alive.
+
+    In a launch-bound run each call of a function costs a microsecond or more, so this calls as few as it can.
+    What is not simply a forward pass like the last goes to the hook at once.
+    """
+    call: Any = type(model)._call_impl
+    known = weakref.ref(model)
+
+    def keeping(*args: Any, **kwargs: Any) -> Any:
+        if not _is_traced() and is_grad_enabled():
+            if backward_number() == -1 and functorch_level() is None and is_any_autocast() is autocast[0]:
+                keep((_now_s(), args, kwargs))
+            else:
+                hook(None, args, kwargs)
+        return call(known(), *args, **kwargs)
+
+    return keeping
+
+
+def _keeping_compiled(
+    compiled: Callable[..., Any], hook: _BatchHook, keep: Keep, autocast: list[bool]
+) -> Callable[..., Any]:
+    """The same for a model that is compiled."""
+
+    @functools.wraps(compiled)
+    def keeping(*args: Any, **kwargs: Any) -> Any:
+        if is_grad_enabled():
+            if backward_number() == -1 and functorch_level() is None and is_any_autocast() is autocast[0]:
+                keep((_now_s(), args, kwargs))
+            else:
+                hook(None, args, kwargs)
+        return compiled(*args, **kwargs)
+
+    return keeping
+
+
+def _watching(
+    compiled: Callable[..., Any], hook: _BatchHook, ended: Callable[[], None]
+) -> Callable[..., Any]:
+    """The call of a model that is compiled, whose hooks would be compiled with it."""
+
+    @functools.wraps(compiled)
+    def watching(*args: Any, **kwargs: Any) -> Any:
+        hook(None, args, kwargs)
+        try:
+            return compiled(*args, **kwargs)
+        finally:
+            ended()
+
+    return watching
+
+
+def _can_be_watched_from_outside(model: nn.Module) -> bool:
+    """Whether a call of the model is torch's own, with no other hook before it, and so is making a copy.
+
+    A copy that took what stands for the model's call along would call the model; DataParallel makes such.
+    """
+    if torch.cuda.device_count() > 1 and not (dist.is_available() and dist.is_initialized()):
+        return False
+    kind = type(model)
+    if kind.__name__ != _COMPILED_TYPE:
+        own = (kind.__call__, kind.__getstate__, kind.__reduce__, kind.__reduce_ex__)
+        of_torch = (nn.Module.__call__, nn.Module.__getstate__, object.__reduce__, object.__reduce_ex__)
+        if own != of_torch or hasattr(kind, "__deepcopy__") or hasattr(kind, "__copy__"):
+            return False
+    return len(model._forward_pre_hooks) == 1 and not _global_forward_pre_hooks
 
 
 def _positional_names(model: nn.Module) -> tuple[str, ...] | None:

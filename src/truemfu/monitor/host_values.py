@@ -127,11 +127,10 @@ class HostValues:
         self._always_seen: set[str] = set()
         self._last_sent: dict[str, Held] = {}
 
-    def usual_type(self, name: str) -> type:
-        """Numbers of which type may be kept without a look: tensors where that is known of this name."""
+    def may_be_unseen(self, name: str) -> bool:
+        """Whether tensors of this name may be kept without a look: those before them were as they should."""
         is_known = self._looks.get(name, 0) >= _LOOKS
-        is_known = is_known and name not in self._copied_at_once and name not in self._always_seen
-        return torch.Tensor if is_known else float
+        return is_known and name not in self._copied_at_once and name not in self._always_seen
 
     def look_again(self) -> None:
         """Something was compiled: the next numbers of each name want a look."""

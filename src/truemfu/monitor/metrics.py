@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -71,6 +72,12 @@ class StepAmounts:
         return tuple(found.items())
 
     @cached_property
+    def rates_by_name(self) -> tuple[tuple[str, ...], tuple[float, ...]]:
+        """The names of `rates`, and their amounts."""
+        names, amounts = zip(*self.rates, strict=True) if self.rates else ((), ())
+        return names, amounts
+
+    @cached_property
     def timeless(self) -> dict[str, Any]:
         """What does not depend on the seconds of a step."""
         found: dict[str, Any] = {}
@@ -82,21 +89,27 @@ class StepAmounts:
             found["perf/warmup"] = True
         return found
 
+    @cached_property
+    def hfu_method(self) -> str | None:
+        """What HFU rests on where that is not the count; None where there is none."""
+        flops = self.flops
+        is_known = flops is not None and any(name == "perf/hfu" for name, _ in self.rates)
+        return flops.executed_method if flops is not None and is_known else None
+
 
 def performance(amounts: StepAmounts, time: StepTime) -> dict[str, Any]:
     """The `perf/` metrics of one step."""
-    row = dict(amounts.timeless)
-    seconds = time.elapsed_s
+    steps, seconds, data_wait_s = time
+    row = amounts.timeless.copy()
     if seconds is not None and seconds > 0:
-        row["perf/step_time"] = seconds / time.steps
-        row["perf/steps_per_second"] = time.steps / seconds
-        for name, amount in amounts.rates:
-            row[name] = amount / seconds
-        flops = amounts.flops
-        if flops is not None and flops.executed_method is not None and "perf/hfu" in row:
-            row["perf/hfu_method"] = flops.executed_method
-    if time.data_wait_s is not None:
-        row["perf/data_wait"] = time.data_wait_s / time.steps
+        row["perf/step_time"] = seconds / steps
+        row["perf/steps_per_second"] = steps / seconds
+        names, per_second = amounts.rates_by_name
+        row.update(zip(names, [amount / seconds for amount in per_second], strict=True))
+        if amounts.hfu_method is not None:
+            row["perf/hfu_method"] = amounts.hfu_method
+    if data_wait_s is not None:
+        row["perf/data_wait"] = data_wait_s / steps
     return row
 
 
@@ -107,13 +120,11 @@ class Window:
         self._step_times: deque[float] = deque(maxlen=steps)
         self._mfus: deque[float] = deque(maxlen=steps)
 
-    def add(self, row: dict[str, Any]) -> None:
-        """Take in the metrics of a step, unless it was a warm-up."""
-        if "perf/warmup" in row or "perf/step_time" not in row:
-            return
-        self._step_times.append(row["perf/step_time"])
-        if "perf/mfu" in row:
-            self._mfus.append(row["perf/mfu"])
+    def add_all(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Take in the metrics of steps, but for warm-ups."""
+        timed = [row for row in rows if "perf/step_time" in row and "perf/warmup" not in row]
+        self._step_times.extend([row["perf/step_time"] for row in timed])
+        self._mfus.extend([row["perf/mfu"] for row in timed if "perf/mfu" in row])
 
     def medians(self) -> dict[str, float]:
         """Medians beside the last values."""

@@ -44,14 +44,14 @@ from .host_values import HostValues, SentNumbers
 from .intake import Intake
 from .measuring import Measuring
 from .notices import Notices
-from .observe import Batch, BatchNotes, backward_number
+from .observe import Batch, BatchNote, BatchNotes, StepBatches, UsualBatch, backward_number
 from .output import Output
 from .ranks import RankLink
 from .resolver import Resolver
 from .step_note import WARMUP_STEPS, StepNote, StepPlace
 from .summary import show
 from .totals import Totals
-from .usual_steps import PIECE_S, Common, UsualPiece, UsualSteps
+from .usual_steps import MOST_MICRO_BATCHES, PIECE_S, Common, UsualPiece, UsualSteps, can_be_taken
 
 _CLOSE_TIMEOUT_S = 20.0
 _COUNT_TIMEOUT_S = 5.0
@@ -61,6 +61,11 @@ _UNSENT_TIMEOUT_S = 1.0
 """For steps that nothing more will come of; those before them may still be under way."""
 _REST_S = 0.0002
 _FORWARD_POLL_S = 0.002
+_UNTOLD = (
+    "a batch cannot be told to a count, so its step has no MFU: it holds nested tensors or objects with "
+    "tensors in them, is inside vmap or its kin, or mixes arguments by place and by name in a forward that "
+    "takes any"
+)
 _NO_DATASETS: Sequence[tuple[PendingDatasetMetrics, HostCopy]] = ()
 
 
@@ -117,10 +122,10 @@ class TrainingMonitor:
         self._measuring = Measuring(self.config, self._notices)
         self._follows_count = True
         self._logged = self._steps_done = 0
-        self._usual = UsualSteps()
+        self._is_looked_at = False
+        self._usual = UsualSteps(self._note_other)
+        self._around: UsualBatch | None = None
         self._thread = threading.get_ident()
-        self._last_end_s: float | None = None
-        self._data_wait_s: float | None = None
         self._compilations = compilations()
         self._own_time_s = self._own_check_s = 0.0
         self._forward_since_s: float | None = None
@@ -138,7 +143,14 @@ class TrainingMonitor:
             self._measuring.forget()
             self._datasets = DatasetMetrics(shift=shifts_labels(model), notice=self._notices)
         try:
-            self._attachment = Attachment(model, self._usual.saw, self._on_forward, self._on_forward_end)
+            self._attachment = Attachment(
+                model,
+                self._usual.saw,
+                self._on_forward,
+                self._on_forward_end,
+                self._usual.keep,
+                self._usual.autocast,
+            )
         except Exception as error:  # a scripted model takes no such hooks
             self._notices(
                 f"the model cannot be watched, call monitor.observe(batch) for each micro-batch: "
@@ -157,7 +169,7 @@ class TrainingMonitor:
 
     def observe(self, batch: Mapping[str, Any] | Sequence[Any] | torch.Tensor) -> None:
         """Note a micro-batch yourself, where the model's forward does not get it whole; hooks then rest."""
-        self._guarded(self._take_in_usual)
+        self._guarded(self._watch_again)
         if not self._is_manual and self._is_set_up:
             self._batches.take()  # what a hook noted of this step is observed now, or has just run
         self._is_manual = True
@@ -180,7 +192,7 @@ class TrainingMonitor:
         """What runs inside (an evaluation, a checkpoint) is no part of a step."""
         mark, began_s = None, time.perf_counter()
         if self._is_set_up and not self._pauses:
-            self._guarded(self._take_in_usual)
+            self._guarded(self._watch_again)
             mark = self._guarded(self._clock.moment)
             self._guarded(self._values.flush)
             self._measuring.interrupt()
@@ -197,8 +209,8 @@ class TrainingMonitor:
                 self._guarded(self._clock.pause, mark)
                 if self._audit is not None:
                     self._audit.resume()
-                if self._last_end_s is not None:
-                    self._last_end_s += time.perf_counter() - began_s
+                if self._usual.end_s is not None:
+                    self._usual.end_s += time.perf_counter() - began_s
 
     def set_phase(self, name: str | None) -> None:
         """Measure as often as this phase of the training asks for; None: as often as without phases."""
@@ -219,35 +231,23 @@ class TrainingMonitor:
 
         Loss, gradient norm and mask may be device tensors: they are read later, when they are ready.
         """
-        began_s = time.perf_counter()
-        if not self._is_broken:
-            try:
-                usual = self._usual
-                usual.is_busy = True
-                try:
-                    is_usual = attention_mask is None and usual.took(
-                        began_s,
-                        step,
-                        epoch,
-                        loss,
-                        grad_norm,
-                        learning_rate,
-                        skip_wandb,
-                        self._data_wait_s,
-                        self._last_end_s,
-                    )
-                finally:
-                    usual.is_busy = False
-                if is_usual:
-                    self._data_wait_s = None
-                else:
-                    self._log_step(
-                        step, epoch, loss, grad_norm, learning_rate, attention_mask, skip_wandb, began_s
-                    )
-            except Exception as error:
-                self._switch_off(error)
-        self._last_end_s = time.perf_counter()
-        self._own_time_s += self._last_end_s - began_s
+        began_s, usual = time.perf_counter(), self._usual
+        try:
+            if attention_mask is None and usual.took(
+                began_s, step, epoch, loss, grad_norm, learning_rate, skip_wandb
+            ):
+                return
+            usual.is_busy = False
+            if not self._is_broken:
+                self._log_step(
+                    step, epoch, loss, grad_norm, learning_rate, attention_mask, skip_wandb, began_s
+                )
+        except Exception as error:
+            self._switch_off(error)
+        finally:
+            usual.is_busy = False
+        usual.end_s = time.perf_counter()
+        self._own_time_s += usual.end_s - began_s
 
     def update_dataset_metrics(self, batch: Mapping[str, Any], outputs: Any, aggregated_loss: Any) -> None:
         """Loss and accuracy of each dataset of a mixed batch, with the next `log_step`."""
@@ -388,6 +388,9 @@ class TrainingMonitor:
             self._take_in_usual()  # the steps before were good
         except Exception as second:
             self._notices(f"the steps noted before that are lost too: {one_line(second)}")
+        if self._attachment is not None:
+            self._attachment.keep_only(False)
+        self._usual.forget()
         self._notices(
             f"the monitor failed and is switched off, the training goes on: {type(error).__name__}: {error}"
         )
@@ -494,16 +497,13 @@ class TrainingMonitor:
         if not self._is_set_up:
             self._set_up(self._model_device(batch or {}))
         self._stop_usual()  # sending anything is left to `log_step`: this may be inside a capture
+        self._is_looked_at = True
         batches = self._batches
         batches.keeps_integers = self._counting.values_matter
         template = batches.template_of(batch)
         if template is None:
             batches.is_incomplete = True
-            self._notices(
-                "a batch cannot be told to a count, so its step has no MFU: it holds nested tensors or "
-                "objects with tensors in them, is inside vmap or its kin, or mixes arguments by place and by "
-                "name in a forward that takes any"
-            )
+            self._notices(_UNTOLD)
             return
         assert batch is not None
         if not batches.has_notes:
@@ -524,8 +524,8 @@ class TrainingMonitor:
 
     def _waited_since_last_end(self, now_s: float) -> None:
         """The step's first micro-batch is here; nobody else may have told how long it was waited for."""
-        if self._last_end_s is not None and self._data_wait_s is None:
-            self._data_wait_s = now_s - self._last_end_s
+        if self._usual.end_s is not None and self._usual.data_wait_s is None:
+            self._usual.data_wait_s = now_s - self._usual.end_s
 
     def _begin_step(self, now_s: float) -> None:
         is_in_backward = backward_number() != -1  # a checkpoint around the model: its first run was not seen
@@ -558,7 +558,7 @@ class TrainingMonitor:
             self._is_broken = True
             self._notices("this process was forked from the one that is monitored: its steps are not logged")
             return
-        self._take_in_usual()
+        self._watch_again()
         if self._audit is not None:
             self._audit.end_step()
         batches = self._batches.take()
@@ -601,7 +601,7 @@ class TrainingMonitor:
             batches,
             measuring.state,
             measuring.is_counted,
-            self._data_wait_s,
+            self._usual.data_wait_s,
             is_warmup,
             profile,
             datasets,
@@ -613,7 +613,7 @@ class TrainingMonitor:
         if self._audit is not None:
             self._audit.hand_over(note)
         self._resolver.put(note)
-        self._compilations, self._data_wait_s = compilations_now, None
+        self._compilations, self._usual.data_wait_s = compilations_now, None
         if datasets is not _NO_DATASETS:
             self._pending_datasets = []
         self._logged += 1
@@ -622,16 +622,23 @@ class TrainingMonitor:
             self._follow_count()
         if self._steps_done >= measuring.plan_at:
             measuring.plan_next(self._steps_done)
-        self._open_usual(now_s, step)
+        types = type(step), type(epoch), type(loss), type(grad_norm), type(learning_rate)
+        self._open_usual(now_s, step, batches, types)
 
-    def _open_usual(self, now_s: float, last_step: int) -> None:
-        """Note the coming steps at the least cost, where they are like this one and nothing is due."""
+    def _open_usual(
+        self, now_s: float, last_step: int, batches: StepBatches, types: tuple[type, ...]
+    ) -> None:
+        """Note the coming steps at the least cost, where they are like this one and nothing is due.
+
+        Only after a step with a micro-batch that was looked at when it came, with what was around it.
+        """
+        is_looked_at, self._is_looked_at = self._is_looked_at, False
         clock = self._clock.clock
-        if not clock.runs_behind or self._logged < WARMUP_STEPS:
+        if not (is_looked_at and clock.runs_behind) or self._logged < WARMUP_STEPS:
             return
         is_marked = clock.due_s <= now_s
         until_s = now_s + PIECE_S if is_marked else clock.due_s
-        batch, values, measuring = self._batches.usual, self._values, self._measuring
+        batch, measuring = self._batches.usual, self._measuring
         if (
             batch is None
             or self._attachment is None
@@ -642,28 +649,45 @@ class TrainingMonitor:
             or self._counting.is_at_work
             or measuring.profiles
             or measuring.check_is_due
+            or batches.run_again
+            or len(batches.notes) > MOST_MICRO_BATCHES
+            or not can_be_taken(types, self._values.may_be_unseen)
         ):
             return
         if self._watch is not None:
             until_s = min(until_s, self._watch.due_s)
-        self._thread = threading.get_ident()
+        self._thread, self._around = threading.get_ident(), batch
         self._usual.open(
             until_s,
             batch=batch,
-            common=Common(self._batches.usual_note, measuring.state, measuring.is_counted),
+            places=self._attachment.batch_hook.places,
+            common=Common(self._batches.usual_note, measuring.state, measuring.is_counted, warmup=False),
             last_step=last_step,
             until_step=last_step + measuring.plan_at - self._steps_done,
-            types=(values.usual_type("loss"), values.usual_type("grad_norm")),
+            types=types,
             compilations=self._compilations,
+            is_compiled=self._attachment.is_compiled,
             mark=clock.mark if is_marked else None,
         )
+        self._attachment.keep_only(self._usual.keeps_batches)
+
+    def _note_other(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchNote | None:
+        """A micro-batch among usual ones that is none; None where it cannot be told."""
+        note, attachment, around = None, self._attachment, self._around
+        assert attachment is not None
+        assert around is not None
+        with contextlib.suppress(Exception):  # there are many kinds of tensors, some of which are gone by now
+            note = self._batches.note_later(attachment.batch_hook.batch_of(args, kwargs), around)
+        if note is None:
+            self._notices(_UNTOLD)
+        return note
 
     def _stop_usual(self) -> None:
         """Look at each micro-batch again; those of the step under way are noted like any other."""
-        micro_batches = self._usual.stop()
-        if micro_batches:
-            self._batches.note_usual(micro_batches)
-            self._waited_since_last_end(self._usual.first_s)
+        under_way, began_s = self._usual.stop()
+        self._batches.add(under_way)
+        if began_s is not None:
+            self._waited_since_last_end(began_s)
 
     def _take_in_usual(self) -> None:
         """Go on as ever: the steps that were noted at the least cost go to the resolver."""
@@ -671,12 +695,14 @@ class TrainingMonitor:
         if usual.is_busy or usual.is_empty:
             return
         self._stop_usual()
-        columns = usual.take()
-        if columns is None:
+        taken = usual.take()
+        if taken is None:
             return
-        last_step, common = self._intake.last_step, usual.common
+        if taken.common.warmup:
+            self._compilations = compilations()
+            self._values.look_again()
+        columns, last_step = taken.columns, self._intake.last_step
         assert last_step is not None
-        assert common is not None
         self._intake.last_step = columns.step[-1]
         self._steps_done += columns.step[-1] - last_step
         begin, end = self._clock.skip_to(columns.end[-1], len(columns.step))
@@ -687,7 +713,13 @@ class TrainingMonitor:
             sent = {name: self._values.send_unseen(name, kept) for name, kept in unseen.items()}
         except Exception as error:  # the device fails: the rest of the row is known
             self._notices(f"{' and '.join(unseen)} of some steps is not logged: {one_line(error)}")
-        self._resolver.put(UsualPiece(columns.without(sent), last_step, begin, end, common, sent))
+        self._resolver.put(UsualPiece(taken, last_step, begin, end, sent))
+
+    def _watch_again(self) -> None:
+        """Take in what was noted, and look at each batch when it comes; not for inside a forward pass."""
+        self._take_in_usual()
+        if self._attachment is not None:
+            self._attachment.keep_only(False)
 
     def _follow_count(self) -> None:
         """Have what is new counted now; while that goes on, its thread wants to know when a forward ends."""
@@ -705,7 +737,7 @@ class TrainingMonitor:
 
     def _waited(self, seconds: float) -> None:
         if not self._pauses:
-            self._data_wait_s = (self._data_wait_s or 0.0) + seconds
+            self._usual.data_wait_s = (self._usual.data_wait_s or 0.0) + seconds
 
     def _model_device(self, tensors: Batch) -> torch.device:
         """Where the training runs: on CUDA if anything of the model or the batch is there."""

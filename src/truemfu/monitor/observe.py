@@ -9,7 +9,7 @@ copied to the host for each batch, asynchronously.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -32,6 +32,7 @@ Place = tuple[Any, ...]
 """Where in a batch a tensor is: its key, after those of the mappings around it."""
 _PLAIN = (int, float, str, bool, type(None))
 functorch_level = torch._C._functorch.peek_interpreter_stack
+is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 is_any_autocast = torch._C._is_any_autocast_enabled
 backward_number = torch._C._current_graph_task_id
 is_grad_enabled = torch.is_grad_enabled
@@ -49,6 +50,11 @@ class Template:
     tokens: int | None
     autocast: AutocastState
     values_ready: bool = field(default=False)
+
+    @property
+    def looked_into(self) -> tuple[Place, ...]:
+        """Whose values of each batch count, not only their shape."""
+        return self.value_places if self.mask_place is None else (*self.value_places, self.mask_place)
 
     def example(self, values: Mapping[Place, torch.Tensor]) -> Any:
         """A batch to count, with these values, as the model takes it."""
@@ -146,14 +152,15 @@ class BatchNotes:
         self.is_new_kind = False
         """Whether a batch of a kind not seen before came: there is something to count."""
 
-    def template_of(self, batch: Batch | None) -> Template | None:
+    def template_of(self, batch: Batch | None, around: UsualBatch | None = None) -> Template | None:
         """The template of a batch; None where shapes do not tell what it is.
 
-        Nested tensors have no shape to go by, and inside vmap and its kin a shape is not the whole one.
+        Nested tensors have no shape to go by, and inside vmap and its kin a shape is not the whole one. A
+        batch of a forward pass that is over ran under the autocast of those `around` it.
         """
-        if batch is None or functorch_level() is not None:
+        if batch is None or (around is None and functorch_level() is not None):
             return None
-        autocast = autocast_key()
+        autocast = autocast_key() if around is None else around.autocast
         last = self._last
         if (
             last is not None
@@ -175,7 +182,8 @@ class BatchNotes:
         )
         template = self._templates.get(key)
         if template is None:
-            template = self._new_template(batch, autocast_state())
+            state = autocast_state() if around is None else around.template.autocast
+            template = self._new_template(batch, state)
             self._templates[key] = template
             if len(self._templates) > _MAX_TEMPLATES:
                 self._templates.popitem(last=False)
@@ -212,11 +220,24 @@ class BatchNotes:
         assert self._last_bare is not None
         return self._last_bare
 
-    def note_usual(self, micro_batches: int) -> None:
-        """So many micro-batches of `usual` belong to the step under way."""
-        if micro_batches:
-            self._noted += [self.usual_note] * micro_batches
-            self.has_notes = True
+    def note_later(self, batch: Batch | None, around: UsualBatch) -> BatchNote | None:
+        """A note of a batch whose forward pass is over, among those of a kind; None if it cannot be told.
+
+        Values that tell of its work count only if nothing was ever written over them.
+        """
+        if batch is None or any(isinstance(v, torch.Tensor) and is_wrapped(v) for v in tree_leaves(batch)):
+            return None
+        template = self.template_of(batch, around)
+        if template is None or any(_at(batch, place)._version for place in template.looked_into):
+            return None
+        return self._new_note(batch, template)
+
+    def add(self, notes: Sequence[BatchNote | None]) -> None:
+        """These micro-batches belong to the step under way; None is one that cannot be told."""
+        told = [note for note in notes if note is not None]
+        self._noted += told
+        self.has_notes = self.has_notes or bool(told)
+        self.is_incomplete = self.is_incomplete or len(told) < len(notes)
 
     def take(self) -> StepBatches:
         """The notes of the step that ends now."""

@@ -68,22 +68,31 @@ class Output:
         self._started_at = datetime.now(timezone.utc).isoformat(timespec="seconds")
         self._wanted = _wanted(trackers, config)
 
-    def put(self, place: StepPlace, row: dict[str, Any], *, skip_remote: bool) -> None:
-        """Hand a finished row to whoever wants it, without what is unknown; on the resolver's thread."""
-        if None in row.values():
-            row = known(row)
-        self.last_row = row
+    def put_all(
+        self, rows: Sequence[dict[str, Any]], steps: Sequence[int], skip_remote: Sequence[bool]
+    ) -> None:
+        """Hand finished rows to whoever wants them, without what is unknown; on the resolver's thread.
+
+        Each stands for so many `steps`.
+        """
+        rows = [known(row) if None in row.values() else row for row in rows]
+        if not rows:
+            return
+        self.last_row = rows[-1]
         if self._local is not None:
-            self._local.put(place.step, row)
-            self._unsaved += 1
+            self._local.put_all([(row["global_step"], row) for row in rows])
+            self._unsaved += len(rows)
             if self._unsaved >= self._config.save_freq:
                 self._local.flush()
                 self._unsaved = 0
-        if not self._remote:
-            return
+        if self._remote:
+            for row, number, is_skipped in zip(rows, steps, skip_remote, strict=True):
+                self._put_remote(StepPlace(row["global_step"], number), row, is_skipped=bool(is_skipped))
+
+    def _put_remote(self, place: StepPlace, row: dict[str, Any], *, is_skipped: bool) -> None:
         if place.reaches(self._config.detailed_log_freq):
             self._details_are_due = True
-        if not skip_remote and place.reaches(self._config.logging_steps or 1):
+        if not is_skipped and place.reaches(self._config.logging_steps or 1):
             wanted = rename(self._for_remote(row), self._config.metric_names)
             for lane in self._remote:
                 lane.put(place.step, wanted)

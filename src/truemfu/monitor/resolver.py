@@ -11,12 +11,12 @@ steps are dropped and counted as lost.
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from math import isfinite
 from typing import Any
 
 import torch
@@ -37,9 +37,9 @@ from .notices import Notices
 from .observe import BatchNote
 from .output import Output
 from .step_detail import StepDetails
-from .step_note import StepNote, StepPlace
+from .step_note import StepNote
 from .totals import Totals
-from .usual_steps import UsualPiece
+from .usual_steps import Common, UsualPiece
 
 _MAX_PENDING = 10_000
 _WAKE_EVERY_S = 3.0
@@ -240,57 +240,84 @@ class Resolver:
             "training/grad_norm": resolved(note.grad_norm),
             **performance(amounts, took),
         }
-        self._complete(row, note.place)
+        if self._complete_all([row], [took]):
+            return
         if note.datasets:
             names = [name for pending, _ in note.datasets for name in pending.names]
             row |= dataset_metrics(names, torch.cat([copy.get() for _, copy in note.datasets]))
         self.totals.add(amounts, [took])
-        self._output.put(note.place, row, skip_remote=note.skip_remote)
+        self._output.put_all([row], [took.steps], [note.skip_remote])
 
     def _put_piece(self, piece: UsualPiece) -> None:
-        """Steps that are alike: what they worked off is told once for each number of micro-batches."""
+        """Steps that are alike: what they worked off is told once for all with the same micro-batches."""
         columns, common = piece.columns, piece.common
         numbers, times = piece.numbers(), piece.times()
-        rows = [
-            dict(zip(("global_step", *numbers), row, strict=True))
-            for row in zip(columns.step, *numbers.values(), strict=True)
-        ]
-        alike: dict[int, tuple[StepAmounts, StepAmounts, list[StepTime]]] = {}
-        for micro_batches in dict.fromkeys(columns.micro_batches):
-            batches = [common.batch] * micro_batches
-            flops = self._flops(common.state, batches, measured=common.measured)
-            counted = self._amounts(batches, flops, warmup=False)
-            alike[micro_batches] = counted, self._with_executed(counted, run_again=False), []
-        for row, took, micro_batches, skip_remote in zip(
-            rows, times, columns.micro_batches, columns.skip_remote, strict=True
+        names = ("global_step", *numbers)
+        alike: dict[tuple[int, ...], tuple[StepAmounts, StepAmounts]] = {}
+        rows: list[dict[str, Any]] = []
+        worked_off: list[tuple[StepAmounts, StepAmounts]] = []
+        last: list[BatchNote | None] | None = None
+        for told, took, notes in zip(
+            zip(columns.step, *numbers.values(), strict=True), times, piece.batches, strict=True
         ):
-            counted, amounts, done = alike[micro_batches]
-            place = StepPlace(row["global_step"], took.steps)
-            row |= performance(amounts, took)
-            self._add_to_window(counted, took, None, StepDetail)
-            try:
-                self._complete(row, place)
-                self._output.put(place, row, skip_remote=bool(skip_remote))
-            except Exception as error:
-                self._not_logged(error, 1)
-                continue
-            done.append(took)
-        for _, amounts, done in alike.values():
-            self.totals.add(amounts, done)
+            if notes is not last:
+                last, same = notes, tuple(map(id, notes))
+                if same not in alike:
+                    alike[same] = self._alike(notes, common)
+                amounts = alike[same]
+            row = dict(zip(names, told, strict=True))
+            row.update(performance(amounts[1], took))
+            rows.append(row)
+            worked_off.append(amounts)
+        if self.hardware is not None:
+            for (counted, _), took in zip(worked_off, times, strict=True):
+                self._add_to_window(counted, took, None, StepDetail)
+        failed = self._complete_all(rows, times)
+        done = [number for number in range(len(rows)) if number not in failed]
+        self._output.put_all(
+            [rows[number] for number in done],
+            [times[number].steps for number in done],
+            [columns.skip_remote[number] for number in done],
+        )
+        for amounts in alike.values():
+            self.totals.add(amounts[1], [times[n] for n in done if worked_off[n] is amounts])
 
-    def _complete(self, row: dict[str, Any], place: StepPlace) -> None:
-        """Take the row of the next step in, and give it what comes of several steps."""
-        self.window.add(row)
-        loss = row["training/loss"]
-        if loss is not None and not math.isfinite(loss):
-            self._notices(f"the loss is {loss}, first at step {place.step}", about=f"loss {loss}")
-        if row.get("perf/mfu", 0.0) > 1 or row.get("perf/hfu", 0.0) > 1:
+    def _alike(self, notes: list[BatchNote | None], common: Common) -> tuple[StepAmounts, StepAmounts]:
+        """What steps of these micro-batches work off, as counted, and with what is known of it executed."""
+        batches = [] if None in notes else [note for note in notes if note is not None]
+        flops = self._flops(common.state, batches, measured=common.measured)
+        counted = self._amounts(batches, flops, warmup=common.warmup)
+        return counted, self._with_executed(counted, run_again=False)
+
+    def _complete_all(self, rows: list[dict[str, Any]], times: list[StepTime]) -> set[int]:
+        """Take the rows of the next steps in, and give them what comes of several steps; which failed."""
+        failed: set[int] = set()
+        begin = 0
+        for number, (row, took) in enumerate(zip(rows, times, strict=True)):
+            step = row["global_step"]
+            loss = row["training/loss"]
+            if loss is not None and not isfinite(loss):
+                self._notices(f"the loss is {loss}, first at step {step}", about=f"loss {loss}")
+            if step % self._detailed_log_freq < took.steps:
+                self.window.add_all(rows[begin : number + 1])
+                begin = number + 1
+                try:
+                    row |= self._details_now()
+                except Exception as error:
+                    self._not_logged(error, 1)
+                    failed.add(number)
+        self.window.add_all(rows[begin:])
+        if any(row.get("perf/mfu", 0.0) > 1 or row.get("perf/hfu", 0.0) > 1 for row in rows):
             self._notices(ABOVE_ONE)
-        if place.reaches(self._detailed_log_freq):
-            row |= self.window.medians()
-            if self.hardware is not None and self.hardware.latest is not None:
-                row |= self.hardware.latest.metrics()
-            row["perf/memory_peak_bytes"] = peak_memory_bytes(self._device)
+        return failed
+
+    def _details_now(self) -> dict[str, Any]:
+        """What comes of several steps, after those that were taken in."""
+        row: dict[str, Any] = self.window.medians()
+        if self.hardware is not None and self.hardware.latest is not None:
+            row |= self.hardware.latest.metrics()
+        row["perf/memory_peak_bytes"] = peak_memory_bytes(self._device)
+        return row
 
     def _amounts(self, batches: Sequence[BatchNote], flops: StepFlops | None, *, warmup: bool) -> StepAmounts:
         return StepAmounts(

@@ -5,23 +5,28 @@ then costs a microsecond or more, whatever is done with it, and a launch-bound r
 nothing else is due (no check, no cut) and steps are alike, the training thread only appends, and records the
 step's event where the clock wants one:
 
-    hook      a micro-batch of the same shapes      ─► one more of them
-    log_step  its numbers as they are, tensors kept ─► one more step
+    forward   a micro-batch as it came              ─► kept
+    log_step  its numbers as they are, tensors kept ─► one more step; every few steps a look at what is kept
     every few seconds, or when anything else comes  ─► `take`: the steps in one piece, for the resolver
 
-What is the same for all of them is then worked out once.
+What is the same for all of them is then worked out once. A micro-batch that turns out to look otherwise is
+noted as what it was, in its place, and ends this. A batch that is large or part of a graph is looked at when
+it comes and not kept. Which dtype autocast has is looked at with the first step of each piece.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
-from .clock import CudaClock, HostClock, Mark, as_mark, seconds_between
-from .compilations import graph_counters
+from .clock import CudaClock, HostClock, Mark
+from .compilations import compilations, graph_counters
 from .counting import ModelState
 from .host_values import MAX_KEPT, SentNumbers, Unseen
 from .metrics import StepTime
@@ -29,11 +34,11 @@ from .observe import (
     BatchNote,
     Look,
     UsualBatch,
-    autocast_key,
     backward_number,
     functorch_level,
     is_any_autocast,
     is_grad_enabled,
+    is_wrapped,
 )
 
 _Tensor = torch.Tensor
@@ -43,6 +48,17 @@ PIECE_S = 5.0
 _CLOSED_S = float("-inf")
 _LARGEST_WHOLE = 2**53
 """Whole numbers below it are floats too."""
+_LOOK_AT = 16
+"""So many micro-batches are looked at together."""
+MOST_MICRO_BATCHES = 32
+"""Of a step that is like the next."""
+_MOST_KEPT = _LOOK_AT + MOST_MICRO_BATCHES
+_SMALL_BYTES = 256 << 10
+"""Of a batch that is kept for a few steps."""
+
+
+_NO_BATCH: Any = object()
+"""In the place of one that was none: the model was traced."""
 
 
 class Columns(NamedTuple):
@@ -58,8 +74,12 @@ class Columns(NamedTuple):
     grad_norm_version: tuple[int, ...]
     learning_rate: tuple[float, ...]
     skip_remote: tuple[bool, ...]
-    micro_batches: tuple[int, ...]
     data_wait_s: tuple[float | None, ...]
+    """As it was told; None where nobody did."""
+    last_end_s: tuple[float | None, ...]
+    """When `log_step` of the step before was over."""
+    seen: tuple[int, ...]
+    """Micro-batches up to then."""
 
     def without(self, names: Iterable[str]) -> Columns:
         """The same without these numbers."""
@@ -80,81 +100,175 @@ class Common(NamedTuple):
     batch: BatchNote
     state: ModelState | None
     measured: bool
+    warmup: bool
+
+
+class Taken(NamedTuple):
+    """Steps that were taken."""
+
+    columns: Columns
+    common: Common
+    batches: list[list[BatchNote | None]]
+    """Of each step; None for one that cannot be told."""
+    data_wait_s: list[float | None]
 
 
 class UsualSteps:
-    """Lives on the training thread; closed until the monitor opens it."""
+    """Lives on the training thread; closed until the monitor opens it.
+
+    `note_other` notes a micro-batch that is no usual one, some steps later; None where it cannot be told.
+    """
 
     __slots__ = (
-        "_autocast",
+        "_common",
         "_compilations",
         "_counters",
+        "_kept",
         "_last_step",
         "_looks",
         "_mark",
-        "_micro_batches",
         "_names",
+        "_note_other",
+        "_others",
+        "_places",
+        "_seen",
+        "_sifted",
         "_steps",
+        "_times",
         "_types",
         "_until_s",
         "_until_step",
-        "common",
-        "first_s",
+        "autocast",
+        "data_wait_s",
+        "end_s",
         "is_busy",
+        "keep",
+        "keeps_batches",
         "own_s",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, note_other: Callable[[tuple[Any, ...], dict[str, Any]], BatchNote | None]) -> None:
+        self._note_other = note_other
         self._until_s = _CLOSED_S
-        self._micro_batches = self._compilations = self._last_step = self._until_step = 0
+        self._compilations = self._last_step = self._until_step = self._places = 0
         self._steps: list[tuple[Any, ...]] = []
-        self._names: tuple[Any, ...] = ()
-        self._autocast: tuple[Any, ...] = ()
+        self._names: list[Any] = []
         self._looks: tuple[Look, ...] = ()
         self._counters: Any = None
         self._mark: Callable[[float], Mark] | None = None
-        self._types: tuple[Any, Any] = (float, float)
-        self.common: Common | None = None
-        self.first_s = self.own_s = 0.0
-        """When the step under way had its first micro-batch, and what seeing micro-batches took in all."""
+        self._types: tuple[type, ...] = ()
+        self._common: Common | None = None
+        self._kept: deque[tuple[float, tuple[Any, ...], dict[str, Any]]] = deque(maxlen=_MOST_KEPT)
+        """Micro-batches nobody has looked at yet, and when they came."""
+        self.keep = self._kept.append
+        self.keeps_batches = False
+        """Whether micro-batches of training may be given to `keep` as they come."""
+        self.autocast = [False]
+        """Whether usual batches run under autocast."""
+        self._times: list[float | None] = []
+        """When those came that were looked at, where that is known."""
+        self._sifted = self._seen = 0
+        """Micro-batches that were looked at, and those up to the last step that was taken."""
+        self._others: dict[int, BatchNote | None] = {}
+        """Those that are no usual ones, by their number."""
+        self.end_s: float | None = None
+        """When the last `log_step` was over, of whatever step, less the pauses since."""
+        self.own_s = 0.0
+        """What taking steps has cost."""
+        self.data_wait_s: float | None = None
+        """How long the step under way waited for its data, where that was told."""
         self.is_busy = False
-        """Set around `took`: the handler of a signal must not take steps from under it."""
+        """Set by `took` until the caller is through: a signal's handler must not take steps from under it."""
 
     def open(
         self,
         until_s: float,
         *,
         batch: UsualBatch,
+        places: int,
         common: Common,
         last_step: int,
         until_step: int,
-        types: tuple[type, type],
+        types: tuple[type, ...],
         compilations: int,
+        is_compiled: bool,
         mark: Callable[[float], Mark] | None,
     ) -> None:
-        """Take steps of such batches until then and before `until_step`; `types` of loss and gradient norm.
+        """Take steps of such batches until then and before `until_step`, while `log_step` gets these `types`.
 
-        Where the device cannot do without, `mark` marks the end of each of them.
+        So many arguments of a batch come by place. Whether a step compiled something is known of each where
+        the model `is_compiled`, else of all together. Where the device cannot do without, `mark` marks the
+        end of each step.
         """
-        self._names, self._looks = tuple(batch.looks), tuple(batch.looks.values())
-        self._autocast = batch.autocast
-        self._until_s, self.common = until_s, common
-        self._micro_batches, self._last_step, self._until_step, self._types = 0, last_step, until_step, types
-        self._counters, self._compilations, self._mark = graph_counters(), compilations, mark
+        names, self._looks = list(batch.looks), tuple(batch.looks.values())
+        self._names, self._places = names[places:], places
+        size = sum(look.shape.numel() * look.dtype.itemsize for look in self._looks)
+        has_graph = any(look.needs_grad for look in self._looks)
+        self.keeps_batches = size <= _SMALL_BYTES and not has_graph
+        self.autocast[0] = bool(batch.autocast)
+        self._until_s, self._common = until_s, common
+        self._last_step, self._types = last_step, types
+        self._until_step = min(until_step, last_step + MAX_KEPT)
+        self._counters = graph_counters() if is_compiled else None
+        self._compilations, self._mark = compilations, mark
+        self._sifted = self._seen = 0
+        self._times, self._others = [], {}
 
-    def stop(self) -> int:
-        """Take no more: how many micro-batches the step under way has."""
-        micro_batches = self._micro_batches
-        self._until_s, self._micro_batches = _CLOSED_S, 0
-        return micro_batches
+    def stop(self) -> tuple[list[BatchNote | None], float | None]:
+        """Take no more: the micro-batches of the step under way, and when the first of them came."""
+        self._until_s = _CLOSED_S
+        self.is_busy = True
+        try:
+            self._look()
+        finally:
+            self.is_busy = False
+        under_way = self._notes(self._seen, self._sifted)
+        began_s = self._times[self._seen] if under_way else None
+        del self._times[self._seen :]
+        for number in range(self._seen, self._sifted):
+            self._others.pop(number, None)
+        self._sifted = self._seen
+        return under_way, began_s
 
-    def take(self) -> Columns | None:
-        """The steps so far, which are then no longer here; None where there are none."""
+    def forget(self) -> None:
+        """Keep nothing of what nobody has looked at."""
+        self._kept.clear()
+
+    def take(self) -> Taken | None:
+        """The steps so far, which are then no longer here; None where there are none. Only after `stop`."""
         steps = self._steps
         if not steps:
             return None
         self._steps = []
-        return Columns(*zip(*steps, strict=True))
+        columns, common = Columns(*zip(*steps, strict=True)), self._common
+        assert common is not None
+        if self._counters is None and compilations() != self._compilations:
+            common = common._replace(warmup=True)  # nobody knows which of them compiled
+        seen = (0, *columns.seen)
+        if self._others:
+            batches = [self._notes(first, last) for first, last in pairwise(seen)]
+        else:
+            usual = {n: self._notes(0, n) for n in {last - first for first, last in pairwise(seen)}}
+            batches = [usual[last - first] for first, last in pairwise(seen)]
+        return Taken(
+            columns,
+            common,
+            batches,
+            [
+                _seconds(last_end_s, self._times[first]) if told_s is None else told_s
+                for first, told_s, last_end_s in zip(
+                    seen[:-1], columns.data_wait_s, columns.last_end_s, strict=True
+                )
+            ],
+        )
+
+    def _notes(self, first: int, last: int) -> list[BatchNote | None]:
+        assert self._common is not None or first == last
+        usual = None if self._common is None else self._common.batch
+        if not self._others:
+            return [usual] * (last - first)
+        notes = [self._others.get(number, usual) for number in range(first, last)]
+        return [note for note in notes if note is not _NO_BATCH]
 
     @property
     def is_open(self) -> bool:
@@ -164,7 +278,7 @@ class UsualSteps:
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to stop and nothing to take."""
-        return not (self.is_open or self._steps or self._micro_batches)
+        return not (self.is_open or self._steps or self._kept)
 
     @property
     def waiting(self) -> int:
@@ -172,32 +286,45 @@ class UsualSteps:
         return len(self._steps)
 
     def saw(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Note a micro-batch of training; False where it is none of the usual ones, or needs a look."""
-        began_s = _now_s()
-        try:
-            if (
-                began_s >= self._until_s
-                or not is_grad_enabled()
-                or backward_number() != -1
-                or functorch_level() is not None
-                or (autocast_key() if is_any_autocast() else ()) != self._autocast
-                or tuple(kwargs) != self._names[len(args) :]
-            ):
-                return False
-            for tensor, (shape, dtype, needs_grad) in zip(
-                (*args, *kwargs.values()), self._looks, strict=True
-            ):
-                if type(tensor) is not _Tensor or tensor.shape != shape or tensor.dtype is not dtype:
-                    return False
-                if needs_grad is not None and tensor.requires_grad is not needs_grad:
-                    return False
-        except Exception:  # a nested tensor has no shape; whatever it is, a closer look follows
+        """Take a micro-batch of training; False where it is none, or no usual one."""
+        if (
+            self._until_s == _CLOSED_S
+            or not is_grad_enabled()
+            or backward_number() != -1
+            or functorch_level() is not None
+            or is_any_autocast() is not self.autocast[0]
+        ):
             return False
-        if not self._micro_batches:
-            self.first_s = began_s
-        self._micro_batches += 1
-        self.own_s += _now_s() - began_s
+        if not self.keeps_batches:
+            if not self._is_usual(args, kwargs):
+                return False
+            args, kwargs = (), {}
+        self.keep((_now_s(), args, kwargs))
         return True
+
+    def _is_usual(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return (
+            [*kwargs] == self._names
+            and len(args) == self._places
+            and _are_like((*args, *kwargs.values()), self._looks)
+        )
+
+    def _look(self) -> None:
+        """Look at what is kept; what is no usual batch is noted for itself, and none is taken after it."""
+        kept = self._kept
+        if len(kept) == _MOST_KEPT:  # more may have come, nobody knows of which steps
+            self._others.update(dict.fromkeys(range(self._sifted, self._seen + 1)))
+            self._times += [None] * (self._seen + 1 - self._sifted)
+            self._sifted = self._seen + 1
+            kept.clear()
+        while kept:
+            came_s, args, kwargs = kept.popleft()
+            if self.keeps_batches and not self._is_usual(args, kwargs):
+                is_made_up = any(isinstance(v, FakeTensor) for v in (*args, *kwargs.values()))
+                self._others[self._sifted] = _NO_BATCH if is_made_up else self._note_other(args, kwargs)
+                self._until_s = _CLOSED_S
+            self._times.append(came_s)
+            self._sifted += 1
 
     def took(
         self,
@@ -208,44 +335,31 @@ class UsualSteps:
         grad_norm: Any,
         learning_rate: Any,
         skip_remote: bool,
-        data_wait_s: float | None,
-        last_end_s: float | None,
     ) -> bool:
-        """Take a step; False where anything about it wants a look.
-
-        It waited for data as long as it is told, else from the last end until its first micro-batch.
-        """
-        if now_s >= self._until_s or not self._micro_batches or len(self._steps) >= MAX_KEPT:
-            return False
-        counters = self._counters or graph_counters()  # torch may load them at any time
-        stats = None if counters is None else counters.get("stats")
+        """Take a step that ends now; False where anything about it wants a look."""
+        self.is_busy = True
+        kept = len(self._kept)
+        seen = self._sifted + kept
         if (
-            (stats is not None and stats.get("unique_graphs", 0) != self._compilations)
-            or type(step) is not int
+            now_s >= self._until_s
+            or type(skip_remote) is not bool
+            or (type(step), type(epoch), type(loss), type(grad_norm), type(learning_rate)) != self._types
             or not self._last_step < step < self._until_step
-            or not (type(epoch) is float or (type(epoch) is int and 0 <= epoch < _LARGEST_WHOLE))
-            or type(learning_rate) is not float
+            or seen == self._seen
+            or kept == _MOST_KEPT
+            or (self._counters is not None and _graphs(self._counters) != self._compilations)
         ):
             return False
         loss_version = grad_norm_version = 0
-        loss_type, grad_norm_type = self._types
-        if type(loss) is not loss_type:
-            return False
-        if type(grad_norm) is not grad_norm_type and (grad_norm is not None or grad_norm_type is _Tensor):
-            return False
         try:
-            if loss_type is _Tensor:
+            if type(loss) is _Tensor:
                 loss_version = loss._version
                 loss = loss.detach()
-            if grad_norm_type is _Tensor:
+            if type(grad_norm) is _Tensor:
                 grad_norm_version = grad_norm._version
                 grad_norm = grad_norm.detach()
         except RuntimeError:  # an inference tensor has no version
             return False
-        micro_batches = self._micro_batches
-        self._micro_batches, self._last_step = 0, step
-        if data_wait_s is None and last_end_s is not None:
-            data_wait_s = self.first_s - last_end_s
         self._steps.append(
             (
                 now_s if self._mark is None else self._mark(now_s),
@@ -257,11 +371,52 @@ class UsualSteps:
                 grad_norm_version,
                 learning_rate,
                 skip_remote,
-                micro_batches,
-                data_wait_s,
+                self.data_wait_s,
+                self.end_s,
+                seen,
             )
         )
+        self._seen, self._last_step, self.data_wait_s = seen, step, None
+        if kept >= _LOOK_AT:
+            self._look()
+        self.end_s = end_s = _now_s()
+        self.own_s += end_s - now_s
         return True
+
+
+def can_be_taken(types: tuple[type, ...], may_be_unseen: Callable[[str], bool]) -> bool:
+    """Whether steps may be taken of which `log_step` gets such arguments: tensors only of some names."""
+    step, epoch, loss, grad_norm, learning_rate = types
+    return (
+        (step, learning_rate) == (int, float)
+        and epoch in (int, float)
+        and (loss is float or (loss is _Tensor and may_be_unseen("loss")))
+        and (grad_norm in (float, type(None)) or (grad_norm is _Tensor and may_be_unseen("grad_norm")))
+    )
+
+
+def _seconds(begin_s: float | None, end_s: float | None) -> float | None:
+    return None if begin_s is None or end_s is None else end_s - begin_s
+
+
+def _graphs(counters: Any) -> int:
+    stats = counters.get("stats")
+    return 0 if stats is None else stats.get("unique_graphs", 0)
+
+
+def _are_like(tensors: tuple[Any, ...], looks: tuple[Look, ...]) -> bool:
+    """Whether the tensors of a batch look like this."""
+    try:
+        for tensor, (shape, dtype, needs_grad) in zip(tensors, looks, strict=True):
+            if type(tensor) is not _Tensor or tensor.shape != shape or tensor.dtype is not dtype:
+                return False
+            if needs_grad is not None and tensor.requires_grad is not needs_grad:
+                return False
+            if is_wrapped(tensor):
+                return False
+    except Exception:  # a nested tensor has no shape; whatever it is, a closer look follows
+        return False
+    return True
 
 
 class UsualPiece:
@@ -272,27 +427,40 @@ class UsualPiece:
 
     def __init__(
         self,
-        columns: Columns,
+        taken: Taken,
         last_step: int,
         begin: Mark | None,
         end: Mark,
-        common: Common,
         sent: dict[str, SentNumbers | None],
     ) -> None:
-        self.columns, self.common = columns, common
+        self.columns, self.common = taken.columns.without(sent), taken.common
+        self.batches, self._waits_s = taken.batches, taken.data_wait_s
         self._last_step, self._begin, self._end, self._sent = last_step, begin, end, sent
-        self._ends: list[Mark] = []
+        self._ends_s: Sequence[float | None] | None = None
         self._marked = 0
+        self._notes = {id(note): note for notes in self.batches for note in notes if note is not None}
 
     def is_ready(self, clock: HostClock | CudaClock) -> bool:
         """Whether the device is past all of it, and its numbers are there."""
-        if not self._ends:
-            self._ends = [*[as_mark(end) for end in self.columns.end[:-1]], self._end]
-        while self._marked < len(self._ends):
-            if not clock.has_passed(self._ends[self._marked]):
+        if self._ends_s is None:
+            self._ends_s = self._device_s(clock)
+            if self._ends_s is None:
                 return False
+            self._end.device_s = self._ends_s[-1]
+        return all(sent is None or sent.copy.ready() for sent in self._sent.values()) and all(
+            note.ready() for note in self._notes.values()
+        )
+
+    def _device_s(self, clock: HostClock | CudaClock) -> Sequence[float | None] | None:
+        """When the device was at the end of each step; None until it is past the last."""
+        ends = self.columns.end
+        if not isinstance(ends[0], Mark):
+            return clock.device_s(ends)  # type: ignore[arg-type]
+        while self._marked < len(ends):
+            if not clock.has_passed(ends[self._marked]):  # type: ignore[arg-type]
+                return None
             self._marked += 1
-        return all(sent is None or sent.copy.ready() for sent in self._sent.values())
+        return [end.device_s for end in ends]  # type: ignore[union-attr]
 
     def numbers(self) -> dict[str, Sequence[float | None]]:
         """What `log_step` was told, by metric; what could not be sent is missing."""
@@ -300,7 +468,9 @@ class UsualPiece:
         told: dict[str, Sequence[float | None]] = {
             "training/loss": columns.loss,
             "training/lr": columns.learning_rate,
-            "training/epoch": [float(epoch) for epoch in columns.epoch],
+            "training/epoch": [
+                float(e) if type(e) is float or abs(e) < _LARGEST_WHOLE else None for e in columns.epoch
+            ],
             "training/grad_norm": columns.grad_norm,
         }
         for name, numbers in sent.items():
@@ -309,9 +479,17 @@ class UsualPiece:
 
     def times(self) -> list[StepTime]:
         """How long each step took."""
-        steps, waits_s = self.columns.step, self.columns.data_wait_s
-        lasts, begins = (self._last_step, *steps[:-1]), (self._begin, *self._ends[:-1])
+        steps, ends_s = self.columns.step, self._ends_s
+        assert ends_s is not None
+        begin_s = None if self._begin is None else self._begin.device_s
         return [
-            StepTime(step - last, None if begin is None else seconds_between(begin, end), wait_s)
-            for step, last, begin, end, wait_s in zip(steps, lasts, begins, self._ends, waits_s, strict=True)
+            StepTime(step - last, None if begin_s is None or end_s is None else end_s - begin_s, wait_s)
+            for step, last, begin_s, end_s, wait_s in zip(
+                steps,
+                (self._last_step, *steps[:-1]),
+                (begin_s, *ends_s[:-1]),
+                ends_s,
+                self._waits_s,
+                strict=True,
+            )
         ]
