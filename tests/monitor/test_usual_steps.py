@@ -646,7 +646,7 @@ def test_nothing_is_lost_at_the_end(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("owner", "within"),
-    [(usual_steps, "_are_like"), (torch.Tensor, "detach"), (attachment, "is_grad_enabled")],
+    [(usual_steps, "are_like"), (torch.Tensor, "detach"), (attachment, "is_grad_enabled")],
 )
 def test_a_handler_of_a_signal_may_save_in_the_middle(
     run: Run, monkeypatch: pytest.MonkeyPatch, owner: Any, within: str

@@ -20,5 +20,10 @@ def graph_counters() -> Any:
 def compilations() -> int:
     """Graphs made so far."""
     counters = graph_counters()
-    stats = None if counters is None else counters.get("stats")
+    return 0 if counters is None else graphs_in(counters)
+
+
+def graphs_in(counters: Any) -> int:
+    """Graphs made so far by torch's counters."""
+    stats = counters.get("stats")
     return 0 if stats is None else stats.get("unique_graphs", 0)

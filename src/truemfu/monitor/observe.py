@@ -166,7 +166,7 @@ class BatchNotes:
             last is not None
             and last.autocast == autocast
             and tuple(batch) == tuple(last.looks)
-            and is_like(batch, last.looks)
+            and are_like(tuple(batch.values()), tuple(last.looks.values()))
         ):
             return last.template
         if any(_is_untold(value) for value in batch.values()):
@@ -321,22 +321,17 @@ def _with(batch: Batch, place: Place, value: torch.Tensor) -> Batch:
     return {**batch, key: _with(batch[key], tuple(inner), value) if inner else value}
 
 
-def is_like(batch: Batch, looks: Mapping[Any, Look]) -> bool:
-    """Whether a batch is of such tensors, the usual case."""
-    if len(batch) != len(looks):
-        return False
+def are_like(tensors: tuple[Any, ...], looks: tuple[Look, ...]) -> bool:
+    """Whether the tensors of a batch look like this, the usual case."""
     try:
-        for key, value in batch.items():
-            expected = looks.get(key)
-            if (
-                expected is None
-                or type(value) is not torch.Tensor
-                or value.shape != expected.shape
-                or value.dtype is not expected.dtype
-                or (expected.needs_grad is not None and value.requires_grad is not expected.needs_grad)
-            ):
+        for tensor, (shape, dtype, needs_grad) in zip(tensors, looks, strict=True):
+            if type(tensor) is not torch.Tensor or tensor.shape != shape or tensor.dtype is not dtype:
                 return False
-    except RuntimeError:  # a nested tensor has no shape
+            if needs_grad is not None and tensor.requires_grad is not needs_grad:
+                return False
+            if is_wrapped(tensor):
+                return False
+    except Exception:  # a nested tensor has no shape; whatever it is, a closer look follows
         return False
     return True
 

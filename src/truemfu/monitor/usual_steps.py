@@ -26,7 +26,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .clock import CudaClock, HostClock, Mark
-from .compilations import compilations, graph_counters
+from .compilations import compilations, graph_counters, graphs_in
 from .counting import ModelState
 from .host_values import MAX_KEPT, SentNumbers, Unseen
 from .metrics import StepTime
@@ -34,11 +34,11 @@ from .observe import (
     BatchNote,
     Look,
     UsualBatch,
+    are_like,
     backward_number,
     functorch_level,
     is_any_autocast,
     is_grad_enabled,
-    is_wrapped,
 )
 
 _Tensor = torch.Tensor
@@ -306,7 +306,7 @@ class UsualSteps:
         return (
             [*kwargs] == self._names
             and len(args) == self._places
-            and _are_like((*args, *kwargs.values()), self._looks)
+            and are_like((*args, *kwargs.values()), self._looks)
         )
 
     def _look(self) -> None:
@@ -347,7 +347,7 @@ class UsualSteps:
             or not self._last_step < step < self._until_step
             or seen == self._seen
             or kept == _MOST_KEPT
-            or (self._counters is not None and _graphs(self._counters) != self._compilations)
+            or (self._counters is not None and graphs_in(self._counters) != self._compilations)
         ):
             return False
         loss_version = grad_norm_version = 0
@@ -397,26 +397,6 @@ def can_be_taken(types: tuple[type, ...], may_be_unseen: Callable[[str], bool]) 
 
 def _seconds(begin_s: float | None, end_s: float | None) -> float | None:
     return None if begin_s is None or end_s is None else end_s - begin_s
-
-
-def _graphs(counters: Any) -> int:
-    stats = counters.get("stats")
-    return 0 if stats is None else stats.get("unique_graphs", 0)
-
-
-def _are_like(tensors: tuple[Any, ...], looks: tuple[Look, ...]) -> bool:
-    """Whether the tensors of a batch look like this."""
-    try:
-        for tensor, (shape, dtype, needs_grad) in zip(tensors, looks, strict=True):
-            if type(tensor) is not _Tensor or tensor.shape != shape or tensor.dtype is not dtype:
-                return False
-            if needs_grad is not None and tensor.requires_grad is not needs_grad:
-                return False
-            if is_wrapped(tensor):
-                return False
-    except Exception:  # a nested tensor has no shape; whatever it is, a closer look follows
-        return False
-    return True
 
 
 class UsualPiece:
@@ -483,7 +463,7 @@ class UsualPiece:
         assert ends_s is not None
         begin_s = None if self._begin is None else self._begin.device_s
         return [
-            StepTime(step - last, None if begin_s is None or end_s is None else end_s - begin_s, wait_s)
+            StepTime(step - last, _seconds(begin_s, end_s), wait_s)
             for step, last, begin_s, end_s, wait_s in zip(
                 steps,
                 (self._last_step, *steps[:-1]),
