@@ -468,8 +468,11 @@ def test_time_is_up_after_a_few_seconds(run: Run) -> None:
     assert run.usual == 1
     run.monitor._usual._until_s = time.perf_counter()
     run.step()
+    assert run.usual == 2
+    assert attachment._CALL not in run.model.__dict__
+    run.step()  # looked at: ends one piece and opens the next
     assert run.usual == 0
-    run.step()  # looked at
+    assert attachment._CALL in run.model.__dict__
     run.step()
     assert run.usual == 1
     run.check()
@@ -1222,26 +1225,29 @@ class Watch:
         pass
 
 
-def test_a_window_of_the_counters_ends_with_the_step_that_is_due(run: Run) -> None:
+def test_a_window_of_the_counters_ends_at_the_latest_with_the_step_after_the_one_that_is_due(
+    run: Run,
+) -> None:
     run.monitor._take_in_usual()
     watch = Watch(time.perf_counter() + 0.2)
     run.monitor._watch = watch  # type: ignore[assignment]
-    due_s, ends_s, logged_s, usual = watch.due_s, time.perf_counter() + 1.5, 0.0, 0
+    due_s, ends_s, usual = watch.due_s, time.perf_counter() + 1.5, 0
+    logged_s = last_s = 0.0
     while (now_s := time.perf_counter()) < ends_s:
         time.sleep(0.002)
         run.step()
         usual = max(usual, run.usual)
         if watch.due_s != due_s:
-            assert logged_s < due_s <= watch.cuts_s[-1]  # the first step that ended after it was due
+            assert last_s < due_s <= watch.cuts_s[-1]
             due_s = watch.due_s
-        logged_s = now_s
+        logged_s, last_s = now_s, logged_s
     assert len(watch.cuts_s) >= 4
     assert usual > 10
     run.check()
 
 
 def test_closed_it_takes_nothing() -> None:
-    usual = UsualSteps(lambda args, kwargs: None)
+    usual = UsualSteps(lambda args, kwargs: None, lambda: None)
     assert not usual.is_open
     assert not usual.saw((), {"x": torch.zeros(1)})
     assert not usual.took(0.0, 1, 0, 1.0, 1.0, 0.1, False)

@@ -123,7 +123,7 @@ class TrainingMonitor:
         self._follows_count = True
         self._logged = self._steps_done = 0
         self._is_looked_at = False
-        self._usual = UsualSteps(self._note_other)
+        self._usual = UsualSteps(self._note_other, self._look_at_next)
         self._around: UsualBatch | None = None
         self._thread = threading.get_ident()
         self._compilations = compilations()
@@ -718,6 +718,10 @@ class TrainingMonitor:
     def _watch_again(self) -> None:
         """Take in what was noted, and look at each batch when it comes; not for inside a forward pass."""
         self._take_in_usual()
+        self._look_at_next()
+
+    def _look_at_next(self) -> None:
+        """Have the next micro-batches looked at when they come."""
         if self._attachment is not None:
             self._attachment.keep_only(False)
 

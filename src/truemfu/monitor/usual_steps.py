@@ -117,6 +117,7 @@ class UsualSteps:
     """Lives on the training thread; closed until the monitor opens it.
 
     `note_other` notes a micro-batch that is no usual one, some steps later; None where it cannot be told.
+    `look_at_next` has the next step looked at when it comes: it is called with the last one that is taken.
     """
 
     __slots__ = (
@@ -125,6 +126,7 @@ class UsualSteps:
         "_counters",
         "_kept",
         "_last_step",
+        "_look_at_next",
         "_looks",
         "_mark",
         "_names",
@@ -147,8 +149,12 @@ class UsualSteps:
         "own_s",
     )
 
-    def __init__(self, note_other: Callable[[tuple[Any, ...], dict[str, Any]], BatchNote | None]) -> None:
-        self._note_other = note_other
+    def __init__(
+        self,
+        note_other: Callable[[tuple[Any, ...], dict[str, Any]], BatchNote | None],
+        look_at_next: Callable[[], None],
+    ) -> None:
+        self._note_other, self._look_at_next = note_other, look_at_next
         self._until_s = _CLOSED_S
         self._compilations = self._last_step = self._until_step = self._places = 0
         self._steps: list[tuple[Any, ...]] = []
@@ -336,12 +342,16 @@ class UsualSteps:
         learning_rate: Any,
         skip_remote: bool,
     ) -> bool:
-        """Take a step that ends now; False where anything about it wants a look."""
+        """Take a step that ends now; False where anything about it wants a look.
+
+        With the last of a piece the next is looked at: that step then ends this piece and opens another.
+        """
         self.is_busy = True
         kept = len(self._kept)
         seen = self._sifted + kept
+        is_last = now_s >= self._until_s
         if (
-            now_s >= self._until_s
+            (is_last and self._until_s == _CLOSED_S)
             or type(skip_remote) is not bool
             or (type(step), type(epoch), type(loss), type(grad_norm), type(learning_rate)) != self._types
             or not self._last_step < step < self._until_step
@@ -379,6 +389,9 @@ class UsualSteps:
         self._seen, self._last_step, self.data_wait_s = seen, step, None
         if kept >= _LOOK_AT:
             self._look()
+        if is_last or self._until_s == _CLOSED_S:
+            self._until_s = _CLOSED_S
+            self._look_at_next()
         self.end_s = end_s = _now_s()
         self.own_s += end_s - now_s
         return True
