@@ -525,14 +525,13 @@ class DropsAll(KeepsItsDraw):
         return x.sum() + 0 * sum(p.sum() for p in self.parameters())
 
 
-@bug("one random draw stands for all steps: seed 0 drops every layer, and every row says MFU 0")
-@pytest.mark.filterwarnings("ignore:the model was counted on the training thread")
 def test_random_work_is_never_logged_as_zero(tmp_path: Path) -> None:
     def before(step: int, monitor: TrainingMonitor) -> None:
         np.random.seed(step - 1)
 
     run = train(DropsAll(), tmp_path, [5, 6, 7], lambda model, n: model(rows_of(n)), before)
-    assert all(flops != 0 for flops in run.model_flops)
+    assert run.model_flops == [None] * 3
+    assert any(said.startswith("the count of a step is 0") for said in run.summary["warnings"])
 
 
 def documents(*lengths: int) -> dict[str, Any]:

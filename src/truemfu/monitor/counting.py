@@ -171,7 +171,7 @@ class Counting:
         self._fit(state, note.template.autocast, batch, model)
 
     def step(self, state: ModelState, notes: Sequence[BatchNote], *, measured: bool) -> StepFlops | None:
-        """The FLOPs of a step; None where a micro-batch has none. Not `measured`: estimated for now."""
+        """The FLOPs of a step; None where they are not known, or none. Not `measured`: estimated for now."""
         templates = [note.template for note in notes]
         last = self._last
         if last is not None and last[0] is state and last[1] == templates:
@@ -188,11 +188,17 @@ class Counting:
             if count is None:
                 return None
             counts.append(count)
-        if not counts:
+        model_flops = sum([c.model_flops for c in counts])
+        if not model_flops:
+            if counts:
+                self._notice(
+                    "the count of a step is 0, so it has no MFU: nothing in it is counted (matrix products, "
+                    "convolutions, attention), or the model left its layers out at random when it was counted"
+                )
             return None
         peak, source = self._peak(counts)
         return StepFlops(
-            model_flops=sum([c.model_flops for c in counts]),
+            model_flops=model_flops,
             hardware_flops=sum([c.hardware_flops for c in counts]),
             peak_flops_per_s=peak,
             peak_source=source,
