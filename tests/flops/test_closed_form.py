@@ -16,6 +16,7 @@ from truemfu import Convention, FlopModel, count_flops
 from truemfu.errors import TruemfuWarning
 from truemfu.flops.batch import documents_of
 
+pytest.importorskip("transformers", minversion="5.0")
 cases = pytest.importorskip("benchmarks.cases")
 
 UNCOMPILED = [c.name for c in cases.CASES if not c.compiled]

@@ -21,8 +21,8 @@ from truemfu.errors import BatchError, TruemfuWarning, _said
 from truemfu.flops import structure
 from truemfu.flops.estimate import Estimator, estimate_flops
 
+hf = pytest.importorskip("transformers", minversion="5.0")
 cases = pytest.importorskip("benchmarks.cases")
-hf = pytest.importorskip("transformers")
 
 NAMES = [c.name for c in cases.CASES]
 PARTS = ("forward", "backward", "recompute")

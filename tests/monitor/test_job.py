@@ -163,6 +163,8 @@ def flops_of(found: dict[str, Any]) -> int:
 
 @pytest.mark.parametrize(("name", "world_size"), [("ddp", 2), ("ddp", 3), ("fsdp2", 2)])
 def test_every_rank_has_its_mfu_and_rank_0_alone_writes(tmp_path: Path, name: str, world_size: int) -> None:
+    if name == "fsdp2" and not hasattr(torch.cpu.Stream, "record_event"):
+        pytest.skip("FSDP2 on a CPU needs a newer torch")
     codes, found = job(tmp_path, name, world_size)
     assert codes == [0] * world_size
     for rank in range(world_size):

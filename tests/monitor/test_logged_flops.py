@@ -534,6 +534,12 @@ def test_random_work_is_never_logged_as_zero(tmp_path: Path) -> None:
     assert any(said.startswith("the count of a step is 0") for said in run.summary["warnings"])
 
 
+def test_an_empty_batch_is_no_work(tmp_path: Path) -> None:
+    run = train(Mlp(), tmp_path, [5, 0, 5], lambda model, n: model(rows_of(n)).sum())
+    assert run.model_flops == [mlp_flops(5), 0, mlp_flops(5)]
+    assert not run.summary["warnings"]
+
+
 def documents(*lengths: int) -> dict[str, Any]:
     """One packed row as transformers' flattening collator makes it."""
     ends = torch.tensor([0, *lengths]).cumsum(0).int()

@@ -478,6 +478,55 @@ def test_time_is_up_after_a_few_seconds(run: Run) -> None:
     run.check()
 
 
+@pytest.mark.parametrize("when", ["in the last step", "in the next"])
+def test_what_compiles_around_the_end_of_a_piece_is_a_warm_up(
+    run: Run, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    number = [compilations()]
+    monkeypatch.setattr("truemfu.monitor.monitor.compilations", lambda: number[0])
+    monkeypatch.setattr(usual_steps, "compilations", lambda: number[0])
+    run.monitor._watch_again()
+    run.step()
+    run.monitor._compilations = number[0]
+    run.step()
+    run.step()
+    run.monitor._usual._until_s = time.perf_counter()
+    number[0] += when == "in the last step"
+    run.step()
+    last = run.number
+    number[0] += when == "in the next"
+    run.step()
+    run.step()
+    warm = [row["global_step"] for row in run.check() if "perf/warmup" in row][3:]
+    expected = {"in the last step": [last - 2, last - 1, last], "in the next": [last + 1]}
+    assert warm == expected[when]
+
+
+def test_a_step_that_ends_long_after_its_piece_waits_for_no_other(run: Run) -> None:
+    run.step()
+    run.monitor._usual._until_s = time.perf_counter() - 2
+    run.step()
+    assert run.usual == 0
+    run.check()
+
+
+@pytest.mark.filterwarnings("ignore:the monitor is switched off")
+@pytest.mark.parametrize("where", ["_mark", "_look_at_next"])
+def test_what_fails_in_a_step_costs_no_step_before_it(run: Run, where: str) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    run.step()
+    run.step()
+    good = run.number
+    if where == "_look_at_next":
+        good += 1  # the step itself was taken
+        run.monitor._usual._until_s = time.perf_counter()
+    setattr(run.monitor._usual, where, fail)
+    run.step()
+    assert len(run.rows()) == good
+
+
 def test_what_is_kept_is_bounded(run: Run) -> None:
     for _ in range(700):
         run.step()

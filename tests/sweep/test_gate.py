@@ -466,6 +466,8 @@ def test_tied_gpt2_is_unsupported_by_private_trainers(tmp_path: Path) -> None:
 def test_other_architectures_are_checked_on_a_small_copy_too(
     kind: str, architecture: str, tmp_path: Path
 ) -> None:
+    if kind == "deepseek_v3":
+        pytest.importorskip("transformers", minversion="5.0")  # before it, a small copy is not small enough
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"model_type": kind, "architectures": [architecture]}))
     gate = gate_of(load_trainer("StandardTrainer"), str(path))

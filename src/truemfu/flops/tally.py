@@ -430,3 +430,18 @@ def _lengths(cumulative: torch.Tensor) -> list[int]:
     with _disable_current_modes():
         ends = [int(n) for n in value.tensor().tolist()]
     return [b - a for a, b in itertools.pairwise(ends)]
+
+
+def _count_flex_attention() -> None:
+    """In versions of torch in which an operator that holds functions wants a rule for each kind of mode."""
+    from torch._higher_order_ops.flex_attention import flex_attention, flex_attention_backward
+
+    def rule(operator: HigherOrderOperator) -> Callable[..., Any]:
+        return lambda mode, *args, **kwargs: mode.__torch_dispatch__(operator, (), args, kwargs)
+
+    for operator in (flex_attention, flex_attention_backward):
+        operator.py_impl(Tally)(rule(operator))
+
+
+if not hasattr(TorchDispatchMode, "supports_higher_order_operators"):
+    _count_flex_attention()

@@ -189,12 +189,13 @@ class Counting:
                 return None
             counts.append(count)
         model_flops = sum([c.model_flops for c in counts])
-        if not model_flops:
-            if counts:
-                self._notice(
-                    "the count of a step is 0, so it has no MFU: nothing in it is counted (matrix products, "
-                    "convolutions, attention), or the model left its layers out at random when it was counted"
-                )
+        if not counts:
+            return None
+        if not model_flops and any(note.template.samples != 0 for note in notes):
+            self._notice(
+                "the count of a step is 0, so it has no MFU: the model does nothing that is counted (matrix "
+                "products, convolutions, attention), or left its layers out when it was counted"
+            )
             return None
         peak, source = self._peak(counts)
         return StepFlops(

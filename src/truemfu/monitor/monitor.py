@@ -243,6 +243,7 @@ class TrainingMonitor:
                     step, epoch, loss, grad_norm, learning_rate, attention_mask, skip_wandb, began_s
                 )
         except Exception as error:
+            usual.is_busy = False
             self._switch_off(error)
         finally:
             usual.is_busy = False
@@ -699,7 +700,7 @@ class TrainingMonitor:
         if taken is None:
             return
         if taken.common.warmup:
-            self._compilations = compilations()
+            self._compilations = taken.compilations
             self._values.look_again()
         columns, last_step = taken.columns, self._intake.last_step
         assert last_step is not None

@@ -45,6 +45,8 @@ _Tensor = torch.Tensor
 _now_s = time.perf_counter
 PIECE_S = 5.0
 """For how long steps with events are kept; without, until the next event."""
+_LATEST_S = 1.0
+"""After that moment a step is the last of its piece: one that ends later would wait for yet another."""
 _CLOSED_S = float("-inf")
 _LARGEST_WHOLE = 2**53
 """Whole numbers below it are floats too."""
@@ -111,6 +113,8 @@ class Taken(NamedTuple):
     batches: list[list[BatchNote | None]]
     """Of each step; None for one that cannot be told."""
     data_wait_s: list[float | None]
+    compilations: int
+    """So many there were at the end of these steps."""
 
 
 class UsualSteps:
@@ -123,6 +127,7 @@ class UsualSteps:
     __slots__ = (
         "_common",
         "_compilations",
+        "_compilations_at_end",
         "_counters",
         "_kept",
         "_last_step",
@@ -161,6 +166,8 @@ class UsualSteps:
         self._names: list[Any] = []
         self._looks: tuple[Look, ...] = ()
         self._counters: Any = None
+        self._compilations_at_end: int | None = None
+        """So many there were when the last step of a piece was over, where that is known."""
         self._mark: Callable[[float], Mark] | None = None
         self._types: tuple[type, ...] = ()
         self._common: Common | None = None
@@ -217,6 +224,7 @@ class UsualSteps:
         self._until_step = min(until_step, last_step + MAX_KEPT)
         self._counters = graph_counters() if is_compiled else None
         self._compilations, self._mark = compilations, mark
+        self._compilations_at_end = None
         self._sifted = self._seen = 0
         self._times, self._others = [], {}
 
@@ -248,8 +256,11 @@ class UsualSteps:
         self._steps = []
         columns, common = Columns(*zip(*steps, strict=True)), self._common
         assert common is not None
-        if self._counters is None and compilations() != self._compilations:
-            common = common._replace(warmup=True)  # nobody knows which of them compiled
+        compiled = self._compilations
+        if self._counters is None:
+            compiled = compilations() if self._compilations_at_end is None else self._compilations_at_end
+        if compiled != self._compilations:
+            common = common._replace(warmup=True)  # nobody knows which of them it was
         seen = (0, *columns.seen)
         if self._others:
             batches = [self._notes(first, last) for first, last in pairwise(seen)]
@@ -266,6 +277,7 @@ class UsualSteps:
                     seen[:-1], columns.data_wait_s, columns.last_end_s, strict=True
                 )
             ],
+            compiled,
         )
 
     def _notes(self, first: int, last: int) -> list[BatchNote | None]:
@@ -351,7 +363,7 @@ class UsualSteps:
         seen = self._sifted + kept
         is_last = now_s >= self._until_s
         if (
-            (is_last and self._until_s == _CLOSED_S)
+            (is_last and now_s > self._until_s + _LATEST_S)
             or type(skip_remote) is not bool
             or (type(step), type(epoch), type(loss), type(grad_norm), type(learning_rate)) != self._types
             or not self._last_step < step < self._until_step
@@ -391,6 +403,8 @@ class UsualSteps:
             self._look()
         if is_last or self._until_s == _CLOSED_S:
             self._until_s = _CLOSED_S
+            if self._counters is None:
+                self._compilations_at_end = compilations()
             self._look_at_next()
         self.end_s = end_s = _now_s()
         self.own_s += end_s - now_s

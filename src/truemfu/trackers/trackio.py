@@ -7,12 +7,16 @@ it; on any other, pass it: `TrackioTracker(output_dir, run=trackio.init(...))`.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from .base import Names, known, writable
+
+_NOT_WANTED = ("embed", "auto_log_gpu", "auto_log_cpu")
+"""What trackio does by itself, as far as its version knows of it."""
 
 
 class TrackioTracker:
@@ -29,13 +33,12 @@ class TrackioTracker:
         if self._is_ours:
             import trackio
 
+            known_here = inspect.signature(trackio.init).parameters
             self._run = trackio.init(
                 project="truemfu",
                 name=self._dir.resolve().name,
                 config={"truemfu": dict(run)},
-                embed=False,
-                auto_log_gpu=False,
-                auto_log_cpu=False,
+                **{name: False for name in _NOT_WANTED if name in known_here},
             )
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
