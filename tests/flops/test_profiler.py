@@ -453,6 +453,10 @@ def test_a_step_that_fails_leaves_no_profiler_running() -> None:
     assert not torch_profiler._is_profiler_enabled
 
 
+@pytest.mark.skipif(
+    tuple(int(n) for n in torch.__version__.split(".")[:2]) < (2, 7),
+    reason="torch 2.6 cannot profile any more in a process in which a start failed",
+)
 def test_a_start_that_fails_leaves_no_profiler_running(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any) -> None:
         raise RuntimeError("no tracing today")
