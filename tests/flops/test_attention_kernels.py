@@ -8,6 +8,7 @@ pair of query and key (values, probabilities, queries, keys).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -816,7 +817,7 @@ def test_every_kernel_binds_by_its_real_schema(name: str, causal: bool) -> None:
         if "scaled_dot_product_efficient" in name:
             flag = {"is_causal": causal}
         work = work_of_kernel(name, call_by_schema(schema, heads_first=kernel.heads_first, **flag))
-        assert work == AttentionWork(
+        assert replace(work, mask=None) == AttentionWork(  # whether masks are equal is no yes or no
             samples=2,
             heads=6,
             q_len=5,
@@ -825,7 +826,6 @@ def test_every_kernel_binds_by_its_real_schema(name: str, causal: bool) -> None:
             v_dim=16,
             backward=kernel.backward,
             band=CAUSAL if causal else FULL,
-            mask=work.mask,
         )
         assert work.mask is None or work.mask.numel() == 0
 
