@@ -726,6 +726,32 @@ def test_a_handler_of_a_signal_may_save_in_the_middle(
     run.check()
 
 
+@pytest.mark.parametrize(("owner", "within"), [(usual_steps, "are_like"), (torch.Tensor, "detach")])
+def test_a_handler_of_a_signal_may_close_in_the_middle(
+    run: Run, monkeypatch: pytest.MonkeyPatch, owner: Any, within: str
+) -> None:
+    """The steps before the one it falls into are logged, and whatever comes after it does no harm."""
+    own = getattr(owner, within)
+    closed_in = []
+
+    def interrupted(*arguments: Any) -> Any:
+        if not closed_in and run.usual > 10:
+            closed_in.append(run.number)
+            run.monitor.close()
+        return own(*arguments)
+
+    monkeypatch.setattr(owner, within, interrupted)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # steps after the end are said
+        for _ in range(40):
+            run.step()
+    rows = json.loads((run.folder / "training_log.json").read_text())
+    assert [row["global_step"] for row in rows][: closed_in[0] - 1] == list(range(1, closed_in[0]))
+    assert all("perf/tflops_per_gpu" in row for row in rows[1:])
+    said = run.monitor.summary()["warnings"]
+    assert said == ["log_step was called after close(): the step is not logged"]
+
+
 def test_another_thread_may_save_at_any_moment(run: Run) -> None:
     ends = threading.Event()
 

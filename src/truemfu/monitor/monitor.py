@@ -329,6 +329,7 @@ class TrainingMonitor:
         self.close()
 
     def _close(self) -> None:
+        self._usual.is_busy = False  # a handler of a signal may close in the middle of a step
         self.detach()
         self._measuring.end_step()
         if not self._is_set_up:

@@ -336,11 +336,14 @@ class UsualSteps:
             self._sifted = self._seen + 1
             kept.clear()
         while kept:
-            came_s, args, kwargs = kept.popleft()
+            came_s, args, kwargs = kept[0]
             if self.keeps_batches and not self._is_usual(args, kwargs):
                 is_made_up = any(isinstance(v, FakeTensor) for v in (*args, *kwargs.values()))
                 self._others[self._sifted] = _NO_BATCH if is_made_up else self._note_other(args, kwargs)
                 self._until_s = _CLOSED_S
+            if not kept:  # a handler of a signal has closed the monitor meanwhile
+                return
+            kept.popleft()
             self._times.append(came_s)
             self._sifted += 1
 
