@@ -188,9 +188,9 @@ class Counting:
             if count is None:
                 return None
             counts.append(count)
-        model_flops = sum([c.model_flops for c in counts])
         if not counts:
             return None
+        model_flops = sum([c.model_flops for c in counts])
         if not model_flops and any(note.template.samples != 0 for note in notes):
             self._notice(
                 "the count of a step is 0, so it has no MFU: the model does nothing that is counted (matrix "
