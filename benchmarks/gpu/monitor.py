@@ -41,6 +41,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import truemfu
 from truemfu import TrainingMonitor, count_flops, get_gpu_peak_flops
+from truemfu.monitor.attachment import _CALL as CALL
 from truemfu.sweep.models import build_reference_model, parameter_count
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -51,8 +52,6 @@ ON_STEPS = 64
 STEPS_AHEAD = 3
 COST_STEPS = 120
 COST_ROUNDS = 2
-CALL = "_compiled_call_impl"
-"""Where a module has what it calls instead of its own code."""
 LIMIT = 0.0005
 FEWEST_PAIRS = 20
 """From which an interval tells anything."""
@@ -177,23 +176,32 @@ def overhead(
     torch.cuda.synchronize()
     on = [block for block in blocks if block.is_on]
     off = [block for block in blocks if not block.is_on]
-    differences = [a.step_s() / b.step_s() - 1 for a, b in zip(on, off, strict=True)]
-    ordered = sorted(differences)
-    pairs = [(a.steps_s(), b.steps_s()) for a, b in zip(on, off, strict=True)]
+    on_s, off_s = [block.step_s() for block in on], [block.step_s() for block in off]
     return {
-        "pairs": len(differences),
         "steps_on": on_steps,
         "steps_off": len(off) * (off_steps + LEAD_IN_STEPS),
         "block_steps": [ON_STEPS, off_steps],
-        "step_ms_off": statistics.median(block.step_s() for block in off) * 1e3,
-        "step_ms_on": statistics.median(block.step_s() for block in on) * 1e3,
+        **compared(on_s, off_s, [(a.steps_s(), b.steps_s()) for a, b in zip(on, off, strict=True)]),
+        "differences": [round(a / b - 1, 6) for a, b in zip(on_s, off_s, strict=True)],
+    }
+
+
+def compared(
+    on_s: list[float], off_s: list[float], steps_s: list[tuple[list[float], list[float]]]
+) -> dict[str, Any]:
+    """The seconds of a step in each pair, with the monitor and without; and of every step in it."""
+    differences = [on / off - 1 for on, off in zip(on_s, off_s, strict=True)]
+    ordered = sorted(differences)
+    return {
+        "pairs": len(differences),
+        "step_ms_off": statistics.median(off_s) * 1e3,
+        "step_ms_on": statistics.median(on_s) * 1e3,
         "median": statistics.median(differences),
         "interval_95": interval_95(differences, statistics.median),
-        "of_means": statistics.fmean(b.step_s() for b in on) / statistics.fmean(b.step_s() for b in off) - 1,
-        "of_median_steps": of_median_steps(pairs),
-        "of_median_steps_95": interval_95(pairs, of_median_steps),
+        "of_means": statistics.fmean(on_s) / statistics.fmean(off_s) - 1,
+        "of_median_steps": of_median_steps(steps_s),
+        "of_median_steps_95": interval_95(steps_s, of_median_steps),
         "spread": [ordered[len(ordered) // 20], ordered[-1 - len(ordered) // 20]],
-        "differences": [round(d, 6) for d in differences],
     }
 
 
@@ -339,22 +347,12 @@ def pairs(training: Training, monitor: TrainingMonitor, steps: int, limit_s: flo
     gc.enable()
     monitor.detach()
     monitor.save_logs()
-    differences = [on / off - 1 for on, off in zip(found[True], found[False], strict=True)]
-    ordered = sorted(differences)
-    both = [([on], [off]) for on, off in zip(found[True], found[False], strict=True)]
+    on_s, off_s = found[True], found[False]
     return {
-        "pairs": len(differences),
-        "steps_on": len(differences),
-        "steps_off": len(differences),
+        "steps_on": len(on_s),
+        "steps_off": len(off_s),
         "block_steps": [1, 1],
-        "step_ms_off": statistics.median(found[False]) * 1e3,
-        "step_ms_on": statistics.median(found[True]) * 1e3,
-        "median": statistics.median(differences),
-        "interval_95": interval_95(differences, statistics.median),
-        "of_means": statistics.fmean(found[True]) / statistics.fmean(found[False]) - 1,
-        "of_median_steps": of_median_steps(both),
-        "of_median_steps_95": interval_95(both, of_median_steps),
-        "spread": [ordered[len(ordered) // 20], ordered[-1 - len(ordered) // 20]],
+        **compared(on_s, off_s, [([on], [off]) for on, off in zip(on_s, off_s, strict=True)]),
     }
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from hypothesis import settings
+from tests.versions import TORCH
 
 settings.register_profile("truemfu", deadline=None)  # a busy machine is no failure
 settings.load_profile("truemfu")
 
-OLD_TORCH = tuple(int(n) for n in torch.__version__.split(".")[:2]) < (2, 8)
+OLD_TORCH = TORCH < (2, 8)
 NOT_IN_OLD_TORCH = {
     "float token ids": "fake embeddings take indices of any dtype before torch 2.8",
     "test_one_rank_counts_alone_and_then_both_train": "FSDP2 cannot train on a CPU before torch 2.7",

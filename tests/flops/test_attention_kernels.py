@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.versions import TORCH
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -25,7 +26,7 @@ from truemfu import Convention, FlopCount, count_flops, count_step
 from truemfu.flops.attention import KERNELS, AttentionWork, work_of_flex, work_of_kernel
 from truemfu.flops.pairs import CAUSAL, FULL, Band
 
-IS_OLD = tuple(int(n) for n in torch.__version__.split(".")[:2]) < (2, 10)
+IS_OLD = TORCH < (2, 10)
 if not IS_OLD:
     from torch.nn.attention.varlen import varlen_attn
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.versions import TORCH
 
 pytest.importorskip("transformers", minversion="5.0")
 
@@ -18,7 +19,7 @@ PACKABLE = [c for c in DECODERS if not c.compiled and c.name not in ("llama-padd
 
 
 # Older versions of torch run some of these attentions, but not all, without the fused kernel that recomputes.
-FUSED_FOR_ALL = tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 11)
+FUSED_FOR_ALL = TORCH >= (2, 11)
 
 
 def names(cases: list[Case] | tuple[Case, ...]) -> list[str]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.versions import TORCH
 from torch import nn
 
 from truemfu import Convention, FlopModel, count_flops
@@ -49,7 +50,7 @@ def assert_same(count, other) -> None:
 
 
 # Older versions of torch run some of these attentions without the fused kernel that recomputes.
-FUSED_FOR_ALL = tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 11)
+FUSED_FOR_ALL = TORCH >= (2, 11)
 
 
 def assert_true(count, truth) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.versions import TORCH
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
@@ -27,7 +28,7 @@ cases = pytest.importorskip("benchmarks.cases")
 NAMES = [c.name for c in cases.CASES]
 PARTS = ("forward", "backward", "recompute")
 # Older versions of torch run some of these attentions without the fused kernel that recomputes.
-FUSED_FOR_ALL = tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 11)
+FUSED_FOR_ALL = TORCH >= (2, 11)
 
 
 def parts(count: Any) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.versions import TORCH
 from torch import Tensor, nn
 from torch.autograd import profiler as torch_profiler
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
@@ -454,7 +455,7 @@ def test_a_step_that_fails_leaves_no_profiler_running() -> None:
 
 
 @pytest.mark.skipif(
-    tuple(int(n) for n in torch.__version__.split(".")[:2]) < (2, 7),
+    TORCH < (2, 7),
     reason="torch 2.6 cannot profile any more in a process in which a start failed",
 )
 def test_a_start_that_fails_leaves_no_profiler_running(monkeypatch: pytest.MonkeyPatch) -> None:

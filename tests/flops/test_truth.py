@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.versions import TORCH
 from torch.utils._python_dispatch import TorchDispatchMode
 
 transformers = pytest.importorskip("transformers")
-if tuple(int(n) for n in torch.__version__.split(".")[:2]) < (2, 11):
+if TORCH < (2, 11):
     pytest.skip("the truth is that of the kernels of torch 2.11 and later", allow_module_level=True)
 if int(transformers.__version__.split(".")[0]) < 5:
     pytest.skip("the truth describes the pinned transformers 5, not this one", allow_module_level=True)

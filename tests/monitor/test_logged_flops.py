@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.versions import TORCH
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.profiler import ProfilerActivity, profile
@@ -37,7 +38,7 @@ from truemfu.monitor.summary import lines_of
 SLOW = ("mamba", "llama-compiled", "gpt2-compiled", "resnet-compiled")
 """A sequential scan and compilations take up to half a minute each; their counts are held by tests/flops."""
 on_newer_torch = pytest.mark.skipif(
-    tuple(int(n) for n in torch.__version__.split(".")[:2]) < (2, 11),
+    TORCH < (2, 11),
     reason="on a CPU older versions of torch run other kernels than the truth has, and profile otherwise",
 )
 NEWER = ("mixtral", "qwen3-moe-grouped_mm", "deepseek-v3", "qwen2.5-vl")

@@ -46,12 +46,17 @@ _HEAP_TYPE = 1 << 9  # set for classes made by a class statement
 _MAX_CONTAINER = 100_000
 
 
+def is_compiled_wrapper(model: nn.Module | None) -> bool:
+    """Whether this is what `torch.compile` makes of a module; its class is not imported for that."""
+    return type(model).__name__ == "OptimizedModule"
+
+
 def unwrap(model: nn.Module) -> nn.Module:
     """The module inside DDP, DataParallel and `torch.compile` wrappers."""
     while True:
         if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
             model = model.module
-        elif type(model).__name__ == "OptimizedModule" and isinstance(model._orig_mod, nn.Module):
+        elif is_compiled_wrapper(model) and isinstance(model._orig_mod, nn.Module):
             model = model._orig_mod
         else:
             return model

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import _global_forward_pre_hooks
 
-from ..flops.shadow import unwrap
+from ..flops.shadow import is_compiled_wrapper, unwrap
 from .observe import Batch, backward_number, functorch_level, is_any_autocast, is_grad_enabled
 
 _is_traced = torch.compiler.is_dynamo_compiling
@@ -27,7 +27,6 @@ _is_traced = torch.compiler.is_dynamo_compiling
 _is_compiling = torch.compiler.is_compiling
 Keep = Callable[[tuple[float, tuple[Any, ...], dict[str, Any]]], None]
 """Takes a micro-batch as it came, and when."""
-_COMPILED_TYPE = "OptimizedModule"
 _now_s = time.perf_counter
 _CALL = "_compiled_call_impl"
 """Where a module keeps what is to be called instead of its own `_call_impl`."""
@@ -132,7 +131,7 @@ class Attachment:
     @property
     def is_compiled(self) -> bool:
         """Whether what is watched was compiled, as far as it is known."""
-        return self._compiled is not None or type(self._model()).__name__ == _COMPILED_TYPE
+        return self._compiled is not None or is_compiled_wrapper(self._model())
 
     def keep_only(self, wanted: bool) -> None:
         """Only keep training batches and tell nobody, from now on or no more; if the model allows for it."""
@@ -255,8 +254,8 @@ def _can_be_watched_from_outside(model: nn.Module) -> bool:
     """
     if torch.cuda.device_count() > 1 and not (dist.is_available() and dist.is_initialized()):
         return False
-    kind = type(model)
-    if kind.__name__ != _COMPILED_TYPE:
+    if not is_compiled_wrapper(model):
+        kind = type(model)
         own = (kind.__call__, kind.__getstate__, kind.__reduce__, kind.__reduce_ex__)
         of_torch = (nn.Module.__call__, nn.Module.__getstate__, object.__reduce__, object.__reduce_ex__)
         if own != of_torch or hasattr(kind, "__deepcopy__") or hasattr(kind, "__copy__"):

@@ -366,7 +366,7 @@ class UsualSteps:
         seen = self._sifted + kept
         is_last = now_s >= self._until_s
         if (
-            (is_last and now_s > self._until_s + _LATEST_S)
+            now_s > self._until_s + _LATEST_S
             or type(skip_remote) is not bool
             or (type(step), type(epoch), type(loss), type(grad_norm), type(learning_rate)) != self._types
             or not self._last_step < step < self._until_step

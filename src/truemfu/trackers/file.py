@@ -52,7 +52,6 @@ class JsonArrayFile:
         self._end = 0
         self._is_empty = True
         self._waiting: list[Mapping[str, Any]] = []
-        self._unwritable: Exception | None = None
 
     def start(self, run: Mapping[str, Any]) -> None:
         """Open the file, mend or move aside what is there. The run itself is not written: rows alone are."""
@@ -67,21 +66,21 @@ class JsonArrayFile:
         """Take a row, which is ours from now on; it is written by the next flush."""
         self._waiting.append(metrics if "global_step" in metrics else {"global_step": step, **metrics})
 
-    def _encoded(self, rows: list[Mapping[str, Any]]) -> bytes:
-        """Rows as they stand in the file."""
+    def _encoded(self, rows: list[Mapping[str, Any]]) -> tuple[bytes, Exception | None]:
+        """Rows as they stand in the file, without what cannot be encoded, and why the last of that cannot."""
         try:
             lines = self._encode_lines(rows)
         except Exception:  # a number of another library, half of a surrogate pair: each row for itself
             lines = b""
         if lines and _NULL not in lines:
-            return lines[:-1].replace(b"\n", b",\n")  # a line of JSON has no other
-        encoded = []
+            return lines[:-1].replace(b"\n", b",\n"), None  # a line of JSON has no other
+        encoded, problem = [], None
         for row in rows:
             try:
                 encoded.append(self._encoded_with_care(known(row)))
             except Exception as error:
-                self._unwritable = error
-        return b",\n".join(encoded)
+                problem = error
+        return b",\n".join(encoded), problem
 
     def _encoded_with_care(self, row: dict[str, Any]) -> bytes:
         """With the names of what is not finite, and of numbers of any library."""
@@ -100,12 +99,12 @@ class JsonArrayFile:
         if not self._waiting:
             return
         waiting, self._waiting = self._waiting, []
-        if rows := self._encoded(waiting):
+        rows, problem = self._encoded(waiting)
+        if rows:
             self._write((b"\n" if self._is_empty else b",\n") + rows)
             self._is_empty = False
-        if self._unwritable is not None:
-            error, self._unwritable = self._unwritable, None
-            raise error
+        if problem is not None:
+            raise problem
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write the rest and close."""
