@@ -6,7 +6,6 @@
     ├── RecordError              a file that should hold one of our records does not
     ├── CounterError             the hardware's counters cannot be read, now or at all
     │   └── ReplayEnded          a recorded trace has no more samples
-    ├── NeedsTrainingThread      this model cannot be counted beside its training, only in its place
     └── UsageError               a wrong argument: an unknown name, size, dtype, device
 
     TruemfuWarning               said once, then never again for the same text
@@ -43,10 +42,6 @@ class CounterError(TruemfuError):
 
 class ReplayEnded(CounterError):
     """A recorded trace has no more samples."""
-
-
-class NeedsTrainingThread(TruemfuError):
-    """A count off the training thread would disturb the training; on it, it would not."""
 
 
 class UsageError(TruemfuError, ValueError):

@@ -116,6 +116,7 @@ class Run:
         for _ in range(STEPS_TO_AGREE + 4):
             self.step()
         self.monitor.save_logs()
+        self.step()  # it is looked at again after this one, where usual steps were taken before
         self.step()
         assert self.monitor._usual.is_open
 

@@ -13,8 +13,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 
-from ..errors import NeedsTrainingThread
-from .background import in_background
 from .tally import Tally
 from .values import attach, value_of
 
@@ -120,10 +118,6 @@ def _recurrent(func: Any, *args: Any, **kwargs: Any) -> Any:
     """A recurrent layer on fake tensors: cuDNN's own kernel would look at the weights' storage."""
     if args[0].device.type != "cuda":
         return func(*args, **kwargs)
-    if in_background():
-        raise NeedsTrainingThread(
-            "a recurrent layer on CUDA is counted with cuDNN switched off for the process"
-        )
     with torch.backends.cudnn.flags(enabled=False):
         return func(*args, **kwargs)
 

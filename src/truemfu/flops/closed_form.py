@@ -14,7 +14,7 @@ What was fitted in one process serves in another: `export()` gives plain data, `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from ..convention import Convention
-from ..errors import NeedsTrainingThread, UsageError, warn_once
+from ..errors import UsageError, warn_once
 from .calibration import Calibration, NoClosedForm
 from .calibration_batch import BatchMaker
 from .count import check_call, run_counted, warn_uncounted
@@ -32,6 +32,7 @@ from .host_copy import place_of
 from .kind import PER_SHAPE, PER_VALUES, Kind, KindData
 from .layout import READ_BY_VALUE, Layout
 from .shadow import unwrap
+from .step_work import StepWork, work_of
 from .tally import Tally
 
 __all__ = ["CLOSED_FORM", "PER_SHAPE", "PER_VALUES", "FlopModel"]
@@ -81,6 +82,9 @@ class FlopModel:
         self._backward, self._loss_fn = backward, loss_fn
         self._kinds: list[Kind] = []
         self._repeated: dict[tuple[Any, ...], FlopCount] = {}
+        self._latest: tuple[tuple[Any, ...] | None, StepWork] | None = None
+        self.reads_own_values = False
+        """Whether a count has read values that the model itself holds: with others it may be another."""
 
     @classmethod
     def fit(
@@ -154,6 +158,19 @@ class FlopModel:
         found = self._find(_arguments(batch))
         return found is not None and found[0].known(found[1], self.convention) is not None
 
+    def provisional(self, batch: Mapping[str, Any] | tuple[Any, ...]) -> FlopCount | None:
+        """The count of a batch that is known but for numbers which made no difference so far; else None.
+
+        A call looks again at such a number when it has gone far from those seen.
+        """
+        batch = _arguments(batch)
+        if isinstance(batch, (Mapping, tuple, list)):
+            for kind, sizes in self._kinds_but_for_numbers(batch):
+                known = kind.known(sizes, self.convention)
+                if known is not None:
+                    return known
+        return None
+
     def __call__(self, batch: Mapping[str, Any] | tuple[Any, ...]) -> FlopCount:
         """The count for another batch."""
         key = _key(batch)
@@ -165,6 +182,14 @@ class FlopModel:
                 self._repeated.clear()
             self._repeated[key] = count
         return count
+
+    def step_work(self, batch: Mapping[str, Any] | tuple[Any, ...]) -> StepWork:
+        """The same step by the shapes of its products; of the batch just counted without another count."""
+        batch = _arguments(batch)
+        key = _key(batch)
+        if self._latest is not None and key is not None and self._latest[0] == key:
+            return self._latest[1]
+        return work_of(self._run(batch)[0])
 
     def formulas(self) -> dict[str, str]:
         """The closed forms of the first kind of batch, written out, for forward, backward and recompute."""
@@ -201,19 +226,22 @@ class FlopModel:
         if not isinstance(batch, (Mapping, tuple, list)):
             return None
         count = None
-        for kind in self._kinds:
-            sizes = kind.layout.quick_sizes(batch, any_number=True) if kind.layout.free else None
-            known = None if sizes is None else kind.known(sizes, self.convention)
-            if sizes is None or known is None:
+        for kind, sizes in self._kinds_but_for_numbers(batch):
+            known = kind.known(sizes, self.convention)
+            if known is None:
                 continue
-            try:
-                count = count or self._run_whole(kind, batch, sizes)[0].result(method="")
-            except NeedsTrainingThread:  # it cannot be looked at here and now: taken as it was found before
-                count = known
+            count = count or self._run_whole(kind, batch, sizes)[0].result(method="")
             if (known.forward, known.backward) == (count.forward, count.backward):
                 kind.layout = kind.layout.with_wider(batch)
                 return kind, sizes
         return None
+
+    def _kinds_but_for_numbers(self, batch: Any) -> Iterator[tuple[Kind, dict[str, Any]]]:
+        """The kinds of a batch whatever its free numbers are, and its sizes in each."""
+        for kind in self._kinds:
+            sizes = kind.layout.quick_sizes(batch, any_number=True) if kind.layout.free else None
+            if sizes is not None:
+                yield kind, sizes
 
     def _calibrate(self, batch: Any) -> Kind:
         model = unwrap(self._model)
@@ -240,7 +268,7 @@ class FlopModel:
 
     def _run(self, batch: Any) -> tuple[Tally, str, tuple[str, ...]]:
         """One counted step; the batch stands where the model is, wherever its tensors are."""
-        return run_counted(
+        tally, method, notes = run_counted(
             self._model,
             batch,
             convention=self.convention,
@@ -248,6 +276,9 @@ class FlopModel:
             loss_fn=self._loss_fn,
             place=device_of(self._model),
         )
+        self._latest = _key(batch), work_of(tally)
+        self.reads_own_values = self.reads_own_values or tally.reads_own_values
+        return tally, method, notes
 
     def _add(self, data: _ModelData) -> None:
         try:

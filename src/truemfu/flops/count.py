@@ -8,6 +8,9 @@ model, batch ──► shadow on fake tensors ──► forward, loss, backward 
 from __future__ import annotations
 
 import contextlib
+import functools
+import math
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,28 +24,28 @@ from ..convention import Convention
 from ..errors import (
     BatchError,
     ModelError,
-    NeedsTrainingThread,
     TruemfuError,
     UsageError,
     one_line,
     warn_once,
 )
-from .background import flex_attention_anywhere, in_background
 from .batch import documents_of
 from .calls import Calls, follow_modules, following_modules
 from .explain import explain, is_about_fake_tensors
 from .flop_count import FlopCount
+from .interruption import TimeIsUp, supervision, was_interrupted
 from .likeness import FakeLikeness, real_copy
 from .loss import loss_of
-from .off_thread import lay_wires, needs_training_thread
-from .shadow import Shadow, has_values
-from .surroundings import quiet_fake_tensors, uncompiled, untouched_state
+from .random_states import own_random_draws
+from .shadow import Maker, Shadow, has_values
+from .surroundings import flex_attention_anywhere, quiet_fake_tensors, uncompiled, untouched_casts
 from .tally import Tally
 from .values import Following
 
 FAKE, REAL, EXECUTED = "count on fake tensors", "count on real CPU copies", "count of an executed step"
 _DEFAULT = Convention()
 _MAX_REAL_BYTES = 4 << 30
+_PACE_EDGE = 512
 
 
 def count_flops(
@@ -79,8 +82,6 @@ def count_step(
     """
     if not callable(fn):
         raise UsageError(f"count_step takes a callable and its arguments; got {type(fn).__name__}")
-    if in_background():
-        raise NeedsTrainingThread("count_step runs a step for real: call it on the thread that trains")
     tally = Tally(convention)
     single_thread = torch.autograd.set_multithreading_enabled(False)  # autograd numbers its nodes by thread
     with single_thread, uncompiled(), following_modules(tally), Calls(tally), tally:
@@ -132,29 +133,29 @@ def run_counted(
     """
     check_options(convention, backward, loss_fn)
     args, kwargs = check_call(model, batch)
-    if in_background() and (reason := needs_training_thread(model, batch)) is not None:
-        raise NeedsTrainingThread(reason)
     step = _Step(model, args, kwargs, convention, backward, loss_fn, documents_of(batch), place)
     try:
         tally, following = step.run_fake()
     except TruemfuError:
         raise
     except Exception as error:
+        if was_interrupted():
+            raise
         fake_error = error
     else:
         notes = tuple(f"{assumed} was assumed" for assumed in following.assumptions)
         return tally, FAKE, notes
     if not has_values(model) or step.real_bytes() > _MAX_REAL_BYTES:
         raise explain(fake_error, model) from fake_error
-    if in_background():  # real copies would draw random numbers and take every core
-        raise NeedsTrainingThread(
-            f"{type(model).__name__} has to be run on real tensors ({one_line(fake_error)})"
-        ) from fake_error
+    if step.would_take_too_long():
+        raise TimeIsUp
     try:
         tally = step.run_real()
     except TruemfuError:
         raise
     except Exception as error:
+        if was_interrupted():
+            raise
         told = error if is_about_fake_tensors(fake_error) else fake_error
         raise explain(told, model) from error
     return tally, REAL, (f"fake tensors would not do ({one_line(fake_error)})",)
@@ -185,46 +186,85 @@ class _Step:
         tensors = [*self.model.parameters(), *self.model.buffers(), *inputs]
         return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
 
+    def would_take_too_long(self) -> bool:
+        """Whether real copies, by the estimate and this processor's pace, would run past the time limit."""
+        supervised = supervision()
+        if supervised is None or math.isinf(supervised.left_s):
+            return False
+        from .estimate import Estimator  # it is built on this module
+
+        try:
+            estimated = Estimator(self.model, convention=self.convention)(self.kwargs or self.args)
+        except TruemfuError:  # the limit is checked at each operator as well
+            return False
+        return estimated.hardware_flops / cpu_flops_per_s() > supervised.left_s
+
     def run_fake(self) -> tuple[Tally, Following]:
         fake_mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
         following = Following(fake_mode)
         tally = Tally(self.convention, documents=self.documents, following=following)
         with flex_attention_anywhere(), quiet_fake_tensors():
-            self._run(Shadow(FakeLikeness(fake_mode)), tally, fake_mode)
+            self._run(FakeLikeness(fake_mode, on_read=tally.note_own_values), tally, fake_mode)
         return tally, following
 
     def run_real(self) -> Tally:
-        tally = Tally(self.convention, documents=self.documents)
-        self._run(Shadow(real_copy), tally, contextlib.nullcontext())
+        generator = torch.Generator().manual_seed(torch.initial_seed())
+        tally = Tally(self.convention, documents=self.documents, generator=generator)
+        tally.note_own_values()
+        self._run(real_copy, tally, contextlib.nullcontext())
         return tally
 
     @torch.inference_mode(False)
-    def _run(self, shadow: Shadow, tally: Tally, fake_mode: contextlib.AbstractContextManager[Any]) -> None:
+    def _run(self, make: Maker, tally: Tally, fake_mode: contextlib.AbstractContextManager[Any]) -> None:
         try:
             with _disable_current_modes():  # a mode around the count must not see it
-                self._run_alone(shadow, tally, fake_mode)
+                self._run_alone(make, tally, fake_mode)
         finally:
             for parameter, grad in tally.strangers.values():
                 parameter.grad = grad
 
     def _run_alone(
-        self, shadow: Shadow, tally: Tally, fake_mode: contextlib.AbstractContextManager[Any]
+        self, make: Maker, tally: Tally, fake_mode: contextlib.AbstractContextManager[Any]
     ) -> None:
+        shadow = Shadow(make)
         model = shadow.model(self.model)
         shadow.place = self.place or shadow.place
+        if isinstance(make, FakeLikeness):
+            make.on_read = None  # from here on it makes what the model is given, not what it holds
         args, kwargs = shadow.tree(self.args), shadow.tree(self.kwargs)
         loss_fn = shadow.tree(self.loss_fn)
-        if in_background():
-            lay_wires(model)
         follow_modules(model, tally)
-        with untouched_state(), fake_mode, Calls(tally, stand_in=True), tally:
-            with torch.set_grad_enabled(self.backward):
-                output = model(*args, **kwargs)
-                if not self.backward:
-                    return
-                loss = loss_of(output, loss_fn)
-            with torch.autograd.set_multithreading_enabled(False), tally.final_backward():
-                loss.backward()
+        with own_random_draws(self.model) as drawn, untouched_casts(), uncompiled():
+            try:
+                with fake_mode, Calls(tally, stand_in=True), tally:
+                    self._forward_and_backward(model, args, kwargs, loss_fn, tally)
+            finally:
+                if tally.has_drawn:
+                    drawn.add("torch")
+
+    def _forward_and_backward(
+        self, model: nn.Module, args: Any, kwargs: Any, loss_fn: Any, tally: Tally
+    ) -> None:
+        with torch.set_grad_enabled(self.backward):
+            output = model(*args, **kwargs)
+            if not self.backward:
+                return
+            loss = loss_of(output, loss_fn)
+        with torch.autograd.set_multithreading_enabled(False), tally.final_backward():
+            loss.backward()
+
+
+@functools.cache
+def cpu_flops_per_s() -> float:
+    """The pace at which this processor multiplies small matrices: what a model's layers reach at best."""
+    matrix = torch.ones(_PACE_EDGE, _PACE_EDGE, device="cpu", dtype=torch.float32)
+    seconds = []
+    with _disable_current_modes(), torch.no_grad():
+        for _ in range(4):  # the first one starts threads
+            began_s = time.perf_counter()
+            torch.mm(matrix, matrix)
+            seconds.append(time.perf_counter() - began_s)
+    return 2 * _PACE_EDGE**3 / min(seconds)
 
 
 def check_options(convention: Any, backward: Any, loss_fn: Any) -> None:

@@ -3,6 +3,7 @@
 start_host_copy(tensor)   on the training thread: enqueues a copy and returns at once
     .ready()              whether the values have arrived: asks, never waits
     .get()                the values, on whatever thread has the time to wait for them
+host_copy(tensor)         the values now; a supervised count ends instead of waiting (`ValuesPending`)
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import time
 
 import torch
 
-from .background import in_background
+from .interruption import supervision
 
 _POLL_S = 0.001
 
@@ -58,9 +59,10 @@ def start_host_copy(tensor: torch.Tensor) -> HostCopy:
 
 
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A CPU copy of a tensor's values; on a background thread without synchronising with the device."""
-    if in_background() and tensor.is_cuda:
-        return start_host_copy(tensor).get()
+    """A CPU copy of a tensor's values; under supervision it ends the count rather than wait for a device."""
+    supervised = supervision()
+    if tensor.is_cuda and supervised is not None and supervised.fetched is not None:
+        return supervised.fetched.get(tensor)
     return tensor.detach().cpu().clone()
 
 

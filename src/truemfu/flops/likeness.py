@@ -2,7 +2,8 @@
 
     fake_tensor   runs under a count; knows the values of small tensors that are no weights
     real_copy     for models that cannot do without values
-    stand_in      shape, stride, dtype, device and need of a gradient: all a count asks of a weight
+    stand_in      shape, stride, dtype, device and need of a gradient: all a count asks of a weight; knows the
+                  weight it stands for, as long as that exists, for counts that cannot do without values
 
 Each is made by a function of the tensor, the dtype it should have, and the device it should stand on (None:
 its own).
@@ -10,6 +11,8 @@ its own).
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,6 +33,7 @@ class StandIn(torch.Tensor):
     """A tensor that says what it is like and can do nothing: no memory is behind it."""
 
     _truemfu_unreadable = True
+    _truemfu_of: weakref.ref[torch.Tensor]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -51,21 +55,33 @@ def stand_in(tensor: torch.Tensor, dtype: torch.dtype, place: torch.device | Non
         device=place or place_of(tensor),
         requires_grad=tensor.requires_grad,
     )
+    made._truemfu_of = getattr(tensor, "_truemfu_of", None) or weakref.ref(tensor)  # type: ignore[attr-defined]
     return made
+
+
+def live(tensor: torch.Tensor) -> torch.Tensor:
+    """The weight that a stand-in stands for; any other tensor is its own."""
+    if not isinstance(tensor, StandIn):
+        return tensor
+    weight = tensor._truemfu_of()
+    if weight is None:
+        raise ModelError("the model no longer exists, so its values cannot be read")
+    return weight
 
 
 def real_copy(tensor: torch.Tensor, dtype: torch.dtype, place: torch.device | None) -> torch.Tensor:
     """The same values in CPU memory; zeros for a tensor that has none."""
+    wanted, tensor = tensor.requires_grad, live(tensor)
     if tensor.is_meta:
-        return torch.zeros_like(tensor, device="cpu", dtype=dtype, requires_grad=tensor.requires_grad)
-    return tensor.detach().cpu().clone().to(dtype).requires_grad_(tensor.requires_grad)
+        return torch.zeros_like(tensor, device="cpu", dtype=dtype, requires_grad=wanted)
+    return host_copy(tensor).to(dtype).requires_grad_(wanted)
 
 
 class FakeLikeness:
-    """Makes fake tensors of one mode."""
+    """Makes fake tensors of one mode; `on_read` is called whenever the values of one are asked for."""
 
-    def __init__(self, mode: FakeTensorMode) -> None:
-        self._mode = mode
+    def __init__(self, mode: FakeTensorMode, *, on_read: Callable[[], None] | None = None) -> None:
+        self._mode, self.on_read = mode, on_read
 
     def __call__(self, tensor: torch.Tensor, dtype: torch.dtype, place: torch.device | None) -> torch.Tensor:
         """A leaf like this tensor, without its data; small values stay readable."""
@@ -80,8 +96,14 @@ class FakeLikeness:
         bare = torch.empty_strided(shape, stride, dtype=dtype, device="meta", requires_grad=wanted)
         fake: torch.Tensor = FakeTensor(self._mode, bare, place or place_of(tensor))
         if not _is_sharded(tensor) and _has_small_value(tensor):
-            values = tensor.detach()
-            attach(fake, Value(lambda: host_copy(values)))
+            values, on_read = tensor.detach(), self.on_read
+
+            def read() -> torch.Tensor:
+                if on_read is not None:
+                    on_read()
+                return host_copy(values)
+
+            attach(fake, Value(read))
         return fake
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten
 
-from ..errors import ModelError, NeedsTrainingThread, one_line
+from ..errors import ModelError, one_line
 
 
 def loss_of(output: Any, loss_fn: Callable[[Any], torch.Tensor] | None) -> torch.Tensor:
@@ -17,8 +17,6 @@ def loss_of(output: Any, loss_fn: Callable[[Any], torch.Tensor] | None) -> torch
     if loss_fn is not None:
         try:
             loss = loss_fn(output)
-        except NeedsTrainingThread:
-            raise
         except Exception as error:
             raise ModelError(
                 f"loss_fn raised {one_line(error)} (it is called with the model's output)"

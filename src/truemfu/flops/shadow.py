@@ -27,8 +27,8 @@ import torch
 from torch import nn
 
 from ..errors import ModelError
-from .background import give_way, in_background
 from .batch import is_readable
+from .interruption import supervision
 from .registry import module_formula
 
 Maker = Callable[[torch.Tensor, torch.dtype, "torch.device | None"], torch.Tensor]
@@ -81,7 +81,7 @@ class Shadow:
         self.place: torch.device | None = None
         """Where tensors made from here on stand, if not where they are."""
         self._make = make
-        self._polite = in_background()
+        self._supervision = supervision()
         self._memo: dict[int, Any] = {}
         self._param_dtype: torch.dtype | None = None
         self._alive: list[Any] = []  # keeps ids in the memo from being used again
@@ -144,8 +144,8 @@ class Shadow:
             raise ModelError(
                 f"{type(module).__name__} is TorchScript, which cannot be counted: pass the nn.Module"
             )
-        if self._polite:
-            give_way()
+        if self._supervision is not None:
+            self._supervision.check()
         cls, fsdp_dtype = _beneath_fsdp(module)
         inherited, self._param_dtype = self._param_dtype, fsdp_dtype or self._param_dtype
         shell: nn.Module = object.__new__(cls)

@@ -1,7 +1,7 @@
-"""A model as it is at this moment, to be counted later on another thread.
+"""A model as it is at this moment, to be counted later.
 
-    training thread:   taken = snapshot(model)                     milliseconds, nothing runs
-    another thread:    with background(): FlopModel.fit(taken, batch)
+    in the forward pass:      taken = snapshot(model)             milliseconds, nothing runs
+    at the end of a step:     FlopModel.fit(taken, batch)
 
 Training changes a model while it goes on: flags, frozen weights, hooks, attributes. A snapshot shares none of
 that. Its parameters are stand-ins without memory; buffers, whose values may steer a model, are the live ones.

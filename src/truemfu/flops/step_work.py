@@ -2,7 +2,7 @@
 
 A count says how many FLOPs a step needs and executes by arithmetic. What silicon executes depends on shapes
 too: tiles overhang the edges of a product, and an attention kernel works through whole blocks of its mask.
-This is one more count of one batch, kept by shape, for the cross-check and the waterfall.
+A count that ran has all of it: here it is summed up by shape, for the cross-check and the waterfall.
 """
 
 from __future__ import annotations
@@ -10,13 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-import torch
-from torch import nn
-
-from ..convention import Convention
-from .count import run_counted
+from .tally import Tally
 
 Shape = tuple[int, int, int]
 
@@ -41,11 +36,8 @@ class StepWork:
         return sum(self.products.values()) + self.attention + self.other
 
 
-def step_work(
-    model: nn.Module, batch: Any, *, convention: Convention, place: torch.device | None = None
-) -> StepWork:
-    """Count one step of this batch by shape; on fake tensors, the model is not touched."""
-    tally, _, _ = run_counted(model, batch, convention=convention, backward=True, loss_fn=None, place=place)
+def work_of(tally: Tally) -> StepWork:
+    """What a counted step executes, by shape."""
     products: Counter[tuple[str, Shape]] = Counter()
     attention = other = 0
     blocked: int | None = 0

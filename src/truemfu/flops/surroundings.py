@@ -1,14 +1,13 @@
-"""What a count finds around it and leaves as it was: random states, autocast, the compiler, torch's checks.
+"""What a count finds around it and leaves as it was: autocast, the compiler, torch's checks and messages.
 
-On the thread that trains, a count saves what belongs to the process and puts it back. On a background thread
-it must not even do that, since the training goes on in between: see `background.py`.
+A count runs in its own turn, between two steps: nothing trains meanwhile, and whatever state of the process
+it changes is restored before the training goes on. Random states are in `random_states.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import random
 import sys
 import threading
 from collections.abc import Iterator
@@ -17,14 +16,12 @@ from typing import Any
 
 import torch
 
-from .background import in_background
-
 _AUTOCAST_DEVICES = ("cuda", "cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
 class AutocastState:
-    """What the training thread has set for itself alone and a count on another thread must know."""
+    """What a thread has set for itself around a forward pass, and a count of it later must know."""
 
     dtypes: tuple[tuple[str, bool, torch.dtype], ...]
     """Device type, whether autocast is on for it, and the dtype it casts to."""
@@ -68,33 +65,36 @@ def uncompiled() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def untouched_state() -> Iterator[None]:
-    """Random states of every device and library, and autocast's cache, are afterwards as before."""
-    if in_background():
-        yield
-        return
-    cpu_state = torch.get_rng_state()
-    cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    python_state = random.getstate()
-    numpy_random = _numpy_random()
-    numpy_state = numpy_random.get_state() if numpy_random is not None else None
+def untouched_casts() -> Iterator[None]:
+    """Autocast caches nothing inside, and what it had cached stays: the outermost region clears that."""
     cached = torch.is_autocast_cache_enabled()
+    torch.autocast_increment_nesting()
     torch.set_autocast_cache_enabled(False)
     try:
-        with uncompiled():
-            yield
+        yield
     finally:
         torch.set_autocast_cache_enabled(cached)
-        torch.set_rng_state(cpu_state)
-        if cuda_states:
-            torch.cuda.set_rng_state_all(cuda_states)
-        random.setstate(python_state)
-        if numpy_random is not None:
-            numpy_random.set_state(numpy_state)
+        torch.autocast_decrement_nesting()
 
 
-def _numpy_random() -> Any:
-    return getattr(sys.modules.get("numpy"), "random", None)
+@contextlib.contextmanager
+def flex_attention_anywhere() -> Iterator[None]:
+    """Let flex attention take CPU tensors that need gradients: it has no kernel, and fake tensors need none."""
+    flex: Any = sys.modules.get("torch.nn.attention.flex_attention")
+    check = getattr(flex, "_validate_device", None)
+    if check is None:
+        yield
+        return
+    here = threading.get_ident()
+
+    def check_on_other_threads(*args: Any, **kwargs: Any) -> Any:
+        return None if threading.get_ident() == here else check(*args, **kwargs)
+
+    flex._validate_device = check_on_other_threads
+    try:
+        yield
+    finally:
+        flex._validate_device = check
 
 
 @contextlib.contextmanager

@@ -28,14 +28,13 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ..convention import Convention
-from ..errors import NeedsTrainingThread
 from . import attention as attention_kernels
 from .attention import AttentionWork
-from .background import give_way, in_background
 from .dtype_names import dtype_name
 from .eager_attention import EagerAttention, Scale, allowed_by, readable
 from .flop_count import FlopCount
 from .formulas import RecurrentWork
+from .interruption import supervision
 from .masks import PairCounter, mask_of_function
 from .matrix_work import ask_formula, does_matrix_work, factors, may_be_matrix_work
 from .pairs import FULL
@@ -109,7 +108,8 @@ class Tally(TorchDispatchMode):
     """Adds up the FLOPs of everything that runs while it is entered.
 
     `documents` are the lengths of packed documents, sample by sample, or None. `following` runs operators
-    on fake tensors; without it they run as they are, on whatever device they live.
+    on fake tensors; without it they run as they are, on whatever device they live, and those that draw random
+    numbers do so from `generator`, where one is given.
     """
 
     supports_higher_order_operators = True
@@ -126,6 +126,7 @@ class Tally(TorchDispatchMode):
         *,
         documents: Sequence[Sequence[int]] | None = None,
         following: Following | None = None,
+        generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.convention = convention
@@ -136,8 +137,12 @@ class Tally(TorchDispatchMode):
         """Leaves outside the model that took part, reached through globals, and their gradients before."""
         self.uncounted: Counter[str] = Counter()
         self.size_steps: list[list[tuple[int, int, SizeStep]]] = []
-        self._following = following
-        self._polite = in_background()
+        self._following, self._generator = following, generator
+        self.has_drawn = False
+        """Whether an operator drew from the process's generator, not from that of this count."""
+        self.reads_own_values = False
+        """Whether values that the model itself holds, its buffers, were read."""
+        self._supervision = supervision()
         self._final_backward = False
         self._paths: list[str] = [""]
         self._starts: list[int] = [0]
@@ -147,6 +152,10 @@ class Tally(TorchDispatchMode):
         self._head_dims: list[tuple[int, int]] = []
         self._true_dims: dict[str, tuple[int, int]] = {}
         self._eager = EagerAttention(self._resolve_eager, self._rescale) if self.pairs.masks_matter else None
+
+    def note_own_values(self) -> None:
+        """Values that the model itself holds were read: what they are may decide the count."""
+        self.reads_own_values = True
 
     def enter_module(self, path: str) -> None:
         """A module's forward begins."""
@@ -178,6 +187,8 @@ class Tally(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device
+        if self._supervision is not None:
+            self._supervision.check()
         kwargs = kwargs or {}
         self.operators += 1
         self._note_strangers(args)
@@ -192,6 +203,8 @@ class Tally(TorchDispatchMode):
             out = stand_in(*args, **kwargs)
         elif self._following is not None and isinstance(func, OpOverload):
             out = self._following.run(func, args, kwargs)
+        elif self._generator is not None and _draws(func):
+            out = self._drawn(func, args, kwargs)
         else:
             out = func(*args, **kwargs)
         entry = self._count(name, func, args, kwargs, out)
@@ -203,24 +216,25 @@ class Tally(TorchDispatchMode):
             and self._phase(torch._C._current_autograd_node()) != "backward"
         ):
             self._eager.see(func.overloadpacket, args, out, entry)
-        if self._polite:
-            give_way()
         return out
 
-    def _note_strangers(self, args: Iterable[Any]) -> None:
-        """Remember the gradients of parameters from outside the model: this step would add to them.
+    def _drawn(self, func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
+        """An operator that draws random numbers, with a generator of our own if it takes one."""
+        if kwargs.get("generator") is not None:
+            return func(*args, **kwargs)
+        try:
+            return func.overloadpacket(*args, **{**kwargs, "generator": self._generator})
+        except (TypeError, RuntimeError):  # it takes none, or not this device's
+            self.has_drawn = True
+            return func(*args, **kwargs)
 
-        A background thread cannot put them back in time, so there the count ends before the backward pass.
-        """
+    def _note_strangers(self, args: Iterable[Any]) -> None:
+        """Remember the gradients of parameters from outside the model: this step would add to them."""
         for argument in args:
             kind = type(argument)
             if kind is list or kind is tuple:
                 self._note_strangers(argument)
             elif kind is not FakeTensor and isinstance(argument, torch.Tensor) and argument.requires_grad:
-                if self._polite:
-                    raise NeedsTrainingThread(
-                        "a parameter outside the model takes part in the step: its gradient would change"
-                    )
                 if argument.is_leaf and id(argument) not in self.strangers:
                     self.strangers[id(argument)] = (argument, argument.grad)
 
@@ -389,6 +403,10 @@ class Tally(TorchDispatchMode):
             convention=self.convention,
             notes=(*self.pairs.notes, *notes),
         )
+
+
+def _draws(func: Any) -> bool:
+    return isinstance(func, OpOverload) and torch.Tag.nondeterministic_seeded in func.tags
 
 
 def _dtype(name: str, operand: Any) -> str:

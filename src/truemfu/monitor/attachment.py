@@ -1,6 +1,6 @@
 """Hooks on a model: what tells the monitor of each forward pass, and leaves no trace behind.
 
-model(batch) ──► batch hook ──► a usual micro-batch: kept ──► forward pass ──► end hook, on demand
+model(batch) ──► batch hook ──► a usual micro-batch: kept ──► forward pass
                             └─► any other: noted
 """
 
@@ -32,27 +32,15 @@ _CALL = "_compiled_call_impl"
 """Where a module keeps what is to be called instead of its own `_call_impl`."""
 
 
-class _Hook:
-    """Calls the monitor around a forward pass.
+class _BatchHook:
+    """Before a forward pass: `seen` gets its batch if it is one of training and none of the usual ones.
 
-    Copies of the model (an averaged one, a saved one) carry a hook that does nothing. So does compiled code,
-    where a hook would become part of the graph.
+    A batch that cannot be given back to the model by name or by place alone is seen as None. Copies of the
+    model (an averaged one, a saved one) carry a hook that does nothing. So does compiled code, where a hook
+    would become part of the graph.
     """
 
     _truemfu_skip = True
-
-    def __deepcopy__(self, memo: Any) -> Callable[..., None]:
-        return contextlib.nullcontext().__exit__  # takes anything, does nothing
-
-    def __reduce__(self) -> Any:
-        return (getattr, (contextlib.nullcontext(), "__exit__"))  # loads where truemfu is not installed
-
-
-class _BatchHook(_Hook):
-    """Before a forward pass: `seen` gets its batch if it is one of training and none of the usual ones.
-
-    A batch that cannot be given back to the model by name or by place alone is seen as None.
-    """
 
     def __init__(
         self,
@@ -77,6 +65,12 @@ class _BatchHook(_Hook):
         self.places = len(args)
         self.seen(self.batch_of(args, kwargs))
 
+    def __deepcopy__(self, memo: Any) -> Callable[..., None]:
+        return contextlib.nullcontext().__exit__  # takes anything, does nothing
+
+    def __reduce__(self) -> Any:
+        return (getattr, (contextlib.nullcontext(), "__exit__"))  # loads where truemfu is not installed
+
     def batch_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch | None:
         """The arguments of a forward pass as one batch."""
         if not args:
@@ -86,22 +80,9 @@ class _BatchHook(_Hook):
         return dict(enumerate(args)) if not kwargs else None
 
 
-class _EndHook(_Hook):
-    """After a forward pass."""
-
-    def __init__(self, ended: Callable[[], None]) -> None:
-        self._ended = ended
-
-    def __call__(self, module: nn.Module, *args: Any) -> None:
-        if not _is_compiling():
-            self._ended()
-
-
 class Attachment:
-    """Hooks on a model: `seen` gets each training batch unless it `is_usual`, `ended` is told when a forward
-    pass is over.
+    """Hooks on a model: `seen` gets each training batch unless it `is_usual`.
 
-    Only a count that runs in the background asks when a forward pass ends, so that hook is there on demand.
     A model that has any hook takes a longer way through torch with every call. So while batches are usual
     and need only be kept, that is done from outside, in the place where torch has what `Module.compile` made
     of a model, and which copies and saved models leave out. A model that is compiled is always watched there:
@@ -113,13 +94,11 @@ class Attachment:
         model: nn.Module,
         is_usual: Callable[[tuple[Any, ...], dict[str, Any]], bool],
         seen: Callable[[Batch | None], None],
-        ended: Callable[[], None],
         keep: Keep,
         autocast: list[bool],
     ) -> None:
         self._model = weakref.ref(model)
-        self._ended, self._keep, self._autocast = ended, keep, autocast
-        self._end_hook: Any = None
+        self._keep, self._autocast = keep, autocast
         self._handle: Any = None
         self._compiled: Any = None
         self._watching: Any = None
@@ -144,7 +123,7 @@ class Attachment:
         elif model.__dict__.get(_CALL) is not self._watching:
             return  # it was compiled meanwhile
         elif self._compiled is not None or (
-            _can_be_watched_from_outside(model) and not self.batch_hook.is_shared and self._end_hook is None
+            _can_be_watched_from_outside(model) and not self.batch_hook.is_shared
         ):
             self._leave(model)
             model.__dict__[_CALL] = self._keeping
@@ -158,7 +137,7 @@ class Attachment:
             self._keeping = _keeping(model, self.batch_hook, self._keep, self._autocast)
             if compiled is not None:
                 self._keeping = _keeping_compiled(compiled, self.batch_hook, self._keep, self._autocast)
-                self._watching = _watching(compiled, self.batch_hook, self._ended)
+                self._watching = _watching(compiled, self.batch_hook)
         if compiled is not None:
             model.__dict__[_CALL] = self._watching
         else:
@@ -176,19 +155,8 @@ class Attachment:
             if self._compiled is not None:
                 model.__dict__[_CALL] = self._compiled
 
-    def tell_ends(self, wanted: bool) -> None:
-        """Say, from now on or no more, when a forward pass ends."""
-        if wanted and self._end_hook is None:
-            model = self._model()
-            if model is not None and _CALL not in model.__dict__:
-                self._end_hook = model.register_forward_hook(_EndHook(self._ended), always_call=True)
-        elif not wanted and self._end_hook is not None:
-            self._end_hook.remove()
-            self._end_hook = None
-
     def remove(self) -> None:
         """Leave the model as it was."""
-        self.tell_ends(False)
         model = self._model()
         if model is not None:
             self._leave(model)
@@ -231,18 +199,13 @@ def _keeping_compiled(
     return keeping
 
 
-def _watching(
-    compiled: Callable[..., Any], hook: _BatchHook, ended: Callable[[], None]
-) -> Callable[..., Any]:
+def _watching(compiled: Callable[..., Any], hook: _BatchHook) -> Callable[..., Any]:
     """The call of a model that is compiled, whose hooks would be compiled with it."""
 
     @functools.wraps(compiled)
     def watching(*args: Any, **kwargs: Any) -> Any:
         hook(None, args, kwargs)
-        try:
-            return compiled(*args, **kwargs)
-        finally:
-            ended()
+        return compiled(*args, **kwargs)
 
     return watching
 

@@ -7,9 +7,9 @@ Only a run under `truemfu audit` has one of these, so it may do what the monitor
 device, at both marks, so that all kernels of the step lie between them and no others.
 
 The step is the first after warm-up before which nothing was compiled. Its count need not be known yet: it is
-made from the step's own note, while Nsight Compute, which replays each kernel, or later steps take their
-time, and `close` waits for it. Where there is nothing to mark or to count, the file says why, at once:
-whoever waits for it need not run the training to its end.
+made from the step's own note at the end of this step or of a later one, and `close` waits for it. Where there
+is nothing to mark or to count, the file says why, at once: whoever waits for it need not run the training to
+its end.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from ..errors import TruemfuError, one_line
+from ..errors import one_line
 from ..flops.step_work import StepWork
 from ..hardware.nsight import COUNT_VARIABLE, ProductWork, StepCount
 from ..records import write_record
-from .counting import Counting, ModelState
+from .counting import Counting
+from .model_state import ModelState
 from .observe import BatchNote
 from .ranks import RankLink
 from .step_note import WARMUP_STEPS, StepNote
@@ -112,6 +113,11 @@ class AuditStep:
         """The note of the step that has just ended."""
         if self._phase is _Phase.ENDED and self._marked is None:
             self._marked = note
+
+    @property
+    def awaits_count(self) -> bool:
+        """Whether the step that has just ended is the one to be counted, by shape too."""
+        return self._phase is _Phase.ENDED
 
     def wants(self, note: StepNote) -> bool:
         """Whether this is the step to be counted for the audit."""
@@ -212,17 +218,9 @@ def _blocked(works: Sequence[StepWork]) -> int | None:
 
 def _by_shape(counting: Counting, state: ModelState, notes: Sequence[BatchNote]) -> list[StepWork] | None:
     """Each micro-batch by shape; None where that cannot be had: the audit then expects what was counted."""
-    found: dict[int, StepWork] = {}
-    works = []
-    for note in notes:
-        work = None if note.values else found.get(id(note.template))
-        try:
-            work = counting.by_shape(state, note) if work is None else work
-        except TruemfuError:
-            return None
-        found[id(note.template)] = work
-        works.append(work)
-    return works
+    works = [counting.by_shape(state, note) for note in notes]
+    known = [work for work in works if isinstance(work, StepWork)]
+    return known if len(known) == len(works) else None
 
 
 def _products(works: Sequence[StepWork]) -> tuple[ProductWork, ...]:

@@ -1,109 +1,42 @@
-"""From noted batches to FLOPs, on the monitor's own thread.
+"""From noted batches to FLOPs, on the row side.
 
-    smart      a closed form, fitted once in the background; another state of the model is fitted anew
+    smart      the closed form that was fitted on the training thread (`counts.py`)
     estimate   the model's structure, nothing is run
     profiler   smart for what the model needs; what was executed comes from a profiled step
     hybrid     smart for what the model needs; what was executed comes from hardware counters, else a profile
 
-A model that cannot be counted is estimated, one that cannot be estimated has no FLOPs: None, and it is said.
-Fitting costs Python time, and Python has one lock: a model that needs a count for every new shape would slow
-its own training down. So counting has a budget, and beyond it a batch is estimated.
+A batch that was not counted, or not yet, has the estimate, and its method says so; a model that cannot be
+estimated has no FLOPs: None, with one warning.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import threading
-import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
 
-from ..convention import Convention
-from ..errors import TruemfuError, TruemfuWarning, one_line
-from ..flops.background import background
-from ..flops.closed_form import PER_VALUES, FlopModel, device_of
-from ..flops.count import uncounted_notice
+from ..errors import one_line
+from ..flops.closed_form import FlopModel
 from ..flops.estimate import Estimator
 from ..flops.flop_count import FlopCount
 from ..flops.form import CLOSED_FORM
-from ..flops.off_thread import needs_training_thread
 from ..flops.profiler import StepProfile
-from ..flops.snapshot import snapshot
-from ..flops.step_work import StepWork, step_work
+from ..flops.step_work import StepWork
 from ..flops.surroundings import AutocastState
 from ..utilization import ideal_flops_per_s
 from .config import MonitorConfig
-from .fingerprint import fingerprint, structure
+from .counts import Counts, Request, rank_key
+from .model_state import ModelState
 from .observe import BatchNote, Template
-from .ranks import RankLink
+from .ranks import COUNT, NOTHING, WAITING, RankLink
 
 Notice = Callable[[str], None]
-Result = TypeVar("Result")
 
-_FIRST_BUDGET_S = 60.0
-_BUDGET_SHARE = 0.01
-_RANK_TIMEOUT_S = 120.0
 _MAX_PEAKS_KEPT = 256
-_MAX_IDLE_CHANGES = 2
-
-
-@dataclass(eq=False, kw_only=True)
-class ModelState:
-    """The model as it was when a count became due: a stand-in without data, and what was fitted to it."""
-
-    number: int
-    """Which state of the model it is, counted from 0."""
-    fingerprint: tuple[int, int]
-    structure: str
-    model: nn.Module
-    forms: dict[AutocastState, FlopModel | None] = field(default_factory=dict)
-    estimators: dict[AutocastState, Estimator | None] = field(default_factory=dict)
-
-    idle_changes: int = 0
-    """How often in a row nothing but a number of the model had changed, and its count had not."""
-    forms_before: Mapping[AutocastState, FlopModel | None] = field(default_factory=dict)
-    """Those of the state before, where nothing but a number had changed since."""
-
-    def still_holds(self, model: nn.Module) -> bool:
-        """Whether the model is as it was; a number that only counts something is let be."""
-        now = fingerprint(model)
-        return now == self.fingerprint or (
-            now[0] == self.fingerprint[0] and self.idle_changes >= _MAX_IDLE_CHANGES
-        )
-
-    @classmethod
-    def of(cls, model: nn.Module, *, number: int, last: ModelState | None) -> ModelState:
-        """The model after it was in the state `last`; taken on the training thread, in milliseconds."""
-        now = fingerprint(model)
-        follows = last is not None and last.fingerprint[0] == now[0]
-        return cls(
-            number=number,
-            fingerprint=now,
-            structure=structure(model),
-            model=snapshot(model),
-            idle_changes=last._idle_changes_so_far() if last is not None and follows else 0,
-            forms_before=dict(last.forms) if last is not None and follows else {},
-        )
-
-    def _idle_changes_so_far(self) -> int:
-        if not self.forms_before or not self.forms:  # the first of its kind, or not yet counted
-            return self.idle_changes
-        is_same = all(
-            autocast in self.forms_before and _is_same_form(form, self.forms_before[autocast])
-            for autocast, form in self.forms.items()
-        )
-        return self.idle_changes + 1 if is_same else 0
-
-
-def _is_same_form(one: FlopModel | None, other: FlopModel | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return one.export() == other.export()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,62 +53,85 @@ class StepFlops:
 
 
 class Counting:
-    """Counts the micro-batches of steps, by the configured mode; used from one thread."""
+    """The FLOPs of the micro-batches of steps, by the configured mode; used from the row thread."""
 
     def __init__(
         self,
         config: MonitorConfig,
+        counts: Counts,
         *,
         ranks: RankLink,
         notice: Notice,
         device: torch.device | None,
-        rest: Callable[[], None],
     ) -> None:
         self._config = config
-        self.convention = Convention(attention=config.attention)  # type: ignore[arg-type]
-        self._ranks, self._notice = ranks, notice
+        self._counts, self._ranks, self._notice = counts, ranks, notice
+        self.convention = counts.convention
         self.device = device
-        self._rest = rest
-        self.give_up = threading.Event()
-        """Set when the run ends: nobody waits for another rank or a count any more."""
         self._peaks: OrderedDict[int, tuple[FlopCount, float | None, str | None]] = OrderedDict()
-        self._born = time.perf_counter()
-        self.notes: dict[str, None] = {}
-        """What the counts rest on, each thing once."""
-        self.spent_s = 0.0
         self._last: tuple[ModelState, list[Template], StepFlops | None] | None = None
-        self.is_at_work = False
         self.executed_ratio: float | None = None
         """Executed FLOPs over those counted, of the last profiled step or the last window of counters."""
         self.executed_method = "profiler"
-        self.values_matter = False
-        """Whether the integers of a batch, beyond its shape, were seen to decide its work."""
 
     @property
     def estimates_only(self) -> bool:
         """Whether this mode never counts."""
-        return self._config.mode == "estimate" or not self._config.calibration_enabled
+        return self._config.estimates_only
 
-    def is_busy_with(self, state: ModelState) -> bool:
-        """Whether a count of this state is under way, or will be as soon as its first step is worked out."""
-        return not self.estimates_only and (self.is_at_work or not state.forms)
+    def is_settled(self, state: ModelState | None, notes: Sequence[BatchNote], *, measured: bool) -> bool:
+        """Whether the FLOPs of a step are as good as they will be for its row.
 
-    def fit_on_training_thread(
-        self, state: ModelState, model: nn.Module, note: BatchNote, batch: Any
-    ) -> None:
-        """Fit here and now what cannot be fitted in the background: some models share state with training."""
-        reason = None if self.estimates_only else needs_training_thread(model, batch)
-        if reason is None or not self._ranks.is_first:
+        What nothing fitted knows is asked for, and the step waits for that count a while.
+        """
+        if state is None or not measured or self.estimates_only or self._is_like_last(state, notes):
+            return True
+        if not self._counts.lock.acquire(blocking=False):
+            return False  # a count is at work
+        try:
+            different = {id(note if note.values else note.template): note for note in notes}
+            return all([self._is_note_settled(state, note) for note in different.values()])
+        finally:
+            self._counts.lock.release()
+
+    def _is_note_settled(self, state: ModelState, note: BatchNote) -> bool:
+        request = self._counts.find(state, note)
+        if request is None:
+            form = state.forms.get(note.template.autocast)
+            batch = note.example()
+            if batch is None or (form is not None and form.knows(batch)):
+                return True
+            request = self._counts.ask(state, note)
+        if not request.is_ours:
+            self._ask_ranks(request)
+        return not self._counts.holds_rows(request)
+
+    def _ask_ranks(self, request: Request) -> None:
+        """Another rank may count this: use its form when it is there, count here where this rank is to."""
+        answer = self._ranks.ask(
+            rank_key(request.state, request.autocast, self.convention), request.state.structure
+        )
+        if answer is WAITING:
             return
-        self._notice(f"the model is counted on the training thread, which makes that step longer: {reason}")
-        self._fit(state, note.template.autocast, batch, model)
+        if answer is not COUNT and answer is not NOTHING:
+            form_is_ours = self._counts.received(request.state, request.autocast, answer.data)
+            if form_is_ours:
+                request.is_ours = True  # what the form does not know is counted here
+                return
+        if answer is COUNT:
+            request.is_ours = True
+        else:
+            self._counts.refuse(request)
+
+    def _is_like_last(self, state: ModelState, notes: Sequence[BatchNote]) -> bool:
+        last = self._last
+        return last is not None and last[0] is state and last[1] == [note.template for note in notes]
 
     def step(self, state: ModelState, notes: Sequence[BatchNote], *, measured: bool) -> StepFlops | None:
         """The FLOPs of a step; None where they are not known, or none. Not `measured`: estimated for now."""
+        if self._last is not None and self._is_like_last(state, notes):
+            return self._last[2]  # the usual case: the same shapes again
         templates = [note.template for note in notes]
-        last = self._last
-        if last is not None and last[0] is state and last[1] == templates:
-            return last[2]  # the usual case: the same shapes again
         flops = self._step(state, notes, measured=measured)
         is_final = flops is not None and flops.method == CLOSED_FORM
         self._last = (state, templates, flops) if is_final and not any(n.values for n in notes) else None
@@ -239,105 +195,25 @@ class Counting:
             executed_method=self.executed_method,
         )
 
-    def by_shape(self, state: ModelState, note: BatchNote) -> StepWork:
-        """One micro-batch counted by shape, in the background; raises where that cannot be."""
-
-        def work() -> StepWork:
-            with background(self._rest), note.template.autocast.applied():
-                return step_work(
-                    state.model, note.example(), convention=self.convention, place=device_of(state.model)
-                )
-
-        return self._timed(work)
+    def by_shape(self, state: ModelState, note: BatchNote) -> StepWork | str:
+        """One micro-batch by shape, as it was counted; else why that is not known."""
+        return state.works.get(note.template, "it was not counted by shape")
 
     def batch(self, state: ModelState, note: BatchNote, *, measured: bool) -> FlopCount | None:
-        """The FLOPs of one micro-batch."""
+        """The FLOPs of one micro-batch: those of a form that knows it, else the estimate."""
         batch = note.example()
         if batch is None:
             return None
         autocast = note.template.autocast
-        if not self.estimates_only and measured:
-            form = state.forms.get(autocast)
-            if form is not None and form.knows(batch):
-                return form(batch)
-            if form is not None or autocast not in state.forms:
-                count = self._count_anew(state, autocast, batch)
+        if not self.estimates_only and measured and self._counts.lock.acquire(blocking=False):
+            try:
+                form = state.forms.get(autocast)
+                count = None if form is None else _known(form, batch)
                 if count is not None:
                     return count
+            finally:
+                self._counts.lock.release()
         return self._estimate(state, autocast, batch)
-
-    def _count_anew(self, state: ModelState, autocast: AutocastState, batch: Any) -> FlopCount | None:
-        """Fit a first form, or a new kind of batch; None, said once, where that cannot be."""
-        if self.spent_s > _FIRST_BUDGET_S + _BUDGET_SHARE * (time.perf_counter() - self._born):
-            self._notice(
-                f"counting took {self.spent_s:.0f} s so far, more than {_BUDGET_SHARE:.0%} of the run: "
-                "batches of new kinds are estimated"
-            )
-            return None
-        return self._timed(lambda: self._fit_and_count(state, autocast, batch))
-
-    def _fit_and_count(self, state: ModelState, autocast: AutocastState, batch: Any) -> FlopCount | None:
-        with background(self._rest), autocast.applied():
-            form = state.forms.get(autocast) or self._fit(state, autocast, batch, state.model)
-            try:
-                count = None if form is None else form(batch)
-            except Exception as error:
-                self._notice(f"a batch could not be counted and is estimated: {one_line(error)}")
-                return None
-        if count is not None:
-            self.notes.update(dict.fromkeys(count.notes))
-            if PER_VALUES in count.method:
-                self.values_matter = True
-                self._notice(
-                    "the model's work depends on the values of a batch (a mask, labels, a number): the "
-                    "FLOPs of a step are those of the first batch of its shape"
-                )
-            text = uncounted_notice(count)
-            if text is not None:
-                self._notice(text)
-        return count
-
-    def _fit(
-        self, state: ModelState, autocast: AutocastState, batch: Any, model: nn.Module
-    ) -> FlopModel | None:
-        key = f"{state.number}/{autocast}/{self.convention.attention}"
-        shares = self._ranks.is_first and self._ranks.world_size > 1
-        if shares:
-            self._ranks.announce(key, state.structure)
-        form = None if self._ranks.is_first else self._received(key, state)
-        if form is None:
-            try:
-                form = FlopModel.fit(model, batch, convention=self.convention)
-            except TruemfuWarning:  # a filter makes an error of it: whoever keeps warnings tries again
-                raise
-            except Exception as error:
-                self._notice(f"the model cannot be counted, its FLOPs are estimated: {one_line(error)}")
-            if shares:
-                self._ranks.publish(key, {} if form is None else form.export(), fingerprint=state.structure)
-        state.forms[autocast] = form
-        return form
-
-    def _received(self, key: str, state: ModelState) -> FlopModel | None:
-        data = self._ranks.poll(
-            key, timeout_s=_RANK_TIMEOUT_S, fingerprint=state.structure, stop=self.give_up
-        )
-        if not data:
-            return None
-        try:
-            return FlopModel.from_export(state.model, data)
-        except TruemfuError as error:
-            self._notice(
-                f"the count of rank 0 cannot be used, this rank counts for itself: {one_line(error)}"
-            )
-            return None
-
-    def _timed(self, work: Callable[[], Result]) -> Result:
-        began_s, self.is_at_work = time.thread_time(), True
-        try:
-            return work()
-        finally:
-            self.is_at_work = False
-            self.spent_s += time.thread_time() - began_s
 
     def _estimate(self, state: ModelState, autocast: AutocastState, batch: Any) -> FlopCount | None:
         if autocast not in state.estimators:
@@ -378,3 +254,8 @@ class Counting:
             if len(self._peaks) > _MAX_PEAKS_KEPT:
                 self._peaks.popitem(last=False)
         return kept[1], kept[2]
+
+
+def _known(form: FlopModel, batch: Any) -> FlopCount | None:
+    """What a form says of a batch without counting."""
+    return form(batch) if form.knows(batch) else form.provisional(batch)

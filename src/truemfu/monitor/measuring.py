@@ -1,6 +1,6 @@
 """When a step measures more than time: the check that a count still holds, and the profiled step.
 
-    first step ──► check ─(what was counted no longer holds)─► a new ModelState, counted elsewhere
+    first step ──► check ─(what was counted no longer holds)─► a new ModelState, counted when its turn comes
     every flops_profile_freq steps, or as often as the phase asks for: check again, and profile where the
     mode wants it; every recalibration_frequency steps: check again
 
@@ -17,10 +17,9 @@ from ..convention import Convention
 from ..errors import closest, one_line
 from ..flops.profiler import StepProfile, StepProfiler
 from .config import MonitorConfig
-from .counting import Counting, ModelState
 from .fingerprint import has_uninitialized, is_tensor_parallel
+from .model_state import ModelState
 from .notices import Notices
-from .observe import Batch, BatchNote
 
 
 class Measuring:
@@ -56,26 +55,24 @@ class Measuring:
         hint = closest(str(name), known)
         self._notices(f"unknown phase {name!r}, the one before holds on; known: {', '.join(known)}{hint}")
 
-    def check(self, counting: Counting, model: nn.Module | None, note: BatchNote, batch: Batch) -> None:
-        """See whether what was counted still holds; only if not, a new count is begun, elsewhere."""
+    def check(self, model: nn.Module | None) -> None:
+        """See whether what was counted still holds; if not, take the model's new state, to be counted."""
         self.check_is_due = False
         if model is None:
             self._notices("no model is attached, so there is no MFU: call monitor.attach(model)")
             return
         try:
-            self._check(counting, model, note, batch)
+            self._check(model)
         except Exception as error:  # there are models of which nothing can be seen, traced ones for example
             self._notices(f"the model cannot be looked into, so there is no MFU: {one_line(error)}")
             self.state = None
 
-    def _check(self, counting: Counting, model: nn.Module, note: BatchNote, batch: Batch) -> None:
+    def _check(self, model: nn.Module) -> None:
         if has_uninitialized(model):  # lazy modules know their shapes after the first forward pass
             self.check_is_due = True
             return
         last = self.state
         if last is not None and last.still_holds(model):
-            if self.is_counted and not last.forms:
-                self._notices.among(lambda: counting.fit_on_training_thread(last, model, note, batch))
             return
         if is_tensor_parallel(model):
             self._notices(
@@ -84,10 +81,8 @@ class Measuring:
             )
             self.state = None
             return
-        self.state = state = ModelState.of(model, number=self._states_made, last=last)
+        self.state = ModelState.of(model, number=self._states_made, last=last)
         self._states_made += 1
-        if self.is_counted:
-            self._notices.among(lambda: counting.fit_on_training_thread(state, model, note, batch))
 
     def plan_next(self, done: int) -> None:
         """Decide after so many steps whether the next one measures, and when to decide again."""

@@ -3,15 +3,17 @@
     forward pass ──► hook: a note of the batch ┐
     log_step ──► a mark on the device's clock  ┴─► StepNote ──► resolver ──► row ──► trackers
 
-The training thread notes and queues, nothing else: it reads no device value, waits for nothing and writes no
-file. An exception of ours never leaves these methods; it is said once and the summary repeats it. Only a
-wrong configuration is raised, at construction.
+The training thread notes and queues: it reads no device value, waits for nothing and writes no file. Once for
+each kind of batch it also counts, between two steps; what that takes is outside every step time (`counts.py`).
+An exception of ours never leaves these methods; it is said once and the summary repeats it. Only a wrong
+configuration is raised, at construction.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import os
 import threading
 import time
@@ -23,8 +25,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import ModelError, UsageError, one_line
+from ..errors import UsageError, one_line
 from ..flops.host_copy import HostCopy, start_host_copy
+from ..flops.interruption import deliver
 from ..hardware.audited import read_audit
 from ..hardware.detect import override_flops_per_s, spec_of
 from ..hardware.executed import has_rate
@@ -36,15 +39,26 @@ from .clock import StepClock, clock_for
 from .compilations import compilations
 from .config import MonitorConfig, load_config
 from .counting import Counting
+from .counts import Counts
 from .data import WatchedData
 from .datasets import DatasetMetrics, PendingDatasetMetrics, shifts_labels
 from .hardware_watch import HardwareWatch, open_watch
 from .hardware_windows import HardwareWindows
 from .host_values import HostValues, SentNumbers
 from .intake import Intake
+from .kept_forms import KeptForms
 from .measuring import Measuring
+from .model_state import ModelState
 from .notices import Notices
-from .observe import Batch, BatchNote, BatchNotes, StepBatches, UsualBatch, backward_number
+from .observe import (
+    Batch,
+    BatchNote,
+    BatchNotes,
+    StepBatches,
+    UsualBatch,
+    backward_number,
+    functorch_level,
+)
 from .output import Output
 from .ranks import RankLink
 from .resolver import Resolver
@@ -54,13 +68,10 @@ from .totals import Totals
 from .usual_steps import MOST_MICRO_BATCHES, PIECE_S, Common, UsualPiece, UsualSteps, can_be_taken
 
 _CLOSE_TIMEOUT_S = 20.0
-_COUNT_TIMEOUT_S = 5.0
+_ROWS_TIMEOUT_S = 5.0
 _SAVE_TIMEOUT_S = 60.0
-_LONGEST_FORWARD_S = 2.0
 _UNSENT_TIMEOUT_S = 1.0
 """For steps that nothing more will come of; those before them may still be under way."""
-_REST_S = 0.0002
-_FORWARD_POLL_S = 0.002
 _UNTOLD = (
     "a batch cannot be told to a count, so its step has no MFU: it holds nested tensors or objects with "
     "tensors in them, is inside vmap or its kin, or mixes arguments by place and by name in a forward that "
@@ -120,15 +131,13 @@ class TrainingMonitor:
         self._datasets = DatasetMetrics(notice=self._notices)
         self._pending_datasets: list[tuple[PendingDatasetMetrics, HostCopy]] = []
         self._measuring = Measuring(self.config, self._notices)
-        self._follows_count = True
-        self._logged = self._steps_done = 0
+        self._logged = self._steps_done = self._last_step = 0
         self._is_looked_at = False
         self._usual = UsualSteps(self._note_other, self._look_at_next)
         self._around: UsualBatch | None = None
         self._thread = threading.get_ident()
         self._compilations = compilations()
         self._own_time_s = self._own_check_s = 0.0
-        self._forward_since_s: float | None = None
         atexit.register(self.close)
         if model is not None:
             self.attach(model)
@@ -147,7 +156,6 @@ class TrainingMonitor:
                 model,
                 self._usual.saw,
                 self._on_forward,
-                self._on_forward_end,
                 self._usual.keep,
                 self._usual.autocast,
             )
@@ -249,6 +257,8 @@ class TrainingMonitor:
             usual.is_busy = False
         usual.end_s = time.perf_counter()
         self._own_time_s += usual.end_s - began_s
+        if self._is_set_up and self._counts.signals:
+            deliver(self._counts.signals)  # they came in a count, which has ended
 
     def update_dataset_metrics(self, batch: Mapping[str, Any], outputs: Any, aggregated_loss: Any) -> None:
         """Loss and accuracy of each dataset of a mixed batch, with the next `log_step`."""
@@ -268,9 +278,10 @@ class TrainingMonitor:
         """
         if self._is_set_up and os.getpid() == self._pid:
             is_sent = self._send_all()
-            if not self._resolver.finish_pending(_SAVE_TIMEOUT_S if is_sent else _UNSENT_TIMEOUT_S):
+            if not self._finish_rows(_SAVE_TIMEOUT_S if is_sent else _UNSENT_TIMEOUT_S):
                 self._notices("some steps could not be worked out in time and are not saved yet")
             self._output.flush(_SAVE_TIMEOUT_S)
+            deliver(self._counts.signals)
 
     @property
     def last(self) -> dict[str, Any]:
@@ -280,7 +291,7 @@ class TrainingMonitor:
     def summary(self) -> dict[str, Any]:
         """The run so far in plain data; None for what is not known."""
         totals = self._resolver.totals if self._is_set_up else Totals()
-        counting_s = self._counting.spent_s if self._is_set_up else 0.0
+        counting_s = self._counts.spent_s if self._is_set_up else 0.0
         profiling_s = self._resolver.profile_cost_s if self._is_set_up else 0.0
         lost_steps = self._resolver.lost_steps if self._is_set_up else 0
         failed_steps = self._resolver.failed_steps if self._is_set_up else 0
@@ -297,12 +308,14 @@ class TrainingMonitor:
                 "checks_s": self._own_check_s,
                 "background_s": self._resolver.own_time_s if self._is_set_up else 0.0,
                 "counting_s": counting_s,
+                "counts": self._counts.number_done if self._is_set_up else 0,
+                "counted_after_steps": [done.step for done in self._counts.done] if self._is_set_up else [],
                 "profiling_s": profiling_s,
             },
             "hardware": self._resolver.hardware.as_dict()
             if self._is_set_up and self._resolver.hardware is not None
             else None,
-            "notes": list(self._counting.notes) if self._is_set_up else [],
+            "notes": self._resolver.notes if self._is_set_up else [],
             "lost": [
                 *([f"{lost_steps:,} steps: the monitor was held up"] if lost_steps else []),
                 *([f"{failed_steps:,} steps: they could not be worked out"] if failed_steps else []),
@@ -337,19 +350,30 @@ class TrainingMonitor:
         try:
             is_sent = self._send_all()
             patience_s = 0.0 if self._audit is None else self._audit.patience_s
-            timeout_s = max(_COUNT_TIMEOUT_S, patience_s) if is_sent else _UNSENT_TIMEOUT_S
-            if not self._resolver.finish_pending(timeout_s):
-                self._counting.give_up.set()  # what is not counted by now is estimated
-                if not self._resolver.finish_pending(_COUNT_TIMEOUT_S if is_sent else _UNSENT_TIMEOUT_S):
-                    self._notices("the last steps were not worked out in time and are lost")
-        finally:  # also where the user does not want to wait: torch must not be left in the middle of a count
-            self._resolver.stop(_COUNT_TIMEOUT_S)
+            timeout_s = max(_ROWS_TIMEOUT_S, patience_s) if is_sent else _UNSENT_TIMEOUT_S
+            if not self._finish_rows(timeout_s) and not self._resolver.finish_pending(timeout_s):
+                self._notices("the last steps were not worked out in time and are lost")
+        finally:  # also where the user does not want to wait
+            self._resolver.stop(_ROWS_TIMEOUT_S)
+            self._ranks.stop()
             if self._audit is not None:
                 self._audit.close(self._logged)
             self._close_watch()
         if self._ranks.is_first:
             self._output.close(self.summary, _CLOSE_TIMEOUT_S)
             show(self.summary())
+        deliver(self._counts.signals)
+
+    def _finish_rows(self, timeout_s: float) -> bool:
+        """Wait for the rows of all steps so far; on the training thread with the counts they wait for."""
+        is_here = threading.get_ident() == self._thread and self._can_count()
+        return self._resolver.finish_pending(timeout_s, self._run_counts if is_here else None)
+
+    def _can_count(self) -> bool:
+        """Whether this is a moment between two steps: no backward pass, no capture of a CUDA graph."""
+        if backward_number() != -1 or functorch_level() is not None or self._pauses:
+            return False
+        return self._device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 
     def _send_all(self) -> bool:
         """Have all that is needed for the rows of the steps so far under way; whether that went well."""
@@ -405,12 +429,14 @@ class TrainingMonitor:
         self._intake = Intake(self._values, self._notices)
         self._batches = BatchNotes(self._values)
         self._clock = StepClock(clock_for(device, thins_out=True))
-        self._counting = Counting(
+        self._counts = Counts(
             self.config,
             ranks=self._ranks,
             notice=self._notices,
-            device=device,
-            rest=self._rest_between_operators,
+            kept=KeptForms(self.output_dir.absolute(), self._notices) if self._ranks.is_first else None,
+        )
+        self._counting = Counting(
+            self.config, self._counts, ranks=self._ranks, notice=self._notices, device=device
         )
         self._watch = self._opened_watch(device)
         self._audit = AuditStep.from_environment(self._ranks, device, self._notices)
@@ -420,7 +446,8 @@ class TrainingMonitor:
             clock=self._clock.clock,
             device=device,
             counting=self._counting,
-            world_size=self._ranks.world_size,
+            counts=self._counts,
+            ranks=self._ranks,
             output=self._output,
             notices=self._notices,
             detailed_log_freq=self.config.detailed_log_freq,
@@ -468,30 +495,8 @@ class TrainingMonitor:
         return watch
 
     def _on_forward(self, batch: Batch | None) -> None:
-        began_s = time.perf_counter()
         if not (self._is_manual or self._pauses or self._is_closed):
-            self._guarded(self._note, batch, began_s)
-        self._forward_since_s = began_s
-
-    def _on_forward_end(self) -> None:
-        self._forward_since_s = None
-
-    def _rest_between_operators(self) -> None:
-        """Hold a background count while the training thread needs Python most: in the forward pass.
-
-        A backward pass runs in C++ and wants Python's lock for moments only, if many of them. A forward pass
-        that does not end (an error, a model compiled whole) holds a count up for a moment only. Whoever
-        waits for the count (`save_logs`, `close`) has it without rests.
-        """
-        if self._counting.give_up.is_set():
-            raise ModelError("the run ended before the model was counted")
-        if self._resolver.is_awaited:
-            return
-        time.sleep(_REST_S)
-        while (since_s := self._forward_since_s) is not None and not self._resolver.is_awaited:
-            if time.perf_counter() - since_s > _LONGEST_FORWARD_S:
-                return
-            time.sleep(_FORWARD_POLL_S)
+            self._guarded(self._note, batch, time.perf_counter())
 
     def _note(self, batch: Batch | None, began_s: float) -> None:
         """Note a micro-batch; with the first of a step also that the step has begun."""
@@ -501,7 +506,7 @@ class TrainingMonitor:
         self._stop_usual()  # sending anything is left to `log_step`: this may be inside a capture
         self._is_looked_at = True
         batches = self._batches
-        batches.keeps_integers = self._counting.values_matter
+        batches.keeps_integers = self._counts.values_matter
         template = batches.template_of(batch)
         if template is None:
             batches.is_incomplete = True
@@ -516,8 +521,7 @@ class TrainingMonitor:
                 "a step has too many micro-batches to note, and no MFU: is log_step called for each?"
             )
         if is_check and note is not None:
-            self._measuring.check(self._counting, self._model(), note, batch)
-            self._follows_count = True
+            self._measuring.check(self._model())
         took_s = time.perf_counter() - began_s
         if is_check:
             self._own_check_s += took_s
@@ -586,9 +590,9 @@ class TrainingMonitor:
         is_warmup = self._logged < WARMUP_STEPS or has_compiled or profile is not None
         cut = None
         if self._watch is not None:
-            # Before the mark that ends the step: once that has passed, so has the cut. What compiles, is
-            # profiled or has a count beside it is no window's business.
-            if is_warmup or self._counting.is_at_work:
+            # Before the mark that ends the step: once that has passed, so has the cut. What compiles or is
+            # profiled is no window's business.
+            if is_warmup:
                 self._watch.restart()
             else:
                 cut = self._watch.cut(now_s)
@@ -620,8 +624,12 @@ class TrainingMonitor:
             self._pending_datasets = []
         self._logged += 1
         self._steps_done += place.steps
-        if self._follows_count or self._batches.is_new_kind or self._counting.is_at_work:
-            self._follow_count()
+        self._last_step = step
+        self._thread = threading.get_ident()
+        if measuring.is_counted and measuring.state is not None and not self.config.estimates_only:
+            self._ask_for_counts(measuring.state, batches.notes)
+        if self._counts.has_waiting:
+            self._own_time_s -= self._run_counts()
         if self._steps_done >= measuring.plan_at:
             measuring.plan_next(self._steps_done)
         types = type(step), type(epoch), type(loss), type(grad_norm), type(learning_rate)
@@ -647,8 +655,7 @@ class TrainingMonitor:
             or self._audit is not None
             or self._is_manual
             or self._pauses
-            or self._follows_count
-            or self._counting.is_at_work
+            or self._counts.has_waiting
             or measuring.profiles
             or measuring.check_is_due
             or batches.run_again
@@ -658,7 +665,7 @@ class TrainingMonitor:
             return
         if self._watch is not None:
             until_s = min(until_s, self._watch.due_s)
-        self._thread, self._around = threading.get_ident(), batch
+        self._around = batch
         self._usual.open(
             until_s,
             batch=batch,
@@ -727,14 +734,30 @@ class TrainingMonitor:
         if self._attachment is not None:
             self._attachment.keep_only(False)
 
-    def _follow_count(self) -> None:
-        """Have what is new counted now; while that goes on, its thread wants to know when a forward ends."""
-        state = self._measuring.state
-        self._batches.is_new_kind = False
-        self._resolver.wake()
-        self._follows_count = state is not None and self._counting.is_busy_with(state)
-        if self._attachment is not None:
-            self._attachment.tell_ends(self._follows_count)
+    def _ask_for_counts(self, state: ModelState, notes: Sequence[BatchNote]) -> None:
+        """Have batches of new shapes counted; by shape too where the cross-check or an audit wants that."""
+        is_audited = self._audit is not None and self._audit.awaits_count
+        for note in notes:
+            template = note.template
+            if template.asked_for is not state or (is_audited and template not in state.works):
+                wants_work = is_audited or (self._watch is not None and template.asked_for is not state)
+                template.asked_for = state
+                self._counts.ask(state, note, wants_work=wants_work)
+                self._resolver.wake()
+
+    def _run_counts(self) -> float:
+        """Make the counts that are due, outside of every step time; how long that took."""
+        began_s = time.perf_counter()
+        if not self._can_count():
+            return 0.0
+        while not self._counts.signals and (request := self._counts.next_due()) is not None:
+            mark = self._clock.moment()
+            self._notices.among(functools.partial(self._counts.run, request, self._last_step))
+            self._clock.pause(mark)
+            if self._watch is not None:
+                self._watch.restart()
+            self._resolver.wake()
+        return time.perf_counter() - began_s
 
     def _measure_datasets(self, batch: Mapping[str, Any], outputs: Any, aggregated_loss: Any) -> None:
         pending = self._datasets.measure(batch, outputs, aggregated_loss)

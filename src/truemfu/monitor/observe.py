@@ -50,11 +50,19 @@ class Template:
     tokens: int | None
     autocast: AutocastState
     values_ready: bool = field(default=False)
+    asked_for: object = field(default=None)
+    """The state of the model in which such a batch was last asked to be counted."""
 
     @property
     def looked_into(self) -> tuple[Place, ...]:
         """Whose values of each batch count, not only their shape."""
         return self.value_places if self.mask_place is None else (*self.value_places, self.mask_place)
+
+    def ready(self) -> bool:
+        """Whether all values of the first such batch have arrived."""
+        return self.values_ready or all(
+            value.ready() for value in tree_leaves(self.batch) if isinstance(value, HostCopy)
+        )
 
     def example(self, values: Mapping[Place, torch.Tensor]) -> Any:
         """A batch to count, with these values, as the model takes it."""
@@ -149,8 +157,6 @@ class BatchNotes:
         self.is_incomplete = False
         self.keeps_integers = False
         """Whether the first batch of every shape keeps its integers, not only that of every kind."""
-        self.is_new_kind = False
-        """Whether a batch of a kind not seen before came: there is something to count."""
 
     def template_of(self, batch: Batch | None, around: UsualBatch | None = None) -> Template | None:
         """The template of a batch; None where shapes do not tell what it is.
@@ -263,7 +269,6 @@ class BatchNotes:
         kind = tuple((k, v.dim(), v.dtype) if isinstance(v, torch.Tensor) else k for k, v in batch.items())
         is_first = kind not in self._kinds
         self._kinds.add(kind)
-        self.is_new_kind = self.is_new_kind or is_first
         example: dict[str | int, Any] = {}
         for key, value in batch.items():
             if not isinstance(value, torch.Tensor):

@@ -37,9 +37,10 @@ from ..flops.flop_count import FlopCount
 from ..flops.loss import loss_of
 from ..flops.model_view import BatchRequest
 from ..flops.profiler import StepProfiler
+from ..flops.random_states import own_random_draws
 from ..flops.shadow import Shadow, has_values, unwrap
 from ..flops.snapshot import snapshot
-from ..flops.surroundings import AutocastState, autocast_state, untouched_state
+from ..flops.surroundings import AutocastState, autocast_state, uncompiled, untouched_casts
 from ..hardware.detect import get_gpu_peak_flops, known_spec, override_flops_per_s
 from ..utilization import Utilization, calculate_mfu
 from .config import MODES
@@ -226,7 +227,15 @@ def _profiled(model: nn.Module, batch: Batch) -> FlopCount:
         raise ModelError("a model without values cannot run")
     device = _device_of(model)
     profiler = StepProfiler()
-    with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad(), untouched_state():
+    with (
+        _disable_current_modes(),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        own_random_draws(model) as drawn,
+        untouched_casts(),
+        uncompiled(),
+    ):
+        drawn |= {"torch", "cuda"}
         twin = Shadow(_shared_weight).model(model)
         arguments = tree_map_only(torch.Tensor, lambda t: t.to(device), batch)
         profiler.start()

@@ -4,8 +4,9 @@
 
 It wakes every few seconds and does all that has come since, so that it takes Python's lock rarely. A step
 that ends a window of the hardware counters waits until they were read past it, unless somebody waits for its
-row. The training thread only appends to a queue of bounded length; if the resolver is held up, the oldest
-steps are dropped and counted as lost.
+row; one whose FLOPs are to be counted waits until the training thread has done that. The training thread only
+appends to a queue of bounded length; if the resolver is held up, the oldest steps are dropped and counted as
+lost.
 """
 
 from __future__ import annotations
@@ -26,16 +27,19 @@ from ..hardware.tiles import Shape
 from ..utilization import ABOVE_ONE
 from .audit_step import AuditStep
 from .clock import CudaClock, HostClock, duration_s, leave_captures_alone
-from .counting import Counting, ModelState, StepFlops
+from .counting import Counting, StepFlops
+from .counts import Counts
 from .datasets import dataset_metrics
 from .hardware_figures import StepDetail
 from .hardware_watch import Cut
 from .hardware_windows import HardwareWindows
 from .host_values import is_there, resolved
 from .metrics import StepAmounts, StepTime, Window, performance
+from .model_state import ModelState
 from .notices import Notices
 from .observe import BatchNote
 from .output import Output
+from .ranks import RankLink
 from .step_detail import StepDetails
 from .step_note import StepNote
 from .totals import Totals
@@ -57,7 +61,8 @@ class Resolver:
         clock: HostClock | CudaClock,
         device: torch.device,
         counting: Counting,
-        world_size: int,
+        counts: Counts,
+        ranks: RankLink,
         output: Output,
         notices: Notices,
         detailed_log_freq: int,
@@ -67,7 +72,8 @@ class Resolver:
         audit: AuditStep | None,
     ) -> None:
         self._clock, self._device = clock, device
-        self._counting, self._world_size = counting, world_size
+        self._counting, self._counts, self._ranks = counting, counts, ranks
+        self._counted_after: frozenset[int] = frozenset()
         self._output = output
         self._notices = notices
         self._detailed_log_freq = detailed_log_freq
@@ -80,6 +86,8 @@ class Resolver:
         self._wake = threading.Event()
         self._stopping = False
         self.is_awaited = False
+        """Whether somebody waits for rows: none of them waits for the counters."""
+        self._waits_for_counts = True
         self._taken = self._done = 0
         self._failing_since_s: float | None = None
         self.window, self.totals = Window(), Totals()
@@ -87,6 +95,7 @@ class Resolver:
         """Those that waited for too long."""
         self.failed_steps = 0
         self.own_time_s = 0.0
+        self._is_log_read = False
         self.profile_cost_s = 0.0
         self._thread = threading.Thread(target=self._run, name="truemfu-resolver", daemon=True)
         self._thread.start()
@@ -106,26 +115,32 @@ class Resolver:
         """Work off now what has come, instead of in a few seconds."""
         self._wake.set()
 
-    def finish_pending(self, timeout_s: float) -> bool:
-        """Wait until every step handed over so far is a row; False if that took longer than allowed."""
+    def finish_pending(self, timeout_s: float, meanwhile: Callable[[], object] | None = None) -> bool:
+        """Wait until every step handed over so far is a row; False if that took longer than allowed.
+
+        `meanwhile` runs the counts that rows wait for; what it takes is not part of the time allowed. Without
+        it they have the estimate.
+        """
         wanted = self._taken
         deadline = time.perf_counter() + timeout_s
-        self.is_awaited = True
+        self.is_awaited, self._waits_for_counts = True, meanwhile is not None
         try:
             while self._done + self.lost_steps < wanted:
                 self._wake.set()
                 now_s = time.perf_counter()
                 if now_s > deadline or not self._thread.is_alive() or self._fails_for_good(now_s):
                     return False
+                if meanwhile is not None:
+                    meanwhile()
+                    deadline += time.perf_counter() - now_s
                 time.sleep(_POLL_S)
             return True
         finally:
-            self.is_awaited = False
+            self.is_awaited, self._waits_for_counts = False, True
 
     def stop(self, timeout_s: float) -> None:
-        """End the thread; a count that still runs is given up, for torch must not be left in the middle."""
+        """End the thread."""
         self._stopping = True
-        self._counting.give_up.set()
         self._wake.set()
         ends_s = time.perf_counter() + timeout_s
         while self._thread.is_alive() and (left_s := ends_s - time.perf_counter()) > 0:
@@ -157,6 +172,8 @@ class Resolver:
 
     def _drain(self) -> None:
         done_before = self._done
+        self._counts.keep()
+        self._is_log_read = False
         with contextlib.suppress(Exception):  # a device that fails is said when a step cannot do without it
             self._clock.look()
         try:
@@ -187,7 +204,9 @@ class Resolver:
 
     def _is_ready(self, note: StepNote | UsualPiece) -> bool:
         if isinstance(note, UsualPiece):
-            return note.is_ready(self._clock)
+            return note.is_ready(self._clock) and self._is_settled(
+                note.common.state, note.known_batches(), measured=note.common.measured
+            )
         if not self._clock.has_passed(note.span.end):
             return False
         if not self._window_is_read(note):
@@ -197,7 +216,21 @@ class Resolver:
             all(map(is_there, numbers))
             and all(batch.ready() for batch in note.batches.notes)
             and all(copy.ready() for _, copy in note.datasets)
+            and self._is_settled(note.state, note.batches.notes, measured=note.measured)
         )
+
+    def _is_settled(self, state: ModelState | None, batches: Sequence[BatchNote], *, measured: bool) -> bool:
+        """Whether no count is to come that a row should wait for."""
+        is_settled = self._counting.is_settled(state, batches, measured=measured)
+        return is_settled or not self._waits_for_counts
+
+    def _waited_for_a_count(self, step: int, steps: int) -> bool:
+        """Whether another rank may have counted in this step, or right before it: this one waited then."""
+        if self._ranks.world_size == 1:
+            return False
+        if not self._is_log_read:
+            self._counted_after, self._is_log_read = self._ranks.counted_after(), True
+        return any(step - steps <= counted <= step for counted in self._counted_after)
 
     def _window_is_read(self, note: StepNote) -> bool:
         """Whether the counters have told of the window that ends with this step, or need not."""
@@ -211,7 +244,8 @@ class Resolver:
 
     def _put_step(self, note: StepNote) -> None:
         batches = [] if note.batches.is_missing else note.batches.notes  # some are no measure of the step
-        counted = self._amounts(batches, self._counted(note, batches), warmup=note.warmup)
+        is_warmup = note.warmup or self._waited_for_a_count(*note.place)
+        counted = self._amounts(batches, self._counted(note, batches), warmup=is_warmup)
         if note.mask_tokens is not None and counted.useful_tokens is None:
             if counted.tokens in (None, note.mask_tokens):
                 mask_useful_tokens = resolved(note.mask_useful_tokens)
@@ -253,7 +287,7 @@ class Resolver:
         columns, common = piece.columns, piece.common
         numbers, times = piece.numbers(), piece.times()
         names = ("global_step", *numbers)
-        alike: dict[tuple[int, ...], tuple[StepAmounts, StepAmounts]] = {}
+        alike: dict[tuple[Any, ...], tuple[StepAmounts, StepAmounts]] = {}
         rows: list[dict[str, Any]] = []
         worked_off: list[tuple[StepAmounts, StepAmounts]] = []
         last: list[BatchNote | None] | None = None
@@ -262,9 +296,10 @@ class Resolver:
         ):
             if notes is not last:
                 last, same = notes, tuple(map(id, notes))
-                if same not in alike:
-                    alike[same] = self._alike(notes, common)
-                amounts = alike[same]
+            waited = self._waited_for_a_count(told[0], took.steps)
+            if (same, waited) not in alike:
+                alike[same, waited] = self._alike(notes, common._replace(warmup=common.warmup or waited))
+            amounts = alike[same, waited]
             row = dict(zip(names, told, strict=True))
             row.update(performance(amounts[1], took))
             rows.append(row)
@@ -326,7 +361,7 @@ class Resolver:
             useful_tokens=_sum([resolved(b.useful_tokens) for b in batches]),
             flops=flops,
             warmup=warmup,
-            world_size=self._world_size,
+            world_size=self._ranks.world_size,
             measured_peak_flops_per_s=self._measured_peak_flops_per_s,
         )
 
@@ -352,6 +387,11 @@ class Resolver:
             return
         if hardware.tells_executed:
             self._counting.executed_ratio = hardware.executed_ratio
+
+    @property
+    def notes(self) -> list[str]:
+        """What the figures rest on."""
+        return [*self._counts.notes, *self._details.notes]
 
     def _leave_windows_out(self, hardware: HardwareWindows, error: Exception) -> None:
         hardware.leave_out()

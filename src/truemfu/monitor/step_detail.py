@@ -1,7 +1,7 @@
 """What a typical step is made of: dtypes, attention, tiles. Found once for each state of the model.
 
-One more count of one batch, in the background as all counts are, kept by shape (`flops.step_work`). What
-cannot be found is None: the cross-check then expects no more than the count says.
+The count of one batch, kept by shape (`flops.step_work`). What cannot be found is None: the cross-check then
+expects no more than the count says.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from dataclasses import replace
 
 import torch
 
-from ..errors import one_line
 from ..flops.flop_count import FlopCount
 from ..flops.step_work import StepWork
 from ..hardware.tiles import Shape, mean_tile_factor
-from .counting import Counting, ModelState
+from .counting import Counting
 from .hardware_figures import StepDetail
+from .model_state import ModelState
 from .observe import BatchNote
 
 _NOTHING = StepDetail()
@@ -29,6 +29,8 @@ class StepDetails:
         self, counting: Counting, device: torch.device, audited_tiles: Mapping[Shape, float]
     ) -> None:
         self._counting, self._device, self._audited_tiles = counting, device, audited_tiles
+        self.notes: dict[str, None] = {}
+        """What could not be found, each thing once."""
         self._of: ModelState | None = None
         self._detail = _NOTHING
 
@@ -49,11 +51,11 @@ class StepDetails:
             return None
         work = None
         if measured and not self._counting.estimates_only:
-            try:
-                work = self._counting.by_shape(state, note)
-            except Exception as error:  # counted otherwise: on real tensors, or by an estimate
-                text = f"the cross-check expects neither tiles nor skipped blocks: {one_line(error)}"
-                self._counting.notes[text] = None
+            found = self._counting.by_shape(state, note)
+            if isinstance(found, str):
+                self.notes[f"the cross-check expects neither tiles nor skipped blocks: {found}"] = None
+            else:
+                work = found
         return detail_of(count, work, self._capability(), self._sm_count(), self._audited_tiles)
 
     def _capability(self) -> tuple[int, int] | None:

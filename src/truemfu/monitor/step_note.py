@@ -8,10 +8,10 @@ from typing import NamedTuple
 from ..flops.host_copy import HostCopy
 from ..flops.profiler import StepProfile
 from .clock import Span
-from .counting import ModelState
 from .datasets import PendingDatasetMetrics
 from .hardware_watch import Cut
 from .host_values import Number
+from .model_state import ModelState
 from .observe import StepBatches
 
 WARMUP_STEPS = 3

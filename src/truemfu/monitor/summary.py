@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, TextIO
 
 _WORTH_SAYING = 0.005
+_STEPS_SHOWN = 5
 
 
 def lines_of(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -141,6 +142,14 @@ def _cost(summary: Mapping[str, Any]) -> str:
         parts.append(f"{cost['share_of_step']:.3%} of a step")
     if cost["checks_s"]:
         parts.append(f"{1e3 * cost['checks_s']:.0f} ms in all for setting up and checks")
-    if cost["counting_s"]:
-        parts.append(f"counting {cost['counting_s']:.1f} s in the background")
+    if cost["counts"]:
+        parts.append(_counting(cost))
     return ", ".join(parts) or "nothing measured"
+
+
+def _counting(cost: Mapping[str, Any]) -> str:
+    """How long counts held the training, and after which steps; no step time has that in it."""
+    steps = [str(step) for step in cost["counted_after_steps"]]
+    times = "once" if cost["counts"] == 1 else f"{cost['counts']} times"
+    where = ", ".join(steps[:_STEPS_SHOWN]) + (" …" if len(steps) > _STEPS_SHOWN else "")
+    return f"counting took {cost['counting_s']:.1f} s, {times}, at step{'s' * (len(steps) > 1)} {where}"

@@ -27,9 +27,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from .clock import CudaClock, HostClock, Mark
 from .compilations import compilations, graph_counters, graphs_in
-from .counting import ModelState
 from .host_values import MAX_KEPT, SentNumbers, Unseen
 from .metrics import StepTime
+from .model_state import ModelState
 from .observe import (
     BatchNote,
     Look,
@@ -460,6 +460,10 @@ class UsualPiece:
         return all(sent is None or sent.copy.ready() for sent in self._sent.values()) and all(
             note.ready() for note in self._notes.values()
         )
+
+    def known_batches(self) -> list[BatchNote]:
+        """The micro-batches of all its steps, each once."""
+        return list(self._notes.values())
 
     def _device_s(self, clock: HostClock | CudaClock) -> Sequence[float | None] | None:
         """When the device was at the end of each step; None until it is past the last."""

@@ -232,7 +232,7 @@ def _cost_once(cost: MonitorCost) -> str:
     """What the monitor cost beside its part of each step."""
     parts = (
         (cost.checks_s, "setting up and checks"),
-        (cost.counting_s, "counting in the background"),
+        (cost.counting_s, "counting"),
         (cost.profiling_s, "profiling"),
     )
     return ", ".join(f"{what} {duration(seconds)}" for seconds, what in parts if seconds) or "nothing"
