@@ -1,6 +1,8 @@
 """The monitor on a real GPU: what it costs, that it never waits, and that its MFU is right.
 
 Why: "free to leave on" is a claim about a real run. For the 1.3 B reference model at each shape it prints
+  start-up    how long the one count holds the training, the steps before it and after it, and that it
+              adds no waiting call
   overhead    monitor on against off, in alternating blocks over at least 2,000 monitored steps with the
               default settings, in which recalibrations fall: the median of the pairs' differences, a 95 %
               interval from resampling the pairs, and the spread; the median step on against the median
@@ -14,6 +16,7 @@ Why: "free to leave on" is a claim about a real run. For the 1.3 B reference mod
 Ends with one line of JSON; exits 1 where a check failed.
 
     python benchmarks/gpu/monitor.py [--shapes 4x512 8x1024] [--compile [MODE]] [--llama] [--pairs]
+                                     [--start-up-only]
 """
 
 from __future__ import annotations
@@ -55,6 +58,7 @@ COST_ROUNDS = 2
 LIMIT = 0.0005
 FEWEST_PAIRS = 20
 """From which an interval tells anything."""
+START_UP_STEPS = 30
 WAITING = (
     "Synchronize",
     "cudaMemcpy",
@@ -356,27 +360,69 @@ def pairs(training: Training, monitor: TrainingMonitor, steps: int, limit_s: flo
     }
 
 
-def start_up(training: Training, monitor: TrainingMonitor, plain_step_s: float) -> dict[str, float]:
-    """What the one calibration costs: steps while it runs in the background, against plain ones."""
-    monitor.attach(training.model)
+def start_up(training: Training, folder: str) -> dict[str, Any]:
+    """What the one count of a run costs, and what it leaves alone: steps before it and after it.
+
+    All of it runs under sync debug mode "error". A step is timed on the device from its first kernel to its
+    last, so that what `log_step` does between two steps is outside.
+    """
+
+    def steps(
+        number: int, monitor: TrainingMonitor | None
+    ) -> list[tuple[torch.cuda.Event, torch.cuda.Event]]:
+        marks = []
+        for _ in range(number):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            loss = training.forward_backward()
+            end.record()
+            if monitor is not None:
+                monitor.log_step(training.next_step(), 0, loss, loss, 1e-5)
+            marks.append((begin, end))
+        return marks
+
     torch.cuda.synchronize()
-    began, steps = time.perf_counter(), 0
-    while not monitor.last and time.perf_counter() - began < 120:
-        training.step(monitor)
-        steps += 1
-        if steps % 5 == 0:
-            torch.cuda.synchronize()
+    first, error = training.step_number + 1, None
+    monitor = TrainingMonitor(folder)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        before = steps(START_UP_STEPS, None)
+        monitor.attach(training.model)
+        after = steps(START_UP_STEPS, monitor)
+    except RuntimeError as raised:
+        error = str(raised)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
-    took = time.perf_counter() - began
-    monitor.detach()
-    return {"seconds": took, "steps": steps, "lost_s": took - steps * plain_step_s}
+    monitor.close()
+    cost = monitor.summary()["monitor_cost"]
+    found: dict[str, Any] = {
+        "error": error or " | ".join(monitor.summary()["warnings"]) or None,
+        "counting_s": cost["counting_s"],
+        "counts": cost["counts"],
+        "at_steps": [step - first + 1 for step in cost["counted_after_steps"]],
+        "methods": monitor.summary()["methods"],
+    }
+    if error is None:
+        counted = max(found["at_steps"], default=0)
+        found["before_ms"], found["after_ms"] = (
+            statistics.median(begin.elapsed_time(end) for begin, end in marks)
+            for marks in (before, after[counted:])
+        )
+    return found
 
 
-def waiting_calls(training: Training, monitor: TrainingMonitor | None) -> Counter[str]:
-    """Calls in a Kineto trace of ten steps that wait, query or copy, and how often."""
+def waiting_calls(
+    training: Training, monitor: TrainingMonitor | None, *, with_count: bool = False
+) -> Counter[str]:
+    """Calls in a Kineto trace of ten steps that wait, query or copy, and how often.
+
+    The first monitored steps hold the count: they are in the trace `with_count`, else before it.
+    """
     if monitor is not None:
         monitor.attach(training.model)
-        training.step(monitor)
+        if not with_count:
+            training.step(monitor)
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
         for _ in range(10):
@@ -444,7 +490,7 @@ def main() -> int:
         "--limit-s", type=float, default=3600.0, help="compare no longer than this, also with fewer steps"
     )
     parser.add_argument("--pairs", action="store_true", help="let single steps take turns, not blocks")
-    parser.add_argument("--no-start-up", action="store_true", help="hurry the calibration, do not time it")
+    parser.add_argument("--start-up-only", action="store_true", help="time the count and compare nothing")
     parser.add_argument(
         "--compile",
         nargs="?",
@@ -487,18 +533,34 @@ def main() -> int:
         say(f"  plain step {plain_s * 1e3:.2f} ms; the host launches one in {share:.0%} of its time")
         with tempfile.TemporaryDirectory() as folder:
             before_bytes = torch.cuda.memory_allocated()
+            started = start_up(training, f"{folder}/first")
+            check(
+                "start-up under sync debug mode 'error'",
+                started["error"] is None and started["counts"] == 1,
+                started["error"]
+                or f"counting took {started['counting_s']:.2f} s, {started['counts']} time(s), after step "
+                f"{started['at_steps']} of the run; a step took {started['before_ms']:.2f} ms before and "
+                f"{started['after_ms']:.2f} ms after it "
+                f"({started['after_ms'] / started['before_ms'] - 1:+.2%}); rows by {started['methods']}",
+            )
+            check("a count takes at most 5 s", started["counting_s"] <= 5, f"{started['counting_s']:.2f} s")
+            off = waiting_calls(training, None)
+            traced = TrainingMonitor(f"{folder}/traced")
+            on = waiting_calls(training, traced, with_count=True)
+            traced.close()
+            extra = {k: v for k, v in (on - off).items() if "Query" not in k and k != "cudaMemcpyAsync"}
+            check(
+                "no further waiting call in the traced start-up", not extra, f"off {dict(off)}, on {dict(on)}"
+            )
+            if options.start_up_only:
+                results[f"{name} {shape} {how}"] = {"start_up": started}
+                del training
+                torch.cuda.empty_cache()
+                continue
             monitor = TrainingMonitor(folder)
-            started = {}
-            if options.no_start_up:
-                monitor.attach(training.model)
-                training.step(monitor)
-                monitor.save_logs()
-            else:
-                started = start_up(training, monitor, plain_s)
-                say(
-                    f"  start-up: {started['seconds']:.1f} s ({started['steps']} steps) until the first row; "
-                    f"slower than plain steps by {started['lost_s']:.2f} s, once in a run"
-                )
+            monitor.attach(training.model)
+            training.step(monitor)
+            monitor.save_logs()
             error = without_waiting(training, monitor)
             check("sync debug mode 'error'", error is None, error or "20 steps, nothing raised, nothing said")
             off, on = waiting_calls(training, None), waiting_calls(training, monitor)

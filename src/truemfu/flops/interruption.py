@@ -148,6 +148,6 @@ def supervision() -> Supervision | None:
 
 
 def was_interrupted() -> bool:
-    """Whether a signal handler ran in the middle of this count: an error is likely its own, not the model's."""
+    """Whether a signal handler ran in the middle of this count: an error is likely its own."""
     watched = supervision()
     return watched is not None and watched.is_interrupted

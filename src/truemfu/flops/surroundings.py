@@ -79,7 +79,7 @@ def untouched_casts() -> Iterator[None]:
 
 @contextlib.contextmanager
 def flex_attention_anywhere() -> Iterator[None]:
-    """Let flex attention take CPU tensors that need gradients: it has no kernel, and fake tensors need none."""
+    """Let flex attention take CPU tensors that need gradients: fake ones need no kernel for that."""
     flex: Any = sys.modules.get("torch.nn.attention.flex_attention")
     check = getattr(flex, "_validate_device", None)
     if check is None:

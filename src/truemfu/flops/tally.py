@@ -234,9 +234,14 @@ class Tally(TorchDispatchMode):
             kind = type(argument)
             if kind is list or kind is tuple:
                 self._note_strangers(argument)
-            elif kind is not FakeTensor and isinstance(argument, torch.Tensor) and argument.requires_grad:
-                if argument.is_leaf and id(argument) not in self.strangers:
-                    self.strangers[id(argument)] = (argument, argument.grad)
+            elif (
+                kind is not FakeTensor
+                and isinstance(argument, torch.Tensor)
+                and argument.requires_grad
+                and argument.is_leaf
+                and id(argument) not in self.strangers
+            ):
+                self.strangers[id(argument)] = (argument, argument.grad)
 
     def _phase(self, node: Any) -> str:
         """What an operator that runs now is for.

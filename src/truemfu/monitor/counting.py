@@ -90,7 +90,8 @@ class Counting:
             return False  # a count is at work
         try:
             different = {id(note if note.values else note.template): note for note in notes}
-            return all([self._is_note_settled(state, note) for note in different.values()])
+            settled = [self._is_note_settled(state, note) for note in different.values()]  # asks for all
+            return all(settled)
         finally:
             self._counts.lock.release()
 

@@ -4,9 +4,9 @@
     log_step ──► a mark on the device's clock  ┴─► StepNote ──► resolver ──► row ──► trackers
 
 The training thread notes and queues: it reads no device value, waits for nothing and writes no file. Once for
-each kind of batch it also counts, between two steps; what that takes is outside every step time (`counts.py`).
-An exception of ours never leaves these methods; it is said once and the summary repeats it. Only a wrong
-configuration is raised, at construction.
+each kind of batch it also counts, between two steps; no step time has that in it (`counts.py`). An exception
+of ours never leaves these methods; it is said once and the summary repeats it. Only a wrong configuration is
+raised, at construction.
 """
 
 from __future__ import annotations
