@@ -1,0 +1,109 @@
+"""What modules and objects hold, read without running their code: attributes, hooks, parts of containers."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from .code_packages import home_of, is_read, package_of
+
+OF_TORCH = frozenset({*vars(nn.Module()), "_compiled_call_impl"})
+"""Attributes that every module has to itself."""
+
+
+def parts_of(value: Any) -> Iterator[Any]:
+    """What a value is made of, where functions or modules could be among it."""
+    if isinstance(value, types.MethodType):
+        yield from (value.__func__, value.__self__)
+    elif isinstance(value, (functools.partial, functools.partialmethod)):
+        yield from (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, (staticmethod, classmethod)):
+        yield value.__func__
+    elif isinstance(value, property):
+        yield from (value.fget, value.fset)
+    elif isinstance(value, functools.cached_property):
+        yield value.func
+    elif isinstance(value, Mapping):
+        yield from _items(value)
+    elif isinstance(value, (list, tuple, collections.deque)):
+        yield from value
+    elif isinstance(value, (set, frozenset)):
+        functions = (item for item in value if isinstance(item, types.FunctionType))
+        yield from sorted(functions, key=lambda f: (home_of(f), f.__qualname__))
+    if has_parts(value):
+        yield from attributes_of(value).values()
+    elif not isinstance(value, type):
+        yield from (attributes_of(value).get(name) for name in ("__wrapped__", "fn"))
+
+
+def has_parts(value: Any) -> bool:
+    """Whether an object's attributes can steer a forward: it is the user's own, plain data, or can be called.
+
+    Trainers, loggers, threads, process groups and the like are known by their class.
+    """
+    home = type(value).__module__
+    if is_read(home) or (callable(value) and not isinstance(value, (type, *_CALLABLES))):
+        return not home.startswith("torch._ops")
+    package = package_of(home)
+    return package in _PLAIN_DATA or (package == "torch" and not home.startswith(_MACHINERY))
+
+
+_PLAIN_DATA = frozenset({"argparse", "collections", "decimal", "fractions", "types"})
+_MACHINERY = (
+    "torch._C", "torch._dynamo", "torch._functorch", "torch._inductor", "torch._ops", "torch.cuda",
+    "torch.distributed", "torch.futures", "torch.fx", "torch.jit", "torch.library", "torch.multiprocessing",
+    "torch.optim", "torch.profiler", "torch.utils.data", "torch.utils.hooks", "torch.utils.tensorboard",
+)  # fmt: skip
+_CALLABLES = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """The attributes of an object, of slots too, without running code of it."""
+    try:
+        found = dict(object.__getattribute__(value, "__dict__"))
+    except (AttributeError, TypeError):
+        found = {}
+    for cls in type(value).__mro__:
+        slots = vars(cls).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            descriptor = vars(cls).get(name)
+            if isinstance(descriptor, types.MemberDescriptorType):
+                try:
+                    found[name] = descriptor.__get__(value)
+                except AttributeError:
+                    continue
+    return found
+
+
+def forward_hooks(module: nn.Module) -> Iterator[Any]:
+    """Hooks of a module that run in a count: not those that watch the run, nor those that gather shards."""
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        yield from (hook for hook in hooks.values() if not _is_left_out(hook))
+
+
+def global_hooks() -> Iterator[Any]:
+    """Hooks on all modules of the process that run in a count."""
+    home = nn.modules.module
+    for name in ("_global_forward_pre_hooks", "_global_forward_hooks"):
+        yield from (hook for hook in getattr(home, name).values() if not _is_left_out(hook))
+
+
+def _is_left_out(hook: Any) -> bool:
+    target = getattr(hook, "func", hook)
+    home = getattr(target, "__module__", "") or ""
+    bound_to = getattr(target, "__self__", None)
+    is_sharding = "_fsdp" in home or "_fsdp" in type(bound_to).__module__
+    is_watching = hasattr(target, "_truemfu_skip") or hasattr(bound_to, "_truemfu_skip")
+    return is_sharding or is_watching or home.startswith(("torch.distributed.tensor", "truemfu."))
+
+
+def _items(mapping: Mapping[Any, Any]) -> Iterator[Any]:
+    """Keys and values; of a dictionary as it is, whatever its class does to reading."""
+    if isinstance(mapping, dict):
+        yield from dict.keys(mapping)
+        yield from dict.values(mapping)

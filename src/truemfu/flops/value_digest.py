@@ -1,0 +1,296 @@
+"""Any value that can steer a model as bytes that are the same in every process.
+
+Nothing of it comes from `hash`, `id`, `repr` of an unknown object or the order of a set. Tensors are known by
+shape and dtype, code by its bytecode and constants, objects by their class and attributes. What belongs to a
+process or a run and steers no forward (locks, loggers, generators, weak references, addresses in texts, times
+of day) is known by its type alone. `Unreadable` is raised for what could steer a forward and cannot be read.
+"""
+
+from __future__ import annotations
+
+import collections
+import enum
+import functools
+import os
+import re
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from .code_digest import code_digest, name_of, pack
+from .code_names import NotImported, cells_of
+from .code_packages import home_of, is_read, package_of, source_path, version_of
+from .compiled_code import Unreadable, check_visible, is_compiled
+from .held_values import attributes_of, has_parts
+
+MAX_VALUES = 1_000_000
+
+_PER_PROCESS = re.compile(
+    r"\bat 0x[0-9a-fA-F]+|\b[0-9a-f]{8}-?[0-9a-f]{4}-?[1-7][0-9a-f]{3}-?[89ab][0-9a-f]{3}-?[0-9a-f]{12}\b"
+)
+"""Addresses and UUIDs in texts."""
+_TIME_OF_DAY_S = (1.4e9, 4.0e9)
+_OF_CONFIG = frozenset(
+    {"_name_or_path", "_commit_hash", "transformers_version", "architectures", "model_type"}
+)
+_LABELS = {
+    "PreTrainedConfig": _OF_CONFIG,
+    "PretrainedConfig": _OF_CONFIG,
+    "PreTrainedModel": frozenset(
+        {"name_or_path", "generation_config", "_use_kernels", "_weight_conversions"}
+    ),
+    "PeftConfigMixin": frozenset({"base_model_name_or_path", "revision"}),
+    "Module": frozenset({"_is_hf_initialized"}),
+}
+"""Attributes of libraries' classes that say where a model came from: a restart loads it from a checkpoint."""
+_LIBRARIES = ("transformers", "peft", "torch")
+_MIN_HASH = 1 << 32
+_ORDERED_ITEMS = 32
+"""A longer dictionary is a table, and may have been filled in the order of a set."""
+_TORCH_VALUES = (torch.layout, torch.memory_format, torch.finfo, torch.iinfo, torch.qscheme)
+_CONTAINERS = (list, tuple, collections.deque)
+_HELD = (nn.Module, torch.Tensor)
+
+
+class ValueDigest:
+    """Turns values into bytes. Modules and tensors of the model itself are numbered in advance."""
+
+    def __init__(self, numbers: dict[int, int], module_digest: Callable[[nn.Module], bytes]) -> None:
+        self.packages: set[str] = set()
+        """Top-level packages that code was taken from."""
+        self._numbers = numbers
+        self._module_digest = module_digest
+        self._known: dict[int, tuple[Any, bytes]] = {}
+        self._open: dict[int, int] = {}
+        self._left = MAX_VALUES
+
+    def of(self, value: Any) -> bytes:
+        """The bytes of a value."""
+        write = _SCALARS.get(type(value))
+        if write is not None:
+            return b"=" + write(value) if type(value) is not int else self._integer(value)
+        known = self._known.get(id(value))
+        if known is not None:
+            return known[1]
+        if id(value) in self._open:
+            return b"above %d" % (len(self._open) - self._open[id(value)])
+        self._left -= 1
+        if self._left < 0:
+            raise Unreadable("the model holds too many values")
+        self._open[id(value)] = len(self._open)
+        try:
+            found = self._composed(value)
+        finally:
+            del self._open[id(value)]
+        self._known[id(value)] = (value, found)
+        return found
+
+    def attributes(self, attributes: dict[str, Any], cls: type) -> bytes:
+        """The bytes of the attributes of an object of this class, in the order of their names."""
+        labels = _labels_of(cls)
+        parts = []
+        for name in sorted(name for name in attributes if isinstance(name, str)):
+            value = attributes[name]
+            if name not in labels and not _is_of_this_process(name, value):
+                parts += [name.encode(), self.of(value)]
+        return pack(*parts)
+
+    def function(self, function: types.FunctionType) -> bytes:
+        """The bytes of a function: its code, defaults, and what it closes over, not what its names mean."""
+        home = home_of(function)
+        self.packages.add(package_of(home))
+        cells = [part for name, value in cells_of(function) for part in (name.encode(), self.of(value))]
+        compiled_from = getattr(function, "_torchdynamo_orig_callable", None)
+        if compiled_from is not None:
+            return self.of(compiled_from)
+        if not is_read(home):
+            return pack(b"known function", home.encode(), function.__code__.co_name.encode(), *cells)
+        return pack(
+            b"function",
+            code_digest(function.__code__),
+            self.of(function.__defaults__),
+            self.of(function.__kwdefaults__),
+            *cells,
+        )
+
+    def _integer(self, value: int) -> bytes:
+        return b"id of %d" % self._numbers[value] if value in self._numbers else b"=%d" % value
+
+    def _composed(self, value: Any) -> bytes:
+        if isinstance(value, _HELD):
+            return self._held(value)
+        if isinstance(value, type):
+            self.packages.add(package_of(value.__module__))
+            return pack(b"class", name_of(value))
+        if isinstance(value, types.ModuleType):
+            return pack(b"module", value.__name__.encode())
+        if isinstance(value, NotImported):
+            return self._not_imported(value)
+        if isinstance(value, enum.Enum):
+            return pack(b"enum", name_of(type(value)), str(value.name).encode(), self.of(value.value))
+        if isinstance(value, (bool, int, float, complex, str, bytes)):  # of a class of its own
+            plain: Any = next(kind for kind in (int, float, complex, str, bytes) if isinstance(value, kind))
+            return pack(name_of(type(value)), _SCALARS[plain](plain(value)))
+        return self._callable(value) or self._container(value) or self._object(value)
+
+    def _held(self, value: nn.Module | torch.Tensor) -> bytes:
+        number = self._numbers.get(id(value))
+        if number is not None:
+            return b"number %d" % number
+        if isinstance(value, nn.Module):
+            return self._module_digest(value)
+        return tensor_digest(value)
+
+    def _callable(self, value: Any) -> bytes | None:
+        """Functions and what wraps them."""
+        if isinstance(value, types.FunctionType):
+            return self.function(value)
+        if isinstance(value, types.MethodType):
+            return pack(b"method", self.of(value.__func__), self.of(value.__self__))
+        if isinstance(value, (functools.partial, functools.partialmethod)):
+            return pack(b"partial", *map(self.of, (value.func, value.args, value.keywords)))
+        if isinstance(value, (staticmethod, classmethod)):
+            return pack(name_of(type(value)), self.of(value.__func__))
+        if isinstance(value, property):
+            return pack(b"property", self.of(value.fget), self.of(value.fset))
+        if isinstance(value, functools.cached_property):
+            return pack(b"property", self.of(value.func))
+        if isinstance(value, (torch.jit.ScriptFunction, torch.jit.ScriptModule)):
+            raise Unreadable("TorchScript")
+        if type(value).__module__ == "functools":
+            return pack(name_of(type(value)), self.of(getattr(value, "__wrapped__", None)))
+        return self._builtin(value) if is_compiled(value) else None
+
+    def _builtin(self, value: Any) -> bytes:
+        """A function of a C library: known by its name and the version of its package."""
+        owner = getattr(value, "__self__", None)
+        home = getattr(value, "__module__", None) or getattr(
+            getattr(value, "__objclass__", type(owner)), "__module__", ""
+        )
+        package = package_of(home)
+        self.packages.add(package)
+        if is_read(home) and package and version_of(package) is None:
+            raise Unreadable(f"{name_of(value).decode()} is compiled, and {package} has no version")
+        bound_to = b"" if owner is None or isinstance(owner, types.ModuleType) else name_of(type(owner))
+        return pack(b"builtin", name_of(value), bound_to)
+
+    def _container(self, value: Any) -> bytes | None:
+        name = name_of(type(value))
+        if isinstance(value, dict):
+            items = [pack(self.of(key), self.of(item)) for key, item in dict.items(value)]
+            if len(items) > _ORDERED_ITEMS:
+                items.sort()
+            return pack(b"dict", name, *items, self._extra(value))
+        if isinstance(value, _CONTAINERS):
+            return pack(b"list", name, *map(self.of, value), self._extra(value))
+        if isinstance(value, (set, frozenset)):
+            return pack(b"set", *sorted(self.of(item) for item in value if _is_constant(item)))
+        if isinstance(value, (range, slice)):
+            return pack(name, repr(value).encode())
+        return None
+
+    def _extra(self, value: Any) -> bytes:
+        extra = attributes_of(value) if is_read(type(value).__module__) else {}
+        return self.attributes(extra, type(value)) if extra else b""
+
+    def _object(self, value: Any) -> bytes:
+        cls = type(value)
+        self.packages.add(package_of(cls.__module__))
+        if isinstance(value, (weakref.ref, *weakref.ProxyTypes)):
+            return pack(b"weak")
+        if isinstance(value, _TORCH_VALUES):
+            return pack(name_of(cls), str(value).encode())
+        if isinstance(value, (os.PathLike, re.Pattern)):
+            return pack(name_of(cls), str(getattr(value, "pattern", value)).encode())
+        if cls.__module__.startswith("numpy") and hasattr(value, "dtype"):
+            text = f"{value.dtype} {value.shape if value.ndim else value.item()!r}"
+            return pack(name_of(cls), text.encode())
+        members = getattr(cls, "__members__", None)
+        if isinstance(members, dict):  # an enumeration of a C++ library
+            return pack(name_of(cls), str(getattr(value, "name", "")).encode())
+        if isinstance(value, torch.ScriptObject):
+            raise Unreadable("an object of TorchScript")
+        if cls.__module__ == "torch._ops":
+            return pack(name_of(cls), str(value).encode())
+        if has_parts(value):
+            check_visible(cls)
+            return pack(b"object", name_of(cls), self.attributes(attributes_of(value), cls))
+        inner = attributes_of(value).get("__wrapped__")
+        return pack(b"opaque", name_of(cls), b"" if inner is None else self.of(inner))
+
+    def _not_imported(self, module_name: str) -> bytes:
+        """A module that a function would import: its version, or its file where it has none."""
+        package = package_of(module_name)
+        if not is_read(package) or version_of(package) is not None:
+            self.packages.add(package)
+            return pack(b"not imported", module_name.encode())
+        path = source_path(module_name)
+        try:
+            content = b"" if path is None else path.read_bytes()
+        except OSError:
+            raise Unreadable(f"the file of {module_name} cannot be read") from None
+        return pack(b"not imported", module_name.encode(), content)
+
+
+def tensor_digest(tensor: torch.Tensor) -> bytes:
+    """The bytes of a tensor: everything but its values."""
+    kind = f"{type(tensor).__qualname__} {tensor.dtype} {tensor.requires_grad} {tensor.device.type}"
+    if tensor.is_nested:
+        return pack(b"nested", kind.encode(), b"%d" % tensor.dim())
+    mesh = getattr(tensor, "device_mesh", None)
+    split = "" if mesh is None else f"{getattr(tensor, 'placements', None)} {tuple(mesh.shape)}"
+    return pack(b"tensor", kind.encode(), repr(tuple(tensor.shape)).encode(), split.encode())
+
+
+@functools.lru_cache(maxsize=4096)
+def _labels_of(cls: type) -> frozenset[str]:
+    bases = (base for base in cls.__mro__ if package_of(base.__module__) in _LIBRARIES)
+    return frozenset().union(*(_LABELS.get(base.__name__, frozenset()) for base in bases))
+
+
+def _is_of_this_process(name: str, value: Any) -> bool:
+    """Whether an attribute is ours, a hash, or tensors kept for later: none is a setting of the model."""
+    if type(value) is int:
+        return name.endswith("_hash") and abs(value) >= _MIN_HASH
+    if isinstance(value, dict) and name.endswith(("cache", "cached")):
+        return all(isinstance(item, torch.Tensor) for item in dict.values(value))
+    return name.startswith("_truemfu")
+
+
+def _is_constant(item: Any) -> bool:
+    """Whether an element of a set is a setting; a set of anything else is a register that fills up."""
+    return isinstance(item, (str, bytes, int, float, bool, tuple, frozenset, enum.Enum, torch.dtype))
+
+
+def _float(value: float) -> bytes:
+    """A number; a time of day, which no setting of a model is, is only known to be one."""
+    low, high = _TIME_OF_DAY_S
+    return b"time of day" if low < value < high and value % 1 else repr(value).encode()
+
+
+def _text(value: str) -> bytes:
+    return _PER_PROCESS.sub("…", value).encode("utf-8", "surrogatepass")
+
+
+def _dtype(value: torch.dtype) -> bytes:
+    """As its name alone: a configuration may hold a dtype or the text."""
+    return str(value).removeprefix("torch.").encode()
+
+
+_SCALARS: dict[type, Callable[[Any], bytes]] = {
+    str: lambda value: b"'" + _text(value),
+    bytes: lambda value: b"b" + value,
+    int: lambda value: b"%d" % value,
+    bool: lambda value: b"True" if value else b"False",
+    float: lambda value: b"." + _float(value),
+    complex: lambda value: b"j" + repr(value).encode(),
+    type(None): lambda value: b"None",
+    type(Ellipsis): lambda value: b"...",
+    torch.dtype: lambda value: b"'" + _dtype(value),
+    torch.device: lambda value: b"device " + value.type.encode(),
+    torch.Size: lambda value: b"size " + repr(tuple(value)).encode(),
+}
