@@ -18,7 +18,15 @@ from .code_packages import home_of, is_read
 
 _IMPORT = dis.opmap["IMPORT_NAME"]
 _EXTENDED = dis.opmap["EXTENDED_ARG"]
-_LOADS = {dis.opmap["LOAD_GLOBAL"]: int(sys.version_info >= (3, 11)), dis.opmap["LOAD_NAME"]: 0}
+_LOADS = {
+    dis.opmap[name]: shift
+    for name, shift in (
+        ("LOAD_GLOBAL", int(sys.version_info >= (3, 11))),
+        ("LOAD_NAME", 0),
+        ("LOAD_FROM_DICT_OR_GLOBALS", 0),
+    )
+    if name in dis.opmap
+}
 """Instructions that read a global, and by how many bits the number of its name is shifted."""
 _COMPOSING = frozenset({"BUILD_STRING", "BINARY_OP", "BINARY_ADD"})
 _MISSING = object()

@@ -17,10 +17,11 @@ from typing import Any
 
 FRAMEWORKS = frozenset(
     {
-        "torch", "torchgen", "triton", "pybind11_builtins", "numpy", "lightning", "pytorch_lightning", "lightning_fabric",
-        "lightning_utilities", "accelerate", "deepspeed", "wandb", "mlflow", "tensorboard", "datasets", "ray",
-        "tokenizers", "safetensors", "huggingface_hub", "tqdm", "packaging", "truemfu", "psutil", "fsspec",
-        "requests", "urllib3", "httpx", "filelock", "yaml", "regex", "PIL", "rich", "jinja2", "msgspec",
+        "PIL", "accelerate", "datasets", "deepspeed", "filelock", "fsspec", "httpx", "huggingface_hub",
+        "jinja2", "lightning", "lightning_fabric", "lightning_utilities", "mlflow", "msgspec", "numpy",
+        "packaging", "psutil", "pybind11_builtins", "pytorch_lightning", "ray", "regex", "requests", "rich",
+        "safetensors", "tensorboard", "tokenizers", "torch", "torchgen", "tqdm", "triton", "truemfu",
+        "urllib3", "wandb", "yaml",
     }
 )  # fmt: skip
 """Packages whose objects and code are known by their version."""

@@ -104,7 +104,7 @@ class _Identity:
             pack(*tensors),
             pack(*children),
             pack(*map(self._values.of, forward_hooks(module))),
-            self._values.attributes(own),
+            self._values.attributes(own, cls),
         )
 
     def _tensor(self, tensor: torch.Tensor | None) -> bytes:

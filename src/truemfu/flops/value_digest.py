@@ -30,17 +30,25 @@ from .held_values import attributes_of, has_parts
 MAX_VALUES = 1_000_000
 
 _PER_PROCESS = re.compile(
-    r"\bat 0x[0-9a-fA-F]+|\b[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b"
+    r"\bat 0x[0-9a-fA-F]+|\b[0-9a-f]{8}-?[0-9a-f]{4}-?[1-7][0-9a-f]{3}-?[89ab][0-9a-f]{3}-?[0-9a-f]{12}\b"
 )
+"""Addresses and UUIDs in texts."""
 _TIME_OF_DAY_S = (1.4e9, 4.0e9)
-_LABELS = frozenset(
-    {
-        "name_or_path", "_name_or_path", "base_model_name_or_path", "revision", "_commit_hash",
-        "transformers_version", "architectures", "model_type", "generation_config", "_is_hf_initialized",
-        "_use_kernels", "_weight_conversions",
-    }
-)  # fmt: skip
-"""Attributes that say where a model came from: a restart loads it from a checkpoint, and it is the same."""
+_OF_CONFIG = frozenset(
+    {"_name_or_path", "_commit_hash", "transformers_version", "architectures", "model_type"}
+)
+_LABELS = {
+    "PreTrainedConfig": _OF_CONFIG,
+    "PretrainedConfig": _OF_CONFIG,
+    "PreTrainedModel": frozenset(
+        {"name_or_path", "generation_config", "_use_kernels", "_weight_conversions"}
+    ),
+    "PeftConfigMixin": frozenset({"base_model_name_or_path", "revision"}),
+    "Module": frozenset({"_is_hf_initialized"}),
+}
+"""Attributes of libraries' classes that say where a model came from: a restart loads it from a checkpoint."""
+_LIBRARIES = ("transformers", "peft", "torch")
+_MIN_HASH = 1 << 32
 _ORDERED_ITEMS = 32
 """A longer dictionary is a table, and may have been filled in the order of a set."""
 _TORCH_VALUES = (torch.layout, torch.memory_format, torch.finfo, torch.iinfo, torch.qscheme)
@@ -81,12 +89,13 @@ class ValueDigest:
         self._known[id(value)] = (value, found)
         return found
 
-    def attributes(self, attributes: dict[str, Any]) -> bytes:
-        """The bytes of an object's attributes, in the order of their names."""
+    def attributes(self, attributes: dict[str, Any], cls: type) -> bytes:
+        """The bytes of the attributes of an object of this class, in the order of their names."""
+        labels = _labels_of(cls)
         parts = []
         for name in sorted(name for name in attributes if isinstance(name, str)):
             value = attributes[name]
-            if not _is_label(name, value):
+            if name not in labels and not _is_of_this_process(name, value):
                 parts += [name.encode(), self.of(value)]
         return pack(*parts)
 
@@ -172,7 +181,7 @@ class ValueDigest:
     def _container(self, value: Any) -> bytes | None:
         name = name_of(type(value))
         if isinstance(value, dict):
-            items = [self.of(key) + b":" + self.of(item) for key, item in dict.items(value)]
+            items = [pack(self.of(key), self.of(item)) for key, item in dict.items(value)]
             if len(items) > _ORDERED_ITEMS:
                 items.sort()
             return pack(b"dict", name, *items, self._extra(value))
@@ -186,7 +195,7 @@ class ValueDigest:
 
     def _extra(self, value: Any) -> bytes:
         extra = attributes_of(value) if is_read(type(value).__module__) else {}
-        return self.attributes(extra) if extra else b""
+        return self.attributes(extra, type(value)) if extra else b""
 
     def _object(self, value: Any) -> bytes:
         cls = type(value)
@@ -209,7 +218,7 @@ class ValueDigest:
             return pack(name_of(cls), str(value).encode())
         if has_parts(value):
             check_visible(cls)
-            return pack(b"object", name_of(cls), self.attributes(attributes_of(value)))
+            return pack(b"object", name_of(cls), self.attributes(attributes_of(value), cls))
         inner = attributes_of(value).get("__wrapped__")
         return pack(b"opaque", name_of(cls), b"" if inner is None else self.of(inner))
 
@@ -237,14 +246,19 @@ def tensor_digest(tensor: torch.Tensor) -> bytes:
     return pack(b"tensor", kind.encode(), repr(tuple(tensor.shape)).encode(), split.encode())
 
 
-def _is_label(name: str, value: Any) -> bool:
-    """Whether an attribute steers nothing: where a model came from, a hash, results kept for later."""
-    return (
-        name in _LABELS
-        or name.startswith("_truemfu")
-        or (name.endswith("_hash") and type(value) is int)
-        or ("cache" in name.lower() and isinstance(value, (dict, list, set, collections.deque)))
-    )
+@functools.lru_cache(maxsize=4096)
+def _labels_of(cls: type) -> frozenset[str]:
+    bases = (base for base in cls.__mro__ if package_of(base.__module__) in _LIBRARIES)
+    return frozenset().union(*(_LABELS.get(base.__name__, frozenset()) for base in bases))
+
+
+def _is_of_this_process(name: str, value: Any) -> bool:
+    """Whether an attribute is ours, a hash, or tensors kept for later: none is a setting of the model."""
+    if type(value) is int:
+        return name.endswith("_hash") and abs(value) >= _MIN_HASH
+    if isinstance(value, dict) and name.endswith(("cache", "cached")):
+        return all(isinstance(item, torch.Tensor) for item in dict.values(value))
+    return name.startswith("_truemfu")
 
 
 def _is_constant(item: Any) -> bool:
