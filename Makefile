@@ -10,7 +10,12 @@ OLDEST_PYTHON ?= $(shell python3.10 -c 'print("python3.10")' 2>/dev/null || echo
 OLDEST_VENV   := .venv-oldest
 OLDEST_STAMP  := $(OLDEST_VENV)/.installed
 
-.PHONY: help setup demo test lint format test-oldest bench clean
+# The newest torch we test on; NEWEST_TORCH=2.14.1 is another one, in an environment of its own.
+NEWEST_TORCH  ?=
+NEWEST_VENV   := .venv-$(or $(NEWEST_TORCH),newest)
+NEWEST_STAMP  := $(NEWEST_VENV)/.installed
+
+.PHONY: help setup demo test lint format test-oldest test-newest bench clean
 
 help:           ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1 # /p' $(MAKEFILE_LIST) | awk -F' # ' '{printf "make %-12s %s\n", $$1, $$2}'
@@ -45,10 +50,19 @@ $(OLDEST_STAMP): pyproject.toml constraints-oldest.txt
 	$(OLDEST_VENV)/bin/python -m pip install --quiet -c constraints-oldest.txt -e ".[dev]"
 	@touch $@
 
+test-newest: $(NEWEST_STAMP) ## the tests on the newest torch we support, or on NEWEST_TORCH=2.14.1
+	$(NEWEST_VENV)/bin/python -m pytest -n 2
+
+$(NEWEST_STAMP): pyproject.toml constraints-newest.txt
+	test -x $(NEWEST_VENV)/bin/python || $(PYTHON) -m venv $(NEWEST_VENV)
+	sed '$(if $(NEWEST_TORCH),s/^torch==.*/torch==$(NEWEST_TORCH)/)' constraints-newest.txt > $(NEWEST_VENV)/constraints.txt
+	$(NEWEST_VENV)/bin/python -m pip install --quiet -c $(NEWEST_VENV)/constraints.txt -e ".[dev]"
+	@touch $@
+
 bench: setup    ## the figures of docs/accuracy.md; other figures name their script
 	for script in benchmarks/flops_*.py; do $(BIN)/python $$script || exit 1; done
 
 clean:          ## remove what was built and written, environments included
-	rm -rf $(VENV) $(OLDEST_VENV) out build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-* out build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	find src -name '*.egg-info' -type d -prune -exec rm -rf {} +

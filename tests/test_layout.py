@@ -14,6 +14,7 @@ PACKAGE = ROOT / "src" / "truemfu"
 # A module imports from its own folder and from stations before its own.
 STATIONS = (
     ("errors",),
+    ("torch_versions",),
     ("convention",),
     ("records",),
     ("hardware", "flops"),

@@ -7,7 +7,7 @@ pair of query and key (values, probabilities, queries, keys).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -553,6 +553,45 @@ def test_varlen_attention_with_windows() -> None:
     assert model_flops(count_flops(Varlen(window=(2, 0)), data)) == expected(ROW_PAIRS, tokens=12)
 
 
+def _varlen_out(out: torch.Tensor, qkv: Sequence[torch.Tensor], ends: torch.Tensor) -> None:
+    from torch.nn.attention.varlen import varlen_attn_out
+
+    varlen_attn_out(out, *qkv, ends, ends, 7, 7, window_size=(-1, 0))
+
+
+def _flash_out(out: torch.Tensor, qkv: Sequence[torch.Tensor], ends: torch.Tensor) -> None:
+    kernel = torch.ops.aten._flash_attention_forward_no_dropout_inplace
+    kernel(out, *qkv, ends, ends, 7, 7, 0.0, True, False)
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.ops.aten, "_flash_attention_forward_no_dropout_inplace"),
+    reason="this torch has no attention into a given tensor",
+)
+@pytest.mark.parametrize(
+    ("write", "name"),
+    [
+        (_varlen_out, "torch_attn._varlen_attn_out"),
+        (_flash_out, "aten._flash_attention_forward_no_dropout_inplace"),
+    ],
+)
+def test_attention_into_a_given_tensor(write: Callable[..., None], name: str) -> None:
+    """Such kernels have no gradient; each is counted once, although one calls the other."""
+
+    class Given(nn.Module):
+        def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+            out = torch.empty(12, HEADS, HEAD)
+            with torch.no_grad():
+                write(out, [x.detach().unflatten(-1, (HEADS, HEAD))] * 3, ends)
+            return x + out.flatten(-2)
+
+    data = (torch.randn(12, WIDTH, requires_grad=True), ENDS)
+    for convention, pairs in ((FULL_PAIRS, ROW_PAIRS), (CAUSAL_PAIRS, ROW_TRIANGLES)):
+        count = count_flops(Given(), data, convention=convention)
+        assert model_flops(count) == (4 * pairs * WIDTH, 0)
+        assert count.by_operator == {name: 4 * pairs * WIDTH}
+
+
 class Jagged(Attention):
     """The same on nested tensors; `values` are the rows of all documents."""
 
@@ -800,7 +839,6 @@ def test_the_table_covers_the_kernels_of_this_torch() -> None:
         "aten::scaled_dot_product_attention",
         "aten::_scaled_dot_product_attention_math",  # its products are seen one by one
         "aten::_fused_sdp_choice",
-        "aten::_flash_attention_forward_no_dropout_inplace",  # inside torch_attn::_varlen_attn_out
         "aten::_triton_scaled_dot_attention",
         "aten::_triton_multi_head_attention",
         "aten::_native_multi_head_attention",
@@ -852,6 +890,28 @@ def test_the_integers_of_a_kernel() -> None:
     assert (
         work.executed_backward_flops(pairs) == 2 * pairs * heads * (2 * v + 2 * qk) + 2 * pairs * heads * qk
     )
+
+
+@pytest.mark.parametrize("kind", ["flash", "cudnn"])
+def test_a_kernel_that_writes_into_a_given_tensor_counts_like_the_one_that_does_not(kind: str) -> None:
+    plain = f"aten::_{kind}_attention_forward"
+    in_place = f"{plain}_no_dropout_inplace"
+    if in_place not in OPERATORS_HERE:
+        pytest.skip(f"torch {torch.__version__} has no {in_place}")
+    sizes = {"query": (6, 8), "key": (2, 8), "value": (2, 16), "out": (6, 16)}  # heads and their size
+    tensors = {n: torch.empty(12, *size, device="meta") for n, size in sizes.items()}
+    ends = {"cum_seq_q": ENDS, "cum_seq_k": ENDS}
+    for causal in (False, True):
+        works = []
+        for name in (plain, in_place):
+            schema = torch._C._jit_get_schemas_for_operator(name)[0]
+            given = {n: t for n, t in tensors.items() if n != "out" or name == in_place}
+            call = call_by_schema(schema, heads_first=False, **given, **ends, is_causal=causal)
+            works.append(work_of_kernel(name, call))
+        assert works[0] == works[1]
+        assert works[1].band == (CAUSAL if causal else FULL)
+        pairs = ROW_TRIANGLES if causal else ROW_PAIRS
+        assert works[1].forward_flops(pairs) == 2 * pairs * 6 * 8 + 2 * pairs * 6 * 16
 
 
 @pytest.mark.parametrize("name", [n for n in OPERATORS_HERE if not KERNELS[n].heads_first])

@@ -680,6 +680,37 @@ def test_scaled_product_in_fp8() -> None:
         assert count.by_operator == {"aten._scaled_mm": one * (2 + grad)}
 
 
+@pytest.mark.skipif(not hasattr(torch, "_scaled_addmm"), reason="torch before 2.15")
+@pytest.mark.parametrize("name", ["_scaled_addmm", "_scaled_addmm_"])
+def test_scaled_product_with_a_sum_in_fp8(name: str) -> None:
+    """The sum comes first among the arguments, as in `addmm`; its dtype is not that of the product."""
+
+    def run(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        scale, added = [torch.ones(())], torch.zeros(16, 48)
+        column_major = b.t().contiguous().to(FP8).t()
+        return getattr(torch, name)(added, a.to(FP8), column_major, scale, [0], [0], scale, [0], [0])
+
+    count = count_flops(Apply(run, randn(32, 48)), (randn(16, 32),), backward=False)
+    assert flops(count) == (2 * 16 * 32 * 48, 0, 0)
+    assert count.by_operator == {f"aten.{name}": 2 * 16 * 32 * 48}
+    assert count.by_dtype == {"fp8": 2 * 16 * 32 * 48}
+
+
+@pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="torch before 2.8")
+def test_scaled_product_in_fp4() -> None:
+    """An element holds two numbers, so rows of 64 numbers have 32 elements."""
+    fp4 = torch.float4_e2m1fn_x2
+
+    def run(a: torch.Tensor, b: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        scale = scales.to(FP8)
+        return torch._scaled_mm(a.view(fp4), b.view(fp4).t(), scale, scale, out_dtype=torch.bfloat16)
+
+    packed = torch.zeros(128, 32, dtype=torch.uint8)
+    count = count_flops(Apply(run), (packed, packed.clone(), torch.ones(128 * 4)), backward=False)
+    assert flops(count) == (2 * 128 * 64 * 128, 0, 0)
+    assert count.by_dtype == {"fp4": 2 * 128 * 64 * 128}
+
+
 # -- grouped products ----------------------------------------------------------------------------------------
 
 GROUPS, ROWS, IN, OUT = 3, 16, 16, 24

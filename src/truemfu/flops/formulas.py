@@ -30,18 +30,23 @@ MATRIX_WORK_WITHOUT_FORMULA = frozenset(
         "_linalg_eigh linalg_eig _linalg_svd linalg_qr linalg_inv_ex _linalg_solve_ex _linalg_det "
         "_linalg_slogdet linalg_lu_factor_ex linalg_lu linalg_lu_solve linalg_ldl_factor_ex linalg_lstsq "
         "linalg_solve_triangular triangular_solve cholesky cholesky_solve cholesky_inverse "
-        "linalg_matrix_exp linalg_householder_product "
+        "linalg_matrix_exp linalg_matrix_sqrth linalg_polar linalg_householder_product geqrf ormqr "
         "_pdist_forward _pdist_backward _foreach_mm _linalg_eigvals linalg_ldl_solve mkldnn_linear_backward "
         "mkldnn_linear_backward_input mkldnn_linear_backward_weights conv_depthwise3d _conv_depthwise2d "
         "_slow_conv2d_forward _slow_conv2d_backward slow_conv3d_forward slow_conv_dilated2d "
         "slow_conv_dilated3d slow_conv_transpose2d slow_conv_transpose3d cudnn_convolution_relu "
-        "cudnn_convolution_add_relu"
+        "cudnn_convolution_add_relu miopen_convolution_relu miopen_convolution_add_relu"
     ).split()
 )
 
 
+def _row(a: Any) -> int:
+    """The numbers in a row of a product's first factor: an element of a dtype such as fp4 may hold two."""
+    return int(a.shape[-1]) * (2 if str(a.dtype).endswith("_x2") else 1)
+
+
 def _mm(a: Any, b: Any) -> int:
-    return int(2 * a.shape[-2] * a.shape[-1] * b.shape[-1])
+    return int(2 * a.shape[-2] * _row(a) * b.shape[-1])
 
 
 @register_formula("aten::mm", "aten::_int_mm", "aten::_scaled_mm", "aten::_scaled_mm_v2")
@@ -50,7 +55,9 @@ def mm(a: Any, b: Any, *_: Any, out: Any, **__: Any) -> int:
     return _mm(a, b)
 
 
-@register_formula("aten::addmm", "aten::addmm_", "aten::_addmm_activation")
+@register_formula(
+    "aten::addmm", "aten::addmm_", "aten::_addmm_activation", "aten::_scaled_addmm", "aten::_scaled_addmm_"
+)
 def addmm(bias: Any, a: Any, b: Any, *_: Any, out: Any, **__: Any) -> int:
     """M×K by K×N; adding the bias is elementwise."""
     return _mm(a, b)
@@ -173,7 +180,7 @@ def grouped_mm(a: Any, b: Any, *_: Any, out: Any, **__: Any) -> int:
     groups split K, one M×N product per group, 2·M·K·N in all. 3-D by 3-D: G full products.
     """
     groups = a.shape[0] if a.dim() == 3 and b.dim() == 3 else 1
-    return int(2 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1])
+    return int(groups * _mm(a, b))
 
 
 @register_formula("transformers::grouped_mm_fallback")
