@@ -9,9 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from truemfu import Convention, count_flops
+from truemfu import Convention, FlopModel, count_flops
 from truemfu.flops.pairs import CAUSAL, FULL, Band
-from truemfu.flops.step_work import step_work
 from truemfu.sweep.models import ReferenceModel
 from truemfu.sweep.sizes import SIZES
 
@@ -33,15 +32,15 @@ def test_the_parts_add_up_to_the_count(attention: str, checkpointed: bool) -> No
     if checkpointed:
         model.gradient_checkpointing_enable()
     count = count_flops(model, batch(2, 256), convention=convention)
-    work = step_work(model, batch(2, 256), convention=convention)
+    work = FlopModel(model, convention=convention).step_work(batch(2, 256))
     assert work.hardware_flops == count.hardware_flops
     assert work.other == 0
 
 
 def test_what_nsight_compute_saw_of_a_step_with_two_layers() -> None:
     """H200, cuDNN's attention, 4 × 512: 10,737,418,240 FLOP forward and 26,843,545,600 backward."""
-    full = step_work(reference(2), batch(4, 512), convention=Convention())
-    causal = step_work(reference(2), batch(4, 512), convention=Convention(attention="causal"))
+    full = FlopModel(reference(2), convention=Convention()).step_work(batch(4, 512))
+    causal = FlopModel(reference(2), convention=Convention(attention="causal")).step_work(batch(4, 512))
     assert full.attention_blocked == causal.attention_blocked == 10_737_418_240 + 26_843_545_600
     assert full.attention == pytest.approx(full.attention_blocked / 0.625)
     assert full.products["bf16", (2048, 32000, 2048)] == 2 * 2048 * 32000 * 2048
@@ -91,6 +90,6 @@ def test_a_mask_that_is_a_function_tells_no_blocks() -> None:
             mixed: torch.Tensor = flex_attention(q, k, v, block_mask=self.mask)  # type: ignore[assignment]
             return mixed
 
-    work = step_work(Flex(), {"x": torch.ones(1, 128, 32)}, convention=Convention())
+    work = FlopModel(Flex(), convention=Convention()).step_work({"x": torch.ones(1, 128, 32)})
     assert work.attention > 0
     assert work.attention_blocked is None

@@ -9,9 +9,8 @@ import pytest
 import torch
 from fake_ncu import STEP, STEP_COUNT
 
-from truemfu import Convention
+from truemfu import Convention, FlopModel
 from truemfu.errors import RecordError
-from truemfu.flops.step_work import step_work
 from truemfu.hardware.audited import read_audit
 from truemfu.hardware.nsight_audit import audit_of
 from truemfu.hardware.nsight_csv import parse_ncu_csv
@@ -33,7 +32,7 @@ def test_two_layers_tell_what_all_layers_execute_to_the_last_operation(file: Pat
     """By Nsight Compute, 24 layers at 4 × 512 execute 15,669,919,744,000 FLOP in products (H200)."""
     model = build_reference_model("1b", device=torch.device("meta"), dtype=torch.bfloat16)
     ids = torch.zeros(4, 512, dtype=torch.long, device="meta")
-    work = step_work(model, {"input_ids": ids, "labels": ids}, convention=Convention())
+    work = FlopModel(model, convention=Convention()).step_work({"input_ids": ids, "labels": ids})
     needed = sum(work.products.values())
     audited = read_audit(file).tile_factors()
     factor = mean_tile_factor(work.products, HOPPER, audited=audited)

@@ -16,8 +16,10 @@ from truemfu.hardware.nsight_audit import audit_of
 from truemfu.hardware.nsight_csv import parse_ncu_csv
 from truemfu.monitor.audit_step import AuditStep, Marks
 from truemfu.monitor.config import load_config
-from truemfu.monitor.counting import Counting, ModelState
+from truemfu.monitor.counting import Counting
+from truemfu.monitor.counts import Counts
 from truemfu.monitor.host_values import HostValues
+from truemfu.monitor.model_state import ModelState
 from truemfu.monitor.notices import Notices
 from truemfu.monitor.observe import BatchNotes
 from truemfu.monitor.ranks import RankLink
@@ -83,14 +85,16 @@ def alone(rank: int = 0, world_size: int = 1) -> RankLink:
     return RankLink(rank=rank, world_size=world_size)
 
 
-def counting() -> Counting:
-    return Counting(
-        load_config({"monitoring": {"peak_tflops": 1}}),
-        ranks=alone(),
-        notice=pytest.fail,
-        device=CPU,
-        rest=lambda: None,
-    )
+def counting(note: StepNote | None = None) -> Counting:
+    """The row side, after the counts that the training thread makes for a marked step."""
+    config = load_config({"monitoring": {"peak_tflops": 1}})
+    counts = Counts(config, ranks=alone(), notice=pytest.fail, kept=None)
+    if note is not None and note.state is not None:
+        for batch in note.batches.notes:
+            counts.ask(note.state, batch, wants_work=True)
+        while (request := counts.next_due()) is not None:
+            counts.run(request, step=1)
+    return Counting(config, counts, ranks=alone(), notice=pytest.fail, device=CPU)
 
 
 def step_note(model: nn.Module | None, *batches: Any, **values: Any) -> StepNote:
@@ -198,7 +202,7 @@ def test_the_count_of_the_marked_step(audit: AuditStep, path: Path, recorder: Re
     marked(audit, note)
     assert (audit.wants(note), audit.patience_s > 0) == (True, True)
     assert not audit.wants(step_note(model, *batches))
-    audit.write(counting(), note)
+    audit.write(counting(note), note)
     square, narrow = 2 * WIDTH * WIDTH, 2 * WIDTH * CLASSES
     rows = 4 * ROWS
     assert read_step_count(path) == StepCount(
@@ -242,7 +246,7 @@ def test_the_monitors_count_is_what_an_h200_executed_to_the_last_operation(
     ids = torch.zeros(4, 512, dtype=torch.long)
     note = step_note(model, {"input_ids": ids, "labels": ids})
     marked(audit, note)
-    audit.write(counting(), note)
+    audit.write(counting(note), note)
     count = read_step_count(path)
     assert count is not None
     assert (count.model_flops, count.hardware_flops) == (2_093_796_556_800, 2_102_386_491_392)
@@ -255,7 +259,7 @@ def test_the_monitors_count_is_what_an_h200_executed_to_the_last_operation(
 def test_a_step_without_a_count_says_so(audit: AuditStep, path: Path) -> None:
     note = step_note(None, {"input": torch.randn(ROWS, WIDTH)})
     marked(audit, note)
-    audit.write(counting(), note)
+    audit.write(counting(note), note)
     assert reason(path) == "the marked step has no count: the monitor's warnings say why"
 
 
@@ -265,10 +269,11 @@ def test_what_goes_wrong_in_the_count_goes_no_further(
     def fail(*_: Any, **__: Any) -> Any:
         raise RuntimeError("out of\nluck")
 
-    monkeypatch.setattr(Counting, "batch", fail)
     note = step_note(nn.Linear(WIDTH, CLASSES), {"input": torch.randn(ROWS, WIDTH)})
     marked(audit, note)
-    audit.write(counting(), note)
+    counted = counting(note)
+    monkeypatch.setattr(Counting, "batch", fail)
+    audit.write(counted, note)
     assert reason(path) == "the marked step could not be counted: RuntimeError: out of luck"
     assert said == [f"nothing to audit: {reason(path)}"]
 

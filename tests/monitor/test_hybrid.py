@@ -435,9 +435,10 @@ def test_a_pause_and_a_count_are_followed_by_the_wait_for_a_window(
     with monitor.pause():
         pass
     assert [at(s) for s in (25, 26, 27)] == ["no", "no", "begin"]
-    monitor._counting.is_at_work = True
-    assert at(40) == "not asked"
-    monitor._counting.is_at_work = False
+    model.train(False)  # another state of the model, which is counted at the end of this step
+    monitor._measuring.check_is_due = True
+    assert at(40) == "end"
+    assert monitor.summary()["monitor_cost"]["counts"] == 2
     assert [at(s) for s in (41, 42, 43, 53)] == ["no", "no", "begin", "end"]
     quietly(monitor.close)
 

@@ -29,6 +29,7 @@ from ..errors import (
     one_line,
     warn_once,
 )
+from ..torch_versions import warn_if_untested
 from .batch import documents_of
 from .calls import Calls, follow_modules, following_modules
 from .explain import explain, is_about_fake_tensors
@@ -133,6 +134,7 @@ def run_counted(
     """
     check_options(convention, backward, loss_fn)
     args, kwargs = check_call(model, batch)
+    warn_if_untested()
     step = _Step(model, args, kwargs, convention, backward, loss_fn, documents_of(batch), place)
     try:
         tally, following = step.run_fake()

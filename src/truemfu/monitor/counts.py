@@ -227,6 +227,11 @@ class Counts:
         """This micro-batch will not be counted; its rows have the estimate."""
         request.status = Status.REFUSED
 
+    def read_kept(self) -> None:
+        """Read what earlier runs have fitted; on the row side, before its first row."""
+        if self._kept is not None:
+            self._kept.read_ahead()
+
     def keep(self) -> None:
         """Write what was fitted since to the run's folder; on the row side."""
         if self._kept is None or not self._unkept or not self.lock.acquire(blocking=False):

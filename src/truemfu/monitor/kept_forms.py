@@ -30,6 +30,7 @@ from ..errors import one_line
 FORMS_FILE = "closed_forms.json"
 MAX_FORMS = 32
 MAX_FILE_BYTES = 64_000_000
+_LONGEST_READ_S = 0.5
 _FORMAT = "truemfu closed forms"
 _VERSION = 1
 
@@ -59,18 +60,36 @@ def form_key(identity: str, *, autocast: str, attention: str, **more: str | int 
 
 
 class KeptForms:
-    """The closed forms of one run folder. Neither method raises; one lock keeps savers of a process apart."""
+    """The closed forms of one run folder. No method raises; one lock keeps savers of a process apart.
+
+    `read_ahead` and `save` touch the disk and are for a thread that may wait for it; `load` is for the
+    training thread, between two steps, and looks only at what was read ahead.
+    """
 
     def __init__(self, folder: Path, notice: Callable[[str], None]) -> None:
         self._folder, self._path = folder, folder / FORMS_FILE
         self._notice = notice
         self._lock = threading.Lock()
         self._has_failed = False
+        self._entries: list[_Entry] = []
+        self._is_read = threading.Event()
+
+    def read_ahead(self) -> None:
+        """Read what earlier runs have saved."""
+        try:
+            self._entries = _read(self._path)
+        except Exception:  # whatever is wrong with it, the forms can be counted again
+            self._entries = []
+        self._is_read.set()
 
     def load(self, key: str) -> dict[str, Any] | None:
-        """What was saved under this key; None where there is nothing, or nothing that can be trusted."""
+        """What was saved under this key when the file was read ahead; None where that cannot be trusted.
+
+        Waits for the reading, but not for long: a folder that does not answer holds up no training.
+        """
+        self._is_read.wait(_LONGEST_READ_S)
         try:
-            found = [entry for entry in _read(self._path) if entry.key == key]
+            found = [entry for entry in self._entries if entry.key == key]
             if not found or found[-1].checksum != _checksum(key, bytes(found[-1].data)):
                 return None
             data = json.loads(bytes(found[-1].data))

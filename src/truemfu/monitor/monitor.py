@@ -618,6 +618,8 @@ class TrainingMonitor:
         self._values.flush_if_due(now_s)
         if self._audit is not None:
             self._audit.hand_over(note)
+        if measuring.is_counted and measuring.state is not None and not self.config.estimates_only:
+            self._ask_for_counts(measuring.state, batches.notes)  # before the row side looks for them
         self._resolver.put(note)
         self._compilations, self._usual.data_wait_s = compilations_now, None
         if datasets is not _NO_DATASETS:
@@ -626,8 +628,6 @@ class TrainingMonitor:
         self._steps_done += place.steps
         self._last_step = step
         self._thread = threading.get_ident()
-        if measuring.is_counted and measuring.state is not None and not self.config.estimates_only:
-            self._ask_for_counts(measuring.state, batches.notes)
         if self._counts.has_waiting:
             self._own_time_s -= self._run_counts()
         if self._steps_done >= measuring.plan_at:

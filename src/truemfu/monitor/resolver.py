@@ -158,6 +158,7 @@ class Resolver:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # else this thread would open a context on device 0
             leave_captures_alone()
+        self._counts.read_kept()
         while not self._stopping:
             self._wake.wait(_WAKE_EVERY_S)
             self._wake.clear()
