@@ -69,6 +69,8 @@ def scenario(name: str, rank: int, world_size: int, init: str, folder: str) -> d
         start(init, rank, world_size)
     else:
         start(init, rank, world_size)
+        if name == "compared":
+            return compared(folder)
         if name == "nobody at rank 0" and rank == 0:
             wait_for(Path(folder) / "1.json")
             return {}
@@ -101,8 +103,6 @@ def scenario(name: str, rank: int, world_size: int, init: str, folder: str) -> d
         dist.barrier()
         model = Layers(400)
         monitor.attach(model)
-        if rank:
-            announced(monitor)
         steps(monitor, model, first=5)
     if name == "destroyed":
         dist.barrier()
@@ -112,20 +112,42 @@ def scenario(name: str, rank: int, world_size: int, init: str, folder: str) -> d
     return {"last": monitor.last, "summary": monitor.summary(), "close_s": time.monotonic() - began}
 
 
-def announced(monitor: TrainingMonitor) -> None:
-    """Wait until rank 0 has said which model it counts next, and has not counted it yet."""
-    store = monitor._ranks._store()
-    key = f"truemfu/monitor/0/0/{first_key(monitor)}/model"
-    before = store.get(key)
-    ends = time.monotonic() + 30
-    while store.get(key) == before and time.monotonic() < ends:
-        time.sleep(0.001)
+def trained(model: nn.Module, monitor: TrainingMonitor | None) -> list[Any]:
+    """Weights, losses and the random state after some steps, with a new kind of batch in the sixth."""
+    torch.manual_seed(7 + dist.get_rank())
+    ddp = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
+    if monitor is not None:
+        monitor.attach(ddp)
+    losses = []
+    for step in range(1, 11):
+        x = torch.randn(4, 16) if step != 6 else torch.randn(2, 4, 16)
+        loss = ddp(x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if monitor is not None:
+            monitor.log_step(step, 0, loss, 1.0, 1.0)
+    return [losses, [p.tolist() for p in model.parameters()], torch.get_rng_state().tolist()]
 
 
-def first_key(monitor: TrainingMonitor) -> str:
-    from truemfu.flops.surroundings import autocast_state
+class Dropping(Pair):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(nn.functional.dropout(x, 0.3))
 
-    return f"{autocast_state()}/{monitor.config.attention}"
+
+def compared(folder: str) -> dict[str, Any]:
+    """The same training on every rank, without a monitor and with one."""
+    torch.manual_seed(0)
+    models = Dropping(), Dropping()
+    models[1].load_state_dict(models[0].state_dict())
+    alone = trained(models[0], None)
+    monitor = TrainingMonitor(folder, {"monitoring": {"peak_tflops": 10.0}})
+    monitored = trained(models[1], monitor)
+    dist.barrier()
+    monitor.close()
+    return {"is_same": alone == monitored, "summary": monitor.summary()}
 
 
 def start(init: str, rank: int, world_size: int) -> None:
@@ -174,15 +196,32 @@ def test_every_rank_has_its_mfu_and_rank_0_alone_writes(tmp_path: Path, name: st
         assert found[rank]["summary"]["warnings"] == []
     names = {path.name for path in tmp_path.iterdir()}
     own = {f"{rank}.json" for rank in range(world_size)}
-    assert names - own == {"training_log.json", "training_run.json"}
+    assert names - own == {"training_log.json", "training_run.json", "closed_forms.json"}
     assert len(json.loads((tmp_path / "training_log.json").read_text())) == 4
+
+
+def test_training_on_two_ranks_is_bit_identical_and_what_waited_for_a_count_is_warm_up(
+    tmp_path: Path,
+) -> None:
+    codes, found = job(tmp_path, "compared")
+    assert codes == [0, 0]
+    for rank in (0, 1):
+        summary = found[rank]["summary"]
+        assert found[rank]["is_same"]
+        assert summary["methods"] == {"closed form": 10}
+        assert summary["warnings"] == []
+        assert summary["warmup_steps"] == 5  # the first three, that of the new kind, and the one after it
+    counted = [found[rank]["summary"]["monitor_cost"]["counted_after_steps"] for rank in (0, 1)]
+    assert counted == [[1, 6], [6]]  # rank 1 has received the form of the first step
 
 
 def test_where_rank_0_dies_the_other_goes_on(tmp_path: Path) -> None:
     codes, found = job(tmp_path, "rank 0 dies")
     assert codes == [7, 0]
     assert flops_of(found[1]) == flops(2)
-    assert any("rank 1 counts for itself" in text for text in found[1]["summary"]["warnings"])
+    assert found[1]["summary"]["methods"] == {"estimate": 4}
+    assert any("estimate" in text for text in found[1]["summary"]["notes"])
+    assert found[1]["summary"]["warnings"] == []  # it writes no log: nobody is to read them
 
 
 def test_a_group_that_is_gone_before_the_end_is_no_trouble(tmp_path: Path) -> None:

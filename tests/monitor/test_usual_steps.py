@@ -561,6 +561,9 @@ def test_a_frozen_layer_is_noticed_by_the_next_check(tmp_path: Path) -> None:
         loss.backward()
         run.log(loss, 4)
     rows = run.check()
+    cost = run.monitor.summary()["monitor_cost"]
+    assert cost["counts"] == 2
+    assert sum(row["perf/step_time"] for row in rows) < cost["counting_s"] / 2  # no step has a count in it
     assert flops(rows[24]) == pytest.approx(FLOPS)
     assert flops(rows[-1]) == pytest.approx(FLOPS / 2)  # forward alone
     run.monitor.close()

@@ -315,7 +315,7 @@ class TrainingMonitor:
             "hardware": self._resolver.hardware.as_dict()
             if self._is_set_up and self._resolver.hardware is not None
             else None,
-            "notes": self._resolver.notes if self._is_set_up else [],
+            "notes": [*self._resolver.notes, *self._ranks.notes] if self._is_set_up else [],
             "lost": [
                 *([f"{lost_steps:,} steps: the monitor was held up"] if lost_steps else []),
                 *([f"{failed_steps:,} steps: they could not be worked out"] if failed_steps else []),
@@ -628,12 +628,13 @@ class TrainingMonitor:
         self._steps_done += place.steps
         self._last_step = step
         self._thread = threading.get_ident()
-        if self._counts.has_waiting:
-            self._own_time_s -= self._run_counts()
+        counted_s = self._run_counts() if self._counts.has_waiting else 0.0
+        self._own_time_s -= counted_s
         if self._steps_done >= measuring.plan_at:
             measuring.plan_next(self._steps_done)
         types = type(step), type(epoch), type(loss), type(grad_norm), type(learning_rate)
-        self._open_usual(now_s, step, batches, types)
+        if not counted_s:  # else the next step has a pause in it
+            self._open_usual(now_s, step, batches, types)
 
     def _open_usual(
         self, now_s: float, last_step: int, batches: StepBatches, types: tuple[type, ...]
@@ -746,18 +747,20 @@ class TrainingMonitor:
                 self._resolver.wake()
 
     def _run_counts(self) -> float:
-        """Make the counts that are due, outside of every step time; how long that took."""
-        began_s = time.perf_counter()
-        if not self._can_count():
-            return 0.0
-        while not self._counts.signals and (request := self._counts.next_due()) is not None:
+        """Make the counts that are due, outside of every step time; how long that took, 0 where none was."""
+        before_s = self._counts.spent_s
+        while (
+            self._can_count()
+            and not self._counts.signals
+            and (request := self._counts.next_due()) is not None
+        ):
             mark = self._clock.moment()
             self._notices.among(functools.partial(self._counts.run, request, self._last_step))
             self._clock.pause(mark)
             if self._watch is not None:
                 self._watch.restart()
             self._resolver.wake()
-        return time.perf_counter() - began_s
+        return self._counts.spent_s - before_s
 
     def _measure_datasets(self, batch: Mapping[str, Any], outputs: Any, aggregated_loss: Any) -> None:
         pending = self._datasets.measure(batch, outputs, aggregated_loss)
