@@ -432,6 +432,32 @@ def test_a_count_that_read_the_models_own_values_is_not_kept(
         assert made
 
 
+class WithCounter(Net):
+    """Like a BatchNorm in training, which counts its batches in a buffer; `looks`: and reads that."""
+
+    def __init__(self, looks: bool) -> None:
+        super().__init__()
+        self.register_buffer("batches", torch.tensor(3))
+        self.looks = looks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        twice = self.batches * 2
+        self.batches.add_(1)
+        self.batches.add_(self.batches)
+        if self.looks:
+            assert (int(twice), int(self.batches)) == (6, 8)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("looks", [True, False])
+def test_a_buffer_that_is_only_written_to_is_not_read(looks: bool) -> None:
+    model = WithCounter(looks)
+    form = closed_form.FlopModel.fit(model, (torch.ones(4, 8),))
+    assert form.reads_own_values is looks
+    assert int(model.batches) == 3
+    assert form((torch.ones(5, 8),)).method == "closed form"
+
+
 # Rows
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ class Value:
     unknown through one of them makes all of them unknown.
     """
 
-    __slots__ = ("__weakref__", "_compute", "_tensor", "assumed", "root", "unknown")
+    __slots__ = ("__weakref__", "_compute", "_tensor", "assumed", "has_views", "root", "unknown")
 
     def __init__(
         self, compute: Callable[[], torch.Tensor], assumed: str | None = None, view_of: Value | None = None
@@ -50,7 +50,15 @@ class Value:
         self._tensor: torch.Tensor | None = None
         self.assumed = assumed
         self.root: Value = self if view_of is None else view_of.root
+        self.has_views = False
+        if view_of is not None:
+            self.root.has_views = True
         self.unknown = False
+
+    @property
+    def is_unread(self) -> bool:
+        """Whether nobody has asked for this value yet, and no other shares its memory."""
+        return self._tensor is None and self.root is self and not self.has_views
 
     def tensor(self) -> torch.Tensor:
         if self._tensor is None:
@@ -373,13 +381,31 @@ class Following:
                 if (value := value_of(tensor)) is not None:
                     value.root.unknown = True
             return
+        known = [value for value in values if value is not None]
+        written_to = value_of(tensors[0]) if len(tensors) == 1 else None
+        if written_to is not None and written_to.is_unread:
+            # A counter in a buffer, say: reading it now would wait for the device, and nobody may ever ask.
+            def after_writing() -> torch.Tensor:
+                before = written_to.tensor().clone()
+                self._write(func, flat, spec, positions, [before if v is written_to else v for v in known])
+                return before
+
+            assumed = next((value.assumed for value in known if value.assumed), None)
+            attach(tensors[0], Value(after_writing, assumed))
+            return
         for pending in list(self._pending):  # what was derived from the old content must be worked out first
             pending.tensor()
         self._pending.clear()
+        self._write(func, flat, spec, positions, known)
+
+    @staticmethod
+    def _write(
+        func: Any, flat: list[Any], spec: Any, positions: list[int], values: Sequence[Value | torch.Tensor]
+    ) -> None:
+        """Run an operator that writes on real tensors."""
         real = list(flat)
         for position, value in zip(positions, values, strict=True):
-            assert value is not None
-            real[position] = value.tensor()
+            real[position] = value.tensor() if isinstance(value, Value) else value
         real_args, real_kwargs = tree_unflatten(real, spec)
         with _disable_current_modes(), torch.no_grad():
             func(*real_args, **real_kwargs)
