@@ -145,6 +145,16 @@ def config_costs() -> dict[str, float]:
     }
 
 
+def fit_405b_s() -> float:
+    """One calibration of that model on the meta device: what holds a training run once."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**LLAMA_405B)).to(torch.bfloat16)
+    batch = {name: ids.to("meta") for name, ids in tokens(1, 8192).items()}
+    return seconds(lambda: FlopModel.fit(model, batch))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -157,6 +167,7 @@ def main() -> None:
     config = config_costs()
     costs = step_costs(options.size, options.repeats)
     closed = closed_form_costs()
+    fit_s = fit_405b_s()
     plain = statistics.median(costs["plain step"])
     lines = [f"One step of `{options.size}`, 2 × 128 tokens, CPU; {options.repeats} repeats, interleaved", ""]
     lines += ["| what | median, s | spread, s | × plain step |", "| --- | --- | --- | --- |"]
@@ -172,11 +183,13 @@ def main() -> None:
         f"FlopCounterMode on meta tensors, per shape: {closed['flop_counter_mode_per_shape_1b_s']:.1f} s",
         f"truemfu count on Llama 3.1 405 B, 1 × 8192: {config['count_405b_s']:.1f} s, "
         f"{config['count_405b_peak_gib']:.2f} GiB, {config['count_405b_model_flops']:.4e} FLOPs",
+        f"FlopModel.fit on the same model, meta tensors: {fit_s:.1f} s, once",
         "",
     ]
     summary = {
         **closed,
         **config,
+        "fit_405b_s": fit_s,
         "ratios_to_plain_step": {k: round(statistics.median(v) / plain, 3) for k, v in costs.items()},
         "truemfu": truemfu.__version__,
         "torch": torch.__version__,
