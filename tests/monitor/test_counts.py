@@ -507,3 +507,69 @@ def test_closing_in_the_middle_of_a_backward_pass_counts_nothing_there(tmp_path:
 
     Closes.apply(model(torch.ones(4, 8))).backward()
     assert [row["perf/method"] for row in rows_in(tmp_path)] == ["estimate"]
+
+
+# On a GPU
+
+
+@pytest.fixture
+def cuda() -> Iterator[torch.device]:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    yield torch.device("cuda", torch.cuda.current_device())
+    torch.cuda.set_sync_debug_mode("default")
+
+
+class Pointed(Net):
+    """Has to be counted on real copies of its values."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.data_ptr()
+        return super().forward(x)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [Net, SteeredByABuffer, Pointed, Checkpointed])
+def test_values_on_the_device_are_never_waited_for(
+    kind: type[Net], cuda: torch.device, tmp_path: Path
+) -> None:
+    model = kind().to(cuda)
+    x = torch.ones(4, 8, device=cuda)
+    truth = count_flops(model, (x,)).model_flops
+    for _ in range(2):  # what the model itself reads, it reads before the mode is set
+        model(x).backward()
+    torch.cuda.synchronize()
+    monitor = TrainingMonitor(tmp_path, {"monitoring": {"peak_tflops": 1}}, model=model)
+    for step in range(1, 41):
+        if kind is not SteeredByABuffer:
+            torch.cuda.set_sync_debug_mode("error")
+        loss = model(x)
+        loss.backward()
+        torch.cuda.set_sync_debug_mode("error")
+        monitor.log_step(step, 0, loss, 1.0, 1.0)
+        torch.cuda.set_sync_debug_mode("default")
+        time.sleep(0.01)
+    monitor.close()
+    rows = rows_in(tmp_path)
+    assert {row["perf/method"] for row in rows} == {"closed form"}
+    assert [round(row["perf/mfu"] * row["perf/step_time"] * 1e12) for row in rows[1:]] == [truth] * 39
+    assert monitor.summary()["warnings"] == []
+
+
+@pytest.mark.gpu
+def test_no_count_runs_inside_a_capture(cuda: torch.device, tmp_path: Path) -> None:
+    model = Net().to(cuda)
+    x = torch.ones(4, 8, device=cuda)
+    monitor = TrainingMonitor(tmp_path, {"monitoring": {"peak_tflops": 1}}, model=model)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            model(x)
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        model(x)
+        assert not monitor._can_count()
+    assert monitor._can_count()
+    graph.replay()
+    monitor.close()

@@ -179,7 +179,7 @@ class Counts:
 
     def run(self, request: Request, step: int) -> None:
         """Count now, on this thread, between two steps; whatever the model raises goes no further."""
-        began_s = _now_s()
+        began_s, is_over = _now_s(), True
         supervision = Supervision(limit_s=self._limit_s, fetched=request.fetched)
         self._ranks.count_begins(step)
         try:
@@ -194,8 +194,10 @@ class Counts:
         except ValuesPending as pending:
             request.fetched.start(_values_on_device(request.state.model, weights=pending.is_weight))
             self._waiting.append(request)
+            is_over = False
         except SignalArrived:
             self._waiting.append(request)
+            is_over = False
         except TimeIsUp:
             self._refuse(
                 request,
@@ -211,7 +213,7 @@ class Counts:
             self._refuse(request, f"the model cannot be counted, its FLOPs are estimated: {one_line(error)}")
         finally:
             self.signals += supervision.signals
-            self._took(step, _now_s() - began_s)
+            self._took(step, _now_s() - began_s, is_over=is_over)
 
     def received(self, state: ModelState, autocast: AutocastState, data: dict[str, Any]) -> bool:
         """Use the form that another rank has fitted; False where it does not fit this rank's model."""
@@ -264,10 +266,13 @@ class Counts:
         self._not_before_s = self._born_s + (self._further_s + self._last_s) / _SHARE_OF_RUN
         return _now_s() >= self._not_before_s
 
-    def _took(self, step: int, seconds: float) -> None:
+    def _took(self, step: int, seconds: float, *, is_over: bool) -> None:
+        """A count ran for so long; one that is not over will be tried again."""
+        self.spent_s += seconds
+        if not is_over:
+            return
         self.done.append(Done(step, seconds))
         self.number_done += 1
-        self.spent_s += seconds
         self._last_s = seconds
         if self.number_done > _FREE_COUNTS:
             self._further_s += seconds
