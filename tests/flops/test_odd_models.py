@@ -969,3 +969,25 @@ def test_an_architecture_of_transformers_counts_what_it_executes(name: str) -> N
     count = count_flops(model, batch)
     assert (count.forward, count.hardware_flops) == (forward, step.flops)
     assert not count.uncounted
+
+
+def test_a_write_without_a_cpu_kernel_is_followed_no_further() -> None:
+    library = torch.library.Library("truemfu_odd", "DEF")
+    library.define("write_(Tensor(a!) x) -> Tensor(a!)")
+    library.impl("write_", lambda x: x, "Meta")
+    try:
+
+        class Writes(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layer = nn.Linear(8, 8)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                steps = torch.arange(4)
+                assert int(steps.sum()) == 6  # it was read, so that the write cannot wait
+                torch.ops.truemfu_odd.write_(steps)
+                return self.layer(x) * steps[:, None]
+
+        assert count_flops(Writes().to("meta"), (torch.ones(4, 8, device="meta"),)).forward == 2 * 4 * 8 * 8
+    finally:
+        library._destroy()

@@ -177,6 +177,13 @@ def _histogram(source: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     return torch.histc(exact, *args, **kwargs).to(source.dtype)
 
 
+def _forget(tensors: Iterable[torch.Tensor]) -> None:
+    """Something unknown was written into these."""
+    for tensor in tensors:
+        if (value := value_of(tensor)) is not None:
+            value.root.unknown = True
+
+
 def _numel(out: Any) -> int:
     return sum(t.numel() for t in tree_flatten(out)[0] if isinstance(t, torch.Tensor))
 
@@ -377,9 +384,7 @@ class Following:
         tensors = [t for t in tree_flatten(written)[0] if isinstance(t, torch.Tensor)]
         seeded = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
         if seeded or any(v is None for v in values):
-            for tensor in tensors:
-                if (value := value_of(tensor)) is not None:
-                    value.root.unknown = True
+            _forget(tensors)
             return
         known = [value for value in values if value is not None]
         written_to = value_of(tensors[0]) if len(tensors) == 1 else None
@@ -396,7 +401,10 @@ class Following:
         for pending in list(self._pending):  # what was derived from the old content must be worked out first
             pending.tensor()
         self._pending.clear()
-        self._write(func, flat, spec, positions, known)
+        try:
+            self._write(func, flat, spec, positions, known)
+        except NotImplementedError:  # it has no kernel for a CPU
+            _forget(tensors)
 
     @staticmethod
     def _write(
