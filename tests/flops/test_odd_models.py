@@ -991,3 +991,19 @@ def test_a_write_without_a_cpu_kernel_is_followed_no_further() -> None:
         assert count_flops(Writes().to("meta"), (torch.ones(4, 8, device="meta"),)).forward == 2 * 4 * 8 * 8
     finally:
         library._destroy()
+
+
+def test_a_write_that_returns_nothing_is_followed() -> None:
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            times = torch.zeros(1, dtype=torch.long)
+            torch._foreach_add_([times], 3)
+            for _ in range(int(times)):
+                x = self.layer(x)
+            return x
+
+    assert count_flops(Writes(), (torch.ones(4, 8),)).forward == 3 * 2 * 4 * 8 * 8

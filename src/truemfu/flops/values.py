@@ -295,7 +295,9 @@ class Following:
         return (tensor, flat, *args[2:])
 
     def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        if not isinstance(out, (torch.Tensor, tuple, list)):
+        schema = func._schema if isinstance(func, torch._ops.OpOverload) else None
+        is_write = schema is not None and schema.is_mutable  # which may return nothing
+        if not is_write and not isinstance(out, (torch.Tensor, tuple, list)):
             return
         if func in _FACTORIES:
             self._follow_factory(func, args, kwargs, out)
@@ -303,8 +305,7 @@ class Following:
         flat, spec = tree_flatten((args, kwargs))
         positions = [i for i, a in enumerate(flat) if isinstance(a, torch.Tensor)]
         values = [_value(flat[i]) for i in positions]
-        schema = func._schema if isinstance(func, torch._ops.OpOverload) else None
-        if schema is not None and schema.is_mutable:
+        if is_write:
             self._follow_write(func, schema, args, kwargs, flat, spec, positions, values)
             return
         if func in _RANKING or func in _CHOICE:
