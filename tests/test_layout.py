@@ -15,6 +15,7 @@ PACKAGE = ROOT / "src" / "truemfu"
 STATIONS = (
     ("errors",),
     ("convention",),
+    ("torch_private",),
     ("records",),
     ("hardware", "flops"),
     ("utilization", "waterfall", "crosscheck"),

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..torch_private import table
 from .model_code import mentions
 
 _OWN_THREADS = "truemfu"
@@ -56,8 +57,9 @@ def _own_generator() -> Iterator[None]:
     """`torch.get_rng_state`, `set_rng_state`, `manual_seed` and `fork_rng` of this thread mean another
     generator: a checkpoint sets the random state back and forth, and models seed it."""
     home: Any = torch.random
-    process_wide = getattr(home, "default_generator", None)
-    if process_wide is None:
+    process_wide = table.get(table.DEFAULT_GENERATOR)
+    if not isinstance(process_wide, torch.Generator):
+        table.miss(table.DEFAULT_GENERATOR)
         yield
         return
     home.default_generator = _ByThread(process_wide)

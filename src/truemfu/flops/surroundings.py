@@ -16,6 +16,9 @@ from typing import Any
 
 import torch
 
+from ..torch_private import table
+from ..torch_private.find import ABSENT
+
 _AUTOCAST_DEVICES = ("cuda", "cpu")
 
 
@@ -81,8 +84,10 @@ def untouched_casts() -> Iterator[None]:
 def flex_attention_anywhere() -> Iterator[None]:
     """Let flex attention take CPU tensors that need gradients: it has no kernel, and fake tensors need none."""
     flex: Any = sys.modules.get("torch.nn.attention.flex_attention")
-    check = getattr(flex, "_validate_device", None)
-    if check is None:
+    check = table.get(table.FLEX_CHECK, load=False)
+    if check is ABSENT:
+        if flex is not None:
+            table.miss(table.FLEX_CHECK)
         yield
         return
     here = threading.get_ident()
