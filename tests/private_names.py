@@ -20,10 +20,10 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-STEPS = 8
+STEPS = 9
 SHAPE = (4, 6, 16)
-VARIANTS = ("smart", "whole", "profiler")
-"""An ordinary run, one with a checkpoint around the whole model, and one that profiles a step."""
+VARIANTS = ("usual", "whole", "profiler")
+"""A run whose steps are alike, one with a checkpoint around the whole model, one that profiles steps."""
 
 
 def take_away(path: str, how: str) -> None:
@@ -92,6 +92,21 @@ def model_and_batches() -> tuple[Any, list[Any]]:
     return Model(), [torch.randn(SHAPE) for _ in range(STEPS)]
 
 
+def hold_numbers() -> None:
+    """Have losses kept for a while and read later, as those on a GPU are."""
+    import torch
+
+    from truemfu.monitor.host_values import HostValues
+
+    at_once = HostValues.number
+
+    def number(self: HostValues, name: str, value: Any) -> Any:
+        held = type(value) is torch.Tensor and not value.dim()
+        return self._hold(name, value, is_input=False) if held else at_once(self, name, value)
+
+    HostValues.number = number
+
+
 def random_states() -> str:
     import torch
 
@@ -110,8 +125,10 @@ def train(variant: str, folder: Path | None) -> tuple[Any, dict[str, Any]]:
     random.seed(3)
     monitor, seen = None, []
     if folder is not None:
+        from truemfu.monitor.clock import HostClock
         from truemfu.monitor.monitor import TrainingMonitor
 
+        HostClock.runs_behind = variant == "usual"  # as on a GPU
         mode = "profiler" if variant == "profiler" else "smart"
         config = {"monitoring": {"mfu_calculation_mode": mode, "peak_tflops": 1.0}}
         monitor = TrainingMonitor(folder, config, model=model, flops_profile_freq=2)
@@ -163,6 +180,7 @@ def result_of(case: dict[str, str]) -> dict[str, Any]:
     assert truemfu.__version__
     result: dict[str, Any] = {"imports": import_everything() if case["how"] == "missing" else []}
     warnings.simplefilter("ignore", truemfu.TruemfuWarning)
+    hold_numbers()
     with tempfile.TemporaryDirectory() as folder:
         for variant in VARIANTS:
             alone, _ = train(variant, None)
@@ -176,9 +194,10 @@ def result_of(case: dict[str, str]) -> dict[str, Any]:
 def main() -> None:
     """Serve cases until the input ends."""
     import torch
-    import torch._dynamo
-    import torch.profiler  # noqa: F401
 
+    for name in ("torch._dynamo", "torch.profiler", "click", "rich.live", "jinja2", "msgspec", "opacus"):
+        with contextlib.suppress(ImportError):  # what the package imports beside torch, where there is such
+            importlib.import_module(name)
     torch.set_num_threads(1)
     for line in sys.stdin:
         reading, writing = os.pipe()

@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..torch_private import table
+from ..torch_private.replacing import replaced
+from ..torch_private.table import DEFAULT_GENERATOR
 from .model_code import mentions
 
 _OWN_THREADS = "truemfu"
@@ -56,17 +57,8 @@ def own_random_draws(model: nn.Module) -> Iterator[set[str]]:
 def _own_generator() -> Iterator[None]:
     """`torch.get_rng_state`, `set_rng_state`, `manual_seed` and `fork_rng` of this thread mean another
     generator: a checkpoint sets the random state back and forth, and models seed it."""
-    home: Any = torch.random
-    process_wide = table.get(table.DEFAULT_GENERATOR)
-    if not isinstance(process_wide, torch.Generator):
-        table.miss(table.DEFAULT_GENERATOR)
+    with replaced(DEFAULT_GENERATOR, _ByThread):
         yield
-        return
-    home.default_generator = _ByThread(process_wide)
-    try:
-        yield
-    finally:
-        home.default_generator = process_wide
 
 
 class _ByThread:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,8 +15,8 @@ from typing import Any
 
 import torch
 
-from ..torch_private import table
-from ..torch_private.find import ABSENT
+from ..torch_private.replacing import replaced
+from ..torch_private.table import FLEX_CHECK
 
 _AUTOCAST_DEVICES = ("cuda", "cpu")
 
@@ -82,24 +81,18 @@ def untouched_casts() -> Iterator[None]:
 
 @contextlib.contextmanager
 def flex_attention_anywhere() -> Iterator[None]:
-    """Let flex attention take CPU tensors that need gradients: it has no kernel, and fake tensors need none."""
-    flex: Any = sys.modules.get("torch.nn.attention.flex_attention")
-    check = table.get(table.FLEX_CHECK, load=False)
-    if check is ABSENT:
-        if flex is not None:
-            table.miss(table.FLEX_CHECK)
+    """Let flex attention take CPU tensors that need gradients: fake tensors need no kernel."""
+    with replaced(FLEX_CHECK, _only_on_other_threads):
         yield
-        return
+
+
+def _only_on_other_threads(check: Any) -> Any:
     here = threading.get_ident()
 
     def check_on_other_threads(*args: Any, **kwargs: Any) -> Any:
         return None if threading.get_ident() == here else check(*args, **kwargs)
 
-    flex._validate_device = check_on_other_threads
-    try:
-        yield
-    finally:
-        flex._validate_device = check
+    return check_on_other_threads
 
 
 @contextlib.contextmanager

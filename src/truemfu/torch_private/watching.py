@@ -6,6 +6,7 @@ Each name is tried out before it is relied on: one that torch keeps without its 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -50,6 +51,7 @@ def _wrapped(tensor: torch.Tensor) -> bool:
 
 
 def _any_autocast() -> bool:
+    table.miss(table.ANY_AUTOCAST)
     return torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
 
 
@@ -238,7 +240,11 @@ version_of: Callable[[torch.Tensor], int] = _known_version or _no_version
 def graph_counters() -> Any:
     """The counters of torch.compile, once that is loaded: a mapping of mappings; else None."""
     found = table.get(table.COUNTERS, load=False)
-    return None if found is ABSENT or not hasattr(found, "get") else found
+    if hasattr(found, "get"):
+        return found
+    if "torch._dynamo.utils" in sys.modules:
+        table.miss(table.COUNTERS)
+    return None
 
 
 def default_store() -> Any:
