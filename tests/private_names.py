@@ -55,7 +55,7 @@ def without_effect(path: str, found: Any) -> Any:
     if name == "_call_impl":
         return lambda module, *args, **kwargs: None
     if isinstance(found, type):
-        bases = found.__mro__[1:-1]
+        bases = () if found.__module__.startswith("torch._C") else found.__mro__[1:-1]
         return type(found.__name__, bases, {"__init__": lambda self, *args, **kwargs: None} | _CONTEXT)
     if isinstance(found, dict):
         return {}
@@ -147,7 +147,7 @@ def train(variant: str, folder: Path | None) -> tuple[Any, dict[str, Any]]:
     rows = json.loads((folder / "training_log.json").read_text(encoding="utf-8"))
     summary = monitor.summary()
     said = [*summary["warnings"], *summary["notes"], *summary["lost"]]
-    return (seen, weights_of(model)), {"rows": rows, "said": said}
+    return (seen, weights_of(model)), {"rows": rows, "said": said, "losses": [loss for loss, _ in seen]}
 
 
 def weights_of(model: Any) -> str:

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from ..torch_private import table
-from ..torch_private.dispatch import DisableTorchDispatch, FakeTensor, FakeTensorMode
+from ..torch_private.dispatch import FakeTensor, FakeTensorMode, dispatch_guard
 
 _CONSTANTS = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout)
 _VALUE_TAGS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
@@ -27,15 +26,13 @@ class FakeResults:
     """Runs operators under one fake mode, from memory where it can."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
-        self._mode = mode
+        self._mode, self._guard = mode, dispatch_guard()
         self._plans: dict[Any, _Plan | None] = {}
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What `func(*args, **kwargs)` returns."""
         views = _views(func)
-        if views is None or DisableTorchDispatch is None:
-            if DisableTorchDispatch is None:
-                table.miss(table.DISABLE_DISPATCH)
+        if views is None or self._guard is None:
             return func(*args, **kwargs)
         key: list[Any] = [func, torch.get_default_dtype()]
         if not _describe(args, key, views) or not _describe(kwargs.values(), key, views):
@@ -55,8 +52,8 @@ class FakeResults:
 
     def _make(self, part: _Tensor, base: torch.Tensor, views: bool) -> torch.Tensor:
         shape, stride, dtype, device, offset = part
-        assert DisableTorchDispatch is not None
-        guard = DisableTorchDispatch()
+        assert self._guard is not None
+        guard = self._guard()
         try:
             if views:
                 bare = torch.empty(0, dtype=dtype, device="meta")

@@ -7,6 +7,7 @@ missing.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -74,9 +75,6 @@ next_sequence_nr: Callable[[], int] = _or(table.SEQUENCE_NUMBER, _refusing(table
 """The number the next autograd node of this thread will get."""
 top_saved_tensors_hooks: Callable[[bool], Any] | None = _or(table.TOP_HOOKS, None)
 """The innermost hooks on saved tensors, or None; itself None where torch does not tell."""
-DisableTorchDispatch: Callable[[], Any] | None = _or(table.DISABLE_DISPATCH, None)
-"""While the object it makes exists, no mode sees what runs."""
-
 if TYPE_CHECKING:
     from torch._ops import OpOverload
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -90,10 +88,37 @@ else:
     disable_modes = _or(table.DISABLE_MODES, _as_it_is)
 
 __all__ = [
-    "DisableTorchDispatch", "FakeTensor", "FakeTensorMode", "OpOverload", "TorchDispatchMode", "check_counts",
+    "FakeTensor", "FakeTensorMode", "OpOverload", "TorchDispatchMode", "check_counts",
     "check_fake_tensors", "current_autograd_node", "current_graph_task_id", "disable_modes",
     "next_sequence_nr", "top_saved_tensors_hooks",
 ]  # fmt: skip
+
+
+@functools.cache
+def dispatch_guard() -> Callable[[], Any] | None:
+    """While the object it makes exists, no mode sees what runs; None where torch has no such thing.
+
+    It is tried out: a mode that sees its own work again would never end.
+    """
+    guard = table.get(table.DISABLE_DISPATCH)
+    if guard is not ABSENT:
+        seen: list[Any] = []
+
+        class Seeing(TorchDispatchMode):
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                seen.append(func)
+                return func(*args, **(kwargs or {}))
+
+        with disable_modes(), Seeing():  # type: ignore[no-untyped-call]
+            held = guard()
+            torch.empty(0, device="meta")
+            del held
+            unseen = not seen
+            torch.empty(0, device="meta")
+        if unseen and seen:
+            return guard  # type: ignore[no-any-return]
+    table.miss(table.DISABLE_DISPATCH)
+    return None
 
 
 def flex_attention_operators() -> list[Any]:
