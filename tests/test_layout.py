@@ -16,6 +16,7 @@ STATIONS = (
     ("errors",),
     ("torch_versions",),
     ("convention",),
+    ("torch_private",),
     ("records",),
     ("hardware", "flops"),
     ("utilization", "waterfall", "crosscheck"),

@@ -470,10 +470,10 @@ def test_time_is_up_after_a_few_seconds(run: Run) -> None:
     run.monitor._usual._until_s = time.perf_counter()
     run.step()
     assert run.usual == 2
-    assert attachment._CALL not in run.model.__dict__
+    assert attachment.CALL not in run.model.__dict__
     run.step()  # looked at: ends one piece and opens the next
     assert run.usual == 0
-    assert attachment._CALL in run.model.__dict__
+    assert attachment.CALL in run.model.__dict__
     run.step()
     assert run.usual == 1
     run.check()

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_leaves
 
+from ..torch_private.dispatch import FakeTensor
+from ..torch_private.trees import tree_leaves
 from .host_copy import on_host
 
 CUMULATIVE = ("cu_seqlens", "cu_seq_lens", "cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens_q", "cu_seqlens_k")

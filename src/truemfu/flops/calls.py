@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten
 
+from ..torch_private.dispatch import FakeTensor
+from ..torch_private.trees import tree_flatten
 from .tally import Tally
 from .values import attach, value_of
 

@@ -16,9 +16,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_flatten
 
 from ..convention import Convention
 from ..errors import (
@@ -29,6 +26,8 @@ from ..errors import (
     one_line,
     warn_once,
 )
+from ..torch_private.dispatch import FakeTensorMode, check_counts, check_fake_tensors, disable_modes
+from ..torch_private.trees import tree_flatten
 from ..torch_versions import warn_if_untested
 from .batch import documents_of
 from .calls import Calls, follow_modules, following_modules
@@ -38,6 +37,7 @@ from .interruption import TimeIsUp, supervision, was_interrupted
 from .likeness import FakeLikeness, real_copy
 from .loss import loss_of
 from .random_states import own_random_draws
+from .self_check import check_known_model
 from .shadow import Maker, Shadow, has_values
 from .surroundings import flex_attention_anywhere, quiet_fake_tensors, uncompiled, untouched_casts
 from .tally import Tally
@@ -83,6 +83,8 @@ def count_step(
     """
     if not callable(fn):
         raise UsageError(f"count_step takes a callable and its arguments; got {type(fn).__name__}")
+    check_counts()
+    check_known_model()
     tally = Tally(convention)
     single_thread = torch.autograd.set_multithreading_enabled(False)  # autograd numbers its nodes by thread
     with single_thread, uncompiled(), following_modules(tally), Calls(tally), tally:
@@ -135,6 +137,8 @@ def run_counted(
     check_options(convention, backward, loss_fn)
     args, kwargs = check_call(model, batch)
     warn_if_untested()
+    check_counts()
+    check_known_model()
     step = _Step(model, args, kwargs, convention, backward, loss_fn, documents_of(batch), place)
     try:
         tally, following = step.run_fake()
@@ -202,6 +206,7 @@ class _Step:
         return estimated.hardware_flops / cpu_flops_per_s() > supervised.left_s
 
     def run_fake(self) -> tuple[Tally, Following]:
+        check_fake_tensors()
         fake_mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
         following = Following(fake_mode)
         tally = Tally(self.convention, documents=self.documents, following=following)
@@ -219,7 +224,7 @@ class _Step:
     @torch.inference_mode(False)
     def _run(self, make: Maker, tally: Tally, fake_mode: contextlib.AbstractContextManager[Any]) -> None:
         try:
-            with _disable_current_modes():  # a mode around the count must not see it
+            with disable_modes():  # a mode around the count must not see it
                 self._run_alone(make, tally, fake_mode)
         finally:
             for parameter, grad in tally.strangers.values():
@@ -261,7 +266,7 @@ def cpu_flops_per_s() -> float:
     """The pace at which this processor multiplies small matrices: what a model's layers reach at best."""
     matrix = torch.ones(_PACE_EDGE, _PACE_EDGE, device="cpu", dtype=torch.float32)
     seconds = []
-    with _disable_current_modes(), torch.no_grad():
+    with disable_modes(), torch.no_grad():
         for _ in range(4):  # the first one starts threads
             began_s = time.perf_counter()
             torch.mm(matrix, matrix)

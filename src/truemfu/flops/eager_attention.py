@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
+from ..torch_private.dispatch import FakeTensor, disable_modes
 from .host_copy import on_host
 from .values import Value, value_of
 
@@ -93,7 +93,7 @@ def readable(tensor: Any) -> Value | None:
         return None
     if (value := value_of(tensor)) is not None:
         return value
-    if isinstance(tensor, torch._subclasses.fake_tensor.FakeTensor) or tensor.is_meta:
+    if isinstance(tensor, FakeTensor) or tensor.is_meta:
         return None
     return Value(lambda: on_host(tensor))
 
@@ -229,6 +229,6 @@ def _lowest(fill: Any) -> bool:
         known = readable(fill) if fill.numel() == 1 else None
         if known is None:
             return False
-        with _disable_current_modes():
+        with disable_modes():
             fill = known.tensor().max().item()
     return bool(fill <= MASKED_SCORE)

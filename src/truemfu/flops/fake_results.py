@@ -12,7 +12,8 @@ import functools
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from ..torch_private.dispatch import FakeTensor, FakeTensorMode, dispatch_guard
 
 _CONSTANTS = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout)
 _VALUE_TAGS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
@@ -25,13 +26,13 @@ class FakeResults:
     """Runs operators under one fake mode, from memory where it can."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
-        self._mode = mode
+        self._mode, self._guard = mode, dispatch_guard()
         self._plans: dict[Any, _Plan | None] = {}
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What `func(*args, **kwargs)` returns."""
         views = _views(func)
-        if views is None:
+        if views is None or self._guard is None:
             return func(*args, **kwargs)
         key: list[Any] = [func, torch.get_default_dtype()]
         if not _describe(args, key, views) or not _describe(kwargs.values(), key, views):
@@ -51,7 +52,8 @@ class FakeResults:
 
     def _make(self, part: _Tensor, base: torch.Tensor, views: bool) -> torch.Tensor:
         shape, stride, dtype, device, offset = part
-        guard = torch._C._DisableTorchDispatch()
+        assert self._guard is not None
+        guard = self._guard()
         try:
             if views:
                 bare = torch.empty(0, dtype=dtype, device="meta")
@@ -130,10 +132,15 @@ def _is_dense(tensor: FakeTensor) -> bool:
 
 def _shares(part: FakeTensor, args: tuple[Any, ...], parts: list[Any]) -> tuple[bool, bool]:
     """Whether a result shares memory with the first argument, and with anything else."""
-    memory = part.untyped_storage()._cdata
+    memory = _memory(part)
     others = [*_tensors(args[1:]), *(other for other in _tensors(parts) if other is not part)]
-    first = any(tensor.untyped_storage()._cdata == memory for tensor in _tensors(args[:1]))
-    return first, any(tensor.untyped_storage()._cdata == memory for tensor in others)
+    first = any(_memory(tensor) == memory for tensor in _tensors(args[:1]))
+    return first, any(_memory(tensor) == memory for tensor in others)
+
+
+def _memory(tensor: torch.Tensor) -> int | None:
+    """What tells one storage from another; without it all are taken for one, and nothing is remembered."""
+    return getattr(tensor.untyped_storage(), "_cdata", None)
 
 
 def _tensors(arguments: Any) -> list[torch.Tensor]:

@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import ModelError
+from ..torch_private import table
+from ..torch_private.dispatch import FakeTensor, FakeTensorMode
+from ..torch_private.find import ABSENT
 from .batch import is_readable
 from .host_copy import host_copy, place_of
 from .values import Value, attach
@@ -47,16 +48,26 @@ def stand_in(tensor: torch.Tensor, dtype: torch.dtype, place: torch.device | Non
     sharded = _is_sharded(tensor)
     if not sharded and (not _is_plain(tensor) or nn.parameter.is_lazy(tensor) or _has_small_value(tensor)):
         return tensor
-    made: torch.Tensor = torch.Tensor._make_wrapper_subclass(
-        StandIn,
-        tensor.shape,
-        strides=None if sharded else tensor.stride(),
-        dtype=dtype,
-        device=place or place_of(tensor),
-        requires_grad=tensor.requires_grad,
-    )
-    made._truemfu_of = getattr(tensor, "_truemfu_of", None) or weakref.ref(tensor)  # type: ignore[attr-defined]
+    made = _bare(tensor.shape, None if sharded else tensor.stride(), dtype, place or place_of(tensor))
+    made.requires_grad_(tensor.requires_grad)
+    made._truemfu_of = getattr(tensor, "_truemfu_of", None) or weakref.ref(tensor)
     return made
+
+
+def _bare(
+    shape: torch.Size, stride: tuple[int, ...] | None, dtype: torch.dtype, place: torch.device
+) -> StandIn:
+    """A stand-in of this look; where torch cannot make one without memory, on the meta device."""
+    make = table.get(table.WRAPPER_SUBCLASS)
+    made = None if make is ABSENT else make(StandIn, shape, strides=stride, dtype=dtype, device=place)
+    if isinstance(made, StandIn) and made.device == place:
+        return made
+    table.miss(table.WRAPPER_SUBCLASS)
+    if stride is None:
+        stride = torch.empty(shape, device="meta").stride()
+    meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta").as_subclass(StandIn)
+    meta._truemfu_place = place  # type: ignore[attr-defined]
+    return meta
 
 
 def live(tensor: torch.Tensor) -> torch.Tensor:
@@ -125,7 +136,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
         tensor.layout is torch.strided
         and (
             kind in _COMMON
-            or (isinstance(tensor, (nn.Parameter, FakeTensor)) and not is_traceable_wrapper_subclass(tensor))
+            or (isinstance(tensor, (nn.Parameter, FakeTensor)) and not hasattr(tensor, "__tensor_flatten__"))
         )
         and (kind in _COMMON or not hasattr(tensor, "_spec"))
     )

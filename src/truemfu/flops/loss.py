@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten
 
 from ..errors import ModelError, one_line
+from ..torch_private.trees import check_leaves, tree_flatten
 
 
 def loss_of(output: Any, loss_fn: Callable[[Any], torch.Tensor] | None) -> torch.Tensor:
@@ -42,7 +42,9 @@ def _sum_of_outputs(output: Any) -> torch.Tensor:
         output = [getattr(output, field.name) for field in dataclasses.fields(output)]
     elif not isinstance(output, (torch.Tensor, tuple, list, dict)) and hasattr(output, "__dict__"):
         output = list(vars(output).values())
-    tensors = [t for t in tree_flatten(output)[0] if isinstance(t, torch.Tensor)]
+    leaves = tree_flatten(output)[0]
+    check_leaves(leaves)
+    tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
     if not tensors:
         raise ModelError(
             f"the model returned {kind} without a tensor in it: a training step needs an "

@@ -12,9 +12,9 @@ from math import prod
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ..convention import Convention
+from ..torch_private.dispatch import disable_modes
 from .pairs import FULL, Band, band_of_mask, document_ids
 from .values import Value
 
@@ -52,7 +52,7 @@ class PairCounter:
             return prod(shape), prod(shape)
         if any(mask is None for mask in masks):
             self.notes[UNREAD] = None
-        with _disable_current_modes(), torch.no_grad():
+        with disable_modes(), torch.no_grad():
             allowed = _intersection([m.tensor() for m in masks if m is not None], shape)
             return self._count(shape, allowed, band, self.windows.get(module))
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten
 
 from ..errors import UsageError, one_line
+from ..torch_private.trees import tree_flatten
 from .attention import AttentionWork
 from .formulas import MATRIX_WORK_WITHOUT_FORMULA, RecurrentWork
 

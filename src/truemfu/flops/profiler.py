@@ -19,12 +19,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch.autograd import profiler as torch_profiler
-from torch.profiler.profiler import PROFILER_STEP_NAME
 
 from ..convention import Convention
 from ..errors import UsageError
+from ..torch_private.profiling import after_failed_start, is_profiler_in_use
 from .flop_count import FlopCount
 from .recording import read_recording
 
@@ -49,7 +48,7 @@ class StepProfiler:
         began_s = time.perf_counter()
         if self._profile is not None:
             raise UsageError("this StepProfiler is recording already: call stop() before the next start()")
-        if _is_in_use():
+        if is_profiler_in_use():
             raise UsageError(
                 "another torch.profiler is set up or recording in this process, and two at once cannot: "
                 "measure a step outside of its `with` block"
@@ -58,7 +57,7 @@ class StepProfiler:
         try:
             profile.__enter__()
         except RuntimeError as error:
-            torch_profiler._run_on_profiler_stop()
+            after_failed_start()
             raise UsageError(f"torch.profiler cannot record here: {error}") from error
         self._profile, self._thread = profile, threading.get_ident()
         self._start_s = time.perf_counter() - began_s
@@ -77,21 +76,6 @@ class StepProfiler:
             raise UsageError(f"the recording was ended by somebody else: {error}") from error
         cost_s = self._start_s + time.perf_counter() - began_s
         return StepProfile(profile.kineto_results, self._convention, cost_s)
-
-
-def _is_in_use() -> bool:
-    """Whether a profiler of somebody else records, or may be warming up.
-
-    A torch.profiler with a schedule prepares its recording a step before. Ours in between would undo that,
-    and then the process crashes in torch when theirs ends. All that tells of one is the count of steps it
-    registers when it is made and drops when its `with` block ends.
-    """
-    scheduled = torch_profiler.KinetoStepTracker._step_dict
-    return (
-        PROFILER_STEP_NAME in scheduled
-        or torch_profiler._is_profiler_enabled
-        or torch._C._autograd._profiler_enabled()
-    )
 
 
 class StepProfile:

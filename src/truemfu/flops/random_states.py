@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..torch_private.replacing import replaced
+from ..torch_private.table import DEFAULT_GENERATOR
 from .model_code import mentions
 
 _OWN_THREADS = "truemfu"
@@ -55,16 +57,8 @@ def own_random_draws(model: nn.Module) -> Iterator[set[str]]:
 def _own_generator() -> Iterator[None]:
     """`torch.get_rng_state`, `set_rng_state`, `manual_seed` and `fork_rng` of this thread mean another
     generator: a checkpoint sets the random state back and forth, and models seed it."""
-    home: Any = torch.random
-    process_wide = getattr(home, "default_generator", None)
-    if process_wide is None:
+    with replaced(DEFAULT_GENERATOR, _ByThread):
         yield
-        return
-    home.default_generator = _ByThread(process_wide)
-    try:
-        yield
-    finally:
-        home.default_generator = process_wide
 
 
 class _ByThread:

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from ..torch_private.profiling import is_made_of_others, schemas_of
+
 
 def is_tensor(recorded: Any) -> bool:
     """Whether a recorded argument stands for a tensor."""
@@ -44,7 +46,7 @@ def stand_in(recorded: Any) -> Any:
 
 @lru_cache(maxsize=1024)
 def _schemas(name: str) -> tuple[Any, ...]:
-    return tuple(torch._C._jit_get_schemas_for_operator(name))
+    return schemas_of(name)
 
 
 @lru_cache(maxsize=4096)
@@ -56,7 +58,7 @@ def is_composite(name: str, arguments: int) -> bool:
 
 def _is_composite(overload: str) -> bool:
     try:
-        return bool(torch._C._dispatch_has_kernel_for_dispatch_key(overload, "CompositeImplicitAutograd"))
+        return is_made_of_others(overload)
     except RuntimeError:  # an operator of TorchScript alone
         return False
 

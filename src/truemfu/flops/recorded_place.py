@@ -10,15 +10,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 NODE = "autograd::engine::evaluate_function: "
 """How the evaluation of a node of the autograd graph is named."""
 
 COMPILING = "(dynamo_timed)"
 """In the name of whatever the compiler does."""
 
-_FUNCTION = torch._C._profiler.RecordScope.FUNCTION
+_FUNCTION = "FUNCTION"
+"""The scope of an operator, by its name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +38,8 @@ class Place:
 
 def is_call(event: Any) -> bool:
     """Whether an event is an operator or a function with its own gradient: no label, no autograd node."""
-    return bool(getattr(event.extra_fields, "scope", None) == _FUNCTION)
+    scope = getattr(event.extra_fields, "scope", None)
+    return getattr(scope, "name", None) == _FUNCTION
 
 
 def place_of_node(event: Any) -> Place:

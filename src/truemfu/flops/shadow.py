@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 from ..errors import ModelError
+from ..torch_private.trees import tree_map
 from .batch import is_readable
 from .interruption import supervision
 from .registry import module_formula
@@ -339,6 +340,6 @@ def _cast_inputs(dtype: torch.dtype) -> Callable[..., Any]:
         def one(x: Any) -> Any:
             return x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
 
-        return torch.utils._pytree.tree_map(one, args), torch.utils._pytree.tree_map(one, kwargs)
+        return tree_map(one, args), tree_map(one, kwargs)
 
     return cast

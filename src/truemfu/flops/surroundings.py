@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from ..torch_private.replacing import replaced
+from ..torch_private.table import FLEX_CHECK
 
 _AUTOCAST_DEVICES = ("cuda", "cpu")
 
@@ -79,22 +81,18 @@ def untouched_casts() -> Iterator[None]:
 
 @contextlib.contextmanager
 def flex_attention_anywhere() -> Iterator[None]:
-    """Let flex attention take CPU tensors that need gradients: fake ones need no kernel for that."""
-    flex: Any = sys.modules.get("torch.nn.attention.flex_attention")
-    check = getattr(flex, "_validate_device", None)
-    if check is None:
+    """Let flex attention take CPU tensors that need gradients: fake tensors need no kernel."""
+    with replaced(FLEX_CHECK, _only_on_other_threads):
         yield
-        return
+
+
+def _only_on_other_threads(check: Any) -> Any:
     here = threading.get_ident()
 
     def check_on_other_threads(*args: Any, **kwargs: Any) -> Any:
         return None if threading.get_ident() == here else check(*args, **kwargs)
 
-    flex._validate_device = check_on_other_threads
-    try:
-        yield
-    finally:
-        flex._validate_device = check
+    return check_on_other_threads
 
 
 @contextlib.contextmanager

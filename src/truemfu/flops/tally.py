@@ -9,6 +9,8 @@ more than autograd needs; the surplus is recomputation too.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import sys
 from bisect import bisect_right
@@ -22,12 +24,21 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch._ops import HigherOrderOperator, OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import checkpoint
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ..convention import Convention
+from ..torch_private import table
+from ..torch_private.dispatch import (
+    FakeTensor,
+    OpOverload,
+    TorchDispatchMode,
+    current_autograd_node,
+    current_graph_task_id,
+    disable_modes,
+    flex_attention_operators,
+    next_sequence_nr,
+    top_saved_tensors_hooks,
+)
 from . import attention as attention_kernels
 from .attention import AttentionWork
 from .dtype_names import dtype_name
@@ -49,21 +60,15 @@ _PRODUCTS = frozenset(f"aten::{n}" for n in "mm addmm _addmm_activation bmm badd
 _SAME_DTYPE = _PRODUCTS | frozenset(f"aten::{n}" for n in "mv addmv dot".split())
 
 
-def _next_sequence_nr() -> int:
-    """The number the next autograd node of this thread will get."""
-    return torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
-
-
-_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # new in torch 2.7
-
-
 def _checkpoint_is_running() -> bool:
     """Whether `torch.utils.checkpoint` is running a stretch again: it does so to unpack a tensor it saved.
 
     Meanwhile there are hooks on the tensors saved, its own or, on top of them, those of a checkpoint inside
     the stretch; so most operators need no look at their callers.
     """
-    if _top_hooks is not None and _top_hooks(True) is None:
+    if top_saved_tensors_hooks is None:
+        table.miss(table.TOP_HOOKS)
+    elif top_saved_tensors_hooks(True) is None:
         return False
     frame: FrameType | None = sys._getframe()
     while frame is not None:
@@ -101,7 +106,7 @@ class Entry:
         self.shape: tuple[int, int, int] | None = None
         self.is_attention = False
         self.blocked: int | None = None
-        self.sequence = _next_sequence_nr() - 1 if torch.is_grad_enabled() else None
+        self.sequence = next_sequence_nr() - 1 if torch.is_grad_enabled() else None
 
 
 class Tally(TorchDispatchMode):
@@ -168,7 +173,7 @@ class Tally(TorchDispatchMode):
         self._mark(self._paths[-1])
 
     def _mark(self, path: str) -> None:
-        self._starts.append(_next_sequence_nr())
+        self._starts.append(next_sequence_nr())
         self._start_paths.append(path)
 
     @contextmanager
@@ -192,12 +197,7 @@ class Tally(TorchDispatchMode):
         kwargs = kwargs or {}
         self.operators += 1
         self._note_strangers(args)
-        if isinstance(func, HigherOrderOperator):
-            name = f"higher_order::{func.name()}"
-        elif isinstance(func, OpOverload):
-            name = func.overloadpacket._qualified_op_name
-        else:
-            name = str(func)
+        name = _name(func)
         stand_in = STAND_INS.get(name) if self._following is not None else None
         if stand_in is not None:
             out = stand_in(*args, **kwargs)
@@ -213,7 +213,7 @@ class Tally(TorchDispatchMode):
         if (
             self._eager is not None
             and isinstance(func, OpOverload)
-            and self._phase(torch._C._current_autograd_node()) != "backward"
+            and self._phase(current_autograd_node()) != "backward"
         ):
             self._eager.see(func.overloadpacket, args, out, entry)
         return out
@@ -250,7 +250,7 @@ class Tally(TorchDispatchMode):
         node. Otherwise gradients are enabled there by other ways of recomputing, or as the pass is to be
         differentiated itself (`create_graph`), which `final_backward` rules out.
         """
-        if torch._C._current_graph_task_id() == -1:
+        if current_graph_task_id() == -1:
             return "forward"
         if _checkpoint_is_running() or (node is not None and "Checkpoint" in node.name()):
             return "recompute"
@@ -283,7 +283,7 @@ class Tally(TorchDispatchMode):
             left, right = factors(name, args)[:2]
             if left.dtype is not right.dtype:  # fake tensors let pass what a real product refuses
                 raise RuntimeError(f"{name} of {left.dtype} and {right.dtype}: a product needs one dtype")
-        node = torch._C._current_autograd_node()
+        node = current_autograd_node()
         phase = self._phase(node)
         module = self._module_of(node) if phase == "backward" and node is not None else self._paths[-1]
         needed, executed = self._flops(work, module, node if phase == "backward" else None)
@@ -319,7 +319,7 @@ class Tally(TorchDispatchMode):
             elif module in self._true_dims:  # run again by a checkpoint, where only the kernel is seen
                 work = _with_head_dims(work, *self._true_dims[module])
             if torch.is_grad_enabled():
-                self._forward_work[_next_sequence_nr() - 1] = work
+                self._forward_work[next_sequence_nr() - 1] = work
             needed, executed = self._pairs(work, module)
             per_pair = work.forward_flops(1) // work.heads
             return per_pair * needed, per_pair * executed
@@ -358,7 +358,7 @@ class Tally(TorchDispatchMode):
         """A flex-attention mask, worked out on real indices or on fake ones whose values are known."""
         indices = partial(torch.arange, device=device)
         if self._following is None:
-            with _disable_current_modes():
+            with disable_modes():
                 allowed = mask_of_function(function, shape, indices)
         else:
             with FollowingMode(self._following):
@@ -410,6 +410,14 @@ class Tally(TorchDispatchMode):
         )
 
 
+@functools.cache
+def _name(func: Any) -> str:
+    """An operator's name without its overload: `aten::mm`; one that holds functions is `higher_order::`."""
+    if isinstance(func, OpOverload):
+        return str(func.name()).partition(".")[0]
+    return f"higher_order::{func.name()}" if hasattr(func, "name") else str(func)
+
+
 def _draws(func: Any) -> bool:
     return isinstance(func, OpOverload) and torch.Tag.nondeterministic_seeded in func.tags
 
@@ -450,21 +458,21 @@ def _lengths(cumulative: torch.Tensor) -> list[int]:
     value = readable(cumulative)
     if value is None:
         raise RuntimeError("cumulative lengths of packed sequences are not known")
-    with _disable_current_modes():
+    with disable_modes():
         ends = [int(n) for n in value.tensor().tolist()]
     return [b - a for a, b in itertools.pairwise(ends)]
 
 
 def _count_flex_attention() -> None:
     """In versions of torch in which an operator that holds functions wants a rule for each kind of mode."""
-    from torch._higher_order_ops.flex_attention import flex_attention, flex_attention_backward
 
-    def rule(operator: HigherOrderOperator) -> Callable[..., Any]:
+    def rule(operator: Any) -> Callable[..., Any]:
         return lambda mode, *args, **kwargs: mode.__torch_dispatch__(operator, (), args, kwargs)
 
-    for operator in (flex_attention, flex_attention_backward):
+    for operator in flex_attention_operators():
         operator.py_impl(Tally)(rule(operator))
 
 
 if not hasattr(TorchDispatchMode, "supports_higher_order_operators"):
-    _count_flex_attention()
+    with contextlib.suppress(Exception):  # without a rule, the operator itself says so when it is counted
+        _count_flex_attention()

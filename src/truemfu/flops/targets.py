@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from ..convention import Convention
 from ..errors import ModelError, UsageError, closest, one_line
+from ..torch_private.trees import tree_map_only
 from .count import count_flops
 from .example_batch import example_batch
 from .flop_count import FlopCount
@@ -193,7 +194,7 @@ def _import_from_here(name: str) -> Any:
 
 
 def _to_dtype(value: Any, dtype: torch.dtype) -> Any:
-    return torch.utils._pytree.tree_map_only(
+    return tree_map_only(
         Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value
     )
 

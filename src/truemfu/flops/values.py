@@ -18,10 +18,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from ..torch_private.dispatch import FakeTensor, FakeTensorMode, OpOverload, TorchDispatchMode, disable_modes
+from ..torch_private.trees import tree_flatten, tree_map_only, tree_unflatten
 from .fake_results import FakeResults
 from .host_copy import on_host
 
@@ -63,7 +62,7 @@ class Value:
     def tensor(self) -> torch.Tensor:
         if self._tensor is None:
             assert self._compute is not None
-            with _disable_current_modes(), torch.no_grad():
+            with disable_modes(), torch.no_grad():
                 self._tensor = self._compute()
             self._compute = None
         return self._tensor
@@ -155,7 +154,7 @@ def _check_rows(weight: torch.Tensor, ids: torch.Tensor) -> None:
     value = value_of(ids)
     if value is None or value.assumed or ids.device.type != "cpu" or not ids.numel():
         return
-    with _disable_current_modes():
+    with disable_modes():
         lowest, highest = value.tensor().aminmax()
         if int(lowest) < 0 or int(highest) >= weight.shape[0]:
             raise IndexError(
@@ -235,9 +234,9 @@ class Following:
             return self._dynamic(func, args, kwargs)
         if func in _TRUTH:
             real_args, real_kwargs = self._real((args, kwargs))
-            with _disable_current_modes():
+            with disable_modes():
                 return func(*real_args, **real_kwargs)
-        with _disable_current_modes():
+        with disable_modes():
             return self._ask(args[0]).item()
 
     def _ask(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -270,14 +269,14 @@ class Following:
         if func is aten.masked_select.default:
             shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
             asked = self._ask(args[1])
-            with _disable_current_modes():
+            with disable_modes():
                 places = asked.expand(shape).nonzero().unbind(1)
             picked = [self._fake(place, device, None) for place in places]
             source = self.run(aten.expand.default, (args[0], shape), {})
             return self.run(aten.index.Tensor, (source, picked), {})
         real_args, real_kwargs = self._real(args), self._real(kwargs)
         assumed = next((v.assumed for t in tensors if (v := value_of(t)) and v.assumed), None)
-        with _disable_current_modes(), torch.no_grad():
+        with disable_modes(), torch.no_grad():
             out = func(*real_args, **real_kwargs)
         return tree_map_only(torch.Tensor, lambda t: self._fake(t, device, assumed), out)
 
@@ -295,7 +294,7 @@ class Following:
         return (tensor, flat, *args[2:])
 
     def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        schema = func._schema if isinstance(func, torch._ops.OpOverload) else None
+        schema = func._schema if isinstance(func, OpOverload) else None
         is_write = schema is not None and schema.is_mutable  # which may return nothing
         if not is_write and not isinstance(out, (torch.Tensor, tuple, list)):
             return
@@ -416,7 +415,7 @@ class Following:
         for position, value in zip(positions, values, strict=True):
             real[position] = value.tensor() if isinstance(value, Value) else value
         real_args, real_kwargs = tree_unflatten(real, spec)
-        with _disable_current_modes(), torch.no_grad():
+        with disable_modes(), torch.no_grad():
             func(*real_args, **real_kwargs)
 
     def _assume_ranking(self, func: Any, args: tuple[Any, ...], out: Any) -> None:

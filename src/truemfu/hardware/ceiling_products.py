@@ -30,6 +30,8 @@ def product_of(device: torch.device, dtype: str, shape: Shape) -> Product:
     """
     import torch
 
+    from ..torch_private import table
+
     if device.type == "cpu" and dtype in ("tf32", "fp8", "int8"):
         raise NotImplementedError(f"torch has no fast {dtype} product on a CPU")
     if dtype == "fp4":
@@ -41,12 +43,14 @@ def product_of(device: torch.device, dtype: str, shape: Shape) -> Product:
     if dtype == "fp8":
         one = torch.ones((), device=device)
         a8, b8 = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t()
-        return lambda: torch._scaled_mm(
+        scaled_mm = _product(table.SCALED_MM)
+        return lambda: scaled_mm(
             a8, b8, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True
         )
     if dtype == "int8":
         ai, bi = (x.mul(40).clamp(-127, 127).to(torch.int8) for x in (a, b))
-        return lambda: torch._int_mm(ai, bi.t())
+        int_mm = _product(table.INT_MM)
+        return lambda: int_mm(ai, bi.t())
     kind = {
         "fp64": torch.float64,
         "fp32": torch.float32,
@@ -57,6 +61,17 @@ def product_of(device: torch.device, dtype: str, shape: Shape) -> Product:
     left, right = a.to(kind), b.to(kind).t()
     out = torch.empty(m, n, device=device, dtype=kind)
     return lambda: torch.mm(left, right, out=out)
+
+
+def _product(path: str) -> Callable[..., object]:
+    """A product that torch has under a private name."""
+    from ..torch_private import table
+    from ..torch_private.find import ABSENT
+
+    found = table.get(path)
+    if found is ABSENT:
+        raise NotImplementedError(table.reason(path))
+    return found  # type: ignore[no-any-return]
 
 
 @contextmanager

@@ -17,10 +17,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.module import _global_forward_pre_hooks
 
 from ..flops.shadow import is_compiled_wrapper, unwrap
-from .observe import Batch, backward_number, functorch_level, is_any_autocast, is_grad_enabled
+from ..torch_private.watching import (
+    CALL,
+    backward_number,
+    can_replace_call,
+    compiled_call,
+    functorch_level,
+    is_any_autocast,
+)
+from .observe import Batch, is_grad_enabled
 
 _is_traced = torch.compiler.is_dynamo_compiling
 """Which dynamo takes for true; outside of it this asks nothing of torch."""
@@ -28,8 +35,6 @@ _is_compiling = torch.compiler.is_compiling
 Keep = Callable[[tuple[float, tuple[Any, ...], dict[str, Any]]], None]
 """Takes a micro-batch as it came, and when."""
 _now_s = time.perf_counter
-_CALL = "_compiled_call_impl"
-"""Where a module keeps what is to be called instead of its own `_call_impl`."""
 
 
 class _BatchHook:
@@ -120,18 +125,18 @@ class Attachment:
         if not wanted:
             self._leave(model)
             self._watch(model, first=True)
-        elif model.__dict__.get(_CALL) is not self._watching:
+        elif compiled_call(model) is not self._watching:
             return  # it was compiled meanwhile
         elif self._compiled is not None or (
             _can_be_watched_from_outside(model) and not self.batch_hook.is_shared
         ):
             self._leave(model)
-            model.__dict__[_CALL] = self._keeping
+            model.__dict__[CALL] = self._keeping
             self._is_keeping = True
 
     def _watch(self, model: nn.Module, *, first: bool = False) -> None:
         """Tell of each batch, by a hook behind those there are, or before them."""
-        compiled = model.__dict__.get(_CALL)
+        compiled = compiled_call(model)
         if compiled is not self._compiled:
             self._compiled, self._watching = compiled, None
             self._keeping = _keeping(model, self.batch_hook, self._keep, self._autocast)
@@ -139,7 +144,7 @@ class Attachment:
                 self._keeping = _keeping_compiled(compiled, self.batch_hook, self._keep, self._autocast)
                 self._watching = _watching(compiled, self.batch_hook)
         if compiled is not None:
-            model.__dict__[_CALL] = self._watching
+            model.__dict__[CALL] = self._watching
         else:
             self._handle = model.register_forward_pre_hook(self.batch_hook, with_kwargs=True, prepend=first)
 
@@ -149,11 +154,11 @@ class Attachment:
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
-        call = model.__dict__.get(_CALL)
+        call = compiled_call(model)
         if call is not None and call in (self._keeping, self._watching):
-            del model.__dict__[_CALL]
+            del model.__dict__[CALL]
             if self._compiled is not None:
-                model.__dict__[_CALL] = self._compiled
+                model.__dict__[CALL] = self._compiled
 
     def remove(self) -> None:
         """Leave the model as it was."""
@@ -168,7 +173,7 @@ def _keeping(model: nn.Module, hook: _BatchHook, keep: Keep, autocast: list[bool
     In a launch-bound run each call of a function costs a microsecond or more, so this calls as few as it can.
     What is not simply a forward pass like the last goes to the hook at once.
     """
-    call: Any = type(model)._call_impl
+    call: Any = getattr(type(model), "_call_impl", None)  # where there is none, this is not used
     known = weakref.ref(model)
 
     def keeping(*args: Any, **kwargs: Any) -> Any:
@@ -223,7 +228,7 @@ def _can_be_watched_from_outside(model: nn.Module) -> bool:
         of_torch = (nn.Module.__call__, nn.Module.__getstate__, object.__reduce__, object.__reduce_ex__)
         if own != of_torch or hasattr(kind, "__deepcopy__") or hasattr(kind, "__copy__"):
             return False
-    return len(model._forward_pre_hooks) == 1 and not _global_forward_pre_hooks
+    return len(model._forward_pre_hooks) == 1 and can_replace_call()
 
 
 def _positional_names(model: nn.Module) -> tuple[str, ...] | None:

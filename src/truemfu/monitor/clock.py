@@ -30,6 +30,8 @@ from typing import NamedTuple
 import torch
 
 from ..hardware.cycle_stamps import CUDA_DRIVER
+from ..torch_private import table
+from ..torch_private.watching import current_stream_data
 
 _CAPTURE_MODE_RELAXED = 2
 _EVENT_EVERY_S = 10.0
@@ -226,10 +228,13 @@ class CudaClock:
     def _recorded(self) -> torch.cuda.Event:
         event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
         last = self._stream_data
-        if self._stream is None or last is None or torch._C._cuda_getCurrentStream(last[1]) != last:
+        if current_stream_data is None:
+            table.miss(table.CURRENT_STREAM)
+            self._stream = torch.cuda.current_stream(self._device)
+        elif self._stream is None or last is None or current_stream_data(last[1]) != last:
             # Making an object for the stream each time would cost more than the mark.
             self._stream = torch.cuda.current_stream(self._device)
-            self._stream_data = torch._C._cuda_getCurrentStream(self._stream.device_index)
+            self._stream_data = current_stream_data(self._stream.device_index)
         event.record(self._stream)
         return event
 

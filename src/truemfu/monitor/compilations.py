@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from typing import Any
+
+from ..torch_private.watching import graph_counters as private_counters
 
 _graph_counters: Mapping[str, Mapping[str, int]] | None = None
 
@@ -13,7 +14,7 @@ def graph_counters() -> Any:
     """torch's own counters, where it has them by now: a mapping of mappings."""
     global _graph_counters
     if _graph_counters is None:
-        _graph_counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
+        _graph_counters = private_counters()
     return _graph_counters
 
 

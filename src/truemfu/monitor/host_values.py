@@ -32,6 +32,7 @@ import torch
 
 from ..errors import one_line
 from ..flops.host_copy import HostCopy
+from ..torch_private.watching import tells_versions, version_of
 
 _LONGEST_WAIT_S = 3.0
 MAX_KEPT = 256
@@ -86,7 +87,7 @@ class Unseen(NamedTuple):
     def overwritten(self) -> list[int]:
         """Which no longer are what they were; of those at one place none is, for something writes there."""
         places = [tensor.data_ptr() for tensor in self.tensors]
-        changed = [tensor._version != version for tensor, version in zip(*self, strict=True)]
+        changed = [version_of(tensor) != version for tensor, version in zip(*self, strict=True)]
         if not any(changed) and len(set(places)) == len(places):
             return []
         at_place = Counter(places)
@@ -224,19 +225,20 @@ class HostValues:
     def _hold(self, name: str, tensor: torch.Tensor, *, is_input: bool, count: bool = False) -> Held:
         """Keep a tensor until the next flush; with `count` only how many of its elements are not zero."""
         tensor = tensor.clone() if tensor.is_inference() else tensor.detach()
-        place, version = (name, tensor.data_ptr()), tensor._version
+        place, version = (name, tensor.data_ptr()), version_of(tensor)
         before = self._places.get(place)
-        if before is not None and is_input and before.version == version:
+        if tells_versions and before is not None and is_input and before.version == version:
             return before  # the same argument again
         self._look_at_place(*place)
         if (
-            name in self._copied_at_once
+            not tells_versions
+            or name in self._copied_at_once
             or (not is_input and _COMPILED_GRAPHS in sys.modules)
             or tensor.untyped_storage().nbytes() > _MAX_STORAGE_BYTES
         ):
             self._looks.pop(name, None)
             tensor = tensor.count_nonzero() if count else tensor.clone()
-            place, version, count = (name, tensor.data_ptr()), tensor._version, False
+            place, version, count = (name, tensor.data_ptr()), version_of(tensor), False
         elif not is_input:
             self._looks[name] = self._looks.get(name, 0) + 1
         if (kind := (tensor.dtype, tensor.dim(), count)) not in self._kinds:
@@ -266,7 +268,7 @@ class HostValues:
             tensor = held.tensor
             if tensor is None:
                 continue
-            if tensor._version != held.version:
+            if version_of(tensor) != held.version:
                 held.gone()
                 self.copy_at_once(held.name)
             else:

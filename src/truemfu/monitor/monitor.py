@@ -32,6 +32,8 @@ from ..hardware.audited import read_audit
 from ..hardware.detect import override_flops_per_s, spec_of
 from ..hardware.executed import has_rate
 from ..records import RUN_FILE
+from ..torch_private.table import said as missed
+from ..torch_private.watching import backward_number, functorch_level
 from ..trackers.base import Tracker
 from .attachment import Attachment
 from .audit_step import AuditStep
@@ -50,15 +52,7 @@ from .kept_forms import KeptForms
 from .measuring import Measuring
 from .model_state import ModelState
 from .notices import Notices
-from .observe import (
-    Batch,
-    BatchNote,
-    BatchNotes,
-    StepBatches,
-    UsualBatch,
-    backward_number,
-    functorch_level,
-)
+from .observe import Batch, BatchNote, BatchNotes, StepBatches, UsualBatch
 from .output import Output
 from .ranks import RankLink
 from .resolver import Resolver
@@ -321,7 +315,7 @@ class TrainingMonitor:
                 *([f"{failed_steps:,} steps: they could not be worked out"] if failed_steps else []),
                 *self._output.lost(),
             ],
-            "warnings": list(self._notices.texts),
+            "warnings": list(dict.fromkeys((*self._notices.texts, *missed.values()))),
         }
 
     def close(self) -> None:

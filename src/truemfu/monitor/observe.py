@@ -14,11 +14,22 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from ..flops.batch import CUMULATIVE, GRIDS
 from ..flops.host_copy import HostCopy, start_host_copy
 from ..flops.surroundings import AutocastState, autocast_state
+from ..torch_private.trees import tree_flatten, tree_leaves, tree_map
+from ..torch_private.watching import (
+    backward_number,
+    functorch_level,
+    is_any_autocast,
+    is_wrapped,
+    tells_backward,
+    tells_functorch,
+    tells_versions,
+    tells_wrapped,
+    version_of,
+)
 from .host_values import Held, HostValues, Number, is_there
 
 _MAX_TEMPLATES = 1024
@@ -31,10 +42,6 @@ Batch = Mapping[Any, Any]
 Place = tuple[Any, ...]
 """Where in a batch a tensor is: its key, after those of the mappings around it."""
 _PLAIN = (int, float, str, bool, type(None))
-functorch_level = torch._C._functorch.peek_interpreter_stack
-is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-is_any_autocast = torch._C._is_any_autocast_enabled
-backward_number = torch._C._current_graph_task_id
 is_grad_enabled = torch.is_grad_enabled
 
 
@@ -146,6 +153,8 @@ class BatchNotes:
 
     def __init__(self, values: HostValues) -> None:
         self._values = values
+        self._is_blind = not (tells_backward() and tells_functorch())
+        """Whether a batch in a vmap, or a second run of the first, cannot be told from others."""
         self._templates: OrderedDict[Any, Template] = OrderedDict()
         self._kinds: set[Any] = set()
         self._last: UsualBatch | None = None
@@ -164,7 +173,7 @@ class BatchNotes:
         Nested tensors have no shape to go by, and inside vmap and its kin a shape is not the whole one. A
         batch of a forward pass that is over ran under the autocast of those `around` it.
         """
-        if batch is None or (around is None and functorch_level() is not None):
+        if batch is None or self._is_blind or (around is None and functorch_level() is not None):
             return None
         autocast = autocast_key() if around is None else around.autocast
         last = self._last
@@ -193,7 +202,7 @@ class BatchNotes:
             self._templates[key] = template
             if len(self._templates) > _MAX_TEMPLATES:
                 self._templates.popitem(last=False)
-        is_plain = all(type(value) is torch.Tensor for value in batch.values())
+        is_plain = tells_wrapped() and all(type(value) is torch.Tensor for value in batch.values())
         self._last = None
         if is_plain:
             self._last = UsualBatch({k: Look.at(v) for k, v in batch.items()}, autocast, template)
@@ -234,7 +243,9 @@ class BatchNotes:
         if batch is None or any(isinstance(v, torch.Tensor) and is_wrapped(v) for v in tree_leaves(batch)):
             return None
         template = self.template_of(batch, around)
-        if template is None or any(_at(batch, place)._version for place in template.looked_into):
+        if template is None or any(
+            not tells_versions or version_of(_at(batch, place)) for place in template.looked_into
+        ):
             return None
         return self._new_note(batch, template)
 

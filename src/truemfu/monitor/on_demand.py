@@ -25,8 +25,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map_only
 
 from ..errors import ModelError, TruemfuError, UsageError, closest, one_line, warn_once
 from ..flops.closed_form import FlopModel
@@ -42,6 +40,8 @@ from ..flops.shadow import Shadow, has_values, unwrap
 from ..flops.snapshot import snapshot
 from ..flops.surroundings import AutocastState, autocast_state, uncompiled, untouched_casts
 from ..hardware.detect import get_gpu_peak_flops, known_spec, override_flops_per_s
+from ..torch_private.dispatch import check_counts, disable_modes
+from ..torch_private.trees import tree_map_only
 from ..utilization import Utilization, calculate_mfu
 from .config import MODES
 from .fingerprint import fingerprint
@@ -223,12 +223,13 @@ def _profiled(model: nn.Module, batch: Batch) -> FlopCount:
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     if distributed and torch.distributed.get_world_size() > 1:
         raise ModelError("in a job of several ranks, a pass on one could wait for the others")
+    check_counts()
     if not has_values(unwrap(model)):
         raise ModelError("a model without values cannot run")
     device = _device_of(model)
     profiler = StepProfiler()
     with (
-        _disable_current_modes(),
+        disable_modes(),
         torch.inference_mode(False),
         torch.enable_grad(),
         own_random_draws(model) as drawn,

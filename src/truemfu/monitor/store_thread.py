@@ -20,6 +20,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..torch_private.watching import default_store
+
 # A second connection for each rank keeps the job's own store traffic free. In a large job it could use up
 # the files that rank 0, which serves the store, may open; there the short calls share the first connection.
 _MAX_RANKS_WITH_OWN_CONNECTION = 128
@@ -190,10 +192,8 @@ def _default_store() -> Any:
     """The job's store; None without a process group, or where its backend has none (MPI)."""
     if not _has_process_group():
         return None
-    from torch.distributed.distributed_c10d import _get_default_store
-
     try:
-        return _get_default_store()
+        return default_store()
     except Exception:
         if _has_process_group():
             raise

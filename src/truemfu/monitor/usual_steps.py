@@ -23,8 +23,15 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
+from ..torch_private.dispatch import FakeTensor
+from ..torch_private.watching import (
+    backward_number,
+    functorch_level,
+    is_any_autocast,
+    tells_versions,
+    version_of,
+)
 from .clock import CudaClock, HostClock, Mark
 from .compilations import compilations, graph_counters, graphs_in
 from .host_values import MAX_KEPT, SentNumbers, Unseen
@@ -35,9 +42,6 @@ from .observe import (
     Look,
     UsualBatch,
     are_like,
-    backward_number,
-    functorch_level,
-    is_any_autocast,
     is_grad_enabled,
 )
 
@@ -378,10 +382,10 @@ class UsualSteps:
         loss_version = grad_norm_version = 0
         try:
             if type(loss) is _Tensor:
-                loss_version = loss._version
+                loss_version = version_of(loss)
                 loss = loss.detach()
             if type(grad_norm) is _Tensor:
-                grad_norm_version = grad_norm._version
+                grad_norm_version = version_of(grad_norm)
                 grad_norm = grad_norm.detach()
         except RuntimeError:  # an inference tensor has no version
             return False
@@ -420,8 +424,11 @@ def can_be_taken(types: tuple[type, ...], may_be_unseen: Callable[[str], bool]) 
     return (
         (step, learning_rate) == (int, float)
         and epoch in (int, float)
-        and (loss is float or (loss is _Tensor and may_be_unseen("loss")))
-        and (grad_norm in (float, type(None)) or (grad_norm is _Tensor and may_be_unseen("grad_norm")))
+        and (loss is float or (loss is _Tensor and tells_versions and may_be_unseen("loss")))
+        and (
+            grad_norm in (float, type(None))
+            or (grad_norm is _Tensor and tells_versions and may_be_unseen("grad_norm"))
+        )
     )
 
 

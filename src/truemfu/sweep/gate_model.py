@@ -29,6 +29,11 @@ from .models import ReferenceModel, parameter_count
 from .sizes import SIZES, ModelSize
 from .standard_trainer import losses_by_sample
 
+_DROPOUTS = (
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
+    *(nn.AlphaDropout, nn.FeatureAlphaDropout),
+)
+
 _SAMPLES, _LENGTH = 3, 5
 _SMALL = ModelSize(vocab=50, hidden=32, layers=2, heads=4)
 _MAX_PARAMETERS = 20_000_000
@@ -215,7 +220,7 @@ def _replaced(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str
 def _without_dropout(small: GateModel) -> GateModel:
     """A loop and a step can only be compared where nothing is drawn at random."""
     for module in small.model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
+        if isinstance(module, _DROPOUTS):
             module.p = 0.0
         for name, value in vars(module).items():
             if "drop" in name and isinstance(value, float):

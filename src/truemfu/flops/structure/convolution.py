@@ -19,15 +19,19 @@ if TYPE_CHECKING:
 
 WIDTHS_NOTE = "layers do not fit one another in the order they are registered: sizes may be far off"
 _JOINS = {"cat", "concat", "concatenate"}
-CONVOLUTIONS = (nn.modules.conv._ConvNd,)
-_TRANSPOSED = nn.modules.conv._ConvTransposeNd
-_ADAPTIVE = (nn.modules.pooling._AdaptiveAvgPoolNd, nn.modules.pooling._AdaptiveMaxPoolNd)
-_PADS = (
-    nn.modules.padding._ConstantPadNd,
-    nn.modules.padding._ReflectionPadNd,
-    nn.modules.padding._ReplicationPadNd,
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED)
+_POOLS = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)
+_ADAPTIVE = (
+    *(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
+    *(nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d),
 )
-RESIZERS = (*_PADS, nn.modules.pooling._MaxPoolNd, nn.modules.pooling._AvgPoolNd, *_ADAPTIVE)
+_PADS = (
+    *(nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d),
+    *(nn.ReflectionPad1d, nn.ReflectionPad2d, nn.ReflectionPad3d),
+    *(nn.ReplicationPad1d, nn.ReplicationPad2d, nn.ReplicationPad3d),
+)
+RESIZERS = (*_PADS, *_POOLS, *_ADAPTIVE)
 
 
 def convolve(walk: Walk, module: Any, path: str, flow: Flow) -> Flow:

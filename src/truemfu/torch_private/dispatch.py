@@ -1,0 +1,127 @@
+"""What a count needs of torch: modes that see operators, fake tensors, and where autograd is.
+
+Without fake tensors a count runs on real copies. Without the rest it is refused: `check_counts` names what is
+missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import ModelError
+from . import table
+from .find import ABSENT
+
+_REQUIRED = (
+    table.DISPATCH_MODE,
+    table.DISABLE_MODES,
+    table.SEQUENCE_NUMBER,
+    table.AUTOGRAD_NODE,
+    table.GRAPH_TASK,
+)
+
+
+def check_counts() -> None:
+    """ModelError where torch lacks a name without which a count would be wrong or impossible."""
+    table.require(*_REQUIRED)
+
+
+def check_fake_tensors() -> None:
+    """NotImplementedError where there are no fake tensors: real copies serve instead."""
+    for path in (table.FAKE_TENSOR, table.FAKE_MODE):
+        if table.get(path) is ABSENT:
+            table.miss(path)
+            raise NotImplementedError(table.reason(path))
+
+
+class _NoFakeTensor(torch.Tensor):
+    """Nothing is one."""
+
+
+class _NoMode:
+    """In the place of a mode that torch does not have."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise ModelError(table.reason(table.DISPATCH_MODE))
+
+
+@contextlib.contextmanager
+def _as_it_is() -> Iterator[None]:
+    yield
+
+
+def _or(path: str, instead: Any) -> Any:
+    found = table.get(path)
+    return instead if found is ABSENT else found
+
+
+def _refusing(path: str) -> Callable[[], Any]:
+    def refuse() -> Any:
+        raise ModelError(table.reason(path))
+
+    return refuse
+
+
+current_autograd_node: Callable[[], Any] = _or(table.AUTOGRAD_NODE, _refusing(table.AUTOGRAD_NODE))
+current_graph_task_id: Callable[[], int] = _or(table.GRAPH_TASK, _refusing(table.GRAPH_TASK))
+next_sequence_nr: Callable[[], int] = _or(table.SEQUENCE_NUMBER, _refusing(table.SEQUENCE_NUMBER))
+"""The number the next autograd node of this thread will get."""
+top_saved_tensors_hooks: Callable[[bool], Any] | None = _or(table.TOP_HOOKS, None)
+"""The innermost hooks on saved tensors, or None; itself None where torch does not tell."""
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._python_dispatch import _disable_current_modes as disable_modes
+else:
+    OpOverload = type(torch.ops.aten.mm.default)
+    FakeTensor = _or(table.FAKE_TENSOR, _NoFakeTensor)
+    FakeTensorMode = _or(table.FAKE_MODE, _NoMode)
+    TorchDispatchMode = _or(table.DISPATCH_MODE, _NoMode)
+    disable_modes = _or(table.DISABLE_MODES, _as_it_is)
+
+__all__ = [
+    "FakeTensor", "FakeTensorMode", "OpOverload", "TorchDispatchMode", "check_counts",
+    "check_fake_tensors", "current_autograd_node", "current_graph_task_id", "disable_modes",
+    "next_sequence_nr", "top_saved_tensors_hooks",
+]  # fmt: skip
+
+
+@functools.cache
+def dispatch_guard() -> Callable[[], Any] | None:
+    """While the object it makes exists, no mode sees what runs; None where torch has no such thing.
+
+    It is tried out: a mode that sees its own work again would never end.
+    """
+    guard = table.get(table.DISABLE_DISPATCH)
+    if guard is not ABSENT:
+        seen: list[Any] = []
+
+        class Seeing(TorchDispatchMode):
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                seen.append(func)
+                return func(*args, **(kwargs or {}))
+
+        with disable_modes(), Seeing():  # type: ignore[no-untyped-call]
+            held = guard()
+            torch.empty(0, device="meta")
+            del held
+            unseen = not seen
+            torch.empty(0, device="meta")
+        if unseen and seen:
+            return guard  # type: ignore[no-any-return]
+    table.miss(table.DISABLE_DISPATCH)
+    return None
+
+
+def flex_attention_operators() -> list[Any]:
+    """The operators of flex attention, forward and backward; none where torch has them elsewhere."""
+    found = [table.get(path) for path in (table.FLEX_FORWARD, table.FLEX_BACKWARD)]
+    return [] if ABSENT in found else found

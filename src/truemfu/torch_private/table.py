@@ -1,0 +1,161 @@
+"""Every private name of torch that this package uses, and what is lost without it.
+
+No other package imports a private name of torch. A missing one costs speed or detail and one warning, the
+first time something needs it; a count that cannot do without is refused, and FLOPs are estimated. A name that
+is there without its effect is caught by a probe beside its use, or by `flops/self_check.py`.
+
+`NAMES` are looked up by `find.py`; all were seen in torch 2.6 to 2.15, unless `since` says otherwise.
+`ATTRIBUTES` belong to objects that torch hands out, and are read from them directly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..errors import ModelError, TruemfuWarning, warn_once
+from . import find as lookup
+from .find import ABSENT
+
+_NOT_COUNTED = "models cannot be counted: FLOPs are estimated"
+_NOT_PROFILED = "no step is profiled: HFU rests on the count"
+_ON_COPIES = "models are counted on real copies, which is slower and needs memory"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Private:
+    """A private name: where it is, what is lost without it, and the first torch that has it."""
+
+    path: str
+    lost: str
+    since: tuple[int, int] = (2, 6)
+
+    @property
+    def name(self) -> str:
+        """The name as it is written in code."""
+        return self.path.replace(":", ".")
+
+
+FAKE_TENSOR = "torch._subclasses.fake_tensor:FakeTensor"
+FAKE_MODE = "torch._subclasses.fake_tensor:FakeTensorMode"
+DISPATCH_MODE = "torch.utils._python_dispatch:TorchDispatchMode"
+DISABLE_MODES = "torch.utils._python_dispatch:_disable_current_modes"
+SEQUENCE_NUMBER = "torch.autograd:_get_sequence_nr"
+AUTOGRAD_NODE = "torch._C:_current_autograd_node"
+GRAPH_TASK = "torch._C:_current_graph_task_id"
+TOP_HOOKS = "torch._C:_autograd._top_saved_tensors_default_hooks"
+DISABLE_DISPATCH = "torch._C:_DisableTorchDispatch"
+FLEX_FORWARD = "torch._higher_order_ops.flex_attention:flex_attention"
+FLEX_BACKWARD = "torch._higher_order_ops.flex_attention:flex_attention_backward"
+FLEX_CHECK = "torch.nn.attention.flex_attention:_validate_device"
+WRAPPER_SUBCLASS = "torch:Tensor._make_wrapper_subclass"
+DEFAULT_GENERATOR = "torch.random:default_generator"
+PYTREE = "torch.utils._pytree:"
+SCHEMAS = "torch._C:_jit_get_schemas_for_operator"
+HAS_KERNEL = "torch._C:_dispatch_has_kernel_for_dispatch_key"
+PROFILER_ENABLED = "torch._C:_autograd._profiler_enabled"
+PROFILER_STEPS = "torch.autograd.profiler:KinetoStepTracker._step_dict"
+PROFILER_FLAG = "torch.autograd.profiler:_is_profiler_enabled"
+PROFILER_STOP = "torch.autograd.profiler:_run_on_profiler_stop"
+FUNCTORCH_LEVEL = "torch._C:_functorch.peek_interpreter_stack"
+FUNCTORCH_WRAPPED = "torch._C:_functorch.is_functorch_wrapped_tensor"
+ANY_AUTOCAST = "torch._C:_is_any_autocast_enabled"
+CURRENT_STREAM = "torch._C:_cuda_getCurrentStream"
+COUNTERS = "torch._dynamo.utils:counters"
+GLOBAL_HOOKS = "torch.nn.modules.module:_global_forward_pre_hooks"
+CALL_IMPL = "torch.nn:Module._call_impl"
+COMPILED_CALL = "torch.nn:Module._compiled_call_impl"
+DEFAULT_STORE = "torch.distributed.distributed_c10d:_get_default_store"
+VERSION = "torch:Tensor._version"
+SCALED_MM = "torch:_scaled_mm"
+INT_MM = "torch:_int_mm"
+
+_TREES = ("tree_flatten", "tree_unflatten", "tree_leaves", "tree_map", "tree_map_only")
+
+NAMES: dict[str, Private] = {
+    path: Private(path=path, lost=lost, since=since)
+    for path, lost, since in (
+        (FAKE_TENSOR, _ON_COPIES, (2, 6)),
+        (FAKE_MODE, _ON_COPIES, (2, 6)),
+        (DISPATCH_MODE, _NOT_COUNTED, (2, 6)),
+        (DISABLE_MODES, _NOT_COUNTED, (2, 6)),
+        (SEQUENCE_NUMBER, _NOT_COUNTED, (2, 6)),
+        (AUTOGRAD_NODE, _NOT_COUNTED, (2, 6)),
+        (GRAPH_TASK, _NOT_COUNTED, (2, 6)),
+        (TOP_HOOKS, "counts take longer", (2, 7)),
+        (DISABLE_DISPATCH, "counts take longer", (2, 6)),
+        (FLEX_FORWARD, "flex attention cannot be counted: its FLOPs are estimated", (2, 6)),
+        (FLEX_BACKWARD, "flex attention cannot be counted: its FLOPs are estimated", (2, 6)),
+        (FLEX_CHECK, "flex attention on a CPU cannot be counted", (2, 6)),
+        (WRAPPER_SUBCLASS, "tensors on the meta device stand for the weights of a snapshot", (2, 6)),
+        (DEFAULT_GENERATOR, "a model that seeds torch disturbs other threads while it is counted", (2, 6)),
+        *((PYTREE + name, "containers of other libraries are not looked into", (2, 6)) for name in _TREES),
+        (SCHEMAS, _NOT_PROFILED, (2, 6)),
+        (HAS_KERNEL, _NOT_PROFILED, (2, 6)),
+        (PROFILER_ENABLED, _NOT_PROFILED, (2, 6)),
+        (PROFILER_STEPS, _NOT_PROFILED, (2, 6)),
+        (PROFILER_FLAG, _NOT_PROFILED, (2, 6)),
+        (PROFILER_STOP, _NOT_PROFILED, (2, 6)),
+        (FUNCTORCH_LEVEL, "batches inside vmap cannot be told from others: there is no MFU", (2, 6)),
+        (FUNCTORCH_WRAPPED, "each batch is looked at when it comes, which is slower", (2, 6)),
+        (ANY_AUTOCAST, "autocast is looked up for each device, which is slower", (2, 6)),
+        (CURRENT_STREAM, "the stream is looked up anew for each step, which is slower", (2, 6)),
+        (COUNTERS, "steps in which torch.compile was at work are not marked", (2, 6)),
+        (GLOBAL_HOOKS, "each forward pass is watched by a hook, which is slower", (2, 6)),
+        (CALL_IMPL, "each forward pass is watched by a hook, which is slower", (2, 6)),
+        (COMPILED_CALL, "a model that Module.compile has compiled is not watched: it has no MFU", (2, 6)),
+        (DEFAULT_STORE, "ranks are neither compared nor told of each other's counts", (2, 6)),
+        (VERSION, "numbers on the device are copied at once, which is slower", (2, 6)),
+        (SCALED_MM, "the fp8 rate of this device cannot be measured", (2, 6)),
+        (INT_MM, "the int8 rate of this device cannot be measured", (2, 6)),
+    )
+}
+
+ATTRIBUTES: dict[str, str] = {
+    "_buffers _modules _parameters": "of a module: it can be neither counted nor estimated",
+    "_forward_hooks _forward_pre_hooks": "of a module: it is watched by a hook, and not estimated",
+    "_orig_mod": "of a compiled module: it is counted with its wrapper, or not at all",
+    "_get_fsdp_state _mp_policy": "of a module sharded by FSDP: it can be neither counted nor estimated",
+    "_schema": "of an operator: models cannot be counted",
+    "_sequence_nr": "of an autograd node: models cannot be counted",
+    "_nested_tensor_size": "of a nested tensor: products of such are not counted",
+    "_cdata": "of a storage: counts take longer",
+    "_is_param": "of a tensor, written to: fake tensors are then no parameters to `isinstance`",
+}
+"""What is lost without attributes of torch's objects; each such error ends one count, if anything."""
+
+said: dict[str, str] = {}
+"""What was missed so far, by name: for the summary of a run."""
+
+_VERSION = tuple(int(number) for number in torch.__version__.split(".")[:2])
+
+
+def get(path: str, *, load: bool = True) -> Any:
+    """The object of a name in the table; ABSENT, and no warning yet, where torch does not have it."""
+    assert path in NAMES
+    return lookup.find(path, load=load)
+
+
+def reason(path: str) -> str:
+    """One line on a name that is missing, or no longer does what it did."""
+    private = NAMES[path]
+    return f"torch {torch.__version__} has no usable {private.name}: {private.lost}"
+
+
+def miss(path: str) -> None:
+    """Something needs this name and goes on without: warn once, unless this torch is too old to have it."""
+    if path in said or NAMES[path].since > _VERSION:
+        return
+    said[path] = reason(path)
+    with contextlib.suppress(TruemfuWarning):  # a filter may make errors of warnings, and a training runs
+        warn_once(said[path])
+
+
+def require(*paths: str) -> None:
+    """ModelError where one of these is missing."""
+    for path in paths:
+        if get(path) is ABSENT:
+            raise ModelError(reason(path))

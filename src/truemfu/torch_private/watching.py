@@ -1,0 +1,255 @@
+"""What a monitor needs of torch on the training thread: where autograd, vmap and autocast are, and calls.
+
+Each name is tried out before it is relied on: one that torch keeps without its effect counts as missing.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import table
+from .dispatch import disable_modes
+from .find import ABSENT
+
+_found = {
+    path: table.get(path)
+    for path in (
+        table.GRAPH_TASK,
+        table.AUTOGRAD_NODE,
+        table.FUNCTORCH_LEVEL,
+        table.FUNCTORCH_WRAPPED,
+        table.ANY_AUTOCAST,
+        table.CURRENT_STREAM,
+        table.GLOBAL_HOOKS,
+        table.CALL_IMPL,
+        table.COMPILED_CALL,
+        table.VERSION,
+    )
+}
+
+
+def _in_node() -> int:
+    return -1 if _found[table.AUTOGRAD_NODE]() is None else 0
+
+
+def _nowhere() -> int:
+    return -1
+
+
+def _nobody() -> None:
+    return None
+
+
+def _wrapped(tensor: torch.Tensor) -> bool:
+    return True
+
+
+def _any_autocast() -> bool:
+    table.miss(table.ANY_AUTOCAST)
+    return torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
+
+
+def _sees_autocast(is_any: Callable[[], bool]) -> bool:
+    """Whether it tells a thread with autocast from one without."""
+    before = torch.is_autocast_enabled("cpu")
+    try:
+        torch.set_autocast_enabled("cpu", True)
+        told = [is_any()]
+        torch.set_autocast_enabled("cpu", False)
+        told.append(is_any())
+    finally:
+        torch.set_autocast_enabled("cpu", before)
+    return told == [True, torch.is_autocast_enabled("cuda")]
+
+
+def _backward_number() -> Callable[[], int]:
+    if _found[table.GRAPH_TASK] is not ABSENT:
+        return _found[table.GRAPH_TASK]  # type: ignore[no-any-return]
+    return _nowhere if _found[table.AUTOGRAD_NODE] is ABSENT else _in_node
+
+
+def _or(path: str, instead: Any) -> Any:
+    return instead if _found[path] is ABSENT else _found[path]
+
+
+backward_number: Callable[[], int] = _backward_number()
+"""Which backward pass this thread is in; -1 in none. Only where `tells_backward`."""
+functorch_level: Callable[[], Any] = _or(table.FUNCTORCH_LEVEL, _nobody)
+"""The innermost vmap or its kin around this; None outside. Only where `tells_functorch`."""
+is_wrapped: Callable[[torch.Tensor], bool] = _or(table.FUNCTORCH_WRAPPED, _wrapped)
+"""Whether a tensor belongs to a vmap or its kin; without the name each may."""
+_sees = _found[table.ANY_AUTOCAST] is not ABSENT and _sees_autocast(_found[table.ANY_AUTOCAST])
+is_any_autocast: Callable[[], bool] = _found[table.ANY_AUTOCAST] if _sees else _any_autocast
+
+
+@functools.cache
+def tells_backward() -> bool:
+    """Whether a forward pass inside a backward pass, which a checkpoint runs again, can be told."""
+    told: list[int] = []
+    with disable_modes(), torch.inference_mode(False), torch.enable_grad():
+        leaf = torch.zeros((), device="cpu", dtype=torch.float32, requires_grad=True)
+        leaf.register_hook(lambda gradient: told.append(backward_number()))
+        outside = backward_number()
+        leaf.clone().backward()
+    is_new = outside == -1 or outside != told[0] or backward_number is _in_node
+    if told[0] not in (None, -1) and is_new:
+        return True
+    table.miss(table.GRAPH_TASK)
+    return False
+
+
+@functools.cache
+def tells_functorch() -> bool:
+    """Whether a forward pass inside vmap and its kin can be told."""
+    told: list[Any] = []
+
+    def ask(x: torch.Tensor) -> torch.Tensor:
+        told.append(functorch_level())
+        return x
+
+    try:
+        with disable_modes():
+            torch.func.vmap(ask)(torch.zeros(1, device="cpu"))
+    except RuntimeError:  # not under hooks on saved tensors, which vmap refuses
+        return True
+    if told[0] is not None:
+        return True
+    table.miss(table.FUNCTORCH_LEVEL)
+    return False
+
+
+@functools.cache
+def tells_wrapped() -> bool:
+    """Whether a tensor that belongs to a vmap can be told from others."""
+    told: list[Any] = []
+
+    def ask(x: torch.Tensor) -> torch.Tensor:
+        told.append(is_wrapped(x))
+        return x
+
+    try:
+        with disable_modes():
+            plain = torch.zeros(1, device="cpu")
+            torch.func.vmap(ask)(plain)
+            ask(plain)
+    except RuntimeError:
+        return True
+    if told == [True, False]:
+        return True
+    table.miss(table.FUNCTORCH_WRAPPED)
+    return False
+
+
+current_stream_data: Callable[[int], Any] | None = _or(table.CURRENT_STREAM, None)
+"""What tells one stream from another, without an object for it; None where it is made each time."""
+
+CALL = "_compiled_call_impl"
+"""Where a module keeps what is to be called instead of its own `_call_impl`."""
+
+
+class _Echo(nn.Module):
+    def forward(self, x: Any) -> Any:
+        return x
+
+
+def _call_works() -> bool:
+    """Whether a module calls what it keeps there, and what it would call otherwise is what it was."""
+    if ABSENT in (_found[table.CALL_IMPL], _found[table.COMPILED_CALL]):
+        return False
+    echo, calls = _Echo(), []
+    call = _found[table.CALL_IMPL]
+
+    def instead(x: Any) -> Any:
+        calls.append(x)
+        return call(echo, x)
+
+    echo.__dict__[CALL] = instead
+    handle = echo.register_forward_hook(lambda module, args, output: calls.append(output))
+    try:
+        return echo(7) == 7 and calls == [7, 7]
+    finally:
+        handle.remove()
+        del echo.__dict__[CALL]
+
+
+def _hooks_are_listed() -> bool:
+    """Whether hooks on all modules show up in the table of them."""
+    listed = _found[table.GLOBAL_HOOKS]
+    if listed is ABSENT:
+        return False
+    handle = nn.modules.module.register_module_forward_pre_hook(lambda module, args: None)
+    try:
+        return bool(listed)
+    finally:
+        handle.remove()
+
+
+_calls_can_be_replaced = _call_works()
+_lists_hooks = _hooks_are_listed()
+
+
+def compiled_call(model: nn.Module) -> Any:
+    """What `Module.compile` has made of a model and torch calls instead of it; None where there is none."""
+    return model.__dict__.get(CALL) if _found[table.COMPILED_CALL] is not ABSENT else None
+
+
+def can_replace_call() -> bool:
+    """Whether a model can be watched from outside: nothing but its call is torch's, and that is as known."""
+    if not _calls_can_be_replaced:
+        table.miss(table.COMPILED_CALL if _found[table.COMPILED_CALL] is ABSENT else table.CALL_IMPL)
+        return False
+    if not _lists_hooks:
+        table.miss(table.GLOBAL_HOOKS)
+        return False
+    return not _found[table.GLOBAL_HOOKS]
+
+
+def _version_works(version: Callable[[torch.Tensor], int]) -> bool:
+    tensor = torch.zeros((), device="cpu")
+    before = version(tensor)
+    tensor.zero_()
+    return version(tensor) != before
+
+
+def _version_of() -> Callable[[torch.Tensor], int] | None:
+    found = _found[table.VERSION]
+    get = getattr(found, "__get__", None)
+    return get if get is not None and _version_works(get) else None
+
+
+_known_version = _version_of()
+tells_versions = _known_version is not None
+"""Whether a tensor that was written over can be told."""
+
+
+def _no_version(tensor: torch.Tensor) -> int:
+    table.miss(table.VERSION)
+    return 0
+
+
+version_of: Callable[[torch.Tensor], int] = _known_version or _no_version
+"""A number that changes when a tensor is written over; RuntimeError for an inference tensor."""
+
+
+def graph_counters() -> Any:
+    """The counters of torch.compile, once that is loaded: a mapping of mappings; else None."""
+    found = table.get(table.COUNTERS, load=False)
+    if hasattr(found, "get"):
+        return found
+    if "torch._dynamo.utils" in sys.modules:
+        table.miss(table.COUNTERS)
+    return None
+
+
+def default_store() -> Any:
+    """The store of the default process group; None where its backend has none."""
+    found = table.get(table.DEFAULT_STORE)
+    if found is ABSENT:
+        raise RuntimeError(table.reason(table.DEFAULT_STORE))
+    return found()
