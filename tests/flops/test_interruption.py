@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from truemfu import FlopModel, count_flops
 from truemfu.flops.interruption import (
     Fetched,
+    OtherCountRuns,
     SignalArrived,
     Supervision,
     TimeIsUp,
@@ -105,7 +107,7 @@ def test_a_signal_ends_a_count_and_is_handled_after_it() -> None:
     assert picture() == before
     assert watched.signals == [signal.SIGUSR1]
     assert HANDLED == []
-    assert not watched.is_interrupted
+    assert watched.raised is None
     with pytest.raises(TimeoutError, match="from a handler"):
         deliver(watched.signals)
     assert HANDLED == [signal.SIGUSR1]
@@ -119,18 +121,104 @@ def test_ctrl_c_ends_a_count_and_interrupts_after_it() -> None:
         deliver(watched.signals)
 
 
-def test_a_signal_that_comes_again_is_handled_at_once() -> None:
+def test_ctrl_c_that_comes_again_interrupts_at_once() -> None:
     def insist() -> None:
-        signal.raise_signal(signal.SIGUSR1)
-        signal.raise_signal(signal.SIGUSR1)
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
 
     model = Net(insist)
     before = picture()
-    with pytest.raises(TimeoutError, match="from a handler"), Supervision() as watched:
+    with pytest.raises(KeyboardInterrupt), Supervision() as watched:
         count_flops(model, (X,))
-    assert watched.is_interrupted
-    assert HANDLED == [signal.SIGUSR1]
+    assert isinstance(watched.raised, KeyboardInterrupt)
+    assert REACHED == []
     assert picture() == before
+
+
+def test_signals_may_wait_for_the_end_of_a_count() -> None:
+    def insist() -> None:
+        for _ in range(3):
+            signal.raise_signal(signal.SIGUSR1)
+
+    with Supervision(end_at_signals=False) as watched:
+        assert count_flops(Net(insist), (X,)).forward == 1024
+    assert watched.signals == [signal.SIGUSR1]
+    assert HANDLED == []
+
+
+def test_handlers_are_put_back_where_one_raises_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGUSR1)]
+    set_handler, calls = signal.signal, []
+
+    def interrupted(number: int, handler: Any) -> Any:
+        found = set_handler(number, handler)
+        calls.append(number)
+        if len(calls) in (1, 4):
+            raise TimeoutError("a handler ran in between")
+        return found
+
+    for enters in (True, False):
+        calls.clear()
+        if not enters:
+            calls.append(0)
+        with monkeypatch.context() as patched:
+            patched.setattr(signal, "signal", interrupted)
+            with pytest.raises(TimeoutError), Supervision():
+                pass
+        assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGUSR1)] == before
+        assert supervision() is None
+
+
+def test_two_threads_count_one_after_the_other() -> None:
+    """What a count sets and restores belongs to the process."""
+    is_inside, may_go = threading.Event(), threading.Event()
+    generator = torch.random.default_generator
+    ended: list[str] = []
+
+    def wait() -> None:
+        is_inside.set()
+        may_go.wait(20)
+
+    def first() -> None:
+        count_flops(Net(wait), (X,))
+        ended.append("first")
+
+    def second() -> None:
+        count_flops(Net(), (X,))
+        ended.append("second")
+
+    threads = [threading.Thread(target=work) for work in (first, second)]
+    threads[0].start()
+    assert is_inside.wait(20)
+    threads[1].start()
+    with pytest.raises(OtherCountRuns), Supervision():  # which never waits
+        count_flops(Net(), (X,))
+    may_go.set()
+    for thread in threads:
+        thread.join(20)
+    assert ended == ["first", "second"]
+    assert torch.random.default_generator is generator
+
+
+OUTSIDE = nn.Parameter(torch.ones(8, 8))
+
+
+@pytest.mark.parametrize("reads_memory", [True, False])
+def test_gradients_outside_the_model_stay(reads_memory: bool) -> None:
+    class Reaches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if reads_memory:  # then it is counted on real copies
+                x.data_ptr()
+            return self.layer(x) @ OUTSIDE
+
+    OUTSIDE.grad = gradient = torch.full((8, 8), 0.5)
+    count_flops(Reaches(), (X,))
+    assert OUTSIDE.grad is gradient
+    assert gradient.eq(0.5).all()
 
 
 def test_signals_without_a_handler_of_python_stay_as_they_are() -> None:

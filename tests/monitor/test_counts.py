@@ -253,6 +253,51 @@ def test_a_handler_of_the_users_runs_after_the_count_and_what_it_raises_passes(t
     assert monitor.summary()["warnings"] == []
 
 
+def kill_twice() -> None:
+    for _ in range(2):
+        signal.raise_signal(signal.SIGUSR1)
+    raise SystemExit(3)
+
+
+def tick() -> None:
+    signal.raise_signal(signal.SIGUSR1)
+
+
+def monitored_steps(model: nn.Module, folder: Path, handler: Any, steps: int = 6) -> TrainingMonitor:
+    """Steps of two shapes, with a handler for what the model sends to itself where it is counted."""
+    monitor = TrainingMonitor(folder, {"monitoring": {"peak_tflops": 1}}, model=model)
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: handler(monitor))
+    try:
+        for step in range(1, steps + 1):
+            for samples in (4, 5):
+                TRAINS.append(True)
+                model(torch.ones(samples, 8)).backward()
+                TRAINS.clear()
+            monitor.log_step(step, 0, 1.0, 1.0, 1.0)
+        monitor.close()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    return monitor
+
+
+@pytest.mark.filterwarnings("ignore::truemfu.errors.TruemfuWarning")
+def test_a_harmless_handler_lets_no_error_of_the_model_out(tmp_path: Path) -> None:
+    monitor = monitored_steps(WhenCounted(kill_twice), tmp_path, lambda monitor: None)
+    assert monitor.summary()["methods"] == {"estimate": 6}
+
+
+def test_signals_that_keep_coming_do_not_keep_a_model_from_being_counted(tmp_path: Path) -> None:
+    monitor = monitored_steps(WhenCounted(tick), tmp_path, lambda monitor: None)
+    assert set(monitor.summary()["methods"]) == {"closed form"}
+
+
+def test_a_handler_may_save_and_close(tmp_path: Path) -> None:
+    began_s = time.monotonic()
+    monitor = monitored_steps(WhenCounted(tick), tmp_path, lambda monitor: monitor.save_logs())
+    assert time.monotonic() - began_s < 30
+    assert monitor.summary()["steps"] == len(rows_in(tmp_path)) == 6
+
+
 # Time
 
 
@@ -298,6 +343,21 @@ def test_what_a_count_takes_is_in_no_step_time_and_is_stated(tmp_path: Path) -> 
     assert f"counting took {cost['counting_s']:.1f} s, once, at step 1" in text
 
 
+def test_a_count_in_save_logs_is_no_wait_for_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Slow()
+    monitor = TrainingMonitor(tmp_path, {"monitoring": {"peak_tflops": 1}}, model=model)
+    with monkeypatch.context() as patched:
+        patched.setattr(TrainingMonitor, "_can_count", lambda self: False)
+        log(monitor, model, 1)
+    monitor.save_logs()
+    log(monitor, model, 2)
+    monitor.close()
+    cost = monitor.summary()["monitor_cost"]
+    assert cost["counted_after_steps"] == [1]
+    assert rows_in(tmp_path)[1]["perf/data_wait"] < cost["counting_s"] / 2
+    assert rows_in(tmp_path)[1]["perf/step_time"] < cost["counting_s"] / 2
+
+
 def test_no_count_holds_the_training_longer_than_its_limit(tmp_path: Path) -> None:
     model = Slow()
     settings = {"monitoring": {"peak_tflops": 1, "count_time_limit_s": 0.2}}
@@ -321,6 +381,30 @@ class PerShape(Net):
         for _ in range(int(x.shape[0] ** 1.37) % 7):
             x = self.one(x)
         return self.two(x).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:PerShape has no closed form")
+def test_no_row_waits_for_a_count_that_is_put_off(tmp_path: Path) -> None:
+    model = PerShape()
+    monitor = TrainingMonitor(tmp_path, {"monitoring": {"peak_tflops": 1}}, model=model)
+    for step in range(1, 101):
+        log(monitor, model, step, 2 + step % 97)
+    began_s = time.monotonic()
+    monitor.save_logs()
+    assert time.monotonic() - began_s < 5
+    monitor.close()
+    assert len(rows_in(tmp_path)) == 100
+    assert monitor.summary()["lost"] == []
+
+
+def test_a_model_that_takes_too_long_holds_the_training_once(tmp_path: Path) -> None:
+    model = Slow()
+    settings = {"monitoring": {"peak_tflops": 1, "count_time_limit_s": 0.2}}
+    monitor = TrainingMonitor(tmp_path, settings, model=model)
+    with pytest.warns(TruemfuWarning, match="counting takes longer than"):
+        took_s = [log(monitor, model, step, samples=step) for step in range(1, 6)]
+    monitor.close()
+    assert max(took_s[1:]) < Slow.pause_s
 
 
 @pytest.mark.filterwarnings("ignore:PerShape has no closed form")
@@ -375,6 +459,7 @@ def test_a_restart_in_the_same_folder_counts_nothing(tmp_path: Path, monkeypatch
         row = rows_in(tmp_path)[-1]
         flops.append(round(row["perf/mfu"] * row["perf/step_time"] * 1e12))
         assert row["perf/method"] == "closed form"
+        assert monitor.summary()["monitor_cost"]["counts"] == (1 if run == 0 else 0)
         if run == 0:
             assert made
             made.clear()

@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from .batch import documents_of
 from .calls import Calls, follow_modules, following_modules
 from .explain import explain, is_about_fake_tensors
 from .flop_count import FlopCount
-from .interruption import TimeIsUp, supervision, was_interrupted
+from .interruption import OtherCountRuns, TimeIsUp, supervision, was_interrupted
 from .likeness import FakeLikeness, real_copy
 from .loss import loss_of
 from .random_states import own_random_draws
@@ -223,6 +224,12 @@ class _Step:
 
     @torch.inference_mode(False)
     def _run(self, make: Maker, tally: Tally, fake_mode: contextlib.AbstractContextManager[Any]) -> None:
+        with _one_at_a_time():
+            self._run_in_turn(make, tally, fake_mode)
+
+    def _run_in_turn(
+        self, make: Maker, tally: Tally, fake_mode: contextlib.AbstractContextManager[Any]
+    ) -> None:
         try:
             with disable_modes():  # a mode around the count must not see it
                 self._run_alone(make, tally, fake_mode)
@@ -241,6 +248,7 @@ class _Step:
         args, kwargs = shadow.tree(self.args), shadow.tree(self.kwargs)
         loss_fn = shadow.tree(self.loss_fn)
         follow_modules(model, tally)
+        tally.sets_gradients_back = True
         with own_random_draws(self.model) as drawn, untouched_casts(), uncompiled():
             try:
                 with fake_mode, Calls(tally, stand_in=True), tally:
@@ -259,6 +267,20 @@ class _Step:
             loss = loss_of(output, loss_fn)
         with torch.autograd.set_multithreading_enabled(False), tally.final_backward():
             loss.backward()
+
+
+_lock = threading.RLock()
+
+
+@contextlib.contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """What a count sets and restores belongs to the process. A supervised count does not wait for another."""
+    if not _lock.acquire(blocking=supervision() is None):
+        raise OtherCountRuns
+    try:
+        yield
+    finally:
+        _lock.release()
 
 
 @functools.cache

@@ -6,8 +6,8 @@
 
 A count sets state of torch and puts it back. An exception out of a signal handler could arrive between the
 two, so handlers are deferred: a signal is noted, the count ends at its next operator, all state is restored,
-and only then does the handler run. A signal that arrives a second time is handled at once: code that runs no
-operator must be interruptible too.
+and only then does the handler run. Ctrl-C or SIGTERM that arrives a second time is handled at once: code that
+runs no operator must be interruptible too.
 
 `CountStopped` and its kin are no `Exception`: neither our own fallbacks nor a model's `except Exception` take
 them for a failure of the model.
@@ -26,6 +26,8 @@ from typing import Any
 
 import torch
 
+_URGENT = (signal.SIGINT, signal.SIGTERM)
+
 
 class CountStopped(BaseException):
     """A supervised count ends here, for a reason that is not the model's."""
@@ -37,6 +39,10 @@ class TimeIsUp(CountStopped):
 
 class SignalArrived(CountStopped):
     """A signal waits to be handled."""
+
+
+class OtherCountRuns(CountStopped):
+    """Another thread counts, and what a count sets belongs to the process: try again later."""
 
 
 class ValuesPending(CountStopped):
@@ -79,14 +85,20 @@ def _memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 class Supervision:
-    """Ends the counts inside it at its limits; one at a time on a thread."""
+    """Ends the counts inside it at its limits; one at a time on a thread.
 
-    def __init__(self, *, limit_s: float = math.inf, fetched: Fetched | None = None) -> None:
-        self._limit_s, self.fetched = limit_s, fetched
+    Where signals keep arriving, a count would never be done: it need not `end_at_signals`. They are then
+    handled when it is over.
+    """
+
+    def __init__(
+        self, *, limit_s: float = math.inf, fetched: Fetched | None = None, end_at_signals: bool = True
+    ) -> None:
+        self._limit_s, self.fetched, self._end_at_signals = limit_s, fetched, end_at_signals
         self.signals: list[int] = []
         """Signals that arrived and were not handled yet, each once, in their order."""
-        self.is_interrupted = False
-        """Whether a handler ran in the middle: what it raised is not the model's."""
+        self.raised: BaseException | None = None
+        """What a handler raised that ran in the middle: it is not the model's."""
         self._ends_s = math.inf
         self._handlers: dict[int, Any] = {}
         self._token: contextvars.Token[Supervision | None] | None = None
@@ -98,7 +110,7 @@ class Supervision:
 
     def check(self) -> None:
         """End the count if it is time to; called at each operator."""
-        if self.signals:
+        if self.signals and self._end_at_signals:
             raise SignalArrived
         if time.perf_counter() > self._ends_s:
             raise TimeIsUp
@@ -107,30 +119,47 @@ class Supervision:
         self._ends_s = time.perf_counter() + self._limit_s
         self._token = _current.set(self)
         if threading.current_thread() is threading.main_thread():  # handlers run, and are set, there alone
-            for number in signal.valid_signals():
-                handler = signal.getsignal(number)
-                if callable(handler):
-                    self._handlers[number] = handler
-                    signal.signal(number, self._note)
+            try:
+                for number in signal.valid_signals():
+                    handler = signal.getsignal(number)
+                    if callable(handler):
+                        self._handlers[number] = handler
+                        signal.signal(number, self._note)
+            except BaseException:  # a handler ran in between
+                self._put_back()
+                raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, handler in self._handlers.items():
-            if signal.getsignal(number) == self._note:  # else the model has set a handler of its own
-                signal.signal(number, handler)
-        self._handlers.clear()
-        assert self._token is not None
-        _current.reset(self._token)
+        self._put_back()
+
+    def _put_back(self) -> None:
+        """Set all handlers as they were, also where one of them runs and raises meanwhile."""
+        try:
+            while self._handlers:
+                number, handler = next(iter(self._handlers.items()))
+                if signal.getsignal(number) == self._note:  # else the model has set a handler of its own
+                    signal.signal(number, handler)
+                del self._handlers[number]
+        finally:
+            if self._handlers:
+                self._put_back()
+            elif self._token is not None:
+                token, self._token = self._token, None
+                _current.reset(token)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if number in self.signals:
-            self.signals.remove(number)
-            self.is_interrupted = True
-            self._handlers[number](number, frame)
-        else:
+        if number not in self.signals:
             self.signals.append(number)
+        elif number in _URGENT and number in self._handlers:
+            self.signals.remove(number)
+            try:
+                self._handlers[number](number, frame)
+            except BaseException as error:
+                self.raised = error
+                raise
 
 
 def deliver(signals: list[int]) -> None:
@@ -148,6 +177,6 @@ def supervision() -> Supervision | None:
 
 
 def was_interrupted() -> bool:
-    """Whether a signal handler ran in the middle of this count: an error is likely its own."""
+    """Whether a signal handler raised in the middle of this count: an error is then its own."""
     watched = supervision()
-    return watched is not None and watched.is_interrupted
+    return watched is not None and watched.raised is not None

@@ -138,6 +138,7 @@ class Tally(TorchDispatchMode):
         self.pairs = PairCounter(convention, documents)
         self.entries: list[Entry] = []
         self.operators = 0
+        self.sets_gradients_back = False
         self.strangers: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         """Leaves outside the model that took part, reached through globals, and their gradients before."""
         self.uncounted: Counter[str] = Counter()
@@ -242,6 +243,8 @@ class Tally(TorchDispatchMode):
                 and id(argument) not in self.strangers
             ):
                 self.strangers[id(argument)] = (argument, argument.grad)
+                if self.sets_gradients_back:
+                    argument.grad = None  # else the count would add to it in place
 
     def _phase(self, node: Any) -> str:
         """What an operator that runs now is for.

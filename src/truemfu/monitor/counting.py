@@ -98,9 +98,11 @@ class Counting:
     def _is_note_settled(self, state: ModelState, note: BatchNote) -> bool:
         request = self._counts.find(state, note)
         if request is None:
-            form = state.forms.get(note.template.autocast)
+            autocast = note.template.autocast
+            form = state.forms.get(autocast)
             batch = note.example()
-            if batch is None or (form is not None and form.knows(batch)):
+            is_refused = form is None and autocast in state.forms
+            if is_refused or batch is None or (form is not None and form.knows(batch)):
                 return True
             request = self._counts.ask(state, note)
         if not request.is_ours:

@@ -29,7 +29,14 @@ from ..flops.closed_form import PER_VALUES, FlopModel
 from ..flops.count import uncounted_notice
 from ..flops.flop_count import FlopCount
 from ..flops.host_copy import start_host_copy
-from ..flops.interruption import Fetched, SignalArrived, Supervision, TimeIsUp, ValuesPending
+from ..flops.interruption import (
+    Fetched,
+    OtherCountRuns,
+    SignalArrived,
+    Supervision,
+    TimeIsUp,
+    ValuesPending,
+)
 from ..flops.likeness import live
 from ..flops.surroundings import AutocastState
 from .config import MonitorConfig
@@ -47,7 +54,9 @@ _SHARE_OF_RUN = 0.01
 """What all further counts may take of the run's time."""
 _LONGEST_HOLD_S = 10.0
 """For how long rows wait for a count that is yet to begin; then they have the estimate."""
-_MAX_REQUESTS = 256
+_MAX_REQUESTS = 64
+_MOST_TIMES_ENDED = 2
+"""After so many signals a count is finished before they are handled."""
 _MAX_DONE_LISTED = 64
 _SMALL_BUFFER_BYTES = 1 << 20
 
@@ -74,6 +83,8 @@ class Request:
     status: Status = Status.OPEN
     asked_s: float = field(default_factory=lambda: _now_s())
     fetched: Fetched = field(default_factory=lambda: Fetched(start_host_copy))
+    times_ended: int = 0
+    """How often a signal has ended its count."""
 
     @property
     def autocast(self) -> AutocastState:
@@ -137,10 +148,11 @@ class Counts:
             request.wants_work, request.status = True, Status.OPEN
         if request.status is Status.OPEN and request not in self._waiting:
             if len(self._waiting) >= _MAX_REQUESTS:
-                request.status = Status.REFUSED
-            else:
-                self._waiting.append(request)
-        while len(self._requests) > 2 * _MAX_REQUESTS:
+                self._waiting.popleft().status = Status.REFUSED
+            if _now_s() < self._not_before_s:
+                request.status = Status.PUT_OFF  # rows need not wait for it
+            self._waiting.append(request)
+        while len(self._requests) > _MAX_REQUESTS:
             self._requests.popitem(last=False)
         return request
 
@@ -167,6 +179,8 @@ class Counts:
                 continue
             if not (request.is_ours and request.is_ready()):
                 self._waiting.append(request)
+            elif request.state.forms.get(request.autocast, True) is None:  # that cannot be counted
+                self.refuse(request)
             elif self._is_known(request):
                 self._answer(request)
             elif self._is_within_share():
@@ -180,14 +194,18 @@ class Counts:
     def run(self, request: Request, step: int) -> None:
         """Count now, on this thread, between two steps; whatever the model raises goes no further."""
         began_s, is_over = _now_s(), True
-        supervision = Supervision(limit_s=self._limit_s, fetched=request.fetched)
+        supervision = Supervision(
+            limit_s=self._limit_s,
+            fetched=request.fetched,
+            end_at_signals=request.times_ended < _MOST_TIMES_ENDED,
+        )
         self._ranks.count_begins(step)
         try:
             with self.lock:
                 self.is_at_work = True
                 try:
                     with supervision, request.autocast.applied():
-                        self._count(request)
+                        is_over = self._count(request)
                 finally:
                     self.is_at_work = False
             self._answer(request)
@@ -196,6 +214,10 @@ class Counts:
             self._waiting.append(request)
             is_over = False
         except SignalArrived:
+            request.times_ended += 1
+            self._waiting.append(request)
+            is_over = False
+        except OtherCountRuns:
             self._waiting.append(request)
             is_over = False
         except TimeIsUp:
@@ -208,7 +230,7 @@ class Counts:
             self._waiting.appendleft(request)
             raise
         except BaseException as error:
-            if supervision.is_interrupted:
+            if supervision.raised is not None:
                 raise
             self._refuse(request, f"the model cannot be counted, its FLOPs are estimated: {one_line(error)}")
         finally:
@@ -277,26 +299,32 @@ class Counts:
         if self.number_done > _FREE_COUNTS:
             self._further_s += seconds
 
-    def _count(self, request: Request) -> None:
+    def _count(self, request: Request) -> bool:
+        """Answer a request; whether that took a count."""
         state, autocast, batch = request.state, request.autocast, request.note.example()
         if batch is None:
-            return
-        form = state.forms.get(autocast)
+            return False
+        form, has_counted = state.forms.get(autocast), request.wants_work
         if form is None:
-            form = self._kept_form(state, autocast) or FlopModel.fit(
-                state.model, batch, convention=self.convention
-            )
+            form = self._kept_form(state, autocast)
+            if form is None:
+                form = FlopModel.fit(state.model, batch, convention=self.convention)
+                has_counted = True
             state.forms[autocast] = form
             self._ranks.publish(rank_key(state, autocast, self.convention), state.structure, form.export())
+        has_counted = has_counted or not form.knows(batch)
         count = form(batch)
-        self._note(count)
+        self._note(count, form)
         if request.wants_work:
             state.works[request.note.template] = form.step_work(batch)
         if self._kept is not None and (key := self._kept_key(state, autocast)) is not None:
             self._unkept[key] = state, autocast
+        return has_counted
 
-    def _note(self, count: FlopCount) -> None:
+    def _note(self, count: FlopCount, form: FlopModel) -> None:
         self.notes.update(dict.fromkeys(count.notes))
+        if form.reads_own_values:
+            self.notes["the model reads values that it holds (buffers): FLOPs are those at the count"] = None
         if PER_VALUES in count.method:
             self.values_matter = True
             self._notice(

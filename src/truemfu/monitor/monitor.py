@@ -367,6 +367,8 @@ class TrainingMonitor:
         """Whether this is a moment between two steps: no backward pass, no capture of a CUDA graph."""
         if backward_number() != -1 or functorch_level() is not None or self._pauses:
             return False
+        if self._counts.is_at_work:  # a signal's handler in the middle of a count
+            return False
         return self._device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 
     def _send_all(self) -> bool:
@@ -734,9 +736,10 @@ class TrainingMonitor:
         is_audited = self._audit is not None and self._audit.awaits_count
         for note in notes:
             template = note.template
-            if template.asked_for is not state or (is_audited and template not in state.works):
-                wants_work = is_audited or (self._watch is not None and template.asked_for is not state)
-                template.asked_for = state
+            is_new = template.asked_for != state.number
+            if is_new or (is_audited and template not in state.works):
+                wants_work = is_audited or (self._watch is not None and is_new and not state.works)
+                template.asked_for = state.number
                 self._counts.ask(state, note, wants_work=wants_work)
                 self._resolver.wake()
 
@@ -754,7 +757,10 @@ class TrainingMonitor:
             if self._watch is not None:
                 self._watch.restart()
             self._resolver.wake()
-        return self._counts.spent_s - before_s
+        took_s = self._counts.spent_s - before_s
+        if self._usual.end_s is not None:
+            self._usual.end_s += took_s  # nobody waited for data
+        return took_s
 
     def _measure_datasets(self, batch: Mapping[str, Any], outputs: Any, aggregated_loss: Any) -> None:
         pending = self._datasets.measure(batch, outputs, aggregated_loss)

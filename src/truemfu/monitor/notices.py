@@ -28,12 +28,13 @@ class Notices:
             warn_once(text)
 
     def among(self, work: Callable[[], Result]) -> Result:
-        """The result of work that may warn by itself, with its warning kept."""
-        try:
-            return work()
-        except TruemfuWarning as warning:
-            self(str(warning))
-            return work()  # a warning is said once, so the second try goes through
+        """The result of work that may warn by itself, with its warnings kept."""
+        for _ in range(_MAX_KEPT):
+            try:
+                return work()
+            except TruemfuWarning as warning:
+                self(str(warning))  # each is said once, so the next try goes further
+        return work()
 
     @property
     def texts(self) -> tuple[str, ...]:

@@ -57,8 +57,8 @@ class Template:
     tokens: int | None
     autocast: AutocastState
     values_ready: bool = field(default=False)
-    asked_for: object = field(default=None)
-    """The state of the model in which such a batch was last asked to be counted."""
+    asked_for: int | None = field(default=None)
+    """The number of the model's state in which such a batch was last asked to be counted."""
 
     @property
     def looked_into(self) -> tuple[Place, ...]:
