@@ -281,3 +281,14 @@ def test_what_torch_tells_is_tried_out(tells: Any) -> None:
     thread.join()
     assert found == [True, True]
     assert table.said == {}
+
+
+def test_names_are_tried_out_wherever_the_package_is_first_imported() -> None:
+    code = (
+        "import torch\n"
+        "with torch.inference_mode(), torch.device('meta'), torch.autocast('cpu'):\n"
+        "    import truemfu.monitor.monitor\n"
+        "    from truemfu.torch_private import watching as w\n"
+        "assert w.tells_versions and w._sees and w._calls_can_be_replaced and w._lists_hooks\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

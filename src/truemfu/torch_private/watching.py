@@ -34,6 +34,14 @@ _found = {
 }
 
 
+def _works(probe: Callable[..., bool], *args: Any) -> bool:
+    """What trying a name out comes to; one that raises is none that works, and no import fails for it."""
+    try:
+        return probe(*args)
+    except Exception:
+        return False
+
+
 def _in_node() -> int:
     return -1 if _found[table.AUTOGRAD_NODE]() is None else 0
 
@@ -84,7 +92,7 @@ functorch_level: Callable[[], Any] = _or(table.FUNCTORCH_LEVEL, _nobody)
 """The innermost vmap or its kin around this; None outside. Only where `tells_functorch`."""
 is_wrapped: Callable[[torch.Tensor], bool] = _or(table.FUNCTORCH_WRAPPED, _wrapped)
 """Whether a tensor belongs to a vmap or its kin; without the name each may."""
-_sees = _found[table.ANY_AUTOCAST] is not ABSENT and _sees_autocast(_found[table.ANY_AUTOCAST])
+_sees = _found[table.ANY_AUTOCAST] is not ABSENT and _works(_sees_autocast, _found[table.ANY_AUTOCAST])
 is_any_autocast: Callable[[], bool] = _found[table.ANY_AUTOCAST] if _sees else _any_autocast
 
 
@@ -190,8 +198,8 @@ def _hooks_are_listed() -> bool:
         handle.remove()
 
 
-_calls_can_be_replaced = _call_works()
-_lists_hooks = _hooks_are_listed()
+_calls_can_be_replaced = _works(_call_works)
+_lists_hooks = _works(_hooks_are_listed)
 
 
 def compiled_call(model: nn.Module) -> Any:
@@ -211,16 +219,17 @@ def can_replace_call() -> bool:
 
 
 def _version_works(version: Callable[[torch.Tensor], int]) -> bool:
-    tensor = torch.zeros((), device="cpu")
-    before = version(tensor)
-    tensor.zero_()
-    return version(tensor) != before
+    with torch.inference_mode(False):
+        tensor = torch.zeros((), device="cpu")
+        before = version(tensor)
+        tensor.zero_()
+        return version(tensor) != before
 
 
 def _version_of() -> Callable[[torch.Tensor], int] | None:
     found = _found[table.VERSION]
     get = getattr(found, "__get__", None)
-    return get if get is not None and _version_works(get) else None
+    return get if get is not None and _works(_version_works, get) else None
 
 
 _known_version = _version_of()
