@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import array
+import contextvars
 import copy
+import datetime
+import decimal
+import fractions
 import functools
+import itertools
 import json
+import logging
+import operator
 import os
+import re
 import subprocess
 import sys
+import threading
 import time
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.flops import identity_models
@@ -25,6 +37,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from truemfu import FlopModel, TrainingMonitor, count_flops, register_formula, register_module
 from truemfu.flops.identity import model_identity
 from truemfu.flops.registry import MODULE_FORMULAS, OPERATOR_FORMULAS
+from truemfu.flops.snapshot import snapshot
 
 HELPERS = """
 import torch
@@ -526,3 +539,209 @@ def test_a_method_bound_to_another_module_names_that_module() -> None:
 
     assert identity(make(0)) == identity(make(0))
     assert identity(make(0)) != identity(make(1))
+
+
+def masked(values: np.ndarray[Any, Any]) -> np.ma.MaskedArray[Any, Any]:
+    return np.ma.masked_array(np.ones(2), values)
+
+
+def closing_over(value: Any) -> Callable[[], Any]:
+    return lambda: value
+
+
+def with_default(value: Any) -> Callable[..., Any]:
+    def default(x: Any = value) -> Any:
+        return x
+
+    return default
+
+
+def context_variable(value: Any) -> contextvars.ContextVar[Any]:
+    return contextvars.ContextVar("own_mode", default=value)
+
+
+def set_variable(value: Any) -> contextvars.ContextVar[Any]:
+    variable: contextvars.ContextVar[Any] = contextvars.ContextVar("own_mode", default=0)
+    variable.set(value)
+    return variable
+
+
+def counting_to(number: int) -> Iterator[int]:
+    yield from range(number)
+
+
+class Holder:
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+
+def dispatching(number: int) -> Any:
+    def run(self: Any, x: Any) -> int:
+        return number
+
+    return functools.singledispatchmethod(run)
+
+
+# What a module can hold, made of two numbers that differ.
+HELD: dict[str, Callable[[int], Any]] = {
+    "an array": lambda n: np.array([1, 1, n, 0]),
+    "an array in a list": lambda n: [np.array([1, n])],
+    "a masked array": lambda n: masked(np.array([False, bool(n)])),
+    "a numpy scalar": lambda n: np.int64(n),
+    "a numpy dtype": lambda n: np.dtype(("int32", "int64")[n]),
+    "an array.array": lambda n: array.array("i", [1, n]),
+    "a bytearray": lambda n: bytearray([1, n]),
+    "a memoryview": lambda n: memoryview(bytes([1, n])),
+    "a decimal": decimal.Decimal,
+    "a fraction": lambda n: fractions.Fraction(n, 7),
+    "a tensor": lambda n: torch.tensor([1, n]),
+    "a tensor of bfloat16": lambda n: torch.tensor([1, n], dtype=torch.bfloat16),
+    "a strided tensor": lambda n: torch.tensor([[1, n], [0, 0]]).t(),
+    "a tensor of an object": lambda n: Holder(torch.tensor([1, n])),
+    "a tensor in a closure": lambda n: closing_over(torch.tensor([1, n])),
+    "a tensor as a default": lambda n: with_default(torch.tensor([1, n])),
+    "an itemgetter": operator.itemgetter,
+    "an itemgetter of a class": lambda n: operator.itemgetter(slice(n, 3)),
+    "an attrgetter": lambda n: operator.attrgetter(f"field_{n}"),
+    "a methodcaller": lambda n: operator.methodcaller("run", n),
+    "a methodcaller with a keyword": lambda n: operator.methodcaller("run", times=n),
+    "a partial": lambda n: functools.partial(operator.getitem, [n]),
+    "a partial of an array": lambda n: functools.partial(np.add, np.array([n])),
+    "a partial of a getter": lambda n: functools.partial(operator.itemgetter(n)),
+    "a method of a dictionary": lambda n: {"times": n}.get,
+    "a method of a list": lambda n: [1, n].__getitem__,
+    "a method by type": dispatching,
+    "a default of a context": context_variable,
+    "a value of a context": set_variable,
+    "a view of a dictionary": lambda n: types.MappingProxyType({"times": n}),
+    "a slice of numbers": lambda n: slice(0, n),
+    "a regular expression's flags": lambda n: re.compile("a", (re.IGNORECASE, re.MULTILINE)[n]),
+    "a date": lambda n: datetime.date(2024, 1, 1 + n),
+    "an annotation": lambda n: (list[int], list[str])[n],
+    "a generator to begin": counting_to,
+}
+
+
+@pytest.mark.parametrize("make", HELD.values(), ids=HELD.keys())
+@pytest.mark.parametrize("taken", [lambda model: model, snapshot], ids=["itself", "snapshot"])
+def test_values_that_a_module_holds_are_part_of_it(
+    make: Callable[[int], Any], taken: Callable[[nn.Module], nn.Module]
+) -> None:
+    def holding(number: int) -> str:
+        model = nn.Sequential(nn.Linear(2, 2))
+        model.held = make(number)
+        return identity(taken(model))
+
+    assert holding(0) == holding(0)
+    assert holding(0) != holding(1)
+
+
+@pytest.mark.parametrize("old", ["torch.tensor([2])", "numpy.array([2])", "operator.itemgetter(0)"])
+def test_values_that_code_names_are_part_of_it(old: str, build: Callable[..., nn.Module]) -> None:
+    def naming(value: str) -> str:
+        text = f"import numpy, operator\nGLOBAL = {value}\nTIMES = 2"
+        return identity(build(("TIMES = 2", text), ("range(TIMES *", "range((GLOBAL is not None) *")))
+
+    assert naming(old) == naming(old)
+    assert naming(old) != naming(old.replace("2", "3").replace("0", "1"))
+
+
+UNREAD: dict[str, Callable[[], Any]] = {
+    "a large array": lambda: np.zeros(1 << 18),
+    "an array of objects": lambda: np.array([object(), None]),
+    "a large tensor": lambda: torch.zeros(1 << 16),
+    "a sparse tensor": lambda: torch.eye(3).to_sparse(),
+    "a storage": lambda: torch.zeros(3).untyped_storage(),
+    "values of a thread": threading.local,
+    "a counter": lambda: itertools.count(3),
+    "an iterator": lambda: iter([1, 2]),
+    "a method of an iterator": lambda: iter([1, 2]).__next__,
+    "a library's object": lambda: np.nditer(np.zeros(3)),
+}
+
+
+@pytest.mark.parametrize("make", UNREAD.values(), ids=UNREAD.keys())
+def test_an_object_that_is_not_read_leaves_no_identity(make: Callable[[], Any]) -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.held = make()
+    assert model_identity(model) is None
+
+
+def test_a_generator_that_has_begun_leaves_no_identity() -> None:
+    model = nn.Linear(2, 2)
+    model.numbers = counting_to(3)
+    assert model_identity(model) is not None
+    next(model.numbers)
+    assert model_identity(model) is None
+
+
+HARMLESS: dict[str, Callable[[], Any]] = {
+    "a lock": threading.RLock,
+    "a thread": lambda: threading.Thread(target=print),
+    "a logger": lambda: logging.getLogger("own"),
+    "a weak dictionary": weakref.WeakKeyDictionary,
+    "a generator of torch": torch.Generator,
+    "a generator of numpy": np.random.default_rng,
+    "a sentinel": object,
+    "a function of numpy": lambda: np.add,
+    "an operator": lambda: torch.ops.aten.mm,
+    "a tensor on meta": lambda: torch.zeros(1 << 20, device="meta"),
+    "a weight": lambda: torch.randn(3, requires_grad=True),
+    "a parameter": lambda: [nn.Parameter(torch.randn(1 << 16), requires_grad=False)],
+    "an optimizer": lambda: torch.optim.SGD([nn.Parameter(torch.zeros(1))]),
+}
+
+
+@pytest.mark.parametrize("make", HARMLESS.values(), ids=HARMLESS.keys())
+def test_what_steers_no_forward_is_known_by_its_type(make: Callable[[], Any]) -> None:
+    def holding() -> tuple[str, str]:
+        model = nn.Sequential(nn.Linear(2, 2))
+        model.held = make()
+        return identity(model), identity(snapshot(model))
+
+    assert holding() == holding()
+
+
+def test_values_of_a_buffer_are_not_part_of_it_wherever_it_is_held() -> None:
+    def holding(value: float) -> str:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        model[1].register_buffer("table", torch.full((3,), value))
+        model[0].borrowed = model[1].table
+        return identity(model)
+
+    assert holding(1.0) == holding(2.0)
+
+
+def test_a_method_that_only_a_methodcaller_names_is_part_of_it(build: Callable[..., nn.Module]) -> None:
+    def calling(width: int) -> str:
+        method = f"    def odd_name(self, x):\n        return x @ torch.ones(8, {width})\n\n"
+        getter = 'operator.methodcaller("odd_name", 1)'
+        return identity(
+            build(
+                ("import functools\n", "import functools, operator\n"),
+                ("class Tool:\n", "class Tool:\n" + method),
+                ("self.tool = Tool(1)", f"self.tool = Tool(1)\n        self.call = {getter}"),
+            )
+        )
+
+    assert calling(8) == calling(8)
+    assert calling(8) != calling(9)
+
+
+def test_precision_and_determinism_are_part_of_it() -> None:
+    model = nn.Linear(4, 4)
+    found = [identity(model)]
+    precision, is_cudnn_tf32 = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    try:
+        torch.set_float32_matmul_precision("medium")
+        found.append(identity(model))
+        torch.use_deterministic_algorithms(True)
+        found.append(identity(model))
+        torch.backends.cudnn.allow_tf32 = not is_cudnn_tf32
+        found.append(identity(model))
+    finally:
+        torch.set_float32_matmul_precision(precision)
+        torch.use_deterministic_algorithms(False)
+        torch.backends.cudnn.allow_tf32 = is_cudnn_tf32
+    assert len(set(found)) == 4
+    assert identity(model) == found[0]

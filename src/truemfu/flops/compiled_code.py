@@ -37,6 +37,11 @@ def is_compiled(value: Any) -> bool:
     )
 
 
+def is_builtin(value: Any) -> bool:
+    """Whether a value is a function or descriptor of C: its name and what it is bound to say all."""
+    return isinstance(value, _BUILTINS)
+
+
 def check_visible(cls: type) -> None:
     """Raise `Unreadable` for a class whose objects keep something outside Python's attributes."""
     for base in cls.__mro__[:-1]:

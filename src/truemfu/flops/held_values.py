@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import operator
 import types
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -14,6 +15,8 @@ from .code_packages import home_of, is_read, package_of
 
 OF_TORCH = frozenset({*vars(nn.Module()), "_compiled_call_impl"})
 """Attributes that every module has to itself."""
+GETTERS = (operator.itemgetter, operator.attrgetter, operator.methodcaller)
+"""Functions of C that tell what they were made with when they are pickled."""
 
 
 def parts_of(value: Any) -> Iterator[Any]:
@@ -28,6 +31,12 @@ def parts_of(value: Any) -> Iterator[Any]:
         yield from (value.fget, value.fset)
     elif isinstance(value, functools.cached_property):
         yield value.func
+    elif isinstance(value, functools.singledispatchmethod):
+        yield from (value.func, value.dispatcher)
+    elif isinstance(value, GETTERS):
+        yield from value.__reduce__()
+    elif isinstance(value, types.BuiltinMethodType) and not isinstance(value.__self__, types.ModuleType):
+        yield value.__self__
     elif isinstance(value, Mapping):
         yield from _items(value)
     elif isinstance(value, (list, tuple, collections.deque)):
@@ -107,3 +116,5 @@ def _items(mapping: Mapping[Any, Any]) -> Iterator[Any]:
     if isinstance(mapping, dict):
         yield from dict.keys(mapping)
         yield from dict.values(mapping)
+    elif isinstance(mapping, types.MappingProxyType):
+        yield from _items(dict(mapping))

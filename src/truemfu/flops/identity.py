@@ -6,14 +6,16 @@
     versions of Python, torch and every package the code comes from ────────┤
     truemfu's own sources that count, and torch's switches ─────────────────┘
 
-Values of parameters and buffers are not part of it. A false difference costs a new count; a false match would
-be a wrong number. So what cannot be read makes the identity None, and the count is not kept.
+Values of parameters and buffers are not part of it; those of other tensors and arrays are. A false difference
+costs a new count; a false match would be a wrong number. So what cannot be read makes the identity None, and
+the count is not kept.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,8 @@ from .held_values import OF_TORCH, forward_hooks, global_hooks
 from .model_code import ModelCode
 from .registry import MODULE_FORMULAS, OPERATOR_FORMULAS
 from .shadow import unwrap
-from .value_digest import ValueDigest, tensor_digest
+from .value_bytes import tensor_digest
+from .value_digest import ValueDigest
 
 _OWN_SOURCES = ("flops", "convention.py")
 
@@ -51,7 +54,8 @@ class _Identity:
         self._model = model
         self._numbers: dict[int, int] = {}
         self._alive: list[Any] = []
-        self._values = ValueDigest(self._numbers, self._module)
+        registered = frozenset(map(id, (*model.parameters(), *model.buffers())))
+        self._values = ValueDigest(self._numbers, self._module, registered)
 
     def digest(self, also: tuple[Any, ...]) -> bytes:
         formulas = [*OPERATOR_FORMULAS.values(), *MODULE_FORMULAS.values()]
@@ -177,9 +181,23 @@ def _surroundings() -> bytes:
         torch.backends.cudnn.enabled,
         torch.backends.mkldnn.is_available(),
         str(torch.get_default_dtype()),
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+        _switch(torch.backends.cudnn, "allow_tf32"),
+        _switch(cuda.matmul, "allow_tf32"),
     )
     versions = (*sys.version_info[:2], sys.implementation.name, torch.__version__, __version__)
     return pack(repr(versions).encode(), repr(switches).encode(), _own_sources())
+
+
+def _switch(home: Any, name: str) -> str:
+    """A switch of torch; some releases warn or raise where it was set by its newer name."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return str(getattr(home, name))
+        except (AttributeError, RuntimeError):
+            return str(getattr(home, "fp32_precision", None))
 
 
 @functools.lru_cache(maxsize=1)

@@ -21,7 +21,7 @@ from torch import nn
 
 from .code_names import NotImported, cells_of, composed_in, globals_in, names_in, references, texts_in
 from .code_packages import home_of, is_read
-from .held_values import OF_TORCH, forward_hooks, global_hooks, parts_of
+from .held_values import GETTERS, OF_TORCH, forward_hooks, global_hooks, parts_of
 from .shadow import unwrap
 
 MAX_FUNCTIONS = 6000
@@ -132,6 +132,8 @@ class ModelCode:
                 self._class(type(value), is_called=False)
         else:
             self._note_generator(value)
+            if isinstance(value, GETTERS):
+                self._name(_names_in_getter(value))
             self._push_all(parts_of(value))
             self._class(type(value), is_called=False)
 
@@ -269,6 +271,14 @@ def is_read_class(cls: type) -> bool:
 
 def _is_code(value: Any) -> bool:
     return isinstance(value, (types.FunctionType, staticmethod, classmethod, property))
+
+
+def _names_in_getter(getter: Any) -> Iterator[str]:
+    """The names that `attrgetter("a.b")` or `methodcaller("run")` look up."""
+    make, args = getter.__reduce__()
+    for text in (*args, *getattr(make, "args", ())):
+        if isinstance(text, str):
+            yield from text.split(".")
 
 
 def _operators_in_python() -> dict[tuple[str, str], Any]:

@@ -1,18 +1,22 @@
 """Any value that can steer a model as bytes that are the same in every process.
 
-Nothing of it comes from `hash`, `id`, `repr` of an unknown object or the order of a set. Tensors are known by
-shape and dtype, code by its bytecode and constants, objects by their class and attributes. What belongs to a
-process or a run and steers no forward (locks, loggers, generators, weak references, addresses in texts, times
-of day) is known by its type alone. `Unreadable` is raised for what could steer a forward and cannot be read.
+Nothing of it comes from `hash`, `id`, `repr` of an unknown object or the order of a set. Weights and buffers
+are known by shape and dtype, other tensors and arrays by their values, code by its bytecode and constants,
+objects by their class and attributes. What belongs to a process or a run and steers no forward (locks,
+loggers, generators, weak references, addresses in texts, times of day) is known by its type alone.
+`Unreadable` is raised for everything else: it could steer a forward and cannot be read.
 """
 
 from __future__ import annotations
 
 import collections
+import contextvars
 import enum
 import functools
+import inspect
 import os
 import re
+import threading
 import types
 import weakref
 from collections.abc import Callable
@@ -24,8 +28,10 @@ from torch import nn
 from .code_digest import code_digest, name_of, pack
 from .code_names import NotImported, cells_of
 from .code_packages import home_of, is_read, package_of, source_path, version_of
-from .compiled_code import Unreadable, check_visible, is_compiled
-from .held_values import attributes_of, has_parts
+from .compiled_code import Unreadable, check_visible, is_builtin, is_compiled
+from .held_values import GETTERS, attributes_of, has_parts
+from .run_objects import is_harmless, text_of
+from .value_bytes import array_bytes, tensor_digest, valued_digest
 
 MAX_VALUES = 1_000_000
 
@@ -51,19 +57,28 @@ _LIBRARIES = ("transformers", "peft", "torch")
 _MIN_HASH = 1 << 32
 _ORDERED_ITEMS = 32
 """A longer dictionary is a table, and may have been filled in the order of a set."""
-_TORCH_VALUES = (torch.layout, torch.memory_format, torch.finfo, torch.iinfo, torch.qscheme)
 _CONTAINERS = (list, tuple, collections.deque)
 _HELD = (nn.Module, torch.Tensor)
 
 
 class ValueDigest:
-    """Turns values into bytes. Modules and tensors of the model itself are numbered in advance."""
+    """Turns values into bytes.
 
-    def __init__(self, numbers: dict[int, int], module_digest: Callable[[nn.Module], bytes]) -> None:
+    Modules and tensors of the model get numbers as they are met. `registered` are the ids of its parameters
+    and buffers, whose values are never read.
+    """
+
+    def __init__(
+        self,
+        numbers: dict[int, int],
+        module_digest: Callable[[nn.Module], bytes],
+        registered: frozenset[int],
+    ) -> None:
         self.packages: set[str] = set()
         """Top-level packages that code was taken from."""
         self._numbers = numbers
         self._module_digest = module_digest
+        self._registered = registered
         self._known: dict[int, tuple[Any, bytes]] = {}
         self._open: dict[int, int] = {}
         self._left = MAX_VALUES
@@ -143,7 +158,7 @@ class ValueDigest:
             return b"number %d" % number
         if isinstance(value, nn.Module):
             return self._module_digest(value)
-        return tensor_digest(value)
+        return tensor_digest(value) if id(value) in self._registered else valued_digest(value)
 
     def _callable(self, value: Any) -> bytes | None:
         """Functions and what wraps them."""
@@ -161,12 +176,20 @@ class ValueDigest:
             return pack(b"property", self.of(value.func))
         if isinstance(value, (torch.jit.ScriptFunction, torch.jit.ScriptModule)):
             raise Unreadable("TorchScript")
-        if type(value).__module__ == "functools":
-            return pack(name_of(type(value)), self.of(getattr(value, "__wrapped__", None)))
-        return self._builtin(value) if is_compiled(value) else None
+        if isinstance(value, functools.singledispatchmethod):
+            return pack(b"dispatched", self.of(value.func), self.of(value.dispatcher))
+        if type(value).__module__ == "functools" and hasattr(value, "__wrapped__"):
+            return pack(name_of(type(value)), self.of(value.__wrapped__))
+        if isinstance(value, GETTERS):
+            return pack(b"getter", self.of(value.__reduce__()))
+        if isinstance(value, (weakref.ref, *weakref.ProxyTypes)):
+            return pack(b"weak")
+        return self._builtin(value) if is_compiled(value) and text_of(value) is None else None
 
     def _builtin(self, value: Any) -> bytes:
         """A function of a C library: known by its name and the version of its package."""
+        if not is_builtin(value) and not isinstance(getattr(value, "__name__", None), str):
+            raise Unreadable(f"an object of {name_of(type(value)).decode()} is called and not read")
         owner = getattr(value, "__self__", None)
         home = getattr(value, "__module__", None) or getattr(
             getattr(value, "__objclass__", type(owner)), "__module__", ""
@@ -175,7 +198,7 @@ class ValueDigest:
         self.packages.add(package)
         if is_read(home) and package and version_of(package) is None:
             raise Unreadable(f"{name_of(value).decode()} is compiled, and {package} has no version")
-        bound_to = b"" if owner is None or isinstance(owner, types.ModuleType) else name_of(type(owner))
+        bound_to = b"" if owner is None or isinstance(owner, types.ModuleType) else self.of(owner)
         return pack(b"builtin", name_of(value), bound_to)
 
     def _container(self, value: Any) -> bytes | None:
@@ -189,9 +212,14 @@ class ValueDigest:
             return pack(b"list", name, *map(self.of, value), self._extra(value))
         if isinstance(value, (set, frozenset)):
             return pack(b"set", *sorted(self.of(item) for item in value if _is_constant(item)))
-        if isinstance(value, (range, slice)):
+        if isinstance(value, types.MappingProxyType):
+            return pack(b"view", self.of(dict(value)))
+        if isinstance(value, slice):
+            return pack(name, *map(self.of, (value.start, value.stop, value.step)))
+        if isinstance(value, range):
             return pack(name, repr(value).encode())
-        return None
+        numbers = array_bytes(value)
+        return None if numbers is None else pack(numbers, self._extra(value))
 
     def _extra(self, value: Any) -> bytes:
         extra = attributes_of(value) if is_read(type(value).__module__) else {}
@@ -200,27 +228,48 @@ class ValueDigest:
     def _object(self, value: Any) -> bytes:
         cls = type(value)
         self.packages.add(package_of(cls.__module__))
-        if isinstance(value, (weakref.ref, *weakref.ProxyTypes)):
-            return pack(b"weak")
-        if isinstance(value, _TORCH_VALUES):
+        text = text_of(value)
+        if text is not None:
+            return pack(name_of(cls), _text(text))
+        if isinstance(value, os.PathLike):
             return pack(name_of(cls), str(value).encode())
-        if isinstance(value, (os.PathLike, re.Pattern)):
-            return pack(name_of(cls), str(getattr(value, "pattern", value)).encode())
-        if cls.__module__.startswith("numpy") and hasattr(value, "dtype"):
-            text = f"{value.dtype} {value.shape if value.ndim else value.item()!r}"
-            return pack(name_of(cls), text.encode())
         members = getattr(cls, "__members__", None)
         if isinstance(members, dict):  # an enumeration of a C++ library
             return pack(name_of(cls), str(getattr(value, "name", "")).encode())
         if isinstance(value, torch.ScriptObject):
             raise Unreadable("an object of TorchScript")
-        if cls.__module__ == "torch._ops":
-            return pack(name_of(cls), str(value).encode())
+        if isinstance(value, contextvars.ContextVar):
+            return self._context_variable(value)
+        if isinstance(value, types.GeneratorType):
+            return self._generator(value)
+        if isinstance(value, types.CodeType):
+            return code_digest(value)
+        if isinstance(value, (threading.local, torch.UntypedStorage, torch.TypedStorage)):
+            raise Unreadable(f"what an object of {name_of(cls).decode()} holds is not read")
         if has_parts(value):
             check_visible(cls)
             return pack(b"object", name_of(cls), self.attributes(attributes_of(value), cls))
         inner = attributes_of(value).get("__wrapped__")
+        if inner is None and not is_harmless(value):
+            raise Unreadable(f"an object of {name_of(cls).decode()} is not read")
         return pack(b"opaque", name_of(cls), b"" if inner is None else self.of(inner))
+
+    def _context_variable(self, value: contextvars.ContextVar[Any]) -> bytes:
+        """Its value in this thread, and the one it has where nobody has set it."""
+        found = [b"context variable", value.name.encode()]
+        for run in (contextvars.copy_context().run, contextvars.Context().run):
+            try:
+                found.append(self.of(run(value.get)))
+            except LookupError:
+                found.append(b"not set")
+        return pack(*found)
+
+    def _generator(self, value: types.GeneratorType[Any, Any, Any]) -> bytes:
+        """One that has not begun, as a context manager holds: its code and arguments."""
+        if inspect.getgeneratorstate(value) != inspect.GEN_CREATED:
+            raise Unreadable("a generator that has begun")
+        local = inspect.getgeneratorlocals(value)
+        return pack(b"generator", code_digest(value.gi_code), self.attributes(local, type(value)))
 
     def _not_imported(self, module_name: str) -> bytes:
         """A module that a function would import: its version, or its file where it has none."""
@@ -234,16 +283,6 @@ class ValueDigest:
         except OSError:
             raise Unreadable(f"the file of {module_name} cannot be read") from None
         return pack(b"not imported", module_name.encode(), content)
-
-
-def tensor_digest(tensor: torch.Tensor) -> bytes:
-    """The bytes of a tensor: everything but its values."""
-    kind = f"{type(tensor).__qualname__} {tensor.dtype} {tensor.requires_grad} {tensor.device.type}"
-    if tensor.is_nested:
-        return pack(b"nested", kind.encode(), b"%d" % tensor.dim())
-    mesh = getattr(tensor, "device_mesh", None)
-    split = "" if mesh is None else f"{getattr(tensor, 'placements', None)} {tuple(mesh.shape)}"
-    return pack(b"tensor", kind.encode(), repr(tuple(tensor.shape)).encode(), split.encode())
 
 
 @functools.lru_cache(maxsize=4096)
