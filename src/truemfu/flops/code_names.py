@@ -28,6 +28,8 @@ _LOADS = {
     if name in dis.opmap
 }
 """Instructions that read a global, and by how many bits the number of its name is shifted."""
+_GLOBAL_STORES = {dis.opmap["STORE_GLOBAL"]: 0, dis.opmap["DELETE_GLOBAL"]: 0}
+_ATTRIBUTE_STORES = {dis.opmap["STORE_ATTR"]: 0, dis.opmap["DELETE_ATTR"]: 0}
 _COMPOSING = frozenset({"BUILD_STRING", "BINARY_OP", "BINARY_ADD"})
 _MISSING = object()
 
@@ -55,11 +57,28 @@ def names_in(code: types.CodeType) -> tuple[str, ...]:
 @functools.lru_cache(maxsize=16384)
 def globals_in(code: types.CodeType) -> tuple[str, ...]:
     """The names that a code and those inside it read as globals, in order."""
+    return _named_by(code, _LOADS)
+
+
+@functools.lru_cache(maxsize=16384)
+def stored_globals_in(code: types.CodeType) -> tuple[str, ...]:
+    """The names that a code and those inside it bind as globals: what a `global` statement allows."""
+    return _named_by(code, _GLOBAL_STORES)
+
+
+@functools.lru_cache(maxsize=16384)
+def stored_attributes_in(code: types.CodeType) -> tuple[str, ...]:
+    """The attributes that a code and those inside it write."""
+    return _named_by(code, _ATTRIBUTE_STORES)
+
+
+def _named_by(code: types.CodeType, wanted: dict[int, int]) -> tuple[str, ...]:
+    """The names that certain instructions use, in order."""
     found: dict[str, None] = {}
     for inner in codes(code):
         content = inner.co_code
         operations = content[::2]
-        for operation, shift in _LOADS.items():
+        for operation, shift in wanted.items():
             at = operations.find(operation)
             while at >= 0:
                 number, scale, before = content[2 * at + 1], 8, at - 1

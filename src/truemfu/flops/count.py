@@ -40,6 +40,7 @@ from .loss import loss_of
 from .random_states import own_random_draws
 from .self_check import check_known_model
 from .shadow import Maker, Shadow, has_values
+from .shared_state import untouched_globals
 from .surroundings import flex_attention_anywhere, quiet_fake_tensors, uncompiled, untouched_casts
 from .tally import Tally
 from .values import Following
@@ -249,7 +250,8 @@ class _Step:
         loss_fn = shadow.tree(self.loss_fn)
         follow_modules(model, tally)
         tally.sets_gradients_back = True
-        with own_random_draws(self.model) as drawn, untouched_casts(), uncompiled():
+        untouched = untouched_globals(self.model, self.loss_fn)
+        with untouched, own_random_draws(self.model) as drawn, untouched_casts(), uncompiled():
             try:
                 with fake_mode, Calls(tally, stand_in=True), tally:
                     self._forward_and_backward(model, args, kwargs, loss_fn, tally)

@@ -106,6 +106,11 @@ class ModelCode:
         """Functions whose code is read."""
         return tuple(self._functions.values())
 
+    @property
+    def seen(self) -> tuple[Any, ...]:
+        """Every object that the walk came by."""
+        return tuple(self._seen.values())
+
     def _push(self, value: Any) -> None:
         if type(value) not in _SCALARS and id(value) not in self._seen:
             self._waiting.append(value)

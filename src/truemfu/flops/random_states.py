@@ -47,7 +47,7 @@ def own_random_draws(model: nn.Module) -> Iterator[set[str]]:
             if name in before and not _is_same(before[name], get())
         }
         if changed:
-            ours = changed if _is_alone() else drawn | _mentioned(model)
+            ours = changed if is_alone() else drawn | _mentioned(model)
             for name, (put, state) in changed.items():
                 if name in ours:
                     put(state)
@@ -99,7 +99,7 @@ def _is_same(one: Any, other: Any) -> bool:
     return bool((one == other).all()) if hasattr(one, "all") else bool(one == other)
 
 
-def _is_alone() -> bool:
+def is_alone() -> bool:
     """Whether no other thread of Python's runs that could have drawn."""
     here = threading.get_ident()
     return all(t.ident == here or t.name.startswith(_OWN_THREADS) for t in threading.enumerate())

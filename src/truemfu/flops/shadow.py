@@ -12,15 +12,19 @@ here). So nothing starts a collective, and nothing compiled is disturbed.
 
 from __future__ import annotations
 
+import array
 import collections
 import copy
 import enum
 import functools
+import queue
 import random
 import sys
+import threading
 import types
+import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -45,6 +49,8 @@ _OF_TORCH = frozenset(vars(nn.Module()))
 """Attributes that every module has to itself."""
 _HEAP_TYPE = 1 << 9  # set for classes made by a class statement
 _MAX_CONTAINER = 100_000
+_ITERATORS = frozenset({"builtins", "itertools"})
+"""Where iterators come from whose position a copy can have to itself."""
 
 
 def is_compiled_wrapper(model: nn.Module | None) -> bool:
@@ -85,6 +91,7 @@ class Shadow:
         self._supervision = supervision()
         self._memo: dict[int, Any] = {}
         self._param_dtype: torch.dtype | None = None
+        self._at = ""  # the attribute that is being copied, for messages
         self._alive: list[Any] = []  # keeps ids in the memo from being used again
         self._makers: tuple[tuple[type | tuple[type, ...], Callable[[Any], Any]], ...] = (
             (torch.Tensor, self.tensor),
@@ -97,7 +104,11 @@ class Shadow:
             (types.SimpleNamespace, self._namespace),
             (weakref.ref, self._reference),
             (torch.Generator, _copy_of_generator),
-            ((random.Random, bytearray, torch.autocast), copy.copy),
+            ((random.Random, bytearray, array.array, torch.autocast), copy.copy),
+            (functools._lru_cache_wrapper, self._cached_function),
+            (queue.Queue, self._queue),
+            (threading.local, self._thread_local),
+            ((types.GeneratorType, types.CoroutineType, queue.SimpleQueue), self._uncopied),
         )
 
     def model(self, model: nn.Module) -> nn.Module:
@@ -115,9 +126,11 @@ class Shadow:
         for kind, make in self._makers:
             if isinstance(thing, kind):
                 return self._once(thing, make)
+        if type(thing).__module__ in _ITERATORS and isinstance(thing, Iterator):
+            return self._once(thing, self._iterator)
         if type(thing).__module__.startswith("numpy"):
             return self._once(thing, copy.deepcopy) if getattr(thing, "size", 0) <= _MAX_CONTAINER else thing
-        return self._once(thing, self._object) if _is_plain_object(type(thing)) else thing
+        return self._once(thing, self._object) if is_plain_object(type(thing)) else thing
 
     def _once(self, thing: Any, make: Callable[[Any], Any]) -> Any:
         if id(thing) not in self._memo:
@@ -170,6 +183,7 @@ class Shadow:
             elif name == "_compiled_call_impl":
                 state[name] = None
             else:
+                self._at = f"{cls.__name__}.{name}"
                 state[name] = self.tree(value)
         formula = module_formula(cls)
         if formula is not None:
@@ -286,6 +300,46 @@ class Shadow:
             shell.__dict__[name] = self.tree(value)
         return shell
 
+    def _cached_function(self, cached: Any) -> Any:
+        """The same function with a cache of its own, which starts empty."""
+        parameters = cached.cache_parameters()
+        return functools.lru_cache(**parameters)(self.tree(cached.__wrapped__))
+
+    def _iterator(self, iterator: Iterator[Any]) -> Any:
+        """An iterator at the same position, with copies of the iterators it reads from."""
+        try:
+            with warnings.catch_warnings():  # itertools warn that copies of them end with Python 3.14
+                warnings.simplefilter("ignore", DeprecationWarning)
+                reduced: Any = iterator.__reduce__()
+                make, args, *state = reduced
+                made = make(*(self.tree(argument) for argument in args))
+                if state and state[0] is not None:
+                    made.__setstate__(self.tree(state[0]))
+        except (TypeError, AttributeError):
+            return self._uncopied(iterator)
+        return made
+
+    def _queue(self, thing: queue.Queue[Any]) -> Any:
+        """A queue with the same items; where the training would wait for another thread, the count ends."""
+        if type(thing) not in (queue.Queue, queue.LifoQueue, queue.PriorityQueue):
+            return thing
+        made = type(thing)(thing.maxsize)
+        self._memo[id(thing)] = made
+        made.queue = self.tree(thing.queue)
+        made.unfinished_tasks = thing.unfinished_tasks
+        vars(made)["get"] = lambda block=True, timeout=None: type(made).get(made, False)
+        vars(made)["put"] = lambda item, block=True, timeout=None: type(made).put(made, item, False)
+        return made
+
+    def _thread_local(self, thing: threading.local) -> Any:
+        made = type(thing).__new__(type(thing))
+        self._memo[id(thing)] = made
+        made.__dict__.update({name: self.tree(value) for name, value in vars(thing).items()})
+        return made
+
+    def _uncopied(self, thing: Any) -> Any:
+        return _Uncopied(self._at, type(thing).__name__)
+
     def _namespace(self, thing: types.SimpleNamespace) -> Any:
         made = types.SimpleNamespace()
         self._memo[id(thing)] = made
@@ -296,6 +350,27 @@ class Shadow:
         target = reference()
         copied = self.tree(target)
         return reference if copied is target else weakref.ref(copied)
+
+
+class _Uncopied:
+    """Stands for an iterator or queue that has no copy: a count that would advance it ends with an error."""
+
+    def __init__(self, place: str, kind: str) -> None:
+        self.place, self.kind = place, kind
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise ModelError(
+            f"{self.place} is a {self.kind}, which a count would advance: it cannot be copied, so "
+            "the training would miss what the count takes from it"
+        )
+
+    def __iter__(self) -> Any:
+        return self
+
+    __next__ = __await__ = send = throw = get = get_nowait = put = put_nowait = _refuse
+
+    def close(self) -> None:
+        """Nothing to close; the generator itself stays as it is."""
 
 
 def _copy_of_generator(generator: torch.Generator) -> torch.Generator:
@@ -312,7 +387,7 @@ def _copy_slots(thing: Any, shell: Any, tree: Callable[[Any], Any]) -> None:
                 object.__setattr__(shell, name, tree(getattr(thing, name)))
 
 
-def _is_plain_object(cls: type) -> bool:
+def is_plain_object(cls: type) -> bool:
     """Whether objects of a class are the user's own: written in Python, no framework's, no enumeration."""
     if cls.__module__.split(".")[0] in sys.stdlib_module_names - {"__main__"}:
         return False

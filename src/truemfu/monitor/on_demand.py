@@ -37,6 +37,7 @@ from ..flops.model_view import BatchRequest
 from ..flops.profiler import StepProfiler
 from ..flops.random_states import own_random_draws
 from ..flops.shadow import Shadow, has_values, unwrap
+from ..flops.shared_state import untouched_globals
 from ..flops.snapshot import snapshot
 from ..flops.surroundings import AutocastState, autocast_state, uncompiled, untouched_casts
 from ..hardware.detect import get_gpu_peak_flops, known_spec, override_flops_per_s
@@ -232,6 +233,7 @@ def _profiled(model: nn.Module, batch: Batch) -> FlopCount:
         disable_modes(),
         torch.inference_mode(False),
         torch.enable_grad(),
+        untouched_globals(model),
         own_random_draws(model) as drawn,
         untouched_casts(),
         uncompiled(),
