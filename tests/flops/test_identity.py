@@ -618,8 +618,17 @@ HELD: dict[str, Callable[[int], Any]] = {
     "a regular expression's flags": lambda n: re.compile("a", (re.IGNORECASE, re.MULTILINE)[n]),
     "a date": lambda n: datetime.date(2024, 1, 1 + n),
     "an annotation": lambda n: (list[int], list[str])[n],
-    "a generator to begin": counting_to,
 }
+
+
+def test_a_generator_that_a_module_holds_is_part_of_it() -> None:
+    def holding(number: int) -> str:
+        model = nn.Sequential(nn.Linear(2, 2))
+        model.held = counting_to(number)
+        return identity(model)  # a snapshot of such a model is not counted
+
+    assert holding(0) == holding(0)
+    assert holding(0) != holding(1)
 
 
 @pytest.mark.parametrize("make", HELD.values(), ids=HELD.keys())
