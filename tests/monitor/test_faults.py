@@ -791,9 +791,10 @@ def test_no_file_of_the_run_is_touched_on_the_training_thread(tmp_path: Path) ->
     is_watching = False
 
     def watch(event: str, args: tuple[Any, ...]) -> None:
-        is_ours = is_watching and threading.current_thread() is threading.main_thread()
+        if not is_watching or event not in ("open", "os.rename", "os.remove", "socket.connect"):
+            return  # a hook stays for as long as the process
         is_of_the_run = str(tmp_path) in str(args[0]) or event == "socket.connect"
-        if is_ours and event in ("open", "os.rename", "os.remove", "socket.connect") and is_of_the_run:
+        if is_of_the_run and threading.current_thread() is threading.main_thread():
             touched.append(f"{event} {args}")
 
     sys.addaudithook(watch)
