@@ -92,17 +92,18 @@ def attributes_of(value: Any) -> dict[str, Any]:
 def forward_hooks(module: nn.Module) -> Iterator[Any]:
     """Hooks of a module that run in a count: not those that watch the run, nor those that gather shards."""
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        yield from (hook for hook in hooks.values() if not _is_left_out(hook))
+        yield from (hook for hook in hooks.values() if not is_left_out(hook))
 
 
 def global_hooks() -> Iterator[Any]:
     """Hooks on all modules of the process that run in a count."""
     home = nn.modules.module
     for name in ("_global_forward_pre_hooks", "_global_forward_hooks"):
-        yield from (hook for hook in getattr(home, name).values() if not _is_left_out(hook))
+        yield from (hook for hook in getattr(home, name).values() if not is_left_out(hook))
 
 
-def _is_left_out(hook: Any) -> bool:
+def is_left_out(hook: Any) -> bool:
+    """Whether a hook watches the run (marked `_truemfu_skip`, itself or its object), or gathers shards."""
     target = getattr(hook, "func", hook)
     home = getattr(target, "__module__", "") or ""
     bound_to = getattr(target, "__self__", None)

@@ -31,7 +31,7 @@ from .compiled_code import Unreadable, is_compiled
 from .held_values import OF_TORCH, forward_hooks, global_hooks
 from .model_code import ModelCode
 from .registry import MODULE_FORMULAS, OPERATOR_FORMULAS
-from .shadow import unwrap
+from .shadow import beneath_fsdp, unwrap
 from .value_bytes import tensor_digest
 from .value_digest import ValueDigest
 
@@ -85,7 +85,7 @@ class _Identity:
         if not is_new:
             return b"again " + number
         _check_forward(module)
-        cls, dtype = _beneath_fsdp(module)
+        cls, dtype = beneath_fsdp(module)
         self._values.packages.add(cls.__module__.partition(".")[0])
         own = {name: value for name, value in vars(module).items() if name not in OF_TORCH}
         tensors = [
@@ -158,16 +158,6 @@ def _check_forward(module: nn.Module) -> None:
             if is_compiled(attributes["forward"]):
                 raise Unreadable(f"the forward of {type(module).__name__} is compiled")
             return
-
-
-def _beneath_fsdp(module: nn.Module) -> tuple[type, torch.dtype | None]:
-    """The class beneath FSDP2's, and the dtype FSDP2 computes in (None: the parameters' own)."""
-    cls = type(module)
-    bases = cls.__bases__
-    if len(bases) != 2 or bases[0].__name__ != "FSDPModule":
-        return cls, None
-    state: Any = module._get_fsdp_state()  # type: ignore[operator]
-    return bases[1], state._mp_policy.param_dtype
 
 
 def _surroundings() -> bytes:

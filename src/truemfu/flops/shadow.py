@@ -33,6 +33,7 @@ from torch import nn
 from ..errors import ModelError
 from ..torch_private.trees import tree_map
 from .batch import is_readable
+from .held_values import is_left_out
 from .interruption import supervision
 from .registry import module_formula
 
@@ -160,7 +161,7 @@ class Shadow:
             )
         if self._supervision is not None:
             self._supervision.check()
-        cls, fsdp_dtype = _beneath_fsdp(module)
+        cls, fsdp_dtype = beneath_fsdp(module)
         inherited, self._param_dtype = self._param_dtype, fsdp_dtype or self._param_dtype
         shell: nn.Module = object.__new__(cls)
         _copy_slots(module, shell, self.tree)
@@ -210,15 +211,8 @@ class Shadow:
         if "state_dict" in name or "backward" in name:
             return kept
         for key, hook in hooks.items():
-            target = getattr(hook, "func", hook)
-            home = getattr(target, "__module__", "") or ""
-            bound_to = getattr(target, "__self__", None)
-            owner = type(bound_to).__module__
-            sharding = "_fsdp" in home or "_fsdp" in owner or home.startswith("torch.distributed.tensor")
-            watching = hasattr(target, "_truemfu_skip") or hasattr(bound_to, "_truemfu_skip")
-            if sharding or watching:
-                continue
-            kept[key] = self.tree(hook)
+            if not is_left_out(hook):
+                kept[key] = self.tree(hook)
         return kept
 
     def _container(self, thing: Any) -> Any:
@@ -400,7 +394,7 @@ def is_plain_object(cls: type) -> bool:
     )
 
 
-def _beneath_fsdp(module: nn.Module) -> tuple[type[nn.Module], torch.dtype | None]:
+def beneath_fsdp(module: nn.Module) -> tuple[type[nn.Module], torch.dtype | None]:
     """The class beneath FSDP2's, and the dtype FSDP2 computes in (None: the parameters' own)."""
     cls = type(module)
     bases = cls.__bases__
