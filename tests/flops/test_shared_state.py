@@ -26,6 +26,14 @@ X = torch.linspace(-1, 1, 32).reshape(4, 8)
 COUNTS: dict[str, Callable[..., Any]] = {"count_flops": count_flops, "FlopModel.fit": FlopModel.fit}
 both = pytest.mark.parametrize("count", COUNTS.values(), ids=COUNTS)
 
+
+@pytest.fixture(autouse=True)
+def _threads_of_other_tests_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process of tests may have threads of libraries; where any runs, plain values are left as they are."""
+    before = set(threading.enumerate())
+    monkeypatch.setattr("truemfu.flops.shared_state.is_alone", lambda: set(threading.enumerate()) <= before)
+
+
 CACHE: dict[int, torch.Tensor] = {}
 BY_KIND: dict[str, dict[int, torch.Tensor]] = {"causal": {}}
 ORDERED: collections.OrderedDict[int, torch.Tensor] = collections.OrderedDict()

@@ -48,6 +48,8 @@ _FRAMEWORKS = {
 }  # fmt: skip
 _OF_TORCH = frozenset(vars(nn.Module()))
 """Attributes that every module has to itself."""
+CACHE = type(functools.lru_cache(lambda: None))
+"""What `functools.lru_cache` makes of a function."""
 _HEAP_TYPE = 1 << 9  # set for classes made by a class statement
 _MAX_CONTAINER = 100_000
 _ITERATORS = frozenset({"builtins", "itertools"})
@@ -106,7 +108,7 @@ class Shadow:
             (weakref.ref, self._reference),
             (torch.Generator, _copy_of_generator),
             ((random.Random, bytearray, array.array, torch.autocast), copy.copy),
-            (functools._lru_cache_wrapper, self._cached_function),
+            (CACHE, self._cached_function),
             (queue.Queue, self._queue),
             (threading.local, self._thread_local),
             ((types.GeneratorType, types.CoroutineType, queue.SimpleQueue), self._uncopied),

@@ -35,7 +35,7 @@ from .code_names import cells_of, globals_in, names_in, stored_attributes_in, st
 from .code_packages import is_read
 from .model_code import ModelCode, is_read_class
 from .random_states import is_alone
-from .shadow import is_plain_object
+from .shadow import CACHE, is_plain_object
 
 MAX_ENTRIES = 10_000
 """Containers larger than this, with what is nested in them, are not noted beyond it."""
@@ -53,7 +53,7 @@ _CONTAINERS = frozenset(
 )
 _CODE = (
     types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, type,
-    functools.partial, functools._lru_cache_wrapper, staticmethod, classmethod, property,
+    functools.partial, CACHE, staticmethod, classmethod, property,
 )  # fmt: skip
 _VALUES = (str, bytes, int, float, bool, complex, type(None), torch.dtype, torch.device)
 _OF_CACHES = frozenset({"object", "_lru_list_elem"})
@@ -80,7 +80,7 @@ class _Places:
         self.caches = [
             weakref.ref(cache)
             for cache in code.seen
-            if isinstance(cache, functools._lru_cache_wrapper) and is_read(cache.__module__)
+            if isinstance(cache, CACHE) and is_read(cache.__module__)
         ]
         self.names: list[tuple[weakref.ref[Any], str]] = []
         """Global names to look at: a function in whose globals they are, or their module."""
