@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import subprocess
 import sys
@@ -156,6 +157,7 @@ def attributes(path: Path) -> set[str]:
     }  # fmt: skip
 
 
+@functools.cache
 def own_names() -> set[str]:
     found: set[str] = set()
     for path in PACKAGE.rglob("*.py"):
