@@ -21,7 +21,7 @@ class HostCopy:
     """Values on their way to the host; a CPU tensor's are there at once, as a copy.
 
     What `get` returns is a CPU tensor that remembers where the values came from (`place_of`), so that a count
-    on another thread takes it for the tensor it stands for.
+    later takes it for the tensor it stands for.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
