@@ -311,6 +311,8 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     medians_over: str | None = None
     median_step_time_s: float | None = None
     median_mfu: float | None = None
+    median_mfu_by_model: dict[str, float | None] = {}
+    """Each model's part of `median_mfu`, where several are watched."""
     median_hfu: float | None = None
     median_tokens_per_second: float | None = None
     median_samples_per_second: float | None = None

@@ -89,9 +89,9 @@ def counting(note: StepNote | None = None) -> Counting:
     """The row side, after the counts that the training thread makes for a marked step."""
     config = load_config({"monitoring": {"peak_tflops": 1}})
     counts = Counts(config, ranks=alone(), notice=pytest.fail, kept=None)
-    if note is not None and note.state is not None:
+    if note is not None and note.states:
         for batch in note.batches.notes:
-            counts.ask(note.state, batch, wants_work=True)
+            counts.ask(note.states[0], batch, wants_work=True)
         while (request := counts.next_due()) is not None:
             counts.run(request, step=1)
     return Counting(config, counts, ranks=alone(), notice=pytest.fail, device=CPU)
@@ -105,7 +105,7 @@ def step_note(model: nn.Module | None, *batches: Any, **values: Any) -> StepNote
         notes.note(batch, template)
     fields: dict[str, Any] = dict.fromkeys(StepNote._fields)
     state = None if model is None else ModelState.of(model, number=0, last=None)
-    fields |= {"place": StepPlace(3, 1), "state": state, "batches": notes.take()}
+    fields |= {"place": StepPlace(3, 1), "states": () if state is None else (state,), "batches": notes.take()}
     return StepNote(**{**fields, **values})
 
 

@@ -436,7 +436,7 @@ def test_a_pause_and_a_count_are_followed_by_the_wait_for_a_window(
         pass
     assert [at(s) for s in (25, 26, 27)] == ["no", "no", "begin"]
     model.train(False)  # another state of the model, which is counted at the end of this step
-    monitor._measuring.check_is_due = True
+    monitor._measuring.check_all()
     assert at(40) == "end"
     assert monitor.summary()["monitor_cost"]["counts"] == 2
     assert [at(s) for s in (41, 42, 43, 53)] == ["no", "no", "begin", "end"]

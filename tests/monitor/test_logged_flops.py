@@ -779,7 +779,7 @@ def test_a_number_that_only_counts_calls_is_let_be(tmp_path: Path) -> None:
 
     def after(step: int, monitor: TrainingMonitor) -> None:
         monitor.save_logs()
-        numbers.append(monitor._measuring.state.number if monitor._measuring.state else None)
+        numbers.append(states[0].number if (states := monitor._measuring.states) and states[0] else None)
 
     train(Counts(), tmp_path, [3] * 10, lambda m, n: m(rows_of(n)).sum(), after=after, flops_profile_freq=1)
     assert numbers[-1] == numbers[5]

@@ -153,13 +153,13 @@ def test_a_recalibration_recounts_only_what_has_changed(model: nn.Module, tmp_pa
             model.tokens.requires_grad_(False)  # type: ignore[union-attr]
         model(**batch).loss.backward()
         monitor.log_step(step, 0, 1.0, 1.0, 1.0)
-    states = monitor._measuring.state
+    states = monitor._measuring.states
     monitor.close()
     after = count_flops(model, batch).model_flops
     assert after < before
     # the change at step 7 is seen by the check that step 10 makes due
     assert [flops_of(row) for row in rows_in(tmp_path)] == [before] * 10 + [after] * 2
-    assert states is not None
+    assert [state.number for state in states if state is not None] == [1]
 
 
 def test_padding_is_reported_apart(tmp_path: Path) -> None:

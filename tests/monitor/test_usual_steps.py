@@ -1119,7 +1119,7 @@ def test_our_hook_comes_back_to_its_place(run: Run) -> None:
     run.step()
     run.model.register_forward_pre_hook(lambda module, args, kwargs: None, with_kwargs=True)
     run.monitor._watch_again()
-    assert next(iter(run.model._forward_pre_hooks.values())) is run.monitor._attachment.batch_hook  # type: ignore[union-attr]
+    assert next(iter(run.model._forward_pre_hooks.values())) is run.monitor._attachments[0].batch_hook
 
 
 def test_a_batch_that_is_part_of_a_graph_is_not_kept(run: Run) -> None:

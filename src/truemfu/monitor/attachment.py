@@ -117,6 +117,18 @@ class Attachment:
         """Whether what is watched was compiled, as far as it is known."""
         return self._compiled is not None or is_compiled_wrapper(self._model())
 
+    def follow(self) -> bool:
+        """Watch the model where it is called now; whether it was compiled since it was last watched."""
+        model = self._model()
+        if model is None:
+            return False
+        call = compiled_call(model)
+        if call is None or call is self._watching or call is self._keeping:
+            return False
+        self._leave(model)
+        self._watch(model)
+        return True
+
     def keep_only(self, wanted: bool) -> None:
         """Only keep training batches and tell nobody, from now on or no more; if the model allows for it."""
         model = self._model()

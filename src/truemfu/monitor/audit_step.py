@@ -27,7 +27,7 @@ from ..errors import one_line
 from ..flops.step_work import StepWork
 from ..hardware.nsight import COUNT_VARIABLE, ProductWork, StepCount
 from ..records import write_record
-from .counting import Counting
+from .counting import Counting, state_of
 from .model_state import ModelState
 from .observe import BatchNote
 from .ranks import RankLink
@@ -190,12 +190,14 @@ def _count(counting: Counting, note: StepNote) -> StepCount:
     """The marked step, all its micro-batches together."""
     who: dict[str, Any] = {"process_id": os.getpid(), "step": note.place.step}
     counts = []
-    if note.state is not None and not note.batches.is_missing:
-        counts = [counting.batch(note.state, batch, measured=True) for batch in note.batches.notes]
+    counted = [batch for batch in note.batches.notes if batch.template.slot is not None]
+    pairs = [(state, batch) for batch in counted if (state := state_of(note.states, batch)) is not None]
+    if len(pairs) == len(counted) and not note.batches.is_missing:
+        counts = [counting.batch(state, batch, measured=True) for state, batch in pairs]
     known = [count for count in counts if count is not None]
-    if note.state is None or not counts or len(known) < len(counts):
+    if not counts or len(known) < len(counts):
         return StepCount(**who, reason="the marked step has no count: the monitor's warnings say why")
-    works = _by_shape(counting, note.state, note.batches.notes)
+    works = _by_shape(counting, pairs)
     return StepCount(
         **who,
         attention=counting.convention.attention,
@@ -216,9 +218,9 @@ def _blocked(works: Sequence[StepWork]) -> int | None:
     return sum(known) if works and len(known) == len(works) else None
 
 
-def _by_shape(counting: Counting, state: ModelState, notes: Sequence[BatchNote]) -> list[StepWork] | None:
+def _by_shape(counting: Counting, batches: Sequence[tuple[ModelState, BatchNote]]) -> list[StepWork] | None:
     """Each micro-batch by shape; None where that cannot be had: the audit then expects what was counted."""
-    works = [counting.by_shape(state, note) for note in notes]
+    works = [counting.by_shape(state, note) for state, note in batches]
     known = [work for work in works if isinstance(work, StepWork)]
     return known if len(known) == len(works) else None
 

@@ -12,9 +12,9 @@ estimated has no FLOPs: None, with one warning.
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from ..flops.surroundings import AutocastState
 from ..utilization import ideal_flops_per_s
 from .config import MonitorConfig
 from .counts import Counts, Request, rank_key
-from .model_state import ModelState
+from .model_state import ModelState, States, state_in
 from .observe import BatchNote, Template
 from .ranks import COUNT, NOTHING, WAITING, RankLink
 
@@ -43,13 +43,15 @@ _MAX_PEAKS_KEPT = 256
 class StepFlops:
     """The FLOPs of all micro-batches of a step, and the peak for their mix of dtypes."""
 
-    model_flops: int
+    model_flops: float
     hardware_flops: float | None
     peak_flops_per_s: float | None
     peak_source: str | None
     method: str
     executed_method: str | None = None
     """What `hardware_flops` rests on, where that is not the count."""
+    by_model: Mapping[str, int] = field(default_factory=dict)
+    """The model FLOPs of each, where several models are watched."""
 
 
 class Counting:
@@ -69,28 +71,37 @@ class Counting:
         self.convention = counts.convention
         self.device = device
         self._peaks: OrderedDict[int, tuple[FlopCount, float | None, str | None]] = OrderedDict()
-        self._last: tuple[ModelState, list[Template], StepFlops | None] | None = None
+        self._last: tuple[States, list[Template], StepFlops | None] | None = None
         self.executed_ratio: float | None = None
         """Executed FLOPs over those counted, of the last profiled step or the last window of counters."""
         self.executed_method = "profiler"
+
+    @property
+    def configured_peak_flops_per_s(self) -> float | None:
+        """The peak the user has set; None for the table's."""
+        return None if self._config.peak_tflops is None else self._config.peak_tflops * 1e12
 
     @property
     def estimates_only(self) -> bool:
         """Whether this mode never counts."""
         return self._config.estimates_only
 
-    def is_settled(self, state: ModelState | None, notes: Sequence[BatchNote], *, measured: bool) -> bool:
+    def is_settled(self, states: States, notes: Sequence[BatchNote], *, measured: bool) -> bool:
         """Whether the FLOPs of a step are as good as they will be for its row.
 
         What nothing fitted knows is asked for, and the step waits for that count a while.
         """
-        if state is None or not measured or self.estimates_only or self._is_like_last(state, notes):
+        if not measured or self.estimates_only or self._is_like_last(states, notes):
             return True
         if not self._counts.lock.acquire(blocking=False):
             return False  # a count is at work
         try:
             different = {id(note if note.values else note.template): note for note in notes}
-            settled = [self._is_note_settled(state, note) for note in different.values()]  # asks for all
+            settled = [
+                self._is_note_settled(state, note)
+                for note in different.values()
+                if (state := state_of(states, note)) is not None
+            ]  # asks for all
             return all(settled)
         finally:
             self._counts.lock.release()
@@ -126,27 +137,33 @@ class Counting:
         else:
             self._counts.refuse(request)
 
-    def _is_like_last(self, state: ModelState, notes: Sequence[BatchNote]) -> bool:
+    def _is_like_last(self, states: States, notes: Sequence[BatchNote]) -> bool:
         last = self._last
-        return last is not None and last[0] is state and last[1] == [note.template for note in notes]
+        return last is not None and last[0] is states and last[1] == [note.template for note in notes]
 
-    def step(self, state: ModelState, notes: Sequence[BatchNote], *, measured: bool) -> StepFlops | None:
+    def step(self, states: States, notes: Sequence[BatchNote], *, measured: bool) -> StepFlops | None:
         """The FLOPs of a step; None where they are not known, or none. Not `measured`: estimated for now."""
-        if self._last is not None and self._is_like_last(state, notes):
+        if self._last is not None and self._is_like_last(states, notes):
             return self._last[2]  # the usual case: the same shapes again
         templates = [note.template for note in notes]
-        flops = self._step(state, notes, measured=measured)
+        flops = self._step(states, notes, measured=measured)
         is_final = flops is not None and flops.method == CLOSED_FORM
-        self._last = (state, templates, flops) if is_final and not any(n.values for n in notes) else None
+        self._last = (states, templates, flops) if is_final and not any(n.values for n in notes) else None
         return flops
 
-    def _step(self, state: ModelState, notes: Sequence[BatchNote], *, measured: bool) -> StepFlops | None:
+    def _step(self, states: States, notes: Sequence[BatchNote], *, measured: bool) -> StepFlops | None:
         counts = []
+        by_model: Counter[str] = Counter()
         for note in notes:
-            count = self.batch(state, note, measured=measured)
+            if note.template.slot is None:
+                continue
+            state = state_of(states, note)
+            count = None if state is None else self.batch(state, note, measured=measured)
             if count is None:
                 return None
             counts.append(count)
+            if note.template.model is not None:
+                by_model[note.template.model] += count.model_flops
         if not counts:
             return None
         model_flops = sum([c.model_flops for c in counts])
@@ -163,6 +180,7 @@ class Counting:
             peak_flops_per_s=peak,
             peak_source=source,
             method=" and ".join(dict.fromkeys(c.method for c in counts)),
+            by_model=by_model,
         )
 
     def learn_executed(self, profile: StepProfile, counted: StepFlops | None) -> None:
@@ -237,8 +255,8 @@ class Counting:
 
     def _peak(self, counts: Sequence[FlopCount]) -> tuple[float | None, str | None]:
         """The peak at which the ideal times of all micro-batches add up."""
-        if self._config.peak_tflops is not None:
-            return self._config.peak_tflops * 1e12, "monitoring.peak_tflops"
+        if self.configured_peak_flops_per_s is not None:
+            return self.configured_peak_flops_per_s, "monitoring.peak_tflops"
         ideal_s, source = 0.0, None
         for count in counts:
             peak, source = self._peak_of(count)
@@ -257,6 +275,12 @@ class Counting:
             if len(self._peaks) > _MAX_PEAKS_KEPT:
                 self._peaks.popitem(last=False)
         return kept[1], kept[2]
+
+
+def state_of(states: States, note: BatchNote) -> ModelState | None:
+    """The state of the model that this micro-batch went through; None where that is not known."""
+    slot = note.template.slot
+    return None if slot is None else state_in(states, slot)
 
 
 def _known(form: FlopModel, batch: Any) -> FlopCount | None:

@@ -49,7 +49,7 @@ Notice = Callable[[str], None]
 
 _now_s = time.perf_counter
 _FREE_COUNTS = 3
-"""So many counts of a run are made as soon as they are asked for."""
+"""So many counts of a run are made as soon as they are asked for; of several models so many each."""
 _SHARE_OF_RUN = 0.01
 """What all further counts may take of the run's time."""
 _LONGEST_HOLD_S = 10.0
@@ -124,6 +124,7 @@ class Counts:
         self.is_at_work = False
         self._requests: OrderedDict[tuple[int, int], Request] = OrderedDict()
         self._waiting: deque[Request] = deque()
+        self._slots: set[int | None] = set()
         self._born_s, self._not_before_s = _now_s(), 0.0
         self.done: deque[Done] = deque(maxlen=_MAX_DONE_LISTED)
         """The latest counts."""
@@ -141,6 +142,7 @@ class Counts:
 
     def ask(self, state: ModelState, note: BatchNote, *, wants_work: bool = False) -> Request:
         """Have a micro-batch counted when its turn comes."""
+        self._slots.add(note.template.slot)
         is_ours = self._ranks.is_first or state.forms.get(note.template.autocast) is not None
         key = _key(state, note)
         request = self._requests.setdefault(key, Request(state, note, is_ours, wants_work))
@@ -281,9 +283,13 @@ class Counts:
         with self.lock:
             return batch is None or form.knows(batch)
 
+    @property
+    def _free_counts(self) -> int:
+        return _FREE_COUNTS * max(1, len(self._slots))
+
     def _is_within_share(self) -> bool:
         """Whether another count keeps to the share of the run's time; if not, when one will."""
-        if self.number_done < _FREE_COUNTS:
+        if self.number_done < self._free_counts:
             return True
         self._not_before_s = self._born_s + (self._further_s + self._last_s) / _SHARE_OF_RUN
         return _now_s() >= self._not_before_s
@@ -296,7 +302,7 @@ class Counts:
         self.done.append(Done(step, seconds))
         self.number_done += 1
         self._last_s = seconds
-        if self.number_done > _FREE_COUNTS:
+        if self.number_done > self._free_counts:
             self._further_s += seconds
 
     def _count(self, request: Request) -> bool:

@@ -6,6 +6,8 @@ Nothing here raises for what a user passes: what cannot be used is left out and 
 from __future__ import annotations
 
 import contextlib
+import math
+import numbers
 from typing import Any
 
 import torch
@@ -74,6 +76,20 @@ class Intake:
         except Exception as error:
             self._notices(f"attention_mask is not used: {one_line(error)}", about="attention_mask")
             return None, None
+
+    def flops(self, value: Any) -> float | None:
+        """FLOPs as the caller knows them; None for anything but a positive number on the host."""
+        if isinstance(value, numbers.Real) and not isinstance(value, bool):
+            with contextlib.suppress(OverflowError, ValueError, TypeError):
+                flops = int(value) if isinstance(value, numbers.Integral) else float(value)
+                if math.isfinite(flops) and flops > 0:
+                    return flops
+        self._notices(
+            f"flops must be a positive number, the model FLOPs of this rank's step; got "
+            f"{type(value).__name__}: it is not used",
+            about="flops",
+        )
+        return None
 
     def flag(self, name: str, value: Any) -> bool:
         """True or false; false for what is neither."""

@@ -18,12 +18,12 @@ from ..errors import closest, one_line
 from ..flops.profiler import StepProfile, StepProfiler
 from .config import MonitorConfig
 from .fingerprint import has_uninitialized, is_tensor_parallel
-from .model_state import ModelState
+from .model_state import ModelState, States, state_in
 from .notices import Notices
 
 
 class Measuring:
-    """Knows which state of the model counts, and when to look again."""
+    """Knows which state of each model counts, and when to look again."""
 
     def __init__(self, config: MonitorConfig, notices: Notices) -> None:
         self._config, self._notices = config, notices
@@ -34,8 +34,10 @@ class Measuring:
         self.profiler: StepProfiler | None = None
         """Of the step under way, where that is profiled."""
         self._profile_is_due = True
-        self.state: ModelState | None = None
-        self.check_is_due = True
+        self.states: States = ()
+        """By the slot that a batch is filed under."""
+        self._checked: set[int] = set()
+        """Slots that need no check for now."""
         self.is_counted = config.initial_profiling
         """Whether steps are counted by now; before, they are estimated."""
         self.plan_at = 0
@@ -43,8 +45,17 @@ class Measuring:
         self._planned_at = 0
 
     def forget(self) -> None:
-        """Another model is watched from now on."""
-        self.state, self.check_is_due = None, True
+        """Other models are watched from now on."""
+        self.states = ()
+        self._checked.clear()
+
+    def check_is_due(self, slot: int) -> bool:
+        """Whether the next batch of this slot has its model checked."""
+        return slot not in self._checked
+
+    def check_all(self) -> None:
+        """Check every model again with its next batch."""
+        self._checked.clear()
 
     def set_phase(self, name: str | None) -> None:
         """Measure as often as this phase asks for."""
@@ -55,23 +66,23 @@ class Measuring:
         hint = closest(str(name), known)
         self._notices(f"unknown phase {name!r}, the one before holds on; known: {', '.join(known)}{hint}")
 
-    def check(self, model: nn.Module | None) -> None:
+    def check(self, model: nn.Module | None, slot: int) -> None:
         """See whether what was counted still holds; if not, take the model's new state, to be counted."""
-        self.check_is_due = False
+        self._checked.add(slot)
         if model is None:
             self._notices("no model is attached, so there is no MFU: call monitor.attach(model)")
             return
         try:
-            self._check(model)
+            self._check(model, slot)
         except Exception as error:  # there are models of which nothing can be seen, traced ones for example
             self._notices(f"the model cannot be looked into, so there is no MFU: {one_line(error)}")
-            self.state = None
+            self._set(slot, None)
 
-    def _check(self, model: nn.Module) -> None:
+    def _check(self, model: nn.Module, slot: int) -> None:
         if has_uninitialized(model):  # lazy modules know their shapes after the first forward pass
-            self.check_is_due = True
+            self._checked.discard(slot)
             return
-        last = self.state
+        last = state_in(self.states, slot)
         if last is not None and last.still_holds(model):
             return
         if is_tensor_parallel(model):
@@ -79,10 +90,16 @@ class Measuring:
                 "the model's layers are split over ranks (tensor parallel), so this rank's share of its "
                 "FLOPs is not known: there is no MFU"
             )
-            self.state = None
+            self._set(slot, None)
             return
-        self.state = ModelState.of(model, number=self._states_made, last=last)
+        self._set(slot, ModelState.of(model, number=self._states_made, last=last))
         self._states_made += 1
+
+    def _set(self, slot: int, state: ModelState | None) -> None:
+        """Steps that were noted keep the states they had."""
+        states = [*self.states, *[None] * (slot + 1 - len(self.states))]
+        states[slot] = state
+        self.states = tuple(states)
 
     def plan_next(self, done: int) -> None:
         """Decide after so many steps whether the next one measures, and when to decide again."""
@@ -95,9 +112,11 @@ class Measuring:
         recalibration = self._config.recalibration_frequency
         last, self._planned_at = self._planned_at, done
         if _next_multiple(frequency, last) <= done:
-            self.check_is_due = self._profile_is_due = True
+            self.check_all()
+            self._profile_is_due = True
         if recalibration and _next_multiple(recalibration, last) <= done:
-            self.check_is_due = self.is_counted = True
+            self.check_all()
+            self.is_counted = True
         self.plan_at = min(_next_multiple(every, done) for every in (frequency, recalibration) if every)
 
     def begin_step(self, convention: Convention) -> None:

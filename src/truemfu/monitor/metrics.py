@@ -65,6 +65,10 @@ class StepAmounts:
                 of_measured = share_of_peak(flops.model_flops, 1.0, self.measured_peak_flops_per_s)
                 if of_measured is not None:
                     found["perf/mfu_of_measured_peak"] = of_measured
+            for name, own_flops in flops.by_model.items():
+                own = share_of_peak(own_flops, 1.0, peak)
+                if own is not None:
+                    found[f"perf/mfu/{name}"] = own
             if hfu is not None:
                 found["perf/hfu"] = hfu
                 found["perf/hfu_percent"] = 100 * hfu

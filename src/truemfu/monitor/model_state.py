@@ -79,6 +79,15 @@ class ModelState:
         return self.idle_changes + 1 if is_same else 0
 
 
+States = tuple[ModelState | None, ...]
+"""Those of all models of a step, by the slot their batches are filed under; None where one is not known."""
+
+
+def state_in(states: States, slot: int) -> ModelState | None:
+    """The state of one slot; None where none was taken yet."""
+    return states[slot] if slot < len(states) else None
+
+
 def _is_same_form(one: FlopModel | None, other: FlopModel | None) -> bool:
     if one is None or other is None:
         return one is other

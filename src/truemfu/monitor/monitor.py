@@ -17,7 +17,6 @@ import functools
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,7 @@ from .audit_step import AuditStep
 from .clock import StepClock, clock_for
 from .compilations import compilations
 from .config import MonitorConfig, load_config
-from .counting import Counting
+from .counting import Counting, state_of
 from .counts import Counts
 from .data import WatchedData
 from .datasets import DatasetMetrics, PendingDatasetMetrics, shifts_labels
@@ -50,7 +49,7 @@ from .host_values import HostValues, SentNumbers
 from .intake import Intake
 from .kept_forms import KeptForms
 from .measuring import Measuring
-from .model_state import ModelState
+from .model_state import States
 from .notices import Notices
 from .observe import Batch, BatchNote, BatchNotes, StepBatches, UsualBatch
 from .output import Output
@@ -60,6 +59,7 @@ from .step_note import WARMUP_STEPS, StepNote, StepPlace
 from .summary import show
 from .totals import Totals
 from .usual_steps import MOST_MICRO_BATCHES, PIECE_S, Common, UsualPiece, UsualSteps, can_be_taken
+from .watched import Models, Watched, WatchedModels
 
 _CLOSE_TIMEOUT_S = 20.0
 _ROWS_TIMEOUT_S = 5.0
@@ -98,7 +98,7 @@ class TrainingMonitor:
         log_file: str = "training_log.json",
         flops_profile_freq: int = _Default(500),
         *,
-        model: nn.Module | None = None,
+        model: Models | None = None,
         trackers: Sequence[str | Tracker] | None = None,
     ) -> None:
         explicit = None if isinstance(flops_profile_freq, _Default) else flops_profile_freq
@@ -114,10 +114,10 @@ class TrainingMonitor:
         self._output = Output(
             self.output_dir.absolute(), log_file, self.config, trackers, notice=self._notices
         )
-        self._attachment: Attachment | None = None
+        self._models: WatchedModels | None = None
+        self._attachments: list[Attachment] = []
         self._watch: HardwareWatch | None = None
         self._audit: AuditStep | None = None
-        self._watched: weakref.ref[nn.Module] | None = None
         self._is_set_up = self._is_closed = self._is_broken = False
         self._pid = os.getpid()
         self._is_manual = False
@@ -136,45 +136,64 @@ class TrainingMonitor:
         if model is not None:
             self.attach(model)
 
-    def attach(self, model: nn.Module) -> TrainingMonitor:
-        """Watch this model: each training forward pass notes its batch. Attach what you call."""
-        if not isinstance(model, nn.Module):
-            raise UsageError(f"attach takes the model, a torch.nn.Module; got {type(model).__name__}")
+    def attach(self, model: Models) -> TrainingMonitor:
+        """Watch this model, or several: each training forward pass notes its batch. Attach what you call.
+
+        Several models (a list, or a mapping of names to them) get one MFU for the step and one each. A model
+        without a forward of its own is watched by its parts.
+        """
+        models = WatchedModels(model)
         self.detach()
-        if self._watched is None or self._watched() is not model:
-            self._watched = weakref.ref(model)
+        if self._models is None or not self._models.are(model):
+            self._models = models
             self._measuring.forget()
-            self._datasets = DatasetMetrics(shift=shifts_labels(model), notice=self._notices)
+            shift = models.first is None or shifts_labels(models.first)
+            self._datasets = DatasetMetrics(shift=shift, notice=self._notices)
+        for watched in self._models.modules:
+            self._watch_module(watched)
+        return self
+
+    def _watch_module(self, watched: Watched) -> None:
+        module = watched.module
+        if module is None:
+            return
         try:
-            self._attachment = Attachment(
-                model,
+            attachment = Attachment(
+                module,
                 self._usual.saw,
-                self._on_forward,
+                functools.partial(self._on_forward, watched),
                 self._usual.keep,
                 self._usual.autocast,
             )
         except Exception as error:  # a scripted model takes no such hooks
             self._notices(
                 f"the model cannot be watched, call monitor.observe(batch) for each micro-batch: "
-                f"{type(model).__name__}: {one_line(error)}"
+                f"{type(module).__name__}: {one_line(error)}"
             )
-        return self
+        else:
+            self._attachments.append(attachment)
 
     def detach(self) -> None:
         """Leave the model as it was before `attach`."""
         self._guarded(self._take_in_usual)
         if self._is_set_up:
             self._values.forget_last()
-        if self._attachment is not None:
-            self._attachment.remove()
-            self._attachment = None
+        for attachment in self._attachments:
+            attachment.remove()
+        self._attachments = []
 
     def observe(self, batch: Mapping[str, Any] | Sequence[Any] | torch.Tensor) -> None:
-        """Note a micro-batch yourself, where the model's forward does not get it whole; hooks then rest."""
+        """Note a micro-batch yourself, where the model's forward does not get it whole.
+
+        The model's hooks are then disabled. Where several models are watched, or the parts of one, the batch
+        gives the step's samples and tokens, and the FLOPs still come from the forward pass of each.
+        """
         self._guarded(self._watch_again)
-        if not self._is_manual and self._is_set_up:
-            self._batches.take()  # what a hook noted of this step is observed now, or has just run
-        self._is_manual = True
+        gives_sizes_only = self._models is not None and not self._models.is_one
+        if not gives_sizes_only:
+            if not self._is_manual and self._is_set_up:
+                self._batches.take()  # what a hook noted of this step is observed now, or has just run
+            self._is_manual = True
         if isinstance(batch, torch.Tensor):
             batch = (batch,)
         if not isinstance(batch, (Mapping, tuple, list)):
@@ -183,7 +202,7 @@ class TrainingMonitor:
             )
         elif not self._pauses:
             given = batch if isinstance(batch, Mapping) else dict(enumerate(batch))
-            self._guarded(self._note, given, time.perf_counter())
+            self._guarded(self._note, given, time.perf_counter(), None if gives_sizes_only else 0)
 
     def data(self, loader: Iterable[Any]) -> WatchedData:
         """The same batches, with the time spent waiting for each of them noted."""
@@ -228,21 +247,27 @@ class TrainingMonitor:
         learning_rate: Any,
         attention_mask: torch.Tensor | None = None,
         skip_wandb: bool = False,
+        *,
+        flops: float | None = None,
     ) -> None:
         """End an optimizer step: call it once per step, after the optimizer, whatever the accumulation.
 
-        Loss, gradient norm and mask may be device tensors: they are read later, when they are ready.
+        Loss, gradient norm and mask may be device tensors: they are read later, when they are ready. `flops`
+        are the model FLOPs of this rank's whole step where you know them: they are used as they are, and
+        nothing is counted.
         """
         began_s, usual = time.perf_counter(), self._usual
         try:
-            if attention_mask is None and usual.took(
-                began_s, step, epoch, loss, grad_norm, learning_rate, skip_wandb
+            if (
+                attention_mask is None
+                and flops is None
+                and usual.took(began_s, step, epoch, loss, grad_norm, learning_rate, skip_wandb)
             ):
                 return
             usual.is_busy = False
             if not self._is_broken:
                 self._log_step(
-                    step, epoch, loss, grad_norm, learning_rate, attention_mask, skip_wandb, began_s
+                    step, epoch, loss, grad_norm, learning_rate, attention_mask, skip_wandb, flops, began_s
                 )
         except Exception as error:
             usual.is_busy = False
@@ -410,8 +435,7 @@ class TrainingMonitor:
             self._take_in_usual()  # the steps before were good
         except Exception as second:
             self._notices(f"the steps noted before that are lost too: {one_line(second)}")
-        if self._attachment is not None:
-            self._attachment.keep_only(False)
+        self._look_at_next()
         self._usual.forget()
         self._notices(
             f"the monitor failed and is switched off, the training goes on: {type(error).__name__}: {error}"
@@ -490,20 +514,30 @@ class TrainingMonitor:
             self._measuring.go_without_counters(f"no FLOP per cycle is known for {_device_name(device)}")
         return watch
 
-    def _on_forward(self, batch: Batch | None) -> None:
+    def _on_forward(self, watched: Watched, batch: Batch | None) -> None:
         if not (self._is_manual or self._pauses or self._is_closed):
-            self._guarded(self._note, batch, time.perf_counter())
+            self._guarded(self._note_forward, watched, batch)
 
-    def _note(self, batch: Batch | None, began_s: float) -> None:
-        """Note a micro-batch; with the first of a step also that the step has begun."""
-        is_check = self._measuring.check_is_due
+    def _note_forward(self, watched: Watched, batch: Batch | None) -> None:
+        assert self._models is not None
+        self._note(batch, time.perf_counter(), self._models.slot(watched), watched)
+
+    def _note(
+        self, batch: Batch | None, began_s: float, slot: int | None = 0, watched: Watched | None = None
+    ) -> None:
+        """Note a micro-batch; with the first of a step also that the step has begun.
+
+        `slot` is None for one that tells the step's samples and tokens alone.
+        """
+        is_check = slot is not None and self._measuring.check_is_due(slot)
         if not self._is_set_up:
             self._set_up(self._model_device(batch or {}))
         self._stop_usual()  # sending anything is left to `log_step`: this may be inside a capture
         self._is_looked_at = True
         batches = self._batches
         batches.keeps_integers = self._counts.values_matter
-        template = batches.template_of(batch)
+        name = None if watched is None else watched.name
+        template = batches.template_of(batch, slot=slot, model=name)
         if template is None:
             batches.is_incomplete = True
             self._notices(_UNTOLD)
@@ -517,7 +551,8 @@ class TrainingMonitor:
                 "a step has too many micro-batches to note, and no MFU: is log_step called for each?"
             )
         if is_check and note is not None:
-            self._measuring.check(self._model())
+            assert slot is not None
+            self._measuring.check(self._model() if watched is None else watched.module, slot)
         took_s = time.perf_counter() - began_s
         if is_check:
             self._own_check_s += took_s
@@ -549,6 +584,7 @@ class TrainingMonitor:
         learning_rate: Any,
         attention_mask: Any,
         skip_wandb: bool,
+        flops: Any,
         now_s: float,
     ) -> None:
         if self._is_closed:
@@ -564,14 +600,16 @@ class TrainingMonitor:
         if self._audit is not None:
             self._audit.end_step()
         batches = self._batches.take()
-        if not (batches.notes or batches.is_missing or self._is_manual) and self._attachment is not None:
+        intake = self._intake
+        given_flops = None if flops is None else intake.flops(flops)
+        has_batches = batches.notes or batches.is_missing or self._is_manual or given_flops is not None
+        if not has_batches and self._attachments and not self._were_compiled():
             self._notices(
                 "a step without a training forward pass of the attached model has no MFU: "
                 "attach what you call (a model compiled later, its wrapper), or call monitor.observe(batch)"
             )
         measuring = self._measuring
         profile = None if measuring.profiler is None else measuring.end_step()
-        intake = self._intake
         step = step if type(step) is int else intake.step_number(step)
         place = StepPlace(step, intake.steps_since_last(step))
         take = intake.number  # floats, the usual case, need no look
@@ -601,7 +639,8 @@ class TrainingMonitor:
             mask_tokens,
             mask_useful_tokens,
             batches,
-            measuring.state,
+            given_flops,
+            measuring.states,
             measuring.is_counted,
             self._usual.data_wait_s,
             is_warmup,
@@ -614,8 +653,8 @@ class TrainingMonitor:
         self._values.flush_if_due(now_s)
         if self._audit is not None:
             self._audit.hand_over(note)
-        if measuring.is_counted and measuring.state is not None and not self.config.estimates_only:
-            self._ask_for_counts(measuring.state, batches.notes)  # before the row side looks for them
+        if measuring.is_counted and given_flops is None and not self.config.estimates_only:
+            self._ask_for_counts(measuring.states, batches.notes)  # before the row side looks for them
         self._resolver.put(note)
         self._compilations, self._usual.data_wait_s = compilations_now, None
         if datasets is not _NO_DATASETS:
@@ -648,13 +687,15 @@ class TrainingMonitor:
         batch, measuring = self._batches.usual, self._measuring
         if (
             batch is None
-            or self._attachment is None
+            or not self._attachments
+            or self._models is None
+            or not self._models.is_one
             or self._audit is not None
             or self._is_manual
             or self._pauses
             or self._counts.has_waiting
             or measuring.profiles
-            or measuring.check_is_due
+            or measuring.check_is_due(0)
             or batches.run_again
             or len(batches.notes) > MOST_MICRO_BATCHES
             or not can_be_taken(types, self._values.may_be_unseen)
@@ -662,25 +703,24 @@ class TrainingMonitor:
             return
         if self._watch is not None:
             until_s = min(until_s, self._watch.due_s)
-        self._around = batch
+        self._around, attachment = batch, self._attachments[0]
         self._usual.open(
             until_s,
             batch=batch,
-            places=self._attachment.batch_hook.places,
-            common=Common(self._batches.usual_note, measuring.state, measuring.is_counted, warmup=False),
+            places=attachment.batch_hook.places,
+            common=Common(self._batches.usual_note, measuring.states, measuring.is_counted, warmup=False),
             last_step=last_step,
             until_step=last_step + measuring.plan_at - self._steps_done,
             types=types,
             compilations=self._compilations,
-            is_compiled=self._attachment.is_compiled,
+            is_compiled=attachment.is_compiled,
             mark=clock.mark if is_marked else None,
         )
-        self._attachment.keep_only(self._usual.keeps_batches)
+        attachment.keep_only(self._usual.keeps_batches)
 
     def _note_other(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchNote | None:
         """A micro-batch among usual ones that is none; None where it cannot be told."""
-        note, attachment, around = None, self._attachment, self._around
-        assert attachment is not None
+        note, attachment, around = None, self._attachments[0], self._around
         assert around is not None
         with contextlib.suppress(Exception):  # there are many kinds of tensors, some of which are gone by now
             note = self._batches.note_later(attachment.batch_hook.batch_of(args, kwargs), around)
@@ -728,14 +768,24 @@ class TrainingMonitor:
 
     def _look_at_next(self) -> None:
         """Have the next micro-batches looked at when they come."""
-        if self._attachment is not None:
-            self._attachment.keep_only(False)
+        for attachment in self._attachments:
+            attachment.keep_only(False)
 
-    def _ask_for_counts(self, state: ModelState, notes: Sequence[BatchNote]) -> None:
+    def _were_compiled(self) -> bool:
+        """Whether a watched model was compiled after it was attached; it is then watched where it is called.
+
+        The step that found it so has no MFU; it has a compilation in it.
+        """
+        followed = [attachment.follow() for attachment in self._attachments]
+        return any(followed)
+
+    def _ask_for_counts(self, states: States, notes: Sequence[BatchNote]) -> None:
         """Have batches of new shapes counted; by shape too where the cross-check or an audit wants that."""
         is_audited = self._audit is not None and self._audit.awaits_count
         for note in notes:
-            template = note.template
+            template, state = note.template, state_of(states, note)
+            if state is None:
+                continue
             is_new = template.asked_for != state.number
             if is_new or (is_audited and template not in state.works):
                 wants_work = is_audited or (self._watch is not None and is_new and not state.works)
@@ -773,14 +823,15 @@ class TrainingMonitor:
 
     def _model_device(self, tensors: Batch) -> torch.device:
         """Where the training runs: on CUDA if anything of the model or the batch is there."""
-        model = self._model()
-        found = [*(() if model is None else model.parameters()), *tensors.values()]
+        models = [] if self._models is None else self._models.modules
+        of_models = [p for watched in models if (m := watched.module) is not None for p in m.parameters()]
+        found = [*of_models, *tensors.values()]
         devices = [t.device for t in found if isinstance(t, torch.Tensor)]
         on_cuda = [device for device in devices if device.type == "cuda"]
         return next(iter((*on_cuda, *devices)), torch.device("cpu"))
 
     def _model(self) -> nn.Module | None:
-        return None if self._watched is None else self._watched()
+        return None if self._models is None else self._models.first
 
     def _run_info(self) -> dict[str, Any]:
         """What is true of the whole run."""

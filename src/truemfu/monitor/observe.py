@@ -56,6 +56,10 @@ class Template:
     samples: int | None
     tokens: int | None
     autocast: AutocastState
+    slot: int | None = field(default=0)
+    """Which model's batch it is, and in which condition; None where it tells samples and tokens alone."""
+    model: str | None = field(default=None)
+    """The model's name where several are watched."""
     values_ready: bool = field(default=False)
     asked_for: int | None = field(default=None)
     """The number of the model's state in which such a batch was last asked to be counted."""
@@ -139,6 +143,7 @@ class UsualBatch(NamedTuple):
     looks: dict[Any, Look]
     autocast: tuple[Any, ...]
     template: Template
+    slot: int | None = 0
 
 
 _NO_VALUES: Mapping[Place, torch.Tensor | Held] = {}
@@ -167,7 +172,14 @@ class BatchNotes:
         self.keeps_integers = False
         """Whether the first batch of every shape keeps its integers, not only that of every kind."""
 
-    def template_of(self, batch: Batch | None, around: UsualBatch | None = None) -> Template | None:
+    def template_of(
+        self,
+        batch: Batch | None,
+        around: UsualBatch | None = None,
+        *,
+        slot: int | None = 0,
+        model: str | None = None,
+    ) -> Template | None:
         """The template of a batch; None where shapes do not tell what it is.
 
         Nested tensors have no shape to go by, and inside vmap and its kin a shape is not the whole one. A
@@ -179,6 +191,7 @@ class BatchNotes:
         last = self._last
         if (
             last is not None
+            and last.slot == slot
             and last.autocast == autocast
             and tuple(batch) == tuple(last.looks)
             and are_like(tuple(batch.values()), tuple(last.looks.values()))
@@ -187,6 +200,7 @@ class BatchNotes:
         if any(_is_untold(value) for value in batch.values()):
             return None
         key = (
+            slot,
             autocast,
             *[
                 (k, Look.at(v))
@@ -198,14 +212,14 @@ class BatchNotes:
         template = self._templates.get(key)
         if template is None:
             state = autocast_state() if around is None else around.template.autocast
-            template = self._new_template(batch, state)
+            template = self._new_template(batch, state, slot, model)
             self._templates[key] = template
             if len(self._templates) > _MAX_TEMPLATES:
                 self._templates.popitem(last=False)
         is_plain = tells_wrapped() and all(type(value) is torch.Tensor for value in batch.values())
         self._last = None
         if is_plain:
-            self._last = UsualBatch({k: Look.at(v) for k, v in batch.items()}, autocast, template)
+            self._last = UsualBatch({k: Look.at(v) for k, v in batch.items()}, autocast, template, slot)
         return template
 
     def note(self, batch: Batch, template: Template) -> BatchNote | None:
@@ -275,9 +289,12 @@ class BatchNotes:
         values = {place: self._values.values(place[-1], _at(batch, place)) for place in template.value_places}
         return BatchNote(template, values, None if mask is None else self._values.tokens_in(_at(batch, mask)))
 
-    def _new_template(self, batch: Batch, autocast: AutocastState) -> Template:
+    def _new_template(
+        self, batch: Batch, autocast: AutocastState, slot: int | None, model: str | None
+    ) -> Template:
         """A template; the first of its kind holds the batch's integers too, which a count may look at."""
-        kind = tuple((k, v.dim(), v.dtype) if isinstance(v, torch.Tensor) else k for k, v in batch.items())
+        looks = tuple((k, v.dim(), v.dtype) if isinstance(v, torch.Tensor) else k for k, v in batch.items())
+        kind = (slot, looks)
         is_first = kind not in self._kinds
         self._kinds.add(kind)
         example: dict[str | int, Any] = {}
@@ -302,6 +319,8 @@ class BatchNotes:
             samples=samples,
             tokens=tokens,
             autocast=autocast,
+            slot=slot,
+            model=model,
         )
 
 

@@ -46,6 +46,7 @@ from ..torch_private.trees import tree_map_only
 from ..utilization import Utilization, calculate_mfu
 from .config import MODES
 from .fingerprint import fingerprint
+from .given_flops import dominant_dtype
 from .hardware_watch import counters_of
 
 Batch = dict[str, Any]
@@ -108,7 +109,7 @@ def _mfu(
 ) -> float | None:
     device = _device_of(model)
     if actual_flops is not None:
-        peak_flops_per_s = get_gpu_peak_flops(device, _dominant_dtype(model, device))
+        peak_flops_per_s = get_gpu_peak_flops(device, dominant_dtype(model, device))
         return calculate_mfu(float(actual_flops), step_time_s, peak_flops_per_s)
     if override_flops_per_s() is None and known_spec(device) is None:
         return None  # without a peak there is nothing to measure for
@@ -268,14 +269,3 @@ def _device_of(model: nn.Module) -> torch.device | None:
     """Where the model is; None, the current accelerator, for one that is nowhere."""
     first = next((p for p in model.parameters() if not p.is_meta), None)
     return None if first is None else first.device
-
-
-def _dominant_dtype(model: nn.Module, device: torch.device | None) -> torch.dtype | None:
-    kind = "cpu" if device is None else device.type
-    if torch.is_autocast_enabled(kind):
-        return torch.get_autocast_dtype(kind)
-    elements: dict[torch.dtype, int] = {}
-    for parameter in model.parameters():
-        if parameter.is_floating_point():
-            elements[parameter.dtype] = elements.get(parameter.dtype, 0) + parameter.numel()
-    return max(elements, key=lambda dtype: elements[dtype], default=None)

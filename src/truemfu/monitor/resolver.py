@@ -27,15 +27,16 @@ from ..hardware.tiles import Shape
 from ..utilization import ABOVE_ONE
 from .audit_step import AuditStep
 from .clock import CudaClock, HostClock, duration_s, leave_captures_alone
-from .counting import Counting, StepFlops
+from .counting import Counting, StepFlops, state_of
 from .counts import Counts
 from .datasets import dataset_metrics
+from .given_flops import given_flops
 from .hardware_figures import StepDetail
 from .hardware_watch import Cut
 from .hardware_windows import HardwareWindows
 from .host_values import is_there, resolved
 from .metrics import StepAmounts, StepTime, Window, performance
-from .model_state import ModelState
+from .model_state import States
 from .notices import Notices
 from .observe import BatchNote
 from .output import Output
@@ -44,6 +45,7 @@ from .step_detail import StepDetails
 from .step_note import StepNote
 from .totals import Totals
 from .usual_steps import Common, UsualPiece
+from .watched import is_of_first_module
 
 _MAX_PENDING = 10_000
 _WAKE_EVERY_S = 3.0
@@ -206,7 +208,7 @@ class Resolver:
     def _is_ready(self, note: StepNote | UsualPiece) -> bool:
         if isinstance(note, UsualPiece):
             return note.is_ready(self._clock) and self._is_settled(
-                note.common.state, note.known_batches(), measured=note.common.measured
+                note.common.states, note.known_batches(), measured=note.common.measured
             )
         if not self._clock.has_passed(note.span.end):
             return False
@@ -217,12 +219,15 @@ class Resolver:
             all(map(is_there, numbers))
             and all(batch.ready() for batch in note.batches.notes)
             and all(copy.ready() for _, copy in note.datasets)
-            and self._is_settled(note.state, note.batches.notes, measured=note.measured)
+            and (
+                note.given_flops is not None
+                or self._is_settled(note.states, note.batches.notes, measured=note.measured)
+            )
         )
 
-    def _is_settled(self, state: ModelState | None, batches: Sequence[BatchNote], *, measured: bool) -> bool:
+    def _is_settled(self, states: States, batches: Sequence[BatchNote], *, measured: bool) -> bool:
         """Whether no count is to come that a row should wait for."""
-        is_settled = self._counting.is_settled(state, batches, measured=measured)
+        is_settled = self._counting.is_settled(states, batches, measured=measured)
         return is_settled or not self._waits_for_counts
 
     def _waited_for_a_count(self, step: int, steps: int) -> bool:
@@ -262,7 +267,7 @@ class Resolver:
             counted,
             took,
             note.cut,
-            lambda: self._details.of(note.state, batches, measured=note.measured),
+            lambda: self._details.of(note.states, batches, measured=note.measured),
         )
         amounts = self._with_executed(counted, run_again=note.batches.run_again)
         if self._audit is not None and self._audit.wants(note):
@@ -321,7 +326,7 @@ class Resolver:
     def _alike(self, notes: list[BatchNote | None], common: Common) -> tuple[StepAmounts, StepAmounts]:
         """What steps of these micro-batches work off, as counted, and with what is known of it executed."""
         batches = [] if None in notes else [note for note in notes if note is not None]
-        flops = self._flops(common.state, batches, measured=common.measured)
+        flops = self._flops(common.states, batches, measured=common.measured)
         counted = self._amounts(batches, flops, warmup=common.warmup)
         return counted, self._with_executed(counted, run_again=False)
 
@@ -356,10 +361,11 @@ class Resolver:
         return row
 
     def _amounts(self, batches: Sequence[BatchNote], flops: StepFlops | None, *, warmup: bool) -> StepAmounts:
+        sized = _sized(batches)
         return StepAmounts(
-            samples=_sum([b.template.samples for b in batches]),
-            tokens=_sum([b.template.tokens for b in batches]),
-            useful_tokens=_sum([resolved(b.useful_tokens) for b in batches]),
+            samples=_sum([b.template.samples for b in sized]),
+            tokens=_sum([b.template.tokens for b in sized]),
+            useful_tokens=_sum([resolved(b.useful_tokens) for b in sized]),
             flops=flops,
             warmup=warmup,
             world_size=self._ranks.world_size,
@@ -401,19 +407,35 @@ class Resolver:
         self._notices(f"the hardware counters are left out from now on: {one_line(error)}")
 
     def _counted(self, note: StepNote, batches: Sequence[BatchNote]) -> StepFlops | None:
-        flops = self._flops(note.state, batches, measured=note.measured)
+        flops = None if note.given_flops is None else self._given(note, note.given_flops)
+        if flops is None:
+            flops = self._flops(note.states, batches, measured=note.measured)
         if note.profile is not None:
             self.profile_cost_s += note.profile.cost_s
             self._counting.learn_executed(note.profile, flops)
         return flops
 
-    def _flops(
-        self, state: ModelState | None, batches: Sequence[BatchNote], *, measured: bool
-    ) -> StepFlops | None:
-        if state is None or not batches:
+    def _given(self, note: StepNote, flops: float) -> StepFlops | None:
+        first = next(iter(note.batches.notes), None)
+        try:
+            return self._notices.among(
+                lambda: given_flops(
+                    flops,
+                    state=None if first is None else state_of(note.states, first),
+                    autocast=None if first is None else first.template.autocast,
+                    device=self._device,
+                    peak_flops_per_s=self._counting.configured_peak_flops_per_s,
+                )
+            )
+        except Exception as error:
+            self._notices(f"flops= is not used: {one_line(error)}", about="flops")
+            return None
+
+    def _flops(self, states: States, batches: Sequence[BatchNote], *, measured: bool) -> StepFlops | None:
+        if not batches:
             return None
         try:
-            return self._notices.among(lambda: self._counting.step(state, batches, measured=measured))
+            return self._notices.among(lambda: self._counting.step(states, batches, measured=measured))
         except Exception as error:  # the rest of the row is known
             self._notices(f"the FLOPs of a step could not be worked out, so it has no MFU: {one_line(error)}")
             return None
@@ -421,6 +443,15 @@ class Resolver:
 
 def _steps_in(note: StepNote | UsualPiece) -> int:
     return len(note.columns.step) if isinstance(note, UsualPiece) else 1
+
+
+def _sized(batches: Sequence[BatchNote]) -> Sequence[BatchNote]:
+    """Those that tell the samples and tokens of a step: what was observed, else the first module's."""
+    slots = [batch.template.slot for batch in batches]
+    if None in slots:
+        return [batch for batch in batches if batch.template.slot is None]
+    known = [slot for slot in slots if slot is not None]
+    return [batch for batch, slot in zip(batches, known, strict=True) if is_of_first_module(slot, known)]
 
 
 def _sum(values: list[Any]) -> Any:

@@ -14,9 +14,9 @@ import torch
 from ..flops.flop_count import FlopCount
 from ..flops.step_work import StepWork
 from ..hardware.tiles import Shape, mean_tile_factor
-from .counting import Counting
+from .counting import Counting, state_of
 from .hardware_figures import StepDetail
-from .model_state import ModelState
+from .model_state import ModelState, States
 from .observe import BatchNote
 
 _NOTHING = StepDetail()
@@ -34,9 +34,11 @@ class StepDetails:
         self._of: ModelState | None = None
         self._detail = _NOTHING
 
-    def of(self, state: ModelState | None, notes: Sequence[BatchNote], *, measured: bool) -> StepDetail:
-        """The detail of steps in this state, by the first micro-batch that tells one."""
-        if state is None or not notes:
+    def of(self, states: States, notes: Sequence[BatchNote], *, measured: bool) -> StepDetail:
+        """The detail of steps in this state, by the first micro-batch; nothing where models are several."""
+        slots = {note.template.slot for note in notes}
+        state = state_of(states, notes[0]) if len(slots) == 1 else None
+        if state is None:
             return _NOTHING
         if self._of is not state:
             found = self._found(state, notes[0], measured=measured)

@@ -11,7 +11,7 @@ from .clock import Span
 from .datasets import PendingDatasetMetrics
 from .hardware_watch import Cut
 from .host_values import Number
-from .model_state import ModelState
+from .model_state import States
 from .observe import StepBatches
 
 WARMUP_STEPS = 3
@@ -41,7 +41,9 @@ class StepNote(NamedTuple):
     mask_tokens: int | None
     mask_useful_tokens: Number
     batches: StepBatches
-    state: ModelState | None
+    given_flops: float | None
+    """What the caller says the step needs."""
+    states: States
     measured: bool
     data_wait_s: float | None
     warmup: bool

@@ -16,6 +16,7 @@ def lines_of(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("steps", _steps(summary)),
         ("step, median", _seconds(summary["median_step_time_s"])),
         ("MFU, median", _share(summary["median_mfu"], _why_no_mfu(summary))),
+        *[(f"  {name}", _share(mfu, "")) for name, mfu in summary["median_mfu_by_model"].items()],
         ("HFU, median", _hfu(summary)),
         ("peak", summary["peak_source"] or "unknown"),
         ("FLOPs by", _method(summary)),

@@ -50,6 +50,8 @@ class Totals:
         self._names = ("step_time_s", *_RATES)
         self._steady = {name: Reservoir() for name in self._names}
         self._warmup = {name: Reservoir(64) for name in self._names}
+        self._steady_by_model: dict[str, Reservoir] = {}
+        self._warmup_by_model: dict[str, Reservoir] = {}
         self._tokens = self._useful_tokens = 0.0
         self._time_s = self._data_wait_s = 0.0
         self.methods: dict[str, int] = {}
@@ -75,6 +77,10 @@ class Totals:
             if metric in rates:
                 amount = rates[metric]
                 into[name].add([amount / s for s in seconds])
+        by_model = self._warmup_by_model if amounts.warmup else self._steady_by_model
+        for name in () if amounts.flops is None else amounts.flops.by_model:
+            if (mfu := rates.get(f"perf/mfu/{name}")) is not None:
+                by_model.setdefault(name, Reservoir()).add([mfu / s for s in seconds])
         if not amounts.warmup:
             self._time_s += sum(seconds)
             self._data_wait_s += sum([time.data_wait_s or 0.0 for time in timed])
@@ -104,6 +110,10 @@ class Totals:
             "skipped_steps": self.skipped_steps,
             "medians_over": "steps after warm-up" if steady else "all steps (none after warm-up)",
             **{f"median_{name}": source[name].median() for name in self._names},
+            "median_mfu_by_model": {
+                name: mfus.median()
+                for name, mfus in (self._steady_by_model if steady else self._warmup_by_model).items()
+            },
             "padding_lost": 1 - self._useful_tokens / self._tokens if self._tokens else None,
             "data_wait_share": self._data_wait_s / self._time_s if self._time_s else None,
             "hfu_method": self.hfu_method,

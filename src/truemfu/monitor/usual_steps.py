@@ -36,7 +36,7 @@ from .clock import CudaClock, HostClock, Mark
 from .compilations import compilations, graph_counters, graphs_in
 from .host_values import MAX_KEPT, SentNumbers, Unseen
 from .metrics import StepTime
-from .model_state import ModelState
+from .model_state import States
 from .observe import (
     BatchNote,
     Look,
@@ -104,7 +104,7 @@ class Common(NamedTuple):
     """What steps that are alike share."""
 
     batch: BatchNote
-    state: ModelState | None
+    states: States
     measured: bool
     warmup: bool
 
