@@ -44,6 +44,7 @@ from .counting import Counting
 from .counts import Counts
 from .data import WatchedData
 from .datasets import DatasetMetrics, PendingDatasetMetrics, shifts_labels
+from .frequency import DETAILS_S, StepsOrSeconds
 from .hardware_watch import HardwareWatch, open_watch
 from .hardware_windows import HardwareWindows
 from .host_values import HostValues, SentNumbers
@@ -56,6 +57,7 @@ from .observe import Batch, BatchNote, BatchNotes, StepBatches, UsualBatch
 from .output import Output
 from .ranks import RankLink
 from .resolver import Resolver
+from .signals import write_at_signals
 from .step_note import WARMUP_STEPS, StepNote, StepPlace
 from .summary import show
 from .totals import Totals
@@ -64,6 +66,11 @@ from .usual_steps import MOST_MICRO_BATCHES, PIECE_S, Common, UsualPiece, UsualS
 _CLOSE_TIMEOUT_S = 20.0
 _ROWS_TIMEOUT_S = 5.0
 _SAVE_TIMEOUT_S = 60.0
+_HELD_S = 6.0
+"""The training thread hands steps over before that, unless its next step is long."""
+_TURN_TIMEOUT_S = 0.3
+_SLOW_STEP_S = 1.0
+"""A step that takes longer is sent at once: what that costs is nothing to it."""
 _UNSENT_TIMEOUT_S = 1.0
 """For steps that nothing more will come of; those before them may still be under way."""
 _UNTOLD = (
@@ -130,6 +137,9 @@ class TrainingMonitor:
         self._usual = UsualSteps(self._note_other, self._look_at_next)
         self._around: UsualBatch | None = None
         self._thread = threading.get_ident()
+        self._turn = threading.RLock()
+        """Whose turn it is with what the training thread holds: its own, or a thread's of ours."""
+        self._leave_signals: Callable[[], None] | None = None
         self._compilations = compilations()
         self._own_time_s = self._own_check_s = 0.0
         atexit.register(self.close)
@@ -234,21 +244,22 @@ class TrainingMonitor:
         Loss, gradient norm and mask may be device tensors: they are read later, when they are ready.
         """
         began_s, usual = time.perf_counter(), self._usual
-        try:
-            if attention_mask is None and usual.took(
-                began_s, step, epoch, loss, grad_norm, learning_rate, skip_wandb
-            ):
-                return
-            usual.is_busy = False
-            if not self._is_broken:
-                self._log_step(
-                    step, epoch, loss, grad_norm, learning_rate, attention_mask, skip_wandb, began_s
-                )
-        except Exception as error:
-            usual.is_busy = False
-            self._switch_off(error)
-        finally:
-            usual.is_busy = False
+        with self._turn:
+            try:
+                if attention_mask is None and usual.took(
+                    began_s, step, epoch, loss, grad_norm, learning_rate, skip_wandb
+                ):
+                    return
+                usual.is_busy = False
+                if not self._is_broken:
+                    self._log_step(
+                        step, epoch, loss, grad_norm, learning_rate, attention_mask, skip_wandb, began_s
+                    )
+            except Exception as error:
+                usual.is_busy = False
+                self._switch_off(error)
+            finally:
+                usual.is_busy = False
         usual.end_s = time.perf_counter()
         self._own_time_s += usual.end_s - began_s
         if self._is_set_up and self._counts.signals:
@@ -353,9 +364,13 @@ class TrainingMonitor:
             if self._audit is not None:
                 self._audit.close(self._logged)
             self._close_watch()
-        if self._ranks.is_first:
-            self._output.close(self.summary, _CLOSE_TIMEOUT_S)
-            show(self.summary())
+        try:
+            if self._ranks.is_first:
+                self._output.close(self.summary, _CLOSE_TIMEOUT_S)
+                show(self.summary())
+        finally:
+            if self._leave_signals is not None:
+                self._leave_signals()
         deliver(self._counts.signals)
 
     def _finish_rows(self, timeout_s: float) -> bool:
@@ -374,14 +389,52 @@ class TrainingMonitor:
     def _send_all(self) -> bool:
         """Have all that is needed for the rows of the steps so far under way; whether that went well."""
         try:
-            if self._is_closed or threading.get_ident() == self._thread:  # else the training thread goes on
-                self._take_in_usual()
-            self._clock.moment()
-            self._values.flush()
+            with self._turn:
+                if self._is_closed or threading.get_ident() == self._thread:  # else the training goes on
+                    self._take_in_usual()
+                self._clock.moment()
+                self._values.flush()
         except Exception as error:
             self._notices(f"what is still on the device cannot be fetched: {one_line(error)}")
             return False
         return True
+
+    def _send_held(self) -> bool:
+        """On the resolver's thread: send what is held for too long; whether there was anything."""
+        since_s = [
+            since_s
+            for since_s in (self._usual.oldest_s, self._values.oldest_s, self._clock.unmarked_s)
+            if since_s is not None
+        ]
+        return (
+            bool(since_s)
+            and time.perf_counter() - min(since_s) > _HELD_S
+            and self._send_from_elsewhere(_TURN_TIMEOUT_S)
+        )
+
+    def _send_from_elsewhere(self, timeout_s: float) -> bool:
+        """On a thread of ours: send what the training thread holds; False where it is at work on that."""
+        if not self._turn.acquire(timeout=timeout_s):
+            return False
+        try:
+            with self._clock.clock.from_elsewhere() as is_possible:
+                if is_possible:
+                    self._take_in_usual()
+                    self._clock.moment()
+                    self._values.flush()
+                return is_possible
+        finally:
+            self._turn.release()
+
+    def _write_out(self, timeout_s: float) -> None:
+        """On a thread of ours: have all steps so far on disk, if that can be done in this time."""
+        ends_s = time.perf_counter() + timeout_s
+        if os.getpid() != self._pid or not self._ranks.is_first:
+            return
+        with contextlib.suppress(Exception):  # the device may have failed: rows before that are known
+            self._send_from_elsewhere(_TURN_TIMEOUT_S)
+        self._resolver.finish_pending(0.75 * (ends_s - time.perf_counter()))
+        self._output.write_local(max(ends_s - time.perf_counter(), 0.0))
 
     def _close_watch(self) -> None:
         if self._watch is None:
@@ -399,7 +452,8 @@ class TrainingMonitor:
         if self._is_broken:
             return None
         try:
-            return work(*args)
+            with self._turn:
+                return work(*args)
         except Exception as error:
             self._switch_off(error)
             return None
@@ -446,8 +500,11 @@ class TrainingMonitor:
             ranks=self._ranks,
             output=self._output,
             notices=self._notices,
-            detailed_log_freq=self.config.detailed_log_freq,
+            details=StepsOrSeconds(
+                self.config.detailed_log_freq, DETAILS_S, began_s=time.perf_counter()
+            ),
             audit=self._audit,
+            send_held=self._send_held,
             measured_peak_flops_per_s=_times(self.config.measured_peak_tflops, 1e12),
             audited_tiles={} if self._audited is None else self._audited.tile_factors(),
             hardware=None
@@ -463,6 +520,7 @@ class TrainingMonitor:
         self._is_set_up = True
         if self._ranks.is_first:
             self._output.start(self._run_info())
+            self._leave_signals = write_at_signals(self._write_out)
 
     def _non_matrix_share(self) -> float | None:
         """What is taken off the tensor pipe's activity: the user's figure or an audit's; None: nothing."""
@@ -583,6 +641,7 @@ class TrainingMonitor:
         has_compiled = compilations_now != self._compilations
         if has_compiled:
             self._values.look_again()
+        is_slow = self._usual.end_s is not None and now_s - self._usual.end_s > _SLOW_STEP_S
         is_warmup = self._logged < WARMUP_STEPS or has_compiled or profile is not None
         cut = None
         if self._watch is not None:
@@ -608,10 +667,13 @@ class TrainingMonitor:
             profile,
             datasets,
             skip_wandb if type(skip_wandb) is bool else intake.flag("skip_wandb", skip_wandb),
-            self._clock.end(now_s, exact=cut is not None or profile is not None),
+            self._clock.end(now_s, exact=cut is not None or profile is not None or is_slow),
             cut,
         )
-        self._values.flush_if_due(now_s)
+        if is_slow:
+            self._values.flush()
+        else:
+            self._values.flush_if_due(now_s)
         if self._audit is not None:
             self._audit.hand_over(note)
         if measuring.is_counted and measuring.state is not None and not self.config.estimates_only:
@@ -629,7 +691,7 @@ class TrainingMonitor:
         if self._steps_done >= measuring.plan_at:
             measuring.plan_next(self._steps_done)
         types = type(step), type(epoch), type(loss), type(grad_norm), type(learning_rate)
-        if not counted_s:  # else the next step has a pause in it
+        if not (counted_s or is_slow):  # after a count, the next step has a pause in it
             self._open_usual(now_s, step, batches, types)
 
     def _open_usual(

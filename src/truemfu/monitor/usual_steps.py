@@ -47,7 +47,7 @@ from .observe import (
 
 _Tensor = torch.Tensor
 _now_s = time.perf_counter
-PIECE_S = 5.0
+PIECE_S = 4.0
 """For how long steps with events are kept; without, until the next event."""
 _LATEST_S = 1.0
 """After that moment a step is the last of its piece: one that ends later would wait for yet another."""
@@ -303,6 +303,15 @@ class UsualSteps:
         return not (self.is_open or self._steps or self._kept)
 
     @property
+    def oldest_s(self) -> float | None:
+        """When the first step ended that is here; None where there is none."""
+        steps = self._steps
+        if not steps:
+            return None
+        end: Mark | float = steps[0][0]
+        return end.host_s if isinstance(end, Mark) else end
+
+    @property
     def waiting(self) -> int:
         """How many steps are here."""
         return len(self._steps)
@@ -482,6 +491,10 @@ class UsualPiece:
                 return None
             self._marked += 1
         return [end.device_s for end in ends]  # type: ignore[union-attr]
+
+    def ends_host_s(self) -> list[float]:
+        """When the host was at the end of each step."""
+        return [end.host_s if isinstance(end, Mark) else end for end in self.columns.end]
 
     def numbers(self) -> dict[str, Sequence[float | None]]:
         """What `log_step` was told, by metric; what could not be sent is missing."""
