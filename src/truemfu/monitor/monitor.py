@@ -32,11 +32,14 @@ from ..hardware.audited import read_audit
 from ..hardware.detect import override_flops_per_s, spec_of
 from ..hardware.executed import has_rate
 from ..records import RUN_FILE
+from ..torch_private.loading import listen
 from ..torch_private.table import said as missed
 from ..torch_private.watching import backward_number, functorch_level
 from ..trackers.base import Tracker
+from ..waterfall import between_steps_notes
 from .attachment import Attachment
 from .audit_step import AuditStep
+from .between_steps import BetweenSteps
 from .clock import StepClock, clock_for
 from .compilations import compilations
 from .config import MonitorConfig, load_config
@@ -134,7 +137,9 @@ class TrainingMonitor:
         self._measuring = Measuring(self.config, self._notices)
         self._logged = self._steps_done = self._last_step = 0
         self._is_looked_at = False
-        self._usual = UsualSteps(self._note_other, self._look_at_next)
+        self._between = BetweenSteps()
+        self._leave_loaders: Callable[[], None] | None = None
+        self._usual = UsualSteps(self._note_other, self._look_at_next, self._between)
         self._around: UsualBatch | None = None
         self._thread = threading.get_ident()
         self._turn = threading.RLock()
@@ -162,6 +167,7 @@ class TrainingMonitor:
                 self._on_forward,
                 self._usual.keep,
                 self._usual.autocast,
+                self._on_evaluation,
             )
         except Exception as error:  # a scripted model takes no such hooks
             self._notices(
@@ -196,8 +202,11 @@ class TrainingMonitor:
             self._guarded(self._note, given, time.perf_counter())
 
     def data(self, loader: Iterable[Any]) -> WatchedData:
-        """The same batches, with the time spent waiting for each of them noted."""
-        return WatchedData(loader, self._waited)
+        """The same batches, with the time spent waiting for each of them noted.
+
+        Torch's DataLoaders need none of it: waiting for them is noted anyway.
+        """
+        return WatchedData(loader, self._between)
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
@@ -213,16 +222,18 @@ class TrainingMonitor:
             if self._watch is not None:
                 self._watch.restart()
         self._pauses += 1
+        self._between.is_paused = True
         try:
             yield
         finally:
             self._pauses -= 1
+            self._between.is_paused = self._pauses > 0
             if mark is not None and not self._pauses:
                 self._guarded(self._clock.pause, mark)
                 if self._audit is not None:
                     self._audit.resume()
-                if self._usual.end_s is not None:
-                    self._usual.end_s += time.perf_counter() - began_s
+                if self._between.end_s is not None:
+                    self._between.end_s += time.perf_counter() - began_s
 
     def set_phase(self, name: str | None) -> None:
         """Measure as often as this phase of the training asks for; None: as often as without phases."""
@@ -260,8 +271,8 @@ class TrainingMonitor:
                 self._switch_off(error)
             finally:
                 usual.is_busy = False
-        usual.end_s = time.perf_counter()
-        self._own_time_s += usual.end_s - began_s
+        self._between.end_s = end_s = time.perf_counter()
+        self._own_time_s += end_s - began_s
         if self._is_set_up and self._counts.signals:
             deliver(self._counts.signals)  # they came in a count, which has ended
 
@@ -320,7 +331,10 @@ class TrainingMonitor:
             "hardware": self._resolver.hardware.as_dict()
             if self._is_set_up and self._resolver.hardware is not None
             else None,
-            "notes": [*self._resolver.notes, *self._ranks.notes] if self._is_set_up else [],
+            "notes": [
+                *between_steps_notes(run["between_steps_share"], run["forwards_between_steps"]),
+                *([*self._resolver.notes, *self._ranks.notes] if self._is_set_up else []),
+            ],
             "lost": [
                 *([f"{lost_steps:,} steps: the monitor was held up"] if lost_steps else []),
                 *([f"{failed_steps:,} steps: they could not be worked out"] if failed_steps else []),
@@ -348,6 +362,8 @@ class TrainingMonitor:
 
     def _close(self) -> None:
         self._usual.is_busy = False  # a handler of a signal may close in the middle of a step
+        if self._leave_loaders is not None:
+            self._leave_loaders()
         self.detach()
         self._measuring.end_step()
         if not self._is_set_up:
@@ -500,9 +516,7 @@ class TrainingMonitor:
             ranks=self._ranks,
             output=self._output,
             notices=self._notices,
-            details=StepsOrSeconds(
-                self.config.detailed_log_freq, DETAILS_S, began_s=time.perf_counter()
-            ),
+            details=StepsOrSeconds(self.config.detailed_log_freq, DETAILS_S, began_s=time.perf_counter()),
             audit=self._audit,
             send_held=self._send_held,
             measured_peak_flops_per_s=_times(self.config.measured_peak_tflops, 1e12),
@@ -517,6 +531,7 @@ class TrainingMonitor:
                 notice=self._notices,
             ),
         )
+        self._leave_loaders = listen(self._between)
         self._is_set_up = True
         if self._ranks.is_first:
             self._output.start(self._run_info())
@@ -552,6 +567,10 @@ class TrainingMonitor:
         if not (self._is_manual or self._pauses or self._is_closed):
             self._guarded(self._note, batch, time.perf_counter())
 
+    def _on_evaluation(self) -> None:
+        if not self._is_closed:
+            self._guarded(self._between.evaluated, self._usual.last_forward_s)
+
     def _note(self, batch: Batch | None, began_s: float) -> None:
         """Note a micro-batch; with the first of a step also that the step has begun."""
         is_check = self._measuring.check_is_due
@@ -569,6 +588,8 @@ class TrainingMonitor:
         assert batch is not None
         if not batches.has_notes:
             self._begin_step(began_s)
+        elif self._between.last_s is not None:
+            self._between.last_s = began_s
         note = batches.note(batch, template)
         if note is None:
             self._notices(
@@ -582,15 +603,10 @@ class TrainingMonitor:
         else:
             self._own_time_s += took_s
 
-    def _waited_since_last_end(self, now_s: float) -> None:
-        """The step's first micro-batch is here; nobody else may have told how long it was waited for."""
-        if self._usual.end_s is not None and self._usual.data_wait_s is None:
-            self._usual.data_wait_s = now_s - self._usual.end_s
-
     def _begin_step(self, now_s: float) -> None:
         is_in_backward = backward_number() != -1  # a checkpoint around the model: its first run was not seen
         if not is_in_backward:
-            self._waited_since_last_end(now_s)
+            self._between.begun(now_s)
         if not self._logged:  # later steps begin where the last one ended
             self._clock.begin()
         if self._measuring.profiles and not is_in_backward:
@@ -641,7 +657,8 @@ class TrainingMonitor:
         has_compiled = compilations_now != self._compilations
         if has_compiled:
             self._values.look_again()
-        is_slow = self._usual.end_s is not None and now_s - self._usual.end_s > _SLOW_STEP_S
+        last_end_s = self._between.end_s
+        is_slow = last_end_s is not None and now_s - last_end_s > _SLOW_STEP_S
         is_warmup = self._logged < WARMUP_STEPS or has_compiled or profile is not None
         cut = None
         if self._watch is not None:
@@ -662,7 +679,7 @@ class TrainingMonitor:
             batches,
             measuring.state,
             measuring.is_counted,
-            self._usual.data_wait_s,
+            self._between.take(),
             is_warmup,
             profile,
             datasets,
@@ -679,7 +696,7 @@ class TrainingMonitor:
         if measuring.is_counted and measuring.state is not None and not self.config.estimates_only:
             self._ask_for_counts(measuring.state, batches.notes)  # before the row side looks for them
         self._resolver.put(note)
-        self._compilations, self._usual.data_wait_s = compilations_now, None
+        self._compilations = compilations_now
         if datasets is not _NO_DATASETS:
             self._pending_datasets = []
         self._logged += 1
@@ -755,7 +772,7 @@ class TrainingMonitor:
         under_way, began_s = self._usual.stop()
         self._batches.add(under_way)
         if began_s is not None:
-            self._waited_since_last_end(began_s)
+            self._between.begun(began_s)
 
     def _take_in_usual(self) -> None:
         """Go on as ever: the steps that were noted at the least cost go to the resolver."""
@@ -820,18 +837,14 @@ class TrainingMonitor:
                 self._watch.restart()
             self._resolver.wake()
         took_s = self._counts.spent_s - before_s
-        if self._usual.end_s is not None:
-            self._usual.end_s += took_s  # nobody waited for data
+        if self._between.end_s is not None:
+            self._between.end_s += took_s  # which is stated for itself
         return took_s
 
     def _measure_datasets(self, batch: Mapping[str, Any], outputs: Any, aggregated_loss: Any) -> None:
         pending = self._datasets.measure(batch, outputs, aggregated_loss)
         if pending is not None:
             self._pending_datasets.append((pending, start_host_copy(pending.sums)))
-
-    def _waited(self, seconds: float) -> None:
-        if not self._pauses:
-            self._usual.data_wait_s = (self._usual.data_wait_s or 0.0) + seconds
 
     def _model_device(self, tensors: Batch) -> torch.device:
         """Where the training runs: on CUDA if anything of the model or the batch is there."""

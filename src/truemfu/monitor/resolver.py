@@ -267,7 +267,7 @@ class Resolver:
                     f"has {note.mask_tokens:,} places and the step's micro-batches {counted.tokens:,} tokens",
                     about="attention_mask",
                 )
-        took = StepTime(note.place.steps, duration_s(note.span), note.data_wait_s)
+        took = StepTime(note.place.steps, duration_s(note.span), *note.between)
         self._add_to_window(
             counted,
             took,

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from ..flops.host_copy import HostCopy
 from ..flops.profiler import StepProfile
+from .between_steps import Between
 from .clock import Span
 from .datasets import PendingDatasetMetrics
 from .hardware_watch import Cut
@@ -43,7 +44,7 @@ class StepNote(NamedTuple):
     batches: StepBatches
     state: ModelState | None
     measured: bool
-    data_wait_s: float | None
+    between: Between
     warmup: bool
     profile: StepProfile | None
     datasets: Sequence[tuple[PendingDatasetMetrics, HostCopy]]

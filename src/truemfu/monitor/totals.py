@@ -51,7 +51,10 @@ class Totals:
         self._steady = {name: Reservoir() for name in self._names}
         self._warmup = {name: Reservoir(64) for name in self._names}
         self._tokens = self._useful_tokens = 0.0
-        self._time_s = self._data_wait_s = 0.0
+        self._time_s = 0.0
+        self._data_wait_s: float | None = None
+        self._between_s: float | None = None
+        self._forwards = 0
         self.methods: dict[str, int] = {}
         self.peak_source: str | None = None
         self.hfu_method: str | None = None
@@ -77,7 +80,9 @@ class Totals:
                 into[name].add([amount / s for s in seconds])
         if not amounts.warmup:
             self._time_s += sum(seconds)
-            self._data_wait_s += sum([time.data_wait_s or 0.0 for time in timed])
+            self._data_wait_s = _plus(self._data_wait_s, [time.data_wait_s for time in timed])
+            self._between_s = _plus(self._between_s, [time.between_s for time in timed])
+            self._forwards += sum([time.forwards for time in timed])
         if amounts.tokens is not None and amounts.useful_tokens is not None:
             self._tokens += amounts.tokens * len(times)
             self._useful_tokens += amounts.useful_tokens * len(times)
@@ -94,6 +99,10 @@ class Totals:
             self._steady["hfu"], self._warmup["hfu"] = Reservoir(), Reservoir(64)
         return method == self.hfu_method
 
+    def _share(self, seconds: float | None) -> float | None:
+        """Of the time of the steps after warm-up."""
+        return None if seconds is None or not self._time_s else seconds / self._time_s
+
     def as_dict(self) -> dict[str, Any]:
         """The run in plain data; None for what is not known."""
         steady = self._steady["step_time_s"].median() is not None
@@ -105,9 +114,17 @@ class Totals:
             "medians_over": "steps after warm-up" if steady else "all steps (none after warm-up)",
             **{f"median_{name}": source[name].median() for name in self._names},
             "padding_lost": 1 - self._useful_tokens / self._tokens if self._tokens else None,
-            "data_wait_share": self._data_wait_s / self._time_s if self._time_s else None,
+            "data_wait_share": self._share(self._data_wait_s),
+            "between_steps_share": self._share(self._between_s),
+            "forwards_between_steps": self._forwards,
             "hfu_method": self.hfu_method,
             "method": max(self.methods, key=lambda m: self.methods[m]) if self.methods else None,
             "methods": dict(self.methods),
             "peak_source": self.peak_source,
         }
+
+
+def _plus(total: float | None, amounts: Sequence[float | None]) -> float | None:
+    """The sum of what is known; None where nothing is."""
+    known = [amount for amount in amounts if amount is not None]
+    return total if not known else (total or 0.0) + sum(known)
