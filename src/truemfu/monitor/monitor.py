@@ -64,7 +64,15 @@ from .signals import write_at_signals
 from .step_note import WARMUP_STEPS, StepNote, StepPlace
 from .summary import show
 from .totals import Totals
-from .usual_steps import MOST_MICRO_BATCHES, PIECE_S, Common, UsualPiece, UsualSteps, can_be_taken
+from .usual_steps import (
+    MOST_MICRO_BATCHES,
+    PIECE_S,
+    SLOW_STEP_S,
+    Common,
+    UsualPiece,
+    UsualSteps,
+    can_be_taken,
+)
 
 _CLOSE_TIMEOUT_S = 20.0
 _ROWS_TIMEOUT_S = 5.0
@@ -72,8 +80,6 @@ _SAVE_TIMEOUT_S = 60.0
 _HELD_S = 6.0
 """The training thread hands steps over before that, unless its next step is long."""
 _TURN_TIMEOUT_S = 0.3
-_SLOW_STEP_S = 1.0
-"""A step that takes longer is sent at once: what that costs is nothing to it."""
 _UNSENT_TIMEOUT_S = 1.0
 """For steps that nothing more will come of; those before them may still be under way."""
 _UNTOLD = (
@@ -658,7 +664,7 @@ class TrainingMonitor:
         if has_compiled:
             self._values.look_again()
         last_end_s = self._between.end_s
-        is_slow = last_end_s is not None and now_s - last_end_s > _SLOW_STEP_S
+        is_slow = last_end_s is not None and now_s - last_end_s > SLOW_STEP_S
         is_warmup = self._logged < WARMUP_STEPS or has_compiled or profile is not None
         cut = None
         if self._watch is not None:

@@ -3,8 +3,8 @@
     signal ─► Python's own C handler ─► a byte in a pipe ─► our thread: rows are written, 2 s at most
                                      └► main thread, when it runs Python again: our handler waits for that
 
-- The default action ends the process by that signal. Our thread sees to it where the main thread is in a
-  call that does not return, such as a collective whose other ranks are gone.
+- The default action ends the process by that signal. Our thread sees to it where the main thread stays in a
+  call, such as a collective whose other ranks are gone.
 - A handler that was set before is called after the rows are written; the run goes on if that returns.
 - A signal that is ignored, or handled by code that is not Python, is left alone.
 - A handler set after ours replaces it. If it calls ours as the one before it, rows are written and no more.
@@ -21,6 +21,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -32,6 +33,8 @@ from ..flops.interruption import handler_behind_count
 LIMIT_S = 2.0
 """A signal is held up by no more."""
 _FOR_WRITING_S = 1.8
+_TO_HANDLE_S = 0.1
+"""A main thread that runs Python has called its handler by then."""
 _POLL_S = 0.005
 _WATCHED = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
 _END = 0
@@ -106,7 +109,7 @@ class _Watch:
 
     def _put_back(self) -> None:
         for number, before in self._before.items():
-            if signal.getsignal(number) == self._handler:
+            if self._is_set(number):
                 signal.signal(number, before)
         current = signal.set_wakeup_fd(-1)
         if current not in (-1, self._pipe[1]):
@@ -134,13 +137,25 @@ class _Watch:
         """The thread: waits in a read, so that it costs nothing until a signal comes."""
         while (numbers := os.read(self._pipe[0], 64)) and _END not in numbers:
             for number in self._before.keys() & set(numbers):
-                began_s = time.monotonic()
+                began_s, ends = time.monotonic(), self._is_set(number) and not callable(self._before[number])
+                place = _place_of_main_thread()
                 for write_out in list(_writers):
                     with contextlib.suppress(Exception):  # the process is about to end: nobody reads of it
                         write_out(began_s + _FOR_WRITING_S - time.monotonic())
                 self._written_from_s = began_s
-                if not callable(self._before[number]) and signal.getsignal(number) == self._handler:
-                    _end_by(number)
+                if ends:
+                    time.sleep(max(0.0, began_s + _TO_HANDLE_S - time.monotonic()))
+                    if self._is_set(number) and _place_of_main_thread() == place:
+                        _end_by(number)  # else it has run a handler, ours or another
+
+    def _is_set(self, number: int) -> bool:
+        return bool(signal.getsignal(number) == self._handler)
+
+
+def _place_of_main_thread() -> tuple[int, int] | None:
+    """Where it is in its Python code: the same as before where it has not run any since."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return None if frame is None else (id(frame), frame.f_lasti)
 
 
 def _end_by(number: int) -> None:

@@ -50,8 +50,8 @@ _Tensor = torch.Tensor
 _now_s = time.perf_counter
 PIECE_S = 4.0
 """For how long steps with events are kept; without, until the next event."""
-_LATEST_S = 1.0
-"""After that moment a step is the last of its piece: one that ends later would wait for yet another."""
+SLOW_STEP_S = 1.0
+"""A step that takes longer is none of these: what sending it at once costs is nothing to it."""
 _CLOSED_S = float("-inf")
 _LARGEST_WHOLE = 2**53
 """Whole numbers below it are floats too."""
@@ -384,11 +384,13 @@ class UsualSteps:
         With the last of a piece the next is looked at: that step then ends this piece and opens another.
         """
         self.is_busy = True
+        between = self.between
         kept = len(self._kept)
         seen = self._sifted + kept
         is_last = now_s >= self._until_s
         if (
-            now_s > self._until_s + _LATEST_S
+            self._until_s == _CLOSED_S
+            or now_s - (between.end_s or 0.0) > SLOW_STEP_S
             or type(skip_remote) is not bool
             or (type(step), type(epoch), type(loss), type(grad_norm), type(learning_rate)) != self._types
             or not self._last_step < step < self._until_step
@@ -397,7 +399,6 @@ class UsualSteps:
             or (self._counters is not None and graphs_in(self._counters) != self._compilations)
         ):
             return False
-        between = self.between
         loss_version = grad_norm_version = 0
         try:
             if type(loss) is _Tensor:
