@@ -318,6 +318,10 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     median_samples_per_second: float | None = None
     padding_lost: float | None = None
     data_wait_share: float | None = None
+    between_steps_share: float | None = None
+    """Time between steps that is not known to be data wait."""
+    forwards_between_steps: int | None = None
+    """Forward passes without gradients in that time."""
     method: str | None = None
     peak_source: str | None = None
     monitor_cost: MonitorCost | None = None

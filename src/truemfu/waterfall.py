@@ -18,8 +18,9 @@ Everything is a share of peak × time. From the top, each line goes down to what
 Because every line starts where the one above ended, the sum is 1 whatever the values are. The order is a
 choice: a share of the cycles is worth what the clock left of the peak, so the clock comes first.
 
-- Within `idle`, "of which": waiting for data, gaps between launches, each no more than
-  the idle time still left, because waiting that the GPU's work covers costs nothing.
+- Within `idle`, "of which": waiting for data, other time between steps (evaluation, checkpoints), gaps
+  between launches, each no more than the idle time still left, because what the GPU's work covers costs
+  nothing.
 - Within `no_tensor`: `unfilled`, cycles of SMs that were empty while a kernel ran elsewhere.
 - p is by tokens; attention's share of padding goes with their squares, which is left out.
 - A negative `other_executed` is counted work that nobody executed: causal kernels under the full convention,
@@ -142,6 +143,8 @@ def waterfall(
     tensor_active_share: float | None = None,
     dram_active_share: float | None = None,
     data_wait_share: float | None = None,
+    between_steps_share: float | None = None,
+    forwards_between_steps: int = 0,
     launch_gap_share: float | None = None,
     tile_factor: float | None = None,
     masked_flops_per_s: float | None = None,
@@ -155,7 +158,8 @@ def waterfall(
     `executed_flops_per_s` is measured, all over the same seconds; `masked_flops_per_s` is what was counted of
     attention under the full convention and skipped by its kernels. `throttle` says which share of the time
     each reason held the clock back, as `CounterWindow.throttle` does. Without `gpu_busy_share`,
-    `sm_active_share` stands for it. Data wait and launch gaps are shares of the time.
+    `sm_active_share` stands for it. Data wait, other time between steps and launch gaps are shares
+    of the time; `forwards_between_steps` forward passes without gradients were seen between steps.
 
     `left_out` is why clock, busy share and tensor activity are not given, where they are known and do not
     speak of this peak. With several ranks, communication kernels keep a GPU busy without tensor work.
@@ -215,6 +219,10 @@ def waterfall(
     if g is not None and b is not None:
         waits = {
             "data_wait": ("waiting for data", known.share("data wait", data_wait_share)),
+            "between_steps": (
+                _between_steps(forwards_between_steps),
+                known.share("time between steps", between_steps_share),
+            ),
             "launch_gaps": ("gaps between launches", known.share("launch gaps", launch_gap_share)),
         }
         inner["idle"] = _of_which("idle", g * (1 - b), waits, g)
@@ -317,6 +325,31 @@ def _of_which(
     return (*parts, Part(key=f"{parent}_other", name=_either([*unknown, "other"]), share=left))
 
 
+def _between_steps(forwards: int) -> str:
+    seen = evaluations(forwards)
+    return f"other, between steps ({seen})" if seen else "other, between steps"
+
+
+def evaluations(forwards: int | None) -> str:
+    """What forward passes without gradients between steps are; nothing where there were none."""
+    if not forwards:
+        return ""
+    passes = "forward pass" if forwards == 1 else "forward passes"
+    return f"{forwards:,} {passes} without gradients: evaluation or generation"
+
+
+def between_steps_notes(share: float | None, forwards: int | None) -> list[str]:
+    """A sentence where much of a run's time went to something between its steps."""
+    if share is None or share <= LARGE:
+        return []
+    seen = evaluations(forwards)
+    cause = f" ({seen})" if seen else ""
+    return [
+        f"{100 * share:.1f} % of the time was spent between steps{cause} and is not known to be data wait: "
+        f"{_HINTS['idle_between_steps']}"
+    ]
+
+
 def _either(names: Sequence[str]) -> str:
     return " or ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)
 
@@ -352,6 +385,10 @@ _HINTS = {
     "clock": "look for a locked clock (nvidia-smi -q -d CLOCK)",
     "idle": "the host is too slow for the GPU: look for synchronisations and many tiny kernels",
     "idle_data_wait": "more loader workers, prefetching or faster storage",
+    "idle_between_steps": (
+        "evaluation, checkpoints or generation, which `with monitor.pause():` leaves out of step times, or a "
+        "source of batches that is no DataLoader, which `monitor.data(…)` measures"
+    ),
     "idle_launch_gaps": "torch.compile, CUDA graphs or a larger batch leave fewer, longer kernels",
     "idle_other": (
         "the launch queue runs dry: torch.compile, CUDA graphs or a larger batch; no .item() within the step"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import signal
 import threading
 import time
 import warnings
@@ -27,7 +28,7 @@ from truemfu import TrainingMonitor
 from truemfu.monitor import attachment, resolver, usual_steps
 from truemfu.monitor import clock as clock_module
 from truemfu.monitor.attachment import Attachment
-from truemfu.monitor.clock import CudaClock
+from truemfu.monitor.clock import CudaClock, HostClock
 from truemfu.monitor.compilations import compilations
 from truemfu.monitor.host_values import HostValues
 from truemfu.monitor.observe import BatchNotes
@@ -60,6 +61,7 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(HostValues, "number", number)
     monkeypatch.setattr(CudaClock, "_recorded", lambda self: HostEvent())
+    monkeypatch.setattr(CudaClock, "from_elsewhere", HostClock.from_elsewhere)
     monkeypatch.setattr("truemfu.monitor.monitor.clock_for", CudaClock)  # takes the same arguments
     monkeypatch.setattr(clock_module, "_STEPS_TO_AGREE", STEPS_TO_AGREE)
     monkeypatch.setattr(clock_module, "_APART", 1e9)  # a step of this model is over in no time
@@ -159,6 +161,73 @@ def test_usual_steps_are_the_same_rows(run: Run) -> None:
     assert [flops(row) for row in rows[-40:]] == pytest.approx([FLOPS] * 40)
     assert all("perf/step_time" in row and "perf/data_wait" in row for row in rows[-40:])
     assert all(row["training/epoch"] == 0.0 and row["training/lr"] == 0.1 for row in rows)
+
+
+def steps_on_disk(run: Run) -> int:
+    return len(json.loads((run.folder / "training_log.json").read_text()))
+
+
+def test_steps_are_on_disk_ten_seconds_later_where_no_other_follows(run: Run) -> None:
+    """A step that hangs: the training thread does nothing more."""
+    for _ in range(40):
+        run.step()
+    ended_s = time.monotonic()
+    assert run.usual == 40
+    while steps_on_disk(run) < run.number and time.monotonic() < ended_s + 20:
+        time.sleep(0.05)
+    assert time.monotonic() - ended_s < 10
+    run.step()
+    run.step()
+    run.check()
+
+
+def test_steps_are_on_disk_ten_seconds_later_while_others_follow(run: Run) -> None:
+    ended_s: dict[int, float] = {}
+    late_s = [0.0]
+    begin_s = time.monotonic()
+    while time.monotonic() < begin_s + 14:
+        run.step()
+        ended_s[run.number] = time.monotonic()
+        if not run.number % 10:
+            written, now_s = steps_on_disk(run), time.monotonic()
+            late_s += [now_s - end_s for step, end_s in ended_s.items() if step > written]
+        time.sleep(0.02)
+    assert 3 < max(late_s) < 10
+    run.check()
+
+
+def test_long_steps_are_on_disk_before_the_next_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("truemfu.monitor.resolver._WAKE_EVERY_S", 0.02)
+    run = Run(tmp_path)
+    run.settle()
+    monkeypatch.setattr(usual_steps, "SLOW_STEP_S", 0.05)
+    monkeypatch.setattr("truemfu.monitor.monitor.SLOW_STEP_S", 0.05)
+    for _ in range(3):
+        time.sleep(0.1)
+        run.step()
+        assert not run.monitor._usual.is_open
+        time.sleep(1.0)  # the file is written half a second after the first row
+        assert steps_on_disk(run) == run.number
+    run.monitor.close()
+
+
+def test_a_signal_has_the_steps_written_that_the_training_thread_holds(tmp_path: Path) -> None:
+    noted: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: noted.append(number))
+    try:
+        run = Run(tmp_path)
+        run.settle()
+        for _ in range(40):
+            run.step()
+        assert run.usual == 40
+        signal.raise_signal(signal.SIGTERM)
+        assert noted == [signal.SIGTERM]
+        assert steps_on_disk(run) == run.number
+        run.step()
+        run.check()
+        run.monitor.close()
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_a_run_that_saves_nothing_gets_there_by_itself(

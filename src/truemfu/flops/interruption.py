@@ -150,6 +150,10 @@ class Supervision:
                 token, self._token = self._token, None
                 _current.reset(token)
 
+    def deferred(self, number: int) -> Any:
+        """The handler that runs after the count."""
+        return self._handlers.get(number)
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number not in self.signals:
             self.signals.append(number)
@@ -160,6 +164,13 @@ class Supervision:
             except BaseException as error:
                 self.raised = error
                 raise
+
+
+def handler_behind_count(number: int) -> Any:
+    """The handler of a signal, also while a count defers it."""
+    handler = signal.getsignal(number)
+    count = getattr(handler, "__self__", None)
+    return count.deferred(number) if isinstance(count, Supervision) else handler
 
 
 def deliver(signals: list[int]) -> None:

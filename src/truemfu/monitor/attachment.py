@@ -52,9 +52,12 @@ class _BatchHook:
         model: nn.Module,
         is_usual: Callable[[tuple[Any, ...], dict[str, Any]], bool],
         seen: Callable[[Batch | None], None],
+        evaluated: Callable[[], None],
     ) -> None:
         self._model = weakref.ref(model)
         self._is_usual, self.seen, self._names = is_usual, seen, _positional_names(unwrap(model))
+        self.evaluated = evaluated
+        """Told of each forward pass without gradients."""
         self.places = 0
         """How many arguments the last batch that was seen had by place."""
         self.is_shared = False
@@ -65,8 +68,11 @@ class _BatchHook:
             return
         if module is not None and module is not self._model():
             self.is_shared = True
-        if _is_compiling() or not is_grad_enabled():
-            return  # an evaluation is no training step
+        if _is_compiling():
+            return
+        if not is_grad_enabled():
+            self.evaluated()  # which is no training step
+            return
         self.places = len(args)
         self.seen(self.batch_of(args, kwargs))
 
@@ -101,6 +107,7 @@ class Attachment:
         seen: Callable[[Batch | None], None],
         keep: Keep,
         autocast: list[bool],
+        evaluated: Callable[[], None],
     ) -> None:
         self._model = weakref.ref(model)
         self._keep, self._autocast = keep, autocast
@@ -108,7 +115,7 @@ class Attachment:
         self._compiled: Any = None
         self._watching: Any = None
         self._is_keeping = False
-        self.batch_hook = _BatchHook(model, is_usual, seen)
+        self.batch_hook = _BatchHook(model, is_usual, seen, evaluated)
         self._keeping = _keeping(model, self.batch_hook, keep, autocast)
         self._watch(model)
 
@@ -189,11 +196,14 @@ def _keeping(model: nn.Module, hook: _BatchHook, keep: Keep, autocast: list[bool
     known = weakref.ref(model)
 
     def keeping(*args: Any, **kwargs: Any) -> Any:
-        if not _is_traced() and is_grad_enabled():
-            if backward_number() == -1 and functorch_level() is None and is_any_autocast() is autocast[0]:
-                keep((_now_s(), args, kwargs))
-            else:
-                hook(None, args, kwargs)
+        if _is_traced():
+            pass
+        elif not is_grad_enabled():
+            hook.evaluated()
+        elif backward_number() == -1 and functorch_level() is None and is_any_autocast() is autocast[0]:
+            keep((_now_s(), args, kwargs))
+        else:
+            hook(None, args, kwargs)
         return call(known(), *args, **kwargs)
 
     return keeping
@@ -206,11 +216,12 @@ def _keeping_compiled(
 
     @functools.wraps(compiled)
     def keeping(*args: Any, **kwargs: Any) -> Any:
-        if is_grad_enabled():
-            if backward_number() == -1 and functorch_level() is None and is_any_autocast() is autocast[0]:
-                keep((_now_s(), args, kwargs))
-            else:
-                hook(None, args, kwargs)
+        if not is_grad_enabled():
+            hook.evaluated()
+        elif backward_number() == -1 and functorch_level() is None and is_any_autocast() is autocast[0]:
+            keep((_now_s(), args, kwargs))
+        else:
+            hook(None, args, kwargs)
         return compiled(*args, **kwargs)
 
     return keeping

@@ -8,7 +8,7 @@ that nobody waits for: its time is asked for later, by another thread, once it h
 when its call returns, and a mark is the host's clock.
 
 Where the device waits for the host, recording an event on every step is felt, and tells nothing that the
-host's clock does not. So while the device keeps up and the two agree on how long steps take, one mark in ten
+host's clock does not. So while the device keeps up and the two agree on how long steps take, one mark in four
 seconds has an event; those between are placed by the host's clock, stretched so that from event to event the
 time is the device's:
 
@@ -24,7 +24,8 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
@@ -34,7 +35,8 @@ from ..torch_private import table
 from ..torch_private.watching import current_stream_data
 
 _CAPTURE_MODE_RELAXED = 2
-_EVENT_EVERY_S = 10.0
+_EVENT_EVERY_S = 4.0
+"""Rows wait for the next event, and are to be on disk ten seconds after their step."""
 _STEPS_TO_AGREE = 32
 _APART = 0.02
 """What host and device may differ by in the length of a step, on average."""
@@ -71,6 +73,10 @@ class HostClock:
         return Mark(now_s, None, now_s)
 
     moment = mark
+
+    def from_elsewhere(self) -> AbstractContextManager[bool]:
+        """For another thread than the training's: whether it may mark moments inside."""
+        return contextlib.nullcontext(True)
 
     def skipped(self, steps: int) -> None:
         """So many steps ended without a mark."""
@@ -126,6 +132,18 @@ class CudaClock:
     def moment(self, now_s: float) -> Mark:
         """A moment in which no step ends."""
         return self._marked(now_s, None)
+
+    @contextlib.contextmanager
+    def from_elsewhere(self) -> Iterator[bool]:
+        """For another thread than the training's: whether it may mark moments inside.
+
+        What it queues there goes behind the training's work. A stream that is being captured is left alone.
+        """
+        if self._stream is None:
+            yield False
+            return
+        with torch.cuda.stream(self._stream):
+            yield not torch.cuda.is_current_stream_capturing()
 
     def skipped(self, steps: int) -> None:
         """So many steps ended without an event."""
@@ -288,6 +306,8 @@ class StepClock:
         self.clock = clock
         self._begin: Mark | None = None
         self._pauses: list[tuple[Mark, Mark]] = []
+        self.unmarked_s: float | None = None
+        """When the first step ended that no event has followed yet; None where one has followed all."""
 
     def begin(self) -> None:
         """A first forward pass starts: the first step begins here, later ones where the last one ended."""
@@ -296,6 +316,7 @@ class StepClock:
 
     def moment(self) -> Mark:
         """Now, by an event: the marks before it have their time as soon as the device is here."""
+        self.unmarked_s = None
         return self.clock.moment(time.perf_counter())
 
     def pause(self, begin: Mark) -> None:
@@ -306,6 +327,7 @@ class StepClock:
         """So many steps ended elsewhere, the last of them here: where the first began, and that end."""
         if not isinstance(end, Mark):
             self.clock.skipped(steps)
+            self.unmarked_s = self.unmarked_s or end
         begin, end = self._begin, as_mark(end)
         self._begin = end
         return begin, end
@@ -315,8 +337,10 @@ class StepClock:
         begin, clock = self._begin, self.clock
         if exact or now_s >= clock.due_s:
             end = self._begin = clock.mark(now_s)
+            self.unmarked_s = None
         else:
             clock.skipped(1)
+            self.unmarked_s = self.unmarked_s or now_s
             end = self._begin = Mark(now_s, None)
         pauses, self._pauses = self._pauses, []
         return Span(begin, end, pauses)

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Sized
 from typing import Any
+
+from .between_steps import BetweenSteps
 
 
 class WatchedData:
     """Yields what the loader yields; as long as the loader is."""
 
-    def __init__(self, loader: Iterable[Any], waited: Callable[[float], None]) -> None:
-        self._loader, self._waited = loader, waited
+    def __init__(self, loader: Iterable[Any], between: BetweenSteps) -> None:
+        self._loader, self._between = loader, between
 
     def __iter__(self) -> Iterator[Any]:
         batches = iter(self._loader)
         while True:
-            began_s = time.perf_counter()
+            self._between.wait_begins()
             try:
                 batch = next(batches)
             except StopIteration:
                 return
-            self._waited(time.perf_counter() - began_s)
+            finally:
+                self._between.wait_ends(is_told=True)
             yield batch
 
     def __len__(self) -> int:

@@ -30,6 +30,8 @@ class StepSums:
     steps: int = 0
     elapsed_s: float = 0.0
     data_wait_s: float = 0.0
+    between_s: float = 0.0
+    forwards: int = 0
     model_flops: float | None = 0.0
     hardware_flops: float | None = 0.0
     peak_flops: float | None = 0.0
@@ -43,6 +45,8 @@ class StepSums:
         self.steps += time.steps
         self.elapsed_s += elapsed_s or 0.0
         self.data_wait_s += time.data_wait_s or 0.0
+        self.between_s += time.between_s or 0.0
+        self.forwards += time.forwards
         peak = None if flops is None else flops.peak_flops_per_s
         self.model_flops = _plus(self.model_flops, None if flops is None else flops.model_flops)
         self.hardware_flops = _plus(self.hardware_flops, None if flops is None else flops.hardware_flops)
@@ -57,6 +61,8 @@ class StepSums:
         self.steps += other.steps
         self.elapsed_s += other.elapsed_s
         self.data_wait_s += other.data_wait_s
+        self.between_s += other.between_s
+        self.forwards += other.forwards
         for name in ("model_flops", "hardware_flops", "peak_flops", "tokens", "useful_tokens"):
             setattr(self, name, _plus(getattr(self, name), getattr(other, name)))
 
@@ -272,7 +278,9 @@ def _fall(
         tensor_active_share=window.tensor_active if spec is not None else None,
         dram_active_share=window.dram_active,
         data_wait_share=sums.data_wait_s / sums.elapsed_s if sums.elapsed_s else None,
-        # One GPU waits for nobody else: what is not data is the host being late with launches.
+        between_steps_share=sums.between_s / sums.elapsed_s if sums.elapsed_s else None,
+        forwards_between_steps=sums.forwards,
+        # One GPU waits for nobody else: the rest is the host being late with launches.
         launch_gap_share=1 - busy if busy is not None and world_size == 1 else None,
         tile_factor=_over_everything(detail),
         masked_flops_per_s=masked,

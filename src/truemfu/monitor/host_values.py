@@ -252,6 +252,11 @@ class HostValues:
             self._bytes += tensor.nbytes
         return held
 
+    @property
+    def oldest_s(self) -> float | None:
+        """Since when something is kept that was not sent; None where nothing is."""
+        return self._since_s if self._kept else None
+
     def flush_if_due(self, now_s: float) -> None:
         """Send what is kept, if there is enough of it or it has waited long enough."""
         kept = len(self._kept)

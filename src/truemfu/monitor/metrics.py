@@ -28,6 +28,10 @@ class StepTime(NamedTuple):
     steps: int
     elapsed_s: float | None
     data_wait_s: float | None
+    between_s: float | None = None
+    """From the end of the last step to the first forward pass, without what is known to be data wait."""
+    forwards: int = 0
+    """Forward passes without gradients in that time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +107,7 @@ class StepAmounts:
 
 def performance(amounts: StepAmounts, time: StepTime) -> dict[str, Any]:
     """The `perf/` metrics of one step."""
-    steps, seconds, data_wait_s = time
+    steps, seconds, data_wait_s, between_s, forwards = time
     row = amounts.timeless.copy()
     if seconds is not None and seconds > 0:
         row["perf/step_time"] = seconds / steps
@@ -114,6 +118,10 @@ def performance(amounts: StepAmounts, time: StepTime) -> dict[str, Any]:
             row["perf/hfu_method"] = amounts.hfu_method
     if data_wait_s is not None:
         row["perf/data_wait"] = data_wait_s / steps
+    if between_s is not None:
+        row["perf/between_steps"] = between_s / steps
+    if forwards:
+        row["perf/forwards_between_steps"] = forwards
     return row
 
 

@@ -31,11 +31,14 @@ from ..hardware.audited import read_audit
 from ..hardware.detect import override_flops_per_s, spec_of
 from ..hardware.executed import has_rate
 from ..records import RUN_FILE
+from ..torch_private.loading import listen
 from ..torch_private.table import said as missed
 from ..torch_private.watching import backward_number, functorch_level
 from ..trackers.base import Tracker
+from ..waterfall import between_steps_notes
 from .attachment import Attachment
 from .audit_step import AuditStep
+from .between_steps import BetweenSteps
 from .clock import StepClock, clock_for
 from .compilations import compilations
 from .config import MonitorConfig, load_config
@@ -43,6 +46,7 @@ from .counting import Counting, state_of
 from .counts import Counts
 from .data import WatchedData
 from .datasets import DatasetMetrics, PendingDatasetMetrics, shifts_labels
+from .frequency import DETAILS_S, StepsOrSeconds
 from .hardware_watch import HardwareWatch, open_watch
 from .hardware_windows import HardwareWindows
 from .host_values import HostValues, SentNumbers
@@ -55,15 +59,27 @@ from .observe import Batch, BatchNote, BatchNotes, StepBatches, UsualBatch
 from .output import Output
 from .ranks import RankLink
 from .resolver import Resolver
+from .signals import write_at_signals
 from .step_note import WARMUP_STEPS, StepNote, StepPlace
 from .summary import show
 from .totals import Totals
-from .usual_steps import MOST_MICRO_BATCHES, PIECE_S, Common, UsualPiece, UsualSteps, can_be_taken
+from .usual_steps import (
+    MOST_MICRO_BATCHES,
+    PIECE_S,
+    SLOW_STEP_S,
+    Common,
+    UsualPiece,
+    UsualSteps,
+    can_be_taken,
+)
 from .watched import Models, Watched, WatchedModels
 
 _CLOSE_TIMEOUT_S = 20.0
 _ROWS_TIMEOUT_S = 5.0
 _SAVE_TIMEOUT_S = 60.0
+_HELD_S = 6.0
+"""The training thread hands steps over before that, unless its next step is long."""
+_TURN_TIMEOUT_S = 0.3
 _UNSENT_TIMEOUT_S = 1.0
 """For steps that nothing more will come of; those before them may still be under way."""
 _UNTOLD = (
@@ -127,9 +143,14 @@ class TrainingMonitor:
         self._measuring = Measuring(self.config, self._notices)
         self._logged = self._steps_done = self._last_step = 0
         self._is_looked_at = False
-        self._usual = UsualSteps(self._note_other, self._look_at_next)
+        self._between = BetweenSteps()
+        self._leave_loaders: Callable[[], None] | None = None
+        self._usual = UsualSteps(self._note_other, self._look_at_next, self._between)
         self._around: UsualBatch | None = None
         self._thread = threading.get_ident()
+        self._turn = threading.RLock()
+        """Whose turn it is with what the training thread holds: its own, or a thread's of ours."""
+        self._leave_signals: Callable[[], None] | None = None
         self._compilations = compilations()
         self._own_time_s = self._own_check_s = 0.0
         atexit.register(self.close)
@@ -164,6 +185,7 @@ class TrainingMonitor:
                 functools.partial(self._on_forward, watched),
                 self._usual.keep,
                 self._usual.autocast,
+                self._on_evaluation,
             )
         except Exception as error:  # a scripted model takes no such hooks
             self._notices(
@@ -205,8 +227,11 @@ class TrainingMonitor:
             self._guarded(self._note, given, time.perf_counter(), None if gives_sizes_only else 0)
 
     def data(self, loader: Iterable[Any]) -> WatchedData:
-        """The same batches, with the time spent waiting for each of them noted."""
-        return WatchedData(loader, self._waited)
+        """The same batches, with the time spent waiting for each of them noted.
+
+        Torch's DataLoaders need none of it: waiting for them is noted anyway.
+        """
+        return WatchedData(loader, self._between)
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
@@ -222,16 +247,18 @@ class TrainingMonitor:
             if self._watch is not None:
                 self._watch.restart()
         self._pauses += 1
+        self._between.is_paused = True
         try:
             yield
         finally:
             self._pauses -= 1
+            self._between.is_paused = self._pauses > 0
             if mark is not None and not self._pauses:
                 self._guarded(self._clock.pause, mark)
                 if self._audit is not None:
                     self._audit.resume()
-                if self._usual.end_s is not None:
-                    self._usual.end_s += time.perf_counter() - began_s
+                if self._between.end_s is not None:
+                    self._between.end_s += time.perf_counter() - began_s
 
     def set_phase(self, name: str | None) -> None:
         """Measure as often as this phase of the training asks for; None: as often as without phases."""
@@ -257,25 +284,34 @@ class TrainingMonitor:
         nothing is counted.
         """
         began_s, usual = time.perf_counter(), self._usual
-        try:
-            if (
-                attention_mask is None
-                and flops is None
-                and usual.took(began_s, step, epoch, loss, grad_norm, learning_rate, skip_wandb)
-            ):
-                return
-            usual.is_busy = False
-            if not self._is_broken:
-                self._log_step(
-                    step, epoch, loss, grad_norm, learning_rate, attention_mask, skip_wandb, flops, began_s
-                )
-        except Exception as error:
-            usual.is_busy = False
-            self._switch_off(error)
-        finally:
-            usual.is_busy = False
-        usual.end_s = time.perf_counter()
-        self._own_time_s += usual.end_s - began_s
+        with self._turn:
+            try:
+                if (
+                    attention_mask is None
+                    and flops is None
+                    and usual.took(began_s, step, epoch, loss, grad_norm, learning_rate, skip_wandb)
+                ):
+                    return
+                usual.is_busy = False
+                if not self._is_broken:
+                    self._log_step(
+                        step,
+                        epoch,
+                        loss,
+                        grad_norm,
+                        learning_rate,
+                        attention_mask,
+                        skip_wandb,
+                        flops,
+                        began_s,
+                    )
+            except Exception as error:
+                usual.is_busy = False
+                self._switch_off(error)
+            finally:
+                usual.is_busy = False
+        self._between.end_s = end_s = time.perf_counter()
+        self._own_time_s += end_s - began_s
         if self._is_set_up and self._counts.signals:
             deliver(self._counts.signals)  # they came in a count, which has ended
 
@@ -334,7 +370,10 @@ class TrainingMonitor:
             "hardware": self._resolver.hardware.as_dict()
             if self._is_set_up and self._resolver.hardware is not None
             else None,
-            "notes": [*self._resolver.notes, *self._ranks.notes] if self._is_set_up else [],
+            "notes": [
+                *between_steps_notes(run["between_steps_share"], run["forwards_between_steps"]),
+                *([*self._resolver.notes, *self._ranks.notes] if self._is_set_up else []),
+            ],
             "lost": [
                 *([f"{lost_steps:,} steps: the monitor was held up"] if lost_steps else []),
                 *([f"{failed_steps:,} steps: they could not be worked out"] if failed_steps else []),
@@ -362,6 +401,8 @@ class TrainingMonitor:
 
     def _close(self) -> None:
         self._usual.is_busy = False  # a handler of a signal may close in the middle of a step
+        if self._leave_loaders is not None:
+            self._leave_loaders()
         self.detach()
         self._measuring.end_step()
         if not self._is_set_up:
@@ -378,9 +419,13 @@ class TrainingMonitor:
             if self._audit is not None:
                 self._audit.close(self._logged)
             self._close_watch()
-        if self._ranks.is_first:
-            self._output.close(self.summary, _CLOSE_TIMEOUT_S)
-            show(self.summary())
+        try:
+            if self._ranks.is_first:
+                self._output.close(self.summary, _CLOSE_TIMEOUT_S)
+                show(self.summary())
+        finally:
+            if self._leave_signals is not None:
+                self._leave_signals()
         deliver(self._counts.signals)
 
     def _finish_rows(self, timeout_s: float) -> bool:
@@ -399,14 +444,52 @@ class TrainingMonitor:
     def _send_all(self) -> bool:
         """Have all that is needed for the rows of the steps so far under way; whether that went well."""
         try:
-            if self._is_closed or threading.get_ident() == self._thread:  # else the training thread goes on
-                self._take_in_usual()
-            self._clock.moment()
-            self._values.flush()
+            with self._turn:
+                if self._is_closed or threading.get_ident() == self._thread:  # else the training goes on
+                    self._take_in_usual()
+                self._clock.moment()
+                self._values.flush()
         except Exception as error:
             self._notices(f"what is still on the device cannot be fetched: {one_line(error)}")
             return False
         return True
+
+    def _send_held(self) -> bool:
+        """On the resolver's thread: send what is held for too long; whether there was anything."""
+        since_s = [
+            since_s
+            for since_s in (self._usual.oldest_s, self._values.oldest_s, self._clock.unmarked_s)
+            if since_s is not None
+        ]
+        return (
+            bool(since_s)
+            and time.perf_counter() - min(since_s) > _HELD_S
+            and self._send_from_elsewhere(_TURN_TIMEOUT_S)
+        )
+
+    def _send_from_elsewhere(self, timeout_s: float) -> bool:
+        """On a thread of ours: send what the training thread holds; False where it is at work on that."""
+        if not self._turn.acquire(timeout=timeout_s):
+            return False
+        try:
+            with self._clock.clock.from_elsewhere() as is_possible:
+                if is_possible:
+                    self._take_in_usual()
+                    self._clock.moment()
+                    self._values.flush()
+                return is_possible
+        finally:
+            self._turn.release()
+
+    def _write_out(self, timeout_s: float) -> None:
+        """On a thread of ours: have all steps so far on disk, if that can be done in this time."""
+        ends_s = time.perf_counter() + timeout_s
+        if os.getpid() != self._pid or not self._ranks.is_first:
+            return
+        with contextlib.suppress(Exception):  # the device may have failed: rows before that are known
+            self._send_from_elsewhere(_TURN_TIMEOUT_S)
+        self._resolver.finish_pending(0.75 * (ends_s - time.perf_counter()))
+        self._output.write_local(max(ends_s - time.perf_counter(), 0.0))
 
     def _close_watch(self) -> None:
         if self._watch is None:
@@ -424,7 +507,8 @@ class TrainingMonitor:
         if self._is_broken:
             return None
         try:
-            return work(*args)
+            with self._turn:
+                return work(*args)
         except Exception as error:
             self._switch_off(error)
             return None
@@ -470,8 +554,9 @@ class TrainingMonitor:
             ranks=self._ranks,
             output=self._output,
             notices=self._notices,
-            detailed_log_freq=self.config.detailed_log_freq,
+            details=StepsOrSeconds(self.config.detailed_log_freq, DETAILS_S, began_s=time.perf_counter()),
             audit=self._audit,
+            send_held=self._send_held,
             measured_peak_flops_per_s=_times(self.config.measured_peak_tflops, 1e12),
             audited_tiles={} if self._audited is None else self._audited.tile_factors(),
             hardware=None
@@ -484,9 +569,11 @@ class TrainingMonitor:
                 notice=self._notices,
             ),
         )
+        self._leave_loaders = listen(self._between)
         self._is_set_up = True
         if self._ranks.is_first:
             self._output.start(self._run_info())
+            self._leave_signals = write_at_signals(self._write_out)
 
     def _non_matrix_share(self) -> float | None:
         """What is taken off the tensor pipe's activity: the user's figure or an audit's; None: nothing."""
@@ -522,6 +609,10 @@ class TrainingMonitor:
         assert self._models is not None
         self._note(batch, time.perf_counter(), self._models.slot(watched), watched)
 
+    def _on_evaluation(self) -> None:
+        if not self._is_closed:
+            self._guarded(self._between.evaluated, self._usual.last_forward_s)
+
     def _note(
         self, batch: Batch | None, began_s: float, slot: int | None = 0, watched: Watched | None = None
     ) -> None:
@@ -545,6 +636,8 @@ class TrainingMonitor:
         assert batch is not None
         if not batches.has_notes:
             self._begin_step(began_s)
+        elif self._between.last_s is not None:
+            self._between.last_s = began_s
         note = batches.note(batch, template)
         if note is None:
             self._notices(
@@ -559,15 +652,10 @@ class TrainingMonitor:
         else:
             self._own_time_s += took_s
 
-    def _waited_since_last_end(self, now_s: float) -> None:
-        """The step's first micro-batch is here; nobody else may have told how long it was waited for."""
-        if self._usual.end_s is not None and self._usual.data_wait_s is None:
-            self._usual.data_wait_s = now_s - self._usual.end_s
-
     def _begin_step(self, now_s: float) -> None:
         is_in_backward = backward_number() != -1  # a checkpoint around the model: its first run was not seen
         if not is_in_backward:
-            self._waited_since_last_end(now_s)
+            self._between.begun(now_s)
         if not self._logged:  # later steps begin where the last one ended
             self._clock.begin()
         if self._measuring.profiles and not is_in_backward:
@@ -621,6 +709,8 @@ class TrainingMonitor:
         has_compiled = compilations_now != self._compilations
         if has_compiled:
             self._values.look_again()
+        last_end_s = self._between.end_s
+        is_slow = last_end_s is not None and now_s - last_end_s > SLOW_STEP_S
         is_warmup = self._logged < WARMUP_STEPS or has_compiled or profile is not None
         cut = None
         if self._watch is not None:
@@ -642,21 +732,24 @@ class TrainingMonitor:
             given_flops,
             measuring.states,
             measuring.is_counted,
-            self._usual.data_wait_s,
+            self._between.take(),
             is_warmup,
             profile,
             datasets,
             skip_wandb if type(skip_wandb) is bool else intake.flag("skip_wandb", skip_wandb),
-            self._clock.end(now_s, exact=cut is not None or profile is not None),
+            self._clock.end(now_s, exact=cut is not None or profile is not None or is_slow),
             cut,
         )
-        self._values.flush_if_due(now_s)
+        if is_slow:
+            self._values.flush()
+        else:
+            self._values.flush_if_due(now_s)
         if self._audit is not None:
             self._audit.hand_over(note)
         if measuring.is_counted and given_flops is None and not self.config.estimates_only:
             self._ask_for_counts(measuring.states, batches.notes)  # before the row side looks for them
         self._resolver.put(note)
-        self._compilations, self._usual.data_wait_s = compilations_now, None
+        self._compilations = compilations_now
         if datasets is not _NO_DATASETS:
             self._pending_datasets = []
         self._logged += 1
@@ -668,7 +761,7 @@ class TrainingMonitor:
         if self._steps_done >= measuring.plan_at:
             measuring.plan_next(self._steps_done)
         types = type(step), type(epoch), type(loss), type(grad_norm), type(learning_rate)
-        if not counted_s:  # else the next step has a pause in it
+        if not (counted_s or is_slow):  # after a count, the next step has a pause in it
             self._open_usual(now_s, step, batches, types)
 
     def _open_usual(
@@ -733,7 +826,7 @@ class TrainingMonitor:
         under_way, began_s = self._usual.stop()
         self._batches.add(under_way)
         if began_s is not None:
-            self._waited_since_last_end(began_s)
+            self._between.begun(began_s)
 
     def _take_in_usual(self) -> None:
         """Go on as ever: the steps that were noted at the least cost go to the resolver."""
@@ -808,18 +901,14 @@ class TrainingMonitor:
                 self._watch.restart()
             self._resolver.wake()
         took_s = self._counts.spent_s - before_s
-        if self._usual.end_s is not None:
-            self._usual.end_s += took_s  # nobody waited for data
+        if self._between.end_s is not None:
+            self._between.end_s += took_s  # which is stated for itself
         return took_s
 
     def _measure_datasets(self, batch: Mapping[str, Any], outputs: Any, aggregated_loss: Any) -> None:
         pending = self._datasets.measure(batch, outputs, aggregated_loss)
         if pending is not None:
             self._pending_datasets.append((pending, start_host_copy(pending.sums)))
-
-    def _waited(self, seconds: float) -> None:
-        if not self._pauses:
-            self._usual.data_wait_s = (self._usual.data_wait_s or 0.0) + seconds
 
     def _model_device(self, tensors: Batch) -> torch.device:
         """Where the training runs: on CUDA if anything of the model or the batch is there."""

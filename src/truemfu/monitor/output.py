@@ -1,8 +1,8 @@
 """Where rows go: the local log gets all of every step, the other trackers what was asked for.
 
     every step           loss, learning rate, epoch, global_step (and dataset metrics where measured)
-    detailed_log_freq    also the gradient norm and everything under perf/; where that step has no row for
-                         them, with the next one that has
+    detailed_log_freq    also the gradient norm and everything under perf/, 30 s after the last at the latest;
+                         where that step has no row for them, with the next one that has
     reduced_logging      the basics alone
     logging_steps        no row at all in between
     skip_wandb           no row for this step
@@ -17,6 +17,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,8 @@ _BASICS = frozenset({"training/loss", "training/lr", "training/epoch", "global_s
 
 _REMOTE_FLUSH_S = 10.0
 """A tracker may collect rows; nobody who watches a run waits longer for one."""
+_LOCAL_FLUSH_S = 0.5
+"""Rows get here up to nine seconds after their step, and are to be on disk within ten."""
 
 
 class Output:
@@ -69,11 +72,15 @@ class Output:
         self._wanted = _wanted(trackers, config)
 
     def put_all(
-        self, rows: Sequence[dict[str, Any]], steps: Sequence[int], skip_remote: Sequence[bool]
+        self,
+        rows: Sequence[dict[str, Any]],
+        steps: Sequence[int],
+        skip_remote: Sequence[bool],
+        detailed: AbstractSet[int],
     ) -> None:
         """Hand finished rows to whoever wants them, without what is unknown; on the resolver's thread.
 
-        Each stands for so many `steps`.
+        Each stands for so many `steps`. At the `detailed` ones the trackers' details are due.
         """
         rows = [known(row) if None in row.values() else row for row in rows]
         if not rows:
@@ -87,11 +94,11 @@ class Output:
                 self._unsaved = 0
         if self._remote:
             for row, number, is_skipped in zip(rows, steps, skip_remote, strict=True):
-                self._put_remote(StepPlace(row["global_step"], number), row, is_skipped=bool(is_skipped))
+                place = StepPlace(row["global_step"], number)
+                self._details_are_due |= place.step in detailed
+                self._put_remote(place, row, is_skipped=bool(is_skipped))
 
     def _put_remote(self, place: StepPlace, row: dict[str, Any], *, is_skipped: bool) -> None:
-        if place.reaches(self._config.detailed_log_freq):
-            self._details_are_due = True
         if not is_skipped and place.reaches(self._config.logging_steps or 1):
             wanted = rename(self._for_remote(row), self._config.metric_names)
             for lane in self._remote:
@@ -135,6 +142,13 @@ class Output:
                 self._slow.add(lane)
             self._notice(f"tracker {lane.name} did not take its rows within {timeout_s:.0f} s")
 
+    def write_local(self, timeout_s: float) -> None:
+        """Have every tracker write, and wait for the local log alone: the process is about to end."""
+        for lane in self._lanes():
+            lane.flush()
+        if self._local is not None:
+            self._local.wait_until_idle(timeout_s)
+
     def _finish_rows_of(self, lane: Lane) -> None:
         """The program ends the run that this lane writes to: the last chance, so it is waited for again."""
         self._slow.discard(lane)
@@ -172,7 +186,12 @@ class Output:
         for tracker in self._wanted or ():
             self._open(tracker)
         run = self._run()
-        self._local = Lane(JsonArrayFile(self._log_path, notice=self._notice), "file", notice=self._notice)
+        self._local = Lane(
+            JsonArrayFile(self._log_path, notice=self._notice),
+            "file",
+            flush_every_s=_LOCAL_FLUSH_S,
+            notice=self._notice,
+        )
         is_none_wanted = self._wanted == ()
         if _wandb_is_active() and not is_none_wanted and not self._has_wandb:
             self._open("wandb")

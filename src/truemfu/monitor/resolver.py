@@ -7,6 +7,9 @@ that ends a window of the hardware counters waits until they were read past it, 
 row; one whose FLOPs are to be counted waits until the training thread has done that. The training thread only
 appends to a queue of bounded length; if the resolver is held up, the oldest steps are dropped and counted as
 lost.
+
+The training thread holds steps of a few seconds back, to hand them over together. Where its next step does
+not come in time, they are fetched from here (`send_held`), so that they are on disk ten seconds after.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from .clock import CudaClock, HostClock, duration_s, leave_captures_alone
 from .counting import Counting, StepFlops, state_of
 from .counts import Counts
 from .datasets import dataset_metrics
+from .frequency import StepsOrSeconds
 from .given_flops import given_flops
 from .hardware_figures import StepDetail
 from .hardware_watch import Cut
@@ -42,13 +46,15 @@ from .observe import BatchNote
 from .output import Output
 from .ranks import RankLink
 from .step_detail import StepDetails
-from .step_note import StepNote
+from .step_note import StepNote, StepPlace
 from .totals import Totals
 from .usual_steps import Common, UsualPiece
 from .watched import is_of_first_module
 
 _MAX_PENDING = 10_000
 _WAKE_EVERY_S = 3.0
+_ARRIVES_S = 0.2
+"""After that, what was sent from the device will be here."""
 _FAILING_S = 1.0
 _POLL_S = 0.005
 _TAKE_DOWN_S = 0.1
@@ -67,18 +73,20 @@ class Resolver:
         ranks: RankLink,
         output: Output,
         notices: Notices,
-        detailed_log_freq: int,
+        details: StepsOrSeconds,
         measured_peak_flops_per_s: float | None,
         audited_tiles: Mapping[Shape, float],
         hardware: HardwareWindows | None,
         audit: AuditStep | None,
+        send_held: Callable[[], bool],
     ) -> None:
+        self._send_held = send_held
         self._clock, self._device = clock, device
         self._counting, self._counts, self._ranks = counting, counts, ranks
         self._counted_after: frozenset[int] = frozenset()
         self._output = output
         self._notices = notices
-        self._detailed_log_freq = detailed_log_freq
+        self._details_are_due = details.is_due
         self._measured_peak_flops_per_s = measured_peak_flops_per_s
         self.hardware = hardware
         self._audit = audit
@@ -125,9 +133,9 @@ class Resolver:
         """
         wanted = self._taken
         deadline = time.perf_counter() + timeout_s
-        self.is_awaited, self._waits_for_counts = True, meanwhile is not None
         try:
             while self._done + self.lost_steps < wanted:
+                self.is_awaited, self._waits_for_counts = True, meanwhile is not None
                 self._wake.set()
                 now_s = time.perf_counter()
                 if now_s > deadline or not self._thread.is_alive() or self._fails_for_good(now_s):
@@ -161,11 +169,13 @@ class Resolver:
             torch.cuda.set_device(self._device)  # else this thread would open a context on device 0
             leave_captures_alone()
         self._counts.read_kept()
+        is_sent = False
         while not self._stopping:
-            self._wake.wait(_WAKE_EVERY_S)
+            self._wake.wait(_ARRIVES_S if is_sent else _WAKE_EVERY_S)
             self._wake.clear()
             began = time.thread_time()
             try:
+                is_sent = self._send_held()
                 self._drain()
                 self._failing_since_s = None
             except Exception as error:  # the device does not answer: the next time it may
@@ -262,7 +272,7 @@ class Resolver:
                     f"has {note.mask_tokens:,} places and the step's micro-batches {counted.tokens:,} tokens",
                     about="attention_mask",
                 )
-        took = StepTime(note.place.steps, duration_s(note.span), note.data_wait_s)
+        took = StepTime(note.place.steps, duration_s(note.span), *note.between)
         self._add_to_window(
             counted,
             took,
@@ -280,13 +290,14 @@ class Resolver:
             "training/grad_norm": resolved(note.grad_norm),
             **performance(amounts, took),
         }
-        if self._complete_all([row], [took]):
+        failed, detailed = self._complete_all([row], [took], [note.span.end.host_s])
+        if failed:
             return
         if note.datasets:
             names = [name for pending, _ in note.datasets for name in pending.names]
             row |= dataset_metrics(names, torch.cat([copy.get() for _, copy in note.datasets]))
         self.totals.add(amounts, [took])
-        self._output.put_all([row], [took.steps], [note.skip_remote])
+        self._output.put_all([row], [took.steps], [note.skip_remote], detailed)
 
     def _put_piece(self, piece: UsualPiece) -> None:
         """Steps that are alike: what they worked off is told once for all with the same micro-batches."""
@@ -313,12 +324,13 @@ class Resolver:
         if self.hardware is not None:
             for (counted, _), took in zip(worked_off, times, strict=True):
                 self._add_to_window(counted, took, None, StepDetail)
-        failed = self._complete_all(rows, times)
+        failed, detailed = self._complete_all(rows, times, piece.ends_host_s())
         done = [number for number in range(len(rows)) if number not in failed]
         self._output.put_all(
             [rows[number] for number in done],
             [times[number].steps for number in done],
             [columns.skip_remote[number] for number in done],
+            detailed,
         )
         for amounts in alike.values():
             self.totals.add(amounts[1], [times[n] for n in done if worked_off[n] is amounts])
@@ -330,16 +342,23 @@ class Resolver:
         counted = self._amounts(batches, flops, warmup=common.warmup)
         return counted, self._with_executed(counted, run_again=False)
 
-    def _complete_all(self, rows: list[dict[str, Any]], times: list[StepTime]) -> set[int]:
-        """Take the rows of the next steps in, and give them what comes of several steps; which failed."""
+    def _complete_all(
+        self, rows: list[dict[str, Any]], times: list[StepTime], ends_s: Sequence[float]
+    ) -> tuple[set[int], set[int]]:
+        """Take the rows of the next steps in, and give them what comes of several steps.
+
+        Which failed, by their place, and which steps have details.
+        """
         failed: set[int] = set()
+        detailed: set[int] = set()
         begin = 0
-        for number, (row, took) in enumerate(zip(rows, times, strict=True)):
+        for number, (row, took, end_s) in enumerate(zip(rows, times, ends_s, strict=True)):
             step = row["global_step"]
             loss = row["training/loss"]
             if loss is not None and not isfinite(loss):
                 self._notices(f"the loss is {loss}, first at step {step}", about=f"loss {loss}")
-            if step % self._detailed_log_freq < took.steps:
+            if self._details_are_due(StepPlace(step, took.steps), end_s):
+                detailed.add(step)
                 self.window.add_all(rows[begin : number + 1])
                 begin = number + 1
                 try:
@@ -350,7 +369,7 @@ class Resolver:
         self.window.add_all(rows[begin:])
         if any(row.get("perf/mfu", 0.0) > 1 or row.get("perf/hfu", 0.0) > 1 for row in rows):
             self._notices(ABOVE_ONE)
-        return failed
+        return failed, detailed
 
     def _details_now(self) -> dict[str, Any]:
         """What comes of several steps, after those that were taken in."""

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from ..flops.host_copy import HostCopy
 from ..flops.profiler import StepProfile
+from .between_steps import Between
 from .clock import Span
 from .datasets import PendingDatasetMetrics
 from .hardware_watch import Cut
@@ -45,7 +46,7 @@ class StepNote(NamedTuple):
     """What the caller says the step needs."""
     states: States
     measured: bool
-    data_wait_s: float | None
+    between: Between
     warmup: bool
     profile: StepProfile | None
     datasets: Sequence[tuple[PendingDatasetMetrics, HostCopy]]

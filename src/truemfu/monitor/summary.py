@@ -6,6 +6,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any, TextIO
 
+from ..waterfall import evaluations
+
 _WORTH_SAYING = 0.005
 _STEPS_SHOWN = 5
 
@@ -23,7 +25,8 @@ def lines_of(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("tokens/s", _rate(summary["median_tokens_per_second"], summary["scope"])),
         ("samples/s", _rate(summary["median_samples_per_second"], summary["scope"])),
         ("padding lost", _share(summary["padding_lost"], "no mask known")),
-        ("waiting for data", _share(summary["data_wait_share"], "not seen")),
+        ("waiting for data", _share(summary["data_wait_share"], "no loader seen: see monitor.data")),
+        ("other, between steps", _between(summary)),
         *_hardware(summary.get("hardware"), summary["scope"]),
         ("monitor's own cost", _cost(summary)),
         *[("note", text) for text in summary["notes"]],
@@ -79,6 +82,11 @@ def _share(share: float | None, why_not: str) -> str:
     if share is None:
         return f"unknown ({why_not})"
     return f"{share:.1%}" if share >= 0.01 or share == 0 else f"{100 * share:.2g} %"
+
+
+def _between(summary: Mapping[str, Any]) -> str:
+    seen = evaluations(summary["forwards_between_steps"])
+    return _share(summary["between_steps_share"], "no forward pass seen") + (f" ({seen})" if seen else "")
 
 
 def _hardware(hardware: Mapping[str, Any] | None, scope: str) -> list[tuple[str, str]]:

@@ -53,7 +53,10 @@ class Totals:
         self._steady_by_model: dict[str, Reservoir] = {}
         self._warmup_by_model: dict[str, Reservoir] = {}
         self._tokens = self._useful_tokens = 0.0
-        self._time_s = self._data_wait_s = 0.0
+        self._time_s = 0.0
+        self._data_wait_s: float | None = None
+        self._between_s: float | None = None
+        self._forwards = 0
         self.methods: dict[str, int] = {}
         self.peak_source: str | None = None
         self.hfu_method: str | None = None
@@ -83,7 +86,9 @@ class Totals:
                 by_model.setdefault(name, Reservoir()).add([mfu / s for s in seconds])
         if not amounts.warmup:
             self._time_s += sum(seconds)
-            self._data_wait_s += sum([time.data_wait_s or 0.0 for time in timed])
+            self._data_wait_s = _plus(self._data_wait_s, [time.data_wait_s for time in timed])
+            self._between_s = _plus(self._between_s, [time.between_s for time in timed])
+            self._forwards += sum([time.forwards for time in timed])
         if amounts.tokens is not None and amounts.useful_tokens is not None:
             self._tokens += amounts.tokens * len(times)
             self._useful_tokens += amounts.useful_tokens * len(times)
@@ -100,6 +105,10 @@ class Totals:
             self._steady["hfu"], self._warmup["hfu"] = Reservoir(), Reservoir(64)
         return method == self.hfu_method
 
+    def _share(self, seconds: float | None) -> float | None:
+        """Of the time of the steps after warm-up."""
+        return None if seconds is None or not self._time_s else seconds / self._time_s
+
     def as_dict(self) -> dict[str, Any]:
         """The run in plain data; None for what is not known."""
         steady = self._steady["step_time_s"].median() is not None
@@ -115,9 +124,17 @@ class Totals:
                 for name, mfus in (self._steady_by_model if steady else self._warmup_by_model).items()
             },
             "padding_lost": 1 - self._useful_tokens / self._tokens if self._tokens else None,
-            "data_wait_share": self._data_wait_s / self._time_s if self._time_s else None,
+            "data_wait_share": self._share(self._data_wait_s),
+            "between_steps_share": self._share(self._between_s),
+            "forwards_between_steps": self._forwards,
             "hfu_method": self.hfu_method,
             "method": max(self.methods, key=lambda m: self.methods[m]) if self.methods else None,
             "methods": dict(self.methods),
             "peak_source": self.peak_source,
         }
+
+
+def _plus(total: float | None, amounts: Sequence[float | None]) -> float | None:
+    """The sum of what is known; None where nothing is."""
+    known = [amount for amount in amounts if amount is not None]
+    return total if not known else (total or 0.0) + sum(known)

@@ -32,6 +32,7 @@ from ..torch_private.watching import (
     tells_versions,
     version_of,
 )
+from .between_steps import Between, BetweenSteps, Wait, between
 from .clock import CudaClock, HostClock, Mark
 from .compilations import compilations, graph_counters, graphs_in
 from .host_values import MAX_KEPT, SentNumbers, Unseen
@@ -47,10 +48,10 @@ from .observe import (
 
 _Tensor = torch.Tensor
 _now_s = time.perf_counter
-PIECE_S = 5.0
+PIECE_S = 4.0
 """For how long steps with events are kept; without, until the next event."""
-_LATEST_S = 1.0
-"""After that moment a step is the last of its piece: one that ends later would wait for yet another."""
+SLOW_STEP_S = 1.0
+"""A step that takes longer is none of these: what sending it at once costs is nothing to it."""
 _CLOSED_S = float("-inf")
 _LARGEST_WHOLE = 2**53
 """Whole numbers below it are floats too."""
@@ -63,6 +64,7 @@ _SMALL_BYTES = 256 << 10
 """Of a batch that is kept for a few steps."""
 
 
+_NO_WAITS: Sequence[Wait] = ()
 _NO_BATCH: Any = object()
 """In the place of one that was none: the model was traced."""
 
@@ -80,8 +82,10 @@ class Columns(NamedTuple):
     grad_norm_version: tuple[int, ...]
     learning_rate: tuple[float, ...]
     skip_remote: tuple[bool, ...]
-    data_wait_s: tuple[float | None, ...]
-    """As it was told; None where nobody did."""
+    waits: tuple[Sequence[Wait], ...]
+    """For data."""
+    forwards: tuple[int, ...]
+    """Without gradients, before the first micro-batch."""
     last_end_s: tuple[float | None, ...]
     """When `log_step` of the step before was over."""
     seen: tuple[int, ...]
@@ -116,7 +120,7 @@ class Taken(NamedTuple):
     common: Common
     batches: list[list[BatchNote | None]]
     """Of each step; None for one that cannot be told."""
-    data_wait_s: list[float | None]
+    between: list[Between]
     compilations: int
     """So many there were at the end of these steps."""
 
@@ -150,8 +154,7 @@ class UsualSteps:
         "_until_s",
         "_until_step",
         "autocast",
-        "data_wait_s",
-        "end_s",
+        "between",
         "is_busy",
         "keep",
         "keeps_batches",
@@ -162,7 +165,9 @@ class UsualSteps:
         self,
         note_other: Callable[[tuple[Any, ...], dict[str, Any]], BatchNote | None],
         look_at_next: Callable[[], None],
+        between: BetweenSteps,
     ) -> None:
+        self.between = between
         self._note_other, self._look_at_next = note_other, look_at_next
         self._until_s = _CLOSED_S
         self._compilations = self._last_step = self._until_step = self._places = 0
@@ -188,12 +193,8 @@ class UsualSteps:
         """Micro-batches that were looked at, and those up to the last step that was taken."""
         self._others: dict[int, BatchNote | None] = {}
         """Those that are no usual ones, by their number."""
-        self.end_s: float | None = None
-        """When the last `log_step` was over, of whatever step, less the pauses since."""
         self.own_s = 0.0
         """What taking steps has cost."""
-        self.data_wait_s: float | None = None
-        """How long the step under way waited for its data, where that was told."""
         self.is_busy = False
         """Set by `took` until the caller is through: a signal's handler must not take steps from under it."""
 
@@ -276,13 +277,21 @@ class UsualSteps:
             common,
             batches,
             [
-                _seconds(last_end_s, self._times[first]) if told_s is None else told_s
-                for first, told_s, last_end_s in zip(
-                    seen[:-1], columns.data_wait_s, columns.last_end_s, strict=True
+                between(last_end_s, self._times[first], waits, forwards)
+                for first, waits, forwards, last_end_s in zip(
+                    seen[:-1], columns.waits, columns.forwards, columns.last_end_s, strict=True
                 )
             ],
             compiled,
         )
+
+    @property
+    def last_forward_s(self) -> float | None:
+        """When the last micro-batch of the step under way came; None before its first."""
+        kept = self._kept
+        if self._sifted + len(kept) <= self._seen:
+            return None
+        return kept[-1][0] if kept else self._times[-1]
 
     def _notes(self, first: int, last: int) -> list[BatchNote | None]:
         assert self._common is not None or first == last
@@ -301,6 +310,15 @@ class UsualSteps:
     def is_empty(self) -> bool:
         """Whether there is nothing to stop and nothing to take."""
         return not (self.is_open or self._steps or self._kept)
+
+    @property
+    def oldest_s(self) -> float | None:
+        """When the first step ended that is here; None where there is none."""
+        steps = self._steps
+        if not steps:
+            return None
+        end: Mark | float = steps[0][0]
+        return end.host_s if isinstance(end, Mark) else end
 
     @property
     def waiting(self) -> int:
@@ -366,11 +384,13 @@ class UsualSteps:
         With the last of a piece the next is looked at: that step then ends this piece and opens another.
         """
         self.is_busy = True
+        between = self.between
         kept = len(self._kept)
         seen = self._sifted + kept
         is_last = now_s >= self._until_s
         if (
-            now_s > self._until_s + _LATEST_S
+            self._until_s == _CLOSED_S
+            or now_s - (between.end_s or 0.0) > SLOW_STEP_S
             or type(skip_remote) is not bool
             or (type(step), type(epoch), type(loss), type(grad_norm), type(learning_rate)) != self._types
             or not self._last_step < step < self._until_step
@@ -400,12 +420,16 @@ class UsualSteps:
                 grad_norm_version,
                 learning_rate,
                 skip_remote,
-                self.data_wait_s,
-                self.end_s,
+                between.waits or _NO_WAITS,
+                between.forwards,
+                between.end_s,
                 seen,
             )
         )
-        self._seen, self._last_step, self.data_wait_s = seen, step, None
+        self._seen, self._last_step = seen, step
+        if between.waits:
+            between.waits = []
+        between.forwards = 0
         if kept >= _LOOK_AT:
             self._look()
         if is_last or self._until_s == _CLOSED_S:
@@ -413,7 +437,7 @@ class UsualSteps:
             if self._counters is None:
                 self._compilations_at_end = compilations()
             self._look_at_next()
-        self.end_s = end_s = _now_s()
+        between.end_s = end_s = _now_s()
         self.own_s += end_s - now_s
         return True
 
@@ -451,7 +475,7 @@ class UsualPiece:
         sent: dict[str, SentNumbers | None],
     ) -> None:
         self.columns, self.common = taken.columns.without(sent), taken.common
-        self.batches, self._waits_s = taken.batches, taken.data_wait_s
+        self.batches, self._between = taken.batches, taken.between
         self._last_step, self._begin, self._end, self._sent = last_step, begin, end, sent
         self._ends_s: Sequence[float | None] | None = None
         self._marked = 0
@@ -483,6 +507,10 @@ class UsualPiece:
             self._marked += 1
         return [end.device_s for end in ends]  # type: ignore[union-attr]
 
+    def ends_host_s(self) -> list[float]:
+        """When the host was at the end of each step."""
+        return [end.host_s if isinstance(end, Mark) else end for end in self.columns.end]
+
     def numbers(self) -> dict[str, Sequence[float | None]]:
         """What `log_step` was told, by metric; what could not be sent is missing."""
         columns, sent = self.columns, self._sent
@@ -504,13 +532,13 @@ class UsualPiece:
         assert ends_s is not None
         begin_s = None if self._begin is None else self._begin.device_s
         return [
-            StepTime(step - last, _seconds(begin_s, end_s), wait_s)
-            for step, last, begin_s, end_s, wait_s in zip(
+            StepTime(step - last, _seconds(begin_s, end_s), *between)
+            for step, last, begin_s, end_s, between in zip(
                 steps,
                 (self._last_step, *steps[:-1]),
                 (begin_s, *ends_s[:-1]),
                 ends_s,
-                self._waits_s,
+                self._between,
                 strict=True,
             )
         ]

@@ -37,6 +37,8 @@ class LogRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     samples_per_s: float | None = msgspec.field(name="perf/samples_per_second", default=None)
     padding_efficiency: float | None = msgspec.field(name="perf/padding_efficiency", default=None)
     data_wait_s: float | None = msgspec.field(name="perf/data_wait", default=None)
+    between_steps_s: float | None = msgspec.field(name="perf/between_steps", default=None)
+    forwards_between_steps: int = msgspec.field(name="perf/forwards_between_steps", default=0)
     method: str | None = msgspec.field(name="perf/method", default=None)
     hfu_method: str | None = msgspec.field(name="perf/hfu_method", default=None)
     """What the executed work rests on, where that is not the count."""

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from ..records import RunHardware, RunSummary, WaterfallPart, WaterfallRecord
-from ..waterfall import USEFUL, Part, waterfall
+from ..waterfall import USEFUL, Part, between_steps_notes, waterfall
 from .run_load import LastWindow, LogRow
 
 _LOSS = "perf/loss/"
@@ -23,6 +23,8 @@ def summary_of_log(rows: Sequence[LogRow], last_window: LastWindow | None = None
     those of the last window."""
     steady = [row for row in rows if not row.is_warmup and row.step_time_s is not None]
     over = steady or rows
+    between_share = _share_of_time((row.between_steps_s, row.step_time_s) for row in steady)
+    forwards = sum(row.forwards_between_steps for row in steady)
     methods = Counter(row.method for row in rows if row.method is not None)
     return RunSummary(
         steps=len(rows),
@@ -34,9 +36,12 @@ def summary_of_log(rows: Sequence[LogRow], last_window: LastWindow | None = None
         median_tokens_per_second=_median(row.tokens_per_s for row in over),
         median_samples_per_second=_median(row.samples_per_s for row in over),
         padding_lost=_padding_lost(rows),
-        data_wait_share=_data_wait_share(steady),
+        data_wait_share=_share_of_time((row.data_wait_s, row.step_time_s) for row in steady),
+        between_steps_share=between_share,
+        forwards_between_steps=forwards,
         method=methods.most_common(1)[0][0] if methods else None,
         hardware=None if last_window is None else _hardware(last_window, rows),
+        notes=between_steps_notes(between_share, forwards),
     )
 
 
@@ -68,10 +73,12 @@ def _padding_lost(rows: Iterable[LogRow]) -> float | None:
     return 1 - useful / tokens if tokens else None
 
 
-def _data_wait_share(rows: Iterable[LogRow]) -> float | None:
-    waited = [(row.data_wait_s, row.step_time_s) for row in rows if row.data_wait_s is not None]
-    seconds = sum(step_time_s or 0.0 for _, step_time_s in waited)
-    return sum(wait_s for wait_s, _ in waited) / seconds if seconds else None
+def _share_of_time(spent: Iterable[tuple[float | None, float | None]]) -> float | None:
+    """Of seconds spent on something in each step, over those of all steps; None where none has any."""
+    seconds = list(spent)
+    known = [spent_s for spent_s, _ in seconds if spent_s is not None]
+    time_s = sum(step_time_s or 0.0 for _, step_time_s in seconds)
+    return sum(known) / time_s if known and time_s else None
 
 
 def _hardware(window: LastWindow, rows: Sequence[LogRow]) -> RunHardware:
@@ -131,6 +138,7 @@ def _every_part(*, is_clock_gain: bool) -> dict[str, Part]:
         sm_active_share=0.8,
         tensor_active_share=0.7,
         data_wait_share=0.0,
+        between_steps_share=0.0,
         launch_gap_share=0.0,
         tile_factor=1.0,
         masked_flops_per_s=0.0,

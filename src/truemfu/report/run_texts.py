@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 
 from ..records import MonitorCost, RunHardware, RunRecord, RunSummary
+from ..waterfall import evaluations
 from .render import duration, number
 from .run_load import LastWindow, LogRow
 from .run_summary import peak_flops_per_s
@@ -71,7 +72,14 @@ def _figures(record: RunRecord, summary: RunSummary, rows: Sequence[LogRow]) -> 
         _figure("tokens/s", number, summary.median_tokens_per_second, scope, "no batch said its tokens"),
         _figure("samples/s", number, summary.median_samples_per_second, scope, "no batch was seen"),
         _figure("padding lost", share, summary.padding_lost, "of all tokens", "no attention mask was seen"),
-        _figure("waiting for data", share, summary.data_wait_share, "of the time", "no wait was noted"),
+        _figure("waiting for data", share, summary.data_wait_share, "of the time", "no loader was seen"),
+        _figure(
+            "other, between steps",
+            share,
+            summary.between_steps_share,
+            evaluations(summary.forwards_between_steps) or "of the time",
+            "no forward pass was seen",
+        ),
         _cost(summary.monitor_cost),
     ]
 

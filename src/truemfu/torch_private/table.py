@@ -70,6 +70,7 @@ CALL_IMPL = "torch.nn:Module._call_impl"
 COMPILED_CALL = "torch.nn:Module._compiled_call_impl"
 DEFAULT_STORE = "torch.distributed.distributed_c10d:_get_default_store"
 VERSION = "torch:Tensor._version"
+LOADER_ITERATOR = "torch.utils.data.dataloader:_BaseDataLoaderIter"
 SCALED_MM = "torch:_scaled_mm"
 INT_MM = "torch:_int_mm"
 
@@ -109,6 +110,7 @@ NAMES: dict[str, Private] = {
         (COMPILED_CALL, "a model that Module.compile has compiled is not watched: it has no MFU", (2, 6)),
         (DEFAULT_STORE, "ranks are neither compared nor told of each other's counts", (2, 6)),
         (VERSION, "numbers on the device are copied at once, which is slower", (2, 6)),
+        (LOADER_ITERATOR, "waiting for data is known only of loaders given to monitor.data", (2, 6)),
         (SCALED_MM, "the fp8 rate of this device cannot be measured", (2, 6)),
         (INT_MM, "the int8 rate of this device cannot be measured", (2, 6)),
     )

@@ -1,0 +1,308 @@
+"""Time between steps: data wait where that is known, "other, between steps" where it is not."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from truemfu import TrainingMonitor
+from truemfu.monitor import between_steps
+from truemfu.monitor.between_steps import Between, BetweenSteps, Wait, between
+from truemfu.monitor.summary import lines_of
+from truemfu.torch_private import loading
+
+SLEEP_S = 0.05
+WARMUP = 3
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).square().mean()
+
+
+class Slow(Dataset[torch.Tensor]):
+    def __init__(self, length: int, sleep_s: float = SLEEP_S) -> None:
+        self._length, self._sleep_s = length, sleep_s
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        if number >= self._length:
+            raise IndexError
+        time.sleep(self._sleep_s)
+        return torch.ones(8)
+
+
+Run = tuple[list[dict[str, Any]], dict[str, Any]]
+
+
+def trained(
+    folder: Path,
+    batches: Callable[[TrainingMonitor], Any],
+    between_steps: Callable[[TrainingMonitor, nn.Module], None] = lambda monitor, model: None,
+) -> Run:
+    """The rows and the summary of a run that does something after each step."""
+    model = Model()
+    monitor = TrainingMonitor(folder, {"monitoring": {"peak_tflops": 1.0}}, model=model)
+    for step, batch in enumerate(batches(monitor), start=1):
+        model(batch).backward()
+        monitor.log_step(step, 0, 1.0, 1.0, 1.0)
+        between_steps(monitor, model)
+    monitor.close()
+    return json.loads((folder / "training_log.json").read_text()), monitor.summary()
+
+
+def fast(monitor: TrainingMonitor) -> DataLoader[torch.Tensor]:
+    return DataLoader(Slow(8, sleep_s=0.0), batch_size=1)
+
+
+def means(rows: Sequence[dict[str, Any]]) -> tuple[float, float]:
+    """Seconds of data wait and of other time between steps, in the mean of the steps after warm-up."""
+    steady = rows[WARMUP:]
+    found = [sum(row[f"perf/{name}"] for row in steady) for name in ("data_wait", "between_steps")]
+    return found[0] / len(steady), found[1] / len(steady)
+
+
+def test_an_evaluation_is_other_and_its_forward_passes_are_named(tmp_path: Path) -> None:
+    def evaluate(monitor: TrainingMonitor, model: nn.Module) -> None:
+        for batch in DataLoader(Slow(3, sleep_s=0.02), batch_size=1):
+            with torch.no_grad():
+                model(batch)
+
+    rows, summary = trained(tmp_path, fast, evaluate)
+    data_wait_s, other_s = means(rows)
+    assert data_wait_s < 0.02
+    assert other_s > 0.06
+    assert [row.get("perf/forwards_between_steps") for row in rows] == [None, *[3] * 7]
+    assert summary["data_wait_share"] < 0.2
+    assert summary["between_steps_share"] > 0.7
+    assert summary["forwards_between_steps"] == 3 * 5
+    text = dict(lines_of(summary))["other, between steps"]
+    assert text.endswith("(15 forward passes without gradients: evaluation or generation)")
+    assert any("spent between steps (15 forward passes" in note for note in summary["notes"])
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_an_evaluation_of_another_model_is_other_where_gradients_are_disabled(
+    tmp_path: Path, context: Any
+) -> None:
+    other = Model()
+
+    def evaluate(monitor: TrainingMonitor, model: nn.Module) -> None:
+        with context():
+            for batch in DataLoader(Slow(2), batch_size=1):
+                other(batch)
+
+    data_wait_s, other_s = means(trained(tmp_path, fast, evaluate)[0])
+    assert data_wait_s < 0.02
+    assert other_s > 2 * SLEEP_S
+
+
+def test_generation_is_other(tmp_path: Path) -> None:
+    def generate(monitor: TrainingMonitor, model: nn.Module) -> None:
+        with torch.no_grad():
+            for _ in range(5):
+                model(torch.ones(1, 8))
+                time.sleep(0.01)
+
+    rows, summary = trained(tmp_path, fast, generate)
+    assert means(rows)[0] < 0.02
+    assert means(rows)[1] > SLEEP_S
+    assert summary["forwards_between_steps"] == 25
+
+
+def test_a_checkpoint_is_other(tmp_path: Path) -> None:
+    def save(monitor: TrainingMonitor, model: nn.Module) -> None:
+        torch.save(model.state_dict(), tmp_path / "checkpoint.pt")
+        time.sleep(SLEEP_S)
+
+    rows, summary = trained(tmp_path, fast, save)
+    assert means(rows)[0] < 0.02
+    assert means(rows)[1] > SLEEP_S
+    assert "perf/forwards_between_steps" not in rows[-1]
+    assert dict(lines_of(summary))["other, between steps"].endswith("%")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_waiting_for_a_loader_is_data_wait(tmp_path: Path, workers: int) -> None:
+    rows, summary = trained(tmp_path, lambda monitor: DataLoader(Slow(8), batch_size=1, num_workers=workers))
+    data_wait_s, other_s = means(rows)
+    assert data_wait_s > 0.8 * SLEEP_S
+    assert other_s < 0.02
+    assert summary["data_wait_share"] > 0.5
+    assert summary["between_steps_share"] < 0.2
+    assert not any("between steps" in note for note in summary["notes"])
+
+
+def test_a_loader_that_is_watched_too_is_waited_for_once(tmp_path: Path) -> None:
+    rows, summary = trained(tmp_path, lambda monitor: monitor.data(DataLoader(Slow(8), batch_size=1)))
+    assert SLEEP_S < means(rows)[0] < 1.9 * SLEEP_S
+    assert summary["data_wait_share"] <= 1
+
+
+def test_a_plain_generator_is_not_known_to_be_data(tmp_path: Path) -> None:
+    def batches(monitor: TrainingMonitor) -> Iterator[torch.Tensor]:
+        for _ in range(8):
+            time.sleep(SLEEP_S)
+            yield torch.ones(1, 8)
+
+    rows, summary = trained(tmp_path, batches)
+    assert all("perf/data_wait" not in row for row in rows)
+    assert all(row["perf/between_steps"] > SLEEP_S for row in rows[1:])
+    assert summary["data_wait_share"] is None
+    assert dict(lines_of(summary))["waiting for data"].startswith("unknown")
+
+
+def test_generation_before_each_forward_pass_keeps_the_wait_that_was_told(tmp_path: Path) -> None:
+    model = Model()
+    monitor = TrainingMonitor(tmp_path, model=model)
+    for step, batch in enumerate(monitor.data(DataLoader(Slow(6), batch_size=1)), start=1):
+        with torch.no_grad():
+            model(batch)
+        model(batch).backward()
+        monitor.log_step(step, 0, 1.0, 1.0, 1.0)
+    monitor.close()
+    rows = json.loads((tmp_path / "training_log.json").read_text())
+    assert all(row["perf/data_wait"] > SLEEP_S for row in rows)
+    assert all(row["perf/forwards_between_steps"] == 1 for row in rows[1:])
+
+
+def test_what_is_paused_is_neither(tmp_path: Path) -> None:
+    def evaluate(monitor: TrainingMonitor, model: nn.Module) -> None:
+        with monitor.pause():
+            for batch in DataLoader(Slow(2), batch_size=1):
+                with torch.no_grad():
+                    model(batch)
+
+    rows, summary = trained(tmp_path, fast, evaluate)
+    assert sum(means(rows)) < SLEEP_S
+    assert summary["forwards_between_steps"] == 0
+
+
+def test_waits_between_micro_batches_are_data_wait_and_not_taken_off_the_rest() -> None:
+    waits = [Wait(10.4, 0.3, False), Wait(11.0, 0.2, False)]
+    assert between(10.0, 10.5, waits, 2) == Between(pytest.approx(0.5), pytest.approx(0.2), 2)
+    assert between(None, 10.5, waits, 2) == Between(pytest.approx(0.5), None, 0)
+    assert between(10.0, 10.5, [], 0) == Between(None, pytest.approx(0.5), 0)
+
+
+def test_a_loader_that_is_read_without_an_end_keeps_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    noted = BetweenSteps()
+    monkeypatch.setattr(between_steps, "_now_s", iter(range(10_000)).__next__)
+    for _ in range(1000):
+        noted.wait_begins()
+        noted.wait_ends()
+    assert len(noted.waits) == 64
+    assert sum(wait.seconds for wait in noted.waits) == 1000
+
+
+def test_a_wait_of_another_thread_is_not_the_trainings() -> None:
+    noted = BetweenSteps()
+
+    def wait() -> None:
+        noted.wait_begins()
+        noted.wait_ends()
+
+    other = threading.Thread(target=wait)
+    other.start()
+    other.join()
+    assert noted.waits == []
+
+
+def test_loaders_are_left_as_they_were(tmp_path: Path) -> None:
+    kind = torch.utils.data.dataloader._BaseDataLoaderIter
+    before = kind.__next__
+    first, second = (TrainingMonitor(tmp_path / name, model=Model()) for name in "ab")
+    for monitor in (first, second):
+        monitor.log_step(1, 0, 1.0, 1.0, 1.0)
+    assert kind.__next__ is not before
+    first.close()
+    assert kind.__next__ is not before
+    second.close()
+    assert kind.__next__ is before
+    assert loading._listeners == ()
+
+
+def test_an_error_of_a_loader_passes(tmp_path: Path) -> None:
+    class Broken(Slow):
+        def __getitem__(self, number: int) -> torch.Tensor:
+            raise ValueError("of the dataset")
+
+    with TrainingMonitor(tmp_path, model=Model()) as monitor:
+        monitor.log_step(1, 0, 1.0, 1.0, 1.0)
+        with pytest.raises(ValueError, match="of the dataset"):
+            next(iter(DataLoader(Broken(3))))
+
+
+def test_evaluation_in_the_trainer_of_transformers_is_other(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+            if not torch.is_grad_enabled():
+                time.sleep(SLEEP_S)
+            return {"loss": self.layer(x).square().mean(), "logits": x}
+
+    class Rows(Dataset[dict[str, torch.Tensor]]):
+        def __init__(self, length: int, sleep_s: float) -> None:
+            self._length, self._sleep_s = length, sleep_s
+
+        def __len__(self) -> int:
+            return self._length
+
+        def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+            time.sleep(self._sleep_s)
+            return {"x": torch.ones(8), "labels": torch.zeros(8)}
+
+    model = Net()
+    monitor = TrainingMonitor(tmp_path / "out", {"monitoring": {"peak_tflops": 1.0}}, model=model)
+
+    class Callback(transformers.TrainerCallback):  # type: ignore[name-defined,misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            monitor.log_step(state.global_step, 0.0, 1.0, 1.0, 1.0)
+
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path / "hf"),
+        max_steps=10,
+        per_device_train_batch_size=1,
+        per_device_eval_batch_size=1,
+        eval_strategy="steps",
+        eval_steps=1,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    transformers.Trainer(
+        model=model,
+        args=arguments,
+        train_dataset=Rows(10, 0.02),
+        eval_dataset=Rows(3, 0.03),
+        callbacks=[Callback()],
+    ).train()
+    monitor.close()
+    rows = json.loads((tmp_path / "out" / "training_log.json").read_text())
+    steady = rows[WARMUP:-1]
+    assert all(row["perf/forwards_between_steps"] == 3 for row in steady)
+    for row in steady:
+        assert row["perf/between_steps"] > 3 * (SLEEP_S + 0.03) * 0.9
+        assert row["perf/data_wait"] < 0.08
+    assert sum(row["perf/data_wait"] for row in steady) > 0.02 * len(steady) * 0.8

@@ -1,0 +1,316 @@
+"""A process that is asked to end, or killed: its rows are on disk, and it ends as it would have."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from truemfu import TrainingMonitor
+
+BOTH = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=["SIGTERM", "SIGHUP"])
+RUN = """
+    import os, signal, sys, threading, time
+    import torch
+    from torch import nn
+    from truemfu import TrainingMonitor
+    torch.set_num_threads(1)
+    model = nn.Linear(8, 8)
+    {before}
+    monitor = TrainingMonitor({folder!r}, model=model)
+    def train(steps):
+        for step in steps:
+            model(torch.ones(2, 8)).sum().backward()
+            monitor.log_step(step, 0, 1.0, 1.0, 1.0)
+    {train}
+    print("trained", flush=True)
+    {end}
+"""
+FOREVER = "while True: time.sleep(0.01)"
+
+
+def started(
+    folder: Path, *, before: str = "pass", train: str = "train(range(1, 61))", end: str = FOREVER
+) -> subprocess.Popen[str]:
+    """A run with default settings that has logged 60 steps."""
+    code = textwrap.dedent(RUN).format(folder=str(folder), before=before, train=train, end=end)
+    run = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert run.stdout is not None
+    if run.stdout.readline() != "trained\n":
+        raise RuntimeError(run.communicate()[1])
+    return run
+
+
+def ended(run: subprocess.Popen[str], number: int, *, within_s: float = 2.5) -> tuple[int, str]:
+    """Status and output of a run that was sent a signal."""
+    run.send_signal(number)
+    sent_s = time.monotonic()
+    try:
+        printed, errors = run.communicate(timeout=60)
+    finally:
+        run.kill()
+    assert time.monotonic() - sent_s < within_s, errors
+    return run.returncode, printed
+
+
+def steps_in(folder: Path) -> list[int]:
+    path = folder / "training_log.json"
+    return [row["global_step"] for row in json.loads(path.read_text())] if path.exists() else []
+
+
+@BOTH
+def test_rows_are_written_and_the_process_dies_by_the_signal(tmp_path: Path, number: int) -> None:
+    run = started(tmp_path)
+    assert ended(run, number)[0] == -number
+    assert steps_in(tmp_path) == list(range(1, 61))
+
+
+@BOTH
+def test_also_where_the_main_thread_never_runs_python_again(tmp_path: Path, number: int) -> None:
+    """As in a collective whose other ranks are gone: no handler of Python's is called there."""
+    stuck = "import ctypes; ctypes.CDLL(None).pthread_mutex_lock.restype = None; " + (
+        "m = ctypes.create_string_buffer(64); ctypes.CDLL(None).pthread_mutex_lock(m); "
+        "ctypes.CDLL(None).pthread_mutex_lock(m)"
+    )
+    assert ended(started(tmp_path, end=stuck), number)[0] == -number
+    assert steps_in(tmp_path) == list(range(1, 61))
+
+
+@BOTH
+def test_a_handler_set_before_is_called_and_a_run_that_goes_on_is_logged_on(
+    tmp_path: Path, number: int
+) -> None:
+    before = f"asked = []; signal.signal({int(number)}, lambda number, frame: asked.append(number))"
+    end = "\n".join(
+        ("while not asked: time.sleep(0.01)", "train(range(61, 71))", "print(asked)", "sys.exit(5)")
+    )
+    status, printed = ended(started(tmp_path, before=before, end=end), number, within_s=30)
+    assert (status, printed) == (5, f"[{int(number)}]\n")
+    assert steps_in(tmp_path) == list(range(1, 71))
+
+
+def test_rows_are_on_disk_before_a_handler_of_the_users_runs(tmp_path: Path) -> None:
+    path = tmp_path / "training_log.json"
+    before = f"signal.signal(15, lambda *_: os._exit(len(open({str(path)!r}).read().splitlines())))"
+    assert ended(started(tmp_path, before=before), signal.SIGTERM)[0] == 62
+    assert steps_in(tmp_path) == list(range(1, 61))
+
+
+def test_a_handler_that_raises_ends_the_run_as_it_would_have(tmp_path: Path) -> None:
+    run = started(tmp_path, before="signal.signal(15, lambda *_: sys.exit(7))")
+    assert ended(run, signal.SIGTERM, within_s=30)[0] == 7
+    assert steps_in(tmp_path) == list(range(1, 61))
+    assert "summary" in json.loads((tmp_path / "training_run.json").read_text())
+
+
+def test_a_handler_set_after_ours_replaces_it(tmp_path: Path) -> None:
+    train = "train(range(1, 61)); signal.signal(15, lambda *_: os._exit(9))"
+    assert ended(started(tmp_path, train=train), signal.SIGTERM)[0] == 9
+
+
+def test_a_handler_that_calls_the_one_before_it_is_not_ended_by_ours(tmp_path: Path) -> None:
+    """As Lightning does where it finds a handler: without a monitor it would find none."""
+    train = "\n".join(
+        (
+            "train(range(1, 61))",
+            "ours = signal.getsignal(15)",
+            "asked = []",
+            "signal.signal(15, lambda *a: (ours(*a), asked.append(1)))",
+        )
+    )
+    end = "while not asked: time.sleep(0.01)\nos._exit(4)"
+    assert ended(started(tmp_path, train=train, end=end), signal.SIGTERM)[0] == 4
+    assert steps_in(tmp_path) == list(range(1, 61))
+
+
+def test_an_ignored_signal_stays_ignored(tmp_path: Path) -> None:
+    before = "signal.signal(signal.SIGHUP, signal.SIG_IGN)"
+    run = started(tmp_path, before=before, end="time.sleep(1); sys.exit(signal.getsignal(1) == 1)")
+    assert ended(run, signal.SIGHUP, within_s=30)[0] == 1
+
+
+def test_a_run_in_another_thread_ends_as_without_a_monitor(tmp_path: Path) -> None:
+    train = "t = threading.Thread(target=train, args=(range(1, 61),)); t.start(); t.join()"
+    run = started(tmp_path, train=train)
+    assert ended(run, signal.SIGTERM)[0] == -signal.SIGTERM
+
+
+def test_a_killed_process_has_lost_at_most_ten_seconds(tmp_path: Path) -> None:
+    """No new step comes: the rows are written all the same."""
+    run = started(tmp_path)
+    time.sleep(10)
+    assert ended(run, signal.SIGKILL)[0] == -signal.SIGKILL
+    assert steps_in(tmp_path) == list(range(1, 61))
+
+
+def test_a_signal_during_a_count_ends_the_count_then_rows_are_written(tmp_path: Path) -> None:
+    """The model's second forward pass is the count's."""
+    before = "\n".join(
+        (
+            "class Slow(nn.Linear):",
+            "    calls = 0",
+            "    def forward(self, x):",
+            "        Slow.calls += 1",
+            "        if Slow.calls > 1:",
+            "            print('counting', flush=True)",
+            "            for _ in range(3000): x = x + 0; time.sleep(0.01)",
+            "        return super().forward(x)",
+            "model = Slow(8, 8)",
+        )
+    )
+    code = textwrap.dedent(RUN).format(folder=str(tmp_path), before=before, train="train([1])", end=FOREVER)
+    run = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert run.stdout is not None
+    assert run.stdout.readline() == "counting\n"
+    assert ended(run, signal.SIGTERM, within_s=4)[0] == -signal.SIGTERM
+    assert steps_in(tmp_path) == [1]
+
+
+@pytest.mark.parametrize("start", ["fork", "a worker of a loader"])
+def test_a_child_ends_by_itself_and_the_run_goes_on(tmp_path: Path, start: str) -> None:
+    ends = {
+        "fork": (
+            "child = os.fork()",
+            "if not child: time.sleep(60)",
+            "time.sleep(0.3)",
+            "os.kill(child, 15)",
+            "sys.stdout.write(str(os.waitpid(child, 0)[1]))",
+        ),
+        "a worker of a loader": (
+            "loader = iter(torch.utils.data.DataLoader(list(range(9)), num_workers=1, timeout=30))",
+            "next(loader)",
+            "worker = loader._workers[0]",
+            "worker.terminate()",
+            "worker.join(10)",
+            "sys.stdout.write('15' if worker.exitcode in (0, -15) else 'it lives')",  # by torch's handler
+        ),
+    }
+    after = (
+        "sys.stdout.flush()",
+        "time.sleep(0.5)",
+        "train(range(61, 63))",
+        "monitor.close()",
+        "os._exit(0)",
+    )
+    run = started(tmp_path, end="\n".join((*ends[start], *after)))
+    printed, errors = run.communicate(timeout=60)
+    assert (run.returncode, printed) == (0, "15"), errors
+    assert steps_in(tmp_path) == list(range(1, 63))
+
+
+RANKS = """
+    import os, signal, sys, time
+    import torch, torch.distributed as dist
+    from torch import nn
+    from truemfu import TrainingMonitor
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    model = nn.parallel.DistributedDataParallel(nn.Linear(8, 8))
+    monitor = TrainingMonitor({folder!r}, model=model)
+    for step in range(1, 100):
+        if rank == 1 and step == 9:
+            os._exit(1)
+        model(torch.ones(2, 8)).sum().backward()
+        monitor.log_step(step, 0, 1.0, 1.0, 1.0)
+        if rank == 0 and step == 8:
+            time.sleep(60)
+"""
+
+
+def test_where_another_rank_dies_under_torchrun_the_rows_of_rank_0_are_on_disk(tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    program.write_text(textwrap.dedent(RANKS).format(folder=str(tmp_path / "out")))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    job = subprocess.run([*command, str(program)], capture_output=True, text=True, timeout=120, check=False)
+    assert job.returncode != 0
+    assert steps_in(tmp_path / "out") == list(range(1, 9))
+
+
+def train(monitor: TrainingMonitor, model: nn.Module, steps: range) -> None:
+    for step in steps:
+        model(torch.ones(2, 8)).sum().backward()
+        monitor.log_step(step, 0, 1.0, 1.0, 1.0)
+
+
+@pytest.fixture
+def noted() -> Iterator[list[int]]:
+    """A handler of the user's, and the signals that it got."""
+    got: list[int] = []
+    before = {n: signal.signal(n, lambda number, frame: got.append(number)) for n in (15, 1)}
+    yield got
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_handlers_are_as_before_after_close(tmp_path: Path, noted: list[int]) -> None:
+    before = [signal.getsignal(number) for number in (15, 1)]
+    threads = threading.active_count()
+    model = nn.Linear(8, 8)
+    first, second = (TrainingMonitor(tmp_path / name, model=model) for name in "ab")
+    for monitor in (first, second):
+        train(monitor, model, range(1, 4))
+    assert [signal.getsignal(number) for number in (15, 1)] != before
+    signal.raise_signal(signal.SIGTERM)
+    assert noted == [15]
+    assert [steps_in(tmp_path / name) for name in "ab"] == [[1, 2, 3]] * 2
+    first.close()
+    signal.raise_signal(signal.SIGHUP)
+    assert noted == [15, 1]
+    second.close()
+    assert [signal.getsignal(number) for number in (15, 1)] == before
+    assert signal.set_wakeup_fd(-1) == -1
+    assert threading.active_count() == threads
+
+
+def test_the_wakeup_descriptor_of_an_event_loop_is_left_alone(tmp_path: Path, noted: list[int]) -> None:
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    signal.set_wakeup_fd(write)
+    try:
+        model = nn.Linear(8, 8)
+        with TrainingMonitor(tmp_path, model=model) as monitor:
+            train(monitor, model, range(1, 4))
+            signal.raise_signal(signal.SIGTERM)
+            assert os.read(read, 8) == b"\x0f"
+            assert steps_in(tmp_path) == [1, 2, 3]
+    finally:
+        assert signal.set_wakeup_fd(-1) == write
+        os.close(read)
+        os.close(write)
+
+
+def test_a_tracker_that_hangs_holds_a_signal_up_by_no_more_than_two_seconds(
+    tmp_path: Path, noted: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_over = threading.Event()
+
+    def hang(*args: Any) -> None:
+        is_over.wait(60)
+
+    model = nn.Linear(8, 8)
+    with TrainingMonitor(tmp_path, model=model) as monitor:
+        train(monitor, model, range(1, 4))
+        with monkeypatch.context() as patched:
+            patched.setattr("os.pwrite", hang)
+            began_s = time.monotonic()
+            signal.raise_signal(signal.SIGTERM)
+            assert 1.0 < time.monotonic() - began_s < 2.5
+            is_over.set()
+    assert noted == [15]
