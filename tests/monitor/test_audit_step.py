@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from truemfu.flops.step_work import StepWork
 from truemfu.hardware.nsight import COUNT_VARIABLE, ProductWork, StepCount, read_step_count
 from truemfu.hardware.nsight_audit import audit_of
 from truemfu.hardware.nsight_csv import parse_ncu_csv
@@ -107,6 +108,24 @@ def step_note(model: nn.Module | None, *batches: Any, **values: Any) -> StepNote
     state = None if model is None else ModelState.of(model, number=0, last=None)
     fields |= {"place": StepPlace(3, 1), "states": () if state is None else (state,), "batches": notes.take()}
     return StepNote(**{**fields, **values})
+
+
+def test_a_step_whose_flops_are_known_waits_for_its_count_by_shape() -> None:
+    """The marked step is like those before it; its row must not be written before its shapes are known."""
+    config = load_config({"monitoring": {"peak_tflops": 1}})
+    counts = Counts(config, ranks=alone(), notice=pytest.fail, kept=None)
+    row_side = Counting(config, counts, ranks=alone(), notice=pytest.fail, device=CPU)
+    note = step_note(nn.Linear(4, 4), {"input": torch.randn(2, 4)})
+    (state,), (batch,) = note.states, note.batches.notes
+    assert state is not None
+    counts.run(counts.ask(state, batch), step=1)
+    assert row_side.step(note.states, [batch], measured=True) is not None
+    assert row_side.is_settled(note.states, [batch], measured=True)
+    request = counts.ask(state, batch, wants_work=True)
+    assert not row_side.is_settled(note.states, [batch], measured=True)
+    counts.run(request, step=3)
+    assert row_side.is_settled(note.states, [batch], measured=True)
+    assert isinstance(row_side.by_shape(state, batch), StepWork)
 
 
 def reason(path: Path) -> str | None:

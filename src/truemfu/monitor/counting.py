@@ -91,7 +91,9 @@ class Counting:
 
         What nothing fitted knows is asked for, and the step waits for that count a while.
         """
-        if not measured or self.estimates_only or self._is_like_last(states, notes):
+        if not measured or self.estimates_only:
+            return True
+        if self._is_like_last(states, notes) and not self._awaits_shapes(states, notes):
             return True
         if not self._counts.lock.acquire(blocking=False):
             return False  # a count is at work
@@ -105,6 +107,15 @@ class Counting:
             return all(settled)
         finally:
             self._counts.lock.release()
+
+    def _awaits_shapes(self, states: States, notes: Sequence[BatchNote]) -> bool:
+        """Whether a micro-batch is about to be counted by shape: its FLOPs are known, that is not."""
+        for note in notes:
+            state = state_of(states, note)
+            request = None if state is None else self._counts.find(state, note)
+            if request is not None and request.wants_work and self._counts.holds_rows(request):
+                return True
+        return False
 
     def _is_note_settled(self, state: ModelState, note: BatchNote) -> bool:
         request = self._counts.find(state, note)
