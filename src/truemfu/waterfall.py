@@ -217,14 +217,10 @@ def waterfall(
 
     inner: dict[str, tuple[Part, ...]] = {}
     if g is not None and b is not None:
-        waits = {
-            "data_wait": ("waiting for data", known.share("data wait", data_wait_share)),
-            "between_steps": (
-                _between_steps(forwards_between_steps),
-                known.share("time between steps", between_steps_share),
-            ),
-            "launch_gaps": ("gaps between launches", known.share("launch gaps", launch_gap_share)),
-        }
+        waits = {"data_wait": ("waiting for data", known.share("data wait", data_wait_share))}
+        if (between := known.share("time between steps", between_steps_share)) is not None:
+            waits["between_steps"] = (_between_steps(forwards_between_steps), between)
+        waits["launch_gaps"] = ("gaps between launches", known.share("launch gaps", launch_gap_share))
         inner["idle"] = _of_which("idle", g * (1 - b), waits, g)
         if t is not None and busy is not None and sm is not None:
             empty = {"unfilled": ("SMs empty while a kernel ran", max(0.0, b - max(sm, t)))}
