@@ -383,7 +383,7 @@ _HINTS = {
     "idle_data_wait": "more loader workers, prefetching or faster storage",
     "idle_between_steps": (
         "evaluation, checkpoints or generation, which `with monitor.pause():` leaves out of step times, or a "
-        "source of batches that is no DataLoader, which `monitor.data(…)` measures"
+        "source of batches that is not a DataLoader, which `monitor.data(…)` measures"
     ),
     "idle_launch_gaps": "torch.compile, CUDA graphs or a larger batch leave fewer, longer kernels",
     "idle_other": (

@@ -597,11 +597,14 @@ def test_what_compiles_around_the_end_of_a_piece_is_a_warm_up(
     assert warm == expected[when]
 
 
-def test_a_step_that_ends_long_after_its_piece_waits_for_no_other(run: Run) -> None:
+def test_a_long_step_is_none_of_the_usual_ones(run: Run) -> None:
     run.step()
-    run.monitor._usual._until_s = time.perf_counter() - 2
+    last_end_s = run.monitor._between.end_s
+    assert last_end_s is not None
+    run.monitor._between.end_s = last_end_s - 2
     run.step()
     assert run.usual == 0
+    assert not run.monitor._usual.is_open
     run.check()
 
 

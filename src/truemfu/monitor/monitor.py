@@ -210,7 +210,7 @@ class TrainingMonitor:
     def data(self, loader: Iterable[Any]) -> WatchedData:
         """The same batches, with the time spent waiting for each of them noted.
 
-        Torch's DataLoaders need none of it: waiting for them is noted anyway.
+        Not needed for torch's DataLoaders: waiting for them is noted anyway.
         """
         return WatchedData(loader, self._between)
 
