@@ -217,14 +217,10 @@ def waterfall(
 
     inner: dict[str, tuple[Part, ...]] = {}
     if g is not None and b is not None:
-        waits = {
-            "data_wait": ("waiting for data", known.share("data wait", data_wait_share)),
-            "between_steps": (
-                _between_steps(forwards_between_steps),
-                known.share("time between steps", between_steps_share),
-            ),
-            "launch_gaps": ("gaps between launches", known.share("launch gaps", launch_gap_share)),
-        }
+        waits = {"data_wait": ("waiting for data", known.share("data wait", data_wait_share))}
+        if (between := known.share("time between steps", between_steps_share)) is not None:
+            waits["between_steps"] = (_between_steps(forwards_between_steps), between)
+        waits["launch_gaps"] = ("gaps between launches", known.share("launch gaps", launch_gap_share))
         inner["idle"] = _of_which("idle", g * (1 - b), waits, g)
         if t is not None and busy is not None and sm is not None:
             empty = {"unfilled": ("SMs empty while a kernel ran", max(0.0, b - max(sm, t)))}
@@ -387,7 +383,7 @@ _HINTS = {
     "idle_data_wait": "more loader workers, prefetching or faster storage",
     "idle_between_steps": (
         "evaluation, checkpoints or generation, which `with monitor.pause():` leaves out of step times, or a "
-        "source of batches that is no DataLoader, which `monitor.data(…)` measures"
+        "source of batches that is not a DataLoader, which `monitor.data(…)` measures"
     ),
     "idle_launch_gaps": "torch.compile, CUDA graphs or a larger batch leave fewer, longer kernels",
     "idle_other": (

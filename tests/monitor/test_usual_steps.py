@@ -23,11 +23,13 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 
 from truemfu import TrainingMonitor
 from truemfu.monitor import attachment, resolver, usual_steps
 from truemfu.monitor import clock as clock_module
 from truemfu.monitor.attachment import Attachment
+from truemfu.monitor.between_steps import BetweenSteps
 from truemfu.monitor.clock import CudaClock, HostClock
 from truemfu.monitor.compilations import compilations
 from truemfu.monitor.host_values import HostValues
@@ -159,7 +161,7 @@ def test_usual_steps_are_the_same_rows(run: Run) -> None:
     assert run.usual == 40
     rows = run.check()
     assert [flops(row) for row in rows[-40:]] == pytest.approx([FLOPS] * 40)
-    assert all("perf/step_time" in row and "perf/data_wait" in row for row in rows[-40:])
+    assert all("perf/step_time" in row and "perf/between_steps" in row for row in rows[-40:])
     assert all(row["training/epoch"] == 0.0 and row["training/lr"] == 0.1 for row in rows)
 
 
@@ -228,6 +230,29 @@ def test_a_signal_has_the_steps_written_that_the_training_thread_holds(tmp_path:
         run.monitor.close()
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_what_is_between_usual_steps_is_told_apart(run: Run) -> None:
+    loader = iter(DataLoader([torch.ones(8)] * 20, collate_fn=lambda batch: time.sleep(0.02)))
+    for number in range(4):
+        next(loader)
+        for _ in range(2):
+            run.model(x=torch.randn(4, 8)).backward()
+            next(loader)
+        with torch.no_grad():
+            run.model(x=torch.randn(4, 8))  # in the step, after its forward passes
+        run.step()
+        if number == 2:
+            next(loader)
+            with torch.inference_mode():
+                run.model(x=torch.randn(4, 8))
+            time.sleep(0.4)
+    assert run.usual == 4
+    rows = run.rows()[-4:]
+    assert [row.get("perf/forwards_between_steps") for row in rows] == [None, None, None, 1]
+    assert all(0.04 <= row["perf/data_wait"] < 0.2 for row in rows)
+    assert all(row["perf/between_steps"] < 0.2 for row in rows[:3])
+    assert rows[3]["perf/between_steps"] >= 0.42  # with the wait of the evaluation
 
 
 def test_a_run_that_saves_nothing_gets_there_by_itself(
@@ -572,11 +597,14 @@ def test_what_compiles_around_the_end_of_a_piece_is_a_warm_up(
     assert warm == expected[when]
 
 
-def test_a_step_that_ends_long_after_its_piece_waits_for_no_other(run: Run) -> None:
+def test_a_long_step_is_none_of_the_usual_ones(run: Run) -> None:
     run.step()
-    run.monitor._usual._until_s = time.perf_counter() - 2
+    last_end_s = run.monitor._between.end_s
+    assert last_end_s is not None
+    run.monitor._between.end_s = last_end_s - 2
     run.step()
     assert run.usual == 0
+    assert not run.monitor._usual.is_open
     run.check()
 
 
@@ -1297,7 +1325,7 @@ def test_what_nobody_can_count_is_not_guessed(run: Run) -> None:
     run.step()
     run.step()
     rows = run.check()
-    assert not {"perf/tflops_per_gpu", "perf/data_wait"} & {*rows[-3], *rows[-4]}
+    assert not {"perf/tflops_per_gpu", "perf/between_steps"} & {*rows[-3], *rows[-4]}
     assert flops(rows[-1]) == pytest.approx(FLOPS)
 
 
@@ -1395,7 +1423,7 @@ def test_a_window_of_the_counters_ends_at_the_latest_with_the_step_after_the_one
 
 
 def test_closed_it_takes_nothing() -> None:
-    usual = UsualSteps(lambda args, kwargs: None, lambda: None)
+    usual = UsualSteps(lambda args, kwargs: None, lambda: None, BetweenSteps())
     assert not usual.is_open
     assert not usual.saw((), {"x": torch.zeros(1)})
     assert not usual.took(0.0, 1, 0, 1.0, 1.0, 0.1, False)

@@ -34,7 +34,8 @@ def test_the_log_alone_gives_the_figures_of_the_monitor(monitored_folder: Path) 
         "steps warmup_steps medians_over median_step_time_s median_mfu median_hfu method padding_lost".split()
     )
     assert [getattr(found, name) for name in names] == pytest.approx([getattr(told, name) for name in names])
-    assert found.data_wait_share == pytest.approx(told.data_wait_share)
+    assert found.data_wait_share == told.data_wait_share
+    assert found.between_steps_share == pytest.approx(told.between_steps_share)
     assert found.median_tokens_per_second == pytest.approx(told.median_tokens_per_second)
     assert peak_flops_per_s(run.rows) == pytest.approx(PEAK_TFLOPS * 1e12)
 

@@ -297,7 +297,7 @@ def test_without_rows_the_page_invents_no_reasons(run_folder: Path, change_run: 
     assert "The log training_log.json is cut off: 0 rows were read" in page
     assert "There are no charts: the log has no rows." in page
     tiles = re.findall(r'<div class="figure.*?<b>(.*?)</b><small>(.*?)</small>', page)
-    assert tiles == [("unknown", "the log has no rows")] * 8
+    assert tiles == [("unknown", "the log has no rows")] * 9
     assert fact(page, "FLOPs by") == "unknown: the log has no rows"
     assert fact(page, "device") == "cpu"
 

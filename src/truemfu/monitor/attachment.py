@@ -57,7 +57,7 @@ class _BatchHook:
         self._model = weakref.ref(model)
         self._is_usual, self.seen, self._names = is_usual, seen, _positional_names(unwrap(model))
         self.evaluated = evaluated
-        """Told of each forward pass without gradients."""
+        """Called for each forward pass without gradients."""
         self.places = 0
         """How many arguments the last batch that was seen had by place."""
         self.is_shared = False
@@ -71,7 +71,7 @@ class _BatchHook:
         if _is_compiling():
             return
         if not is_grad_enabled():
-            self.evaluated()  # which is no training step
+            self.evaluated()
             return
         self.places = len(args)
         self.seen(self.batch_of(args, kwargs))

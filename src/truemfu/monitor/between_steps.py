@@ -5,8 +5,8 @@
 
 Known to be data wait is the time in a loader's `next` on the training thread: of a loader that was given to
 `monitor.data`, or of any DataLoader of torch's. The latter is an evaluation's own where gradients are
-disabled or a forward pass without gradients follows. Everything else is "other, between steps": nobody can
-tell a slow generator of batches from a checkpoint that is written.
+disabled or a forward pass without gradients follows. Everything else is "other, between steps": a slow
+generator of batches looks the same from here as a checkpoint that is written.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Wait(NamedTuple):
 
     ended_s: float
     seconds: float
-    is_told: bool
+    is_given: bool
     """Whether the loader was given to the monitor as the training's."""
 
 
@@ -88,19 +88,19 @@ class BetweenSteps:
         if self._depth == 1:
             self._began_s = _now_s()
 
-    def wait_ends(self, *, is_told: bool = False) -> None:
+    def wait_ends(self, *, is_given: bool = False) -> None:
         """It has answered."""
         if _thread() != self.thread or not self._depth:
             return
         self._depth -= 1
-        if self._depth or self.is_paused or not (is_told or _is_grad_enabled()):
+        if self._depth or self.is_paused or not (is_given or _is_grad_enabled()):
             return
         waits, ended_s = self.waits, _now_s()
         seconds = ended_s - self._began_s
         if len(waits) == _MOST_WAITS:
             last = waits.pop()
-            seconds, is_told = seconds + last.seconds, is_told or last.is_told
-        waits.append(Wait(ended_s, seconds, is_told))
+            seconds, is_given = seconds + last.seconds, is_given or last.is_given
+        waits.append(Wait(ended_s, seconds, is_given))
 
     def begun(self, first_s: float) -> None:
         """A training forward pass began."""
@@ -117,7 +117,9 @@ class BetweenSteps:
             self.forwards += 1
         if self.waits:
             self.waits = [
-                wait for wait in self.waits if wait.is_told or (last_s is not None and wait.ended_s <= last_s)
+                wait
+                for wait in self.waits
+                if wait.is_given or (last_s is not None and wait.ended_s <= last_s)
             ]
 
     def take(self) -> Between:

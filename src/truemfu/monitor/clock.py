@@ -323,12 +323,12 @@ class StepClock:
         """What ran from `begin` until now is no part of a step."""
         self._pauses.append((begin, self.moment()))
 
-    def skip_to(self, end: Mark | float, steps: int) -> tuple[Mark | None, Mark]:
-        """So many steps ended elsewhere, the last of them here: where the first began, and that end."""
-        if not isinstance(end, Mark):
-            self.clock.skipped(steps)
-            self.unmarked_s = self.unmarked_s or end
-        begin, end = self._begin, as_mark(end)
+    def skip(self, ends: Sequence[Mark | float]) -> tuple[Mark | None, Mark]:
+        """Steps ended here that were noted elsewhere: where the first began, and the last end."""
+        if not isinstance(ends[0], Mark):
+            self.clock.skipped(len(ends))
+            self.unmarked_s = self.unmarked_s or ends[0]
+        begin, end = self._begin, as_mark(ends[-1])
         self._begin = end
         return begin, end
 

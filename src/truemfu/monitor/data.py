@@ -23,7 +23,7 @@ class WatchedData:
             except StopIteration:
                 return
             finally:
-                self._between.wait_ends(is_told=True)
+                self._between.wait_ends(is_given=True)
             yield batch
 
     def __len__(self) -> int:

@@ -229,7 +229,7 @@ class TrainingMonitor:
     def data(self, loader: Iterable[Any]) -> WatchedData:
         """The same batches, with the time spent waiting for each of them noted.
 
-        Torch's DataLoaders need none of it: waiting for them is noted anyway.
+        Not needed for torch's DataLoaders: waiting for them is noted anyway.
         """
         return WatchedData(loader, self._between)
 
@@ -844,7 +844,7 @@ class TrainingMonitor:
         assert last_step is not None
         self._intake.last_step = columns.step[-1]
         self._steps_done += columns.step[-1] - last_step
-        begin, end = self._clock.skip_to(columns.end[-1], len(columns.step))
+        begin, end = self._clock.skip(columns.end)
         self._logged += len(columns.step)
         unseen = columns.unseen()
         sent: dict[str, SentNumbers | None] = dict.fromkeys(unseen)

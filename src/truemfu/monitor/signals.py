@@ -140,7 +140,7 @@ class _Watch:
                 began_s, ends = time.monotonic(), self._is_set(number) and not callable(self._before[number])
                 place = _place_of_main_thread()
                 for write_out in list(_writers):
-                    with contextlib.suppress(Exception):  # the process is about to end: nobody reads of it
+                    with contextlib.suppress(Exception):  # the process is about to end
                         write_out(began_s + _FOR_WRITING_S - time.monotonic())
                 self._written_from_s = began_s
                 if ends:

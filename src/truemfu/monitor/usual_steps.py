@@ -51,7 +51,7 @@ _now_s = time.perf_counter
 PIECE_S = 4.0
 """For how long steps with events are kept; without, until the next event."""
 SLOW_STEP_S = 1.0
-"""A step that takes longer is none of these: what sending it at once costs is nothing to it."""
+"""A longer step is sent at once: the cost of that is small beside it."""
 _CLOSED_S = float("-inf")
 _LARGEST_WHOLE = 2**53
 """Whole numbers below it are floats too."""

@@ -111,7 +111,9 @@ def _parts(shares: Mapping[str, float]) -> list[WaterfallPart]:
     """The parts of a waterfall from `perf/loss/<key>`, in the row's order, with the names they have there."""
     if USEFUL not in shares:
         return []
-    every = _every_part(is_clock_gain=shares.get("clock", 0.0) < 0)
+    every = _every_part(
+        is_clock_gain=shares.get("clock", 0.0) < 0, has_between_steps="idle_between_steps" in shares
+    )
     inner_keys = {inner.key for part in every.values() for inner in part.of}
     keys = [key for key in shares if key not in inner_keys and key != USEFUL]
     return [
@@ -125,7 +127,7 @@ def _parts(shares: Mapping[str, float]) -> list[WaterfallPart]:
     ]
 
 
-def _every_part(*, is_clock_gain: bool) -> dict[str, Part]:
+def _every_part(*, is_clock_gain: bool, has_between_steps: bool) -> dict[str, Part]:
     """Every part there can be by its key: those of a waterfall of which everything is known."""
     fall = waterfall(
         peak_flops_per_s=1.0,
@@ -138,7 +140,7 @@ def _every_part(*, is_clock_gain: bool) -> dict[str, Part]:
         sm_active_share=0.8,
         tensor_active_share=0.7,
         data_wait_share=0.0,
-        between_steps_share=0.0,
+        between_steps_share=0.0 if has_between_steps else None,
         launch_gap_share=0.0,
         tile_factor=1.0,
         masked_flops_per_s=0.0,
