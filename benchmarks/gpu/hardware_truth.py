@@ -50,6 +50,7 @@ import torch
 from truth_cases import (
     DEVICE,
     LEARNING_RATE,
+    OTHER_MODELS,
     PRODUCTS,
     RUNS,
     Run,
@@ -268,7 +269,7 @@ def audited(rows: list[dict[str, Any]], numbers: list[int]) -> None:
             call = [sys.executable, "-m", "truemfu", "audit", "--json", "--"]
             with audit.open("w") as file:
                 subprocess.run(
-                    [*call, sys.executable, __file__, "--under-audit", str(number)], stdout=file, check=True
+                    [*call, sys.executable, __file__, "--under-audit", f"runs {number}"], stdout=file, check=True
                 )
             shares = json.loads(audit.read_text())
             hybrid = {"audit": str(audit)}
@@ -285,9 +286,13 @@ def audited(rows: list[dict[str, Any]], numbers: list[int]) -> None:
                 torch.cuda.empty_cache()
 
 
-def under_audit(number: int) -> None:
+def under_audit(what: str) -> None:
     """A few layers under a monitor, until the audit has what it wants and ends this process."""
-    model, _, step = RUNS[number].build(AUDITED_LAYERS)
+    kind, number = what.split()
+    if kind == "runs":
+        model, _, step = RUNS[int(number)].build(AUDITED_LAYERS)
+    else:
+        model, _, step = OTHER_MODELS[int(number)].build()
     with tempfile.TemporaryDirectory() as folder, TrainingMonitor(folder, model=model) as monitor:
         for turn in range(10_000):
             monitor.log_step(turn, 0, step().detach(), 1.0, LEARNING_RATE)
@@ -498,9 +503,9 @@ def main() -> int:
         "--earlier", type=Path, nargs="+", default=[], metavar="FILE", help="parts measured before (--json)"
     )
     parser.add_argument("--under-ncu", help=argparse.SUPPRESS)
-    parser.add_argument("--under-audit", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--under-audit", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.under_audit is not None:
+    if arguments.under_audit:
         under_audit(arguments.under_audit)
         return 0
     if arguments.under_ncu:

@@ -89,8 +89,9 @@ class StepCount(msgspec.Struct, frozen=True, kw_only=True):
 
     `model_flops_by_operator` splits `model_flops`; `attention` is the convention. The parts of
     `hardware_flops` that silicon does differently stand apart: plain products by their shapes, and fused
-    attention, whose kernels execute `attention_blocked_flops` when they skip whole blocks of the mask. Where
-    no step was marked or it could not be counted, `reason` says why, and numbers are None. Written by the
+    attention, whose kernels execute `attention_blocked_flops` when they skip whole blocks of the mask;
+    convolutions with fewer than eight input channels; grouped products, at most `grouped_padded_flops` with
+    the rows of each group rounded up to tiles. Where no step was marked or it could not be counted, `reason` says why, and numbers are None. Written by the
     process whose number is `process_id`; beside a saved table the audit adds `is_whole_step`: whether all
     launches of the marked step were to be profiled and no others.
     """
@@ -106,6 +107,9 @@ class StepCount(msgspec.Struct, frozen=True, kw_only=True):
     products: tuple[ProductWork, ...] = ()
     attention_flops: int | None = None
     attention_blocked_flops: int | None = None
+    few_channel_flops: int | None = None
+    grouped_flops: int | None = None
+    grouped_padded_flops: int | None = None
     reason: str | None = None
     is_whole_step: bool | None = None
 
