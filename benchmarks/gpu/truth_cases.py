@@ -120,7 +120,7 @@ RUNS = (
 
 @dataclasses.dataclass(frozen=True)
 class OtherModel:
-    """A model whose kernels differ from the reference model's; random weights, bf16, of two layers or few."""
+    """A model whose kernels differ from the reference model's; random weights, bf16, cut to few layers."""
 
     name: str
     make: Callable[[], tuple[nn.Module, dict[str, torch.Tensor]]]
@@ -172,7 +172,7 @@ def _experts() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     config = Qwen3MoeConfig(
         vocab_size=32_000,
         hidden_size=1024,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_attention_heads=16,
         num_key_value_heads=4,
         head_dim=64,
@@ -189,7 +189,7 @@ def _experts() -> tuple[nn.Module, dict[str, torch.Tensor]]:
 OTHER_MODELS = (
     OtherModel("ViT-L/16 of two layers, 128 images", _vit),
     OtherModel("ResNet-18, 256 images", _resnet),
-    OtherModel("64 experts, two layers, 4×1024", _experts),
+    OtherModel("64 experts, one layer, 4×1024", _experts),
 )
 
 

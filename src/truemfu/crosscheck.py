@@ -275,7 +275,7 @@ def _grouped_products(evidence: _Evidence) -> Iterator[Cause]:
 
 
 def _unaligned_products(evidence: _Evidence) -> Iterator[Cause]:
-    """By older instructions, which take two cycles for the work of one: activity reads such products twice."""
+    """By older instructions, which take two cycles for the work of one: activity reads them twice."""
     unaligned = evidence.unaligned_flops
     if evidence.is_upper_bound and unaligned and evidence.explained_by(unaligned, unaligned):
         yield Cause(

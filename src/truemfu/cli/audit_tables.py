@@ -151,9 +151,7 @@ def _verdict(result: Audit, check: CrossCheck | None) -> str | None:
         return None if count is None or count.reason is None else f"not compared: {count.reason}"
     if not check.agrees:
         known = [cause.sentence for cause in check.causes if cause.key != "unknown"]
-        why = (
-            f"likely: {'; '.join(known)}" if known else "cause unknown: the tables above show it by kernel"
-        )
+        why = f"likely: {'; '.join(known)}" if known else "cause unknown: the tables above show it by kernel"
         return (
             f"differs: the GPU executed {check.ratio:.4f} times what the count expects "
             f"({_flop(check.executed_flops)} against {_flop(check.expected_flops)}); {why}"

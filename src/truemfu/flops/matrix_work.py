@@ -84,7 +84,7 @@ def may_be_matrix_work(name: str, args: Any, kwargs: Any, out: Any) -> bool:
 
 
 def input_channels(arguments: Mapping[str, Any]) -> int | None:
-    """Of a convolution or its backward, by the arguments' names; None where it has groups or is transposed."""
+    """Of a convolution or its backward, by the arguments' names; None with groups or transposed."""
     weight = arguments.get("weight")
     if not isinstance(weight, torch.Tensor) or arguments.get("transposed") or arguments.get("groups", 1) != 1:
         return None

@@ -16,7 +16,6 @@ import msgspec
 from ..errors import RecordError
 from .tiles import Shape
 
-
 _MOST = 1.001
 """The sums of a step are over many launches, each rounded."""
 

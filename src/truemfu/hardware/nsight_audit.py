@@ -77,7 +77,7 @@ class KernelWork(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def usual_cycles(self) -> float | None:
-        """Active cycles of the hmma pipe that its work takes at the usual rates; None where no rate is known."""
+        """Active cycles of the hmma pipe that its work takes at the usual rates; None without a rate."""
         if not self.executed_flops or set(self.dtypes) <= _OTHER_PIPES:
             return 0.0
         if self.usual_flops_per_cycle is None:
