@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,9 +15,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 import pytest
-from fake_ncu import CUBE, EXECUTED, OPERATORS, STEP, STEP_COUNT, STEP_FILE, install_fake_ncu
+from fake_ncu import CUBE, EXECUTED, FOLDER, OPERATORS, STEP, STEP_COUNT, STEP_FILE, install_fake_ncu
 
-from truemfu.cli import main
+from truemfu.cli import audit_progress, main
 from truemfu.hardware import nsight
 from truemfu.hardware.nsight import StepCount
 
@@ -161,6 +162,69 @@ def test_a_difference_comes_with_what_is_likely(run: Run) -> None:
         "differs: the GPU executed 2.0000 times what the count expects (2.101 TFLOP against 1.051 TFLOP); "
         "likely: operators without a formula do matrix work: mylib::matmul"
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "likely"),
+    [
+        (
+            "h200_vit_2_layers",
+            "1.1080 times what the count expects (4.588 TFLOP against 4.141 TFLOP); likely: convolutions "
+            "with fewer than 8 input channels (2.0% of the count) execute 5 to 8 times their count: kernels "
+            "pad the channels",
+        ),
+        (
+            "h200_resnet18",
+            "1.2778 times what the count expects (3.483 TFLOP against 2.726 TFLOP); likely: convolutions "
+            "with fewer than 8 input channels (4.4% of the count) execute 5 to 8 times their count: kernels "
+            "pad the channels",
+        ),
+        (
+            "h200_64_experts",
+            "1.0611 times what the count expects (1.453 TFLOP against 1.369 TFLOP); likely: grouped products "
+            "(33.2% of the count) round the rows of each expert up to whole tiles (up to 1.25 times their "
+            "count)",
+        ),
+    ],
+)
+def test_the_cause_is_the_one_in_the_count(run: Run, name: str, likely: str) -> None:
+    """As an H200 executed them; attention and plain products are the expected ones to the last operation."""
+    result = run("--csv", str(FOLDER / f"{name}.csv"))
+    assert f"differs: the GPU executed {likely}" in result.out.splitlines()
+    if name != "h200_resnet18":
+        assert row(result, "attention")[-1] == "1.0000"
+    if name != "h200_64_experts":
+        assert row(result, "matmul")[-1] == "1.0000"
+
+
+SLOW_RUN = """
+import os, pathlib, sys, time
+print("training", flush=True)
+time.sleep(1.2)
+pathlib.Path(os.environ["TRUEMFU_AUDIT"]).write_text({count!r})
+time.sleep(0.3)
+"""
+
+
+def test_how_far_the_audit_is_goes_to_stderr_and_not_into_json(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_NCU_KERNELS", "1208")
+    monkeypatch.setattr(audit_progress, "LINE_EVERY_S", 0.5)
+    result = run("--json", *python(SLOW_RUN.format(count=COUNTED)), prints=STEP)
+    assert json.loads(result.out)["launches"] == 194
+    lines = [line for line in result.err.splitlines() if line.startswith("audit: ")]
+    assert lines
+    assert re.fullmatch(r"audit: 1,208 kernels profiled, \d s", lines[-1])
+    assert "\x1b" not in result.err
+
+
+def test_the_saved_table_has_no_line_for_each_kernel(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("FAKE_NCU_KERNELS", "3")
+    run("--save", str(tmp_path / "step.csv"), *counting(), prints=STEP)
+    assert (tmp_path / "step.csv").read_text("utf-8") == STEP
 
 
 def test_a_percent_is_a_difference_where_every_effect_is_known(run: Run) -> None:

@@ -25,12 +25,10 @@ _CLEAR_LINE = "\r\x1b[K"
 class AuditProgress:
     """Follows the log of one run under ncu."""
 
-    def __init__(
-        self, log_file: Path, stream: TextIO | None = None, *, line_every_s: float = LINE_EVERY_S
-    ) -> None:
+    def __init__(self, log_file: Path, stream: TextIO | None = None) -> None:
         self._log_file, self._stream = log_file, stream or sys.stderr
         self._is_live = self._stream.isatty()
-        self._every_s = _REDRAW_EVERY_S if self._is_live else line_every_s
+        self._every_s = _REDRAW_EVERY_S if self._is_live else LINE_EVERY_S
         self._began_s = self._shown_s = time.monotonic()
         self._read_bytes, self._rest = 0, b""
         self._has_line = False

@@ -30,6 +30,8 @@ GRACE_S = 10.0
 PROFILED = '==PROF== Profiling "'
 """How ncu begins the line of a kernel that it profiles."""
 
+_REPORT = "==PROF== Report: "
+
 _LOOK_EVERY_S = 0.2
 _PROC = Path("/proc")
 
@@ -80,7 +82,7 @@ def run_audited(
 def printed_by(ncu: str, *, log_file: Path, report: Path) -> str:
     """What ncu said and, where it profiled a kernel, its report as CSV."""
     said = log_file.read_text(encoding="utf-8", errors="replace") if log_file.exists() else ""
-    text = "".join(f"{line}\n" for line in said.splitlines() if not line.startswith(PROFILED))
+    text = "".join(f"{line}\n" for line in said.splitlines() if not line.startswith((PROFILED, _REPORT)))
     if not report.exists():
         return text
     done = subprocess.run(table_command(ncu, report), capture_output=True)
