@@ -127,7 +127,7 @@ def test_a_power_limited_product_as_measured() -> None:
         (
             {"tensor_active_share": 0.95, "executed_flops_per_s": 0.94 * PEAK, "tile_factor": 1.0},
             "other_executed",
-            "see `truemfu audit`",
+            "run `truemfu audit`",
         ),
         (
             {"tensor_active_share": 0.95, "executed_flops_per_s": 0.94 * PEAK, "tile_factor": 2.3},

@@ -10,7 +10,9 @@ fleets want to know who. On one GPU with GPM (Hopper or later) and ncu it prints
   training     steps of the 1.3 B reference model, launch-bound to compute-bound, with and without causal
                attention, checkpointing and compile, under a TrainingMonitor in `hybrid`
   audited      the launch-bound run again, with `hybrid_mode.audit` set to what `truemfu audit --json`
-               says of two of its layers: as a user corrects for what is no matrix work
+               says of two of its layers: as a user corrects what activity overstates
+  audit_models the same for models whose kernels are others: a ViT, a ResNet-18, a mixture of experts.
+               `hybrid` with and without the correction, over what ncu counted in the audited step
   referee      the same steps by ncu, kernel by kernel. It sees models of one and two layers (it needs a tenth
                of a second a kernel); every layer runs the same kernels, so 24 layers follow exactly
   staged       five runs with one known limit each: does the waterfall name it, do its parts add up?
@@ -50,6 +52,7 @@ import torch
 from truth_cases import (
     DEVICE,
     LEARNING_RATE,
+    OTHER_MODELS,
     PRODUCTS,
     RUNS,
     Run,
@@ -89,6 +92,7 @@ PARTS = (
     "halves",
     "training",
     "audited",
+    "audit_models",
     "referee",
     "staged",
     "cost",
@@ -264,30 +268,78 @@ def audited(rows: list[dict[str, Any]], numbers: list[int]) -> None:
     for number in numbers:
         run = RUNS[number]
         with tempfile.TemporaryDirectory() as folder:
-            audit = Path(folder) / "audit.json"
-            call = [sys.executable, "-m", "truemfu", "audit", "--json", "--"]
-            with audit.open("w") as file:
-                subprocess.run(
-                    [*call, sys.executable, __file__, "--under-audit", str(number)], stdout=file, check=True
-                )
-            shares = json.loads(audit.read_text())
-            hybrid = {"audit": str(audit)}
-            config = {
-                "monitoring": {**HYBRID["monitoring"], "performance_monitoring": {"hybrid_mode": hybrid}}
-            }
+            file, _ = audit_of(f"runs {number}", Path(folder) / "step.csv")
             for turn in range(AUDITED_TURNS):
                 model, batch, step = run.build()
-                row = hybrid_row(model, batch, step, config)
+                row = hybrid_row(model, batch, step, corrected_by(file))
                 rows.append({"name": f"{run.name}, {turn + 1}", "run": run.name, **row})
-                rows[-1]["audited_share"] = shares["non_matrix_share"]
                 print(f"  {rows[-1]['name']}: {row['step_ms']:.1f} ms", flush=True)
                 del model, step
                 torch.cuda.empty_cache()
 
 
-def under_audit(number: int) -> None:
+def audit_models(rows: list[dict[str, Any]], numbers: list[int], audits: Path | None) -> None:
+    """Other models than the reference model: `hybrid` as an audit corrects it, over that audit's figure."""
+    with tempfile.TemporaryDirectory() as folder:
+        for number in numbers:
+            case = OTHER_MODELS[number]
+            csv_file = (audits or Path(folder)) / f"{number}.csv"
+            file, audit = audit_of(f"models {number}", csv_file)
+            model, _, step = case.build()
+            with tempfile.TemporaryDirectory() as run_folder:
+                summary = monitored(TrainingMonitor(run_folder, corrected_by(file), model=model), step)
+            hardware = summary["hardware"]
+            assert hardware is not None, summary["warnings"]
+            # The audited step and these are alike, so its count is theirs.
+            hybrid = hardware["executed_over_counted"] * audit["count"]["hardware_flops"]
+            rows.append(
+                {
+                    "name": case.name,
+                    "ncu": audit["executed_flops"],
+                    "counted": audit["count"]["hardware_flops"],
+                    "count_method": audit["count"]["method"],
+                    "launches": audit["launches"],
+                    "flops_per_cycle": audit["executed_flops"] / audit["pipe_cycles"],
+                    "corrected": hybrid,
+                    "uncorrected": hybrid / audit["executed_over_activity"],
+                    "verdict": audit["verdict"],
+                    "step_ms": 1e3 * summary["median_step_time_s"],
+                    "method": summary["method"],
+                    "warnings": summary["warnings"],
+                    **hardware,
+                }
+            )
+            print(f"  {case.name}: {hybrid / audit['executed_flops']:.4f} of ncu", flush=True)
+            del model, step
+            torch.cuda.empty_cache()
+
+
+def audit_of(what: str, csv_file: Path) -> tuple[Path, dict[str, Any]]:
+    """The file for `hybrid_mode.audit`, and what is in it; without ncu where the table was saved before."""
+    call = [sys.executable, "-m", "truemfu", "audit", "--json"]
+    if csv_file.exists():
+        call += ["--csv", str(csv_file)]
+    else:
+        call += ["--save", str(csv_file), "--", sys.executable, __file__, "--under-audit", what]
+    json_file = csv_file.with_suffix(".json")
+    with json_file.open("w") as file:
+        subprocess.run(call, stdout=file, check=True)
+    return json_file, json.loads(json_file.read_text())
+
+
+def corrected_by(audit: Path) -> dict[str, Any]:
+    """The configuration of a hybrid run that an audit corrects."""
+    hybrid = {"performance_monitoring": {"hybrid_mode": {"audit": str(audit)}}}
+    return {"monitoring": {**HYBRID["monitoring"], **hybrid}}
+
+
+def under_audit(what: str) -> None:
     """A few layers under a monitor, until the audit has what it wants and ends this process."""
-    model, _, step = RUNS[number].build(AUDITED_LAYERS)
+    kind, number = what.split()
+    if kind == "runs":
+        model, _, step = RUNS[int(number)].build(AUDITED_LAYERS)
+    else:
+        model, _, step = OTHER_MODELS[int(number)].build()
     with tempfile.TemporaryDirectory() as folder, TrainingMonitor(folder, model=model) as monitor:
         for turn in range(10_000):
             monitor.log_step(turn, 0, step().detach(), 1.0, LEARNING_RATE)
@@ -493,14 +545,17 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", metavar="REGEX", help="products and runs of these names")
     parser.add_argument("--kernels", default=USES_THE_PIPE, help="referee: kernels whose names match (regex)")
     parser.add_argument("--trace", type=Path, help="record the counters of the products here")
+    parser.add_argument(
+        "--audits", type=Path, metavar="FOLDER", help="audit_models: keep audits here, and use those kept"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here too")
     parser.add_argument(
         "--earlier", type=Path, nargs="+", default=[], metavar="FILE", help="parts measured before (--json)"
     )
     parser.add_argument("--under-ncu", help=argparse.SUPPRESS)
-    parser.add_argument("--under-audit", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--under-audit", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.under_audit is not None:
+    if arguments.under_audit:
         under_audit(arguments.under_audit)
         return 0
     if arguments.under_ncu:
@@ -579,6 +634,9 @@ def measure(part: str, result: dict[str, Any], arguments: argparse.Namespace) ->
     elif part == "audited":
         rows = result[part] = []
         audited(rows, wanted(run.name for run in AUDITED_RUNS))
+    elif part == "audit_models":
+        rows = result[part] = []
+        audit_models(rows, wanted(model.name for model in OTHER_MODELS), arguments.audits)
     elif part == "referee":
         found = result[part] = {}
         for number in wanted(runs):

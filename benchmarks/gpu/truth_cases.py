@@ -118,6 +118,81 @@ RUNS = (
 )
 
 
+@dataclasses.dataclass(frozen=True)
+class OtherModel:
+    """A model whose kernels differ from the reference model's; random weights, bf16, cut to few layers."""
+
+    name: str
+    make: Callable[[], tuple[nn.Module, dict[str, torch.Tensor]]]
+
+    def build(self) -> tuple[nn.Module, dict[str, torch.Tensor], Step]:
+        torch.manual_seed(0)
+        with DEVICE:
+            model, batch = self.make()
+        model = model.to(torch.bfloat16).train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+        return model, batch, training_step(model, batch, optimizer)
+
+
+def _images(samples: int) -> dict[str, torch.Tensor]:
+    pixels = torch.randn(samples, 3, 224, 224, dtype=torch.bfloat16)
+    return {"pixel_values": pixels, "labels": torch.randint(1000, (samples,))}
+
+
+def _vit() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(
+        hidden_size=1024,
+        num_hidden_layers=2,
+        num_attention_heads=16,
+        intermediate_size=4096,
+        num_labels=1000,
+        attn_implementation="sdpa",
+    )
+    return ViTForImageClassification(config), _images(128)
+
+
+def _resnet() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    config = ResNetConfig(
+        embedding_size=64,
+        hidden_sizes=[64, 128, 256, 512],
+        depths=[2, 2, 2, 2],
+        layer_type="basic",
+        num_labels=1000,
+    )
+    return ResNetForImageClassification(config), _images(256)
+
+
+def _experts() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        vocab_size=32_000,
+        hidden_size=1024,
+        num_hidden_layers=1,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        head_dim=64,
+        num_experts=64,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+        attn_implementation="sdpa",
+        experts_implementation="grouped_mm",
+    )
+    ids = torch.randint(config.vocab_size, (4, 1024))
+    return Qwen3MoeForCausalLM(config), {"input_ids": ids, "labels": ids}
+
+
+OTHER_MODELS = (
+    OtherModel("ViT-L/16 of two layers, 128 images", _vit),
+    OtherModel("ResNet-18, 256 images", _resnet),
+    OtherModel("64 experts, one layer, 4×1024", _experts),
+)
+
+
 class attention:
     """While entered, `scaled_dot_product_attention` attends to everything where `causal` is False."""
 

@@ -8,9 +8,10 @@ reasons, so those are taken out first: tiles overhang (`hardware.tiles`), and ca
 blocks of the mask (`CAUSAL_SHARE`) while the full convention counts them. Both may be unknown: then they are
 among the causes.
 
-A cause is only named where something speaks for it: a ratio it predicts, an operator without a formula, a
-process seen on the GPU. They are said as likely, the best evidence first; nothing is corrected because of
-them.
+A cause is named only on evidence: something in the count that is known to execute otherwise, in an amount
+that fits the difference; an operator without a formula; a process seen on the GPU. A difference that merely
+has a plausible size is "unknown". Causes are stated as likely, the best evidence first; nothing is corrected
+because of them.
 
 This module imports nothing but the standard library.
 """
@@ -29,10 +30,17 @@ CAUSAL_SHARE = 0.5625
 """Of the full count, what causal attention kernels execute: measured on an H200 at 1,024 tokens, forward and
 backward alike."""
 
+FEW_CHANNELS_EXECUTED = (5.0, 8.0)
+"""What a convolution with fewer than eight input channels executes over its count, forward and weight
+gradient together: kernels pad the channels. Measured on an H200 with three channels in bf16: 6.67 (16 × 16
+patches of a ViT) and 7.08 (7 × 7 of a ResNet)."""
+
+_FEW_CHANNELS_READ = 1.5
+"""By how much the activity of such kernels overstates them: 682.7 FLOP per active cycle in place of 1,024."""
+
 _NEAR = 0.06
 _HALF_MASK = 0.5
-_ALL_RECOMPUTED = 1 / 3
-_ELEMENTWISE = 0.1
+_LEAST_PADDING = 0.25
 _NAMES_SHOWN = 3
 
 
@@ -59,7 +67,8 @@ class CrossCheck:
 
     `least_flops` is what is expected at least: the same, but for products so small that tiles make up more
     than the threshold. Which tiles a library takes for those is not known, so all from no overhang at all to
-    the model's (`expected_flops`) agrees.
+    the model's (`expected_flops`) agrees. `is_upper_bound` says that `executed_flops` may be too high: it is
+    made from activity that no audit corrected.
     """
 
     counted_flops: float
@@ -68,6 +77,7 @@ class CrossCheck:
     least_flops: float
     ratio: float
     threshold: float
+    is_upper_bound: bool = False
     causes: tuple[Cause, ...] = ()
 
     @property
@@ -84,11 +94,14 @@ class CrossCheck:
         """One line for the user; None where there is nothing to say."""
         if self.agrees:
             return None
-        likely = "; ".join(cause.sentence for cause in self.causes)
+        known = [cause.sentence for cause in self.causes if cause.key != _UNKNOWN.key]
+        why = f"likely: {'; '.join(known)}" if known else f"cause {_UNKNOWN.sentence}"
         expected = self.least_flops if self.executed_flops < self.least_flops else self.expected_flops
+        at_most = "at most " if self.is_upper_bound else ""
+        bound = ", an upper bound without an audit" if self.is_upper_bound else ""
         return (
-            f"the GPU executed {self.executed_flops / expected:.2f} times what the count expects "
-            f"({self.executed_flops:.4g} against {expected:.4g} FLOP); likely: {likely}"
+            f"the GPU executed {at_most}{self.executed_flops / expected:.2f} times what the count expects "
+            f"({self.executed_flops:.4g} against {expected:.4g} FLOP{bound}); {why}"
         )
 
     def as_metrics(self) -> dict[str, float]:
@@ -108,46 +121,58 @@ class _Evidence:
     """All that may speak for a cause."""
 
     ratio: float
+    threshold: float
     counted_flops: float
-    forward_flops: float | None
-    recompute_flops: float | None
+    expected_flops: float
     attention_flops: float | None
     attention_share: float | None
+    few_channel_flops: float
+    grouped_flops: float
+    grouped_padded_flops: float
+    unaligned_flops: float
     flops_by_dtype: Mapping[str, float]
     uncounted: Mapping[str, int]
     other_processes: Sequence[OtherProcess]
-    exact: bool
+    is_upper_bound: bool
 
-    def near(self, predicted: float) -> bool:
-        return abs(self.ratio / predicted - 1) <= _NEAR
+    def explained_by(self, least_flops: float, most_flops: float) -> bool:
+        """Whether so much beyond the expected is worth naming, and fits the difference."""
+        beyond, slack = self.ratio - 1, self.threshold / 2
+        least, most = least_flops / self.expected_flops, most_flops / self.expected_flops
+        return most >= slack and least - slack <= beyond <= most + slack
 
 
 def crosscheck(
     counted_flops: float | None,
     executed_flops: float | None,
     *,
-    forward_flops: float | None = None,
-    recompute_flops: float | None = None,
     attention_flops: float | None = None,
     attention_executed_share: float | None = None,
     tile_factor: float | None = None,
+    few_channel_flops: float | None = None,
+    grouped_flops: float | None = None,
+    grouped_padded_flops: float | None = None,
+    unaligned_flops: float | None = None,
     flops_by_dtype: Mapping[str, float] | None = None,
     uncounted: Mapping[str, int] | None = None,
     other_processes: Sequence[OtherProcess] = (),
     exact: bool = False,
+    is_upper_bound: bool = False,
     threshold: float = THRESHOLD,
 ) -> CrossCheck | None:
     """Compare one window's counted FLOPs (recomputation included) with the executed ones.
 
     None where either is unknown, not finite or not above zero: there is nothing to compare.
 
-    `forward_flops`, `recompute_flops` and `attention_flops` are parts of the count, `flops_by_dtype` splits
-    it. `attention_executed_share` is what kernels execute of the attention counted: 1 without a mask or under
-    the causal convention, less for causal kernels under the full one. `uncounted` are operators
-    without a formula and their calls. `other_processes` must leave out our own; inside a container the driver
-    speaks of the host's process numbers, so give none where ours is not among them. `exact` says that
-    the executed FLOPs were counted as such (Nsight Compute) and not made from the activity of a pipe, its
-    clock and the rate of a dtype.
+    Parts of the count: `attention_flops`; `few_channel_flops` of convolutions with fewer than eight input
+    channels; `grouped_flops` of grouped products, which come to `grouped_padded_flops` at most when the rows
+    of each group are rounded up to tiles; `unaligned_flops` of 16-bit products with a size that is no
+    multiple of eight. `flops_by_dtype` splits the count. `attention_executed_share` is what kernels execute
+    of the attention counted: 1 without a mask or under the causal convention, less for causal kernels under
+    the full one. `uncounted` are operators without a formula and their calls. `other_processes` must leave
+    out our own; inside a container the driver speaks of the host's process numbers, so give none where ours
+    is not among them. `exact` says that the executed FLOPs were counted as such (Nsight Compute),
+    `is_upper_bound` that they were made from the activity of a pipe without the correction of an audit.
     """
     if not _positive(counted_flops) or not _positive(executed_flops):
         return None
@@ -173,20 +198,25 @@ def crosscheck(
         least_flops=least,
         ratio=executed_flops / expected,
         threshold=threshold,
+        is_upper_bound=is_upper_bound,
     )
     if result.agrees:
         return result
     evidence = _Evidence(
         ratio=result.ratio,
+        threshold=threshold,
         counted_flops=counted_flops,
-        forward_flops=forward_flops,
-        recompute_flops=recompute_flops,
+        expected_flops=expected,
         attention_flops=attention_flops,
         attention_share=attention_executed_share,
+        few_channel_flops=few_channel_flops or 0.0,
+        grouped_flops=grouped_flops or 0.0,
+        grouped_padded_flops=grouped_padded_flops or 0.0,
+        unaligned_flops=unaligned_flops or 0.0,
         flops_by_dtype=flops_by_dtype or {},
         uncounted=uncounted or {},
         other_processes=other_processes,
-        exact=exact,
+        is_upper_bound=is_upper_bound,
     )
     looks = _MORE if result.ratio > 1 else _LESS
     causes = tuple(cause for look in looks for cause in look(evidence))
@@ -213,49 +243,48 @@ def _another_process(evidence: _Evidence) -> Iterator[Cause]:
         yield Cause(key="other_process", sentence=f"another process is on this GPU (process {pids})")
 
 
-def _slower_dtype(evidence: _Evidence) -> Iterator[Cause]:
-    if not evidence.exact and evidence.near(2):
+def _few_channels(evidence: _Evidence) -> Iterator[Cause]:
+    counted = evidence.few_channel_flops
+    read = _FEW_CHANNELS_READ if evidence.is_upper_bound else 1.0
+    least, most = (counted * (times * read - 1) for times in FEW_CHANNELS_EXECUTED)
+    if counted and evidence.explained_by(least, most):
+        low, high = FEW_CHANNELS_EXECUTED
+        reads = f", and their activity reads {read:g} times that" if evidence.is_upper_bound else ""
         yield Cause(
-            key="dtype",
+            key="few_channels",
             sentence=(
-                "the products ran in a dtype of half the rate per cycle than assumed (tf32 for bf16), or by "
-                "older instructions that take two cycles for one (sizes that are no multiples of 8)"
+                f"convolutions with fewer than 8 input channels ({counted / evidence.counted_flops:.1%} of "
+                f"the count) execute {low:g} to {high:g} times their count: kernels pad the channels{reads}"
             ),
-            predicted_ratio=2.0,
+            predicted_ratio=1 + (least + most) / 2 / evidence.expected_flops,
         )
 
 
-def _faster_dtype(evidence: _Evidence) -> Iterator[Cause]:
-    if not evidence.exact and evidence.near(0.5):
+def _grouped_products(evidence: _Evidence) -> Iterator[Cause]:
+    most = evidence.grouped_padded_flops - evidence.grouped_flops
+    if evidence.grouped_flops and evidence.explained_by(_LEAST_PADDING * most, most):
         yield Cause(
-            key="dtype",
-            sentence="the products ran in a dtype of twice the rate per cycle than assumed (fp8 for bf16)",
-            predicted_ratio=0.5,
+            key="grouped_products",
+            sentence=(
+                f"grouped products ({evidence.grouped_flops / evidence.counted_flops:.1%} of the count) "
+                f"round the rows of each expert up to whole tiles (up to "
+                f"{evidence.grouped_padded_flops / evidence.grouped_flops:.2f} times their count)"
+            ),
+            predicted_ratio=1 + most / 2 / evidence.expected_flops,
         )
 
 
-def _recomputation(evidence: _Evidence) -> Iterator[Cause]:
-    """Up to one more forward: 4/3 of a dense model's step, or exactly where the forward is known."""
-    forward = evidence.forward_flops
-    if forward is None:
-        at_most = 1 + (0 if evidence.recompute_flops else _ALL_RECOMPUTED)
-    else:
-        at_most = 1 + max(0.0, forward - (evidence.recompute_flops or 0.0)) / evidence.counted_flops
-    if at_most <= 1 + _NEAR:
-        return
-    if evidence.ratio <= at_most * (1 + _NEAR):
+def _unaligned_products(evidence: _Evidence) -> Iterator[Cause]:
+    """By older instructions, which take two cycles for the work of one: activity reads them twice."""
+    unaligned = evidence.unaligned_flops
+    if evidence.is_upper_bound and unaligned and evidence.explained_by(unaligned, unaligned):
         yield Cause(
-            key="recomputation",
-            sentence=f"recomputation the count did not see (checkpointing gives up to {at_most:.2f})",
-            predicted_ratio=at_most,
-        )
-
-
-def _elementwise(evidence: _Evidence) -> Iterator[Cause]:
-    if not evidence.exact and evidence.ratio <= 1 + 2 * _ELEMENTWISE:
-        yield Cause(
-            key="elementwise",
-            sentence="some kernels without a product tick the same counter, a few percent as a rule",
+            key="unaligned",
+            sentence=(
+                f"products with a size that is no multiple of 8 ({unaligned / evidence.counted_flops:.1%} of "
+                "the count) fall back to older instructions, whose activity reads twice what they execute"
+            ),
+            predicted_ratio=1 + unaligned / evidence.expected_flops,
         )
 
 
@@ -287,21 +316,14 @@ def _outside_tensor_pipe(evidence: _Evidence) -> Iterator[Cause]:
 
 
 _MORE: tuple[Callable[[_Evidence], Iterator[Cause]], ...] = (
-    _slower_dtype,
     _another_process,
     _uncounted_kernels,
-    _recomputation,
-    _elementwise,
+    _few_channels,
+    _grouped_products,
+    _unaligned_products,
 )
 _LESS: tuple[Callable[[_Evidence], Iterator[Cause]], ...] = (
     _masked_attention,
-    _faster_dtype,
     _outside_tensor_pipe,
 )
-_UNKNOWN = Cause(
-    key="unknown",
-    sentence=(
-        "work that is no part of the steps (an evaluation outside monitor.pause()), or something unknown; "
-        "`truemfu audit` shows it by kernel"
-    ),
-)
+_UNKNOWN = Cause(key="unknown", sentence="unknown: run `truemfu audit`")

@@ -263,6 +263,10 @@ class WaterfallRecord(msgspec.Struct, frozen=True, kw_only=True):
     notes: list[str] = []
 
 
+UPPER_BOUND = "upper bound: no audit"
+"""What is put beside executed FLOPs by counters that no audit has corrected, wherever they are shown."""
+
+
 class RunHardware(msgspec.Struct, frozen=True, kw_only=True):
     """What the counters of the run's GPU measured, over all windows of the run."""
 
@@ -271,8 +275,8 @@ class RunHardware(msgspec.Struct, frozen=True, kw_only=True):
     steps: int | None = None
     executed_flops_per_s: float | None = None
     executed_hfu: float | None = None
-    non_matrix_share: float | None = None
-    """What was taken off for work without products; None: nothing, and executed is an upper bound."""
+    executed_over_activity: float | None = None
+    """The audit's correction of what the tensor pipe's activity reads; None: executed is an upper bound."""
     executed_over_counted: float | None = None
     executed_over_expected: float | None = None
     """Over the count with the known differences (tiles, masks) taken in."""

@@ -395,7 +395,7 @@ _HINTS = {
     ),
     "no_tensor_unfilled": "kernels too small for this many SMs: a larger batch or fewer, larger products",
     "below_rate": "kernels without a product on the tensor pipe, or products in a slower dtype",
-    "other_executed": "tiles that overhang more than assumed, or work not counted: see `truemfu audit`",
+    "other_executed": "cause unknown: run `truemfu audit`",
     "tile_padding": "make sizes multiples of 128, the vocabulary above all",
     "recomputation": "checkpoint fewer layers, or only what is cheap to recompute, where memory allows",
     "padding_tokens": "pack sequences or batch by length",

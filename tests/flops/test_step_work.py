@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from truemfu import Convention, FlopModel, count_flops
 from truemfu.flops.pairs import CAUSAL, FULL, Band
@@ -93,3 +94,54 @@ def test_a_mask_that_is_a_function_tells_no_blocks() -> None:
     work = FlopModel(Flex(), convention=Convention()).step_work({"x": torch.ones(1, 128, 32)})
     assert work.attention > 0
     assert work.attention_blocked is None
+
+
+def test_convolutions_with_few_input_channels_stand_apart() -> None:
+    """Forward and weight gradient of the first; of no other, and of none with groups."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Conv2d(3, 16, 4, stride=4)
+            self.second = nn.Conv2d(16, 8, 1)
+            self.each = nn.Conv2d(8, 8, 3, groups=8)
+            self.out = nn.Linear(8, 10)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.out(self.each(self.second(self.first(x))).mean((2, 3))).sum()
+
+    with torch.device("meta"):
+        work = FlopModel(Net()).step_work({"x": torch.empty(2, 3, 32, 32)})
+    first = 2 * (2 * 16 * 8 * 8) * (3 * 4 * 4)
+    assert work.few_channels == 2 * first
+    assert work.other > work.few_channels
+    assert (work.grouped, work.grouped_padded) == (0, 0)
+
+
+def test_grouped_products_know_their_padding_at_most() -> None:
+    """4,096 rows of 8 groups: rounding each group up to 128 adds up to 127 rows, 8 × 127 in all."""
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(8, 64, 96, dtype=torch.bfloat16))
+
+        def forward(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+            return torch._grouped_mm(x, self.weight, offs=offsets).sum()
+
+    with torch.device("meta"):
+        rows = torch.empty(4096, 64, dtype=torch.bfloat16, requires_grad=True)
+        offsets = torch.zeros(8, dtype=torch.int32)
+        work = FlopModel(Experts()).step_work({"x": rows, "offsets": offsets})
+    assert work.grouped == work.other
+    assert work.grouped % (2 * 4096 * 64 * 96) == 0
+    assert work.grouped_padded == work.grouped * (4096 + 8 * 127) // 4096
+
+
+def test_sizes_that_are_no_multiples_of_eight_stand_apart() -> None:
+    with torch.device("meta"):
+        odd = nn.Linear(64, 33, bias=False, dtype=torch.bfloat16)
+        work = FlopModel(odd).step_work({"input": torch.empty(16, 64, dtype=torch.bfloat16)})
+        even = nn.Linear(64, 32, bias=False, dtype=torch.bfloat16)
+        assert FlopModel(even).step_work({"input": torch.empty(16, 64, dtype=torch.bfloat16)}).unaligned == 0
+    assert work.unaligned == work.hardware_flops

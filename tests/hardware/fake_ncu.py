@@ -65,22 +65,35 @@ STEP_COUNT = StepCount(
 )
 
 _SCRIPT = """#!{python}
-import os, subprocess, sys
+import os, shutil, subprocess, sys
 arguments = sys.argv[1:]
-log_file = arguments[arguments.index("--log-file") + 1]
+if "--import" in arguments:
+    sys.stdout.write(open(arguments[arguments.index("--import") + 1], encoding="utf-8").read())
+    sys.exit(0)
+log = open(arguments[arguments.index("--log-file") + 1], "w", encoding="utf-8")
+report = arguments[arguments.index("--export") + 1]
 command = arguments[arguments.index("--profile-from-start") + 2 :]
 while command and command[0].startswith("--"):
     command = command[2:]
-# As the real one does: the table is printed when the process is gone, whatever became of it.
+for number in range(int(os.environ.get("FAKE_NCU_KERNELS", 0))):
+    print(f'==PROF== Profiling "nvjet" - {{number}}: 0%....50%....100% - 7 passes', file=log, flush=True)
+# As the real one does: the report is written when the process is gone, whatever became of it.
 code = subprocess.run(command).returncode
-with open(log_file, "w", encoding="utf-8") as file:
-    file.write(open(os.environ["FAKE_NCU_PRINTS"], encoding="utf-8").read())
+prints = open(os.environ["FAKE_NCU_PRINTS"], encoding="utf-8").readlines()
+log.writelines(line for line in prints if line.startswith("=="))
+log.close()
+if any(not line.startswith("==") for line in prints):
+    with open(report, "w", encoding="utf-8") as file:
+        file.writelines(line for line in prints if not line.startswith("=="))
 sys.exit(abs(code))
 """
 
 
 def install_fake_ncu(folder: Path) -> Path:
-    """An `ncu` in this folder; it prints the file named in FAKE_NCU_PRINTS."""
+    """An `ncu` in this folder: its messages and its report are those of the file in FAKE_NCU_PRINTS.
+
+    It says first that it profiles FAKE_NCU_KERNELS kernels.
+    """
     fake = folder / "ncu"
     fake.write_text(_SCRIPT.format(python=sys.executable), encoding="utf-8")
     fake.chmod(0o755)

@@ -20,7 +20,7 @@ from fake_ncu import STEP, STEP_FILE, install_fake_ncu
 
 from truemfu.hardware.nsight import COUNT_VARIABLE, ncu_command
 from truemfu.hardware.nsight_csv import parse_ncu_csv
-from truemfu.hardware.nsight_run import RunEnd, run_audited
+from truemfu.hardware.nsight_run import RunEnd, printed_by, run_audited
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are found in /proc")
 
@@ -41,7 +41,8 @@ class Place:
     """Where a run's files are."""
 
     def __init__(self, folder: Path) -> None:
-        self.count_file, self.log_file = folder / "count.json", folder / "ncu.csv"
+        self.count_file, self.log_file = folder / "count.json", folder / "ncu.log"
+        self.report = folder / "step.ncu-rep"
         self.ncu, self.pid_file = install_fake_ncu(folder), folder / "pid"
         self.said: list[str] = []
 
@@ -53,12 +54,18 @@ class Place:
             "PID_FILE": str(self.pid_file),
         }
         call = ncu_command(
-            str(self.ncu), command or (sys.executable, "-c", COUNT + code), log_file=self.log_file
+            str(self.ncu),
+            command or (sys.executable, "-c", COUNT + code),
+            report=self.report,
+            log_file=self.log_file,
         )
         options = {"grace_s": 2.0, **options}
         return run_audited(
             call, environment=environment, count_file=self.count_file, say=self.said.append, **options
         )
+
+    def printed(self) -> str:
+        return printed_by(str(self.ncu), log_file=self.log_file, report=self.report)
 
 
 @pytest.fixture
@@ -76,7 +83,7 @@ def test_a_run_that_ends_by_itself_is_left_alone(place: Place) -> None:
 def test_a_run_is_ended_when_its_step_is_counted_and_the_table_is_whole(place: Place) -> None:
     end = place.run("count()\n" + HANG)
     assert end == RunEnd(signal.SIGTERM, was_ended=True)
-    assert place.log_file.read_text("utf-8") == STEP
+    assert place.printed() == STEP
     assert len(parse_ncu_csv(STEP)) == 194
     assert place.said == ["the marked step is counted: ending the run (--keep-running lets it go on)"]
 
@@ -89,7 +96,7 @@ def test_a_process_may_take_its_leave(place: Place) -> None:
 def test_a_process_that_will_not_go_is_killed(place: Place) -> None:
     end = place.run("signal.signal(signal.SIGTERM, signal.SIG_IGN)\ncount()\n" + HANG)
     assert end == RunEnd(signal.SIGKILL, was_ended=True)
-    assert place.log_file.read_text("utf-8") == STEP
+    assert place.printed() == STEP
 
 
 def test_the_process_that_counted_is_ended_though_others_stand_between(place: Place) -> None:
@@ -126,7 +133,10 @@ def test_an_interrupt_takes_all_processes_down(place: Place, tmp_path: Path) -> 
     )
     arguments = {
         "call": ncu_command(
-            str(place.ncu), [sys.executable, "-c", COUNT + code], log_file=tmp_path / "ncu.csv"
+            str(place.ncu),
+            [sys.executable, "-c", COUNT + code],
+            report=tmp_path / "step.ncu-rep",
+            log_file=tmp_path / "ncu.log",
         ),
         "environment": {
             **os.environ,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_ncu import STEP, STEP_COUNT
+from fake_ncu import EXECUTED, STEP, STEP_COUNT
 
 from truemfu import Convention, FlopModel
 from truemfu.errors import RecordError
@@ -18,6 +18,10 @@ from truemfu.hardware.tiles import mean_tile_factor
 from truemfu.sweep.models import build_reference_model
 
 HOPPER = (9, 0)
+AUDIT = (
+    '{{"executed_over_activity": {ratio}, "executed_by_dtype": {{}}, "products": [{products}], '
+    '"is_a_step": {is_a_step}}}'
+)
 
 
 @pytest.fixture
@@ -44,7 +48,8 @@ def test_two_layers_tell_what_all_layers_execute_to_the_last_operation(file: Pat
 
 def test_what_else_is_in_the_file(file: Path) -> None:
     audit = read_audit(file)
-    assert audit.non_matrix_share == pytest.approx(0.0176, abs=1e-4)
+    assert audit.executed_over_activity == EXECUTED / 1024 / 2_088_614_782
+    assert audit.executed_by_dtype == {"bf16": EXECUTED}
     factors = audit.tile_factors()
     assert len(factors) == 7
     assert factors[2048, 32_000, 2048] == factors[32_000, 2048, 2048] == pytest.approx(1.0395, abs=1e-4)
@@ -56,12 +61,16 @@ def test_what_else_is_in_the_file(file: Path) -> None:
     [
         ("no json", "holds no audit"),
         ("[" * 100_000, "holds no audit"),
-        ("{}", "holds no audit: .*non_matrix_share"),
-        ('{"non_matrix_share": 0.1, "products": [], "is_a_step": false}', "a selection of launches"),
-        ('{"non_matrix_share": 1.5, "products": [], "is_a_step": true}', "no share from 0 to below 1"),
+        ("{}", "holds no audit: .*executed_over_activity"),
+        (AUDIT.format(ratio=0.9, products="", is_a_step="false"), "a selection of launches"),
+        (AUDIT.format(ratio=1.5, products="", is_a_step="true"), "expected above 0 and at most 1"),
+        (AUDIT.format(ratio=0, products="", is_a_step="true"), "expected above 0 and at most 1"),
         (
-            '{"non_matrix_share": null, "is_a_step": true, "products": '
-            '[{"m": 1, "n": 1, "k": 1, "needed_flops": 2, "executed_flops": 1}]}',
+            AUDIT.format(
+                ratio="null",
+                is_a_step="true",
+                products='{"m": 1, "n": 1, "k": 1, "needed_flops": 2, "executed_flops": 1}',
+            ),
             "executed less than it needs",
         ),
     ],

@@ -80,9 +80,9 @@ def test_every_pipe_adds_its_own(h200: DeviceSpec) -> None:
     assert executed_flops_per_s(both, h200) == pytest.approx(132 * 4096 * 1e9 * (0.5 + 0.25 * 2 + 0.125 / 16))
 
 
-def test_what_is_no_product_is_taken_off_the_hmma_pipe_alone(h200: DeviceSpec) -> None:
+def test_an_audit_corrects_the_hmma_pipe_alone(h200: DeviceSpec) -> None:
     both = window(hmma_active=0.5, imma_active=0.25, sm_clock_hz=1e9)
-    assert executed_flops_per_s(both, h200, non_matrix_share=0.1) == pytest.approx(
+    assert executed_flops_per_s(both, h200, executed_over_activity=0.9) == pytest.approx(
         132 * 4096 * 1e9 * (0.45 + 0.5)
     )
 

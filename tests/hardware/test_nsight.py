@@ -10,7 +10,7 @@ from fake_ncu import CUBE, OPERATORS, STEP, STEP_PROCESS
 
 from truemfu.errors import RecordError, UsageError
 from truemfu.hardware import nsight
-from truemfu.hardware.nsight import METRICS, StepCount, find_ncu, ncu_command, read_step_count
+from truemfu.hardware.nsight import METRICS, StepCount, find_ncu, ncu_command, read_step_count, table_command
 from truemfu.hardware.nsight_csv import (
     MATRIX_METRIC,
     PIPE_METRIC,
@@ -194,17 +194,21 @@ def test_the_count_of_a_process_is_read_back(tmp_path: Path) -> None:
 
 
 def test_the_call_of_ncu() -> None:
-    call = ncu_command("ncu", ["python", "train.py"], log_file=Path("x.csv"))
+    call = ncu_command("ncu", ["python", "train.py"], report=Path("x.ncu-rep"), log_file=Path("x.log"))
     assert call[-2:] == ["python", "train.py"]
     assert call[call.index("--metrics") + 1] == ",".join(METRICS)
     assert call[call.index("--profile-from-start") + 1] == "off"
     assert call[call.index("--clock-control") + 1] == "none"
     assert "--launch-count" not in call
     assert "--kill" not in call
+    assert call[call.index("--export") + 1] == "x.ncu-rep"
+    assert "--csv" not in call  # with it ncu says nothing of the kernels it profiles until the end
+    assert table_command("ncu", Path("x.ncu-rep"))[1:4] == ["--import", "x.ncu-rep", "--csv"]
     call = ncu_command(
         "ncu",
         ["python"],
-        log_file=Path("x.csv"),
+        report=Path("x.ncu-rep"),
+        log_file=Path("x.log"),
         from_start=True,
         launch_skip=5,
         launch_count=7,

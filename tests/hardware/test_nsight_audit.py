@@ -9,6 +9,7 @@ from fake_ncu import (
     EXECUTED,
     EXECUTED_ATTENTION,
     EXECUTED_MATMUL,
+    FOLDER,
     MATMUL,
     OPERATORS,
     PRODUCTS,
@@ -55,12 +56,39 @@ def test_the_kernels_of_the_step() -> None:
     assert [k.non_matrix_cycles for k in kernels[7:10]] == [12_058_624, 10_928_512, 8_030_256]
 
 
-def test_the_share_of_the_pipes_cycles_that_is_no_matrix_work() -> None:
+def test_executed_over_what_the_pipes_activity_reads() -> None:
     result = audit_of(parse_ncu_csv(STEP))
     assert (result.pipe_cycles, result.matrix_cycles) == (2_088_614_782, 2_051_873_238)
-    assert result.non_matrix_share == pytest.approx(36_741_544 / 2_088_614_782, rel=1e-12)
-    assert round(result.non_matrix_share or 0, 4) == 0.0176
+    assert result.executed_over_activity == EXECUTED / 1024 / 2_088_614_782
+    assert round(result.executed_over_activity, 4) == 0.9824
     assert result.below_usual_rate == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "executed", "flops_per_cycle"),
+    [
+        ("h200_vit_2_layers", 4_587_872_321_536, 962.19),
+        ("h200_resnet18", 3_483_323_334_656, 908.67),
+        ("h200_64_experts", 1_452_705_579_008, 979.15),
+    ],
+)
+def test_kernels_below_their_rate_and_without_products_are_in_one_ratio(
+    name: str, executed: int, flops_per_cycle: float
+) -> None:
+    """Activity × clock read 1.0642, 1.1266 and 1.0475 of ncu in `hybrid` on the same H200."""
+    result = audit_of(parse_ncu_csv((FOLDER / f"{name}.csv").read_text("utf-8")))
+    assert result.executed_flops == executed
+    ratio = result.executed_over_activity
+    assert ratio is not None
+    assert ratio * 1024 == pytest.approx(flops_per_cycle, abs=0.01)
+    assert ratio == pytest.approx(executed / 1024 / (result.pipe_cycles or 0), rel=1e-12)
+
+
+def test_each_dtype_counts_at_its_own_rate() -> None:
+    """All operators at their rates but for the old instruction, which takes its cycles twice, and SiLU."""
+    result = audit_of(parse_ncu_csv(OPERATORS))
+    too_many = CUBE // 1024 + 262_144
+    assert result.executed_over_activity == pytest.approx(1 - too_many / (result.pipe_cycles or 0), rel=1e-12)
 
 
 def test_kernels_below_the_usual_rate_of_their_dtype_are_named() -> None:
@@ -80,13 +108,14 @@ def test_on_another_chip_nobody_knows_the_usual_rate() -> None:
     result = audit_of(ampere)
     assert {k.usual_flops_per_cycle for k in result.kernels} == {None}
     assert result.below_usual_rate == ()
+    assert result.executed_over_activity is None
 
 
 def test_without_the_cycles_their_share_is_unknown_and_not_zero() -> None:
     launches = [KernelLaunch(name="gemm", metrics={BF16: 1e6})]
     result = audit_of(launches)
     assert result.executed_flops == 10**6
-    assert (result.pipe_cycles, result.non_matrix_share) == (None, None)
+    assert (result.pipe_cycles, result.executed_over_activity) == (None, None)
     assert result.kernels[0].non_matrix_cycles is None
 
 

@@ -47,7 +47,6 @@ monitoring:
       hardware_counters_enabled: false
       fallback_to_profiler: false
       audit: AUDIT_FILE
-      non_matrix_share: 0.0176
 monitor: {freq: {flops_profile_freq: 70}}
 wandb:
   project: mine
@@ -76,7 +75,6 @@ READ = MonitorConfig(
     hardware_counters_enabled=False,
     fallback_to_profiler=False,
     audit=str(AUDIT),
-    non_matrix_share=0.0176,
     trackers=("wandb", "tensorboard"),
     metric_names="composer",
     log_dataset_metrics=False,
@@ -170,7 +168,6 @@ def test_the_defaults_are_those_of_the_specification() -> None:
         "hardware_counters_enabled": True,
         "fallback_to_profiler": True,
         "audit": None,
-        "non_matrix_share": None,
         "trackers": None,
         "metric_names": "truemfu",
         "log_dataset_metrics": True,
@@ -343,13 +340,6 @@ def test_an_audit_is_read_when_the_run_begins(tmp_path: Path) -> None:
         load_config(nested(path, file(tmp_path, "{}", "audit.json")))
     assert load_config(nested(path, AUDIT)).audit == str(AUDIT)
     assert load_config(nested(path, None)).audit is None
-
-
-@pytest.mark.parametrize("value", [-0.01, 1, 1.76, True, "0.0176", None, float("nan")])
-def test_a_share_of_the_pipe_is_below_one(value: Any) -> None:
-    hybrid = {"hybrid_mode": {"non_matrix_share": value}}
-    with pytest.raises(UsageError, match=r"non_matrix_share must be a share from 0 to below 1"):
-        load_config({"monitoring": {"performance_monitoring": hybrid}})
 
 
 @pytest.mark.parametrize(("value", "names"), [([], ()), (["wandb"], ("wandb",)), (("a", "b"), ("a", "b"))])

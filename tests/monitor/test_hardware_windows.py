@@ -19,7 +19,7 @@ H200 = find_spec("NVIDIA H200", None)
 PEAK = 989.4e12
 STEP_S = 0.1
 TIME = StepTime(steps=1, elapsed_s=STEP_S, data_wait_s=0.0)
-BF16 = StepDetail(dtype_shares={"bf16": 1.0}, forward_share=0.33, recompute_share=0.005)
+BF16 = StepDetail(dtype_shares={"bf16": 1.0})
 
 
 def step(
@@ -68,7 +68,7 @@ def figures(detail: StepDetail = BF16, world_size: int = 1, own_peak: bool = Fal
         measured(**values),
         detail,
         spec=H200,
-        non_matrix_share=0.0,
+        audited=None,
         world_size=world_size,
         is_datasheet_peak=not own_peak,
     )
@@ -103,7 +103,7 @@ def said() -> list[str]:
 
 @pytest.fixture
 def windows(watch: Any, said: list[str]) -> HardwareWindows:
-    made = HardwareWindows(watch, spec=H200, non_matrix_share=0.0, world_size=1, notice=said.append)
+    made = HardwareWindows(watch, spec=H200, audited=None, world_size=1, notice=said.append)
     made.add(step(), TIME, Cut(0.0, None, False), lambda: BF16)
     return made
 

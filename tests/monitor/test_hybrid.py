@@ -30,6 +30,7 @@ from truemfu.monitor import monitor as monitor_module
 from truemfu.monitor.hardware_watch import Cut, HardwareWatch
 from truemfu.monitor.hardware_windows import HardwareWindows
 from truemfu.monitor.step_detail import detail_of
+from truemfu.monitor.summary import lines_of
 from truemfu.sweep.models import build_reference_model
 
 TRACE = Path(__file__).parent.parent / "hardware" / "traces" / "h200_training.jsonl"
@@ -191,7 +192,7 @@ def test_a_run_tells_what_the_silicon_executed(
     told = [row for row in rows if "perf/executed_tflops_per_gpu" in row]
     assert told
     assert {"perf/loss/useful", "perf/power_w", "perf/executed_over_counted"} <= set(told[-1])
-    assert told[-1]["perf/hfu_method"] == "hardware counters"
+    assert told[-1]["perf/hfu_method"] == "hardware counters (upper bound: no audit)"
     assert "perf/hfu_method" not in rows[0]
 
 
@@ -275,7 +276,7 @@ def test_a_disagreement_is_said_once_with_a_likely_cause(
     quietly(lambda: train(monitor, model, has_windows(monitor, 4)))
     quietly(monitor.close)
     (said,) = [text for text in warned(monitor) if "times what the count expects" in text]
-    assert said.startswith("hybrid mode: the GPU executed ")
+    assert said.startswith("hybrid mode: the GPU executed at most ")
     assert "another process is on this GPU (process 1)" in said
 
 
@@ -283,12 +284,10 @@ def test_a_disagreement_is_said_once_with_a_likely_cause(
     ("hybrid", "left"),
     [
         ({}, 1.0),
-        ({"non_matrix_share": 0.25}, 0.75),
         ({"audit": AUDIT}, 0.75),
-        ({"audit": AUDIT, "non_matrix_share": 0.0}, 1.0),
     ],
 )
-def test_what_is_no_matrix_work_is_taken_off(
+def test_an_audit_corrects_what_activity_reads(
     model: nn.Module, tmp_path: Path, counters: Callable[..., Live], hybrid: dict[str, Any], left: float
 ) -> None:
     counters()
@@ -299,7 +298,34 @@ def test_what_is_no_matrix_work_is_taken_off(
     assert hardware["executed_flops_per_s"] == pytest.approx(
         left * hardware["tensor_active"] * 132 * 4096 * CLOCK_HZ, rel=0.01
     )
-    assert hardware["non_matrix_share"] == (None if not hybrid else 1 - left)
+    assert hardware["executed_over_activity"] == (left if hybrid else None)
+    method = "corrected by an audit" if hybrid else "upper bound: no audit"
+    assert monitor.summary()["hfu_method"] == f"hardware counters ({method})"
+    rows = [row for row in rows_in(tmp_path) if "perf/executed_hfu" in row]
+    assert rows
+    assert {row.get("perf/executed_over_activity") for row in rows} == {left if hybrid else None}
+    assert rows[-1]["perf/hfu_method"] == f"hardware counters ({method})"
+    words = dict(lines_of(monitor.summary()))["executed, by counters"]
+    assert ("(upper bound: no audit)" in words) is not bool(hybrid)
+    notes = " ".join(hardware["waterfall"]["notes"])
+    assert ("executed FLOPs are an upper bound without an audit" in notes) is not bool(hybrid)
+
+
+def test_an_audit_in_other_dtypes_sets_the_rate(
+    model: nn.Module, tmp_path: Path, counters: Callable[..., Live]
+) -> None:
+    """The audit's ratio is over the rate of what was executed: tf32 does half of bf16 in a cycle."""
+    audit = tmp_path / "audit.json"
+    executed = {"bf16": 1, "tf32": 1}  # two of three cycles are tf32: 2/3 of the rate of bf16
+    audit.write_text(json.dumps({**json.loads(AUDIT.read_text()), "executed_by_dtype": executed}))
+    counters()
+    given = {"performance_monitoring": {"hybrid_mode": {"audit": audit}}}
+    monitor = TrainingMonitor(tmp_path, settings(peak_tflops=900, **given), model=model)
+    run_to_the_end(monitor, model)
+    hardware = monitor.summary()["hardware"]
+    assert hardware["executed_flops_per_s"] == pytest.approx(
+        0.75 * 2 / 3 * hardware["tensor_active"] * 132 * 4096 * CLOCK_HZ, rel=0.01
+    )
 
 
 def test_audited_tiles_come_before_the_models(model: nn.Module) -> None:
@@ -494,7 +520,7 @@ def test_the_median_hfu_is_of_one_method(
     monitor = TrainingMonitor(tmp_path, settings(peak_tflops=900), model=model)
     run_to_the_end(monitor, model)
     summary = monitor.summary()
-    assert summary["hfu_method"] == "hardware counters"
+    assert summary["hfu_method"] == "hardware counters (upper bound: no audit)"
     by_counters = [row["perf/hfu"] for row in rows_in(tmp_path) if "perf/hfu_method" in row]
     assert min(by_counters) <= summary["median_hfu"] <= max(by_counters)
 

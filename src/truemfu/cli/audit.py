@@ -1,6 +1,7 @@
 """`truemfu audit`: the exact executed tensor operations of one step against our count, by kernel.
 
     options, command ─► ncu runs it ─► CSV and the process's own count ─► tables, exit code
+                            └─► AuditProgress, on stderr
     --csv FILE ─► the CSV and the count beside it ────────────────────────┘
 
 Only all launches of one marked step can be compared with its count, or tell which share of a step is without
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from .audit_progress import AuditProgress
 from .audit_tables import show_audit
 from .console import debug_option, json_option
 
@@ -80,11 +82,13 @@ def audit(
         truemfu audit --save step.csv -- python train.py
         truemfu audit --csv step.csv
 
-    Every kernel is replayed, about 0.2 s each: audit a model of a few layers, on one GPU. Exit codes: 0 done,
+    Every kernel is replayed, about 0.2 s each: audit a model of a few layers, on one GPU. How many were
+    profiled so far, and in how many seconds, is on stderr. Exit codes: 0 done,
     1 the command failed or nothing was profiled, 2 the call was wrong or ncu is not installed.
     """
     from ..errors import UsageError
     from ..hardware.nsight import find_ncu, ncu_command
+    from ..hardware.nsight_run import printed_by
 
     if saved is not None:
         of_a_run = {
@@ -108,11 +112,13 @@ def audit(
     if from_start and launch_count is None:
         launch_count = _COUNT_FROM_START
     with tempfile.TemporaryDirectory(prefix="truemfu-audit-") as folder:
-        log_file = save or Path(folder, "ncu.csv")
-        count_file = _count_beside(log_file)
+        csv_file = save or Path(folder, "ncu.csv")
+        count_file = _count_beside(csv_file)
+        log_file, report = Path(folder, "ncu.log"), Path(folder, "step.ncu-rep")
         call = ncu_command(
             ncu,
             command,
+            report=report,
             log_file=log_file,
             from_start=from_start,
             launch_skip=launch_skip,
@@ -120,8 +126,9 @@ def audit(
             kernel_name=kernel_name,
             metrics=[metric for metric in metrics.split(",") if metric],
         )
-        code = _run(call, [log_file, count_file], from_start=from_start, keep_running=keep_running)
-        text, count, result = _read(log_file, count_file)
+        code = _run(call, log_file, [csv_file, count_file], from_start=from_start, keep_running=keep_running)
+        csv_file.write_text(printed_by(ncu, log_file=log_file, report=report), encoding="utf-8")
+        text, count, result = _read(csv_file, count_file)
         if not result.launches:
             unmatched = _unmatched(count, from_start, launch_skip, kernel_name)
             return _nothing(text, count, code, unmatched)
@@ -149,32 +156,37 @@ def _show_saved(saved: Path, top: int, as_json: bool) -> int:
     return _nothing(text, count, 0, "it holds no launch of a kernel")
 
 
-def _run(call: list[str], files: list[Path], *, from_start: bool, keep_running: bool) -> int:
+def _run(call: list[str], log_file: Path, files: list[Path], *, from_start: bool, keep_running: bool) -> int:
     """The exit code of the command, 0 where it was ended because it had done what it was run for."""
     from ..errors import UsageError
     from ..hardware.nsight import COUNT_VARIABLE
     from ..hardware.nsight_run import run_audited
 
     environment = {name: value for name, value in os.environ.items() if name != COUNT_VARIABLE}
-    log_file, count_file = files
+    csv_file, count_file = files
     for file in files:
         if file.exists() and not file.is_file():
             raise UsageError(f"{file} is no regular file; give --save the name of one, or of none yet")
     try:  # those of an earlier run would be taken for this one's
         count_file.unlink(missing_ok=True)
-        log_file.write_bytes(b"")
+        csv_file.write_bytes(b"")
     except OSError as error:
         raise UsageError(f"{error.filename} cannot be written: {error.strerror}") from None
     if not from_start:  # a step's count is nothing to compare with all launches
         environment[COUNT_VARIABLE] = str(count_file.absolute())
-    end = run_audited(
-        call,
-        environment=environment,
-        count_file=count_file,
-        keep_running=keep_running or from_start,
-        stdout=_STDERR,
-        say=lambda text: click.echo(text, err=True),
-    )
+    progress = AuditProgress(log_file)
+    try:
+        end = run_audited(
+            call,
+            environment=environment,
+            count_file=count_file,
+            keep_running=keep_running or from_start,
+            stdout=_STDERR,
+            say=progress.say,
+            look=progress.look,
+        )
+    finally:
+        progress.clear()
     return 0 if end.was_ended else end.code
 
 

@@ -23,7 +23,7 @@ _REPEATED = re.compile(r"(\b[\w:]+, )\1+")
 _ALL_KNOWN, _SOME_UNKNOWN = 0.01, 0.05
 _CYCLES = "cycles in which the tensor pipe of a sub-core is active; other: without matrix work"
 _EXPECTED = "expected: the count with recomputation, overhanging tiles and skipped blocks of masks"
-_SHARE_KEY = "monitoring.performance_monitoring.hybrid_mode.non_matrix_share"
+_AUDIT_KEY = "monitoring.performance_monitoring.hybrid_mode.audit"
 
 
 def show_audit(result: Audit, top: int, as_json: bool, *, is_a_step: bool = True) -> int:
@@ -53,8 +53,8 @@ def show_audit(result: Audit, top: int, as_json: bool, *, is_a_step: bool = True
         console.print(_slow(kernel), markup=False, soft_wrap=True)
     if verdict is not None:
         console.print(verdict, markup=False, soft_wrap=True)
-    if (share := _share(result, is_a_step)) is not None:
-        console.print(share, markup=False, soft_wrap=True)
+    if (activity := _activity(result, is_a_step)) is not None:
+        console.print(activity, markup=False, soft_wrap=True)
     return 0
 
 
@@ -116,21 +116,29 @@ def _check(result: Audit) -> CrossCheck | None:
     from ..crosscheck import crosscheck
 
     count = result.count
-    if count is None or count.hardware_flops is None or count.model_flops is None:
+    if count is None or count.hardware_flops is None:
         return None
     attention, blocked = count.attention_flops, count.attention_blocked_flops
     share = 1.0 if count.attention == "causal" and attention is None else None
     if attention and blocked is not None:
         share = blocked / attention
     others = count.hardware_flops - (attention or 0)
-    is_known = attention is not None and result.unmatched_flops == 0 and not count.uncounted
+    has_unknown_tiles = bool(count.few_channel_flops or count.grouped_flops)
+    is_known = (
+        attention is not None
+        and result.unmatched_flops == 0
+        and not count.uncounted
+        and not has_unknown_tiles
+    )
     return crosscheck(
         count.hardware_flops,
         result.executed_flops,
-        recompute_flops=count.hardware_flops - count.model_flops,
         attention_flops=result.counted_by_kind.get("attention") if attention is None else attention,
         attention_executed_share=share,
         tile_factor=1 + (result.tile_flops or 0) / others if others else None,
+        few_channel_flops=count.few_channel_flops,
+        grouped_flops=count.grouped_flops,
+        grouped_padded_flops=count.grouped_padded_flops,
         uncounted=count.uncounted,
         exact=True,
         threshold=_ALL_KNOWN if is_known else _SOME_UNKNOWN,
@@ -143,9 +151,7 @@ def _verdict(result: Audit, check: CrossCheck | None) -> str | None:
         return None if count is None or count.reason is None else f"not compared: {count.reason}"
     if not check.agrees:
         known = [cause.sentence for cause in check.causes if cause.key != "unknown"]
-        why = (
-            f"likely: {'; '.join(known)}" if known else "nothing known explains it: look at the tables above"
-        )
+        why = f"likely: {'; '.join(known)}" if known else "cause unknown: the tables above show it by kernel"
         return (
             f"differs: the GPU executed {check.ratio:.4f} times what the count expects "
             f"({_flop(check.executed_flops)} against {_flop(check.expected_flops)}); {why}"
@@ -176,15 +182,16 @@ def _slow(kernel: KernelWork) -> str:
     )
 
 
-def _share(result: Audit, is_a_step: bool) -> str | None:
-    share, active, matrix = result.non_matrix_share, result.pipe_cycles, result.matrix_cycles
-    if share is None or active is None or matrix is None:
+def _activity(result: Audit, is_a_step: bool) -> str | None:
+    """What a counter of activity makes of these launches, and how to correct for it."""
+    active, matrix, ratio = result.pipe_cycles, result.matrix_cycles, result.executed_over_activity
+    if active is None or matrix is None:
         return None
     said = f"no matrix work: {short(active - matrix)} of {short(active)} active cycles of the tensor pipe"
-    if not is_a_step:
-        return f"{said}, {100 * share:.2f} %"
-    but = ", but for kernels below the usual rate" if result.below_usual_rate else ""
-    return f"{said}; `{_SHARE_KEY}: {share:.4f}` takes it off in hybrid mode{but}"
+    if ratio is None:
+        return said
+    said = f"executed over activity: {ratio:.4f} (counters of activity read {1 / ratio:.4f} times); {said}"
+    return f"{said}; `{_AUDIT_KEY}` names the file of --json to correct for it" if is_a_step else said
 
 
 def _cut(name: str, width: int = _WIDEST_NAME) -> str:

@@ -81,3 +81,31 @@ def may_be_matrix_work(name: str, args: Any, kwargs: Any, out: Any) -> bool:
         return False
     attends = len(inputs) >= 3 and all(a.dim() >= 3 for a in inputs)
     return attends or any(a.shape != results[0].shape for a in inputs)
+
+
+def input_channels(arguments: Mapping[str, Any]) -> int | None:
+    """Of a convolution or its backward, by the arguments' names; None with groups or transposed."""
+    weight = arguments.get("weight")
+    if not isinstance(weight, torch.Tensor) or arguments.get("transposed") or arguments.get("groups", 1) != 1:
+        return None
+    return int(weight.shape[1])
+
+
+def groups_and_rows(arguments: Mapping[str, Any]) -> tuple[int, int] | None:
+    """The groups of a grouped product and the size they split, by the arguments' names; None without a split.
+
+    2-D by 3-D splits the rows of the left factor, 3-D by 2-D the columns of the right, 2-D by 2-D the inner
+    dimension.
+    """
+    tensors = [value for value in arguments.values() if isinstance(value, torch.Tensor)]
+    offsets = arguments.get("offs")
+    if len(tensors) < 2 or not isinstance(offsets, torch.Tensor):
+        return None
+    left, right = tensors[:2]
+    if left.dim() == 2:
+        split = left.shape[0] if right.dim() == 3 else left.shape[1]
+    elif right.dim() == 2:
+        split = right.shape[1]
+    else:
+        return None
+    return int(offsets.shape[0]), int(split)

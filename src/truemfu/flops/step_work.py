@@ -15,6 +15,10 @@ from .tally import Tally
 
 Shape = tuple[int, int, int]
 
+_ALIGNED = 8
+_SIXTEEN_BIT = ("bf16", "fp16")
+_GROUP_TILE = 128
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepWork:
@@ -22,7 +26,9 @@ class StepWork:
 
     `attention` is that of fused kernels, `attention_blocked` the same when they skip no less than whole
     blocks of 128 × 128 of their mask, None where a mask does not tell; `other` has no shape here:
-    convolutions, recurrent cells, grouped and registered products.
+    convolutions, recurrent cells, grouped and registered products. Of these, `few_channels` are convolutions
+    with fewer than eight input channels, which kernels pad, and `grouped` grouped products, which come to
+    `grouped_padded` at most when the rows of each group are rounded up to tiles of 128.
     """
 
     products: Mapping[tuple[str, Shape], int]
@@ -30,16 +36,29 @@ class StepWork:
     attention: int
     attention_blocked: int | None
     other: int
+    few_channels: int = 0
+    grouped: int = 0
+    grouped_padded: int = 0
 
     @property
     def hardware_flops(self) -> int:
         return sum(self.products.values()) + self.attention + self.other
 
+    @property
+    def unaligned(self) -> int:
+        """Of 16-bit products with a size that is no multiple of eight."""
+        return sum(
+            flops
+            for (dtype, shape), flops in self.products.items()
+            if dtype in _SIXTEEN_BIT and any(size % _ALIGNED for size in shape)
+        )
+
 
 def work_of(tally: Tally) -> StepWork:
     """What a counted step executes, by shape."""
     products: Counter[tuple[str, Shape]] = Counter()
-    attention = other = 0
+    attention = other = few_channels = grouped = 0
+    grouped_padded = 0.0
     blocked: int | None = 0
     for entry in tally.entries:
         if entry.shape is not None:
@@ -49,4 +68,18 @@ def work_of(tally: Tally) -> StepWork:
             blocked = None if blocked is None or entry.blocked is None else blocked + entry.blocked
         else:
             other += entry.executed
-    return StepWork(products=products, attention=attention, attention_blocked=blocked, other=other)
+            if entry.channels is not None and entry.channels < _ALIGNED:
+                few_channels += entry.executed
+            if entry.groups is not None:
+                groups, rows = entry.groups
+                grouped += entry.executed
+                grouped_padded += entry.executed * (rows + groups * (_GROUP_TILE - 1)) / rows
+    return StepWork(
+        products=products,
+        attention=attention,
+        attention_blocked=blocked,
+        other=other,
+        few_channels=few_channels,
+        grouped=grouped,
+        grouped_padded=round(grouped_padded),
+    )

@@ -47,7 +47,14 @@ from .flop_count import FlopCount
 from .formulas import RecurrentWork
 from .interruption import supervision
 from .masks import PairCounter, mask_of_function
-from .matrix_work import ask_formula, does_matrix_work, factors, may_be_matrix_work
+from .matrix_work import (
+    ask_formula,
+    does_matrix_work,
+    factors,
+    groups_and_rows,
+    input_channels,
+    may_be_matrix_work,
+)
 from .pairs import FULL
 from .registry import OPERATOR_FORMULAS
 from .sizes import SizeStep, size_steps
@@ -83,12 +90,16 @@ class Entry:
 
     `shape` is (m, n, k) of a plain product, else None. `blocked` is what a fused attention kernel
     (`is_attention`) executes when it skips no less than whole blocks of the mask; None where nobody knows.
+    `channels` are the input channels of a convolution without groups, `groups` the matrices of a grouped
+    product and the rows (or columns) they share: (matrices, rows); else None.
     """
 
     __slots__ = (
         "blocked",
+        "channels",
         "dtype",
         "executed",
+        "groups",
         "is_attention",
         "module",
         "needed",
@@ -106,6 +117,8 @@ class Entry:
         self.shape: tuple[int, int, int] | None = None
         self.is_attention = False
         self.blocked: int | None = None
+        self.channels: int | None = None
+        self.groups: tuple[int, int] | None = None
         self.sequence = next_sequence_nr() - 1 if torch.is_grad_enabled() else None
 
 
@@ -298,6 +311,10 @@ class Tally(TorchDispatchMode):
             entry.shape = _product_shape(*factors(name, args)[:2])
         elif isinstance(work, AttentionWork):
             entry.is_attention, entry.blocked = True, _blocked_flops(work)
+        elif "convolution" in name:
+            entry.channels = input_channels(_bind(func, args, kwargs))
+        elif "grouped_mm" in name:
+            entry.groups = groups_and_rows(_bind(func, args, kwargs))
         self.entries.append(entry)
         return entry
 

@@ -1,6 +1,6 @@
 """From a window of activity counters to the matrix FLOP/s a GPU executed.
 
-    Σ over pipes: activity × SMs × FLOP per cycle and SM × SM clock          (less what is no matrix work)
+    Σ over pipes: activity × SMs × FLOP per cycle and SM × SM clock          (× the audit's correction)
 
 - **Pipes.** `hmma` does bf16, fp16, tf32 and fp8, `imma` int8, `dfma`/`dmma` fp64. A pipe's FLOP per cycle is
   the table's for bf16 times a power of two for the dtype; where several dtypes share the hmma pipe, what was
@@ -8,11 +8,12 @@
 - **Clock.** The one the SMs counted where there is one: by `cycle_stamps`, or by a driver that offers raw
   cycles. The driver's own is what it asked for, more than what was run under load, and so is the rate that
   comes of it.
-- **No matrix work.** The hmma pipe also ticks in some kernels without a product, strided copies among them.
-  `truemfu audit` measures their share of a model's step; without that
-  the rate is an upper bound (1 to 2 % in eager transformer training on an H200).
-- **Older instructions.** A kernel written for Turing's mma takes two cycles for the work of one: products
-  whose sizes are no multiples of eight fall back to such kernels, and read twice what they executed.
+- **Upper bound.** The hmma pipe also ticks in some kernels without a product, strided copies among them, and
+  some kernels with products execute fewer FLOP per active cycle than others: half in Turing's mma (products
+  whose sizes are no multiples of eight), two thirds in cuDNN's convolutions with few input channels.
+  `truemfu audit` measures what a model's step executed over what activity reads
+  (`executed_over_activity`); without that the rate is an upper bound. On an H200 activity read 1.013 to 1.018
+  times what Nsight Compute counted for a GPT of 1.3 B, 1.06 for a ViT and 1.13 for a ResNet-18.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from ..records import UPPER_BOUND
 from .counters import CounterWindow
 from .specs import DeviceSpec
 
@@ -31,19 +33,24 @@ CYCLE_COUNTERS, DRIVER = "cycle counters", "driver"
 """Whose clock a rate rests on."""
 
 
+def executed_method(*, is_corrected: bool) -> str:
+    """How executed FLOPs by counters are named wherever a method is."""
+    return f"hardware counters ({'corrected by an audit' if is_corrected else UPPER_BOUND})"
+
+
 def executed_flops_per_s(
     window: CounterWindow,
     spec: DeviceSpec | None,
     *,
     flops_by_dtype: Mapping[str, float] | None = None,
     clock_hz: float | None = None,
-    non_matrix_share: float = 0.0,
+    executed_over_activity: float = 1.0,
 ) -> float | None:
     """The matrix FLOP/s executed in a window; None where a part of it is not known.
 
     `flops_by_dtype` is the counted work on the hmma pipe (None: bf16 or fp16), `clock_hz` the clock the SMs
-    counted (None: by raw cycles, else the driver's), `non_matrix_share` the share of the hmma pipe's
-    activity that is no product.
+    counted (None: by raw cycles, else the driver's), `executed_over_activity` an audit's correction of the
+    hmma pipe. Without one the result is an upper bound.
     """
     if spec is None or spec.sm_count is None or spec.tensor_flops_per_cycle_per_sm is None:
         return None
@@ -53,7 +60,7 @@ def executed_flops_per_s(
     rate = hmma_rate(spec, flops_by_dtype or {})
     if rate is None or window.hmma_active is None:
         return None
-    in_a_cycle = window.hmma_active * (1 - non_matrix_share) * rate
+    in_a_cycle = window.hmma_active * executed_over_activity * rate
     fp64 = [share for share in (window.dfma_active, window.dmma_active) if share is not None]
     for dtype, share in (("int8", window.imma_active), ("fp64", max(fp64, default=None))):
         relative = relative_rate(spec, dtype)

@@ -1,7 +1,7 @@
 """Nsight Compute: where it is, how it is called, and what an audited process tells of its step.
 
-    command ─► ncu_command ─► ncu runs it ─► CSV (`nsight_csv`) ─┐
-          the process marks a step, writes its StepCount ────────┴─► `nsight_audit`
+    command ─► ncu_command ─► ncu runs it ─► report ─► table_command ─► CSV (`nsight_csv`) ─┐
+          the process marks a step, writes its StepCount ───────────────────────────────────┴─► `nsight_audit`
 
 Collecting replays every kernel, about 0.2 s each, so a step of a few layers is what to audit. Clocks and
 caches are left alone: operations do not depend on them.
@@ -50,6 +50,7 @@ def ncu_command(
     ncu: str,
     command: Sequence[str],
     *,
+    report: Path,
     log_file: Path,
     from_start: bool = False,
     launch_skip: int = 0,
@@ -57,12 +58,13 @@ def ncu_command(
     kernel_name: str | None = None,
     metrics: Sequence[str] = (),
 ) -> list[str]:
-    """The call that runs `command` under ncu and leaves its metrics in `log_file` as CSV.
+    """The call that runs `command` under ncu and leaves its metrics in `report` (a name ending in .ncu-rep).
 
-    Without `from_start` only launches between cudaProfilerStart and Stop are profiled. A `launch_count` ends
-    the run once it is reached.
+    ncu's own messages go to `log_file`, a line for each kernel as it is profiled among them: with CSV asked
+    for in the same call there would be none. Without `from_start` only launches between cudaProfilerStart
+    and Stop are profiled. A `launch_count` ends the run once it is reached.
     """
-    call = [ncu, "--csv", "--page", "raw", "--print-units", "base", "--log-file", str(log_file)]
+    call = [ncu, "--export", str(report), "--force-overwrite", "--log-file", str(log_file)]
     call += ["--metrics", ",".join((*METRICS, *metrics)), "--target-processes", "all"]
     call += ["--clock-control", "none", "--cache-control", "none"]
     call += ["--profile-from-start", "on" if from_start else "off"]
@@ -73,6 +75,11 @@ def ncu_command(
     if kernel_name is not None:
         call += ["--kernel-name", kernel_name]
     return [*call, *command]
+
+
+def table_command(ncu: str, report: Path) -> list[str]:
+    """The call that prints a report as CSV."""
+    return [ncu, "--import", str(report), "--csv", "--page", "raw", "--print-units", "base"]
 
 
 class ProductWork(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,10 +96,11 @@ class StepCount(msgspec.Struct, frozen=True, kw_only=True):
 
     `model_flops_by_operator` splits `model_flops`; `attention` is the convention. The parts of
     `hardware_flops` that silicon does differently stand apart: plain products by their shapes, and fused
-    attention, whose kernels execute `attention_blocked_flops` when they skip whole blocks of the mask. Where
-    no step was marked or it could not be counted, `reason` says why, and numbers are None. Written by the
-    process whose number is `process_id`; beside a saved table the audit adds `is_whole_step`: whether all
-    launches of the marked step were to be profiled and no others.
+    attention, whose kernels execute `attention_blocked_flops` when they skip whole blocks of the mask;
+    convolutions with fewer than eight input channels; grouped products, at most `grouped_padded_flops` with
+    the rows of each group rounded up to tiles. Where no step was marked or it could not be counted, `reason`
+    says why, and numbers are None. Written by the process whose number is `process_id`; beside a saved table
+    the audit adds `is_whole_step`: whether all launches of the marked step were to be profiled and no others.
     """
 
     model_flops: int | None = None
@@ -106,6 +114,9 @@ class StepCount(msgspec.Struct, frozen=True, kw_only=True):
     products: tuple[ProductWork, ...] = ()
     attention_flops: int | None = None
     attention_blocked_flops: int | None = None
+    few_channel_flops: int | None = None
+    grouped_flops: int | None = None
+    grouped_padded_flops: int | None = None
     reason: str | None = None
     is_whole_step: bool | None = None
 

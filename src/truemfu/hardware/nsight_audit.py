@@ -7,8 +7,10 @@ Expected is the count with what is known of kernels taken in: tiles that overhan
 (`tile_match`), and attention that works through whole blocks of its mask.
 
 The pipe's active cycles tell what a counter of activity makes of the step. Some kernels without a product
-tick it too (`non_matrix_share`), and it ticks twice as long for the old matrix instructions that some kernels
-use: those run below the usual rate of their dtype.
+tick it too, and some with products run below the usual rate of their dtype. Both are in one ratio, which is
+what `hybrid` corrects by:
+
+    executed_over_activity = executed operations / (active cycles × usual FLOP per cycle)
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ _USUAL_RATES: Mapping[str, Mapping[str, int]] = {
 }
 """FLOP per active cycle and sub-core by compute capability and dtype, as measured on an H200."""
 
+_OTHER_PIPES = frozenset(("fp64", "int8"))
 _AT_RATE = 0.99
 
 
@@ -71,6 +74,15 @@ class KernelWork(msgspec.Struct, frozen=True, kw_only=True):
         if self.flops_per_cycle is None or self.usual_flops_per_cycle is None:
             return None
         return self.flops_per_cycle / self.usual_flops_per_cycle
+
+    @property
+    def usual_cycles(self) -> float | None:
+        """Active cycles of the hmma pipe that its work takes at the usual rates; None without a rate."""
+        if not self.executed_flops or set(self.dtypes) <= _OTHER_PIPES:
+            return 0.0
+        if self.usual_flops_per_cycle is None:
+            return None
+        return self.executed_flops / self.usual_flops_per_cycle
 
     @property
     def is_below_usual_rate(self) -> bool:
@@ -123,11 +135,13 @@ class Audit(msgspec.Struct, frozen=True, kw_only=True):
         return _sum([kernel.matrix_cycles for kernel in self.kernels])
 
     @property
-    def non_matrix_share(self) -> float | None:
-        """Of the pipe's active cycles, those without matrix work: what `hybrid` reads too much."""
-        if not self.pipe_cycles or self.matrix_cycles is None:
+    def executed_over_activity(self) -> float | None:
+        """What was executed over what the pipe's activity reads; None where a part of it is not known."""
+        cycles = [kernel.usual_cycles for kernel in self.kernels]
+        known = [usual for usual in cycles if usual is not None]
+        if not self.pipe_cycles or self.unmeasured_launches or len(known) < len(cycles) or not sum(known):
             return None
-        return 1 - self.matrix_cycles / self.pipe_cycles
+        return sum(known) / self.pipe_cycles
 
     @property
     def below_usual_rate(self) -> tuple[KernelWork, ...]:
@@ -141,7 +155,7 @@ class Audit(msgspec.Struct, frozen=True, kw_only=True):
             "kernels": [kernel.as_dict() for kernel in self.kernels],
             "pipe_cycles": self.pipe_cycles,
             "matrix_cycles": self.matrix_cycles,
-            "non_matrix_share": self.non_matrix_share,
+            "executed_over_activity": self.executed_over_activity,
         }
 
 

@@ -2,10 +2,10 @@
 
     ncu ─► … ─► the audited process: marks a step ─► writes its StepCount, with its process number
      │                                                   └─► TERM ─► grace ─► KILL, to that process alone
-     └─► writes its table, ends
+     └─► writes its report, ends ─► printed_by: its messages and the report as CSV
 
-ncu keeps what it has collected and prints the table after the process it watches is gone ("Disconnected from
-process" stands above it), however that went: its own `--kill` ends processes in the middle of a run. So
+ncu keeps what it has collected and writes its report after the process it watches is gone ("Disconnected from
+process" is its last message), however that went: its own `--kill` ends processes in the middle of a run. So
 ncu is never signalled, only waited for. The process is signalled only where it descends from ncu as /proc
 has it: a number from inside a container may belong to anybody out here. Elsewhere the run goes on to its end.
 """
@@ -22,10 +22,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import RecordError, UsageError
-from .nsight import StepCount, read_step_count
+from .nsight import StepCount, read_step_count, table_command
 
 GRACE_S = 10.0
 """How long a process may take to end when asked; some save a checkpoint then."""
+
+PROFILED = '==PROF== Profiling "'
+"""How ncu begins the line of a kernel that it profiles."""
+
+_REPORT = "==PROF== Report: "
 
 _LOOK_EVERY_S = 0.2
 _PROC = Path("/proc")
@@ -47,39 +52,61 @@ def run_audited(
     grace_s: float = GRACE_S,
     stdout: int | None = None,
     say: Callable[[str], None] = lambda text: None,
+    look: Callable[[], None] = lambda: None,
 ) -> RunEnd:
     """Run `call` until it ends; the audited process is ended when its count is there, unless it is to run on.
 
-    An interrupt waits for ncu as long as for the process, and is passed on; then both are killed. Of a
-    terminal's interrupt they know; whatever else ends this one, they are told.
+    `look` is called several times a second while ncu runs. An interrupt waits for ncu as long as for the
+    process, and is passed on; then both are killed. Of a terminal's interrupt they know; whatever else ends
+    this one, they are told.
     """
     try:
         process = subprocess.Popen(call, env=dict(environment), stdout=stdout)
     except OSError as error:
         raise UsageError(f"{call[0]} cannot be started: {error.strerror}") from None
     try:
-        count = None if keep_running else _wait_for_count(process, count_file)
+        count = None if keep_running else _wait_for_count(process, count_file, look)
         if count is not None and (audited := count.process_id) is not None:
             what = "the marked step is counted" if count.reason is None else "there will be no count"
             if _descends_from(audited, process.pid):
                 say(f"{what}: ending the run (--keep-running lets it go on)")
                 _end(audited, process, grace_s)
-                return RunEnd(process.wait(), True)
+                return RunEnd(_wait(process, look), True)
             say(f"{what}; process {audited} is not to be found here, so the run goes on")
-        return RunEnd(process.wait(), False)
+        return RunEnd(_wait(process, look), False)
     except BaseException as stop:
         _take_down(process, grace_s, have_heard=isinstance(stop, KeyboardInterrupt))
         raise
 
 
-def _wait_for_count(process: subprocess.Popen[bytes], count_file: Path) -> StepCount | None:
+def printed_by(ncu: str, *, log_file: Path, report: Path) -> str:
+    """What ncu said and, where it profiled a kernel, its report as CSV."""
+    said = log_file.read_text(encoding="utf-8", errors="replace") if log_file.exists() else ""
+    text = "".join(f"{line}\n" for line in said.splitlines() if not line.startswith((PROFILED, _REPORT)))
+    if not report.exists():
+        return text
+    done = subprocess.run(table_command(ncu, report), capture_output=True)
+    return text + done.stdout.decode(errors="replace")
+
+
+def _wait(process: subprocess.Popen[bytes], look: Callable[[], None]) -> int:
+    while True:
+        try:
+            return process.wait(_LOOK_EVERY_S)
+        except subprocess.TimeoutExpired:
+            look()
+
+
+def _wait_for_count(
+    process: subprocess.Popen[bytes], count_file: Path, look: Callable[[], None]
+) -> StepCount | None:
     """What the process wrote; None where ncu ended before, or nobody can read it."""
     while True:
         try:
             process.wait(_LOOK_EVERY_S)
             return None
         except subprocess.TimeoutExpired:
-            pass
+            look()
         try:
             count = read_step_count(count_file)
         except RecordError:  # whoever reads it at the end says so

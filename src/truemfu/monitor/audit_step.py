@@ -209,6 +209,9 @@ def _count(counting: Counting, note: StepNote) -> StepCount:
         products=() if works is None else _products(works),
         attention_flops=None if works is None else sum(work.attention for work in works),
         attention_blocked_flops=_blocked(works or ()),
+        few_channel_flops=None if works is None else sum(work.few_channels for work in works),
+        grouped_flops=None if works is None else sum(work.grouped for work in works),
+        grouped_padded_flops=None if works is None else sum(work.grouped_padded for work in works),
     )
 
 

@@ -35,9 +35,8 @@ class MonitorConfig:
     """Every setting of the monitor; frequencies are in effective (optimizer) steps.
 
     `flops_profile_freq`, `recalibration_frequency`, `dataset_metrics_freq` and the values of `phases` may be
-    0: never. `logging_steps`, `peak_tflops` and `trackers` are None where the user did not say, and so is
-    `non_matrix_share`: then it is the audit's, or nothing. `phases` is a plain dict, so that the value can be
-    pickled and written with `dataclasses.asdict`.
+    0: never. `logging_steps`, `peak_tflops` and `trackers` are None where the user did not say.
+    `phases` is a plain dict, so that the value can be pickled and written with `dataclasses.asdict`.
     """
 
     flops_profile_freq: int = 500
@@ -56,7 +55,6 @@ class MonitorConfig:
     hardware_counters_enabled: bool = True
     fallback_to_profiler: bool = True
     audit: str | None = None
-    non_matrix_share: float | None = None
     trackers: tuple[str, ...] | None = None
     metric_names: str = "truemfu"
     log_dataset_metrics: bool = True
@@ -159,13 +157,6 @@ def _seconds(path: str, value: Any) -> float:
     return float(number)
 
 
-def _part(path: str, value: Any) -> float:
-    number = _number(value)
-    if number is None or not 0 <= number < 1:
-        raise _unfit(path, "a share from 0 to below 1, such as 0.0176", value)
-    return float(number)
-
-
 def _audit(path: str, value: Any) -> str | None:
     if value is None:
         return None
@@ -235,7 +226,6 @@ SCHEMA: Mapping[str, tuple[str, Callable[[str, Any], Any]]] = {
     ),
     "monitoring.performance_monitoring.hybrid_mode.fallback_to_profiler": ("fallback_to_profiler", _switch),
     "monitoring.performance_monitoring.hybrid_mode.audit": ("audit", _audit),
-    "monitoring.performance_monitoring.hybrid_mode.non_matrix_share": ("non_matrix_share", _part),
     "monitoring.trackers": ("trackers", _names),
     "monitoring.metric_names": ("metric_names", _one_of(*METRIC_NAMES)),
     "wandb.log_dataset_metrics": ("log_dataset_metrics", _switch),

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..crosscheck import CrossCheck, OtherProcess, crosscheck
+from ..hardware.audited import AuditedKernels
 from ..hardware.counters import GpuProcess
 from ..hardware.executed import datasheet_clock_hz, executed_flops_per_s, on_tensor_pipes
 from ..hardware.specs import DeviceSpec
@@ -83,13 +84,18 @@ class StepDetail:
 
     dtype_shares: Mapping[str, float] = field(default_factory=dict)
     """Of the model's FLOPs; empty where they are not known."""
-    forward_share: float | None = None
-    recompute_share: float | None = None
     attention_share: float | None = None
     attention_executed_share: float | None = None
     """What kernels execute that skip whole blocks of the mask, over the attention counted."""
     tile_factor: float | None = None
     """Of all that is not attention."""
+    few_channel_share: float | None = None
+    """Convolutions with fewer than eight input channels."""
+    grouped_share: float | None = None
+    grouped_padded_share: float | None = None
+    """Grouped products, and the same with the rows of each group rounded up to tiles, at most."""
+    unaligned_share: float | None = None
+    """16-bit products with a size that is no multiple of eight."""
     uncounted: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -101,8 +107,8 @@ class HardwareFigures:
     steps: int
     executed_flops_per_s: float | None
     executed_hfu: float | None
-    non_matrix_share: float | None
-    """What was taken off for work without products; None: nothing, and executed is an upper bound."""
+    executed_over_activity: float | None
+    """The audit's correction of what the tensor pipe's activity reads; None: executed is an upper bound."""
     clock_hz: float | None
     clock_source: str
     reported_clock_hz: float | None
@@ -121,6 +127,7 @@ class HardwareFigures:
         row: dict[str, float | str | None] = {
             "perf/executed_tflops_per_gpu": None if rate is None else rate / 1e12,
             "perf/executed_hfu": self.executed_hfu,
+            "perf/executed_over_activity": self.executed_over_activity,
             "perf/sm_clock_mhz": None if self.clock_hz is None else self.clock_hz / 1e6,
             "perf/clock_source": None if self.clock_hz is None else self.clock_source,
             "perf/power_w": self.power_w,
@@ -149,7 +156,7 @@ class HardwareFigures:
 
 
 _PLAIN = (
-    "seconds steps executed_flops_per_s executed_hfu non_matrix_share clock_hz clock_source "
+    "seconds steps executed_flops_per_s executed_hfu executed_over_activity clock_hz clock_source "
     "reported_clock_hz power_w energy_j_per_step energy_j_per_million_tokens "
     "tensor_active sm_active dram_active"
 ).split()
@@ -161,21 +168,26 @@ def figures_of(
     detail: StepDetail,
     *,
     spec: DeviceSpec | None,
-    non_matrix_share: float | None,
+    audited: AuditedKernels | None,
     world_size: int,
     is_datasheet_peak: bool,
 ) -> HardwareFigures:
-    """What a window comes to. `is_datasheet_peak` is False where the user gave a peak of their own: the clock
-    and the pipes' shares then say nothing of it."""
+    """What a window comes to. `audited` corrects what activity reads; without, executed is an upper bound.
+    `is_datasheet_peak` is False where the user gave a peak of their own: the clock and the pipes' shares then
+    say nothing of it."""
     window, executed = measured.window, None
+    correction = None if audited is None else audited.executed_over_activity
     tells_all = on_tensor_pipes(detail.dtype_shares)
     if tells_all:
         executed = executed_flops_per_s(
             window,
             spec,
-            flops_by_dtype=detail.dtype_shares,
+            # The audit's ratio is over the rate of what was executed, which need not be the count's mix.
+            flops_by_dtype=detail.dtype_shares
+            if audited is None or correction is None
+            else audited.executed_by_dtype,
             clock_hz=measured.clock_hz,
-            non_matrix_share=non_matrix_share or 0.0,
+            executed_over_activity=1.0 if correction is None else correction,
         )
     peak = sums.per_s("peak_flops")
     power_w = window.power_w
@@ -188,7 +200,7 @@ def figures_of(
         steps=sums.steps,
         executed_flops_per_s=executed,
         executed_hfu=None if executed is None or not peak else executed / peak,
-        non_matrix_share=non_matrix_share,
+        executed_over_activity=correction,
         clock_hz=measured.clock_hz,
         clock_source=measured.clock_source,
         reported_clock_hz=window.sm_clock_hz,
@@ -200,7 +212,7 @@ def figures_of(
         tensor_active=window.tensor_active,
         sm_active=window.sm_active,
         dram_active=window.dram_active,
-        check=_check(sums, executed, detail, window.processes),
+        check=_check(sums, executed, detail, window.processes, is_upper_bound=correction is None),
         fall=_fall(
             sums,
             measured,
@@ -209,12 +221,18 @@ def figures_of(
             spec if is_datasheet_peak and tells_all else None,
             world_size=world_size,
             left_out=None if is_datasheet_peak and tells_all else _why_left_out(is_datasheet_peak, tells_all),
+            is_upper_bound=correction is None,
         ),
     )
 
 
 def _check(
-    sums: StepSums, executed: float | None, detail: StepDetail, processes: tuple[GpuProcess, ...] | None
+    sums: StepSums,
+    executed: float | None,
+    detail: StepDetail,
+    processes: tuple[GpuProcess, ...] | None,
+    *,
+    is_upper_bound: bool,
 ) -> CrossCheck | None:
     counted = sums.hardware_flops
     if counted is None or executed is None:
@@ -226,14 +244,17 @@ def _check(
     return crosscheck(
         counted,
         executed * sums.elapsed_s,
-        forward_flops=part(detail.forward_share),
-        recompute_flops=part(detail.recompute_share),
         attention_flops=part(detail.attention_share),
         attention_executed_share=detail.attention_executed_share,
         tile_factor=detail.tile_factor,
+        few_channel_flops=part(detail.few_channel_share),
+        grouped_flops=part(detail.grouped_share),
+        grouped_padded_flops=part(detail.grouped_padded_share),
+        unaligned_flops=part(detail.unaligned_share),
         flops_by_dtype={dtype: share * counted for dtype, share in detail.dtype_shares.items()},
         uncounted=detail.uncounted,
         other_processes=_others(processes or ()),
+        is_upper_bound=is_upper_bound,
     )
 
 
@@ -254,6 +275,7 @@ def _fall(
     *,
     world_size: int,
     left_out: str | None,
+    is_upper_bound: bool,
 ) -> Waterfall | None:
     window, counted = measured.window, sums.per_s("hardware_flops")
     busy = window.graphics_active if spec is not None else None
@@ -265,7 +287,7 @@ def _fall(
     efficiency = None
     if sums.tokens and sums.useful_tokens is not None:
         efficiency = sums.useful_tokens / sums.tokens
-    return waterfall(
+    fall = waterfall(
         peak_flops_per_s=sums.per_s("peak_flops"),
         model_flops_per_s=sums.per_s("model_flops"),
         hardware_flops_per_s=counted,
@@ -288,6 +310,15 @@ def _fall(
         left_out=left_out,
         world_size=world_size,
     )
+    if fall is None or executed is None or not is_upper_bound:
+        return fall
+    return replace(fall, notes=(*fall.notes, _UPPER_BOUND_NOTE))
+
+
+_UPPER_BOUND_NOTE = (
+    "executed FLOPs are an upper bound without an audit (hybrid_mode.audit), and so is what was executed "
+    "beyond the count"
+)
 
 
 def _why_left_out(is_datasheet_peak: bool, tells_all: bool) -> str:

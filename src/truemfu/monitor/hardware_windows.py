@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..crosscheck import CrossCheck
+from ..hardware.audited import AuditedKernels
 from ..hardware.counter_windows import combine
 from ..hardware.executed import has_rate
 from ..hardware.specs import DeviceSpec
@@ -30,12 +31,12 @@ class HardwareWindows:
         watch: HardwareWatch,
         *,
         spec: DeviceSpec | None,
-        non_matrix_share: float | None,
+        audited: AuditedKernels | None,
         world_size: int,
         notice: Callable[[str], None],
     ) -> None:
         self._watch, self._spec, self._notice = watch, spec, notice
-        self._non_matrix_share, self._world_size = non_matrix_share, world_size
+        self._audited, self._world_size = audited, world_size
         self._begin: Cut | None = None
         self._sums = StepSums()
         self._unread = self._disagreeing = 0
@@ -119,7 +120,7 @@ class HardwareWindows:
             measured,
             self._detail,
             spec=self._spec,
-            non_matrix_share=self._non_matrix_share,
+            audited=self._audited,
             world_size=self._world_size,
             is_datasheet_peak=self._is_datasheet_peak,
         )

@@ -29,7 +29,7 @@ from ..flops.host_copy import HostCopy, start_host_copy
 from ..flops.interruption import deliver
 from ..hardware.audited import read_audit
 from ..hardware.detect import override_flops_per_s, spec_of
-from ..hardware.executed import has_rate
+from ..hardware.executed import executed_method, has_rate
 from ..records import RUN_FILE
 from ..torch_private.loading import listen
 from ..torch_private.table import said as missed
@@ -564,7 +564,7 @@ class TrainingMonitor:
             else HardwareWindows(
                 self._watch,
                 spec=spec_of(device),
-                non_matrix_share=self._non_matrix_share(),
+                audited=self._audited,
                 world_size=self._ranks.world_size,
                 notice=self._notices,
             ),
@@ -574,12 +574,6 @@ class TrainingMonitor:
         if self._ranks.is_first:
             self._output.start(self._run_info())
             self._leave_signals = write_at_signals(self._write_out)
-
-    def _non_matrix_share(self) -> float | None:
-        """What is taken off the tensor pipe's activity: the user's figure or an audit's; None: nothing."""
-        if self.config.non_matrix_share is not None or self._audited is None:
-            return self.config.non_matrix_share
-        return self._audited.non_matrix_share
 
     def _opened_watch(self, device: torch.device) -> HardwareWatch | None:
         """The counters of `hybrid`; where there are none, what comes instead."""
@@ -596,7 +590,8 @@ class TrainingMonitor:
             self._measuring.go_without_counters(watch)
             return None
         if has_rate(spec_of(device)):
-            self._counting.executed_method = "hardware counters"
+            is_corrected = self._audited is not None and self._audited.executed_over_activity is not None
+            self._counting.executed_method = executed_method(is_corrected=is_corrected)
         else:
             self._measuring.go_without_counters(f"no FLOP per cycle is known for {_device_name(device)}")
         return watch

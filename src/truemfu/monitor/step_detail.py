@@ -77,11 +77,8 @@ def detail_of(
     audited_tiles: Mapping[Shape, float],
 ) -> StepDetail:
     """A count, and the same by shape where there is one, as shares."""
-    executed = count.hardware_flops
     detail = StepDetail(
         dtype_shares={dtype: flops / count.model_flops for dtype, flops in count.by_dtype.items() if flops},
-        forward_share=count.forward / executed,
-        recompute_share=count.recompute / executed,
         uncounted=count.uncounted,
     )
     if work is None or not work.hardware_flops:
@@ -101,4 +98,8 @@ def detail_of(
         attention_share=work.attention / work.hardware_flops,
         attention_executed_share=blocked / work.attention if work.attention and blocked is not None else None,
         tile_factor=tiles,
+        few_channel_share=work.few_channels / work.hardware_flops,
+        grouped_share=work.grouped / work.hardware_flops,
+        grouped_padded_share=work.grouped_padded / work.hardware_flops,
+        unaligned_share=work.unaligned / work.hardware_flops,
     )

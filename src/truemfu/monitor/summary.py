@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any, TextIO
 
+from ..records import UPPER_BOUND
 from ..waterfall import evaluations
 
 _WORTH_SAYING = 0.005
@@ -112,6 +113,8 @@ def _executed(hardware: Mapping[str, Any]) -> str:
     if rate is None:
         return "unknown (the chip's rate is not in the table, or not all work is on the tensor pipe)"
     text = f"{rate / 1e12:.1f} TFLOP/s"
+    if hardware["executed_over_activity"] is None:
+        text += f" ({UPPER_BOUND})"
     if hardware["executed_hfu"] is not None:
         text += f", HFU {hardware['executed_hfu']:.1%}"
     if ratio is not None:

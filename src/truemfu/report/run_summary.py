@@ -92,6 +92,7 @@ def _hardware(window: LastWindow, rows: Sequence[LogRow]) -> RunHardware:
     return RunHardware(
         executed_flops_per_s=None if rate_tflops is None else 1e12 * rate_tflops,
         executed_hfu=hfu,
+        executed_over_activity=told("perf/executed_over_activity"),
         executed_over_counted=told("perf/executed_over_counted"),
         executed_over_expected=told("perf/executed_over_expected"),
         clock_hz=None if clock_mhz is None else 1e6 * clock_mhz,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 
-from ..records import MonitorCost, RunHardware, RunRecord, RunSummary
+from ..records import UPPER_BOUND, MonitorCost, RunHardware, RunRecord, RunSummary
 from ..waterfall import evaluations
 from .render import duration, number
 from .run_load import LastWindow, LogRow
@@ -95,15 +95,23 @@ def hardware_figures(hardware: RunHardware, scope: str | None) -> list[Figure]:
     counted = ""
     if hardware.executed_hfu is not None and hardware.executed_over_counted:
         counted = f"by the count {share(hardware.executed_hfu / hardware.executed_over_counted)}"
+    is_corrected = hardware.executed_over_activity is not None
+    kind = f"corrected by an audit: {hardware.executed_over_activity:.4f}" if is_corrected else UPPER_BOUND
+
+    def remark(*texts: str) -> str:
+        return "; ".join(text for text in (kind, *texts) if text)
+
     return [
-        _figure("executed", flop_rate, hardware.executed_flops_per_s, _windows(hardware), no_rate),
-        _figure("HFU by the counters", share, hardware.executed_hfu, counted, f"{no_rate}, or the peak"),
-        _figure("executed over counted", _ratio, hardware.executed_over_counted, "", no_ratio),
+        _figure("executed", flop_rate, hardware.executed_flops_per_s, remark(_windows(hardware)), no_rate),
+        _figure(
+            "HFU by the counters", share, hardware.executed_hfu, remark(counted), f"{no_rate}, or the peak"
+        ),
+        _figure("executed over counted", _ratio, hardware.executed_over_counted, remark(), no_ratio),
         _figure(
             "executed over expected",
             _ratio,
             hardware.executed_over_expected,
-            "expected: the count, with what tiles overhang and without what masks skip",
+            remark("expected: the count, with what tiles overhang and without what masks skip"),
             no_ratio,
         ),
         _figure("SM clock", _clock, hardware.clock_hz, _clock_remark(hardware), silent),
