@@ -17,6 +17,14 @@ from .tally import Tally
 from .values import attach, value_of
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_EXITS = {
+    torch.Tensor.numpy: "torch.Tensor.numpy",
+    torch.Tensor.__array__: "torch.Tensor.__array__",
+    torch.Tensor.__dlpack__: "torch.Tensor.__dlpack__",
+    torch.Tensor.data_ptr: "torch.Tensor.data_ptr",
+    torch.Tensor.__cuda_array_interface__.__get__: "torch.Tensor.__cuda_array_interface__",  # type: ignore[attr-defined]
+}
+"""Calls that hand a tensor's memory to code outside torch, and what they are called in `uncounted`."""
 _RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 
 
@@ -70,7 +78,7 @@ class Calls(TorchFunctionMode):
     """Sees a few torch calls whole, before they turn into operators.
 
     `scaled_dot_product_attention` before torch pads head sizes for its kernels; constructors and exports that
-    read a tensor's memory directly, which fake tensors do not have; and, where the run may `stand_in` for the
+    read a tensor's memory directly, which fake tensors do not have, or hand it to code that is not torch's; and, where the run may `stand_in` for the
     real one, attention on nested tensors, which few devices have kernels for.
     """
 
@@ -90,6 +98,10 @@ class Calls(TorchFunctionMode):
                 return func(*args, **kwargs)
         if func in (torch.tensor, torch.as_tensor) and args and not isinstance(args[0], torch.Tensor):
             return self._from_numbers(func, args, kwargs)
+        if func is torch.Tensor.backward:
+            return self._backward(*args, **kwargs)
+        if (name := _EXITS.get(func)) is not None:
+            self._tally.leave(name, args[0])
         if func in (torch.Tensor.numpy, torch.Tensor.__array__) and isinstance(args[0], FakeTensor):
             return torch.tensor(args[0].tolist(), dtype=args[0].dtype).numpy()
         if func in _RECURRENT and any(isinstance(t, FakeTensor) for t in tree_flatten(args)[0]):
@@ -99,6 +111,18 @@ class Calls(TorchFunctionMode):
         if func is torch.Tensor.data_ptr and isinstance(args[0], FakeTensor):
             raise RuntimeError("a kernel bound by hand reads a tensor's memory")
         return func(*args, **kwargs)
+
+    def _backward(
+        self,
+        loss: torch.Tensor,
+        gradient: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
+        """`loss.backward()`, with the calls inside seen too: torch suspends a mode while it handles a call."""
+        with self:
+            torch.autograd.backward(loss, gradient, retain_graph, create_graph, inputs=inputs)
 
     def _from_numbers(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """A tensor of given numbers; torch would make it on the device itself, and wait for that copy."""
