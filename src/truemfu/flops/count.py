@@ -31,7 +31,7 @@ from ..torch_private.dispatch import FakeTensorMode, check_counts, check_fake_te
 from ..torch_private.trees import tree_flatten
 from ..torch_versions import warn_if_untested
 from .batch import documents_of
-from .calls import Calls, follow_modules, following_modules
+from .calls import follow_modules, following_calls, following_modules
 from .explain import explain, is_about_fake_tensors
 from .flop_count import FlopCount
 from .interruption import OtherCountRuns, TimeIsUp, supervision, was_interrupted
@@ -95,7 +95,7 @@ def count_step(
         uncompiled(),
         following_modules(tally),
         watched_launches(tally),
-        Calls(tally),
+        following_calls(tally),
         tally,
     ):
         fn(*args, **kwargs)
@@ -261,7 +261,7 @@ class _Step:
         untouched = untouched_globals(self.model, self.loss_fn)
         with untouched, own_random_draws(self.model) as drawn, untouched_casts(), uncompiled():
             try:
-                with fake_mode, watched_launches(tally), Calls(tally, stand_in=True), tally:
+                with fake_mode, watched_launches(tally), following_calls(tally, stand_in=True), tally:
                     self._forward_and_backward(model, args, kwargs, loss_fn, tally)
             finally:
                 if tally.has_drawn:

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from ..convention import Convention
 from ..errors import ModelError, one_line
 from ..torch_private.dispatch import disable_modes
-from .calls import Calls, follow_modules
+from .calls import follow_modules, following_calls
 from .flop_count import FlopCount
 from .interruption import was_interrupted
 from .surroundings import uncompiled, untouched_casts
@@ -154,6 +154,6 @@ def _as_it_runs() -> FlopCount:
     with disable_modes(), torch.inference_mode(False), torch.enable_grad(), untouched_casts(), uncompiled():
         model, x = _Known(), _example()
         follow_modules(model, tally)
-        with torch.autograd.set_multithreading_enabled(False), Calls(tally), tally:
+        with torch.autograd.set_multithreading_enabled(False), following_calls(tally), tally:
             model(x).sum().backward()
     return tally.result(method="")
