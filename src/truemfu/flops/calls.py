@@ -25,7 +25,7 @@ _EXITS = {
     torch.Tensor.__array__: "torch.Tensor.__array__",
     torch.Tensor.__dlpack__: "torch.Tensor.__dlpack__",
     torch.Tensor.data_ptr: "torch.Tensor.data_ptr",
-    torch.Tensor.__cuda_array_interface__.__get__: "torch.Tensor.__cuda_array_interface__",  # type: ignore[attr-defined]
+    torch.Tensor.__cuda_array_interface__.__get__: "torch.Tensor.__cuda_array_interface__",
 }
 """Calls that hand a tensor's memory to code outside torch, and what they are called in `uncounted`."""
 _PLAIN = torch.empty(0, device="cpu")

@@ -64,7 +64,7 @@ class _Run:
 
 def is_custom(node: Any) -> bool:
     """Whether an autograd node is a Function written in Python; those that checkpoint are left out."""
-    return isinstance(node, BackwardCFunction) and "Checkpoint" not in node.name()
+    return isinstance(node, BackwardCFunction) and "Checkpoint" not in type(node).__name__
 
 
 def in_function() -> bool:
