@@ -93,7 +93,9 @@ class DataFlow:
             if run is not None:
                 self._see_backward(run, name, func, args, kwargs, out, product)
         elif self._runs:  # a backward pass inside a Function's own: what it computes are gradients
-            self._write(name, func, args, kwargs, out, _Content(gradient=True))
+            made = self._made_from(name, func, args, kwargs)
+            made.gradient = True
+            self._write(name, func, args, kwargs, out, made)
 
     def launched(self, arguments: Iterable[Any]) -> None:
         """A kernel was launched that no dispatcher sees: it may read and write any of these."""
