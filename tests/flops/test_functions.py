@@ -567,7 +567,7 @@ def test_a_triton_kernel_is_named_and_passed_over_on_fake_tensors() -> None:
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("is_trained", [True, False])
 def test_ligers_head_has_the_plain_heads_integers(reduction: str, is_trained: bool) -> None:
-    """Liger computes gradients in forward; for losses token by token, it computes the logits again in backward."""
+    """Liger computes gradients in forward; for a loss token by token, the logits again in backward."""
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     ops = pytest.importorskip(
