@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from truemfu import FlopModel, TruemfuWarning, count_flops, count_step, errors
 from truemfu.flops.profiler import profile_step
+from truemfu.flops.registry import OPERATOR_FORMULAS
 
 ROWS, WIDTH, VOCABULARY = 24, 24, 24
 """All alike: no shape tells one product of the head from another."""
@@ -536,7 +537,7 @@ def one_kernel() -> Iterator[Any]:
     yield lambda x: double_kernel[(triton.cdiv(x.numel(), 64),)](x, x.numel(), BLOCK=64)
 
 
-def test_a_triton_kernel_is_named_and_passed_over_on_fake_tensors() -> None:
+def test_a_triton_kernel_is_named_and_passed_over_on_fake_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     with one_kernel() as double:
 
         class Doubled(torch.autograd.Function):
@@ -558,6 +559,11 @@ def test_a_triton_kernel_is_named_and_passed_over_on_fake_tensors() -> None:
         model, given = Apply(Doubled.apply), (torch.randn(ROWS, WIDTH, requires_grad=True),)
         with pytest.warns(TruemfuWarning, match="triton::double_kernel"):
             count = count_flops(model, given)
+        monkeypatch.setitem(OPERATOR_FORMULAS, "triton::double_kernel", lambda x, n, *, BLOCK, out: n)
+        registered = count_flops(model, given)
+    assert not registered.uncounted
+    assert registered.forward == ONE + ROWS * WIDTH
+    assert (registered.backward, registered.recompute) == (2 * ONE + ROWS * WIDTH, ONE + ROWS * WIDTH)
     assert count.method == "count on fake tensors"
     assert parts(count) == (1, 2, 1)
     assert count.uncounted == {"triton::double_kernel": 3}

@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any, Protocol
 
@@ -97,22 +97,16 @@ class DataFlow:
             made.gradient = True
             self._write(name, func, args, kwargs, out, made)
 
-    def launched(self, arguments: Iterable[Any]) -> None:
+    def launched(self, arguments: Sequence[Any], product: Product | None) -> None:
         """A kernel was launched that no dispatcher sees: it may read and write any of these."""
-        arguments = list(arguments)
+        run = self._run_here()
         if current_graph_task_id() == -1 and torch.is_grad_enabled():
             self._use(arguments)
-            return
-        if not self._unused and self._run_here() is None:
-            return
-        storages = [storage for argument in arguments if (storage := _storage(argument)) is not None]
-        contents = [content for storage in storages if (content := self._contents.get(storage)) is not None]
-        products, gradient = 0, False
-        for content in contents:
-            products |= content.products
-            gradient |= content.gradient or content.unwritten
-        for storage in storages:
-            self._contents[storage] = _Content(products, gradient)
+        elif run is not None or product is not None or self._unused:
+            made = self._made_from("", None, arguments, {})
+            self._add(run, product, made, made.gradient)
+            for storage in filter(None, map(_storage, arguments)):
+                self._contents[storage] = _Content(made.products, made.gradient)
 
     def lost(self) -> None:
         """A tensor has left torch: what comes of it is not known."""
@@ -127,10 +121,7 @@ class DataFlow:
             self._use((args, kwargs))
         elif product is not None or self._unused:
             made = self._made_from(name, func, args, kwargs)
-            if product is not None:
-                bit = self._number(product)
-                self._unused |= bit
-                made.products |= bit
+            self._add(None, product, made, False)
             self._write(name, func, args, kwargs, out, made)
 
     def _use(self, tree: Any) -> None:
@@ -143,13 +134,9 @@ class DataFlow:
         self, run: _Run, name: str, func: Any, args: Any, kwargs: Any, out: Any, product: Product | None
     ) -> None:
         made = self._made_from(name, func, args, kwargs)
-        if product is not None and product.phase == "backward":
-            operands = list(self._read(factors(name, args)))
-            if run.is_judged and not any(content.gradient or content.unwritten for content in operands):
-                product.phase = "recompute"
-            bit = self._number(product)
-            run.products |= bit
-            made.products |= bit
+        operands = self._read(factors(name, args)) if product is not None else ()
+        is_gradient = any(content.gradient or content.unwritten for content in operands)
+        self._add(run, product, made, is_gradient)
         made.unwritten = name in _UNWRITTEN
         self._write(name, func, args, kwargs, out, made)
 
@@ -201,9 +188,20 @@ class DataFlow:
             self._products[number].phase = phase
             bits &= ~(1 << number)
 
-    def _number(self, product: Product) -> int:
+    def _add(self, run: _Run | None, product: Product | None, made: _Content, is_gradient: bool) -> None:
+        """A product has run, in this call of a Function's backward or in a forward pass without gradients: it
+        is in what was made. `is_gradient`: one of its operands depends on the incoming gradient."""
+        if product is None or product.phase != ("forward" if run is None else "backward"):
+            return
+        bit = 1 << len(self._products)
         self._products.append(product)
-        return 1 << (len(self._products) - 1)
+        made.products |= bit
+        if run is None:
+            self._unused |= bit
+        else:
+            run.products |= bit
+            if run.is_judged and not is_gradient:
+                product.phase = "recompute"
 
     def _read(self, tree: Any) -> Iterator[_Content]:
         for leaf in tree_leaves(tree):

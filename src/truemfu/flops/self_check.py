@@ -82,8 +82,8 @@ class _Product(torch.autograd.Function):
 
 class _Own(_Layer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        product: torch.Tensor = _Product.apply(x.flatten(0, 1), self.weight)
-        return product.unflatten(0, x.shape[:2])
+        product: torch.Tensor = _Product.apply(x.flatten(0, 1), self.weight)  # type: ignore[no-untyped-call]
+        return product.reshape(x.shape)
 
 
 class _Attention(nn.Module):

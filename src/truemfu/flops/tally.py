@@ -278,14 +278,14 @@ class Tally(TorchDispatchMode):
 
     def launch(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """A kernel of this name is launched past the dispatcher, with these arguments."""
-        arguments = [*args, *kwargs.values()]
-        self._flow.launched(arguments)
+        arguments, entry = [*args, *kwargs.values()], None
+        if name in OPERATOR_FORMULAS:
+            entry = self._count(name, None, args, kwargs, None)
+        else:
+            self.uncounted[name] += 1
+        self._flow.launched(arguments, entry)
         if self._following is not None:
             self._following.launched(arguments)
-        if name not in OPERATOR_FORMULAS:
-            self.uncounted[name] += 1
-            return
-        self._count(name, None, args or (None,), kwargs, None)
 
     @contextmanager
     def inside_launch(self) -> Iterator[None]:
@@ -328,7 +328,7 @@ class Tally(TorchDispatchMode):
         phase = self._phase(node)
         module = self._module_of(node) if phase == "backward" and node is not None else self._paths[-1]
         needed, executed = self._flops(work, module, node if phase == "backward" else None)
-        operand = factors(name, args)[0]
+        operand = next(iter(factors(name, args)), None)
         if isinstance(operand, torch.Tensor) and operand.is_complex():
             needed, executed = 4 * needed, 4 * executed
         entry = Entry(phase, module, name.replace("::", "."), _dtype(name, operand), needed, executed)
