@@ -31,7 +31,7 @@ NOT_NEEDED = {
     table.SCALED_MM, table.INT_MM,
 }  # fmt: skip
 """By a training on a CPU, in one process and without flex attention."""
-WRITTEN = {table.FLEX_CHECK, table.DEFAULT_GENERATOR, table.COMPILED_CALL}
+WRITTEN = {table.FLEX_CHECK, table.DEFAULT_GENERATOR, table.COMPILED_CALL, table.RUN_BACKWARD}
 """Names that are written to: nothing that a lookup finds could stand for one without effect."""
 ROWS = SHAPE[0] * SHAPE[1]
 LINEAR = 2 * ROWS * SHAPE[2] * SHAPE[2]

@@ -581,7 +581,7 @@ class _Product(torch.autograd.Function):
         return grad @ w, grad.T @ x
 
 
-case(PLAIN, "a function with its own backward", X)(lambda m, x: _Product.apply(x, m.up.weight))
+case(FUSED, "a function with its own backward", X)(lambda m, x: _Product.apply(x, m.up.weight))
 
 # attention and recurrent layers of torch
 

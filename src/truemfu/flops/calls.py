@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, has_torch_function
 
-from ..torch_private.dispatch import FakeTensor
+from ..torch_private.dispatch import FakeTensor, disable_modes
+from ..torch_private.replacing import replaced
+from ..torch_private.table import RUN_BACKWARD
 from ..torch_private.trees import tree_flatten
 from .tally import Tally
 from .values import attach, value_of
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_EXITS = {
+    torch.Tensor.numpy: "torch.Tensor.numpy",
+    torch.Tensor.__array__: "torch.Tensor.__array__",
+    torch.Tensor.__dlpack__: "torch.Tensor.__dlpack__",
+    torch.Tensor.data_ptr: "torch.Tensor.data_ptr",
+    torch.Tensor.__cuda_array_interface__.__get__: "torch.Tensor.__cuda_array_interface__",
+}
+"""Calls that hand a tensor's memory to code outside torch, and what they are called in `uncounted`."""
+_PLAIN = torch.empty(0, device="cpu")
 _RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 
 
@@ -66,12 +78,31 @@ def following_modules(tally: Tally) -> Iterator[None]:
             handle.remove()
 
 
+@contextlib.contextmanager
+def following_calls(tally: Tally, *, stand_in: bool = False) -> Iterator[None]:
+    """Tell the tally of calls, those in a backward pass too: torch suspends a mode while it handles a call,
+    and the call that runs a backward pass lasts as long as that."""
+    calls, here = Calls(tally, stand_in=stand_in), threading.get_ident()
+
+    def followed(run_backward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            is_suspended = threading.get_ident() == here and not has_torch_function((_PLAIN,))
+            with calls if is_suspended else contextlib.nullcontext():
+                return run_backward(*args, **kwargs)
+
+        return run
+
+    with replaced(RUN_BACKWARD, followed), calls:
+        yield
+
+
 class Calls(TorchFunctionMode):
     """Sees a few torch calls whole, before they turn into operators.
 
     `scaled_dot_product_attention` before torch pads head sizes for its kernels; constructors and exports that
-    read a tensor's memory directly, which fake tensors do not have; and, where the run may `stand_in` for the
-    real one, attention on nested tensors, which few devices have kernels for.
+    read a tensor's memory directly, which fake tensors do not have; exports of any tensor, after which torch
+    sees no more of the work; and, where the run may `stand_in` for the real one, attention on nested tensors,
+    which few devices have kernels for.
     """
 
     def __init__(self, tally: Tally, *, stand_in: bool = False) -> None:
@@ -90,14 +121,14 @@ class Calls(TorchFunctionMode):
                 return func(*args, **kwargs)
         if func in (torch.tensor, torch.as_tensor) and args and not isinstance(args[0], torch.Tensor):
             return self._from_numbers(func, args, kwargs)
-        if func in (torch.Tensor.numpy, torch.Tensor.__array__) and isinstance(args[0], FakeTensor):
-            return torch.tensor(args[0].tolist(), dtype=args[0].dtype).numpy()
+        if (name := _EXITS.get(func)) is not None:
+            self._tally.leave(name, args[0])
+            if isinstance(args[0], FakeTensor):
+                return _array_of(func, args[0])
         if func in _RECURRENT and any(isinstance(t, FakeTensor) for t in tree_flatten(args)[0]):
             return _recurrent(func, *args, **kwargs)
         if func == _SET_DATA and (value := value_of(args[1])) is not None:
             attach(args[0], value)
-        if func is torch.Tensor.data_ptr and isinstance(args[0], FakeTensor):
-            raise RuntimeError("a kernel bound by hand reads a tensor's memory")
         return func(*args, **kwargs)
 
     def _from_numbers(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -112,6 +143,16 @@ class Calls(TorchFunctionMode):
         needs_gradient = kwargs.pop("requires_grad", False)
         made = func(numbers, *args[1:], **{**kwargs, "device": "cpu"}).to(device)
         return made.requires_grad_() if needs_gradient else made
+
+
+def _array_of(func: Any, fake: torch.Tensor) -> Any:
+    """An array of what is known of a fake tensor; for the rest its memory would have to be there."""
+    is_index = not (fake.is_floating_point() or fake.is_complex())
+    if func not in (torch.Tensor.numpy, torch.Tensor.__array__) or not (is_index or value_of(fake)):
+        raise RuntimeError("code outside torch reads a tensor's memory")
+    numbers, dtype = fake.tolist(), fake.dtype
+    with disable_modes():
+        return torch.tensor(numbers, dtype=dtype, device="cpu").numpy()
 
 
 def _recurrent(func: Any, *args: Any, **kwargs: Any) -> Any:

@@ -31,10 +31,11 @@ from ..torch_private.dispatch import FakeTensorMode, check_counts, check_fake_te
 from ..torch_private.trees import tree_flatten
 from ..torch_versions import warn_if_untested
 from .batch import documents_of
-from .calls import Calls, follow_modules, following_modules
+from .calls import follow_modules, following_calls, following_modules
 from .explain import explain, is_about_fake_tensors
 from .flop_count import FlopCount
 from .interruption import OtherCountRuns, TimeIsUp, supervision, was_interrupted
+from .kernel_launches import watched_launches
 from .likeness import FakeLikeness, real_copy
 from .loss import loss_of
 from .random_states import own_random_draws
@@ -89,7 +90,14 @@ def count_step(
     check_known_model()
     tally = Tally(convention)
     single_thread = torch.autograd.set_multithreading_enabled(False)  # autograd numbers its nodes by thread
-    with single_thread, uncompiled(), following_modules(tally), Calls(tally), tally:
+    with (
+        single_thread,
+        uncompiled(),
+        following_modules(tally),
+        watched_launches(tally),
+        following_calls(tally),
+        tally,
+    ):
         fn(*args, **kwargs)
     count = tally.result(method=EXECUTED)
     warn_uncounted(count)
@@ -119,7 +127,7 @@ def uncounted_notice(count: FlopCount) -> str | None:
     names = ", ".join(f"{name} ({calls}×)" for name, calls in sorted(count.uncounted.items()))
     return (
         f"operators that may do matrix work and have no formula are not counted: {names}; "
-        "register one with truemfu.register_formula"
+        "register one with truemfu.register_formula, or a module's work with truemfu.register_module"
     )
 
 
@@ -253,7 +261,7 @@ class _Step:
         untouched = untouched_globals(self.model, self.loss_fn)
         with untouched, own_random_draws(self.model) as drawn, untouched_casts(), uncompiled():
             try:
-                with fake_mode, Calls(tally, stand_in=True), tally:
+                with fake_mode, watched_launches(tally), following_calls(tally, stand_in=True), tally:
                     self._forward_and_backward(model, args, kwargs, loss_fn, tally)
             finally:
                 if tally.has_drawn:

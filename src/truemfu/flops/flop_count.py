@@ -15,8 +15,8 @@ class FlopCount:
 
     `by_module` (path → integer, a module includes its children, "" is the whole model), `by_operator` and
     `by_dtype` split `model_flops`. `uncounted` names operators that may do matrix work and have no
-    formula, with the number of calls; `notes` says, in sentences, what the reader must know to trust the
-    number.
+    formula, and calls by which tensors leave torch, with the number of calls; `notes` says, in sentences,
+    what the reader must know to trust the number.
     """
 
     forward: int

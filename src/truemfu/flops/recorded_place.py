@@ -42,6 +42,13 @@ def is_call(event: Any) -> bool:
     return getattr(scope, "name", None) == _FUNCTION
 
 
+def is_function(event: Any) -> bool:
+    """Whether an autograd node is a Function written in Python that neither is compiled nor checkpoints:
+    torch numbers its own, as in `MmBackward0`."""
+    name: str = event.name
+    return name.endswith("Backward") and not any(word in name for word in ("CompiledFunction", "Checkpoint"))
+
+
 def place_of_node(event: Any) -> Place:
     """What the operators are for that an autograd node runs.
 

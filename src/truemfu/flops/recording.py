@@ -32,7 +32,7 @@ from .matrix_work import (
     may_be_matrix_work,
 )
 from .recorded_call import LazyResult, RecordedCall, has_data, is_composite, is_tensor, tensors_of
-from .recorded_place import COMPILING, NODE, Place, is_call, place_of_node
+from .recorded_place import COMPILING, NODE, Place, is_call, is_function, place_of_node
 from .registry import OPERATOR_FORMULAS
 
 METHOD = "torch.profiler"
@@ -51,6 +51,9 @@ _RECURRENT_GRADIENTS = (
 )
 _COMPILED_NOW = "code was compiled in the measured step: what the compiler ran is left out"
 _COMPILED_CODE = "recomputation inside compiled code counts as backward: it cannot be told apart"
+_OWN_BACKWARD = (
+    "recomputation inside a custom Function's backward counts as backward: it cannot be told apart"
+)
 _PACKED = "attention over packed sequences is not counted: their lengths are not recorded"
 
 
@@ -101,7 +104,10 @@ class _Reading:
             self._notes[_COMPILED_NOW] = None
             return 0
         if name.startswith(NODE):
-            return self._beneath(event, place_of_node(event))
+            found = self._beneath(event, place_of_node(event))
+            if found and is_function(event):
+                self._notes[_OWN_BACKWARD] = None
+            return found
         if name.startswith(_TRITON_TEMPLATE) or name in _REPLAYS:
             return self._miss(name)
         if not is_call(event):

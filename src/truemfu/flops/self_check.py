@@ -3,7 +3,8 @@
 Names that a new version of torch lacks are found by looking (`torch_private/`). A name that it still has, but
 that no longer does what it did, shows only in what is counted. So a small model that has each thing once that
 a count could get wrong is counted on fake tensors, and run as it is: matrix products, a frozen weight, a
-checkpoint of either kind, attention, a value that is read. Where the count is another, counting is refused.
+checkpoint of either kind, a custom Function, attention, a value that is read. Where the count is another,
+counting is refused.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from ..convention import Convention
 from ..errors import ModelError, one_line
 from ..torch_private.dispatch import disable_modes
-from .calls import Calls, follow_modules
+from .calls import follow_modules, following_calls
 from .flop_count import FlopCount
 from .interruption import was_interrupted
 from .surroundings import uncompiled, untouched_casts
@@ -34,11 +35,12 @@ _WIDE = 2 * _PLACES * _WIDTH * _WIDTH
 _PAIRED = 2 * _SAMPLES * _LENGTH * _LENGTH * _WIDTH
 """FLOPs of one product of attention, over all heads."""
 
-FORWARD = _NARROW + 4 * _WIDE + 2 * _PAIRED
-BACKWARD = _NARROW + 7 * _WIDE + 4 * _PAIRED
+FORWARD = _NARROW + 5 * _WIDE + 2 * _PAIRED
+BACKWARD = _NARROW + 9 * _WIDE + 4 * _PAIRED
 """`first` has no input to differentiate, `frozen` no weight; all other products have two gradients."""
-RECOMPUTE = 3 * _WIDE + _PAIRED
-"""What checkpoints run again, and the scores once more in the backward pass of fused attention."""
+RECOMPUTE = 4 * _WIDE + _PAIRED
+"""What checkpoints and a Function run again, and the scores once more in the backward pass of fused
+attention."""
 BY_MODULE = {
     "": FORWARD + BACKWARD,
     "first": 2 * _NARROW,
@@ -46,6 +48,7 @@ BY_MODULE = {
     "one": 3 * _WIDE,
     "two": 3 * _WIDE,
     "three": 3 * _WIDE,
+    "own": 3 * _WIDE,
     "attention": 6 * _PAIRED,
 }
 
@@ -62,6 +65,27 @@ class _Layer(nn.Module):
         return nn.functional.linear(x, self.weight)
 
 
+class _Product(torch.autograd.Function):
+    """A product that is computed again in the backward pass, where shapes do not tell it from a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.mm(x, weight).tanh()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        grad = grad * (1 - torch.mm(x, weight).tanh().square())
+        return torch.mm(grad, weight.t()), torch.mm(x.t(), grad)
+
+
+class _Own(_Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        product: torch.Tensor = _Product.apply(x.flatten(0, 1), self.weight)  # type: ignore[no-untyped-call]
+        return product.reshape(x.shape)
+
+
 class _Attention(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         heads = x.unflatten(-1, (_HEADS, -1)).transpose(1, 2)
@@ -76,7 +100,7 @@ class _Known(nn.Module):
         super().__init__()
         self.first, self.frozen = _Layer(_INPUTS), _Layer(_WIDTH, is_trained=False)
         self.one, self.two, self.three = _Layer(_WIDTH), _Layer(_WIDTH), _Layer(_WIDTH)
-        self.attention = _Attention()
+        self.own, self.attention = _Own(_WIDTH), _Attention()
         self.register_buffer("samples", torch.tensor(_SAMPLES, device="cpu"))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -84,7 +108,7 @@ class _Known(nn.Module):
         x = self.frozen(self.first(x[: int(samples)]).tanh())
         x = _again(lambda y: self.two(self.one(y).tanh()).tanh(), x, is_reentrant=False)
         x = _again(lambda y: self.three(y).tanh(), x, is_reentrant=True)
-        attended: torch.Tensor = self.attention(x)
+        attended: torch.Tensor = self.attention(self.own(x))
         return attended
 
 
@@ -154,6 +178,6 @@ def _as_it_runs() -> FlopCount:
     with disable_modes(), torch.inference_mode(False), torch.enable_grad(), untouched_casts(), uncompiled():
         model, x = _Known(), _example()
         follow_modules(model, tally)
-        with torch.autograd.set_multithreading_enabled(False), Calls(tally), tally:
+        with torch.autograd.set_multithreading_enabled(False), following_calls(tally), tally:
             model(x).sum().backward()
     return tally.result(method="")

@@ -4,7 +4,8 @@
 
 What runs outside the backward pass is forward. Inside it, what runs with gradients enabled is the forward of
 a checkpointed stretch run again: recomputation. The rest is backward, of which a fused kernel may execute
-more than autograd needs; the surplus is recomputation too.
+more than autograd needs; the surplus is recomputation too. Inside a custom Function the data flow decides
+(`data_flow.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import itertools
 import sys
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -41,6 +42,7 @@ from ..torch_private.dispatch import (
 )
 from . import attention as attention_kernels
 from .attention import AttentionWork
+from .data_flow import DataFlow, in_function, is_custom
 from .dtype_names import dtype_name
 from .eager_attention import EagerAttention, Scale, allowed_by, readable
 from .flop_count import FlopCount
@@ -161,6 +163,8 @@ class Tally(TorchDispatchMode):
         """Whether an operator drew from the process's generator, not from that of this count."""
         self.reads_own_values = False
         """Whether values that the model itself holds, its buffers, were read."""
+        self._flow = DataFlow()
+        self._is_launching = False
         self._supervision = supervision()
         self._final_backward = False
         self._paths: list[str] = [""]
@@ -222,6 +226,7 @@ class Tally(TorchDispatchMode):
         else:
             out = func(*args, **kwargs)
         entry = self._count(name, func, args, kwargs, out)
+        self._flow.see(name, func, args, kwargs, out, entry)
         if ("pool" in name or name == "aten::convolution") and (steps := size_steps(name, args, out)):
             self.size_steps.append(steps)
         if (
@@ -263,13 +268,16 @@ class Tally(TorchDispatchMode):
         """What an operator that runs now is for.
 
         Inside a backward pass a checkpoint that runs its stretch again shows among the callers, or by its
-        node. Otherwise gradients are enabled there by other ways of recomputing, or as the pass is to be
-        differentiated itself (`create_graph`), which `final_backward` rules out.
+        node. The products of a custom Function are filed by their data flow, later. Otherwise gradients are
+        enabled there by other ways of recomputing, or as the pass is to be differentiated itself
+        (`create_graph`), which `final_backward` rules out.
         """
         if current_graph_task_id() == -1:
             return "forward"
         if _checkpoint_is_running() or (node is not None and "Checkpoint" in node.name()):
             return "recompute"
+        if is_custom(node):
+            return "backward"
         return "recompute" if self._final_backward and torch.is_grad_enabled() else "backward"
 
     @contextmanager
@@ -280,6 +288,36 @@ class Tally(TorchDispatchMode):
             yield
         finally:
             self._final_backward = False
+
+    def launch(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """A kernel of this name is launched past the dispatcher, with these arguments."""
+        arguments, entry = [*args, *kwargs.values()], None
+        if name in OPERATOR_FORMULAS:
+            entry = self._count(name, None, args, kwargs, None)
+        else:
+            self.uncounted[name] += 1
+        self._flow.launched(arguments, entry)
+        if self._following is not None:
+            self._following.launched(arguments)
+
+    @contextmanager
+    def inside_launch(self) -> Iterator[None]:
+        """A launched kernel takes its arguments' pointers inside."""
+        self._is_launching = True
+        try:
+            yield
+        finally:
+            self._is_launching = False
+
+    def leave(self, name: str, tensor: torch.Tensor) -> None:
+        """A tensor leaves torch by a call of this name: numbers inside a model may be factors of a product
+        that is not seen; integers are indices, and a single number is no factor."""
+        is_number = tensor.is_floating_point() or tensor.is_complex()
+        if self._is_launching:
+            return
+        if is_number and tensor.numel() > 1 and (len(self._paths) > 1 or in_function()):
+            self._flow.lost()
+            self.uncounted[name] += 1
 
     def _count(self, name: str, func: Any, args: Any, kwargs: Any, out: Any) -> Entry | None:
         work: Any
@@ -303,7 +341,7 @@ class Tally(TorchDispatchMode):
         phase = self._phase(node)
         module = self._module_of(node) if phase == "backward" and node is not None else self._paths[-1]
         needed, executed = self._flops(work, module, node if phase == "backward" else None)
-        operand = factors(name, args)[0]
+        operand = next(iter(factors(name, args)), None)
         if isinstance(operand, torch.Tensor) and operand.is_complex():
             needed, executed = 4 * needed, 4 * executed
         entry = Entry(phase, module, name.replace("::", "."), _dtype(name, operand), needed, executed)

@@ -40,7 +40,7 @@ class Value:
     unknown through one of them makes all of them unknown.
     """
 
-    __slots__ = ("__weakref__", "_compute", "_tensor", "assumed", "has_views", "root", "unknown")
+    __slots__ = ("__weakref__", "_compute", "_tensor", "assumed", "has_views", "is_fill", "root", "unknown")
 
     def __init__(
         self, compute: Callable[[], torch.Tensor], assumed: str | None = None, view_of: Value | None = None
@@ -53,6 +53,8 @@ class Value:
         if view_of is not None:
             self.root.has_views = True
         self.unknown = False
+        self.is_fill = False
+        """Whether this is a fresh tensor of one number, as kernels get to write their results to."""
 
     @property
     def is_unread(self) -> bool:
@@ -99,6 +101,7 @@ _FACTORIES = {
     aten.tril_indices.default,
     aten.triu_indices.default,
 }
+_FILLS = {aten.zeros.default, aten.ones.default, aten.full.default, aten.empty.memory_format}
 _LIKE = {
     aten.zeros_like.default: 0,
     aten.ones_like.default: 1,
@@ -228,6 +231,13 @@ class Following:
             self._follow(func, args, kwargs, out)
         return out
 
+    def launched(self, arguments: Iterable[Any]) -> None:
+        """A kernel was passed over that would have had these: the fresh ones are taken for its results."""
+        values = [value for argument in arguments if (value := value_of(argument)) is not None]
+        for value in values:
+            if value.root.is_fill:
+                value.root.unknown = True
+
     def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An operator whose result, or its shape, is a matter of values."""
         if func in _DYNAMIC:
@@ -350,9 +360,11 @@ class Following:
         on_cpu = {**kwargs, "device": torch.device("cpu"), "pin_memory": False, "dtype": out.dtype}
         if func is aten.empty.memory_format:
             shape, dtype = tuple(out.shape), out.dtype
-            attach(out, Value(lambda: torch.zeros(shape, dtype=dtype)))
+            value = Value(lambda: torch.zeros(shape, dtype=dtype))
         else:
-            attach(out, Value(lambda: func(*args, **on_cpu)))
+            value = Value(lambda: func(*args, **on_cpu))
+        value.is_fill = func in _FILLS
+        attach(out, value)
 
     def _follow_like(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
         limit = _MAX_FLOAT_FACTORY if out.dtype in _NUMBERS else MAX_ELEMENTS
@@ -362,7 +374,9 @@ class Following:
         if fill is None:
             fill = args[2] if func is aten.new_full.default else args[1]
         shape, dtype = tuple(out.shape), out.dtype
-        attach(out, Value(lambda: torch.full(shape, fill, dtype=dtype)))
+        value = Value(lambda: torch.full(shape, fill, dtype=dtype))
+        value.is_fill = True
+        attach(out, value)
 
     def _follow_write(
         self,
