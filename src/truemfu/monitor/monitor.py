@@ -347,6 +347,7 @@ class TrainingMonitor:
             timeout_s = max(_ROWS_TIMEOUT_S, patience_s) if is_sent else _UNSENT_TIMEOUT_S
             if not self._finish_rows(timeout_s) and not self._resolver.finish_pending(timeout_s):
                 self._notices("the last steps were not worked out in time and are lost")
+            self._counts.end()
         finally:  # also where the user does not want to wait
             self._resolver.stop(_ROWS_TIMEOUT_S)
             self._ranks.stop()
@@ -425,14 +426,15 @@ class TrainingMonitor:
         self._intake = Intake(self._values, self._notices)
         self._batches = BatchNotes(self._values)
         self._clock = StepClock(clock_for(device, thins_out=True))
+        about_flops = self._notices if self._ranks.is_first else self._ranks.note
         self._counts = Counts(
             self.config,
             ranks=self._ranks,
-            notice=self._notices,
+            notice=about_flops,
             kept=KeptForms(self.output_dir.absolute(), self._notices) if self._ranks.is_first else None,
         )
         self._counting = Counting(
-            self.config, self._counts, ranks=self._ranks, notice=self._notices, device=device
+            self.config, self._counts, ranks=self._ranks, notice=about_flops, device=device
         )
         self._watch = self._opened_watch(device)
         self._audit = AuditStep.from_environment(self._ranks, device, self._notices)
