@@ -44,6 +44,7 @@ from .shared_state import untouched_globals
 from .surroundings import flex_attention_anywhere, quiet_fake_tensors, uncompiled, untouched_casts
 from .tally import Tally
 from .values import Following
+from .windows import Windows
 
 FAKE, REAL, EXECUTED = "count on fake tensors", "count on real CPU copies", "count of an executed step"
 _DEFAULT = Convention()
@@ -69,7 +70,9 @@ def count_flops(
     tally, method, notes = run_counted(
         model, batch, convention=convention, backward=backward, loss_fn=loss_fn
     )
-    count = tally.result(method=method, notes=notes)
+    args, kwargs = check_call(model, batch)
+    outside = Windows(unwrap(model), convention).notes_for_batch(kwargs or args)
+    count = tally.result(method=method, notes=(*notes, *outside))
     warn_uncounted(count)
     return count
 

@@ -28,6 +28,7 @@ from .example_batch import example_batch
 from .flop_count import FlopCount
 from .hf_config import BuildOptions, model_from_config, read_config
 from .model_view import BatchRequest
+from .position_loops import count_by_short_sequences
 
 DTYPES: Mapping[str, torch.dtype] = {
     "fp64": torch.float64,
@@ -137,6 +138,11 @@ def resolve_target(
 def count_target(target: Target, *, convention: Convention, backward: bool) -> FlopCount:
     """Count it. A model that cannot run without values is built again with them, if it is small enough."""
     try:
+        known = count_by_short_sequences(
+            target.model, target.batch, convention=convention, backward=backward
+        )
+        if known is not None:
+            return known
         return count_flops(target.model, target.batch, convention=convention, backward=backward)
     except ModelError:
         size = sum(parameter.numel() * parameter.element_size() for parameter in target.model.parameters())

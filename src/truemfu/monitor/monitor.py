@@ -50,7 +50,7 @@ from .host_values import HostValues, SentNumbers
 from .intake import Intake
 from .kept_forms import KeptForms
 from .measuring import Measuring
-from .model_state import ModelState
+from .model_state import ModelState, facts_of
 from .notices import Notices
 from .observe import Batch, BatchNote, BatchNotes, StepBatches, UsualBatch
 from .output import Output
@@ -132,6 +132,7 @@ class TrainingMonitor:
         self._thread = threading.get_ident()
         self._compilations = compilations()
         self._own_time_s = self._own_check_s = 0.0
+        self._model_facts: dict[str, Any] | None = None
         atexit.register(self.close)
         if model is not None:
             self.attach(model)
@@ -421,6 +422,7 @@ class TrainingMonitor:
     def _set_up(self, device: torch.device) -> None:
         """Make what depends on the device and the job, at the first batch or step."""
         self._device, self._pid = device, os.getpid()
+        self._model_facts = facts_of(self._model())
         self._ranks = RankLink.current(notice=self._notices)
         self._values = HostValues(self._notices)
         self._intake = Intake(self._values, self._notices)
@@ -439,6 +441,7 @@ class TrainingMonitor:
         self._watch = self._opened_watch(device)
         self._audit = AuditStep.from_environment(self._ranks, device, self._notices)
         self._output.finish_rows = self.save_logs
+        self._output.batch_shapes = self._batches.shapes
         self._output.close_at_exit = self.close
         self._resolver = Resolver(
             clock=self._clock.clock,
@@ -795,6 +798,8 @@ class TrainingMonitor:
             "world_size": world_size,
             "rank": self._ranks.rank if self._is_set_up else 0,
             "scope": "one device" if world_size == 1 else f"this rank × {world_size}",
+            "model": self._model_facts,
+            "batch_shapes": self._batches.shapes() if self._is_set_up else [],
         }
 
 

@@ -357,7 +357,7 @@ class Resolver:
 
     def _amounts(self, batches: Sequence[BatchNote], flops: StepFlops | None, *, warmup: bool) -> StepAmounts:
         return StepAmounts(
-            samples=_sum([b.template.samples for b in batches]),
+            samples=_sum([b.samples() for b in batches]),
             tokens=_sum([b.template.tokens for b in batches]),
             useful_tokens=_sum([resolved(b.useful_tokens) for b in batches]),
             flops=flops,
