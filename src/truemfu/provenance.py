@@ -2,8 +2,8 @@
 
     sys.argv ──► redacted ──► command          .git ──► git_commit          sys.modules ──► library_versions
 
-Not for the training thread: git is asked, with a time limit. A repository's own configuration starts no program
-of ours: neither its hooks nor its file system monitor run.
+Not for the training thread: git is asked, with a time limit. Neither hooks nor the file system monitor of a
+repository's own configuration are run.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def redacted_arguments(arguments: Sequence[str]) -> list[str]:
 
 
 def redacted(text: str) -> str:
-    """A text without keys, tokens and passwords: by their names, their form, or as the environment has them."""
+    """A text without keys, tokens and passwords: by their names, their form, or as in the environment."""
     for secret in _secrets_of_environment():
         text = text.replace(secret, HIDDEN)
     text = _USER_IN_URL.sub(rf"\1{HIDDEN}@", text)

@@ -241,8 +241,8 @@ def test_a_model_that_cannot_be_counted(call: Any, model: Callable[[], nn.Module
 def test_a_module_without_a_forward_is_named(call: Any, model: nn.Module, batch: Any) -> None:
     message = complaint(ModelError, call, model, batch)
     assert message == (
-        f"{type(model).__name__} has no forward method, so it cannot be run for a count: pass the module that "
-        "the training calls, or define forward"
+        f"{type(model).__name__} has no forward method, so it cannot be run for a count: pass the module "
+        "that the training calls, or define forward"
     )
 
 

@@ -1,4 +1,4 @@
-"""Models that loop over positions in Python: the count of short sequences gives that of long ones, exactly."""
+"""Models that loop over positions in Python: short sequences give the exact count of long ones."""
 
 from __future__ import annotations
 

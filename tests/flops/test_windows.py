@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from command_line import caller
+from tests.command_line import caller
 from torch import nn
+
 pytest.importorskip("transformers", minversion="5.0")
 
 from transformers import GemmaConfig, LlamaConfig, MistralConfig, ModernBertConfig, Phi3Config
@@ -51,8 +52,8 @@ def test_a_window_smaller_than_the_sequence_is_noted_with_its_share_of_the_pairs
     share = Band(behind=19, ahead=0).pairs(100) / 100**2
     assert about_windows(count.notes) == [
         "attention counts all pairs, also those outside a sliding window: in 4 of 4 attention layers a token "
-        f"sees at most 20 tokens (itself and those before it), and the mask allows {share:.1%} of the pairs of "
-        "sequences of 100 tokens; the causal convention counts those alone"
+        f"sees at most 20 tokens (itself and those before it), and the mask allows {share:.1%} of the pairs "
+        "of sequences of 100 tokens; the causal convention counts those alone"
     ]
     causal = count_flops(model, given, convention=Convention(attention="causal"))
     full, allowed = (

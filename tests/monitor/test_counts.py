@@ -367,7 +367,8 @@ def test_no_count_holds_the_training_longer_than_its_limit(tmp_path: Path) -> No
     settings = {"monitoring": {"peak_tflops": 1, "count_time_limit_s": 0.2}}
     monitor = TrainingMonitor(tmp_path, settings, model=model)
     with pytest.warns(
-        TruemfuWarning, match=r"longer than 0\.2 s, so the FLOPs are estimated: .*monitoring\.count_time_limit_s"
+        TruemfuWarning,
+        match=r"longer than 0\.2 s, so the FLOPs are estimated: .*monitoring\.count_time_limit_s",
     ):
         took_s = [log(monitor, model, step) for step in range(1, 5)]
     monitor.close()

@@ -319,8 +319,8 @@ def _check_forward(model: nn.Module) -> None:
     called = unwrap(model)
     if getattr(called.forward, "__func__", None) is nn.Module.forward:
         raise ModelError(
-            f"{type(called).__name__} has no forward method, so it cannot be run for a count: pass the module "
-            "that the training calls, or define forward"
+            f"{type(called).__name__} has no forward method, so it cannot be run for a count: pass the "
+            "module that the training calls, or define forward"
         )
 
 

@@ -1,10 +1,11 @@
-"""Models that loop over the positions of a sequence in Python: counted on short sequences, exact on long ones.
+"""Models that loop over positions in Python: short sequences give the exact count of long ones.
 
     two short forward passes ──► operators per position ──► too many at the length asked for?
                                                               └─► closed form from short sequences ──► count
 
-Each operator of a count takes some 0.1 ms, so a scan that is written as a loop (a state-space model without its
-kernels) would take minutes. Its work is the same at each position, which the fit has to show, part by part.
+Each operator of a count takes some 0.1 ms, so a scan that is written as a loop (a state-space model without
+its kernels) would take minutes. Its work is the same at each position, which the fit has to show, part by
+part.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from .flop_count import FlopCount
 from .layout import Layout
 from .shadow import unwrap
 from .tally import Tally
+from .windows import Windows
 
 _PROBED = (3, 5)
 _LENGTHS = (7, 4, 5, 11, 3, 9, 13)
@@ -58,7 +60,9 @@ def count_by_short_sequences(
     if calibration.layout is not layout:  # a size could not be changed
         return None
     note = f"the model loops over positions: its closed form was fitted on up to {max(_LENGTHS)} of them"
-    return form.with_note(note).count(sizes, convention)
+    for text in (note, *Windows(inner, convention).notes_for_sizes(sizes)):
+        form = form.with_note(text)
+    return form.count(sizes, convention)
 
 
 def _loops(

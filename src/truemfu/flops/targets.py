@@ -79,6 +79,11 @@ class Target:
             f"{name} {'×'.join(map(str, t.shape)) or '()'}".strip() for name, t in self._tensors()
         )
 
+    @property
+    def tensor_shapes(self) -> dict[str, list[int]]:
+        """The same as plain data; tensors of a tuple are named by their place."""
+        return {name or str(place): list(t.shape) for place, (name, t) in enumerate(self._tensors())}
+
     def _tensors(self) -> list[tuple[str, Tensor]]:
         if isinstance(self.batch, Mapping):
             items = [(str(name), value) for name, value in self.batch.items()]
@@ -138,9 +143,7 @@ def resolve_target(
 def count_target(target: Target, *, convention: Convention, backward: bool) -> FlopCount:
     """Count it. A model that cannot run without values is built again with them, if it is small enough."""
     try:
-        known = count_by_short_sequences(
-            target.model, target.batch, convention=convention, backward=backward
-        )
+        known = count_by_short_sequences(target.model, target.batch, convention=convention, backward=backward)
         if known is not None:
             return known
         return count_flops(target.model, target.batch, convention=convention, backward=backward)

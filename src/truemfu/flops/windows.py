@@ -66,8 +66,8 @@ class Windows:
         return tuple(
             f"attention counts all pairs, also those outside a sliding window: in {layers} of {self._layers} "
             f"attention layers a token sees at most {band.behind + 1:,} tokens {_side(band)}, and the mask "
-            f"allows {sum(map(band.pairs, lengths)) / every:.1%} of the pairs of sequences of {_up_to(lengths)} "
-            "tokens; the causal convention counts those alone"
+            f"allows {sum(map(band.pairs, lengths)) / every:.1%} of the pairs of sequences of "
+            f"{_up_to(lengths)} tokens; the causal convention counts those alone"
             for band, layers in sorted(self._bands.items())
             if band.behind is not None and band.behind + 1 < longest
         )

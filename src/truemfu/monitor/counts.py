@@ -60,8 +60,8 @@ _MOST_TIMES_ENDED = 2
 _MAX_DONE_LISTED = 64
 _SMALL_BUFFER_BYTES = 1 << 20
 _ENDED_BEFORE = (
-    "some FLOPs are estimated: the run ended before its batches were counted, which happens between two steps "
-    "once their values have arrived; a longer run has the exact count"
+    "some FLOPs are estimated: the run ended before its batches were counted, which happens between two "
+    "steps once their values have arrived; a longer run has the exact count"
 )
 
 
