@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from tests.command_line import Run, caller
 import truemfu
 from truemfu import count_flops
 from truemfu.cli.console import short
+from truemfu.cli.count import _by_module
 from truemfu.flops.model_view import BatchRequest
 from truemfu.flops.targets import resolve_target
 from truemfu.sweep.models import REFERENCE_MODELS
@@ -83,8 +85,59 @@ def test_json_has_the_attribute_names_as_keys(run: Run) -> None:
     data = counted(run, "tiny", "--batch", "2", "--seq", "16")
     target = resolve_target("tiny", BatchRequest(samples=2, length=16), named=REFERENCE_MODELS)
     expected = count_flops(target.model, target.batch).as_dict()
-    head = {"model": "tiny", "parameters": 228_096, "batch": 2, "seq": 16}
-    assert data == {**head, **expected}
+    head = {"model": "tiny", "model_class": "ReferenceModel", "parameters": 228_096, "batch": 2, "seq": 16}
+    assert data == {**head, "shapes": {"input_ids": [2, 16], "labels": [2, 16]}, **expected}
+
+
+TEXT = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+PICTURE = {**TEXT, "image_size": 28, "patch_size": 14}
+WORDS = {**TEXT, "vocab_size": 99, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "text": {"model_type": "llama", **WORDS},
+    "experts": {"model_type": "mixtral", **WORDS, "num_key_value_heads": 2, "num_local_experts": 4},
+    "pictures": {"model_type": "vit", **PICTURE},
+    "pictures and words contrasted": {
+        "model_type": "clip",
+        "text_config": {**WORDS, "max_position_embeddings": 16},
+        "vision_config": PICTURE,
+    },
+    "pictures among words": {
+        "model_type": "llava",
+        "text_config": {"model_type": "llama", **WORDS},
+        "vision_config": {"model_type": "clip_vision_model", **PICTURE},
+        "image_token_index": 98,
+        "image_seq_length": 4,
+    },
+    "sound": {
+        "model_type": "whisper",
+        "vocab_size": 99,
+        "d_model": 32,
+        **{f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in
+           (("layers", 2), ("attention_heads", 4), ("ffn_dim", 48))},
+        "max_source_positions": 20,
+        "pad_token_id": 0,
+        "decoder_start_token_id": 1,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_json_has_all_that_the_text_shows(run: Run, tmp_path: Path, name: str) -> None:
+    pytest.importorskip("transformers", minversion="5.0")
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
+    call = (str(tmp_path), "--batch", "2", "--seq", "16", "--depth", "9")
+    data = counted(run, *call)
+    text = " ".join(run("count", *call).out.split())
+    shapes = ", ".join(f"{key} {'×'.join(map(str, shape))}" for key, shape in data["shapes"].items())
+    assert f"{data['model_class']}, {data['parameters']:,} parameters batch: {shapes} one training" in text
+    pairs = {"full": "all pairs"}[data["convention"]["attention"]]
+    notes = "".join(f" note: {note}" for note in data["notes"])
+    assert text.endswith(f"attention counts {pairs}. Method: {data['method']}.{notes}")
+    numbers = {int(n.replace(",", "")) for n in re.findall(r"(?<![\d.])\d{1,3}(?:,\d{3})+(?![\d.])", text)}
+    told = {data[key] for key in ("parameters", "forward", "backward", "recompute", "model_flops")}
+    told |= {data["hardware_flops"], *data["by_dtype"].values(), *data["uncounted"].values()}
+    told |= {flops for _, flops in _by_module(data["by_module"], 9).values()}
+    assert numbers <= told
 
 
 def test_forward_of_tiny_is_this_integer(run: Run) -> None:

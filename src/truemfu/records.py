@@ -335,6 +335,15 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     warnings: list[str] = []
 
 
+class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """The model of a run."""
+
+    name: str | None = None
+    """Of its class."""
+    parameters: int | None = None
+    trainable_parameters: int | None = None
+
+
 class RunRecord(_Record, frozen=True, kw_only=True):
     """A monitored run as its report reads it; without a summary it has not ended, or not properly."""
 
@@ -351,6 +360,13 @@ class RunRecord(_Record, frozen=True, kw_only=True):
     world_size: int | None = None
     scope: str | None = None
     """Whose the rates are: "one device", "this rank × 8"."""
+    model: ModelFacts | None = None
+    batch_shapes: list[dict[str, list[int]]] = []
+    """Names and shapes of the tensors of the latest kinds of batches."""
+    command: list[str] = []
+    """How the run was started, without the values of secrets."""
+    git_commit: str | None = None
+    """Of the folder it was started in, "-dirty" behind it where files differ; None outside git."""
     summary: RunSummary | None = None
 
 

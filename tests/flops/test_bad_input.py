@@ -235,6 +235,17 @@ def test_a_model_that_cannot_be_counted(call: Any, model: Callable[[], nn.Module
     assert says(message, words), message
 
 
+@both
+@pytest.mark.parametrize("batch", [(X,), {"x": X}], ids=["by place", "by name"])
+@pytest.mark.parametrize("model", [NoForward(), nn.ModuleList([nn.Linear(8, 4)])], ids=["own", "a list"])
+def test_a_module_without_a_forward_is_named(call: Any, model: nn.Module, batch: Any) -> None:
+    message = complaint(ModelError, call, model, batch)
+    assert message == (
+        f"{type(model).__name__} has no forward method, so it cannot be run for a count: pass the module "
+        "that the training calls, or define forward"
+    )
+
+
 def test_an_error_without_a_text_is_named_once() -> None:
     assert complaint(ModelError, count_flops, raising(RuntimeError)(), (X,)).count("RuntimeError") == 1
 

@@ -260,6 +260,24 @@ def test_random_values_that_a_model_reads_are_drawn_from_a_generator_of_its_own(
     assert "a random draw was assumed" in count.notes
 
 
+@pytest.mark.parametrize("rate", [0, 0.0, 0.5, 1.0])
+@pytest.mark.parametrize("keeps", [torch.ge, torch.gt])
+def test_a_layer_that_is_dropped_at_rate_0_or_1_assumes_no_draw(keeps: Any, rate: float) -> None:
+    class LayerDrop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = nn.functional.dropout(self.first(x), 0.0)
+            return self.second(x) if keeps(torch.rand([]), rate) else x
+
+    count = count_flops(LayerDrop(), (X,))
+    assert count.notes == (("a random draw was assumed",) if rate == 0.5 else ())
+    if rate != 0.5:
+        assert ("second" in count.by_module) == (rate == 0)
+
+
 def test_messages_of_other_threads_about_fake_tensors_are_not_lost(caplog: pytest.LogCaptureFixture) -> None:
     import logging
 

@@ -367,13 +367,64 @@ def test_no_count_holds_the_training_longer_than_its_limit(tmp_path: Path) -> No
     settings = {"monitoring": {"peak_tflops": 1, "count_time_limit_s": 0.2}}
     monitor = TrainingMonitor(tmp_path, settings, model=model)
     with pytest.warns(
-        TruemfuWarning, match=r"counting takes longer than 0\.2 s \(monitoring\.count_time_limit_s\)"
+        TruemfuWarning,
+        match=r"longer than 0\.2 s, so the FLOPs are estimated: .*monitoring\.count_time_limit_s",
     ):
         took_s = [log(monitor, model, step) for step in range(1, 5)]
     monitor.close()
     assert took_s[0] < 0.2 + 3 * Slow.pause_s
     assert max(took_s[1:]) < Slow.pause_s
     assert {row["perf/method"] for row in rows_in(tmp_path)} == {"estimate"}
+
+
+class HidesErrors(Slow):
+    """Makes an error of its own of whatever is raised inside."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        try:
+            return super().forward(x)
+        except BaseException:
+            raise RuntimeError("the layer failed") from None
+
+
+def test_a_count_that_ran_out_of_time_is_no_model_that_cannot_be_counted(tmp_path: Path) -> None:
+    model = HidesErrors()
+    settings = {"monitoring": {"peak_tflops": 1, "count_time_limit_s": 0.1}}
+    with TrainingMonitor(tmp_path, settings, model=model) as monitor, pytest.warns(TruemfuWarning):
+        log(monitor, model, 1)
+    assert [text.partition(",")[0] for text in monitor.summary()["warnings"]] == [
+        "counting takes longer than 0.1 s"
+    ]
+
+
+class NotEstimated(nn.Module):
+    """Can be counted; its structure tells nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.weight).square().mean()
+
+
+@pytest.mark.parametrize("kind", [Net, NotEstimated])
+@pytest.mark.filterwarnings("ignore:the FLOPs cannot be estimated")
+def test_a_run_that_ends_before_its_count_says_so(
+    kind: type[nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = kind()
+    with monkeypatch.context() as patched:
+        patched.setattr(TrainingMonitor, "_can_count", lambda self: False)
+        with TrainingMonitor(tmp_path, {"monitoring": {"peak_tflops": 1}}, model=model) as monitor:
+            log(monitor, model, 1)
+    summary = monitor.summary()
+    assert [note for note in summary["notes"] if "the run ended before its batches were counted" in note]
+    assert not [text for text in summary["warnings"] if "counted" in text or "either" in text]
+    again = tmp_path / "again"
+    with TrainingMonitor(again, {"monitoring": {"peak_tflops": 1}}, model=model) as monitor:
+        log(monitor, model, 1)
+    assert monitor.summary()["notes"] == []
 
 
 class PerShape(Net):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import truemfu.monitor.monitor as monitor_module
 from truemfu import TrainingMonitor
+from truemfu.errors import TruemfuWarning
 
 TIME_LIMIT_S = 150
 WIDTH = 16
@@ -40,6 +42,22 @@ class Layers(nn.Module):
         return total
 
 
+class NoNumbers(Layers):
+    """Can neither be counted nor estimated."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        if not TRAINS:
+            raise RuntimeError("in training only")
+        return (self.embed(input_ids) * self.weight).sum()
+
+
+TRAINS: list[bool] = []
+
+
 class Pair(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +74,9 @@ def flops(layers: int) -> int:
 
 def steps(monitor: TrainingMonitor, model: nn.Module, first: int = 1) -> None:
     for step in range(first, first + 4):
+        TRAINS.append(True)
         model(torch.zeros(2, 8, dtype=torch.long)).backward()
+        TRAINS.clear()
         monitor.log_step(step, 0, 1.0, 1.0, 1.0)
 
 
@@ -77,7 +97,9 @@ def scenario(name: str, rank: int, world_size: int, init: str, folder: str) -> d
         if name == "nobody at rank 0":
             monitor_module._CLOSE_TIMEOUT_S = 5.0
         model = Layers(2)
-        if name == "ddp":
+        if name == "no numbers":
+            model = NoNumbers()
+        elif name == "ddp":
             model = nn.parallel.DistributedDataParallel(model)
         elif name == "fsdp2":
             mesh = init_device_mesh("cpu", (world_size,))
@@ -158,7 +180,10 @@ def start(init: str, rank: int, world_size: int) -> None:
 
 def rank_process(name: str, rank: int, world_size: int, init: str, folder: str) -> None:
     torch.set_num_threads(1)
-    found = scenario(name, rank, world_size, init, folder)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always", TruemfuWarning)
+        found = scenario(name, rank, world_size, init, folder)
+    found["warned"] = [str(w.message) for w in warned if issubclass(w.category, TruemfuWarning)]
     partial = Path(folder) / f"{rank}.partial"
     partial.write_text(json.dumps(found))
     partial.rename(Path(folder) / f"{rank}.json")
@@ -226,12 +251,24 @@ def test_where_rank_0_dies_the_other_goes_on(tmp_path: Path) -> None:
     assert found[1]["summary"]["warnings"] == []  # it writes no log: nobody is to read them
 
 
+def test_what_rank_0_reports_is_no_warning_on_other_ranks(tmp_path: Path) -> None:
+    codes, found = job(tmp_path, "no numbers")
+    assert codes == [0, 0]
+    assert [text.partition(",")[0] for text in found[0]["summary"]["warnings"]] == [
+        "the model cannot be counted",
+        "the FLOPs cannot be estimated",
+    ]
+    assert found[1]["summary"]["warnings"] == found[1]["warned"] == []
+    assert any("cannot be estimated" in text for text in found[1]["summary"]["notes"])
+
+
 def test_a_group_that_is_gone_before_the_end_is_no_trouble(tmp_path: Path) -> None:
     codes, found = job(tmp_path, "destroyed")
     assert codes == [0, 0]
     for rank in (0, 1):
         assert flops_of(found[rank]) == flops(2)
         assert found[rank]["close_s"] < 30
+        assert found[rank]["summary"]["warnings"] == found[rank]["warned"] == []
 
 
 def test_a_monitor_made_before_the_group_knows_its_rank(tmp_path: Path) -> None:

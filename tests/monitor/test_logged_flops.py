@@ -557,6 +557,20 @@ def test_cumulative_lengths_beside_positions_are_counted_by_document(tmp_path: P
     assert_as_in_truth(train(model, tmp_path, batches), c, model, batches)
 
 
+def test_samples_of_packed_rows_are_their_documents(tmp_path: Path) -> None:
+    """A plain batch has its rows; positions of padding, 0 or 1 in each place, are no documents."""
+    plain = case("llama-sdpa").batch(samples=3, length=24)
+    restarting = {**case("llama-sdpa").batch(samples=2, length=6), "position_ids": torch.tensor(
+        [[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 4, 5]]
+    )}  # fmt: skip
+    padded = {**restarting, "position_ids": torch.tensor([[0, 1, 2, 0, 1, 0], [0, 1, 0, 0, 0, 0]])}
+    whole = {**restarting, "position_ids": torch.arange(6).expand(2, 6)}
+    steps = [documents(10, 9, 5), [documents(12, 12), plain], restarting, padded, whole]
+    run = train(case("llama-sdpa").build(), tmp_path, steps)
+    samples = [round(row["perf/samples_per_second"] * row["perf/step_time"]) for row in run.rows]
+    assert samples == [3, 2 + 3, 3, 3, 2]
+
+
 class TakesDict(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -701,7 +715,7 @@ def test_a_model_that_leaves_padding_out_says_that_its_flops_are_those_of_the_fi
     assert any("those of the first batch of its shape" in text for text in run.summary["warnings"])
 
 
-def test_a_flat_row_of_documents_tells_tokens_and_no_samples(tmp_path: Path) -> None:
+def test_a_flat_row_of_documents_tells_tokens_and_documents(tmp_path: Path) -> None:
     class Flat(Mlp):
         def forward(self, input_ids: Tensor, cu_seqlens: Tensor) -> Tensor:  # type: ignore[override]
             return super().forward(nn.functional.one_hot(input_ids, WIDTH).float()).sum()
@@ -710,7 +724,7 @@ def test_a_flat_row_of_documents_tells_tokens_and_no_samples(tmp_path: Path) -> 
     run = train(Flat(), tmp_path, [{"input_ids": torch.zeros(12, dtype=torch.long), "cu_seqlens": ends}] * 2)
     for row in run.rows:
         assert round(row["perf/tokens_per_second"] * row["perf/step_time"]) == 12
-        assert "perf/samples_per_second" not in row
+        assert round(row["perf/samples_per_second"] * row["perf/step_time"]) == 2
 
 
 @bug("under vmap the hook sees one sample")

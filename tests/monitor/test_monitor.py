@@ -526,7 +526,7 @@ def test_a_model_nobody_can_count_has_no_mfu_and_trains_on(tmp_path: Path) -> No
     assert texts == monitor.summary()["warnings"]
     assert [text.split(",")[0] for text in texts] == [
         "the model cannot be counted",
-        "the model cannot be estimated either",
+        "the FLOPs cannot be estimated",
     ]
 
 

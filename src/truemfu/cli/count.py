@@ -96,8 +96,9 @@ def count(
         flops = count_target(target, convention=convention, backward=not no_backward)
     parameters = parameter_count(target.model)
     if as_json:
-        head = {"model": model, "parameters": parameters, "batch": target.samples, "seq": target.length}
-        print_json({**head, **flops.as_dict()})
+        head = {"model": model, "model_class": type(target.model).__name__, "parameters": parameters}
+        sizes = {"batch": target.samples, "seq": target.length, "shapes": target.tensor_shapes}
+        print_json({**head, **sizes, **flops.as_dict()})
     else:
         _show(output(), target, flops, parameters, depth)
 

@@ -59,9 +59,18 @@ class NoClosedForm(Exception):
 
 
 class Calibration:
-    """Finds the closed form for batches like an example."""
+    """Finds the closed form for batches like an example; on sequences of these `lengths`, where given."""
 
-    def __init__(self, model: nn.Module, layout: Layout, batch: Any, run: Run) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: Layout,
+        batch: Any,
+        run: Run,
+        *,
+        lengths: Sequence[int] | None = None,
+    ) -> None:
+        self._lengths = lengths
         self.layout = layout
         """The kind of the batch; a size that turns out not to vary is fixed on the way."""
         self._model, self._batch, self._count = model, batch, run
@@ -84,7 +93,8 @@ class Calibration:
     def _form(self) -> Form:
         first_s = self._first_run()
         for index in range(1, 7):
-            extreme = _EXTREMES.get(index) if "length" in self.layout.names else None
+            can_vary = "length" in self.layout.names and self._lengths is None
+            extreme = _EXTREMES.get(index) if can_vary else None
             if extreme == _LONG and self._is_slow(_LONG, first_s):
                 extreme = None
             if extreme is None or not self._try(self._plan(index, extreme)):
@@ -164,7 +174,9 @@ class Calibration:
         """Sizes for a calibration: small and without common factors, unless the length is to be extreme."""
         sizes: dict[str, Any] = {}
         for name in self.layout.names:
-            if name in _SMALL:
+            if name == "length" and self._lengths is not None:
+                sizes[name] = self._lengths[index]
+            elif name in _SMALL:
                 sizes[name] = _SMALL[name][index]
             else:
                 sizes[name] = _uneven(name, self._own[name])[index]

@@ -15,6 +15,8 @@ What was fitted in one process serves in another: `export()` gives plain data, `
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -34,6 +36,7 @@ from .layout import READ_BY_VALUE, Layout
 from .shadow import unwrap
 from .step_work import StepWork, work_of
 from .tally import Tally
+from .windows import Windows
 
 __all__ = ["CLOSED_FORM", "PER_SHAPE", "PER_VALUES", "FlopModel"]
 
@@ -203,14 +206,18 @@ class FlopModel:
             kind = self._calibrate(batch)
             found = kind, kind.layout.sizes(batch)
         kind, sizes = found
-        known = kind.known(sizes, self.convention)
-        if known is not None:
-            return known
-        tally, method, notes = self._run_whole(kind, batch, sizes)
-        count = tally.result(method=f"{method}, {kind.method}", notes=(*notes, *kind.notes))
-        warn_uncounted(count)
-        kind.keep(sizes, count)
-        return count
+        count = kind.known(sizes, self.convention)
+        if count is None:
+            tally, method, notes = self._run_whole(kind, batch, sizes)
+            count = tally.result(method=f"{method}, {kind.method}", notes=(*notes, *kind.notes))
+            warn_uncounted(count)
+            kind.keep(sizes, count)
+        outside = self._windows.notes_for_sizes(sizes)
+        return replace(count, notes=(*count.notes, *outside)) if outside else count
+
+    @cached_property
+    def _windows(self) -> Windows:
+        return Windows(unwrap(self._model), self.convention)
 
     def _find(self, batch: Any) -> tuple[Kind, dict[str, Any]] | None:
         """The kind of this batch and its sizes, if there is one yet."""

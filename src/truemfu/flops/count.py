@@ -40,11 +40,12 @@ from .likeness import FakeLikeness, real_copy
 from .loss import loss_of
 from .random_states import own_random_draws
 from .self_check import check_known_model
-from .shadow import Maker, Shadow, has_values
+from .shadow import Maker, Shadow, has_values, unwrap
 from .shared_state import untouched_globals
 from .surroundings import flex_attention_anywhere, quiet_fake_tensors, uncompiled, untouched_casts
 from .tally import Tally
 from .values import Following
+from .windows import Windows
 
 FAKE, REAL, EXECUTED = "count on fake tensors", "count on real CPU copies", "count of an executed step"
 _DEFAULT = Convention()
@@ -70,7 +71,9 @@ def count_flops(
     tally, method, notes = run_counted(
         model, batch, convention=convention, backward=backward, loss_fn=loss_fn
     )
-    count = tally.result(method=method, notes=notes)
+    args, kwargs = check_call(model, batch)
+    outside = Windows(unwrap(model), convention).notes_for_batch(kwargs or args)
+    count = tally.result(method=method, notes=(*notes, *outside))
     warn_uncounted(count)
     return count
 
@@ -146,6 +149,7 @@ def run_counted(
     """
     check_options(convention, backward, loss_fn)
     args, kwargs = check_call(model, batch)
+    _check_forward(model)
     warn_if_untested()
     check_counts()
     check_known_model()
@@ -316,6 +320,16 @@ def check_options(convention: Any, backward: Any, loss_fn: Any) -> None:
         raise UsageError(f"backward must be True or False; got {backward!r}")
     if loss_fn is not None and not callable(loss_fn):
         raise UsageError(f"loss_fn must be a function of the model's output; got {loss_fn!r}")
+
+
+def _check_forward(model: nn.Module) -> None:
+    """A container of modules can be attached, but not run."""
+    called = unwrap(model)
+    if getattr(called.forward, "__func__", None) is nn.Module.forward:
+        raise ModelError(
+            f"{type(called).__name__} has no forward method, so it cannot be run for a count: pass the "
+            "module that the training calls, or define forward"
+        )
 
 
 def check_call(model: Any, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -45,7 +45,7 @@ def read_config(path: Path) -> dict[str, Any]:
     """The Hugging Face configuration in this file or folder, as plain data."""
     file = path / "config.json" if path.is_dir() else path
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"), object_hook=_special_float)
     except FileNotFoundError:
         raise UsageError(f"no config.json in {path}") from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -53,6 +53,11 @@ def read_config(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ModelError(f"{file} is not a Hugging Face configuration: expected a JSON object")
     return content
+
+
+def _special_float(found: dict[str, Any]) -> Any:
+    """transformers writes {"__float__": "Infinity"} for numbers that JSON cannot hold."""
+    return float(found["__float__"]) if found.keys() == {"__float__"} else found
 
 
 def model_from_config(

@@ -99,6 +99,8 @@ class Supervision:
         """Signals that arrived and were not handled yet, each once, in their order."""
         self.raised: BaseException | None = None
         """What a handler raised that ran in the middle: it is not the model's."""
+        self.is_late = False
+        """Whether the time limit has ended the count, whatever a model's own code made of that."""
         self._ends_s = math.inf
         self._handlers: dict[int, Any] = {}
         self._token: contextvars.Token[Supervision | None] | None = None
@@ -113,6 +115,7 @@ class Supervision:
         if self.signals and self._end_at_signals:
             raise SignalArrived
         if time.perf_counter() > self._ends_s:
+            self.is_late = True
             raise TimeIsUp
 
     def __enter__(self) -> Supervision:

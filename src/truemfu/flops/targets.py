@@ -28,6 +28,7 @@ from .example_batch import example_batch
 from .flop_count import FlopCount
 from .hf_config import BuildOptions, model_from_config, read_config
 from .model_view import BatchRequest
+from .position_loops import count_by_short_sequences
 
 DTYPES: Mapping[str, torch.dtype] = {
     "fp64": torch.float64,
@@ -77,6 +78,11 @@ class Target:
         return ", ".join(
             f"{name} {'×'.join(map(str, t.shape)) or '()'}".strip() for name, t in self._tensors()
         )
+
+    @property
+    def tensor_shapes(self) -> dict[str, list[int]]:
+        """The same as plain data; tensors of a tuple are named by their place."""
+        return {name or str(place): list(t.shape) for place, (name, t) in enumerate(self._tensors())}
 
     def _tensors(self) -> list[tuple[str, Tensor]]:
         if isinstance(self.batch, Mapping):
@@ -137,6 +143,9 @@ def resolve_target(
 def count_target(target: Target, *, convention: Convention, backward: bool) -> FlopCount:
     """Count it. A model that cannot run without values is built again with them, if it is small enough."""
     try:
+        known = count_by_short_sequences(target.model, target.batch, convention=convention, backward=backward)
+        if known is not None:
+            return known
         return count_flops(target.model, target.batch, convention=convention, backward=backward)
     except ModelError:
         size = sum(parameter.numel() * parameter.element_size() for parameter in target.model.parameters())

@@ -40,7 +40,17 @@ class Value:
     unknown through one of them makes all of them unknown.
     """
 
-    __slots__ = ("__weakref__", "_compute", "_tensor", "assumed", "has_views", "is_fill", "root", "unknown")
+    __slots__ = (
+        "__weakref__",
+        "_compute",
+        "_tensor",
+        "assumed",
+        "has_views",
+        "is_fill",
+        "is_rate",
+        "root",
+        "unknown",
+    )
 
     def __init__(
         self, compute: Callable[[], torch.Tensor], assumed: str | None = None, view_of: Value | None = None
@@ -55,6 +65,8 @@ class Value:
         self.unknown = False
         self.is_fill = False
         """Whether this is a fresh tensor of one number, as kernels get to write their results to."""
+        self.is_rate = False
+        """Whether it was drawn between 0 and 1, to be compared with a rate."""
 
     @property
     def is_unread(self) -> bool:
@@ -125,6 +137,7 @@ _DYNAMIC = {
     aten.repeat_interleave.Tensor,
     aten.bincount.default,
 }
+_COMPARISONS = {aten.lt.Scalar, aten.le.Scalar, aten.gt.Scalar, aten.ge.Scalar}
 _TRUTH = {aten.equal.default, aten.is_nonzero.default, aten.allclose.default}
 _ANSWERED = {aten._local_scalar_dense.default} | _TRUTH | _DYNAMIC
 _LOOKED_AT = {aten.index.Tensor, aten.embedding.default}
@@ -323,7 +336,9 @@ class Following:
                 return
         elif torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
             if not positions and isinstance(out, FakeTensor) and out.numel() <= _MAX_FLOAT_FACTORY:
-                attach(out, Value(lambda: _draw(func, args, kwargs), "a random draw"))
+                drawn = Value(lambda: _draw(func, args, kwargs), "a random draw")
+                drawn.is_rate = func.overloadpacket is aten.rand
+                attach(out, drawn)
             return
         if func in _LIKE and values and values[0] is None:
             self._follow_like(func, args, out)
@@ -332,6 +347,8 @@ class Following:
             return
         known = [v for v in values if v is not None]
         assumed = next((v.assumed for v in known if v.assumed), None)
+        if func in _COMPARISONS and known[0].is_rate and not 0 < args[1] < 1:
+            assumed = None  # every draw gives the same answer: a layer that is dropped at rate 0, say
         aliases = schema is not None and any(r.alias_info is not None for r in schema.returns)
         whole: list[Any] = []
 

@@ -254,7 +254,7 @@ class Counting:
                     state.estimators[autocast] = Estimator(state.model, convention=self.convention)
             except Exception as error:
                 state.estimators[autocast] = None
-                self._notice(f"the model cannot be estimated either, so there is no MFU: {one_line(error)}")
+                self._notice(f"the FLOPs cannot be estimated, so there is no MFU: {one_line(error)}")
         estimator = state.estimators[autocast]
         if estimator is None:
             return None

@@ -59,6 +59,10 @@ _MOST_TIMES_ENDED = 2
 """After so many signals a count is finished before they are handled."""
 _MAX_DONE_LISTED = 64
 _SMALL_BUFFER_BYTES = 1 << 20
+_ENDED_BEFORE = (
+    "some FLOPs are estimated: the run ended before its batches were counted, which happens between two "
+    "steps once their values have arrived; a longer run has the exact count"
+)
 
 
 class Status(Enum):
@@ -223,18 +227,15 @@ class Counts:
             self._waiting.append(request)
             is_over = False
         except TimeIsUp:
-            self._refuse(
-                request,
-                f"counting takes longer than {self._limit_s:g} s (monitoring.count_time_limit_s): "
-                "the FLOPs are estimated",
-            )
+            self._refuse(request, self._too_long)
         except TruemfuWarning:  # a filter makes an error of it: whoever keeps warnings tries again
             self._waiting.appendleft(request)
             raise
         except BaseException as error:
             if supervision.raised is not None:
                 raise
-            self._refuse(request, f"the model cannot be counted, its FLOPs are estimated: {one_line(error)}")
+            failed = f"the model cannot be counted, its FLOPs are estimated: {one_line(error)}"
+            self._refuse(request, self._too_long if supervision.is_late else failed)
         finally:
             self.signals += supervision.signals
             self._took(step, _now_s() - began_s, is_over=is_over)
@@ -252,6 +253,24 @@ class Counts:
     def refuse(self, request: Request) -> None:
         """This micro-batch will not be counted; its rows have the estimate."""
         request.status = Status.REFUSED
+
+    @property
+    def _too_long(self) -> str:
+        return (
+            f"counting takes longer than {self._limit_s:g} s, so the FLOPs are estimated: for an exact count "
+            "raise monitoring.count_time_limit_s"
+        )
+
+    def end(self) -> None:
+        """The run is over: note the counts that were never made."""
+        left = [r for r in self._requests.values() if r.status in (Status.OPEN, Status.PUT_OFF)]
+        if not left or not self.lock.acquire(blocking=False):  # a handler may close in the middle of a count
+            return
+        try:
+            if not all(map(self._is_counted, left)):
+                self.notes[_ENDED_BEFORE] = None
+        finally:
+            self.lock.release()
 
     def read_kept(self) -> None:
         """Read what earlier runs have fitted; on the row side, before its first row."""
@@ -276,12 +295,14 @@ class Counts:
             self._kept.save(key, data)
 
     def _is_known(self, request: Request) -> bool:
-        form = request.state.forms.get(request.autocast)
-        if form is None or (request.wants_work and request.note.template not in request.state.works):
+        if request.wants_work and request.note.template not in request.state.works:
             return False
-        batch = request.note.example()
         with self.lock:
-            return batch is None or form.knows(batch)
+            return self._is_counted(request)
+
+    def _is_counted(self, request: Request) -> bool:
+        form, batch = request.state.forms.get(request.autocast), request.note.example()
+        return form is not None and (batch is None or form.knows(batch))
 
     @property
     def _free_counts(self) -> int:

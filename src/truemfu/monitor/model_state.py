@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from torch import nn
 
 from ..flops.closed_form import FlopModel
 from ..flops.estimate import Estimator
 from ..flops.identity import model_identity
+from ..flops.shadow import unwrap
 from ..flops.snapshot import snapshot
 from ..flops.step_work import StepWork
 from ..flops.surroundings import AutocastState
@@ -92,3 +94,15 @@ def _is_same_form(one: FlopModel | None, other: FlopModel | None) -> bool:
     if one is None or other is None:
         return one is other
     return one.export() == other.export()
+
+
+def facts_of(model: nn.Module | None) -> dict[str, Any] | None:
+    """Class and parameters of a model, for the run's record; None without one."""
+    if model is None:
+        return None
+    parameters = [(p.numel(), p.requires_grad) for p in model.parameters() if not nn.parameter.is_lazy(p)]
+    return {
+        "name": type(unwrap(model)).__name__,
+        "parameters": sum(count for count, _ in parameters),
+        "trainable_parameters": sum(count for count, is_trained in parameters if is_trained),
+    }

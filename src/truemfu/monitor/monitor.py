@@ -53,7 +53,7 @@ from .host_values import HostValues, SentNumbers
 from .intake import Intake
 from .kept_forms import KeptForms
 from .measuring import Measuring
-from .model_state import States
+from .model_state import States, facts_of
 from .notices import Notices
 from .observe import Batch, BatchNote, BatchNotes, StepBatches, UsualBatch
 from .output import Output
@@ -153,6 +153,7 @@ class TrainingMonitor:
         self._leave_signals: Callable[[], None] | None = None
         self._compilations = compilations()
         self._own_time_s = self._own_check_s = 0.0
+        self._model_facts: dict[str, Any] | None = None
         atexit.register(self.close)
         if model is not None:
             self.attach(model)
@@ -413,6 +414,7 @@ class TrainingMonitor:
             timeout_s = max(_ROWS_TIMEOUT_S, patience_s) if is_sent else _UNSENT_TIMEOUT_S
             if not self._finish_rows(timeout_s) and not self._resolver.finish_pending(timeout_s):
                 self._notices("the last steps were not worked out in time and are lost")
+            self._counts.end()
         finally:  # also where the user does not want to wait
             self._resolver.stop(_ROWS_TIMEOUT_S)
             self._ranks.stop()
@@ -528,23 +530,26 @@ class TrainingMonitor:
     def _set_up(self, device: torch.device) -> None:
         """Make what depends on the device and the job, at the first batch or step."""
         self._device, self._pid = device, os.getpid()
+        self._model_facts = facts_of(self._model())
         self._ranks = RankLink.current(notice=self._notices)
         self._values = HostValues(self._notices)
         self._intake = Intake(self._values, self._notices)
         self._batches = BatchNotes(self._values)
         self._clock = StepClock(clock_for(device, thins_out=True))
+        about_flops = self._notices if self._ranks.is_first else self._ranks.note
         self._counts = Counts(
             self.config,
             ranks=self._ranks,
-            notice=self._notices,
+            notice=about_flops,
             kept=KeptForms(self.output_dir.absolute(), self._notices) if self._ranks.is_first else None,
         )
         self._counting = Counting(
-            self.config, self._counts, ranks=self._ranks, notice=self._notices, device=device
+            self.config, self._counts, ranks=self._ranks, notice=about_flops, device=device
         )
         self._watch = self._opened_watch(device)
         self._audit = AuditStep.from_environment(self._ranks, device, self._notices)
         self._output.finish_rows = self.save_logs
+        self._output.batch_shapes = self._batches.shapes
         self._output.close_at_exit = self.close
         self._resolver = Resolver(
             clock=self._clock.clock,
@@ -928,6 +933,8 @@ class TrainingMonitor:
             "world_size": world_size,
             "rank": self._ranks.rank if self._is_set_up else 0,
             "scope": "one device" if world_size == 1 else f"this rank × {world_size}",
+            "model": self._model_facts,
+            "batch_shapes": self._batches.shapes() if self._is_set_up else [],
         }
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..flops.batch import CUMULATIVE, GRIDS
+from ..flops.batch import CUMULATIVE, GRIDS, documents_of
 from ..flops.host_copy import HostCopy, start_host_copy
 from ..flops.surroundings import AutocastState, autocast_state
 from ..torch_private.trees import tree_flatten, tree_leaves, tree_map
@@ -35,6 +35,7 @@ from .host_values import Held, HostValues, Number, is_there
 _MAX_TEMPLATES = 1024
 _MAX_VALUE_BYTES = 64 << 20
 _MAX_NOTES = 4096
+_SHAPES_SHOWN = 8
 _DEEPEST = 4
 _VALUE_KEYS = frozenset({*CUMULATIVE, *GRIDS, "position_ids"})
 Batch = Mapping[Any, Any]
@@ -98,6 +99,19 @@ class BatchNote(NamedTuple):
         return is_there(self.useful_tokens) and all(
             not isinstance(value, Held) or value.ready() for value in self.values.values()
         )
+
+    def samples(self) -> int | None:
+        """Rows of the batch, or its documents where rows are packed; None where they are not known.
+
+        A document of a single token is padding: there is nothing in it to predict.
+        """
+        if not self.values:
+            return self.template.samples
+        batch = self.example()
+        documents = documents_of(batch)
+        if documents is None:
+            return None if batch is None else self.template.samples
+        return sum(length > 1 for row in documents for length in row)
 
     def example(self) -> Any:
         """A batch to count; None where its values were overwritten before they could be read."""
@@ -236,6 +250,11 @@ class BatchNotes:
         noted.append(note)
         self.has_notes = True
         return note
+
+    def shapes(self) -> list[dict[str, list[int]]]:
+        """The shapes of the tensors of the batches so far, the latest few kinds of them."""
+        latest = list(self._templates)[-_SHAPES_SHOWN:]
+        return [{str(k): list(v.shape) for k, v in key[1:] if isinstance(v, Look)} for key in latest]
 
     @property
     def usual(self) -> UsualBatch | None:

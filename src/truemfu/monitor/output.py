@@ -25,6 +25,7 @@ from typing import Any
 import msgspec
 
 from ..errors import UsageError, one_line
+from ..provenance import command, git_commit, library_versions, redacted_data
 from ..records import RUN_FILE
 from ..trackers.base import Tracker, check_tracker, known, make_tracker
 from ..trackers.file import JsonArrayFile
@@ -61,6 +62,9 @@ class Output:
         """Works out what is not yet a row; called before a W&B run that the user ends is closed."""
         self.close_at_exit: Callable[[], None] | None = None
         """Closes the monitor; called, where set, when the process ends and W&B can still be written to."""
+        self.batch_shapes: Callable[[], list[dict[str, list[int]]]] = list
+        """The shapes of the batches so far."""
+        self._origin: Mapping[str, Any] = {}
         self._log_path = output_dir / log_file
         self._local: Lane | None = None
         self._remote: list[Lane] = []
@@ -120,7 +124,8 @@ class Output:
         """Rows were put: let the lanes work; with the first ones the run itself is written down."""
         if self._is_started and not self._is_written:
             self._is_written = True
-            self._write_run(self._run())
+            self._origin = {"command": command(), "git_commit": git_commit()}
+            self._write_run({**self._run(), "batch_shapes": self.batch_shapes()})
         for lane in self._lanes():
             lane.wake()
 
@@ -219,13 +224,13 @@ class Output:
     def _run(self) -> dict[str, Any]:
         from .. import __version__
 
-        versions = {"torch": str(sys.modules["torch"].__version__)}
         return {
             "truemfu_version": __version__,
-            "versions": versions,
+            "versions": library_versions(),
             "python": ".".join(map(str, sys.version_info[:3])),
             "started_at": self._started_at,
             "log_file": self._log_path.name,
+            **self._origin,
             **self._run_info,
         }
 
@@ -233,7 +238,7 @@ class Output:
         path = self._dir / RUN_FILE
         temporary = path.with_suffix(".tmp")
         try:
-            temporary.write_bytes(msgspec.json.format(msgspec.json.encode(run), indent=2))
+            temporary.write_bytes(msgspec.json.format(msgspec.json.encode(redacted_data(run)), indent=2))
             os.replace(temporary, path)
         except OSError as error:
             self._notice(f"{path.name} could not be written: {error}")

@@ -111,6 +111,10 @@ class RankLink:
         """What there was to say so far, warnings included."""
         return tuple(self._notes.copy())
 
+    def note(self, text: str) -> None:
+        """Add a note that is no warning: for ranks that write no log."""
+        self._say(text)
+
     def ask(self, key: str, structure: str) -> Answer:
         """Row thread: what this rank does about a key; any number of times, answered at once.
 

@@ -382,7 +382,7 @@ class Resolver:
     def _amounts(self, batches: Sequence[BatchNote], flops: StepFlops | None, *, warmup: bool) -> StepAmounts:
         sized = _sized(batches)
         return StepAmounts(
-            samples=_sum([b.template.samples for b in sized]),
+            samples=_sum([b.samples() for b in sized]),
             tokens=_sum([b.template.tokens for b in sized]),
             useful_tokens=_sum([resolved(b.useful_tokens) for b in sized]),
             flops=flops,

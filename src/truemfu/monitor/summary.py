@@ -11,11 +11,13 @@ from ..waterfall import evaluations
 
 _WORTH_SAYING = 0.005
 _STEPS_SHOWN = 5
+_TENSORS_SHOWN = 4
 
 
 def lines_of(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The summary as labels and texts; what is not known says so."""
     return [
+        *_model(summary),
         ("steps", _steps(summary)),
         ("step, median", _seconds(summary["median_step_time_s"])),
         ("MFU, median", _share(summary["median_mfu"], _why_no_mfu(summary))),
@@ -55,6 +57,22 @@ def show(summary: Mapping[str, Any], stream: TextIO | None = None) -> None:
     width = max(len(label) for label, _ in lines)
     stream.write("truemfu\n" + "".join(f"  {label:{width}}  {text}\n" for label, text in lines))
     stream.flush()
+
+
+def _model(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What was trained on what; nothing where no model was seen."""
+    model, shapes = summary.get("model"), summary.get("batch_shapes")
+    lines = []
+    if model is not None:
+        text = f"{model['name']}, {model['parameters']:,} parameters"
+        if model["trainable_parameters"] != model["parameters"]:
+            text += f", {model['trainable_parameters']:,} of them trained"
+        lines.append(("model", text))
+    if shapes:
+        named = [f"{name} {'×'.join(map(str, shape)) or '()'}" for name, shape in shapes[-1].items()]
+        more = "; the last of several kinds" if len(shapes) > 1 else ""
+        lines.append(("batch", ", ".join(named[:_TENSORS_SHOWN]) + more))
+    return lines
 
 
 def _steps(summary: Mapping[str, Any]) -> str:

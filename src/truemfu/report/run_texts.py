@@ -38,6 +38,7 @@ def facts(record: RunRecord, summary: RunSummary, rows: Sequence[LogRow]) -> lis
     versions = {"truemfu": record.truemfu_version, **record.versions, "Python": record.python}
     cost = summary.monitor_cost
     return [
+        *_trained(record),
         ("device", record.device or UNKNOWN),
         ("peak", _peak(summary, rows)),
         ("FLOPs by", _method(record, summary, rows)),
@@ -48,7 +49,26 @@ def facts(record: RunRecord, summary: RunSummary, rows: Sequence[LogRow]) -> lis
         ("ranks", UNKNOWN if record.world_size is None else f"{record.world_size:,}"),
         ("versions", ", ".join(f"{name} {text}" for name, text in versions.items() if text) or UNKNOWN),
         ("started", started(record) or UNKNOWN),
+        *([("command", " ".join(record.command))] if record.command else []),
+        *([("git commit", record.git_commit)] if record.git_commit else []),
     ]
+
+
+def _trained(record: RunRecord) -> list[tuple[str, str]]:
+    """The model and its batches, where the record has them."""
+    model, lines = record.model, []
+    if model is not None and model.parameters is not None:
+        text = f"{model.name}, {model.parameters:,} parameters"
+        if model.trainable_parameters not in (None, model.parameters):
+            text += f", {model.trainable_parameters:,} of them trained"
+        lines.append(("model", text))
+    if record.batch_shapes:
+        kinds = [
+            ", ".join(f"{name} {'×'.join(map(str, shape)) or '()'}" for name, shape in kind.items())
+            for kind in record.batch_shapes
+        ]
+        lines.append(("batches", "; ".join(kinds)))
+    return lines
 
 
 def figures(record: RunRecord, summary: RunSummary, rows: Sequence[LogRow]) -> list[Figure]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import os
 import platform
 import re
@@ -15,6 +14,7 @@ from pathlib import Path
 import torch
 
 from .. import __version__
+from ..provenance import library_versions
 from ..records import Environment, Memory
 from .process import peak_memory_bytes
 
@@ -23,15 +23,8 @@ _PACKAGES = ("opacus", "transformers")
 
 def environment(device: torch.device, git_commit: str | None) -> Environment:
     """What there is to know of this process' surroundings."""
-    versions = {"truemfu": __version__, "torch": str(torch.__version__)}
-    for package in _PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue  # what is not installed has no version
+    versions = {"truemfu": __version__, **library_versions(_PACKAGES)}
     on_gpu = device.type == "cuda"
-    if on_gpu and torch.version.cuda is not None:
-        versions["cuda"] = torch.version.cuda
     return Environment(
         device_name=torch.cuda.get_device_name(device) if on_gpu else cpu_name(),
         python=platform.python_version(),

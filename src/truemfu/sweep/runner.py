@@ -12,7 +12,6 @@ finished is on disk, and the same call goes on where it stopped.
 from __future__ import annotations
 
 import signal
-import subprocess
 import threading
 import time
 from collections import deque
@@ -24,6 +23,7 @@ from types import FrameType
 
 import msgspec
 
+from ..provenance import git_commit
 from ..records import CaseResult, End, Memory, Phase, SweepCase, SweepRecord
 from .case_log import last_lines
 from .cases import cases_of, resolved
@@ -91,7 +91,7 @@ class _Sweep:
         self._memory_limit_bytes = None if limit is None else int(limit * 2**30)
         around = surroundings(device_name(config.device), self._memory_limit_bytes)
         self._hashes = {name: content_hash(case, around) for name, case in self._cases.items()}
-        self._commit = _git_commit()
+        self._commit = git_commit()
         self._results: dict[str, CaseResult] = {}
         self._pending: deque[str] = deque()
         self._lock = threading.RLock()
@@ -303,20 +303,3 @@ def _stopped_by_signals(stop: Stop) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _git_commit() -> str | None:
-    """The commit of the current folder, "-dirty" behind it where files differ; None outside git."""
-    try:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10)
-        changes = subprocess.run(
-            ["git", "status", "--porcelain", "--untracked-files=no"],
-            capture_output=True,
-            text=True,
-            timeout=10,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    if commit.returncode or changes.returncode:
-        return None
-    return commit.stdout.strip() + ("-dirty" if changes.stdout.strip() else "")

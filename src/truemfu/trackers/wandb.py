@@ -120,7 +120,13 @@ class WandbTracker:
         # older and would come too late.
         wandb.setup()
         atexit.register(self._end_at_exit)
-        self._run = wandb.init(dir=str(self._dir), reinit="create_new", config=self._about, **where)
+        self._run = wandb.init(
+            dir=str(self._dir),
+            reinit="create_new",
+            config=self._about,
+            settings=wandb.Settings(x_disable_meta=True),  # it would hold the command line, secrets and all
+            **where,
+        )
         # A later `wandb.init` of the program would otherwise be given our run, the newest that is active.
         session: Any = getattr(self._run, "_wl", None)
         if hasattr(session, "remove_active_run"):

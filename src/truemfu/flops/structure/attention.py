@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ..pairs import CAUSAL, FULL, Band
+from ..windows import sliding_window
 from . import kinds
 from .source import names_in
 from .streams import TOKENS, CrossPairs, Quantity, Rows, SelfPairs
@@ -196,7 +197,7 @@ def _band(walk: Walk, module: nn.Module) -> Band:
     """Which pairs the convention counts here."""
     if walk.convention.attention == "full" or not _is_causal(walk, module):
         return FULL
-    window = _sliding_window(walk.config, module)
+    window = sliding_window(walk.config, module)
     return CAUSAL if window is None else Band(behind=window - 1, ahead=0)
 
 
@@ -208,17 +209,6 @@ def _is_causal(walk: Walk, module: nn.Module) -> bool:
         return True
     said = (kinds.says_causal(m) for m in reversed(walk.around))
     return next((answer for answer in said if answer is not None), False)
-
-
-def _sliding_window(config: Any, module: nn.Module) -> int | None:
-    if hasattr(module, "sliding_window"):
-        own = module.sliding_window
-        return own if isinstance(own, int) and own > 0 else None
-    layers, index = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
-    if isinstance(layers, (list, tuple)) and isinstance(index, int) and layers[index] != "sliding_attention":
-        return None
-    window = getattr(config, "sliding_window", None)
-    return window if isinstance(window, int) and window > 0 else None
 
 
 def _window_of_patches(walk: Walk, module: nn.Module) -> int | None:

@@ -1,0 +1,158 @@
+"""What a record says of where it comes from: versions of libraries, the commit, the command; never a secret.
+
+    sys.argv ──► redacted ──► command          .git ──► git_commit          sys.modules ──► library_versions
+
+Not for the training thread: git is asked, with a time limit. Neither hooks nor the file system monitor of a
+repository's own configuration are run.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+_LIBRARIES = (
+    "torch",
+    "transformers",
+    "lightning",
+    "pytorch_lightning",
+    "accelerate",
+    "trl",
+    "peft",
+    "opacus",
+    "deepspeed",
+    "datasets",
+    "flash_attn",
+    "mamba_ssm",
+    "triton",
+    "numpy",
+)
+HIDDEN = "[hidden]"
+_GIT_TIMEOUT_S = 5.0
+_MAX_ARGUMENTS, _MAX_CHARACTERS = 200, 2000
+
+_SECRET = (
+    r"(?:api[_-]?key|access[_-]?key|secret|password|passwd|passphrase|credentials?|private[_-]?key|"
+    r"(?<![a-z])(?:key|token|auth|pwd|bearer)(?![a-z]))"
+)
+_NAMES_SECRET = re.compile(_SECRET, re.IGNORECASE)
+_ASSIGNED = re.compile(
+    rf"""(["']?[\w.+/-]*{_SECRET}[\w.-]*["']?\s*[=:]\s*)("[^"]*"|'[^']*'|[^\s,;&}}\]]+)""", re.IGNORECASE
+)
+_SCHEME = re.compile(r"\b(bearer|basic)\s+[\w.~+/=-]{6,}", re.IGNORECASE)
+_USER_IN_URL = re.compile(r"(\w://)[^/\s@]+@")
+_KNOWN_KEY = re.compile(
+    r"(?<![A-Za-z0-9])(?:hf_|sk-|sk_|ghp_|gho_|ghs_|github_pat_|glpat-|xox[abpr]-|AKIA|ASIA|AIza|eyJ|wandb_v1_)"
+    r"[\w.-]{8,}"
+)
+_HARMLESS = re.compile(r"""["']?(?:-?\d{1,6}(?:\.\d*)?|true|false|none|null|<[\w|]+>)["']?""", re.IGNORECASE)
+_MIN_SECRET = 6
+
+
+def library_versions(installed: Iterable[str] = ()) -> dict[str, str]:
+    """Versions of the libraries this process has imported, and of those named, where they are installed."""
+    versions = {}
+    for name in dict.fromkeys((*_LIBRARIES, *installed)):
+        if name not in sys.modules and name not in installed:
+            continue
+        version = getattr(sys.modules.get(name), "__version__", None) or _installed(name)
+        if version is not None:
+            versions[name] = str(version)
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.version.cuda is not None:
+        versions["cuda"] = str(torch.version.cuda)
+        if torch.cuda.is_initialized() and (cudnn := torch.backends.cudnn.version()) is not None:
+            versions["cudnn"] = str(cudnn)
+    return versions
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def git_commit() -> str | None:
+    """The commit of the current folder, "-dirty" behind it where files differ; None outside git."""
+    commit = _git("rev-parse", "HEAD")
+    changes = _git("status", "--porcelain", "--untracked-files=no", "--ignore-submodules=all")
+    if commit is None or changes is None:
+        return None
+    return commit + ("-dirty" if changes else "")
+
+
+def _git(*arguments: str) -> str | None:
+    """What a command of git prints; None where there is no git, no repository, or no answer in time."""
+    own = ("--no-optional-locks", "-c", "core.fsmonitor=false", "-c", f"core.hooksPath={os.devnull}")
+    try:
+        done = subprocess.run(
+            ["git", *own, *arguments],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            stdin=subprocess.DEVNULL,
+            timeout=_GIT_TIMEOUT_S,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return None if done.returncode else done.stdout.strip()
+
+
+def command() -> list[str]:
+    """How this process was started, without the values of what looks like a secret."""
+    arguments = [str(argument)[:_MAX_CHARACTERS] for argument in sys.argv[:_MAX_ARGUMENTS]]
+    return redacted_arguments(arguments)
+
+
+def redacted_arguments(arguments: Sequence[str]) -> list[str]:
+    """Arguments of a command line without secrets: also those that follow a name such as --api-key."""
+    shown: list[str] = []
+    hides_next = False
+    for argument in arguments:
+        is_name = argument.startswith("-")
+        if hides_next and not is_name and not _HARMLESS.fullmatch(argument):
+            shown.append(HIDDEN)
+            hides_next = False
+            continue
+        hides_next = is_name and "=" not in argument and bool(_NAMES_SECRET.search(argument))
+        shown.append(redacted(argument))
+    return shown
+
+
+def redacted(text: str) -> str:
+    """A text without keys, tokens and passwords: by their names, their form, or as in the environment."""
+    for secret in _secrets_of_environment():
+        text = text.replace(secret, HIDDEN)
+    text = _USER_IN_URL.sub(rf"\1{HIDDEN}@", text)
+    text = _SCHEME.sub(rf"\1 {HIDDEN}", text)
+    text = _ASSIGNED.sub(_without_value, text)
+    return _KNOWN_KEY.sub(HIDDEN, text)
+
+
+def redacted_data(data: Any) -> Any:
+    """Plain data with every text in it redacted."""
+    if isinstance(data, str):
+        return redacted(data)
+    if isinstance(data, Mapping):
+        return {key: redacted_data(value) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [redacted_data(value) for value in data]
+    return data
+
+
+def _without_value(found: re.Match[str]) -> str:
+    name, value = found.groups()
+    return found[0] if _HARMLESS.fullmatch(value) else f"{name}{HIDDEN}"
+
+
+def _secrets_of_environment() -> list[str]:
+    """Values of variables whose names are those of secrets, the longest first."""
+    named = [value for name, value in os.environ.items() if _NAMES_SECRET.search(name.replace("_", "-"))]
+    long = {value for value in named if len(value) >= _MIN_SECRET and not _HARMLESS.fullmatch(value)}
+    return sorted(long, key=len, reverse=True)
