@@ -111,6 +111,10 @@ def test_several_models_have_one_mfu_for_the_step_and_one_each(tmp_path: Path, f
         assert row["perf/method"] == "closed form"
         assert round(row["perf/samples_per_second"] * row["perf/step_time"]) == samples
     summary = monitor.summary()
+    assert summary["model"]["name"] == "Generator, Critic"
+    assert summary["model"]["parameters"] == sum(
+        p.numel() for m in (generator, critic) for p in m.parameters()
+    )
     assert set(summary["median_mfu_by_model"]) == {"Generator", "Critic"}
     assert [text for label, text in lines_of(summary) if label.strip() == "Critic"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -96,13 +96,14 @@ def _is_same_form(one: FlopModel | None, other: FlopModel | None) -> bool:
     return one.export() == other.export()
 
 
-def facts_of(model: nn.Module | None) -> dict[str, Any] | None:
-    """Class and parameters of a model, for the run's record; None without one."""
-    if model is None:
+def facts_of(models: Sequence[nn.Module]) -> dict[str, Any] | None:
+    """Class and parameters of the models of a run, for its record; None without one."""
+    if not models:
         return None
-    parameters = [(p.numel(), p.requires_grad) for p in model.parameters() if not nn.parameter.is_lazy(p)]
+    every = {id(p): p for model in models for p in model.parameters() if not nn.parameter.is_lazy(p)}
+    parameters = [(p.numel(), p.requires_grad) for p in every.values()]
     return {
-        "name": type(unwrap(model)).__name__,
+        "name": ", ".join(type(unwrap(model)).__name__ for model in models),
         "parameters": sum(count for count, _ in parameters),
         "trainable_parameters": sum(count for count, is_trained in parameters if is_trained),
     }

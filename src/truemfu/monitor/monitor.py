@@ -530,7 +530,7 @@ class TrainingMonitor:
     def _set_up(self, device: torch.device) -> None:
         """Make what depends on the device and the job, at the first batch or step."""
         self._device, self._pid = device, os.getpid()
-        self._model_facts = facts_of(self._model())
+        self._model_facts = facts_of([] if self._models is None else self._models.roots)
         self._ranks = RankLink.current(notice=self._notices)
         self._values = HostValues(self._notices)
         self._intake = Intake(self._values, self._notices)

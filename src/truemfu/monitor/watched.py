@@ -56,6 +56,11 @@ class WatchedModels:
         _refuse_overlap([found for watched in self.modules if (found := watched.module) is not None])
 
     @property
+    def roots(self) -> list[nn.Module]:
+        """The models that were given, as far as somebody else still holds them."""
+        return [found for root in self._roots if (found := root()) is not None]
+
+    @property
     def first(self) -> nn.Module | None:
         """The first model that was given."""
         return self._roots[0]()
