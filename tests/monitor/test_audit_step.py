@@ -235,6 +235,9 @@ def test_the_count_of_the_marked_step(audit: AuditStep, path: Path, recorder: Re
         products=products(),
         attention_flops=0,
         attention_blocked_flops=0,
+        few_channel_flops=0,
+        grouped_flops=0,
+        grouped_padded_flops=0,
     )
     assert (audit.wants(note), audit.patience_s) == (False, 0)
     written = path.read_bytes()

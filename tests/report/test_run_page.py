@@ -216,9 +216,9 @@ def test_the_waterfall_is_there_with_its_parts_and_its_advice(run_folder: Path, 
 
 
 HARDWARE_ROWS = {
-    "executed": ("430 TFLOP/s", "over 12 windows, 120 s"),
-    "HFU by the counters": ("43.7 %", "by the count 46.0 %"),
-    "executed over counted": ("0.950", ""),
+    "executed": ("430 TFLOP/s", "upper bound: no audit; over 12 windows, 120 s"),
+    "HFU by the counters": ("43.7 %", "upper bound: no audit; by the count 46.0 %"),
+    "executed over counted": ("0.950", "upper bound: no audit"),
     "SM clock": ("1,716 MHz", "by cycle counters; the driver reports 1,828 MHz"),
     "power": ("689 W", "mean of this GPU"),
     "energy of a step": ("100.2 J", "one device"),
@@ -231,6 +231,22 @@ def test_the_hardware_is_shown_beside_the_count_and_the_driver(run_folder: Path,
     page = page_of(run_folder)
     for label, (value, remark) in HARDWARE_ROWS.items():
         assert f"<tr><td>{label}</td><td>{value}</td><td>{remark}</td></tr>" in page
+
+
+def test_what_an_audit_corrected_is_no_upper_bound(run_folder: Path, change_run: Change) -> None:
+    change_run(lambda run: run["summary"].update(hardware=hardware_block(executed_over_activity=0.9396)))
+    page = page_of(run_folder)
+    assert "<td>430 TFLOP/s</td><td>corrected by an audit: 0.9396; over 12 windows, 120 s</td>" in page
+    assert "upper bound" not in page
+
+
+@pytest.mark.parametrize("corrected", [True, False])
+def test_rows_alone_tell_an_upper_bound_too(run_folder: Path, change_run: Change, corrected: bool) -> None:
+    audit = {"executed_over_activity": 0.9396} if corrected else {}
+    without_summary(run_folder, change_run, {5: window_metrics(**audit)})
+    page = page_of(run_folder)
+    assert ("<td>upper bound: no audit</td>" in page) is not corrected
+    assert ("<td>corrected by an audit: 0.9396</td>" in page) is corrected
 
 
 def test_counters_of_which_nothing_is_known_are_unknown_with_a_reason(

@@ -82,7 +82,7 @@ def audit(
         truemfu audit --save step.csv -- python train.py
         truemfu audit --csv step.csv
 
-    Every kernel is replayed, about 0.2 s each: audit a model of a few layers, on one GPU. How many were
+    Every kernel is replayed, 0.2 to 0.4 s each: audit a model of a few layers, on one GPU. How many were
     profiled so far, and in how many seconds, is on stderr. Exit codes: 0 done,
     1 the command failed or nothing was profiled, 2 the call was wrong or ncu is not installed.
     """

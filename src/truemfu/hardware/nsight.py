@@ -3,7 +3,7 @@
     command ─► ncu_command ─► ncu runs it ─► report ─► table_command ─► CSV (`nsight_csv`) ─┐
           the process marks a step, writes its StepCount ───────────────────────────────────┴─► `nsight_audit`
 
-Collecting replays every kernel, about 0.2 s each, so a step of a few layers is what to audit. Clocks and
+Collecting replays every kernel, 0.2 to 0.4 s each, so a step of a few layers is what to audit. Clocks and
 caches are left alone: operations do not depend on them.
 
 The file that an audited process writes, at the path in `COUNT_VARIABLE`, is `StepCount` as JSON. The process
