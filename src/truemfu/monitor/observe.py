@@ -254,7 +254,7 @@ class BatchNotes:
     def shapes(self) -> list[dict[str, list[int]]]:
         """The shapes of the tensors of the batches so far, the latest few kinds of them."""
         latest = list(self._templates)[-_SHAPES_SHOWN:]
-        return [{str(k): list(v.shape) for k, v in key[1:] if isinstance(v, Look)} for key in latest]
+        return [{str(k): list(v.shape) for k, v in key[2:] if isinstance(v, Look)} for key in latest]
 
     @property
     def usual(self) -> UsualBatch | None:
