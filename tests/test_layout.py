@@ -17,7 +17,10 @@ STATIONS = (
     ("torch_versions",),
     ("convention",),
     ("torch_private",),
-    ("records",),
+    (
+        "records",
+        "provenance",
+    ),
     ("hardware", "flops"),
     ("utilization", "waterfall", "crosscheck"),
     ("trackers",),

@@ -26,7 +26,7 @@ PLANTED = {
     "a header": ["Authorization: Bearer plantedIII111222"],
     "base64 behind a key": ["--private_key", "cGxhbnRlZEpKSg==plantedJJJ"],
     "the environment's value": ["plantedKKK-from-environment"],
-    "a number as a password": ["--db-password=73519264plantedLLL"],
+    "a short password": ["--db-password=73519264plantedLLL"],
 }
 HARMLESS = [
     "--max-tokens", "512", "--pad_token_id", "0", "--tokenizer=gpt2", "--key-value-heads=8", "--lr=1e-3",
@@ -42,6 +42,10 @@ def test_secrets_in_arguments_are_hidden(name: str, monkeypatch: pytest.MonkeyPa
     assert HIDDEN in shown
     assert shown.startswith("train.py")
     assert shown.endswith("--lr 0.1")
+
+
+def test_a_password_may_be_a_number() -> None:
+    assert redacted_arguments(["--password", "1234", "--pwd=77"]) == ["--password", HIDDEN, f"--pwd={HIDDEN}"]
 
 
 def test_other_arguments_stay_as_they_are() -> None:

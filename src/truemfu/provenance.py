@@ -51,6 +51,8 @@ _KNOWN_KEY = re.compile(
     r"[\w.-]{8,}"
 )
 _HARMLESS = re.compile(r"""["']?(?:-?\d{1,6}(?:\.\d*)?|true|false|none|null|<[\w|]+>)["']?""", re.IGNORECASE)
+_ALWAYS = re.compile(r"secret|passw|passphrase|pwd|credential|(?:api|access|private)[_-]?key", re.IGNORECASE)
+"""Names whose values are hidden even where they are plain numbers."""
 _MIN_SECRET = 6
 
 
@@ -113,15 +115,11 @@ def command() -> list[str]:
 def redacted_arguments(arguments: Sequence[str]) -> list[str]:
     """Arguments of a command line without secrets: also those that follow a name such as --api-key."""
     shown: list[str] = []
-    hides_next = False
+    name = ""
     for argument in arguments:
-        is_name = argument.startswith("-")
-        if hides_next and not is_name and not _HARMLESS.fullmatch(argument):
-            shown.append(HIDDEN)
-            hides_next = False
-            continue
-        hides_next = is_name and "=" not in argument and bool(_NAMES_SECRET.search(argument))
-        shown.append(redacted(argument))
+        is_value = not argument.startswith("-") and bool(_NAMES_SECRET.search(name))
+        shown.append(HIDDEN if is_value and _is_hidden(name, argument) else redacted(argument))
+        name = argument if argument.startswith("-") and "=" not in argument else ""
     return shown
 
 
@@ -148,7 +146,12 @@ def redacted_data(data: Any) -> Any:
 
 def _without_value(found: re.Match[str]) -> str:
     name, value = found.groups()
-    return found[0] if _HARMLESS.fullmatch(value) else f"{name}{HIDDEN}"
+    return f"{name}{HIDDEN}" if _is_hidden(name, value) else found[0]
+
+
+def _is_hidden(name: str, value: str) -> bool:
+    """Whether the value of a name that may be one of a secret is one: the id of a token is not."""
+    return bool(_ALWAYS.search(name)) or not _HARMLESS.fullmatch(value)
 
 
 def _secrets_of_environment() -> list[str]:

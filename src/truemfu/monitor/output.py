@@ -162,7 +162,7 @@ class Output:
     def close(self, summarize: Callable[[], Mapping[str, Any]], timeout_s: float) -> None:
         """Finish every tracker, and write the run beside the log with its summary, as it is after that."""
         ends_s = time.monotonic() + timeout_s
-        summary = summarize()
+        summary = redacted_data(summarize())  # errors of trackers may hold an address with a password
         for lane in self._lanes():
             lane.ask_to_finish(summary)
         for lane in self._lanes():
