@@ -347,7 +347,9 @@ def test_what_a_count_takes_is_in_no_step_time_and_is_stated(tmp_path: Path) -> 
     assert f"counting took {cost['counting_s']:.1f} s, once, at step 1" in text
 
 
-def test_a_count_in_save_logs_is_no_time_between_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_count_in_save_logs_is_no_time_between_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = Slow()
     monitor = TrainingMonitor(tmp_path, {"monitoring": {"peak_tflops": 1}}, model=model)
     with monkeypatch.context() as patched:
