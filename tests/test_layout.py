@@ -17,10 +17,7 @@ STATIONS = (
     ("torch_versions",),
     ("convention",),
     ("torch_private",),
-    (
-        "records",
-        "provenance",
-    ),
+    ("records", "provenance"),
     ("hardware", "flops"),
     ("utilization", "waterfall", "crosscheck"),
     ("trackers",),
