@@ -27,8 +27,8 @@ from .shadow import unwrap
 from .tally import Tally
 from .windows import Windows
 
-_PROBED = (3, 5)
-_LENGTHS = (7, 4, 5, 11, 3, 9, 13)
+_PROBED = (2, 3)
+_LENGTHS = (5, 3, 4, 7, 11, 9, 13)
 """Without common factors, and none of them long."""
 _MAX_OPERATORS = 60_000
 """Of a forward pass; beyond it the closed form is quicker."""
