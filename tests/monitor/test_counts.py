@@ -671,6 +671,7 @@ class Pointed(Net):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:operators that may do matrix work.*data_ptr")
 @pytest.mark.parametrize("kind", [Net, SteeredByABuffer, Pointed, Checkpointed])
 def test_values_on_the_device_are_never_waited_for(
     kind: type[Net], cuda: torch.device, tmp_path: Path

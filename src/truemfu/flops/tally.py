@@ -36,6 +36,7 @@ from ..torch_private.dispatch import (
     current_autograd_node,
     current_graph_task_id,
     disable_modes,
+    disable_torch_function,
     flex_attention_operators,
     next_sequence_nr,
     top_saved_tensors_hooks,
@@ -212,7 +213,13 @@ class Tally(TorchDispatchMode):
             return args[0].fake_device
         if self._supervision is not None:
             self._supervision.check()
-        kwargs = kwargs or {}
+        if current_graph_task_id() == -1:
+            return self._run(func, args, kwargs or {})
+        with disable_torch_function():  # in a backward pass it would see the calls made here as well
+            return self._run(func, args, kwargs or {})
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator and count it."""
         self.operators += 1
         self._note_strangers(args)
         name = _name(func)

@@ -75,6 +75,10 @@ next_sequence_nr: Callable[[], int] = _or(table.SEQUENCE_NUMBER, _refusing(table
 """The number the next autograd node of this thread will get."""
 top_saved_tensors_hooks: Callable[[bool], Any] | None = _or(table.TOP_HOOKS, None)
 """The innermost hooks on saved tensors, or None; itself None where torch does not tell."""
+disable_torch_function: Callable[[], contextlib.AbstractContextManager[Any]] = _or(
+    table.DISABLE_FUNCTION, contextlib.nullcontext
+)
+"""No mode sees the calls of torch that are made inside; operators are seen as ever."""
 if TYPE_CHECKING:
     from torch._ops import OpOverload
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -90,7 +94,7 @@ else:
 __all__ = [
     "FakeTensor", "FakeTensorMode", "OpOverload", "TorchDispatchMode", "check_counts",
     "check_fake_tensors", "current_autograd_node", "current_graph_task_id", "disable_modes",
-    "next_sequence_nr", "top_saved_tensors_hooks",
+    "disable_torch_function", "next_sequence_nr", "top_saved_tensors_hooks",
 ]  # fmt: skip
 
 

@@ -48,6 +48,7 @@ AUTOGRAD_NODE = "torch._C:_current_autograd_node"
 GRAPH_TASK = "torch._C:_current_graph_task_id"
 TOP_HOOKS = "torch._C:_autograd._top_saved_tensors_default_hooks"
 RUN_BACKWARD = "torch.autograd:_engine_run_backward"
+DISABLE_FUNCTION = "torch._C:DisableTorchFunction"
 DISABLE_DISPATCH = "torch._C:_DisableTorchDispatch"
 FLEX_FORWARD = "torch._higher_order_ops.flex_attention:flex_attention"
 FLEX_BACKWARD = "torch._higher_order_ops.flex_attention:flex_attention_backward"
@@ -89,6 +90,7 @@ NAMES: dict[str, Private] = {
         (GRAPH_TASK, _NOT_COUNTED, (2, 6)),
         (TOP_HOOKS, "counts take longer", (2, 7)),
         (RUN_BACKWARD, "tensors that leave torch in a backward pass are not named", (2, 6)),
+        (DISABLE_FUNCTION, "counts take longer", (2, 6)),
         (DISABLE_DISPATCH, "counts take longer", (2, 6)),
         (FLEX_FORWARD, "flex attention cannot be counted: its FLOPs are estimated", (2, 6)),
         (FLEX_BACKWARD, "flex attention cannot be counted: its FLOPs are estimated", (2, 6)),
