@@ -227,7 +227,8 @@ def test_a_closed_form_has_the_plain_heads_integers(name: str) -> None:
 
 
 def test_casts_are_followed() -> None:
-    with torch.autocast("cpu", torch.bfloat16):
+    # Where oneDNN fails at such sizes, torch switches it off for the whole process.
+    with torch.backends.mkldnn.flags(enabled=False), torch.autocast("cpu", torch.bfloat16):
         for count in both_counts(Model(recomputing), batch()):
             assert parts(count) == (2, 3, 1)
 
