@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import click
 
 from .audit_tables import show_audit
-from .console import debug_option, json_option
+from .console import debug_option, json_option, say
 
 if TYPE_CHECKING:
     from ..hardware.nsight import StepCount
@@ -132,7 +132,7 @@ def audit(
     shown = show_audit(result, top, as_json, is_a_step=is_whole)
     # A run that was ended at its last launch has not failed.
     if code and launch_count is None:
-        click.echo(f"error: {_failed(text, code)}; what was profiled is shown", err=True)
+        say(f"error: {_failed(text, code)}; what was profiled is shown", err=True)
         return 1
     return shown
 
@@ -173,7 +173,7 @@ def _run(call: list[str], files: list[Path], *, from_start: bool, keep_running: 
         count_file=count_file,
         keep_running=keep_running or from_start,
         stdout=_STDERR,
-        say=lambda text: click.echo(text, err=True),
+        say=lambda text: say(text, err=True),
     )
     return 0 if end.was_ended else end.code
 
@@ -228,7 +228,7 @@ def _nothing(text: str, count: StepCount | None, code: int, otherwise: str) -> i
         why = _failed(text, code)
     else:
         why = otherwise
-    click.echo(f"error: nothing was profiled; {why}", err=True)
+    say(f"error: nothing was profiled; {why}", err=True)
     return 1
 
 

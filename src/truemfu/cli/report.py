@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from .console import debug_option
+from .console import debug_option, say
 
 
 @click.command(short_help="One self-contained page for a run or a sweep.")
@@ -48,4 +48,4 @@ def report(folder: Path, output_path: Path | None) -> None:
             written = write_sweep_page(path, summarize(found))
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}") from error
-    click.echo(f"report: {written}")
+    say(f"report: {written}")
