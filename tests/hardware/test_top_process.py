@@ -251,7 +251,7 @@ def test_a_scrape_of_what_a_process_serves(tmp_path: Path) -> None:
         "--interval", "0.25", "--export", "0", path=driver(tmp_path, gpus=2, before_read="pass")
     ) as running:
         screen = running.wait_for(lambda screen: "GPU util" in screen)
-        address = re.search(r"serving (http://localhost:\d+/metrics)", screen)
+        address = re.search(r"serving (http://127.0.0.1:\d+/metrics)", screen)
         assert address
         with urllib.request.urlopen(address[1], timeout=10) as answer:
             text = answer.read().decode()
