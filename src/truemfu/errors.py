@@ -69,7 +69,7 @@ class TruemfuWarning(UserWarning):
 
 def message_of(text: str) -> str:
     """A text for the user, which may quote anything, as one printable line of bounded length."""
-    return shortened(on_one_line(shortened(text, 8 * _MAX_MESSAGE)), _MAX_MESSAGE)
+    return shortened(on_one_line(text), _MAX_MESSAGE)
 
 
 def one_line(error: BaseException) -> str:
