@@ -372,14 +372,18 @@ def test_what_cannot_be_the_name_of_a_file_is_one_short_line(text: str) -> None:
 
 
 def test_a_batch_of_too_many_tokens_is_not_made() -> None:
-    with pytest.raises(UsageError, match=r"at most 268,435,456 tokens; got 4 × 100,000,000: count fewer samples"):
+    with pytest.raises(
+        UsageError, match=r"at most 268,435,456 tokens; got 4 × 100,000,000: count fewer samples"
+    ):
         BatchRequest(samples=4, length=10**8)
 
 
 def test_a_batch_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
     file = tmp_path / "config.json"
-    file.write_text(json.dumps({"model_type": "vit", "architectures": ["ViTForImageClassification"], **sizes}))
+    file.write_text(
+        json.dumps({"model_type": "vit", "architectures": ["ViTForImageClassification"], **sizes})
+    )
     with pytest.raises(BatchError, match="^a batch of this size cannot be made: RuntimeError: ") as caught:
         resolve_target(str(file), BatchRequest(samples=1, image_size=2**31 - 1))
     assert len(str(caught.value)) <= 600

@@ -30,7 +30,9 @@ def test_bars_are_as_long_as_their_share(tmp_path: Path) -> None:
 
 def test_nothing_is_loaded_from_elsewhere(tmp_path: Path) -> None:
     text = page(tmp_path, Section(heading="h"))
-    assert not any(sign in text for sign in ("http:", "https:", "src=", "<link", "<script", "@import", "url("))
+    assert not any(
+        sign in text for sign in ("http:", "https:", "src=", "<link", "<script", "@import", "url(")
+    )
     assert "<table>" not in text
 
 

@@ -307,7 +307,9 @@ def test_nothing_is_loaded_from_elsewhere(run_folder: Path, change_run: Change, 
     if with_hardware:
         change_run(lambda run: run["summary"].update(hardware=hardware_block()))
     page = page_of(run_folder)
-    assert not any(sign in page for sign in ("http:", "https:", "src=", "<link", "<script", "@import", "url("))
+    assert not any(
+        sign in page for sign in ("http:", "https:", "src=", "<link", "<script", "@import", "url(")
+    )
 
 
 def test_a_long_log_makes_no_long_page(run_folder: Path) -> None:

@@ -44,7 +44,9 @@ def write_page(path: Path, *, title: str, lead: str, sections: Sequence[Section]
 
 def write_template(path: Path, template: str, **values: Any) -> Path:
     """Fill a template of this folder, write it to `path` (its folder is made) and return where it lies."""
-    environment = Environment(loader=PackageLoader("truemfu.report", "."), autoescape=True, trim_blocks=True, finalize=_shown)
+    environment = Environment(
+        loader=PackageLoader("truemfu.report", "."), autoescape=True, trim_blocks=True, finalize=_shown
+    )
     environment.filters["code"] = _code
     page = environment.get_template(template).render(**values)
     path.parent.mkdir(parents=True, exist_ok=True)
