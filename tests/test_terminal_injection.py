@@ -60,7 +60,8 @@ def live():
     from truemfu.cli.live import progress
     from truemfu.records import CaseResult, Phase
     from truemfu.sweep.outcome import CaseState
-    results = [msgspec.json.decode(path.read_bytes(), type=CaseResult) for path in Path("sweep/results").iterdir()]
+    files = Path("sweep/results").iterdir()
+    results = [msgspec.json.decode(path.read_bytes(), type=CaseResult) for path in files]
     with progress() as listener:
         listener.started([result.name for result in results], results[:1])
         listener.changed(EVIL, CaseState(slot=EVIL, phase=Phase.GATE, elapsed_s=1.0, time_limit_s=9.0))

@@ -448,7 +448,7 @@ def test_the_address_that_is_printed_is_the_one_it_listens_on(
     assert re.fullmatch(rf"serving http://{re.escape(host)}:\d+/metrics\n", capsys.readouterr().err)
     from truemfu.cli.top_export import serving
 
-    with serving(lambda: [], 0, host) as address:
+    with serving(list, 0, host) as address:
         port = int(address.split(":")[2].partition("/")[0])
         with socket.create_connection((host, port), timeout=10):
             pass

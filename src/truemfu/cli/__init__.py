@@ -84,7 +84,7 @@ def cli(context: click.Context) -> None:
     MFU is the first divided by step time and peak. In Python: from truemfu import count_flops.
     """
     if context.invoked_subcommand is None:
-        say(context.get_help())
+        click.echo(context.get_help())
 
 
 cli.add_command(count)

@@ -1,7 +1,7 @@
 """How numbers and tables look, on a terminal and in a pipe.
 
-Everything a command prints goes through `say`, `print_json` or a `SafeConsole`: what a name, a log or an error
-holds is shown, and does nothing to the terminal.
+Everything a command prints goes through `say`, `print_json` or a `SafeConsole`: what a name, a log or an
+error holds is shown, and does nothing to the terminal.
 """
 
 from __future__ import annotations

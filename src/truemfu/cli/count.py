@@ -113,8 +113,8 @@ def _say_what_is_not_used(context: click.Context, model: str) -> None:
 
 
 def _show(console: Console, target: Target, flops: FlopCount, parameters: int, depth: int) -> None:
-    name = console.render_str(target.name, style="bold")
-    console.print(name, f" {type(target.model).__name__}, {parameters:,} parameters")
+    heading = console.render_str(target.name, style="bold")
+    console.print(heading, f" {type(target.model).__name__}, {parameters:,} parameters")
     console.print(f"batch: {target.shapes}\n")
 
     totals = table("one training step", "FLOPs", "", "of the model")

@@ -1,6 +1,6 @@
 """`truemfu top --export [HOST:]PORT`: the last interval of every GPU, served to Prometheus.
 
-    http://127.0.0.1:<port>/metrics     truemfu_gpu_tensor_active_ratio{gpu="0",name="NVIDIA H200",uuid="…"} 0.93
+    http://127.0.0.1:<port>/metrics  truemfu_gpu_tensor_active_ratio{gpu="0",name="NVIDIA H200",uuid="…"} 0.93
 
 Names carry their units; what is not known is not served. A scrape reads values that are there already, it
 never asks the driver. docs/grafana/truemfu-gpus.json shows them.

@@ -45,8 +45,8 @@ class BatchRequest:
                 raise UsageError(f"{what} must be at most {_LARGEST_SIZE:,}; got {value:,}")
         if self.samples * (self.length or 1) > _MOST_TOKENS:
             raise UsageError(
-                f"a batch must have at most {_MOST_TOKENS:,} tokens; got {self.samples:,} × {self.length or 1:,}: "
-                "count fewer samples, FLOPs are proportional to them"
+                f"a batch must have at most {_MOST_TOKENS:,} tokens; got {self.samples:,} × "
+                f"{self.length or 1:,}: count fewer samples, FLOPs are proportional to them"
             )
 
 

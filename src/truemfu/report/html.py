@@ -1,8 +1,8 @@
 """One self-contained page: headings, sentences and tables, readable in light and dark, no outside asset.
 
-The page's own policy lets a browser apply its styles and do nothing else: no script, no request. Whatever text
-goes into it is escaped, printable and at most `LONGEST_TEXT` characters long, since a browser takes very long to
-break a line of tens of thousands.
+The page's own policy lets a browser apply its styles and do nothing else: no script, no request. Whatever
+text goes into it is escaped, printable and at most `LONGEST_TEXT` characters long, since a browser takes very
+long to break a line of tens of thousands.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 
 `perf/mfu` is `truemfu_mfu`, `training/loss` is `truemfu_training_loss`; the metrics of a dataset carry its
 name as the label `dataset`. What is known of the run is in the labels of `truemfu_run_info`. It is served to
-this machine alone; `monitoring.prometheus_address: 0.0.0.0` or `PrometheusTracker(address="0.0.0.0")` serves it
-to whoever reaches the port.
+this machine alone; `monitoring.prometheus_address: 0.0.0.0` or `PrometheusTracker(address="0.0.0.0")` serves
+it to whoever reaches the port.
 """
 
 from __future__ import annotations
