@@ -8,7 +8,6 @@ import json
 import re
 import shutil
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -150,14 +149,3 @@ def test_the_policy_of_the_page_stops_scripts_and_requests(page: Path, tmp_path:
     hostile.write_text(text.replace(POLICY, "default-src *; script-src 'unsafe-inline'"))
     dom = chromium(tmp_path, "--dump-dom", "--virtual-time-budget=2000", hostile.as_uri())
     assert re.search(r'<p id="told">(.*?)</p>', dom)[1] == "ran"  # type: ignore[index]
-
-
-def test_a_page_of_very_long_texts_is_laid_out_in_seconds(
-    run_folder: Path, change_run: Callable[..., dict[str, Any]], tmp_path: Path
-) -> None:
-    long = "x" * 50_000
-    change_run(lambda run: (run.update(device=long), run["summary"].update(warnings=[long], notes=[long])))
-    page = write_run_page(run_folder / "page.html", load_run(run_folder))
-    began_s = time.monotonic()
-    layout(page, tmp_path, PHONE)
-    assert time.monotonic() - began_s < 20

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import click
 
 from .audit_tables import show_audit
-from .console import debug_option, json_option, say
+from .console import FilePath, debug_option, json_option, say
 
 if TYPE_CHECKING:
     from ..hardware.nsight import StepCount
@@ -45,10 +45,10 @@ _STDERR = 2
 @click.option("--metrics", default="", help="Further ncu metrics, with commas; they are in --save alone.")
 @click.option(
     "--save",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=FilePath(dir_okay=False),
     help="Keep ncu's CSV here, and the count beside it (FILE.count.json).",
 )
-@click.option("--csv", "saved", type=click.Path(path_type=Path), help="Read such a CSV and run nothing.")
+@click.option("--csv", "saved", type=FilePath(), help="Read such a CSV and run nothing.")
 @click.option("--top", type=click.IntRange(min=1), default=20, show_default=True, help="Kernels to show.")
 @json_option
 @debug_option

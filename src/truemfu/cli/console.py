@@ -6,12 +6,14 @@ error holds is shown, and does nothing to the terminal.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TextIO
 
 import click
@@ -37,6 +39,23 @@ def debug_option(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def json_option(command: Callable[..., Any]) -> Callable[..., Any]:
     return click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")(command)
+
+
+class FilePath(click.Path):
+    """The path of a file or folder, there or not; what cannot be the name of one is a wrong call."""
+
+    def __init__(self, *, dir_okay: bool = True) -> None:
+        super().__init__(path_type=Path, dir_okay=dir_okay)
+
+    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> Any:
+        try:
+            os.lstat(value)
+        except ValueError as error:
+            self.fail(f"{os.fspath(value)!r} is no file name: {error}", param, context)
+        except OSError as error:
+            if error.errno == errno.ENAMETOOLONG:
+                self.fail(f"{os.fspath(value)!r} is no file name: {error.strerror}", param, context)
+        return super().convert(value, param, context)
 
 
 class SafeConsole(Console):

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import click
 
-from .console import debug_option, say
+from .console import FilePath, debug_option, say
 
 
 @click.command(short_help="One self-contained page for a run or a sweep.")
-@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("folder", metavar="DIR", type=FilePath())
 @click.option(
     "--output",
     "-o",
     "output_path",
-    type=click.Path(path_type=Path),
+    type=FilePath(),
     help="Where to write the page.  [default: report.html in DIR; run_report.html for a run beside a sweep]",
 )
 @debug_option

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ..text import on_one_line, shortened
-from .console import WIDEST_TABLE, debug_option, json_option, output, say, table
+from .console import WIDEST_TABLE, FilePath, debug_option, json_option, output, say, table
 
 if TYPE_CHECKING:
     from ..report.figures import SweepSummary
@@ -20,7 +20,7 @@ _LONGEST_LOG_LINE = 1000
 @click.command(short_help="Tables, Markdown, CSV or JSON from a sweep's logs.")
 @click.option(
     "--logs-dir",
-    type=click.Path(path_type=Path),
+    type=FilePath(),
     required=True,
     help="A sweep's folder, or its logs or results folder alone; copied from anywhere.",
 )
@@ -28,7 +28,7 @@ _LONGEST_LOG_LINE = 1000
     "--output",
     "-o",
     "output_path",
-    type=click.Path(path_type=Path),
+    type=FilePath(),
     help="Also write the summary here; .json, .csv or .md decides how.",
 )
 @click.option(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .console import WIDEST_TABLE, debug_option, json_option, output, say, table, until_nobody_reads
+from .console import WIDEST_TABLE, FilePath, debug_option, json_option, output, say, table, until_nobody_reads
 
 if TYPE_CHECKING:
     from ..records import SweepCase
@@ -37,14 +37,14 @@ _ONE_EXPERIMENT: dict[str, list[Any]] = {
 @click.option(
     "--config",
     "config_path",
-    type=click.Path(path_type=Path),
+    type=FilePath(),
     help=f"The whole matrix as JSON; flags override it.  [default: {CONFIG_NAME}, where there is one]",
 )
 @click.option(
     "--output",
     "-o",
     "folder",
-    type=click.Path(path_type=Path),
+    type=FilePath(),
     help="Where logs/, runs/ and results/ go.  [default: out/sweep; out/sweep-test in test mode]",
 )
 @click.option(

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from datetime import date
+from pathlib import Path
 from queue import Empty, SimpleQueue
 
 import click
@@ -30,7 +31,7 @@ from ..hardware.counter_windows import GPM_LAG_S, combine
 from ..hardware.counters import CounterSource
 from ..hardware.sampler import Sampler
 from ..trackers.prometheus_server import parse_address
-from .console import SafeConsole, debug_option, json_option, output, print_json, say
+from .console import FilePath, SafeConsole, debug_option, json_option, output, print_json, say
 from .top_screen import Reading, reading_of, screen
 
 # The counters are renewed every tenth of a second: what is read more often than this tells of the time of
@@ -49,8 +50,16 @@ _WHOLE_TRACE = 10**7
     show_default=True,
     help=f"In seconds; {_LEAST_S:g} at least, since the counters are renewed every {GPM_LAG_S:g} s.",
 )
-@click.option("--record", "record_to", metavar="FILE", help="Write all that is read to a trace.")
-@click.option("--replay", "replay_from", metavar="FILE", help="Show a recorded trace, not this machine.")
+@click.option(
+    "--record", "record_to", type=FilePath(), metavar="FILE", help="Write all that is read to a trace."
+)
+@click.option(
+    "--replay",
+    "replay_from",
+    type=FilePath(),
+    metavar="FILE",
+    help="Show a recorded trace, not this machine.",
+)
 @click.option(
     "--export",
     "export_to",
@@ -63,8 +72,8 @@ _WHOLE_TRACE = 10**7
 def top(
     once: bool,
     interval_s: float,
-    record_to: str | None,
-    replay_from: str | None,
+    record_to: Path | None,
+    replay_from: Path | None,
     export_to: str | None,
     as_json: bool,
 ) -> None:
@@ -113,7 +122,7 @@ def top(
             _watch(samplers[0], interval_s, as_json=as_json, silent=silent)
 
 
-def _are_same(one: str, other: str) -> bool:
+def _are_same(one: Path, other: Path) -> bool:
     """Whether two names, links among them, are of one file."""
     try:
         return os.path.samefile(one, other)
@@ -125,7 +134,7 @@ def _all_readings(samplers: Sequence[Sampler]) -> list[Reading]:
     return [reading for sampler in samplers for reading in readings(sampler)]
 
 
-def _recorder(source: CounterSource, path: str, interval_s: float) -> Recorder:
+def _recorder(source: CounterSource, path: Path, interval_s: float) -> Recorder:
     """A copy of a trace comes from where the trace does."""
     live = f"recorded {date.today()} by truemfu top, every {interval_s:g} s"
     try:
@@ -146,7 +155,7 @@ def readings(sampler: Sampler, *, whole: bool = False) -> list[Reading]:
     ]
 
 
-def _open(replay_from: str | None, *, energy: bool) -> CounterSource:
+def _open(replay_from: Path | None, *, energy: bool) -> CounterSource:
     if replay_from is not None:
         return Replay(replay_from)
     try:
