@@ -7,6 +7,7 @@ draws (rich's own colours and cursor movements may, and nothing else).
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import os
 import pty
@@ -22,6 +23,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from truemfu.monitor.summary import show
 from truemfu.records import (
     CaseResult,
     End,
@@ -425,3 +427,21 @@ def test_hostile_values_of_a_result_survive_in_json(shown: Callable[[str], dict[
     text = shown("plain")["summarize, JSON"]
     summary = msgspec.json.decode(text.encode())
     assert EVIL in {experiment["model"] for experiment in summary["experiments"]}
+
+
+def test_the_closing_summary_is_plain_in_a_file_too(folder: Path) -> None:
+    stream = io.StringIO()
+    show(json.loads((folder / "summary.json").read_text()), stream)
+    text = stream.getvalue()
+    assert SHOWN.search(text)
+    assert all(character.isprintable() or character == "\n" for character in text)
+
+
+def test_commands_print_in_no_other_way() -> None:
+    """Help is click's own text; all else passes `say` or a `SafeConsole`."""
+    for path in sorted((ROOT / "src" / "truemfu" / "cli").glob("*.py")):
+        source = path.read_text(encoding="utf-8").replace("click.echo(context.get_help())", "")
+        if path.name != "console.py":
+            assert not re.search(r"click\.echo|(?<![\w.])print\(|[^e]Console\((?!\)\.width)", source), (
+                path.name
+            )
