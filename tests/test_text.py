@@ -41,7 +41,7 @@ def test_json_stays_json_of_the_same_data() -> None:
 
 
 def test_one_line_is_one_line() -> None:
-    assert on_one_line(" a\n\n b\r\nc\x0bd \x1b") == r"a b c d \u001b"
+    assert on_one_line(" a\n\n b\r\nc\x0bd  e\tf \x1b") == r"a b c d  e f \u001b"
 
 
 def test_a_long_text_keeps_its_ends_and_says_its_length() -> None:

@@ -19,7 +19,7 @@ import difflib
 import warnings
 from collections.abc import Iterable
 
-from .text import on_one_line, shortened
+from .text import printable, shortened
 
 _MAX_MESSAGE = 600
 _MAX_LINE = 300
@@ -69,7 +69,7 @@ class TruemfuWarning(UserWarning):
 
 def message_of(text: str) -> str:
     """A text for the user, which may quote anything, as one printable line of bounded length."""
-    return shortened(on_one_line(text), _MAX_MESSAGE)
+    return shortened(printable(" ".join(text.split())), _MAX_MESSAGE)
 
 
 def one_line(error: BaseException) -> str:

@@ -25,8 +25,9 @@ def printable(text: str) -> str:
 
 
 def on_one_line(text: str) -> str:
-    """`printable`, with a space for each line end and run of spaces."""
-    return printable(" ".join(text.split()))
+    """`printable`, with a space for each line end and tab."""
+    lines = (line.strip() for line in text.replace("\t", " ").splitlines())
+    return printable(" ".join(line for line in lines if line))
 
 
 def shortened(text: str, most: int) -> str:
