@@ -109,7 +109,8 @@ def top(*arguments: str, path: Path | None = None) -> Iterator[Top]:
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
     environment = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES")}
-    environment |= {"TERM": "xterm", "PYTHONPATH": os.pathsep.join(map(str, filter(None, (path, ROOT / "src", ROOT))))}
+    folders = [str(folder) for folder in (path, ROOT / "src", ROOT) if folder is not None]
+    environment |= {"TERM": "xterm", "PYTHONPATH": os.pathsep.join(folders)}
     process = subprocess.Popen(
         [sys.executable, "-m", "truemfu", "top", *arguments],
         stdin=theirs,
