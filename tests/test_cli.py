@@ -320,3 +320,38 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
 )
 def test_numbers_are_short(value: float, text: str) -> None:
     assert short(value) == text
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "a\0b", "x/" * 5000, "\x1b]0;t\x07" * 100])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["count", "NAME"],
+        ["report", "NAME"],
+        ["report", ".", "-o", "NAME"],
+        ["summarize", "--logs-dir", "NAME"],
+        ["summarize", "--logs-dir", ".", "-o", "NAME"],
+        ["sweep", "--config", "NAME"],
+        ["sweep", "--output", "NAME", "--trainer", "NAME"],
+        ["audit", "--csv", "NAME"],
+        ["top", "--replay", "NAME"],
+    ],
+)
+def test_what_cannot_be_a_file_name_is_one_short_line(
+    run: Run, arguments: list[str], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = run(*(name if argument == "NAME" else argument for argument in arguments))
+    assert (result.code, result.out) == (2, "")
+    assert re.fullmatch(r"error: .{1,620}\n", result.err)
+    assert result.err[:-1].isprintable()
+    assert "unexpected" not in result.err
+
+
+@pytest.mark.parametrize("option", ["--batch", "--seq", "--images", "--image-size"])
+@pytest.mark.parametrize("number", ["99999999999999999999", "9" * 10_000])
+def test_an_absurd_size_is_one_short_line(run: Run, option: str, number: str) -> None:
+    result = run("count", "tiny", option, number)
+    assert (result.code, result.out) == (2, "")
+    assert re.fullmatch(r"error: .{1,620}\n", result.err)
+    assert "C++" not in result.err

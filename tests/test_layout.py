@@ -13,6 +13,7 @@ PACKAGE = ROOT / "src" / "truemfu"
 
 # A module imports from its own folder and from stations before its own.
 STATIONS = (
+    ("text",),
     ("errors",),
     ("torch_versions",),
     ("convention",),

@@ -19,9 +19,21 @@ import difflib
 import warnings
 from collections.abc import Iterable
 
+from .text import printable, shortened
+
+_MAX_MESSAGE = 600
+_MAX_LINE = 300
+
 
 class TruemfuError(Exception):
-    """Base of all errors raised on purpose: the message is one line meant for the user."""
+    """Base of all errors raised on purpose: the message is one line meant for the user.
+
+    Whatever it quotes (a value of a configuration, a file name), `str` of it is printable and of bounded
+    length: Python itself may be what shows it.
+    """
+
+    def __str__(self) -> str:
+        return message_of(super().__str__())
 
 
 class ModelError(TruemfuError):
@@ -51,13 +63,18 @@ class UsageError(TruemfuError, ValueError):
 class TruemfuWarning(UserWarning):
     """Something the user should know; each text is said once in a process."""
 
+    def __str__(self) -> str:
+        return message_of(super().__str__())
 
-_MAX_LINE = 300
+
+def message_of(text: str) -> str:
+    """A text for the user, which may quote anything, as one printable line of bounded length."""
+    return shortened(printable(" ".join(text.split())), _MAX_MESSAGE)
 
 
 def one_line(error: BaseException) -> str:
     """An error as one line of bounded length; the words alone where they are ours."""
-    text = " ".join(str(error).split())
+    text = message_of(str(error))
     if not isinstance(error, TruemfuError):
         text = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return text if len(text) <= _MAX_LINE else f"{text[: _MAX_LINE - 1]}…"

@@ -363,6 +363,32 @@ def test_a_model_that_cannot_be_had_is_one_line(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("text", ["a" * 300, "a" * 100_000, "a/" * 5000, "a\0b", "\udcff", "a" * 300 + ":f"])
+def test_what_cannot_be_the_name_of_a_file_is_one_short_line(text: str) -> None:
+    with pytest.raises(UsageError, match=r"^(no model|cannot import) '") as caught:
+        resolve_target(text, BatchRequest(samples=1), named=REFERENCE_MODELS)
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) <= 600
+
+
+def test_a_batch_of_too_many_tokens_is_not_made() -> None:
+    with pytest.raises(
+        UsageError, match=r"at most 268,435,456 tokens; got 4 × 100,000,000: count fewer samples"
+    ):
+        BatchRequest(samples=4, length=10**8)
+
+
+def test_a_batch_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    file = tmp_path / "config.json"
+    file.write_text(
+        json.dumps({"model_type": "vit", "architectures": ["ViTForImageClassification"], **sizes})
+    )
+    with pytest.raises(BatchError, match=r"^a batch of this size cannot be made: RuntimeError: ") as caught:
+        resolve_target(str(file), BatchRequest(samples=1, image_size=2**31 - 1))
+    assert len(str(caught.value)) <= 600
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -370,6 +396,9 @@ def test_a_model_that_cannot_be_had_is_one_line(
         ("[]", "expected a JSON object"),
         ("{}", "names no model_type"),
         ('{"model_type": "lama"}', r"unknown model_type 'lama' \(did you mean 'llama'\?\)"),
+        ("[" * 100_000, "is not a readable JSON file"),
+        ('{"a":' * 5000 + "1" + "}" * 5000, "is not a readable JSON file"),
+        ('{"hidden_size": ' + "9" * 10_000 + "}", "is not a readable JSON file"),
         ('{"model_type": "llama", "hidden_size": 30, "num_attention_heads": "x"}', "does not build a model"),
     ],
 )
@@ -388,6 +417,10 @@ def test_a_bad_configuration_is_one_line(tmp_path: Path, content: str, message: 
         ("length", -1, "sequence length must be at least 1; got -1"),
         ("images", -1, "number of images must be at least 0; got -1"),
         ("image_size", 0, "image size must be at least 1; got 0"),
+        ("samples", 2**31, "batch size must be at most 2,147,483,647; got 2,147,483,648"),
+        ("length", 10**20, "sequence length must be at most 2,147,483,647; got 100,000"),
+        ("images", 10**20, "number of images must be at most 2,147,483,647; got 100,000"),
+        ("image_size", 10**20, "image size must be at most 2,147,483,647; got 100,000"),
     ],
 )
 def test_sizes_must_be_positive(field: str, value: int, message: str) -> None:

@@ -152,7 +152,7 @@ def test_names_of_processes_do_not_write_on_the_terminal() -> None:
     window = CounterWindow(index=0, begin_s=0.0, end_s=1.0, seconds=1.0, processes=(*many, evil))
     text = captured([reading_of(GpuInfo(index=0, name="NVIDIA H200"), window, Health())], 140)
     assert "\x1b" not in text
-    assert "?[2Jpython[red] 1.0, 3 0.0, +1" in text
+    assert "\\u001b[2Jpython[red] 1.0, 3 0.0, +1" in text
 
 
 # The command
@@ -436,7 +436,25 @@ def test_serving_through_the_command(capsys: pytest.CaptureFixture[str]) -> None
     assert call("--replay", str(MATMUL), "--export", "0", "--interval", "0.01") == 0
     out, err = capsys.readouterr()
     assert out == ""
-    assert re.fullmatch(r"serving http://localhost:\d+/metrics\n", err)
+    assert re.fullmatch(r"serving http://127\.0\.0\.1:\d+/metrics\n", err)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "127.0.0.2"])
+def test_the_address_that_is_printed_is_the_one_it_listens_on(
+    host: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("prometheus_client")
+    assert call("--replay", str(MATMUL), "--export", f"{host}:0", "--interval", "0.01") == 0
+    assert re.fullmatch(rf"serving http://{re.escape(host)}:\d+/metrics\n", capsys.readouterr().err)
+    from truemfu.cli.top_export import serving
+
+    with serving(list, 0, host) as address:
+        port = int(address.split(":")[2].partition("/")[0])
+        with socket.create_connection((host, port), timeout=10):
+            pass
+        if host == "127.0.0.1":
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.2", port), timeout=10)
 
 
 def test_a_port_that_cannot_be_had_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -109,7 +109,8 @@ def top(*arguments: str, path: Path | None = None) -> Iterator[Top]:
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
     environment = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES")}
-    environment |= {"TERM": "xterm", "PYTHONPATH": os.pathsep.join(map(str, filter(None, (path, ROOT))))}
+    folders = [str(folder) for folder in (path, ROOT / "src", ROOT) if folder is not None]
+    environment |= {"TERM": "xterm", "PYTHONPATH": os.pathsep.join(folders)}
     process = subprocess.Popen(
         [sys.executable, "-m", "truemfu", "top", *arguments],
         stdin=theirs,
@@ -251,8 +252,8 @@ def test_a_scrape_of_what_a_process_serves(tmp_path: Path) -> None:
         "--interval", "0.25", "--export", "0", path=driver(tmp_path, gpus=2, before_read="pass")
     ) as running:
         screen = running.wait_for(lambda screen: "GPU util" in screen)
-        address = re.search(r"serving (http://localhost:\d+/metrics)", screen)
-        assert address
+        address = re.search(r"serving (http://127.0.0.1:\d+/metrics)", screen)
+        assert address, screen
         with urllib.request.urlopen(address[1], timeout=10) as answer:
             text = answer.read().decode()
         assert re.search(r'^truemfu_gpu_tensor_active_ratio\{gpu="1",.*\} 0\.8\d+$', text, re.MULTILINE)

@@ -35,6 +35,7 @@ monitoring:
   dataset_metrics_freq: 11
   save_freq: 201
   trackers: [wandb, tensorboard]
+  prometheus_address: 0.0.0.0:9465
   metric_names: composer
   phases: {warmup: 10, cooldown: 0}
   performance_monitoring:
@@ -76,6 +77,7 @@ READ = MonitorConfig(
     fallback_to_profiler=False,
     audit=str(AUDIT),
     trackers=("wandb", "tensorboard"),
+    prometheus_address="0.0.0.0:9465",
     metric_names="composer",
     log_dataset_metrics=False,
     reduced_logging=True,
@@ -169,6 +171,7 @@ def test_the_defaults_are_those_of_the_specification() -> None:
         "fallback_to_profiler": True,
         "audit": None,
         "trackers": None,
+        "prometheus_address": "127.0.0.1:9464",
         "metric_names": "truemfu",
         "log_dataset_metrics": True,
         "reduced_logging": False,
@@ -345,6 +348,52 @@ def test_an_audit_is_read_when_the_run_begins(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("value", "names"), [([], ()), (["wandb"], ("wandb",)), (("a", "b"), ("a", "b"))])
 def test_trackers_are_a_list_of_names(value: Any, names: tuple[str, ...]) -> None:
     assert load_config({"monitoring": {"trackers": value}}).trackers == names
+
+
+@pytest.mark.parametrize(("value", "text"), [(9465, "9465"), ("0.0.0.0", "0.0.0.0"), ("[::1]:1", "[::1]:1")])
+def test_the_address_of_prometheus_is_a_host_a_port_or_both(value: Any, text: str) -> None:
+    assert load_config({"monitoring": {"prometheus_address": value}}).prometheus_address == text
+
+
+@pytest.mark.parametrize("value", [None, True, "", ["0.0.0.0"], "a b", 70000, -1, "::1:9464"])
+def test_what_is_no_address_of_prometheus_is_an_error(value: Any) -> None:
+    with pytest.raises(UsageError, match=r"^monitoring\.prometheus_address (must be|takes) "):
+        load_config({"monitoring": {"prometheus_address": value}})
+
+
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{here}: &{here} [{', '.join([f'*{before}'] * 9)}]\n" for before, here in itertools.pairwise("abcdefghi")
+)
+
+
+@pytest.mark.parametrize(
+    "key", ["trackers", "prometheus_address", "phases", "save_freq", "mfu_calculation_mode", "peak_tflops"]
+)
+def test_an_error_is_short_however_large_the_value(key: str, tmp_path: Path) -> None:
+    path = file(tmp_path, f"{BOMB}monitoring: {{{key}: *i}}\n")
+    with pytest.raises(UsageError) as raised:
+        load_config(path)
+    assert len(str(raised.value)) < 600
+    assert f"monitoring.{key} must be" in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "config.json"])
+@pytest.mark.parametrize("value", ["[" * 100_000, "[" * 5000 + "]" * 5000, "9" * 10_000])
+def test_a_file_nested_too_deeply_or_with_too_long_a_number_is_one_line(
+    name: str, value: str, tmp_path: Path
+) -> None:
+    content = f'{{"monitoring": {{"save_freq": {value}}}}}'
+    with pytest.raises(UsageError) as raised:
+        load_config(file(tmp_path, content, name))
+    assert len(str(raised.value)) < 600
+    assert "\n" not in str(raised.value)
+
+
+def test_what_an_error_quotes_does_not_steer_the_terminal() -> None:
+    for config in ({"monitoring": {"a\x1b]52;c;aGk=\x07b": 1}}, {"monitoring": {"trackers": "\x9b2J"}}):
+        with pytest.raises(UsageError) as raised:
+            load_config(config)
+        assert str(raised.value).isprintable()
 
 
 @pytest.mark.parametrize("value", ["wandb", b"wandb", [None], [""], {"wandb": True}, False, 3])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
-from truemfu.report.html import Section, write_page
+from truemfu.report.html import LONGEST_TEXT, Section, write_page
+from truemfu.text import printable
 
 
 def page(tmp_path: Path, *sections: Section) -> str:
@@ -28,10 +30,38 @@ def test_bars_are_as_long_as_their_share(tmp_path: Path) -> None:
 
 def test_nothing_is_loaded_from_elsewhere(tmp_path: Path) -> None:
     text = page(tmp_path, Section(heading="h"))
-    assert not any(sign in text for sign in ("http", "src=", "<link", "<script", "@import", "url("))
+    assert not any(
+        sign in text for sign in ("http:", "https:", "src=", "<link", "<script", "@import", "url(")
+    )
     assert "<table>" not in text
 
 
 def test_a_log_keeps_its_lines_and_its_indentation(tmp_path: Path) -> None:
     text = page(tmp_path, Section(heading="h", log=["Traceback:", '  File "<string>"']))
     assert "Traceback:\n  File &#34;&lt;string&gt;&#34;\n</pre>" in text
+
+
+def test_a_browser_may_apply_styles_and_nothing_else(tmp_path: Path) -> None:
+    text = page(tmp_path, Section(heading="h"))
+    policy = re.search(r'<meta http-equiv="Content-Security-Policy" content="([^"]*)">', text)
+    assert policy
+    assert policy.start() < text.index("<style>")
+    assert policy[1] == "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+
+
+def test_long_texts_are_cut_and_their_length_is_said(tmp_path: Path) -> None:
+    long = "<" * 50_000
+    text = page(
+        tmp_path,
+        Section(heading=long, sentences=[long], columns=[long], rows=[[long]], log=["first", long, "last"]),
+    )
+    assert len(text) < 6 * 5 * LONGEST_TEXT
+    assert text.count("(50,000 characters)") == 5
+    assert "\nlast\n</pre>" in text
+
+
+def test_control_characters_are_shown(tmp_path: Path) -> None:
+    hostile = "a\x1b]0;t\x07\x9b\u202eb"
+    text = page(tmp_path, Section(heading=hostile, sentences=[hostile], rows=[[hostile]], log=[hostile]))
+    assert text.count("a\\u001b]0;t\\u0007\\u009b\\u202eb") == 4
+    assert printable(text) == text

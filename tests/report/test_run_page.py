@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from watched_training import PADDING_LOST, RUN_STEPS, hardware_block
 
+from truemfu.report.html import LONGEST_TEXT
 from truemfu.report.run_load import load_run
 from truemfu.report.run_page import write_run_page
 
@@ -323,7 +324,9 @@ def test_nothing_is_loaded_from_elsewhere(run_folder: Path, change_run: Change, 
     if with_hardware:
         change_run(lambda run: run["summary"].update(hardware=hardware_block()))
     page = page_of(run_folder)
-    assert not any(sign in page for sign in ("http", "src=", "<link", "<script", "@import", "url("))
+    assert not any(
+        sign in page for sign in ("http:", "https:", "src=", "<link", "<script", "@import", "url(")
+    )
 
 
 def test_a_long_log_makes_no_long_page(run_folder: Path) -> None:
@@ -335,3 +338,14 @@ def test_a_long_log_makes_no_long_page(run_folder: Path) -> None:
     page = page_of(run_folder)
     assert "100,000 rows in groups of 200" in page
     assert len(page) < 150_000
+
+
+def test_very_long_texts_are_cut_and_charts_are_not(run_folder: Path, change_run: Change) -> None:
+    whole = page_of(run_folder)
+    long = "x" * 50_000
+    change_run(lambda run: (run.update(device=long), run["summary"].update(warnings=[long], notes=[long])))
+    page = page_of(run_folder)
+    assert len(re.findall(r"\(50,\d{3} characters\)", page)) == 4  # the device stands twice
+    assert len(page) < len(whole) + 5 * LONGEST_TEXT
+    paths = [found for found in re.findall(r' d="([^"]*)"', page) if found]
+    assert paths == [found for found in re.findall(r' d="([^"]*)"', whole) if found]

@@ -22,6 +22,7 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here")
 
 PHONE, DESK = 390, 1200
+POLICY = "default-src 'none'"
 
 # The page measures itself and tells the frame around it, which alone may be narrower than a window.
 MEASURE = """<script>
@@ -65,7 +66,10 @@ def chromium(tmp_path: Path, *arguments: str) -> str:
 def layout(page: Path, tmp_path: Path, width: int, *arguments: str) -> Layout:
     """What the page measured of itself in a frame of this width."""
     measured = page.with_name("measured.html")
-    measured.write_text(page.read_text(encoding="utf-8").replace("</body>", f"{MEASURE}</body>"))
+    # The page's policy allows no script: the one that measures is let in, the rest of the policy stays.
+    text = page.read_text(encoding="utf-8").replace(POLICY, f"{POLICY}; script-src 'unsafe-inline'")
+    assert f"{POLICY}; script-src" in text
+    measured.write_text(text.replace("</body>", f"{MEASURE}</body>"))
     frame = page.with_name("frame.html")
     frame.write_text(FRAME.format(page=measured.name, width=width))
     dom = chromium(tmp_path, "--dump-dom", "--virtual-time-budget=5000", *arguments, frame.as_uri())
@@ -129,3 +133,19 @@ def test_it_prints_on_a_few_sheets(page: Path, tmp_path: Path) -> None:
     sheets = re.search(rb"/Type /Pages\n?.*?/Count (\d+)", paper.read_bytes(), re.DOTALL)
     assert sheets
     assert 2 <= int(sheets[1]) <= 6
+
+
+def test_the_policy_of_the_page_stops_scripts_and_requests(page: Path, tmp_path: Path) -> None:
+    attack = (
+        "<p id='told'>quiet</p><img src='data:image/png;base64,x' onerror=\"told.textContent='ran'\">"
+        "<script>document.getElementById('told').textContent = 'ran'</script>"
+    )
+    text = page.read_text(encoding="utf-8").replace("</body>", f"{attack}</body>")
+    assert "id='told'" in text
+    hostile = page.with_name("hostile.html")
+    hostile.write_text(text)
+    dom = chromium(tmp_path, "--dump-dom", "--virtual-time-budget=2000", hostile.as_uri())
+    assert re.search(r'<p id="told">(.*?)</p>', dom)[1] == "quiet"  # type: ignore[index]
+    hostile.write_text(text.replace(POLICY, "default-src *; script-src 'unsafe-inline'"))
+    dom = chromium(tmp_path, "--dump-dom", "--virtual-time-budget=2000", hostile.as_uri())
+    assert re.search(r'<p id="told">(.*?)</p>', dom)[1] == "ran"  # type: ignore[index]

@@ -29,6 +29,7 @@ from truemfu.report.render import (
     tables_of,
 )
 from truemfu.report.summary import summarize
+from truemfu.text import printable
 
 GIB = 2**30
 STANDARD, DPSGD, GHOST, FAST = (
@@ -294,3 +295,75 @@ def test_step_times_that_are_hardly_known_are_named(make_result) -> None:
     assert summary_of([sure, unsure]).notes == [
         "step times known to no better than 5 % (was the machine busy?): DPSGDTrainer_bs4_seq512"
     ]
+
+
+ACTIVE = [
+    "![x](https://example.org/a.png)",
+    "[x](javascript:alert(1))",
+    "![x]",
+    "<img src=x onerror=alert(1)>",
+    "<https://example.org>",
+    "https://example.org/?a=b",
+    "www.example.org",
+    "&lt;script&gt;",
+    "a\n\n![x](y.png)\n<script>alert(1)</script>",
+    "a\r\r<script>alert(1)</script>",
+    "`x` ![a](b) `",
+    "\\![x](https://example.org/a.png)",
+    "# heading",
+    "| a | ![x](y) |",
+    "\x1b]52;c;aGk=\x07\x9b2J\u202e",
+]
+
+
+@pytest.mark.parametrize("text", ACTIVE)
+def test_nothing_in_markdown_is_active_whatever_a_file_holds(text: str, make_result) -> None:
+    from markdown_it import MarkdownIt
+
+    ok = make_result(name=text, device_name=text)
+    ok = msgspec.structs.replace(ok, case=msgspec.structs.replace(ok.case, model=text, trainer=text))
+    failed = make_result("t:T", end=End.ERROR, message=text)
+    summary = summary_of([ok, failed])
+    failure = msgspec.structs.replace(summary.failures[0], log_tail=[text.replace("\n", " ")])
+    summary = msgspec.structs.replace(
+        summary, failures=[failure], notes=[text], memory_kind=text, baseline=text
+    )
+    written = markdown(summary)
+    assert printable(written) == written
+    parser = MarkdownIt("commonmark", {"html": True}).enable("table")
+    tokens = [inner for token in parser.parse(written) for inner in (token, *(token.children or ()))]
+    kinds = {token.type for token in tokens}
+    assert not kinds & {"image", "link_open", "html_inline", "html_block", "code_inline"}
+    outside_logs = "\n".join(line for line in written.splitlines() if not line.startswith("      "))
+    assert not re.search(r"(?<!\\)://|www\.", outside_logs)  # GitHub makes links of plain addresses
+    headings = [token for token in tokens if token.type == "heading_open"]
+    assert len(headings) == 2 + len(tables_of(summary))
+
+
+@pytest.mark.parametrize(
+    ("text", "cell"),
+    [
+        ("=cmd|' /C calc'!A0", "'=cmd|' /C calc'!A0"),
+        ("+1+1", "'+1+1"),
+        ("-2+3", "'-2+3"),
+        ("@SUM(A1)", "'@SUM(A1)"),
+        ("  =1+1", "'  =1+1"),
+        ("\t=1", "'\t=1"),
+        ("\r=1", "\\u000d=1"),
+        ("-5", "-5"),
+        ("+1e-3", "+1e-3"),
+        ("plain - text", "plain - text"),
+        ("\x1b]0;t\x07", "\\u001b]0;t\\u0007"),
+    ],
+)
+def test_no_cell_of_the_csv_is_a_formula(text: str, cell: str, make_result) -> None:
+    rows = list(csv.DictReader(io.StringIO(csv_text(summary_of([make_result(end=End.ERROR, message=text)])))))
+    assert rows[0]["message"] == cell
+
+
+def test_the_json_holds_what_the_files_held_and_no_control_character(make_result) -> None:
+    text = 'a\x1b[2J\x7f\x9b\u202e\U000e0041"\\ü'
+    written = json_text(summary_of([make_result(end=End.ERROR, message=text)]))
+    assert printable(written) == written
+    assert json.loads(written)["experiments"][0]["message"] == text
+    assert "ü" in written

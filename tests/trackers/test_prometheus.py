@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import time
 import urllib.error
 import urllib.request
 from math import isnan, nan
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from truemfu.errors import UsageError
+from truemfu.trackers import prometheus_server
+from truemfu.trackers.base import make_tracker
 from truemfu.trackers.names import rename
 from truemfu.trackers.prometheus import PrometheusTracker
+from truemfu.trackers.prometheus_server import MOST_CONNECTIONS, parse_address
 
 LABELS = {"rank": "0", "run": "llama"}
 
@@ -137,3 +144,106 @@ def test_nothing_is_served_after_the_end() -> None:
     tracker.finish({})
     with pytest.raises(urllib.error.URLError):
         scrape(tracker)
+
+
+def listening_on(port: int) -> set[str]:
+    """The local addresses (hexadecimal, as the kernel lists them) on which a port of this machine listens."""
+    tables = [Path(f"/proc/net/{name}").read_text() for name in ("tcp", "tcp6")]
+    rows = [line.split() for table in tables for line in table.splitlines()]
+    return {
+        row[1].split(":")[0] for row in rows if row[3] == "0A" and int(row[1].rpartition(":")[2], 16) == port
+    }
+
+
+LOOPBACK, EVERYWHERE = "0100007F", "00000000"
+
+
+def test_it_listens_on_this_machine_alone_unless_an_address_is_given(tmp_path: Path) -> None:
+    for tracker, expected in (
+        (PrometheusTracker(port=0), LOOPBACK),
+        (make_tracker("prometheus", tmp_path, address="0"), LOOPBACK),
+        (make_tracker("prometheus", tmp_path, address="0.0.0.0:0"), EVERYWHERE),
+        (PrometheusTracker(port=0, address="0.0.0.0"), EVERYWHERE),
+    ):
+        assert isinstance(tracker, PrometheusTracker)
+        tracker.start({})
+        assert listening_on(tracker.port) == {expected}
+        tracker.finish({})
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("9400", ("127.0.0.1", 9400)),
+        ("0.0.0.0:0", ("0.0.0.0", 0)),
+        ("gpu-7.example:65535", ("gpu-7.example", 65535)),
+        ("[::1]:9400", ("::1", 9400)),
+        ("0.0.0.0", ("0.0.0.0", 1234)),
+        ("[::]", ("::", 1234)),
+    ],
+)
+def test_an_address_is_a_port_a_host_or_both(text: str, expected: tuple[str, int]) -> None:
+    assert parse_address(text, "it", port=1234) == expected
+
+
+@pytest.mark.parametrize("text", ["", ":9400", "::1:9400", "a b:1", "host:", "host:x", "http://host:1"])
+def test_what_is_no_address_is_one_line(text: str) -> None:
+    with pytest.raises(UsageError, match=r"^it takes PORT, HOST:PORT or \[IPV6\]:PORT; got '"):
+        parse_address(text, "it", port=1234)
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_idle_connections_cost_few_descriptors_and_no_scrape() -> None:
+    tracker = started()
+    tracker.log(1, {"perf/mfu": 0.5})
+    before = open_files()
+    idle = [socket.create_connection(("127.0.0.1", tracker.port), timeout=10) for _ in range(300)]
+    try:
+        assert scrape(tracker)[key("truemfu_mfu")] == 0.5
+        # The 300 ends of this test are open; of the server's own only so many.
+        assert open_files() - before - len(idle) <= MOST_CONNECTIONS
+        assert scrape(tracker)[key("truemfu_mfu")] == 0.5
+    finally:
+        for connection in idle:
+            connection.close()
+        tracker.finish({})
+
+
+def test_a_connection_that_sends_too_slowly_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prometheus_server, "REQUEST_LIMIT_S", 0.3)
+    tracker = started()
+    try:
+        with socket.create_connection(("127.0.0.1", tracker.port), timeout=10) as slow:
+            began_s = time.monotonic()
+            is_open = True
+            while is_open and time.monotonic() - began_s < 8:
+                try:
+                    slow.send(b"G")
+                    time.sleep(0.05)
+                except OSError:  # reset or broken pipe, whichever comes first
+                    is_open = False
+        assert not is_open
+    finally:
+        tracker.finish({})
+
+
+def test_a_connection_that_breaks_is_not_told_on_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+    tracker = started()
+    for request in (b"GET", b"\xff\x1b]0;x\x07 / HTTP/1.0\r\n\r\n", b"GET /metrics HTTP/1.0\r\n\r\n"):
+        with socket.create_connection(("127.0.0.1", tracker.port), timeout=10) as broken:
+            broken.send(request)
+            broken.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+    scrape(tracker)
+    tracker.finish({})
+    assert capfd.readouterr() == ("", "")
+
+
+def test_connections_that_are_open_at_the_end_are_closed() -> None:
+    tracker = started()
+    with socket.create_connection(("127.0.0.1", tracker.port), timeout=10) as idle:
+        scrape(tracker)
+        tracker.finish({})
+        assert idle.recv(1) == b""

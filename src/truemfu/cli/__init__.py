@@ -34,9 +34,9 @@ from typing import TextIO
 import click
 
 from .. import __version__
-from ..errors import CounterError, TruemfuError, TruemfuWarning
+from ..errors import CounterError, TruemfuError, TruemfuWarning, message_of, one_line
 from .audit import audit
-from .console import silence
+from .console import say, silence
 from .count import count
 from .hardware import devices, peak
 from .report import report
@@ -133,13 +133,13 @@ def _run(arguments: list[str], debug: bool) -> int:
         return _fail(str(error), WRONG_CALL, debug)
     except Exception as error:
         hint = "" if debug else " (--debug shows where)"
-        return _fail(f"unexpected {type(error).__name__}: {error}{hint}", FAILED, debug)
+        return _fail(f"unexpected {one_line(error)}{hint}", FAILED, debug)
 
 
 def _fail(message: str, code: int, debug: bool) -> int:
     if debug:
-        traceback.print_exc()
-    click.echo(f"error: {' '.join(message.split())}", err=True)
+        say(traceback.format_exc(), err=True, nl=False)
+    say(f"error: {message_of(message)}", err=True)
     return code
 
 
@@ -196,7 +196,7 @@ def _quiet_libraries(debug: bool) -> Iterator[None]:
             line: str | None = None,
         ) -> None:
             if issubclass(category, TruemfuWarning):
-                click.echo(f"warning: {message}", err=True)
+                say(f"warning: {message}", err=True)
             else:
                 show(message, category, filename, lineno, file, line)
 

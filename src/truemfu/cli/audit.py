@@ -21,7 +21,7 @@ import click
 
 from .audit_progress import AuditProgress
 from .audit_tables import show_audit
-from .console import debug_option, json_option
+from .console import FilePath, debug_option, json_option, say
 
 if TYPE_CHECKING:
     from ..hardware.nsight import StepCount
@@ -47,10 +47,10 @@ _STDERR = 2
 @click.option("--metrics", default="", help="Further ncu metrics, with commas; they are in --save alone.")
 @click.option(
     "--save",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=FilePath(dir_okay=False),
     help="Keep ncu's CSV here, and the count beside it (FILE.count.json).",
 )
-@click.option("--csv", "saved", type=click.Path(path_type=Path), help="Read such a CSV and run nothing.")
+@click.option("--csv", "saved", type=FilePath(), help="Read such a CSV and run nothing.")
 @click.option("--top", type=click.IntRange(min=1), default=20, show_default=True, help="Kernels to show.")
 @json_option
 @debug_option
@@ -139,7 +139,7 @@ def audit(
     shown = show_audit(result, top, as_json, is_a_step=is_whole)
     # A run that was ended at its last launch has not failed.
     if code and launch_count is None:
-        click.echo(f"error: {_failed(text, code)}; what was profiled is shown", err=True)
+        say(f"error: {_failed(text, code)}; what was profiled is shown", err=True)
         return 1
     return shown
 
@@ -240,7 +240,7 @@ def _nothing(text: str, count: StepCount | None, code: int, otherwise: str) -> i
         why = _failed(text, code)
     else:
         why = otherwise
-    click.echo(f"error: nothing was profiled; {why}", err=True)
+    say(f"error: nothing was profiled; {why}", err=True)
     return 1
 
 

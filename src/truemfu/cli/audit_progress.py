@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TextIO
 
 from ..hardware.nsight_run import PROFILED
+from ..text import printable
 
 LINE_EVERY_S = 15.0
 """Between two lines where stderr is no terminal."""
@@ -48,7 +49,7 @@ class AuditProgress:
     def say(self, text: str) -> None:
         """A message on a line of its own."""
         self.clear()
-        self._write(f"{text}\n")
+        self._write(f"{printable(text)}\n")
 
     def clear(self) -> None:
         """Take the live line away."""

@@ -8,9 +8,9 @@ import sys
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
+from ..text import on_one_line
 from .console import output, percent, print_json, short, table
 
 if TYPE_CHECKING:
@@ -50,11 +50,11 @@ def show_audit(result: Audit, top: int, as_json: bool, *, is_a_step: bool = True
     if result.unmeasured_launches:
         console.print(f"not measured: {result.unmeasured_launches} launches; ncu has no value for them")
     for kernel in result.below_usual_rate:
-        console.print(_slow(kernel), markup=False, soft_wrap=True)
+        console.print(_slow(kernel), soft_wrap=True)
     if verdict is not None:
-        console.print(verdict, markup=False, soft_wrap=True)
+        console.print(verdict, soft_wrap=True)
     if (activity := _activity(result, is_a_step)) is not None:
-        console.print(activity, markup=False, soft_wrap=True)
+        console.print(activity, soft_wrap=True)
     return 0
 
 
@@ -83,7 +83,7 @@ def _kernel_table(result: Audit, top: int, name_width: int) -> Table:
     for kernel in result.kernels[:top]:
         done, rate, other = kernel.executed_flops, kernel.flops_per_cycle, kernel.non_matrix_cycles
         drawn.add_row(
-            escape(_cut(kernel.name, name_width)),
+            _cut(kernel.name, name_width),
             kernel.kind,
             str(kernel.launches),
             "n/a" if done is None else short(done),
@@ -197,7 +197,7 @@ def _activity(result: Audit, is_a_step: bool) -> str | None:
 def _cut(name: str, width: int = _WIDEST_NAME) -> str:
     """What tells a kernel from others: of torch's elementwise kernels that is the functor, far inside."""
     name = _WRAPPERS.sub("at::…<", name.replace("<unnamed>::", "").removeprefix("void "))
-    name = _REPEATED.sub(r"\1", name)
+    name = on_one_line(_REPEATED.sub(r"\1", name))
     return name if len(name) <= width else f"{name[: width - 1]}…"
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from ..convention import Attention
-from .console import debug_option, json_option, output, percent, print_json, short, table, working
+from .console import debug_option, json_option, output, percent, print_json, say, short, table, working
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -110,11 +110,12 @@ def _say_what_is_not_used(context: click.Context, model: str) -> None:
         if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
     ]
     if given:
-        click.echo(f"note: {model} brings its own batch; {', '.join(given)} not used", err=True)
+        say(f"note: {model} brings its own batch; {', '.join(given)} not used", err=True)
 
 
 def _show(console: Console, target: Target, flops: FlopCount, parameters: int, depth: int) -> None:
-    console.print(f"[bold]{target.name}[/]  {type(target.model).__name__}, {parameters:,} parameters")
+    heading = console.render_str(target.name, style="bold")
+    console.print(heading, f" {type(target.model).__name__}, {parameters:,} parameters")
     console.print(f"batch: {target.shapes}\n")
 
     totals = table("one training step", "FLOPs", "", "of the model")

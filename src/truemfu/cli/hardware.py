@@ -8,10 +8,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import click
-from rich.console import Console
 from rich.table import Table
 
-from .console import debug_option, json_option, output, percent, print_json, table
+from .console import SafeConsole, debug_option, json_option, output, percent, print_json, table
 
 if TYPE_CHECKING:
     from ..hardware.ceiling import CeilingRun, MatmulCeiling
@@ -110,9 +109,9 @@ def peak(dtypes: tuple[str, ...], seconds: float | None, as_json: bool) -> int:
         console.print(_with_values(rows, title))
     for ceiling in ceilings:
         if ceiling.skipped is not None:
-            console.print(f"{ceiling.dtype} skipped: {ceiling.skipped}", markup=False)
+            console.print(f"{ceiling.dtype} skipped: {ceiling.skipped}")
     for note in ceilings[0].notes:
-        console.print(f"note: {note}", markup=False)
+        console.print(f"note: {note}")
     held = [ceiling for ceiling in ceilings if ceiling.sustained is not None]
     if held:
         best = next((ceiling for ceiling in held if ceiling.dtype == "bf16"), held[0])
@@ -150,12 +149,12 @@ def _check_dtype(dtype: str) -> None:
 @contextmanager
 def _progress() -> Iterator[Callable[[str], None] | None]:
     """Who is told what is measured next: a spinner on stderr, or None where nobody watches."""
-    console = Console(stderr=True)
+    console = SafeConsole(stderr=True)
     if not console.is_terminal:
         yield None
         return
     with console.status("looking at the device") as status:
-        yield status.update
+        yield lambda text: status.update(console.render_str(text))
 
 
 def _cells(run: CeilingRun, ceiling: MatmulCeiling) -> tuple[str, ...]:

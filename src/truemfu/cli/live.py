@@ -7,10 +7,8 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import click
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
-from rich.markup import escape
 from rich.table import Table
 
 from ..records import CaseResult, End
@@ -18,7 +16,8 @@ from ..report.load import entry_of
 from ..report.render import UNKNOWN, duration, number, share, size
 from ..report.summary import experiment_of
 from ..sweep.outcome import CaseState, Listener
-from .console import silence, table
+from ..text import on_one_line
+from .console import SafeConsole, say, silence, table
 
 _COLUMNS = ("experiment", "state", "step", "tokens/s", "MFU", "HFU", "peak memory", "time")
 _LINES_AROUND_TABLE = 6
@@ -27,7 +26,7 @@ _LINES_AROUND_TABLE = 6
 @contextmanager
 def progress() -> Iterator[Listener]:
     """A listener for `run_sweep`, fit for whoever is watching."""
-    console = Console(stderr=True, highlight=False)
+    console = SafeConsole(stderr=True)
     # Colour can be asked for where nobody watches (CI); a dumb terminal draws nothing anew.
     if not (sys.stderr.isatty() and console.is_interactive):
         yield Lines()
@@ -58,7 +57,7 @@ class Lines:
 
     def said(self, text: str) -> None:
         try:
-            click.echo(text, err=True)
+            say(on_one_line(text), err=True)
         except OSError:
             # Whoever was reading has left; the sweep goes on without.
             silence(sys.stderr)
@@ -67,7 +66,7 @@ class Lines:
 class LiveTable:
     """All experiments in one table that keeps itself up to date."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: SafeConsole) -> None:
         self._console = console
         self._clock = _Clock()
         self._names: list[str] = []
@@ -95,7 +94,7 @@ class LiveTable:
             self.said(f"{result.name}: {_in_words(result)}")
 
     def said(self, text: str) -> None:
-        self._console.print(text, markup=False)
+        self._console.print(on_one_line(text))
 
     def draw(self) -> Group:
         """The table as it is now; on a small screen the part in which something happens."""
@@ -103,7 +102,7 @@ class LiveTable:
             drawn: Table = table(*_COLUMNS)
             drawn.columns[1].justify = "left"
             for name in self._window():
-                drawn.add_row(*(escape(cell) for cell in self._row(name)))
+                drawn.add_row(*map(on_one_line, self._row(name)))
             return Group(drawn, self._clock.standing()) if self._names else Group("looking at the folder")
 
     def _row(self, name: str) -> Sequence[str]:

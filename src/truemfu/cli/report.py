@@ -6,16 +6,16 @@ from pathlib import Path
 
 import click
 
-from .console import debug_option
+from .console import FilePath, debug_option, say
 
 
 @click.command(short_help="One self-contained page for a run or a sweep.")
-@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("folder", metavar="DIR", type=FilePath())
 @click.option(
     "--output",
     "-o",
     "output_path",
-    type=click.Path(path_type=Path),
+    type=FilePath(),
     help="Where to write the page.  [default: report.html in DIR; run_report.html for a run beside a sweep]",
 )
 @debug_option
@@ -48,4 +48,4 @@ def report(folder: Path, output_path: Path | None) -> None:
             written = write_sweep_page(path, summarize(found))
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}") from error
-    click.echo(f"report: {written}")
+    say(f"report: {written}")

@@ -7,18 +7,20 @@ from typing import TYPE_CHECKING
 
 import click
 
-from .console import WIDEST_TABLE, debug_option, json_option, output, table
+from ..text import on_one_line, shortened
+from .console import WIDEST_TABLE, FilePath, debug_option, json_option, output, say, table
 
 if TYPE_CHECKING:
     from ..report.figures import SweepSummary
 
 _SHOWN_LOG_LINES = 6
+_LONGEST_LOG_LINE = 1000
 
 
 @click.command(short_help="Tables, Markdown, CSV or JSON from a sweep's logs.")
 @click.option(
     "--logs-dir",
-    type=click.Path(path_type=Path),
+    type=FilePath(),
     required=True,
     help="A sweep's folder, or its logs or results folder alone; copied from anywhere.",
 )
@@ -26,7 +28,7 @@ _SHOWN_LOG_LINES = 6
     "--output",
     "-o",
     "output_path",
-    type=click.Path(path_type=Path),
+    type=FilePath(),
     help="Also write the summary here; .json, .csv or .md decides how.",
 )
 @click.option(
@@ -66,32 +68,30 @@ def summarize(logs_dir: Path, output_path: Path | None, shown_as: str, as_json: 
     if shown_as == "table":
         show_summary(summary)
     else:
-        click.echo(WRITERS[shown_as](summary), nl=False)
+        say(WRITERS[shown_as](summary), nl=False)
 
 
 def show_summary(summary: SweepSummary) -> None:
     """The summary on a terminal: tables, failures, notes, and last the whole sweep in one line."""
-    from rich.markup import escape
-
     from ..report.render import context_lines, failure_texts, headline, tables_of
 
     console = output(WIDEST_TABLE)
     for text in tables_of(summary):
         drawn = table(*text.columns, title=text.title)
         for row in text.rows:
-            drawn.add_row(*(escape(cell) for cell in row))
+            drawn.add_row(*map(on_one_line, row))
         console.print(drawn)
         if text.sentence:
             console.print(text.sentence, style="dim", soft_wrap=True)
         console.print()
     for line, log in failure_texts(summary):
-        console.print(line, markup=False, soft_wrap=True)
+        console.print(on_one_line(line), soft_wrap=True)
         for entry in log[-_SHOWN_LOG_LINES:]:
-            console.print(f"    {entry}", style="dim", markup=False, soft_wrap=True)
+            console.print(f"    {shortened(entry, _LONGEST_LOG_LINE)}", style="dim", soft_wrap=True)
     for note in summary.notes:
-        console.print(f"note: {note}", markup=False, soft_wrap=True)
+        console.print(f"note: {on_one_line(note)}", soft_wrap=True)
     for line in context_lines(summary):
-        console.print(line, markup=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
     console.print(headline(summary), style="bold", soft_wrap=True)
 
 

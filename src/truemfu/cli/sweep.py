@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .console import WIDEST_TABLE, debug_option, json_option, output, table, until_nobody_reads
+from .console import WIDEST_TABLE, FilePath, debug_option, json_option, output, say, table, until_nobody_reads
 
 if TYPE_CHECKING:
     from ..records import SweepCase
@@ -37,14 +37,14 @@ _ONE_EXPERIMENT: dict[str, list[Any]] = {
 @click.option(
     "--config",
     "config_path",
-    type=click.Path(path_type=Path),
+    type=FilePath(),
     help=f"The whole matrix as JSON; flags override it.  [default: {CONFIG_NAME}, where there is one]",
 )
 @click.option(
     "--output",
     "-o",
     "folder",
-    type=click.Path(path_type=Path),
+    type=FilePath(),
     help="Where logs/, runs/ and results/ go.  [default: out/sweep; out/sweep-test in test mode]",
 )
 @click.option(
@@ -228,19 +228,19 @@ def _run(config: SweepConfig, folder: Path, rerun: str, as_json: bool) -> int:
     page = _write_page(folder, summary)
     with until_nobody_reads():
         if as_json:
-            click.echo(json_text(summary), nl=False)
+            say(json_text(summary), nl=False)
         else:
             show_summary(summary)
             # What an interrupted experiment did until then is not told apart.
             harness = f", {outcome.harness_s:.1f} s of it outside the experiments"
-            click.echo(f"\ntime:   {outcome.wall_s:.1f} s{'' if outcome.interrupted else harness}")
-            click.echo(f"logs:   {folder / 'logs'}")
-            click.echo(f"traces: tensorboard --logdir {shlex.quote(str(folder / 'runs'))} (or Perfetto)")
+            say(f"\ntime:   {outcome.wall_s:.1f} s{'' if outcome.interrupted else harness}")
+            say(f"logs:   {folder / 'logs'}")
+            say(f"traces: tensorboard --logdir {shlex.quote(str(folder / 'runs'))} (or Perfetto)")
             if page is not None:
-                click.echo(f"report: {page}")
+                say(f"report: {page}")
     if outcome.interrupted:
         how = "the same command" if rerun == "none" else "the same command with --rerun none"
-        click.echo(f"interrupted: {how} goes on from here", err=True)
+        say(f"interrupted: {how} goes on from here", err=True)
         return 130
     return 0 if all(result.end is End.OK for result in outcome.results) else 1
 
@@ -251,5 +251,5 @@ def _write_page(folder: Path, summary: SweepSummary) -> Path | None:
     try:
         return write_sweep_page(folder / "report.html", summary)
     except OSError as error:
-        click.echo(f"warning: no report: {error.strerror}", err=True)
+        say(f"warning: no report: {error.strerror}", err=True)
         return None

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from datetime import date
+from pathlib import Path
 from queue import Empty, SimpleQueue
 
 import click
@@ -29,14 +30,14 @@ from ..hardware.counter_trace import Recorder, Replay
 from ..hardware.counter_windows import GPM_LAG_S, combine
 from ..hardware.counters import CounterSource
 from ..hardware.sampler import Sampler
-from .console import debug_option, json_option, output, print_json
+from ..trackers.prometheus_server import parse_address
+from .console import FilePath, SafeConsole, debug_option, json_option, output, print_json, say
 from .top_screen import Reading, reading_of, screen
 
 # The counters are renewed every tenth of a second: what is read more often than this tells of the time of
 # reading, not of the GPU. A trace may be shown as fast as anyone likes.
 _LEAST_S, _LEAST_REPLAYED_S, _MOST_S = 0.25, 0.01, 3600.0
 _WHOLE_TRACE = 10**7
-_LAST_PORT = 65535
 
 
 @click.command(short_help="Every GPU, live: what the silicon executes.")
@@ -49,23 +50,31 @@ _LAST_PORT = 65535
     show_default=True,
     help=f"In seconds; {_LEAST_S:g} at least, since the counters are renewed every {GPM_LAG_S:g} s.",
 )
-@click.option("--record", "record_to", metavar="FILE", help="Write all that is read to a trace.")
-@click.option("--replay", "replay_from", metavar="FILE", help="Show a recorded trace, not this machine.")
+@click.option(
+    "--record", "record_to", type=FilePath(), metavar="FILE", help="Write all that is read to a trace."
+)
+@click.option(
+    "--replay",
+    "replay_from",
+    type=FilePath(),
+    metavar="FILE",
+    help="Show a recorded trace, not this machine.",
+)
 @click.option(
     "--export",
-    "port",
-    type=int,
-    metavar="PORT",
-    help="Serve the same to Prometheus, to whoever reaches the port (0: any free one).",
+    "export_to",
+    metavar="[HOST:]PORT",
+    help="Serve the same to Prometheus (port 0: any free one), to this machine alone unless HOST is given:"
+    " 0.0.0.0:9400 serves whoever reaches the port.",
 )
 @json_option
 @debug_option
 def top(
     once: bool,
     interval_s: float,
-    record_to: str | None,
-    replay_from: str | None,
-    port: int | None,
+    record_to: Path | None,
+    replay_from: Path | None,
+    export_to: str | None,
     as_json: bool,
 ) -> None:
     """Every GPU of this machine, live, with no code in the run.
@@ -87,9 +96,8 @@ def top(
             f"--interval must be from {least_s:g} to {_MOST_S:g} seconds, got {interval_s:g}; "
             f"the counters are renewed every {GPM_LAG_S:g} s"
         )
-    if port is not None and not 0 <= port <= _LAST_PORT:
-        raise UsageError(f"--export takes a port from 0 (any free one) to {_LAST_PORT}, got {port}")
-    if once and port is not None:
+    export = None if export_to is None else parse_address(export_to, "--export")
+    if once and export is not None:
         raise UsageError("--once ends after one interval, so nobody could ask: leave out --once or --export")
     if replay_from is not None and record_to is not None and _are_same(replay_from, record_to):
         raise UsageError(f"--record would overwrite {replay_from}, which is replayed: give it another file")
@@ -97,23 +105,24 @@ def top(
         source = _open(replay_from, energy=as_json or record_to is not None)
         open_ones.callback(lambda: source.close())
         samplers: list[Sampler] = []
-        if port is not None:
+        if export is not None:
             # Before a file is opened for writing: a port that cannot be had must not cost an old trace.
             from .top_export import serving
 
-            address = open_ones.enter_context(serving(lambda: _all_readings(samplers), port))
-            click.echo(f"serving {address}", err=True)
+            host, port = export
+            address = open_ones.enter_context(serving(lambda: _all_readings(samplers), port, host))
+            say(f"serving {address}", err=True)
         if record_to is not None:
             source = _recorder(source, record_to, interval_s)
         samplers.append(Sampler(source, period_s=interval_s, keep=_WHOLE_TRACE if once else 1))
         if once:
             _once(samplers[0], interval_s, replayed=replay_from is not None, as_json=as_json)
         else:
-            silent = port is not None and not sys.stdout.isatty() and not as_json
+            silent = export is not None and not sys.stdout.isatty() and not as_json
             _watch(samplers[0], interval_s, as_json=as_json, silent=silent)
 
 
-def _are_same(one: str, other: str) -> bool:
+def _are_same(one: Path, other: Path) -> bool:
     """Whether two names, links among them, are of one file."""
     try:
         return os.path.samefile(one, other)
@@ -125,7 +134,7 @@ def _all_readings(samplers: Sequence[Sampler]) -> list[Reading]:
     return [reading for sampler in samplers for reading in readings(sampler)]
 
 
-def _recorder(source: CounterSource, path: str, interval_s: float) -> Recorder:
+def _recorder(source: CounterSource, path: Path, interval_s: float) -> Recorder:
     """A copy of a trace comes from where the trace does."""
     live = f"recorded {date.today()} by truemfu top, every {interval_s:g} s"
     try:
@@ -146,7 +155,7 @@ def readings(sampler: Sampler, *, whole: bool = False) -> list[Reading]:
     ]
 
 
-def _open(replay_from: str | None, *, energy: bool) -> CounterSource:
+def _open(replay_from: Path | None, *, energy: bool) -> CounterSource:
     if replay_from is not None:
         return Replay(replay_from)
     try:
@@ -186,9 +195,9 @@ def _watch(sampler: Sampler, interval_s: float, *, as_json: bool, silent: bool =
         elif as_json:
             _every(interval_s, sampler, _json_line)
         elif not sys.stdout.isatty():
-            _every(interval_s, sampler, lambda found: click.echo(screen(found).plain))
+            _every(interval_s, sampler, lambda found: say(screen(found).plain))
         else:
-            _live(sampler, interval_s, Console(highlight=False))
+            _live(sampler, interval_s, SafeConsole())
     except KeyboardInterrupt:
         return
 
@@ -240,4 +249,4 @@ def _poll(sampler: Sampler, *, meanwhile: Callable[[], None]) -> bool:
 
 
 def _json_line(found: Sequence[Reading]) -> None:
-    click.echo(msgspec.json.encode({"gpus": [reading.as_dict() for reading in found]}).decode())
+    say(msgspec.json.encode({"gpus": [reading.as_dict() for reading in found]}).decode())

@@ -1,6 +1,6 @@
-"""`truemfu top --export PORT`: the last interval of every GPU, served to Prometheus.
+"""`truemfu top --export [HOST:]PORT`: the last interval of every GPU, served to Prometheus.
 
-    http://<host>:<port>/metrics     truemfu_gpu_tensor_active_ratio{gpu="0",name="NVIDIA H200",uuid="…"} 0.93
+    http://127.0.0.1:<port>/metrics  truemfu_gpu_tensor_active_ratio{gpu="0",name="NVIDIA H200",uuid="…"} 0.93
 
 Names carry their units; what is not known is not served. A scrape reads values that are there already, it
 never asks the driver. docs/grafana/truemfu-gpus.json shows them.
@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
+from ..trackers.prometheus_server import LOOPBACK, MetricsServer
 from .top_screen import NOT_HELD_BACK, TRUE_CLOCK
 
 if TYPE_CHECKING:
@@ -64,25 +65,23 @@ _LABELS = ("gpu", "name", "uuid")
 
 
 @contextmanager
-def serving(readings: Callable[[], Sequence[Reading]], port: int) -> Iterator[str]:
-    """Serve on `port` (0: any free one) and give the address."""
+def serving(readings: Callable[[], Sequence[Reading]], port: int, host: str = LOOPBACK) -> Iterator[str]:
+    """Serve on `port` (0: any free one) of `host` and give the address."""
     try:
-        from prometheus_client import CollectorRegistry, start_http_server
+        from prometheus_client import CollectorRegistry
     except ImportError:
         raise UsageError("--export needs prometheus_client: pip install 'truemfu[prometheus]'") from None
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Collector(readings))
     try:
-        server, _ = start_http_server(port, registry=registry)
+        server = MetricsServer(registry, host, port)
     except OSError as problem:
-        raise UsageError(
-            f"cannot serve on port {port}: {problem.strerror}; give another to --export"
-        ) from None
+        where = f"port {port}" if host == LOOPBACK else f"{host} port {port}"
+        raise UsageError(f"cannot serve on {where}: {problem.strerror}; give another to --export") from None
     try:
-        yield f"http://localhost:{server.server_port}/metrics"
+        yield server.url
     finally:
-        server.shutdown()
-        server.server_close()
+        server.close()
 
 
 class _Collector:

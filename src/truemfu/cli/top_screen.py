@@ -15,6 +15,7 @@ from ..hardware.counters import CounterWindow, GpuInfo, GpuProcess
 from ..hardware.detect import find_spec, override_flops_per_s
 from ..hardware.executed import CYCLE_COUNTERS, DRIVER, counted_clock_hz, executed_flops_per_s
 from ..hardware.sampler import Health
+from ..text import on_one_line
 
 _UNKNOWN = "-"
 _COLUMNS = (
@@ -101,13 +102,13 @@ def screen(all_readings: Sequence[Reading], width: int | None = None, *, with_dr
     Laid out here and not by rich's Table, which takes several times as long: drawing eight GPUs once a second
     is to stay well below a hundredth of a core.
     """
-    rows = [dict(zip(_COLUMNS, map(_printable, _cells(reading)), strict=True)) for reading in all_readings]
+    rows = [dict(zip(_COLUMNS, map(on_one_line, _cells(reading)), strict=True)) for reading in all_readings]
     widths, gap = _layout(rows, width)
     titles = _line({column: column for column in widths}, widths, gap)
     lines = [_line(row, widths, gap) for row in rows]
     rule = "─" * max(map(cell_len, (titles, *lines)))
     said = _notes(all_readings, with_dropped)
-    notes = [part for note in said for part in _wrapped(_printable(note), width)]
+    notes = [part for note in said for part in _wrapped(on_one_line(note), width)]
     text = Text(no_wrap=True, overflow="ignore")
     text.append(titles, "bold")
     text.append("\n".join(["", rule, *lines, *notes]))
@@ -234,8 +235,3 @@ def _share(fraction: float | None) -> str:
 def _of(value: float | None, limit: float | None, unit: float) -> str:
     numbers = (_UNKNOWN if part is None else f"{part / unit:.0f}" for part in (value, limit))
     return " / ".join(numbers)
-
-
-def _printable(text: str) -> str:
-    """Names come from other people's processes: none of them moves the cursor."""
-    return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)

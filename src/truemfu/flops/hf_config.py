@@ -48,7 +48,7 @@ def read_config(path: Path) -> dict[str, Any]:
         content = json.loads(file.read_text(encoding="utf-8"), object_hook=_special_float)
     except FileNotFoundError:
         raise UsageError(f"no config.json in {path}") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # too deep, or a number of thousands of digits
         raise ModelError(f"{file} is not a readable JSON file: {error}") from error
     if not isinstance(content, dict):
         raise ModelError(f"{file} is not a Hugging Face configuration: expected a JSON object")

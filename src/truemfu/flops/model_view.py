@@ -13,6 +13,10 @@ from torch import Tensor, nn
 from ..errors import BatchError, UsageError
 
 DEFAULT_LENGTH = 512
+_LARGEST_SIZE = 2**31 - 1
+"""Of a dimension: what is larger is a slip, and two of them together overflow torch's 64 bits."""
+_MOST_TOKENS = 2**28
+"""Of a batch: tokens are made with their values, 2 GiB of them at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +41,13 @@ class BatchRequest:
         ):
             if value is not None and value < least:
                 raise UsageError(f"{what} must be at least {least}; got {value}")
+            if value is not None and value > _LARGEST_SIZE:
+                raise UsageError(f"{what} must be at most {_LARGEST_SIZE:,}; got {value:,}")
+        if self.samples * (self.length or 1) > _MOST_TOKENS:
+            raise UsageError(
+                f"a batch must have at most {_MOST_TOKENS:,} tokens; got {self.samples:,} × "
+                f"{self.length or 1:,}: count fewer samples, FLOPs are proportional to them"
+            )
 
 
 class ModelView:

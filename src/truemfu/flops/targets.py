@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..convention import Convention
-from ..errors import ModelError, UsageError, closest, one_line
+from ..errors import BatchError, ModelError, TruemfuError, UsageError, closest, one_line
 from ..torch_private.trees import tree_map_only
 from .count import count_flops
 from .example_batch import example_batch
@@ -123,11 +123,12 @@ def resolve_target(
         with torch.device("meta"):
             model = named[text](options.dtype or torch.bfloat16)
         return _target(text, model, None, request, options)
-    if ":" in text and not Path(text).exists():
+    is_file = _exists(text)
+    if ":" in text and not is_file:
         _only_for_configs(text, options)
         model, batch = _from_factory(text, options.dtype)
         return _target(text, model, batch, request, options)
-    if Path(text).exists():
+    if is_file:
         config = read_config(Path(text))
 
         def build(device: str) -> Target:
@@ -138,6 +139,14 @@ def resolve_target(
         f"no model {text!r}{closest(text, named)}: expected {', '.join(named)}{', ' if named else ''}"
         "a Hugging Face config.json or its folder, or package.module:factory"
     )
+
+
+def _exists(text: str) -> bool:
+    """Whether this is a file or folder; what cannot be the name of one (too long, a NUL in it) is none."""
+    try:
+        return Path(text).exists()
+    except (OSError, ValueError):
+        return False
 
 
 def count_target(target: Target, *, convention: Convention, backward: bool) -> FlopCount:
@@ -163,9 +172,18 @@ def _target(text: str, model: nn.Module, batch: Any, request: BatchRequest, opti
     return Target(
         name=text,
         model=model,
-        batch=batch if brought else example_batch(model, request),
+        batch=batch if brought else _example(model, request),
         brought_batch=brought,
     )
+
+
+def _example(model: nn.Module, request: BatchRequest) -> Any:
+    try:
+        return example_batch(model, request)
+    except TruemfuError:
+        raise
+    except (RuntimeError, MemoryError) as error:
+        raise BatchError(f"a batch of this size cannot be made: {one_line(error)}") from error
 
 
 def _from_factory(text: str, dtype: torch.dtype | None) -> tuple[nn.Module, Any]:

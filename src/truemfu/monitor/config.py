@@ -22,8 +22,11 @@ from pathlib import Path
 from typing import Any, get_args
 
 from ..convention import Attention
-from ..errors import RecordError, UsageError, closest, warn_once
+from ..errors import RecordError, UsageError, closest, one_line, warn_once
 from ..hardware.audited import read_audit
+from ..text import on_one_line, shortened
+from ..trackers.prometheus import DEFAULT_PORT
+from ..trackers.prometheus_server import parse_address
 
 MODES = ("smart", "profiler", "estimate", "hybrid")
 METRIC_NAMES = ("truemfu", "composer", "torchtitan")
@@ -56,6 +59,7 @@ class MonitorConfig:
     fallback_to_profiler: bool = True
     audit: str | None = None
     trackers: tuple[str, ...] | None = None
+    prometheus_address: str = "127.0.0.1:9464"
     metric_names: str = "truemfu"
     log_dataset_metrics: bool = True
     reduced_logging: bool = False
@@ -95,11 +99,13 @@ def _unfit(path: str, expected: str, value: Any, hint: str = "") -> UsageError:
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 60
+_SHORT.maxlevel = 3  # a few lines of YAML aliases are a list of lists of lists … without end
+_MAX_BRIEF = 200
 
 
 def _brief(value: Any) -> str:
     """A value on one short line."""
-    return " ".join(_SHORT.repr(value).split())
+    return shortened(on_one_line(_SHORT.repr(value)), _MAX_BRIEF)
 
 
 # No device does an exaFLOP/s: a number this large is in other units, FLOP/s most likely.
@@ -201,6 +207,14 @@ def _names(path: str, value: Any) -> tuple[str, ...] | None:
     return names
 
 
+def _address(path: str, value: Any) -> str:
+    text = str(value) if isinstance(value, (str, int)) and not isinstance(value, bool) else ""
+    if not text:
+        raise _unfit(path, "text such as 0.0.0.0:9464, a host or a port alone", value)
+    parse_address(text, path, port=DEFAULT_PORT)
+    return text
+
+
 SCHEMA: Mapping[str, tuple[str, Callable[[str, Any], Any]]] = {
     "monitoring.flops_profile_freq": ("flops_profile_freq", _steps_or_never),
     "monitoring.performance_monitoring.measure_flops_frequency": ("flops_profile_freq", _steps_or_never),
@@ -227,6 +241,7 @@ SCHEMA: Mapping[str, tuple[str, Callable[[str, Any], Any]]] = {
     "monitoring.performance_monitoring.hybrid_mode.fallback_to_profiler": ("fallback_to_profiler", _switch),
     "monitoring.performance_monitoring.hybrid_mode.audit": ("audit", _audit),
     "monitoring.trackers": ("trackers", _names),
+    "monitoring.prometheus_address": ("prometheus_address", _address),
     "monitoring.metric_names": ("metric_names", _one_of(*METRIC_NAMES)),
     "wandb.log_dataset_metrics": ("log_dataset_metrics", _switch),
     "wandb.reduced_logging": ("reduced_logging", _switch),
@@ -333,6 +348,8 @@ def _json(path: Path, content: bytes) -> Any:
         raise UsageError(f"{path} is no valid JSON: line {error.lineno}: {error.msg}") from None
     except UnicodeDecodeError as error:
         raise UsageError(f"{path} is no valid JSON: {error.reason} at byte {error.start}") from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets as deep
+        raise UsageError(f"{path} is no valid JSON: {one_line(error)}") from None
 
 
 def _yaml(path: Path, content: bytes) -> Any:
@@ -347,7 +364,7 @@ def _yaml(path: Path, content: bytes) -> Any:
         # A user's own tags (!include, !env) stand in sections that are not ours: their name will do.
         loader.yaml_constructors = {**loader.yaml_constructors, None: lambda _, node: node.tag}
         return loader.get_single_data()
-    except (yaml.YAMLError, ValueError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         line = f"line {mark.line + 1}: " if mark else ""
         problem = getattr(error, "problem", None) or " ".join(str(error).split())

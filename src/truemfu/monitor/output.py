@@ -207,7 +207,8 @@ class Output:
         """Put a tracker behind a lane; one that cannot be made is said and left out."""
         name = wanted if isinstance(wanted, str) else type(wanted).__name__
         try:
-            tracker = make_tracker(wanted, self._dir)
+            settings = {"address": self._config.prometheus_address} if wanted == "prometheus" else {}
+            tracker = make_tracker(wanted, self._dir, **settings)
         except Exception as error:
             self._notice(f"tracker {name} is left out: {one_line(error)}")
             return

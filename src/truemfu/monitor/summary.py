@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, TextIO
 
 from ..records import UPPER_BOUND
+from ..text import printable
 from ..waterfall import evaluations
 
 _WORTH_SAYING = 0.005
@@ -41,7 +42,7 @@ def lines_of(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 def show(summary: Mapping[str, Any], stream: TextIO | None = None) -> None:
     """Print the summary: with rich in a terminal, as plain lines in a file or a pipe."""
     stream = stream or sys.stderr
-    lines = lines_of(summary)
+    lines = [(printable(label), printable(text)) for label, text in lines_of(summary)]
     if stream.isatty():
         from rich.console import Console
         from rich.table import Table
@@ -51,7 +52,7 @@ def show(summary: Mapping[str, Any], stream: TextIO | None = None) -> None:
         table.add_column(style="bold", no_wrap=True)
         table.add_column(overflow="fold")
         for label, text in lines:
-            table.add_row(label, Text(text, style="yellow" if label in ("warning", "lost") else ""))
+            table.add_row(Text(label), Text(text, style="yellow" if label in ("warning", "lost") else ""))
         Console(file=stream).print(table)
         return
     width = max(len(label) for label, _ in lines)

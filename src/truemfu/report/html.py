@@ -1,4 +1,9 @@
-"""One self-contained page: headings, sentences and tables, readable in light and dark, no outside asset."""
+"""One self-contained page: headings, sentences and tables, readable in light and dark, no outside asset.
+
+The page's own policy lets a browser apply its styles and do nothing else: no script, no request. Whatever
+text goes into it is escaped, printable and at most `LONGEST_TEXT` characters long, since a browser takes very
+long to break a line of tens of thousands.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +15,10 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader
 from markupsafe import Markup, escape
+
+from ..text import printable, shortened
+
+LONGEST_TEXT = 2000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +44,9 @@ def write_page(path: Path, *, title: str, lead: str, sections: Sequence[Section]
 
 def write_template(path: Path, template: str, **values: Any) -> Path:
     """Fill a template of this folder, write it to `path` (its folder is made) and return where it lies."""
-    environment = Environment(loader=PackageLoader("truemfu.report", "."), autoescape=True, trim_blocks=True)
+    environment = Environment(
+        loader=PackageLoader("truemfu.report", "."), autoescape=True, trim_blocks=True, finalize=_shown
+    )
     environment.filters["code"] = _code
     page = environment.get_template(template).render(**values)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -43,6 +54,13 @@ def write_template(path: Path, template: str, **values: Any) -> Path:
     return path.resolve()
 
 
+def _shown(value: Any) -> Any:
+    """Applied to all that a template puts into the page; markup is ours, as the paths of charts are."""
+    if isinstance(value, str) and not isinstance(value, Markup):
+        return shortened(printable(value), LONGEST_TEXT)
+    return value
+
+
 def _code(text: str) -> Markup:
     """Text in which `what stands between backticks` is set as code."""
-    return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(text))))
+    return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(_shown(text)))))

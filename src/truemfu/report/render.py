@@ -2,6 +2,9 @@
 
 SweepSummary ─► tables_of, failure_texts ─► terminal (cli/summarize.py), markdown, page (sweep_page.py)
              └► csv_text, json_text: raw values in base units, for other programs
+
+Names, messages and logs come from other people's files. In Markdown they are text (no link, image or HTML of
+theirs works), in CSV none of them is a formula, and nowhere is a control character written as it is.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from types import MappingProxyType
 import msgspec
 
 from ..records import End
+from ..text import on_one_line, printable
 from .figures import Experiment, Failure, Ratio, SweepSummary
 
 UNKNOWN = "-"
@@ -57,11 +61,11 @@ def failure_texts(summary: SweepSummary) -> list[tuple[str, list[str]]]:
 
 def markdown(summary: SweepSummary) -> str:
     context = [_markdown_text(line) for line in context_lines(summary)]
-    parts = ["# Profiling sweep", f"{headline(summary)}.", *context]
+    parts = ["# Profiling sweep", f"{_markdown_text(headline(summary))}.", *context]
     for table in tables_of(summary):
-        parts.append(f"## {table.title}")
+        parts.append(f"## {_markdown_text(table.title)}")
         if table.sentence:
-            parts.append(table.sentence)
+            parts.append(_markdown_text(table.sentence))
         head = [_markdown_row(table.columns), _markdown_row(["---"] + ["---:"] * (len(table.columns) - 1))]
         parts.append("\n".join(head + [_markdown_row(row) for row in table.rows]))
     if summary.failures:
@@ -69,23 +73,26 @@ def markdown(summary: SweepSummary) -> str:
     for line, log in failure_texts(summary):
         parts.append(f"- {_markdown_text(line)}")
         if log:
-            parts.append("\n".join(f"      {entry}" for entry in log))
+            parts.append("\n".join(f"      {printable(entry)}" for entry in log))
     parts.extend(f"Note: {_markdown_text(note)}" for note in summary.notes)
     return "\n\n".join(parts) + "\n"
 
 
 def csv_text(summary: SweepSummary) -> str:
-    """One row per experiment, every field of `Experiment`, nothing rounded; unknown is empty."""
+    """One row per experiment, every field of `Experiment`, nothing rounded; unknown is empty.
+
+    Text that a spreadsheet would take for a formula has `'` before it.
+    """
     text = io.StringIO()
     fields = [field.name for field in msgspec.structs.fields(Experiment)]
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(fields)
-    writer.writerows([getattr(row, field) for field in fields] for row in summary.experiments)
+    writer.writerows([_csv_cell(getattr(row, field)) for field in fields] for row in summary.experiments)
     return text.getvalue()
 
 
 def json_text(summary: SweepSummary) -> str:
-    return msgspec.json.format(msgspec.json.encode(summary), indent=2).decode() + "\n"
+    return printable(msgspec.json.format(msgspec.json.encode(summary), indent=2).decode()) + "\n"
 
 
 WRITERS: Mapping[str, Callable[[SweepSummary], str]] = MappingProxyType(
@@ -222,13 +229,47 @@ def _ratio(ratio: Ratio | None) -> tuple[str, str]:
     return f"{ratio.geometric_mean:.2f}×", f"{ratio.lowest:.2f} to {ratio.highest:.2f}"
 
 
+_ACTIVE_IN_MARKDOWN = re.compile(
+    r"""
+    [\\`*<|\[\]~&]                 # code, emphasis, HTML, cells, links and images, entities
+    | (?<![^\W_])_ | _(?![^\W_])   # emphasis; `bs4_seq512` needs no help
+    | :(?=//) | (?<=www)\.         # addresses that become links by themselves
+    """,
+    re.VERBOSE | re.IGNORECASE,
+)
+
+
 def _markdown_row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(map(_markdown_text, cells))} |"
+    return f"| {' | '.join(map(_markdown_cell, cells))} |"
+
+
+def _markdown_cell(text: str) -> str:
+    """What an exception or a name holds is shown as it is, and does nothing."""
+    return _ACTIVE_IN_MARKDOWN.sub(r"\\\g<0>", on_one_line(text))
 
 
 def _markdown_text(text: str) -> str:
-    """What an exception or a name holds is shown as it is; `bs4_seq512` needs no help."""
-    return re.sub(r"[\\`*<|]|(?<![^\W_])_|_(?![^\W_])", r"\\\g<0>", " ".join(text.splitlines()))
+    """The same at the beginning of a line: no heading, quote or list."""
+    return re.sub(r"^[#>+-]", r"\\\g<0>", _markdown_cell(text))
+
+
+_FORMULA = ("=", "+", "-", "@")
+
+
+def _csv_cell(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    text = printable(value)
+    is_active = text.lstrip().startswith(_FORMULA) or text.startswith(("\t", "\n"))
+    return f"'{text}" if is_active and not _is_number(text) else text
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def duration(seconds: float | None) -> str:

@@ -68,14 +68,16 @@ def _trackio(output_dir: Path) -> Tracker:
     return TrackioTracker(output_dir)
 
 
-def _prometheus(output_dir: Path) -> Tracker:
-    from .prometheus import PrometheusTracker
+def _prometheus(output_dir: Path, address: str = "127.0.0.1") -> Tracker:
+    from .prometheus import DEFAULT_PORT, PrometheusTracker
+    from .prometheus_server import parse_address
 
     _require("prometheus_client", extra="prometheus")
-    return PrometheusTracker(run=output_dir.resolve().name)
+    host, port = parse_address(address, "the tracker prometheus", port=DEFAULT_PORT)
+    return PrometheusTracker(run=output_dir.resolve().name, address=host, port=port)
 
 
-TRACKERS: dict[str, Callable[[Path], Tracker]] = {
+TRACKERS: dict[str, Callable[..., Tracker]] = {
     "wandb": _wandb,
     "tensorboard": _tensorboard,
     "mlflow": _mlflow,
@@ -84,11 +86,14 @@ TRACKERS: dict[str, Callable[[Path], Tracker]] = {
 }
 
 
-def make_tracker(name_or_object: str | Tracker, output_dir: Path) -> Tracker:
-    """The tracker of this name, writing under `output_dir`; an object with the four methods as it is."""
+def make_tracker(name_or_object: str | Tracker, output_dir: Path, **settings: Any) -> Tracker:
+    """The tracker of this name, writing under `output_dir`; an object with the four methods as it is.
+
+    `settings` are those of this tracker alone: `address` of Prometheus.
+    """
     check_tracker(name_or_object)
     if isinstance(name_or_object, str):
-        return TRACKERS[name_or_object](Path(output_dir))
+        return TRACKERS[name_or_object](Path(output_dir), **settings)
     return name_or_object
 
 

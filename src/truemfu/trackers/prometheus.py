@@ -1,10 +1,11 @@
 """Prometheus: the last values, served for scraping.
 
-    http://<host>:9464/metrics          truemfu_mfu{rank="0",run="llama"} 0.41
+    http://127.0.0.1:9464/metrics       truemfu_mfu{rank="0",run="llama"} 0.41
 
 `perf/mfu` is `truemfu_mfu`, `training/loss` is `truemfu_training_loss`; the metrics of a dataset carry its
-name as the label `dataset`. What is known of the run is in the labels of `truemfu_run_info`. Anybody who
-reaches the port can read it; `PrometheusTracker(address="127.0.0.1")` keeps it to this machine.
+name as the label `dataset`. What is known of the run is in the labels of `truemfu_run_info`. It is served to
+this machine alone; `monitoring.prometheus_address: 0.0.0.0` or `PrometheusTracker(address="0.0.0.0")` serves
+it to whoever reaches the port.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .base import Names, known, writable
+from .prometheus_server import LOOPBACK, MetricsServer
 
 DEFAULT_PORT = 9464
 _DATASET = re.compile(r"dataset/(?P<dataset>.*)/(?P<metric>[^/]+)", re.DOTALL)
@@ -24,7 +26,7 @@ _NOT_IN_NAMES = re.compile(r"\W+", re.ASCII)
 class PrometheusTracker:
     """Serves gauges on `port` (0: any free one; `port` then says which) from `start` until `finish`."""
 
-    def __init__(self, *, run: str = "", port: int = DEFAULT_PORT, address: str = "0.0.0.0") -> None:
+    def __init__(self, *, run: str = "", port: int = DEFAULT_PORT, address: str = LOOPBACK) -> None:
         self.port = port
         self._address = address
         self._labels = {"run": writable(run), "rank": os.environ.get("RANK", "0")}
@@ -32,19 +34,22 @@ class PrometheusTracker:
         self._gauges: dict[str, Any] = {}
         self._flags: set[str] = set()
         self._registry: Any = None
-        self._server: Any = None
+        self._server: MetricsServer | None = None
 
     def start(self, run: Mapping[str, Any]) -> None:
-        """Start serving; a port in use is an OSError that says which."""
-        from prometheus_client import CollectorRegistry, start_http_server
+        """Start serving; an address or port that cannot be had is an OSError that says which."""
+        from prometheus_client import CollectorRegistry
 
         self._registry = CollectorRegistry()
         try:
-            self._server, _ = start_http_server(self.port, self._address, self._registry)
+            self._server = MetricsServer(self._registry, self._address, self.port)
         except OSError as problem:
-            advice = f"port {self.port}: {problem.strerror}; pass PrometheusTracker(port=...) with another"
+            advice = (
+                f"{self._address} port {self.port}: {problem.strerror}; pass "
+                "PrometheusTracker(port=...) with another, or set monitoring.prometheus_address"
+            )
             raise OSError(problem.errno, advice) from None
-        self.port = self._server.server_port
+        self.port = self._server.port
         told = {
             _clean(key): writable(str(value))
             for key, value in run.items()
@@ -78,8 +83,8 @@ class PrometheusTracker:
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Stop serving."""
-        self._server.shutdown()
-        self._server.server_close()
+        if self._server is not None:
+            self._server.close()
 
     def _set(self, metric: str, value: float, labels: Mapping[str, str]) -> None:
         """Set the gauge of this metric; the same metric always has the same labels."""

@@ -1,0 +1,49 @@
+"""Text from elsewhere (names, logs, errors, file contents), made fit to be shown.
+
+    printable       no control character reaches a terminal or a file: `\\u001b` is shown in its place
+    on_one_line     the same on a single line
+    shortened       at most so many characters: the beginning and the end, and how long it was
+
+Each is applied where text leaves the program, not where it comes in.
+"""
+
+from __future__ import annotations
+
+_KEPT = "\n\t"
+
+
+def printable(text: str) -> str:
+    """The text with every character that is not printable (control, bidirectional, zero-width, half of a
+    surrogate pair) as `\\uXXXX`; line ends and tabs stay.
+
+    JSON text stays JSON of the same data: such characters stand only in its strings, where this is their
+    other spelling.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in _KEPT else _escaped(c) for c in text)
+
+
+def on_one_line(text: str) -> str:
+    """`printable`, with a space for each line end and tab."""
+    lines = (line.strip() for line in text.replace("\t", " ").splitlines())
+    return printable(" ".join(line for line in lines if line))
+
+
+def shortened(text: str, most: int) -> str:
+    """The text, or its beginning and end with its length between, in at most `most` characters.
+
+    The end is kept because an error says there what to do.
+    """
+    if len(text) <= most:
+        return text
+    cut = f" … ({len(text):,} characters) … "
+    room = max(most - len(cut), 0)
+    end = room // 3
+    return f"{text[: room - end]}{cut}{text[len(text) - end :]}"
+
+
+def _escaped(character: str) -> str:
+    """`\\uXXXX`, twice for a character beyond 16 bits, as JSON has it."""
+    units = character.encode("utf-16-be", "surrogatepass")
+    return "".join(f"\\u{units[i]:02x}{units[i + 1]:02x}" for i in range(0, len(units), 2))

@@ -1,0 +1,136 @@
+"""The HTTP server that Prometheus scrapes, made to run inside a training process.
+
+    new connection ─► the oldest is closed where 16 are open ─► a thread answers one request ─► closed
+    every half second ─► whatever is open for more than 5 s is closed
+
+So whoever opens connections and sends nothing costs a bounded number of descriptors and threads, and a scrape
+still gets through. It listens on this machine alone unless an address is given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+import socketserver
+import threading
+import time
+from typing import Any
+
+from ..errors import UsageError
+
+LOOPBACK = "127.0.0.1"
+MOST_CONNECTIONS = 16
+REQUEST_LIMIT_S = 5.0
+_PAUSE_S = 0.1
+_LAST_PORT = 65535
+_ADDRESS = re.compile(r"(?:(?P<host>[^\s:/\[\]]+|\[[^\s/\[\]]+\]):)?(?P<port>-?[0-9]{1,9})")
+
+
+def parse_address(text: str, what: str, *, port: int | None = None) -> tuple[str, int]:
+    """`9400`, `0.0.0.0:9400`, `[::1]:9400`, and a host alone where a `port` is given, as host and port."""
+    found = _ADDRESS.fullmatch(text)
+    if found is None and port is not None:
+        found = _ADDRESS.fullmatch(f"{text}:{port}")
+    if found is None:
+        raise UsageError(f"{what} takes PORT, HOST:PORT or [IPV6]:PORT; got {text!r}")
+    if not 0 <= int(found["port"]) <= _LAST_PORT:
+        raise UsageError(f"{what} takes a port from 0 (any free one) to {_LAST_PORT}, got {found['port']}")
+    return (found["host"] or LOOPBACK).strip("[]"), int(found["port"])
+
+
+class MetricsServer(socketserver.TCPServer):
+    """Serves the metrics of a registry of prometheus_client from a daemon thread, until `close`.
+
+    Port 0 is any free one. An address or port that cannot be had is an OSError.
+    """
+
+    allow_reuse_address = True
+    request_queue_size = MOST_CONNECTIONS
+
+    def __init__(self, registry: Any, host: str, port: int) -> None:
+        from prometheus_client import MetricsHandler
+
+        self._places = threading.BoundedSemaphore(MOST_CONNECTIONS)
+        self._lock = threading.Lock()
+        self._open: dict[socket.socket, float] = {}
+        """Each open connection and when it is closed at the latest, the oldest first."""
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        self.address_family = found[0][0]
+        super().__init__((host, port), MetricsHandler.factory(registry))
+        threading.Thread(target=self.serve_forever, name="truemfu-prometheus", daemon=True).start()
+
+    @property
+    def port(self) -> int:
+        return int(self.socket.getsockname()[1])
+
+    @property
+    def url(self) -> str:
+        """Where it listens, with the address it is bound to."""
+        host = str(self.socket.getsockname()[0])
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}/metrics"
+
+    def close(self) -> None:
+        """Stop serving, and close what is open."""
+        self.shutdown()
+        self.server_close()
+        self._end_those(due_before_s=float("inf"))
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        try:
+            return super().get_request()
+        except OSError:
+            time.sleep(_PAUSE_S)  # out of descriptors: the same connection would be tried at once, for ever
+            raise
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self._places.acquire(blocking=False):
+            self._end_oldest()
+            self._places.acquire()
+        with self._lock:
+            self._open[request] = time.monotonic() + REQUEST_LIMIT_S
+        thread = threading.Thread(
+            target=self._answer, args=(request, client_address), name="truemfu-scrape", daemon=True
+        )
+        try:
+            thread.start()
+        except RuntimeError:  # no more threads
+            self._leave(request)
+
+    def service_actions(self) -> None:
+        """Called twice a second, and after each connection."""
+        self._end_those(due_before_s=time.monotonic())
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Nothing: a connection that broke is no matter for the run's terminal."""
+
+    def _answer(self, request: socket.socket, client_address: Any) -> None:
+        try:
+            self.finish_request(request, client_address)
+        except Exception:
+            self.handle_error(request, client_address)
+        finally:
+            self._leave(request)
+
+    def _leave(self, request: socket.socket) -> None:
+        with self._lock:
+            del self._open[request]
+        self.shutdown_request(request)
+        self._places.release()
+
+    def _end_oldest(self) -> None:
+        with self._lock:
+            for connection in list(self._open)[:1]:
+                _end(connection)
+
+    def _end_those(self, *, due_before_s: float) -> None:
+        with self._lock:
+            for connection, due_s in self._open.items():
+                if due_s <= due_before_s:
+                    _end(connection)
+
+
+def _end(connection: socket.socket) -> None:
+    """Wake the thread that reads or writes there; it closes the connection."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
