@@ -17,6 +17,7 @@ STATIONS = (
     ("torch_versions",),
     ("convention",),
     ("torch_private",),
+    ("plain_files",),
     ("records",),
     ("hardware", "flops"),
     ("utilization", "waterfall", "crosscheck"),

@@ -16,6 +16,7 @@
 from __future__ import annotations
 
 import difflib
+import reprlib
 import warnings
 from collections.abc import Iterable
 
@@ -53,14 +54,42 @@ class TruemfuWarning(UserWarning):
 
 
 _MAX_LINE = 300
+_MAX_VALUE = 120
 
 
 def one_line(error: BaseException) -> str:
     """An error as one line of bounded length; the words alone where they are ours."""
-    text = " ".join(str(error).split())
+    text = shortened(" ".join(text_of(error).split()))
     if not isinstance(error, TruemfuError):
         text = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    return text if len(text) <= _MAX_LINE else f"{text[: _MAX_LINE - 1]}…"
+    return shortened(text)
+
+
+def text_of(error: BaseException) -> str:
+    """What an error says of itself; one that fails at that is still named by its type."""
+    try:
+        return str(error)
+    except Exception as second:
+        return f"(its own message cannot be read: {type(second).__name__})"
+
+
+def shortened(text: str, most: int = _MAX_LINE) -> str:
+    """The text, cut where it is longer than this."""
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+_BRIEF = reprlib.Repr()
+_BRIEF.maxlevel = 3
+_BRIEF.maxstring = _BRIEF.maxother = _BRIEF.maxlong = _MAX_VALUE
+
+
+def brief(value: object) -> str:
+    """A value as an error message quotes it: bounded in time and length, for a bomb of YAML aliases too."""
+    try:
+        text = _BRIEF.repr(value)
+    except ValueError:  # a number of more digits than Python writes out
+        text = f"a very long {type(value).__name__}"
+    return shortened(" ".join(text.split()), _MAX_VALUE)
 
 
 _said: set[str] = set()
@@ -75,5 +104,5 @@ def warn_once(message: str) -> None:
 
 def closest(name: str, known: Iterable[str]) -> str:
     """A hint ` (did you mean 'x'?)` for a misspelt name, or an empty string."""
-    match = difflib.get_close_matches(name, list(known), n=1)
+    match = difflib.get_close_matches(name[:_MAX_VALUE], list(known), n=1)
     return f" (did you mean {match[0]!r}?)" if match else ""

@@ -50,6 +50,8 @@ def read_config(path: Path) -> dict[str, Any]:
         raise UsageError(f"no config.json in {path}") from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ModelError(f"{file} is not a readable JSON file: {error}") from error
+    except RecursionError:
+        raise ModelError(f"{file} is not a readable JSON file: it is nested too deeply") from None
     if not isinstance(content, dict):
         raise ModelError(f"{file} is not a Hugging Face configuration: expected a JSON object")
     return content

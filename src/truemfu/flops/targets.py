@@ -117,11 +117,11 @@ def resolve_target(
         with torch.device("meta"):
             model = named[text](options.dtype or torch.bfloat16)
         return _target(text, model, None, request, options)
-    if ":" in text and not Path(text).exists():
+    if ":" in text and not os.path.exists(text):
         _only_for_configs(text, options)
         model, batch = _from_factory(text, options.dtype)
         return _target(text, model, batch, request, options)
-    if Path(text).exists():
+    if os.path.exists(text):
         config = read_config(Path(text))
 
         def build(device: str) -> Target:

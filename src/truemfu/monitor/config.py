@@ -15,14 +15,13 @@ import math
 import numbers
 import os
 import re
-import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
 from ..convention import Attention
-from ..errors import RecordError, UsageError, closest, warn_once
+from ..errors import RecordError, UsageError, brief, closest, shortened, warn_once
 from ..hardware.audited import read_audit
 
 MODES = ("smart", "profiler", "estimate", "hybrid")
@@ -91,17 +90,8 @@ def load_config(
 
 
 def _unfit(path: str, expected: str, value: Any, hint: str = "") -> UsageError:
-    got = "null" if value is None else f"{_brief(value)} ({type(value).__name__})"
+    got = "null" if value is None else f"{brief(value)} ({type(value).__name__})"
     return UsageError(f"{path} must be {expected}; got {got}{hint}")
-
-
-_SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxother = 60
-
-
-def _brief(value: Any) -> str:
-    """A value on one short line."""
-    return " ".join(_SHORT.repr(value).split())
 
 
 # No device does an exaFLOP/s: a number this large is in other units, FLOP/s most likely.
@@ -269,8 +259,8 @@ def _values(config: Any) -> dict[str, Any]:
         first_path, first = found.setdefault(name, (path, value))
         if value != first:
             raise UsageError(
-                f"{first_path} is {first!r} and {path} is {value!r}, but they are two spellings of one "
-                "setting: keep one of them"
+                f"{first_path} is {brief(first)} and {path} is {brief(value)}, but they are two spellings of "
+                "one setting: keep one of them"
             )
     return {name: value for name, (_, value) in found.items()}
 
@@ -294,7 +284,7 @@ def _own_entries(path: str, section: Any) -> Iterator[tuple[str, Any]]:
     for key, value in _section(path, section, ", ".join(keys)).items():
         here = f"{path}.{key}"
         if key not in keys:
-            shown = here if len(here) < 100 and here.isprintable() else f"{path}.{_brief(key)}"
+            shown = here if len(here) < 100 and here.isprintable() else f"{path}.{brief(key)}"
             raise UsageError(
                 f"unknown key {shown} in the configuration{_did_you_mean(key, keys)}; "
                 f"known here: {', '.join(keys)}"
@@ -329,7 +319,7 @@ def _read(path: Path) -> Any:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UsageError(
-            f"cannot read the configuration file {_brief(str(path))}: {reason}; "
+            f"cannot read the configuration file {brief(str(path))}: {reason}; "
             "give a mapping or the path of a YAML or JSON file"
         ) from None
     # JSON by its own reader: YAML's stumbles over tabs, and this needs no further package.
@@ -343,6 +333,10 @@ def _json(path: Path, content: bytes) -> Any:
         raise UsageError(f"{path} is no valid JSON: line {error.lineno}: {error.msg}") from None
     except UnicodeDecodeError as error:
         raise UsageError(f"{path} is no valid JSON: {error.reason} at byte {error.start}") from None
+    except RecursionError:
+        raise UsageError(f"{path} is nested too deeply") from None
+    except ValueError as error:  # a number of thousands of digits
+        raise UsageError(f"{path} is no valid JSON: {shortened(str(error))}") from None
 
 
 def _yaml(path: Path, content: bytes) -> Any:
@@ -361,4 +355,6 @@ def _yaml(path: Path, content: bytes) -> Any:
         mark = getattr(error, "problem_mark", None)
         line = f"line {mark.line + 1}: " if mark else ""
         problem = getattr(error, "problem", None) or " ".join(str(error).split())
-        raise UsageError(f"{path} is no valid YAML: {line}{problem}") from None
+        raise UsageError(f"{path} is no valid YAML: {line}{shortened(problem)}") from None
+    except RecursionError:
+        raise UsageError(f"{path} is nested too deeply") from None
