@@ -170,7 +170,7 @@ def test_a_timeout_is_tried_again_once_the_limit_is_longer(
     folder = SweepFolder(tmp_path)
     folder.results.mkdir()
     (result,) = alone.outcome.results
-    late = msgspec.structs.replace(result, end=End.TIMEOUT, wall_s=10.0, content_hash="hash")
+    late = msgspec.structs.replace(result, end=End.TIMEOUT, wall_s=10.0, content_hash="hash", name="case")
     write_record(folder.result("case"), late)
     held = reusable(folder, {"case": "hash"}, rerun="none", timeout_s=limit_s, say=print)
     assert list(held) == reused
