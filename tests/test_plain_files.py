@@ -88,7 +88,9 @@ def test_a_folder_takes_the_place_of_a_link_to_one(tmp_path: Path) -> None:
     assert (tmp_path / "elsewhere").is_dir()
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", "../x", "/home/me", "a/b", "a\\b", "a\0b", "a\nb", "x" * 250])
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "../x", "/home/me", "a/b", "a\\b", "a\0b", "a\nb", "x" * 250]
+)
 def test_a_name_that_leads_elsewhere_names_no_file(name: str) -> None:
     assert not plain_files.is_name(name)
 

@@ -382,6 +382,7 @@ def decode(data: bytes | str, kind: type[Record], where: str) -> Record:
     """A record read back; a RecordError that names `where` if it is none of ours."""
     try:
         found = msgspec.json.decode(data, type=kind)
+        is_whole = not issubclass(kind, _SweepsRecord) or _matches_checksum(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise RecordError(f"{where} holds no {kind.__name__}: {shortened(str(error))}") from error
     if found.version > RECORD_VERSION:
@@ -389,7 +390,7 @@ def decode(data: bytes | str, kind: type[Record], where: str) -> Record:
             f"{where} was written by a newer truemfu (record version {found.version}, this one reads up to "
             f"{RECORD_VERSION}): update truemfu"
         )
-    if issubclass(kind, _SweepsRecord) and has_checksum(data) and not _is_whole(data):
+    if not is_whole:
         raise RecordError(f"{where} is damaged: its content does not match its checksum")
     return found
 
@@ -399,9 +400,10 @@ def has_checksum(data: bytes | str) -> bool:
     return _CHECKSUM in msgspec.json.decode(data)
 
 
-def _is_whole(data: bytes | str) -> bool:
+def _matches_checksum(data: bytes | str) -> bool:
     content = msgspec.json.decode(data)
-    return bool(content.pop(_CHECKSUM) == _checksum(content))
+    written = content.pop(_CHECKSUM, None)
+    return written is None or bool(written == _checksum(content))
 
 
 def _checksum(content: dict[str, Any]) -> str:

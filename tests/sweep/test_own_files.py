@@ -1,4 +1,4 @@
-"""What an experiment does to the sweep's own files touches neither its measurement nor the next experiment."""
+"""What an experiment does to the sweep's own files touches neither its measurement nor the next one."""
 
 from __future__ import annotations
 

@@ -217,7 +217,8 @@ def test_the_log_of_a_failure_is_quoted_without_its_result(folder: SweepFolder) 
 
 
 def test_a_result_that_cannot_be_written_is_kept_and_says_so(folder: SweepFolder) -> None:
-    code = f"import os, shutil; shutil.rmtree({str(folder.root)!r}); open({str(folder.root)!r}, 'w'); os._exit(3)"
+    root = repr(str(folder.root))
+    code = f"import os, shutil; shutil.rmtree({root}); open({root}, 'w'); os._exit(3)"
     result = result_of(worker(folder, code), folder)
     assert result.notes == [
         "results/case.json could not be written: Not a directory",
