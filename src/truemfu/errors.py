@@ -54,7 +54,7 @@ class TruemfuWarning(UserWarning):
 
 
 _MAX_LINE = 300
-_MAX_VALUE = 120
+_MAX_VALUE = 80
 
 
 def one_line(error: BaseException) -> str:

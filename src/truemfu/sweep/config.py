@@ -250,7 +250,7 @@ def _check_model(name: str) -> None:
 def _closest_of(name: str, known: Iterable[str]) -> str:
     """Like `closest`, without regard to case."""
     lower = {entry.lower(): entry for entry in known}
-    match = difflib.get_close_matches(name[:120].lower(), list(lower), n=1)
+    match = difflib.get_close_matches(name[:80].lower(), list(lower), n=1)
     return f" (did you mean {lower[match[0]]!r}?)" if match else ""
 
 

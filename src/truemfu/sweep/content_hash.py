@@ -52,6 +52,8 @@ _SUPERVISOR = {
 def find_module(name: str) -> ModuleSpec | None:
     """Where a worker finds a module, the current folder last, without importing it or its packages."""
     top, *below = name.split(".")
+    if sys.modules.get(top, sys) is None:
+        return None  # how Python marks a module that is not to be imported
     here = os.getcwd()
     # `python -m` and `python -c` put the current folder first, which a worker does not look at there.
     path = sys.path[1:] if sys.path[:1] in ([""], [here]) else sys.path
