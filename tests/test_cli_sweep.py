@@ -321,7 +321,7 @@ def failed_result(name: str = "DPSGDTrainer_bs4_seq512", **fields: Any) -> CaseR
 @pytest.mark.parametrize("target", ["file.json", "file.json/results.json"])
 def test_a_summary_that_cannot_be_written_is_a_wrong_call(run: Run, tmp_path: Path, target: str) -> None:
     (tmp_path / "file.json").mkdir() if target == "file.json" else (tmp_path / "file.json").touch()
-    (tmp_path / "a.log").write_bytes(encode(failed_result()))
+    (tmp_path / "DPSGDTrainer_bs4_seq512.log").write_bytes(encode(failed_result()))
     result = run("summarize", "--logs-dir", ".", "--output", target)
     assert result.code == 2
     assert "cannot be written" in result.err

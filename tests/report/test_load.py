@@ -290,6 +290,18 @@ def test_a_copy_of_a_result_is_no_experiment_and_is_named(
     assert loaded.notes == (f"left out: {results / name} holds the result of {matrix[0].name}",)
 
 
+def test_a_copy_of_a_log_is_no_experiment_and_is_named(make_result, tmp_path: Path) -> None:
+    result = make_result()
+    (tmp_path / f"{result.name}_copy.log").write_bytes(encode(result))
+    note = f"left out: {result.name}_copy.log holds the result of {result.name}"
+    with pytest.raises(UsageError, match=f"holds no sweep: .*; {note}"):
+        load_sweep(tmp_path)
+    (tmp_path / f"{result.name}.log").write_bytes(encode(result))
+    loaded = load_sweep(tmp_path)
+    assert [entry.result for entry in loaded.entries] == [result]
+    assert loaded.notes == (note,)
+
+
 def test_swapped_results_are_not_shown_under_each_others_names(matrix, write_sweep) -> None:
     folder = write_sweep(matrix)
     first, second = (folder / "results" / f"{result.name}.json" for result in matrix[:2])
@@ -356,7 +368,7 @@ def test_records_without_a_checksum_are_read_and_compared_with_their_logs(make_r
     path.write_bytes(path.read_bytes().replace(b'"wall_s": 31.5', b'"wall_s": 81.5'))
     loaded = load_sweep(folder)
     (note,) = loaded.notes
-    assert note.endswith(f"{log.name} differ, so one of them is damaged: the first is taken")
+    assert note.endswith(f"{log.name} differ: one is damaged, the first is taken")
     log.write_bytes(encode(result))
     loaded = load_sweep(folder)
     assert loaded.entries[0].result == result

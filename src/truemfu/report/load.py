@@ -84,7 +84,8 @@ def load_sweep(source: Path | str) -> LoadedSweep:
     found = {name: _outcome(name, files, notes) for name in _names(files, record)}
     strangers = _leave_out_strangers(found, record, notes)
     if not found:
-        raise UsageError(f"{source} holds no sweep: expected logs (*.log), results (*.json) or a sweep.json")
+        expected = f"{source} holds no sweep: expected logs (*.log), results (*.json) or a sweep.json"
+        raise UsageError("; ".join([expected, *notes]))
     if strangers:
         notes.append(f"left out, no experiments: {', '.join(strangers)}")
     if record is not None:

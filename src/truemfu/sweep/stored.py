@@ -28,48 +28,51 @@ class Stored:
     log_tail: tuple[str, ...] = ()
     """The last lines of the log, where there is no result."""
     is_of_another: bool = False
-    """Whether the only file is one that holds the result of another experiment."""
+    """Whether all there is are files that hold the result of another experiment."""
 
 
 def stored_result(name: str, file: Path, log: Path) -> Stored:
     """The result of this experiment in its file, or else in its log."""
     faults: list[str] = []
-    found, is_sure, other = _in_file(name, file, faults)
-    if found is not None and is_sure:
-        return Stored(result=found)
-    if not os.path.lexists(log):
-        return Stored(result=found, faults=tuple(faults), is_of_another=other is not None)
-    end = read_log_end(log)
-    logged = end.result
-    if logged is not None and logged.name != name:
-        faults.append(f"{log.name} ends with the result of {logged.name}")
-        logged = None
-    if found is not None and logged is not None and found != logged:
-        faults.append(_difference(file, log, end))
-        found = logged if end.has_checksum else found
-    if found is None and logged is not None and faults:
-        faults.append(f"{faults.pop()}; read from {log.name} instead")
-    if found is None and logged is None and end.fault is not None:
+    of_others: list[str] = []
+    written, is_sure = _in_file(file, faults)
+    written = _own(written, name, str(file), of_others)
+    if written is not None and is_sure:
+        return Stored(result=written)
+    end = read_log_end(log) if os.path.lexists(log) else LogEnd()
+    logged = _own(end.result, name, log.name, of_others)
+    if written is not None and logged is not None and written != logged:
+        taken = f"the result in {log.name}" if end.has_checksum else "the first"
+        faults.append(f"{file} and the last line of {log.name} differ: one is damaged, {taken} is taken")
+        written = logged if end.has_checksum else written
+    if written is None and logged is not None:
+        instead = f"read from {log.name} instead"
+        return Stored(result=logged, faults=tuple(f"{fault}; {instead}" for fault in faults + of_others))
+    if written is None and end.fault is not None:
         faults.append(end.fault)
-    return Stored(result=found or logged, faults=tuple(faults), log_tail=() if found or logged else end.tail)
+    return Stored(
+        result=written,
+        faults=(*faults, *of_others),
+        log_tail=() if written is not None else end.tail,
+        is_of_another=written is None and bool(of_others) and not faults,
+    )
 
 
-def _in_file(name: str, file: Path, faults: list[str]) -> tuple[CaseResult | None, bool, str | None]:
-    """The result, whether a checksum vouches for it, and whose it is where it is another's."""
+def _in_file(file: Path, faults: list[str]) -> tuple[CaseResult | None, bool]:
+    """The result, and whether a checksum vouches for it."""
     if not os.path.lexists(file):
-        return None, False, None
+        return None, False
     try:
         data = read_file(file)
-        found = decode(data, CaseResult, str(file))
+        return decode(data, CaseResult, str(file)), has_checksum(data)
     except RecordError as error:
         faults.append(str(error))
-        return None, False, None
-    if found.name != name:
-        faults.append(f"{file} holds the result of {found.name}")
-        return None, False, found.name
-    return found, has_checksum(data), None
+        return None, False
 
 
-def _difference(file: Path, log: Path, end: LogEnd) -> str:
-    shown = f"the result in {log.name} is" if end.has_checksum else "the first is"
-    return f"{file} and the last line of {log.name} differ, so one of them is damaged: {shown} taken"
+def _own(found: CaseResult | None, name: str, where: str, of_others: list[str]) -> CaseResult | None:
+    """The result, unless it is another experiment's."""
+    if found is None or found.name == name:
+        return found
+    of_others.append(f"{where} holds the result of {found.name}")
+    return None
