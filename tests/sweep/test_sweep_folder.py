@@ -101,7 +101,7 @@ def test_starting_over_removes_nothing_that_a_record_names_outside(
     (home / "thesis.tex").touch()
     (tmp_path / "home.log").touch()
     record = json.loads(folder.record.read_text())
-    del record["checksum"]
+    record.pop("checksum", None)
     folder.record.write_text(json.dumps({**record, "cases": [as_path(home)]}))
     with pytest.raises(RecordError, match=r"sweep\.json holds no SweepRecord: '.*home' cannot name"):
         take(tmp_path / "out", models=["small"])
@@ -138,7 +138,7 @@ def test_a_link_in_the_place_of_one_of_its_folders_is_refused(tmp_path: Path, na
 def test_a_record_with_a_senseless_matrix_is_one_line(tmp_path: Path, trainers: object) -> None:
     folder, _ = take(tmp_path)
     record = json.loads(folder.record.read_text())
-    del record["checksum"]
+    record.pop("checksum", None)
     record["config"]["trainers"] = trainers
     folder.record.write_text(json.dumps(record))
     with pytest.raises((RecordError, UsageError), match=r"^[^\n]+$"):
