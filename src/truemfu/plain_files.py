@@ -16,9 +16,6 @@ import shutil
 import stat
 from pathlib import Path
 
-_LARGEST = 1 << 30
-"""No file of ours is nearly as large."""
-
 
 def open_plain(path: Path, flags: int) -> int:
     """A descriptor of a regular file, without waiting for anyone; an OSError in words for anything else."""
@@ -45,15 +42,14 @@ def _not_plain(what: str, path: Path) -> OSError:
 
 def read(path: Path) -> bytes:
     """All of a regular file."""
-    return read_end(path, _LARGEST)[0]
+    with open(open_plain(path, os.O_RDONLY), "rb") as file:
+        return file.read()
 
 
 def read_end(path: Path, most: int) -> tuple[bytes, int]:
     """The last bytes of a regular file, at most so many, and its size."""
     with open(open_plain(path, os.O_RDONLY), "rb") as file:
         size = file.seek(0, os.SEEK_END)
-        if size > most == _LARGEST:
-            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
         file.seek(max(size - most, 0))
         return file.read(most), size
 
@@ -124,10 +120,13 @@ def is_folder(path: Path) -> bool:
 
 def make_folder(path: Path) -> bool:
     """Make a folder here unless there is one, in the place of anything else; whether it had to be made."""
-    if is_folder(path):
-        return False
-    remove(path)
-    path.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir(parents=True)
+    except FileExistsError:
+        if is_folder(path):
+            return False
+        path.unlink(missing_ok=True)  # never a folder, which another thread may have made meanwhile
+        path.mkdir(exist_ok=True)
     return True
 
 
