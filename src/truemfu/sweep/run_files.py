@@ -28,9 +28,8 @@ from .trainers import Trainer
 def clear_run_folder(folder: Path) -> str | None:
     """Empty the folder: what an earlier run of the same experiment left is not this one's; a note if not."""
     try:
-        plain_files.make_folder(folder.parent)
         plain_files.remove(folder)
-        folder.mkdir()
+        folder.mkdir(parents=True)
     except OSError as error:
         return f"{folder.name} cannot be written to: {error.strerror or error}"
     return None
