@@ -51,6 +51,8 @@ def _git(*arguments: str, overrides: list[str] | None = None) -> subprocess.Comp
         ["git", *(part for setting in settings for part in ("-c", setting)), *arguments],
         capture_output=True,
         text=True,
+        errors="surrogateescape",  # names are handed back as they came
+        stdin=subprocess.DEVNULL,
         timeout=_TIMEOUT_S,
         env={**os.environ, "GIT_OPTIONAL_LOCKS": "0", "GIT_NO_LAZY_FETCH": "1"},
     )
