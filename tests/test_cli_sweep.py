@@ -321,7 +321,7 @@ def failed_result(name: str = "DPSGDTrainer_bs4_seq512", **fields: Any) -> CaseR
 @pytest.mark.parametrize("target", ["file.json", "file.json/results.json"])
 def test_a_summary_that_cannot_be_written_is_a_wrong_call(run: Run, tmp_path: Path, target: str) -> None:
     (tmp_path / "file.json").mkdir() if target == "file.json" else (tmp_path / "file.json").touch()
-    (tmp_path / "a.log").write_bytes(encode(failed_result()))
+    (tmp_path / "DPSGDTrainer_bs4_seq512.log").write_bytes(encode(failed_result()))
     result = run("summarize", "--logs-dir", ".", "--output", target)
     assert result.code == 2
     assert "cannot be written" in result.err
@@ -338,6 +338,53 @@ def test_a_summary_of_failures_is_no_failure_and_nothing_in_it_is_cut(run: Run, 
     assert "0 of 1 experiments succeeded" in result.out
     assert sum(fits in line for line in result.out.splitlines()) == 2
     assert "…" not in result.out
+
+
+def test_a_page_is_not_written_through_a_link(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "DPSGDTrainer_bs4_seq512.log").write_bytes(encode(failed_result()))
+    (tmp_path / "precious.txt").write_text("mine")
+    (tmp_path / "report.html").symlink_to(tmp_path / "precious.txt")
+    result = run("report", ".")
+    assert result.code == 2
+    assert result.err == "error: report.html is a symbolic link, not a file: give --output another name\n"
+    assert (tmp_path / "precious.txt").read_text() == "mine"
+    assert run("report", ".", "--output", "other.html").code == 0
+
+
+DESTROYS = """
+import shutil
+from pathlib import Path
+from truemfu.sweep.standard_trainer import StandardTrainer
+
+class Destroys(StandardTrainer):
+    made = 0
+    def __init__(self, model, settings):
+        super().__init__(model, settings)
+        type(self).made += 1
+        if self.made == 2:
+            shutil.rmtree("out")
+            REPLACE
+"""
+
+
+@pytest.mark.parametrize("replace", ["pass", "Path('out').touch()"])
+def test_an_experiment_that_destroys_the_folder_is_measured_and_the_exit_code_is_right(
+    tmp_path: Path, replace: str
+) -> None:
+    (tmp_path / "mine.py").write_text(DESTROYS.replace("REPLACE", replace))
+    flags = ["--mode", "test", "--trainers", "mine:Destroys", "--output", "out", "--rerun", "none", "--json"]
+    process = sweep_process(tmp_path, *flags)
+    out, err = process.communicate(timeout=600)
+    assert process.returncode == 0, err
+    summary = json.loads(out)
+    assert summary["totals"]["ends"] == {"ok": 1}
+    assert summary["experiments"][0]["tokens_per_s"] > 0
+    if replace == "pass":
+        assert any("had been removed, and was made again" in note for note in summary["notes"])
+        assert (tmp_path / "out" / "results" / "Destroys_bs2_seq32.json").is_file()
+        assert (tmp_path / "out" / "sweep.json").is_file()
+    else:
+        assert any("could not be written: Not a directory" in note for note in summary["notes"])
 
 
 def drawn(table: LiveTable, console: Console) -> str:

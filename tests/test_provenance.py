@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from truemfu.provenance import HIDDEN, git_commit, library_versions, redacted, redacted_arguments
+from truemfu.provenance import HIDDEN, library_versions, redacted, redacted_arguments
 
 PLANTED = {
     "after a flag": ["--hf_token", "plantedAAA111222"],
@@ -68,32 +68,6 @@ def test_versions_are_those_of_imported_libraries() -> None:
     import torch
 
     assert library_versions()["torch"] == str(torch.__version__)
-
-
-def git(folder: Path, *arguments: str) -> str:
-    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
-    done = subprocess.run(["git", *who, *arguments], cwd=folder, capture_output=True, text=True, check=True)
-    return done.stdout.strip()
-
-
-def test_the_commit_and_whether_files_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert git_commit() is None
-    git(tmp_path, "init", "-q")
-    (tmp_path / "a.txt").write_text("a")
-    git(tmp_path, "add", "a.txt")
-    git(tmp_path, "commit", "-qm", "a")
-    commit = git(tmp_path, "rev-parse", "HEAD")
-    assert git_commit() == commit
-    (tmp_path / "a.txt").write_text("b")
-    assert git_commit() == f"{commit}-dirty"
-    spy = tmp_path / "ran"
-    (tmp_path / "monitor.sh").write_text(f"#!/bin/sh\ntouch {spy}\n")
-    (tmp_path / "monitor.sh").chmod(0o755)
-    git(tmp_path, "config", "core.fsmonitor", str(tmp_path / "monitor.sh"))
-    assert git_commit() == f"{commit}-dirty"
-    assert not spy.exists()
 
 
 TRAINING = """

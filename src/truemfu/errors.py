@@ -16,13 +16,14 @@
 from __future__ import annotations
 
 import difflib
+import reprlib
 import warnings
 from collections.abc import Iterable
 
 from .text import printable, shortened
 
 _MAX_MESSAGE = 600
-_MAX_LINE = 300
+_MAX_VALUE = 80
 
 
 class TruemfuError(Exception):
@@ -74,10 +75,32 @@ def message_of(text: str) -> str:
 
 def one_line(error: BaseException) -> str:
     """An error as one line of bounded length; the words alone where they are ours."""
-    text = message_of(str(error))
+    text = message_of(text_of(error))
     if not isinstance(error, TruemfuError):
         text = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    return text if len(text) <= _MAX_LINE else f"{text[: _MAX_LINE - 1]}…"
+    return shortened(text)
+
+
+def text_of(error: BaseException) -> str:
+    """What an error says of itself; one that fails at that is still named by its type."""
+    try:
+        return str(error)
+    except Exception as second:
+        return f"(its own message cannot be read: {type(second).__name__})"
+
+
+_BRIEF = reprlib.Repr()
+_BRIEF.maxlevel = 3
+_BRIEF.maxstring = _BRIEF.maxother = _BRIEF.maxlong = _MAX_VALUE
+
+
+def brief(value: object) -> str:
+    """A value as an error message quotes it: bounded in time and length, for a bomb of YAML aliases too."""
+    try:
+        text = _BRIEF.repr(value)
+    except ValueError:  # a number of more digits than Python writes out
+        text = f"a very long {type(value).__name__}"
+    return shortened(" ".join(text.split()), _MAX_VALUE)
 
 
 _said: set[str] = set()
@@ -92,5 +115,5 @@ def warn_once(message: str) -> None:
 
 def closest(name: str, known: Iterable[str]) -> str:
     """A hint ` (did you mean 'x'?)` for a misspelt name, or an empty string."""
-    match = difflib.get_close_matches(name, list(known), n=1)
+    match = difflib.get_close_matches(name[:_MAX_VALUE], list(known), n=1)
     return f" (did you mean {match[0]!r}?)" if match else ""

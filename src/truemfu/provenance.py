@@ -1,9 +1,8 @@
-"""What a record says of where it comes from: versions of libraries, the commit, the command; never a secret.
+"""What a record says of where it comes from: versions of libraries and the command; never a secret.
 
-    sys.argv ──► redacted ──► command          .git ──► git_commit          sys.modules ──► library_versions
+    sys.argv ──► redacted ──► command          sys.modules ──► library_versions
 
-Not for the training thread: git is asked, with a time limit. Neither hooks nor the file system monitor of a
-repository's own configuration are run.
+The commit is in `commit.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -33,7 +31,6 @@ _LIBRARIES = (
     "numpy",
 )
 HIDDEN = "[hidden]"
-_GIT_TIMEOUT_S = 5.0
 _MAX_ARGUMENTS, _MAX_CHARACTERS = 200, 2000
 
 _SECRET = (
@@ -78,32 +75,6 @@ def _installed(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def git_commit() -> str | None:
-    """The commit of the current folder, "-dirty" behind it where files differ; None outside git."""
-    commit = _git("rev-parse", "HEAD")
-    changes = _git("status", "--porcelain", "--untracked-files=no", "--ignore-submodules=all")
-    if commit is None or changes is None:
-        return None
-    return commit + ("-dirty" if changes else "")
-
-
-def _git(*arguments: str) -> str | None:
-    """What a command of git prints; None where there is no git, no repository, or no answer in time."""
-    own = ("--no-optional-locks", "-c", "core.fsmonitor=false", "-c", f"core.hooksPath={os.devnull}")
-    try:
-        done = subprocess.run(
-            ["git", *own, *arguments],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            stdin=subprocess.DEVNULL,
-            timeout=_GIT_TIMEOUT_S,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return None if done.returncode else done.stdout.strip()
 
 
 def command() -> list[str]:

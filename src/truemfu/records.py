@@ -9,18 +9,24 @@ The last is written by the monitor as it goes, so every field of it may be missi
 
 Field names carry their units. What is not known is None. A record of a newer version than ours is refused
 with one line; unknown fields of our own version are left alone, so that a reader survives a small addition.
+
+The records of a sweep carry a checksum of their content beside their fields, so that a damaged one is not
+shown; one without it is of an earlier version, and is read as it is. Their names become file names: one that
+leads out of a folder makes no record.
 """
 
 from __future__ import annotations
 
-import os
+import hashlib
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
-from .errors import RecordError
+from . import plain_files
+from .errors import RecordError, brief
+from .text import shortened
 
 RECORD_VERSION = 1
 
@@ -31,6 +37,15 @@ class _Record(msgspec.Struct, frozen=True, kw_only=True):
     """Base of what is a file of its own."""
 
     version: int = RECORD_VERSION
+
+
+class _SweepsRecord(_Record, frozen=True, kw_only=True):
+    """Base of a sweep's own records, which are written with a checksum."""
+
+
+def _check_name(name: str) -> None:
+    if not plain_files.is_name(name):
+        raise ValueError(f"{brief(name)} cannot name an experiment")
 
 
 class End(str, Enum):
@@ -47,7 +62,7 @@ class End(str, Enum):
     UNSUPPORTED = "unsupported"
     """The trainer cannot train this model, and says so."""
     INCORRECT = "incorrect"
-    """The trainer runs, but its gradient is not the one its name promises."""
+    """The trainer runs, but its gradient is not the one its name promises, or its steps do not train."""
     ERROR = "error"
     PRUNED = "pruned"
     """Not run: a smaller batch of the same kind was already out of memory."""
@@ -196,7 +211,7 @@ class PhaseTime(msgspec.Struct, frozen=True, kw_only=True):
     began_at_s: float
 
 
-class CaseResult(_Record, frozen=True, kw_only=True):
+class CaseResult(_SweepsRecord, frozen=True, kw_only=True):
     """One experiment and all that became of it."""
 
     name: str
@@ -226,8 +241,11 @@ class CaseResult(_Record, frozen=True, kw_only=True):
     """After an out-of-memory: the largest batch, or model, that was seen to fit, in words."""
     notes: list[str] = []
 
+    def __post_init__(self) -> None:
+        _check_name(self.name)
 
-class SweepRecord(_Record, frozen=True, kw_only=True):
+
+class SweepRecord(_SweepsRecord, frozen=True, kw_only=True):
     """The matrix of a sweep, as it was asked for."""
 
     sweep_id: str
@@ -236,6 +254,10 @@ class SweepRecord(_Record, frozen=True, kw_only=True):
     cases: list[str]
     """Names of all experiments, in order: the denominator of every rate."""
     config: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        for name in self.cases:
+            _check_name(name)
 
 
 RUN_FILE = "training_run.json"
@@ -370,40 +392,63 @@ class RunRecord(_Record, frozen=True, kw_only=True):
     summary: RunSummary | None = None
 
 
+_CHECKSUM = "checksum"
+
+
 def encode(record: msgspec.Struct) -> bytes:
     """A record as one line of JSON."""
-    return msgspec.json.encode(record)
+    if not isinstance(record, _SweepsRecord):
+        return msgspec.json.encode(record)
+    content = msgspec.to_builtins(record)
+    return msgspec.json.encode({**content, _CHECKSUM: _checksum(content)})
 
 
 def decode(data: bytes | str, kind: type[Record], where: str) -> Record:
     """A record read back; a RecordError that names `where` if it is none of ours."""
     try:
         found = msgspec.json.decode(data, type=kind)
+        is_whole = not issubclass(kind, _SweepsRecord) or _matches_checksum(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise RecordError(f"{where} holds no {kind.__name__}: {error}") from error
+        raise RecordError(f"{where} holds no {kind.__name__}: {shortened(str(error))}") from error
     if found.version > RECORD_VERSION:
         raise RecordError(
             f"{where} was written by a newer truemfu (record version {found.version}, this one reads up to "
             f"{RECORD_VERSION}): update truemfu"
         )
+    if not is_whole:
+        raise RecordError(f"{where} is damaged: its content does not match its checksum")
     return found
+
+
+def has_checksum(data: bytes | str) -> bool:
+    """Whether a sweep's record says by itself if it is damaged; those of earlier versions do not."""
+    return _CHECKSUM in msgspec.json.decode(data)
+
+
+def _matches_checksum(data: bytes | str) -> bool:
+    content = msgspec.json.decode(data)
+    written = content.pop(_CHECKSUM, None)
+    return written is None or bool(written == _checksum(content))
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    """Of every key and value, whatever the layout of the file: unknown fields count, too."""
+    return hashlib.sha256(msgspec.json.encode(content)).hexdigest()[:16]
 
 
 def read_record(path: Path, kind: type[Record]) -> Record:
     """Read one record from its file."""
+    return decode(read_file(path), kind, str(path))
+
+
+def read_file(path: Path) -> bytes:
+    """The content of a file that should hold a record, or a RecordError."""
     try:
-        data = path.read_bytes()
+        return plain_files.read(path)
     except OSError as error:
         raise RecordError(f"{path} cannot be read: {error.strerror}") from error
-    return decode(data, kind, str(path))
 
 
 def write_record(path: Path, record: msgspec.Struct) -> None:
     """Write a record under a temporary name and rename it: a reader never sees half of one."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_bytes(msgspec.json.format(encode(record), indent=2) + b"\n")
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+    plain_files.replace(path, msgspec.json.format(encode(record), indent=2) + b"\n")

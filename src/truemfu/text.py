@@ -10,6 +10,7 @@ Each is applied where text leaves the program, not where it comes in.
 from __future__ import annotations
 
 _KEPT = "\n\t"
+_MAX_LINE = 300
 
 
 def printable(text: str) -> str:
@@ -30,7 +31,7 @@ def on_one_line(text: str) -> str:
     return printable(" ".join(line for line in lines if line))
 
 
-def shortened(text: str, most: int) -> str:
+def shortened(text: str, most: int = _MAX_LINE) -> str:
     """The text, or its beginning and end with its length between, in at most `most` characters.
 
     The end is kept because an error says there what to do.

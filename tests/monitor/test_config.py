@@ -587,6 +587,28 @@ def test_a_tag_of_the_users_own_is_no_obstacle_unless_it_stands_in_our_place(tmp
         load_config(file(tmp_path, "monitoring: !include monitoring.yaml"))
 
 
+@pytest.mark.parametrize("name", ["config.yaml", "config.json"])
+def test_a_file_nested_too_deeply_is_one_line(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_text('{"monitoring": ' + "[" * 20_000 + "]" * 20_000 + "}")
+    with pytest.raises(UsageError, match=r"^\S+ is nested too deeply$"):
+        load_config(path)
+
+
+@pytest.mark.parametrize("path", ["trackers", "phases", "flops_profile_freq", "peak_tflops", "nonsense"])
+def test_aliases_that_stand_for_billions_of_values_are_one_short_line(
+    tmp_path: Path, path: str, never_waits: None
+) -> None:
+    lines = ["a0: &a0 [lol, lol, lol, lol, lol, lol, lol, lol, lol, lol]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)]
+    file = tmp_path / "config.yaml"
+    file.write_text("\n".join([*lines, f"monitoring: {{{path}: *a11}}"]))
+    with pytest.raises(UsageError) as caught:
+        load_config(file)
+    assert len(str(caught.value)) < 900
+    assert "\n" not in str(caught.value)
+
+
 def test_yaml_runs_no_code(tmp_path: Path) -> None:
     trace = tmp_path / "trace"
     load_config(file(tmp_path, f"x: !!python/object/apply:os.mkdir [{json.dumps(str(trace))}]"))

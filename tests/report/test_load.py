@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from truemfu.errors import UsageError
-from truemfu.records import encode, write_record
+from truemfu.records import End, encode, write_record
+from truemfu.report.folder import load_folder
 from truemfu.report.load import LoadedSweep, load_sweep, with_results
+from truemfu.report.summary import summarize
 
 
 def ends(sweep: LoadedSweep) -> dict[str, str]:
@@ -194,3 +199,185 @@ def test_files_that_are_no_experiments_are_not_counted(make_result, tmp_path: Pa
     loaded = load_sweep(tmp_path)
     assert ends(loaded) == {result.name: "ok"}
     assert loaded.notes == ("left out, no experiments: package",)
+
+
+def a_fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def a_loop(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path)
+
+
+def a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def nested_too_deeply(path: Path) -> None:
+    path.write_text('{"version":' + "[" * 100_000)
+
+
+DAMAGE = pytest.mark.parametrize("damage", [a_fifo, a_loop, a_folder, nested_too_deeply])
+
+
+@DAMAGE
+def test_a_result_that_is_no_file_is_named_and_read_from_its_log(
+    matrix, write_sweep, damage: Callable[[Path], None], never_waits: None
+) -> None:
+    folder = write_sweep(matrix)
+    damage(folder / "results" / f"{matrix[0].name}.json")
+    for loaded in (load_sweep(folder), load_folder(folder)):
+        assert isinstance(loaded, LoadedSweep)
+        assert [entry.result for entry in loaded.entries] == matrix
+        (note,) = loaded.notes
+        assert note.startswith(str(folder / "results" / f"{matrix[0].name}.json "))
+        assert note.endswith(f"; read from {matrix[0].name}.log instead")
+        assert len(note) < 600
+
+
+@DAMAGE
+def test_both_copies_damaged_are_lost_with_both_reasons(
+    matrix, write_sweep, damage: Callable[[Path], None], never_waits: None
+) -> None:
+    folder = write_sweep(matrix)
+    damage(folder / "results" / f"{matrix[0].name}.json")
+    damage(folder / "logs" / f"{matrix[0].name}.log")
+    lost, *others = load_sweep(folder).entries
+    assert (lost.end, lost.trainer) == ("lost", matrix[0].case.trainer)
+    assert f"{matrix[0].name}.json" in (lost.reason or "")
+    assert f"{matrix[0].name}.log" in (lost.reason or "")
+    assert [entry.result for entry in others] == matrix[1:]
+
+
+@pytest.mark.parametrize("damage", [a_fifo, a_loop, a_folder])
+def test_a_sweep_json_that_is_no_file_is_named(
+    matrix, write_sweep, damage: Callable[[Path], None], never_waits: None
+) -> None:
+    folder = write_sweep(matrix)
+    damage(folder / "sweep.json")
+    loaded = load_sweep(folder)
+    assert len(loaded.entries) == len(matrix)
+    assert "sweep.json cannot be read" in loaded.notes[0]
+
+
+@pytest.mark.parametrize("name", ["../../x", "/home/me", "a/../../b"])
+def test_a_name_that_leads_out_of_the_folder_is_not_followed(make_result, write_sweep, name: str) -> None:
+    folder = write_sweep([make_result()])
+    record = json.loads((folder / "sweep.json").read_text())
+    record.pop("checksum", None)
+    (folder / "sweep.json").write_text(json.dumps({**record, "cases": [name]}))
+    loaded = load_sweep(folder)
+    assert [entry.name for entry in loaded.entries] == [make_result().name]
+    assert f"'{name}' cannot name an experiment" in loaded.notes[0]
+
+
+@pytest.mark.parametrize("copy", ["{}.json.copy.json", "{}_copy.json", "copy of {}.json"])
+@pytest.mark.parametrize("with_record", [True, False])
+def test_a_copy_of_a_result_is_no_experiment_and_is_named(
+    matrix, write_sweep, copy: str, with_record: bool
+) -> None:
+    folder = write_sweep(matrix)
+    if not with_record:
+        (folder / "sweep.json").unlink()
+    results = folder / "results"
+    name = copy.format(matrix[0].name)
+    shutil.copy(results / f"{matrix[0].name}.json", results / name)
+    loaded = load_sweep(folder)
+    assert {entry.name for entry in loaded.entries} == {result.name for result in matrix}
+    assert loaded.notes == (f"left out: {results / name} holds the result of {matrix[0].name}",)
+
+
+def test_a_copy_of_a_log_is_no_experiment_and_is_named(make_result, tmp_path: Path) -> None:
+    result = make_result()
+    (tmp_path / f"{result.name}_copy.log").write_bytes(encode(result))
+    note = f"left out: {result.name}_copy.log holds the result of {result.name}"
+    with pytest.raises(UsageError, match=f"holds no sweep: .*; {note}"):
+        load_sweep(tmp_path)
+    (tmp_path / f"{result.name}.log").write_bytes(encode(result))
+    loaded = load_sweep(tmp_path)
+    assert [entry.result for entry in loaded.entries] == [result]
+    assert loaded.notes == (note,)
+
+
+def test_swapped_results_are_not_shown_under_each_others_names(matrix, write_sweep) -> None:
+    folder = write_sweep(matrix)
+    first, second = (folder / "results" / f"{result.name}.json" for result in matrix[:2])
+    (folder / "kept").write_bytes(first.read_bytes())
+    second.rename(first)
+    (folder / "kept").rename(second)
+    loaded = load_sweep(folder)
+    assert [entry.result for entry in loaded.entries] == matrix
+    assert loaded.notes == (
+        f"{first} holds the result of {matrix[1].name}; read from {matrix[0].name}.log instead",
+        f"{second} holds the result of {matrix[0].name}; read from {matrix[1].name}.log instead",
+    )
+    for log in (folder / "logs").iterdir():
+        log.unlink()
+    ends_without_logs = [entry.end for entry in load_sweep(folder).entries]
+    assert ends_without_logs[:2] == ["lost", "lost"]
+
+
+@pytest.mark.parametrize("part", ["results", "logs"])
+def test_no_bit_flip_changes_a_shown_value_silently(make_result, write_sweep, part: str) -> None:
+    result = make_result()
+    folder = write_sweep([result])
+    path = folder / part / (f"{result.name}.json" if part == "results" else f"{result.name}.log")
+    whole, shown = path.read_bytes(), summarize(load_sweep(folder))
+    generator = random.Random(0)
+    for _ in range(300):
+        damaged = bytearray(whole)
+        damaged[generator.randrange(len(whole))] ^= 1 << generator.randrange(8)
+        path.write_bytes(damaged)
+        loaded = load_sweep(folder)
+        assert summarize(loaded).experiments == shown.experiments
+        alone = load_sweep(folder / part) if part == "results" else loaded
+        assert [entry.result for entry in alone.entries] == [result]
+
+
+def test_a_flip_in_the_only_copy_is_never_shown(make_result, tmp_path: Path) -> None:
+    result = make_result()
+    path = tmp_path / f"{result.name}.json"
+    write_record(path, result)
+    whole, generator = path.read_bytes(), random.Random(1)
+    for _ in range(300):
+        damaged = bytearray(whole)
+        damaged[generator.randrange(len(whole))] ^= 1 << generator.randrange(8)
+        path.write_bytes(damaged)
+        (entry,) = load_sweep(tmp_path).entries
+        assert entry.result in (None, result)
+
+
+def without_checksum(data: bytes) -> bytes:
+    content = json.loads(data)
+    del content["checksum"]
+    return json.dumps(content).encode()
+
+
+def test_records_without_a_checksum_are_read_and_compared_with_their_logs(make_result, write_sweep) -> None:
+    result = make_result()
+    folder = write_sweep([result])
+    path, log = folder / "results" / f"{result.name}.json", folder / "logs" / f"{result.name}.log"
+    path.write_bytes(without_checksum(path.read_bytes()))
+    log.write_bytes(without_checksum(log.read_bytes().splitlines()[-1]))
+    loaded = load_sweep(folder)
+    assert (loaded.entries[0].result, loaded.notes) == (result, ())
+
+    path.write_bytes(path.read_bytes().replace(b'"wall_s": 31.5', b'"wall_s": 81.5'))
+    loaded = load_sweep(folder)
+    (note,) = loaded.notes
+    assert note.endswith(f"{log.name} differ: one is damaged, the first is taken")
+    log.write_bytes(encode(result))
+    loaded = load_sweep(folder)
+    assert loaded.entries[0].result == result
+    assert loaded.notes[0].endswith(f"the result in {log.name} is taken")
+
+
+def test_what_an_exception_says_is_cut_where_it_is_shown(make_result, write_sweep) -> None:
+    failed = make_result(end=End.ERROR, message="x" * 50_000, log_tail=["y" * 50_000], notes=["z" * 50_000])
+    summary = summarize(load_sweep(write_sweep([failed])))
+    (failure,) = summary.failures
+    texts = [failure.message, *failure.log_tail, *summary.notes, summary.experiments[0].message or ""]
+    assert max(map(len, texts)) < 1100

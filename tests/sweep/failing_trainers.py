@@ -6,6 +6,7 @@ process. TRUEMFU_TEST_FOLDER is where they leave, and look for, files of the tes
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -112,6 +113,18 @@ class FillsDisk(_Faulty):
             while True:
                 if file.write(b"x" * (1 << 16)) < 1 << 16:
                     file.write(b"x")
+
+
+class TrainsOnAFullDisk(_Faulty):
+    """Like one beside which somebody else fills the disk."""
+
+    def fault(self, batch_size: int) -> None:
+        with contextlib.suppress(OSError), (FOLDER / "filler").open("ab", buffering=0) as file:
+            while file.write(b"x" * (1 << 16)):
+                pass
+        with contextlib.suppress(OSError), (FOLDER / "filler").open("ab", buffering=0) as file:
+            while file.write(b"x"):
+                pass
 
 
 def daemonise(pid_file: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import msgspec
@@ -70,3 +71,18 @@ def test_a_module_is_found_where_python_would_find_it() -> None:
 def test_a_peak_of_the_users_own_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRUEMFU_PEAK_TFLOPS", "123")
     assert content_hash(CASE, surroundings("NVIDIA H200", None)) != content_hash(CASE, AROUND)
+
+
+def test_a_module_in_the_current_folder_hides_no_installed_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("torch.py", "mine.py"):
+        (tmp_path / name).touch()
+    for first in (["", *sys.path], [str(tmp_path), *sys.path], sys.path):
+        monkeypatch.setattr(sys, "path", list(first))
+        torch, mine = find_module("torch"), find_module("mine")
+        assert torch is not None
+        assert mine is not None
+        assert Path(torch.origin or "").parent != tmp_path
+        assert Path(mine.origin or "").parent == tmp_path

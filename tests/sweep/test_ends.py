@@ -31,3 +31,9 @@ def test_an_error_has_the_same_end_when_it_is_the_cause_of_another(error: Except
     wrapped = ModelError("the configuration does not build a model")
     wrapped.__cause__ = error
     assert end_of(wrapped)[0] is (End.ERROR if end is End.UNSUPPORTED else end)
+
+
+def test_errors_that_cause_each_other_end(never_waits: None) -> None:
+    first, second = RuntimeError("first"), RuntimeError("second")
+    first.__cause__, second.__cause__ = second, first
+    assert end_of(first) == (End.ERROR, "RuntimeError: first")

@@ -12,6 +12,7 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -170,7 +171,7 @@ def test_a_timeout_is_tried_again_once_the_limit_is_longer(
     folder = SweepFolder(tmp_path)
     folder.results.mkdir()
     (result,) = alone.outcome.results
-    late = msgspec.structs.replace(result, end=End.TIMEOUT, wall_s=10.0, content_hash="hash")
+    late = msgspec.structs.replace(result, end=End.TIMEOUT, wall_s=10.0, content_hash="hash", name="case")
     write_record(folder.result("case"), late)
     held = reusable(folder, {"case": "hash"}, rerun="none", timeout_s=limit_s, say=print)
     assert list(held) == reused
@@ -343,19 +344,25 @@ print(json.dumps({
 """
 
 
-def test_a_full_disk_costs_one_experiment_and_not_its_result(
-    here: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def on_a_small_disk(here: pytest.MonkeyPatch, tmp_path: Path, code: str) -> dict[str, Any]:
+    """Run this with a disk of 24 MiB mounted at `tmp_path`; what it printed last."""
     unshare = ["unshare", "--mount"] + ([] if os.geteuid() == 0 else ["--map-root-user"])
     mount = [*unshare, "sh", "-c", f'mount -t tmpfs tmpfs "{tmp_path}"']
     if shutil.which("unshare") is None or subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("no small disk of our own can be mounted here")
     here.setenv("TRUEMFU_TEST_FOLDER", str(tmp_path))
     ran = subprocess.run(
-        [*unshare, "sh", "-c", ON_A_SMALL_DISK, sys.executable, FULL_DISK], capture_output=True, text=True
+        [*unshare, "sh", "-c", ON_A_SMALL_DISK, sys.executable, code], capture_output=True, text=True
     )
     assert ran.returncode == 0, ran.stderr
-    found = json.loads(ran.stdout.splitlines()[-1])
+    found: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
+    return found
+
+
+def test_a_full_disk_costs_one_experiment_and_not_its_result(
+    here: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    found = on_a_small_disk(here, tmp_path, FULL_DISK)
     assert found["ends"] == ["error", "ok"]
     assert "No space left on device" in found["messages"][0]
     full, fine = found["notes"]
@@ -363,6 +370,63 @@ def test_a_full_disk_costs_one_experiment_and_not_its_result(
     assert fine == []
     # There was room again before the sweep was over, so nothing is missing in the end.
     assert found["stored"] == ["error", "ok"]
+
+
+STILL_FULL = """
+import json, os, subprocess
+from pathlib import Path
+from supervised import Recorder, small
+from truemfu.sweep.runner import run_sweep
+
+folder = Path(os.environ["TRUEMFU_TEST_FOLDER"]) / "out"
+results = folder / "results"
+results.mkdir(parents=True)
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", str(results)], check=True)
+os.environ["TRUEMFU_TEST_FOLDER"] = str(results)
+config = small(trainers=["failing_trainers:TrainsOnAFullDisk"], batch_sizes=[2])
+
+def sweep():
+    heard = Recorder()
+    (result,) = run_sweep(config, folder, listener=heard).results
+    return {"end": result.end, "measured": result.measured is not None, "notes": result.notes,
+            "reused": heard.reused, "stored": [path.name for path in results.glob("*.json")],
+            "said": heard.lines}
+
+full = sweep()
+(results / "filler").unlink()
+print(json.dumps({"full": full, "again": sweep()}))
+"""
+
+
+def test_a_measurement_survives_a_disk_that_stays_full_and_is_made_again_by_the_next_call(
+    here: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    found = on_a_small_disk(here, tmp_path, STILL_FULL)
+    full, again = found["full"], found["again"]
+    assert (full["end"], full["measured"], full["stored"]) == ("ok", True, [])
+    problem = "results/TrainsOnAFullDisk_bs2_seq16.json could not be written: No space left on device"
+    assert full["notes"] == [problem]
+    assert f"TrainsOnAFullDisk_bs2_seq16: {problem}" in full["said"]
+    assert (again["reused"], again["measured"]) == ([], True)
+
+
+@pytest.mark.parametrize(
+    ("message", "held"),
+    [
+        ("exited with code 1 in phase done without a result: note: No space left on device", False),
+        ("OSError: [Errno 28] No space left on device", False),
+        ("ValueError: no space", True),
+    ],
+)
+def test_an_experiment_that_failed_for_a_full_disk_is_run_again(
+    alone: Ran, tmp_path: Path, message: str, held: bool
+) -> None:
+    folder = SweepFolder(tmp_path)
+    folder.make()
+    (result,) = alone.outcome.results
+    write_record(folder.result(result.name), msgspec.structs.replace(result, end=End.ERROR, message=message))
+    hashes = {result.name: result.content_hash}
+    assert bool(reusable(folder, hashes, rerun="none", timeout_s=1.0, say=print)) is held
 
 
 STAND_IN = """

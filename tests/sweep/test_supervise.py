@@ -217,10 +217,14 @@ def test_the_log_of_a_failure_is_quoted_without_its_result(folder: SweepFolder) 
 
 
 def test_a_result_that_cannot_be_written_is_kept_and_says_so(folder: SweepFolder) -> None:
-    folder.results.rmdir()
-    result = result_of(worker(folder, "import os; os._exit(3)"), folder)
-    assert result.notes == ["results/case.json could not be written: No such file or directory"]
-    assert last_line(folder.log(NAME))["exit_code"] == 3
+    root = repr(str(folder.root))
+    code = f"import os, shutil; shutil.rmtree({root}); open({root}, 'w'); os._exit(3)"
+    result = result_of(worker(folder, code), folder)
+    assert result.notes == [
+        "results/case.json could not be written: Not a directory",
+        "logs/case.log could not be written: Not a directory",
+    ]
+    assert result.exit_code == 3
 
 
 IN_A_SMALL_GROUP = """

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from truemfu.plain_files import is_name
 from truemfu.sweep.cases import cases_of
-from truemfu.sweep.config import SweepConfig, parse
+from truemfu.sweep.config import TEST_CONFIG, SweepConfig, override, parse
 
 
 def test_the_default_matrix_has_sixteen_cases_in_order() -> None:
@@ -87,3 +88,16 @@ def test_every_setting_reaches_the_case() -> None:
         "causal",
         33,
     )
+
+
+def test_names_longer_than_a_file_may_be_called_are_cut_and_stay_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.py").touch()
+    monkeypatch.chdir(tmp_path)
+    long = ["mine:" + "A" * 300, "mine:" + "A" * 301]
+    most = 2**63 - 1
+    config = override(TEST_CONFIG, trainers=long, models=long, batch_sizes=[most], seq_lengths=[most])
+    names = list(cases_of(override(config, dtypes=["fp32", "bf16"]), "cpu"))
+    assert len(set(names)) == 8
+    assert all(is_name(name) for name in names)

@@ -178,3 +178,26 @@ def test_a_supervisor_starts_without_importing_torch() -> None:
         "assert 'torch' not in sys.modules and 'opacus' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"trainers": ' + "[" * 100_000 + "]" * 100_000 + "}",
+        '{"trainers": ["' + "x" * 50_000 + '"]}',
+        '{"model_sizes": ["' + "x" * 50_000 + ':y"]}',
+        '{"' + "x" * 50_000 + '": 1}',
+        '{"batch_sizes": [' + "9" * 5_000 + "]}",
+        '{"batch_sizes": "' + "x" * 50_000 + '"}',
+        '{"optimizer": "' + "x" * 50_000 + '"}',
+        '{"timeout_s": [' + "[1]," * 10_000 + "1]}",
+    ],
+    ids=["deep", "trainer", "model", "key", "digits", "text", "choice", "list"],
+)
+def test_whatever_a_file_holds_the_message_is_one_short_line(tmp_path: Path, content: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        load_config(write(tmp_path, content))
+    message = str(caught.value)
+    assert message.startswith(str(tmp_path / "profiling_config.json"))
+    assert "\n" not in message
+    assert len(message) < 900

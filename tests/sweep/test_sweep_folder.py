@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from truemfu.errors import UsageError
+from truemfu import plain_files
+from truemfu.errors import RecordError, UsageError
 from truemfu.records import SweepRecord, read_record
 from truemfu.sweep.cases import resolved
 from truemfu.sweep.config import TEST_CONFIG, override
@@ -85,6 +89,76 @@ def test_starting_over_replaces_the_other_sweep_and_its_files_alone(tmp_path: Pa
     assert again.cases == ["StandardTrainer_bs4_seq32"]
     assert not old.exists()
     assert stranger.read_text() == "mine"
+
+
+@pytest.mark.parametrize("as_path", [str, lambda path: os.path.relpath(path, path.parent / "out" / "runs")])
+def test_starting_over_removes_nothing_that_a_record_names_outside(
+    tmp_path: Path, as_path: Callable[[Path], str]
+) -> None:
+    folder, _ = take(tmp_path / "out")
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "thesis.tex").touch()
+    (tmp_path / "home.log").touch()
+    record = json.loads(folder.record.read_text())
+    record.pop("checksum", None)
+    folder.record.write_text(json.dumps({**record, "cases": [as_path(home)]}))
+    with pytest.raises(RecordError, match=r"sweep\.json holds no SweepRecord: '.*home' cannot name"):
+        take(tmp_path / "out", models=["small"])
+    assert take(tmp_path / "out", start_over=True, models=["small"])[1].cases == ["StandardTrainer_bs2_seq32"]
+    assert (home / "thesis.tex").exists()
+    assert (tmp_path / "home.log").exists()
+
+
+def test_starting_over_removes_links_and_not_what_they_point_to(tmp_path: Path) -> None:
+    folder, record = take(tmp_path / "out")
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.tex").touch()
+    (name,) = record.cases
+    folder.run(name).symlink_to(tmp_path / "home")
+    folder.log(name).symlink_to(tmp_path / "home" / "thesis.tex")
+    take(tmp_path / "out", start_over=True, models=["small"])
+    assert not os.path.lexists(folder.run(name))
+    assert not os.path.lexists(folder.log(name))
+    assert (tmp_path / "home" / "thesis.tex").exists()
+
+
+@pytest.mark.parametrize("name", ["logs", "results", "runs", "running"])
+def test_a_link_in_the_place_of_one_of_its_folders_is_refused(tmp_path: Path, name: str) -> None:
+    take(tmp_path / "out")
+    shutil.rmtree(tmp_path / "out" / name)
+    (tmp_path / "home").mkdir()
+    (tmp_path / "out" / name).symlink_to(tmp_path / "home")
+    with pytest.raises(UsageError, match=rf"{name} is a symbolic link: a sweep writes to folders of its own"):
+        take(tmp_path / "out", start_over=True)
+    assert list((tmp_path / "home").iterdir()) == []
+
+
+@pytest.mark.parametrize("trainers", [5, [[1]], [{"a": 1}], "StandardTrainer"])
+def test_a_record_with_a_senseless_matrix_is_one_line(tmp_path: Path, trainers: object) -> None:
+    folder, _ = take(tmp_path)
+    record = json.loads(folder.record.read_text())
+    record.pop("checksum", None)
+    record["config"]["trainers"] = trainers
+    folder.record.write_text(json.dumps(record))
+    with pytest.raises((RecordError, UsageError), match=r"^[^\n]+$"):
+        take(tmp_path)
+    assert take(tmp_path, start_over=True)[1].cases == ["StandardTrainer_bs2_seq32"]
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink(path, path)])
+def test_a_lock_or_a_record_that_is_no_file_is_one_line(
+    tmp_path: Path, make: Callable[[Path], None], never_waits: None
+) -> None:
+    folder, _ = take(tmp_path)
+    for path in (folder.record, folder.running / "lock"):
+        content = path.read_bytes()
+        path.unlink()
+        make(path)
+        with pytest.raises((RecordError, UsageError), match="cannot"):
+            take(tmp_path)
+        plain_files.remove(path)
+        path.write_bytes(content)
 
 
 def test_other_files_in_the_folder_do_not_matter(tmp_path: Path) -> None:

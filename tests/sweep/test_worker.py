@@ -18,6 +18,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from truemfu.records import CaseResult, End, Phase, SweepCase, decode, read_record
+from truemfu.sweep.launchers.local import WORKER
 from truemfu.sweep.order import WorkerOrder, encode_order
 from truemfu.sweep.progress import read_progress
 
@@ -52,6 +53,62 @@ class Exits(StandardTrainer):
 
 class NeverClips(StandardTrainer):
     private = True
+
+
+class Interrupts(StandardTrainer):
+    def step(self, batch):
+        raise KeyboardInterrupt("not from a keyboard")
+
+
+class CannotSpeak(StandardTrainer):
+    def step(self, batch):
+        raise Mute()
+
+
+class Mute(RuntimeError):
+    def __str__(self):
+        raise ZeroDivisionError("of the message")
+
+
+class SaysMuch(StandardTrainer):
+    def step(self, batch):
+        raise ValueError("x" * 50_000)
+
+
+class _AfterTheGate(StandardTrainer):
+    made = 0
+
+    def __init__(self, model, settings):
+        super().__init__(model, settings)
+        type(self).made += 1
+        self.in_earnest = type(self).made > 1
+
+
+class OnlyPretends(_AfterTheGate):
+    def step(self, batch):
+        return torch.tensor(float("nan")) if self.in_earnest else super().step(batch)
+
+
+class OnlyLooks(_AfterTheGate):
+    def step(self, batch):
+        if not self.in_earnest:
+            return super().step(batch)
+        with torch.no_grad():
+            return self._forward(**batch).loss
+
+
+class Diverges(_AfterTheGate):
+    def step(self, batch):
+        loss = super().step(batch)
+        return loss * float("inf") if self.in_earnest else loss
+
+
+class ClosesItsStreams(_AfterTheGate):
+    def step(self, batch):
+        if self.in_earnest:
+            sys.stdout.close()
+            sys.stderr.close()
+        return super().step(batch)
 
 
 class _FailsLate(StandardTrainer):
@@ -117,8 +174,9 @@ class Run:
         return [line.phase for line in read_progress(self.folder / "running" / f"{NAME}.progress")]
 
 
-def start(folder: Path, *imports: str) -> subprocess.Popen[bytes]:
-    (folder / "my_trainers.py").write_text(TRAINERS)
+def start(folder: Path, *imports: str, cwd: Path | None = None) -> subprocess.Popen[bytes]:
+    (folder / "elsewhere").mkdir(exist_ok=True)
+    (folder / "elsewhere" / "my_trainers.py").write_text(TRAINERS)
     for part in ("logs", "results", "running"):
         (folder / part).mkdir(exist_ok=True)
     environment = {
@@ -126,11 +184,12 @@ def start(folder: Path, *imports: str) -> subprocess.Popen[bytes]:
         "CUDA_VISIBLE_DEVICES": "",
         "TRUEMFU_SWEEP_TOKEN": str(uuid.uuid4()),
         "PYTHONUNBUFFERED": "1",
-        "PYTHONPATH": str(folder),
+        "PYTHONPATH": os.pathsep.join([str(folder / "elsewhere"), os.environ.get("PYTHONPATH", "")]),
     }
     with (folder / "spare.log").open("wb") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "truemfu.sweep.worker", *(f"--import={name}" for name in imports)],
+            [*WORKER, *(f"--import={name}" for name in imports)],
+            cwd=cwd,
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -165,9 +224,9 @@ def order(folder: Path, trainer: str, **changes: Any) -> WorkerOrder:
     )
 
 
-def run(folder: Path, trainer: str, *imports: str, **changes: Any) -> Run:
+def run(folder: Path, trainer: str, *imports: str, cwd: Path | None = None, **changes: Any) -> Run:
     began_at_s = time.time()
-    worker = start(folder, *imports)
+    worker = start(folder, *imports, cwd=cwd)
     worker.communicate(encode_order(order(folder, trainer, **changes)), timeout=300)
     return Run(folder=folder, exit_code=worker.returncode, began_at_s=began_at_s)
 
@@ -256,6 +315,9 @@ def test_tensorboard_reads_one_row_per_timed_step(finished: Run) -> None:
         ),
         ("my_trainers:Refuses", End.UNSUPPORTED, "not on a Sunday"),
         ("my_trainers:Exits", End.ERROR, "SystemExit: enough"),
+        ("my_trainers:Interrupts", End.ERROR, "KeyboardInterrupt: not from a keyboard"),
+        ("my_trainers:CannotSpeak", End.ERROR, "Mute: (its own message cannot be read: ZeroDivisionError)"),
+        ("my_trainers:SaysMuch", End.ERROR, "ValueError: xxx"),
         ("my_trainers:NeverClips", End.INCORRECT, "differs from the mean clipped per-sample gradient by"),
     ],
 )
@@ -266,6 +328,7 @@ def test_a_failure_has_its_own_end(tmp_path: Path, trainer: str, end: End, messa
     assert (result.end, result.phase) == (end, Phase.GATE)
     assert message in (result.message or "")
     assert "\n" not in (result.message or "")
+    assert len(result.message or "") <= 300
     assert result.measured is None
     assert result.memory is not None
     assert result.environment is not None
@@ -275,6 +338,54 @@ def test_a_failure_has_its_own_end(tmp_path: Path, trainer: str, end: End, messa
     if end is End.INCORRECT:
         assert result.gate is not None
         assert not result.gate.passed
+
+
+@pytest.mark.parametrize(
+    ("trainer", "reason"),
+    [
+        (
+            "OnlyPretends",
+            "the loss is nan in all 5 timed steps; one executes 0 FLOPs, where forward and backward of the "
+            "model take ",
+        ),
+        ("OnlyLooks", "one executes "),
+        ("Diverges", "the loss is inf in all 5 timed steps"),
+    ],
+)
+def test_steps_that_do_not_train_are_not_a_measurement(tmp_path: Path, trainer: str, reason: str) -> None:
+    result = run(tmp_path, f"my_trainers:{trainer}", profiled_steps=0).result
+    assert (result.end, result.phase, result.measured) == (End.INCORRECT, Phase.COUNT, None)
+    assert (result.message or "").startswith(f"the steps of my_trainers:{trainer} do not train: {reason}")
+    assert result.gate is not None
+    assert result.gate.passed
+
+
+def test_a_trainer_that_closes_its_streams_keeps_its_measurement(tmp_path: Path) -> None:
+    done = run(tmp_path, "my_trainers:ClosesItsStreams", profiled_steps=0)
+    assert (done.exit_code, done.result.end) == (0, End.OK)
+    assert decode(done.log.splitlines()[-1], CaseResult, "the log") == done.result
+
+
+def test_a_real_sigint_is_a_signal(tmp_path: Path) -> None:
+    worker = start(tmp_path)
+    while "torch" not in Path(f"/proc/{worker.pid}/maps").read_text():
+        time.sleep(0.05)
+    worker.send_signal(signal.SIGINT)
+    worker.communicate(timeout=300)
+    assert worker.returncode == -signal.SIGINT
+
+
+def test_a_module_in_the_current_folder_is_found_behind_installed_packages(tmp_path: Path) -> None:
+    """A torch.py there is not torch; a trainer there is found."""
+    for name in ("torch", "msgspec", "json", "opacus"):
+        (tmp_path / f"{name}.py").write_text("open('imported', 'a').write(__name__)")
+    (tmp_path / "mine.py").write_text(
+        "from truemfu.sweep.standard_trainer import StandardTrainer\nclass Mine(StandardTrainer): pass\n"
+    )
+    done = run(tmp_path, "mine:Mine", "opacus", profiled_steps=0, cwd=tmp_path)
+    assert done.exit_code == 0
+    assert done.result.end is End.OK
+    assert not (tmp_path / "imported").exists()
 
 
 def test_too_little_host_memory_is_a_result_with_the_peak(tmp_path: Path) -> None:

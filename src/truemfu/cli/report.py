@@ -32,6 +32,7 @@ def report(folder: Path, output_path: Path | None) -> None:
         truemfu report out/sweep -o report.html
     """
     from ..errors import UsageError
+    from ..plain_files import what_is_there
     from ..report.folder import load_folder, page_path, refuse_what_is_read
     from ..report.run_load import LoadedRun
     from ..report.run_page import write_run_page
@@ -40,6 +41,8 @@ def report(folder: Path, output_path: Path | None) -> None:
 
     found = load_folder(folder)
     path = output_path or page_path(folder, found)
+    if output_path is None and (instead := what_is_there(path)) is not None:
+        raise UsageError(f"{path} is {instead}, not a file: give --output another name")
     try:
         refuse_what_is_read(path, found)
         if isinstance(found, LoadedRun):

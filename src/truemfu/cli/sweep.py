@@ -214,8 +214,9 @@ def _list(cases: dict[str, SweepCase], as_json: bool) -> None:
 
 
 def _run(config: SweepConfig, folder: Path, rerun: str, as_json: bool) -> int:
+    from ..errors import UsageError
     from ..records import End
-    from ..report.load import load_sweep, with_results
+    from ..report.load import LoadedSweep, load_sweep, with_results
     from ..report.render import json_text
     from ..report.summary import summarize
     from ..sweep.runner import run_sweep
@@ -224,7 +225,13 @@ def _run(config: SweepConfig, folder: Path, rerun: str, as_json: bool) -> int:
 
     with progress() as listener:
         outcome = run_sweep(config, folder, rerun=rerun, listener=listener)
-    summary = summarize(with_results(load_sweep(folder), outcome.results))
+    try:
+        found = load_sweep(folder)
+    except UsageError as error:  # an experiment has destroyed the folder: its results are still at hand
+        if not outcome.results:
+            raise
+        found = LoadedSweep(source=folder, record=None, entries=(), notes=(str(error),))
+    summary = summarize(with_results(found, outcome.results))
     page = _write_page(folder, summary)
     with until_nobody_reads():
         if as_json:
@@ -246,10 +253,15 @@ def _run(config: SweepConfig, folder: Path, rerun: str, as_json: bool) -> int:
 
 
 def _write_page(folder: Path, summary: SweepSummary) -> Path | None:
+    from ..plain_files import what_is_there
     from ..report.sweep_page import write_sweep_page
 
+    page = folder / "report.html"
+    if (instead := what_is_there(page)) is not None:
+        click.echo(f"warning: no report: {page} is {instead}, not a file", err=True)
+        return None
     try:
-        return write_sweep_page(folder / "report.html", summary)
+        return write_sweep_page(page, summary)
     except OSError as error:
         say(f"warning: no report: {error.strerror}", err=True)
         return None

@@ -48,8 +48,10 @@ def read_config(path: Path) -> dict[str, Any]:
         content = json.loads(file.read_text(encoding="utf-8"), object_hook=_special_float)
     except FileNotFoundError:
         raise UsageError(f"no config.json in {path}") from None
-    except (OSError, ValueError, RecursionError) as error:  # too deep, or a number of thousands of digits
+    except (OSError, ValueError) as error:  # also a number of thousands of digits
         raise ModelError(f"{file} is not a readable JSON file: {error}") from error
+    except RecursionError:
+        raise ModelError(f"{file} is not a readable JSON file: it is nested too deeply") from None
     if not isinstance(content, dict):
         raise ModelError(f"{file} is not a Hugging Face configuration: expected a JSON object")
     return content

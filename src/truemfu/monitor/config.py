@@ -15,16 +15,15 @@ import math
 import numbers
 import os
 import re
-import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
 from ..convention import Attention
-from ..errors import RecordError, UsageError, closest, one_line, warn_once
+from ..errors import RecordError, UsageError, brief, closest, one_line, warn_once
 from ..hardware.audited import read_audit
-from ..text import on_one_line, shortened
+from ..text import shortened
 from ..trackers.prometheus import DEFAULT_PORT
 from ..trackers.prometheus_server import parse_address
 
@@ -93,19 +92,8 @@ def load_config(
 
 
 def _unfit(path: str, expected: str, value: Any, hint: str = "") -> UsageError:
-    got = "null" if value is None else f"{_brief(value)} ({type(value).__name__})"
+    got = "null" if value is None else f"{brief(value)} ({type(value).__name__})"
     return UsageError(f"{path} must be {expected}; got {got}{hint}")
-
-
-_SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxother = 60
-_SHORT.maxlevel = 3  # a few lines of YAML aliases are a list of lists of lists … without end
-_MAX_BRIEF = 200
-
-
-def _brief(value: Any) -> str:
-    """A value on one short line."""
-    return shortened(on_one_line(_SHORT.repr(value)), _MAX_BRIEF)
 
 
 # No device does an exaFLOP/s: a number this large is in other units, FLOP/s most likely.
@@ -274,8 +262,8 @@ def _values(config: Any) -> dict[str, Any]:
         first_path, first = found.setdefault(name, (path, value))
         if value != first:
             raise UsageError(
-                f"{first_path} is {first!r} and {path} is {value!r}, but they are two spellings of one "
-                "setting: keep one of them"
+                f"{first_path} is {brief(first)} and {path} is {brief(value)}, but they are two spellings of "
+                "one setting: keep one of them"
             )
     return {name: value for name, (_, value) in found.items()}
 
@@ -299,7 +287,7 @@ def _own_entries(path: str, section: Any) -> Iterator[tuple[str, Any]]:
     for key, value in _section(path, section, ", ".join(keys)).items():
         here = f"{path}.{key}"
         if key not in keys:
-            shown = here if len(here) < 100 and here.isprintable() else f"{path}.{_brief(key)}"
+            shown = here if len(here) < 100 and here.isprintable() else f"{path}.{brief(key)}"
             raise UsageError(
                 f"unknown key {shown} in the configuration{_did_you_mean(key, keys)}; "
                 f"known here: {', '.join(keys)}"
@@ -334,7 +322,7 @@ def _read(path: Path) -> Any:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UsageError(
-            f"cannot read the configuration file {_brief(str(path))}: {reason}; "
+            f"cannot read the configuration file {brief(str(path))}: {reason}; "
             "give a mapping or the path of a YAML or JSON file"
         ) from None
     # JSON by its own reader: YAML's stumbles over tabs, and this needs no further package.
@@ -348,7 +336,9 @@ def _json(path: Path, content: bytes) -> Any:
         raise UsageError(f"{path} is no valid JSON: line {error.lineno}: {error.msg}") from None
     except UnicodeDecodeError as error:
         raise UsageError(f"{path} is no valid JSON: {error.reason} at byte {error.start}") from None
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets as deep
+    except RecursionError:
+        raise UsageError(f"{path} is nested too deeply") from None
+    except ValueError as error:  # a number of thousands of digits
         raise UsageError(f"{path} is no valid JSON: {one_line(error)}") from None
 
 
@@ -364,8 +354,10 @@ def _yaml(path: Path, content: bytes) -> Any:
         # A user's own tags (!include, !env) stand in sections that are not ours: their name will do.
         loader.yaml_constructors = {**loader.yaml_constructors, None: lambda _, node: node.tag}
         return loader.get_single_data()
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
         line = f"line {mark.line + 1}: " if mark else ""
         problem = getattr(error, "problem", None) or " ".join(str(error).split())
-        raise UsageError(f"{path} is no valid YAML: {line}{problem}") from None
+        raise UsageError(f"{path} is no valid YAML: {line}{shortened(problem)}") from None
+    except RecursionError:
+        raise UsageError(f"{path} is nested too deeply") from None

@@ -24,8 +24,9 @@ from typing import Any
 
 import msgspec
 
+from ..commit import git_commit
 from ..errors import UsageError, one_line
-from ..provenance import command, git_commit, library_versions, redacted_data
+from ..provenance import command, library_versions, redacted_data
 from ..records import RUN_FILE
 from ..trackers.base import Tracker, check_tracker, known, make_tracker
 from ..trackers.file import JsonArrayFile

@@ -2,11 +2,12 @@
 
     sweep.json ─► which experiments there should be        (the denominator)
     results/<name>.json ─┐
-    logs/<name>.log ─────┴► what became of each            (a result, else the last line of its log)
+    logs/<name>.log ─────┴► what became of each            (`sweep.stored`)
 
 Nothing is skipped: a file that cannot be read and an experiment that left no result are entries of their own,
-with the reason; a file that neither is named like an experiment nor holds a result is none, and that is said.
-The files may have been copied from anywhere.
+with the reason; a damaged file whose result is in the other copy is named in a note; a file that neither is
+named like an experiment nor holds a result of that name is none, and is named. The files may have been
+copied from anywhere.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..errors import RecordError, UsageError
-from ..records import CaseResult, End, SweepRecord, decode, read_record
+from ..plain_files import names_in
+from ..records import CaseResult, End, SweepRecord, read_record
 from ..sweep.cases import short_names
+from ..sweep.stored import stored_result
 
 NOT_RUN = "not run"
 """Beside the values of `End`: asked for, and never begun."""
 
 _NAME = re.compile(r"(?P<trainer>.+?)_bs(?P<batch_size>\d+)_seq(?P<seq_len>\d+)(?:_.*)?")
-_LOG_END_BYTES = 4 << 20
-_TAIL_LINES = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +71,8 @@ class _Missing:
     reason: str
     begun: bool
     log_tail: tuple[str, ...] = ()
+    is_of_another: bool = False
+    """Whether all there is is a file with the result of another experiment."""
 
 
 def load_sweep(source: Path | str) -> LoadedSweep:
@@ -78,10 +81,11 @@ def load_sweep(source: Path | str) -> LoadedSweep:
     files = _files(source)
     notes: list[str] = []
     record = _record(files.record, notes)
-    found = {name: _outcome(name, files) for name in _names(files, record)}
-    strangers = _leave_out_strangers(found, record)
+    found = {name: _outcome(name, files, notes) for name in _names(files, record)}
+    strangers = _leave_out_strangers(found, record, notes)
     if not found:
-        raise UsageError(f"{source} holds no sweep: expected logs (*.log), results (*.json) or a sweep.json")
+        expected = f"{source} holds no sweep: expected logs (*.log), results (*.json) or a sweep.json"
+        raise UsageError("; ".join([expected, *notes]))
     if strangers:
         notes.append(f"left out, no experiments: {', '.join(strangers)}")
     if record is not None:
@@ -96,9 +100,9 @@ def files_of_sweep(source: Path) -> list[Path]:
     files = _files(source)
     return [
         files.record,
-        *files.results.glob("*.json"),
-        *files.logs.glob("*.log"),
-        *files.running.glob("*.json"),
+        *(files.results / f"{name}.json" for name in names_in(files.results, ".json")),
+        *(files.logs / f"{name}.log" for name in names_in(files.logs, ".log")),
+        *(files.running / f"{name}.json" for name in names_in(files.running, ".json")),
     ]
 
 
@@ -127,20 +131,22 @@ def _files(source: Path) -> _Files:
         what = "is a file" if source.exists() else "does not exist"
         raise UsageError(f"{source} {what}: expected the folder of a sweep, or its logs or results folder")
     root = source
-    if source.resolve().name in ("logs", "results") and (source.resolve().parent / "sweep.json").is_file():
+    if source.resolve().name in ("logs", "results") and os.path.lexists(
+        source.resolve().parent / "sweep.json"
+    ):
         root = source.resolve().parent
     of_root = _Files(
         record=root / "sweep.json", logs=root / "logs", results=root / "results", running=root / "running"
     )
-    if of_root.record.is_file() or of_root.logs.is_dir() or of_root.results.is_dir():
+    if os.path.lexists(of_root.record) or of_root.logs.is_dir() or of_root.results.is_dir():
         return of_root
-    if any(source.glob("*.log")):
+    if names_in(source, ".log"):
         return replace(of_root, logs=source)
     return replace(of_root, results=source)
 
 
 def _record(path: Path, notes: list[str]) -> SweepRecord | None:
-    if not path.is_file():
+    if not os.path.lexists(path):
         return None
     try:
         return read_record(path, SweepRecord)
@@ -152,59 +158,27 @@ def _record(path: Path, notes: list[str]) -> SweepRecord | None:
 def _names(files: _Files, record: SweepRecord | None) -> list[str]:
     """Every experiment that was asked for or left a file, in the order of the matrix."""
     names = dict.fromkeys(record.cases if record is not None else ())
-    for path in sorted(files.results.glob("*.json")) + sorted(files.logs.glob("*.log")):
-        names.setdefault(path.stem)
+    for name in names_in(files.results, ".json") + names_in(files.logs, ".log"):
+        names.setdefault(name)
     return list(names)
 
 
-def _outcome(name: str, files: _Files) -> CaseResult | _Missing:
-    result_path, log_path = files.results / f"{name}.json", files.logs / f"{name}.log"
-    reasons = []
-    if result_path.exists():
-        try:
-            return read_record(result_path, CaseResult)
-        except RecordError as error:
-            reasons.append(str(error))
-    log_tail: tuple[str, ...] = ()
-    if log_path.exists():
-        from_log = _result_in_log(log_path)
-        if isinstance(from_log, CaseResult):
-            return from_log
-        reasons.append(from_log.reason)
-        log_tail = from_log.log_tail
-    if (files.running / f"{name}.json").exists():
+def _outcome(name: str, files: _Files, notes: list[str]) -> CaseResult | _Missing:
+    stored = stored_result(name, files.results / f"{name}.json", files.logs / f"{name}.log")
+    if stored.result is not None:
+        notes += stored.faults
+        return stored.result
+    reasons = [*stored.faults]
+    if os.path.lexists(files.running / f"{name}.json"):
         reasons.append("still running, or its supervisor ended before it did")
     if not reasons:
         return _Missing(reason="asked for, but never begun", begun=False)
-    return _Missing(reason="; ".join(reasons), begun=True, log_tail=log_tail)
-
-
-def _result_in_log(path: Path) -> CaseResult | _Missing:
-    """The last line of a log that is a result; something a stray child printed may stand behind it."""
-    try:
-        lines = _last_lines(path)
-    except OSError as error:
-        return _Missing(reason=f"{path.name} cannot be read: {error.strerror}", begun=True)
-    if not lines:
-        return _Missing(reason=f"{path.name} is empty", begun=True)
-    unreadable: list[str] = []
-    for line in reversed(lines):
-        if line.startswith("{"):
-            try:
-                return decode(line, CaseResult, path.name)
-            except RecordError as error:
-                unreadable.append(str(error))
-    tail = tuple(line for line in lines if not line.startswith("{"))[-_TAIL_LINES:]
-    reason = unreadable[0] if unreadable else f"{path.name} ends without a result"
-    return _Missing(reason=reason, begun=True, log_tail=tail)
-
-
-def _last_lines(path: Path) -> list[str]:
-    """The non-empty lines at the end of a file, however long it is."""
-    with path.open("rb") as file:
-        file.seek(max(file.seek(0, os.SEEK_END) - _LOG_END_BYTES, 0))
-        text = file.read().decode("utf-8", errors="replace")
-    return [line.rstrip() for line in text.split("\n") if line.strip()]
+    return _Missing(
+        reason="; ".join(reasons),
+        begun=True,
+        log_tail=stored.log_tail,
+        is_of_another=stored.is_of_another,
+    )
 
 
 def _leave_out_other_sweeps(
@@ -224,14 +198,21 @@ def _leave_out_other_sweeps(
         notes.append(f"left out, results of another sweep: {', '.join(others)}")
 
 
-def _leave_out_strangers(found: dict[str, CaseResult | _Missing], record: SweepRecord | None) -> list[str]:
+def _leave_out_strangers(
+    found: dict[str, CaseResult | _Missing], record: SweepRecord | None, notes: list[str]
+) -> list[str]:
     """Take out files that only lie beside the others, whoever put them there, and name them."""
     asked = record.cases if record is not None else ()
-    strangers = [
-        name
+    beside = {
+        name: outcome
         for name, outcome in found.items()
-        if isinstance(outcome, _Missing) and name not in asked and not _NAME.fullmatch(name)
-    ]
+        if isinstance(outcome, _Missing) and name not in asked
+    }
+    copies = [name for name, outcome in beside.items() if outcome.is_of_another]
+    for name in copies:
+        notes.append(f"left out: {beside[name].reason}")
+        del found[name], beside[name]
+    strangers = [name for name in beside if not _NAME.fullmatch(name)]
     for name in strangers:
         del found[name]
     return strangers

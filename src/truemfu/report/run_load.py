@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from .. import plain_files
 from ..errors import RecordError, UsageError
 from ..records import LOG_FILE, RUN_FILE, RunRecord, read_record
 
@@ -141,7 +142,7 @@ _FoundRow = tuple[LogRow, msgspec.Raw]
 def _rows(path: Path, notes: list[str]) -> list[_FoundRow]:
     """The rows of the log by step."""
     try:
-        data = path.read_bytes()
+        data = plain_files.read(path)
     except OSError as error:
         notes.append(f"The log {path.name} cannot be read, so there are no charts: {error.strerror}.")
         return []

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ..records import CaseResult, End, Environment
+from ..text import shortened
 from .figures import (
     AgainstBaseline,
     Experiment,
@@ -33,6 +34,7 @@ BASELINE = "StandardTrainer"
 GPU_MEMORY, HOST_MEMORY = "GPU allocated", "process resident"
 
 _UNSURE = 0.05
+_LONGEST_MESSAGE = 1000
 _OUT_OF_MEMORY = (End.CUDA_OOM.value, End.HOST_OOM.value)
 
 
@@ -88,7 +90,7 @@ def _own_notes(results: Iterable[CaseResult]) -> list[str]:
     for result in results:
         trace_note = result.measured.trace_note if result.measured is not None else None
         for note in dict.fromkeys([*result.notes, *([trace_note] if trace_note else [])]):
-            names.setdefault(note, []).append(result.name)
+            names.setdefault(shortened(note, _LONGEST_MESSAGE), []).append(result.name)
     return [
         f"{who[0] if len(who) == 1 else f'{len(who)} experiments'}: {note}" for note, who in names.items()
     ]
@@ -122,7 +124,7 @@ def experiment_of(entry: Entry) -> Experiment:
         device=result.environment.device_name if result and result.environment else None,
         end=entry.end,
         phase=result.phase.value if result else None,
-        message=result.message if result else entry.reason,
+        message=_message(entry),
         fits=result.fits if result else None,
         step_time_s=measured.steps.median_s if measured else None,
         step_time_error=measured.steps.relative_error if measured else None,
@@ -143,6 +145,12 @@ def experiment_of(entry: Entry) -> Experiment:
         gate_error=result.gate.relative_error if result and result.gate else None,
         wall_s=result.wall_s if result else None,
     )
+
+
+def _message(entry: Entry) -> str | None:
+    """Why there is no measurement; an exception may hold a whole tensor in words."""
+    text = entry.result.message if entry.result is not None else entry.reason
+    return None if text is None else shortened(text, _LONGEST_MESSAGE)
 
 
 def _peak_memory(result: CaseResult | None) -> tuple[int | None, str | None]:
@@ -305,7 +313,7 @@ def _failure(entry: Entry) -> Failure:
             name=entry.name,
             end=entry.end,
             phase=None,
-            message=entry.reason or NOT_RUN,
+            message=_message(entry) or NOT_RUN,
             exit_code=None,
             signal=None,
             fits=None,
@@ -316,10 +324,10 @@ def _failure(entry: Entry) -> Failure:
         name=entry.name,
         end=entry.end,
         phase=result.phase.value,
-        message=result.message or "no reason was recorded",
+        message=_message(entry) or "no reason was recorded",
         exit_code=result.exit_code,
         signal=result.signal,
         fits=result.fits,
         peak_memory_bytes=_peak_memory(result)[0],
-        log_tail=list(result.log_tail),
+        log_tail=[shortened(line, _LONGEST_MESSAGE) for line in result.log_tail],
     )

@@ -26,6 +26,7 @@ from ..flops.hf_config import BuildOptions, model_from_config, read_config
 from ..flops.model_view import BatchRequest, ModelView
 from ..flops.targets import Target, parse_dtype, resolve_target
 from ..records import SweepCase
+from .content_hash import is_path
 from .models import REFERENCE_MODELS, build_reference_model
 from .sizes import SIZES
 
@@ -53,7 +54,7 @@ def build_case_model(case: SweepCase, device: torch.device) -> CaseModel:
     dtype = parse_dtype(case.dtype)
     if case.model in SIZES:
         return with_example(build_reference_model(case.model, device=device, dtype=dtype), case)
-    if Path(case.model).exists():
+    if is_path(case.model):
         config = read_config(Path(case.model))
         return with_example(model_from_config(config, BuildOptions(dtype=dtype), device=str(device)), case)
     target = _resolved(case)

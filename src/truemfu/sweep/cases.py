@@ -6,6 +6,7 @@ Batches run in ascending order, so that a small one tells what a larger one can 
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,6 +31,9 @@ _SETTINGS = [
     "max_timed_s",
     "profiled_steps",
 ]
+
+_LONGEST_PART = 60
+"""Of a trainer's or a model's name in a file's name, which has at most 255 bytes for all its parts."""
 
 
 def resolved(config: SweepConfig, device: str) -> SweepConfig:
@@ -84,4 +88,7 @@ def _slug(name: str) -> str:
         name = path.parent.name if path.name == "config.json" else path.stem if path.is_file() else path.name
     elif ":" in name:
         name = name.partition(":")[2]
-    return re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-.") or "model"
+    slug = re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-.") or "model"
+    if len(slug) <= _LONGEST_PART:
+        return slug
+    return f"{slug[: _LONGEST_PART - 9].rstrip('-.')}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"

@@ -21,8 +21,9 @@ import msgspec
 from msgspec import Meta, field
 
 from ..convention import Attention
-from ..errors import UsageError, closest
+from ..errors import UsageError, brief, closest
 from ..records import SweepCase
+from ..text import shortened
 from .content_hash import find_module, is_path
 from .sizes import SIZES
 from .trainers import NEEDS_OPACUS, OPTIMIZERS, TRAINERS
@@ -115,7 +116,9 @@ def load_config(path: Path | str) -> SweepConfig:
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} is not valid JSON: {error}") from error
+        raise UsageError(f"{path} is not valid JSON: {shortened(str(error))}") from error
+    except RecursionError:
+        raise UsageError(f"{path} is nested too deeply") from None
     if not isinstance(content, dict):
         raise UsageError(f"{path} must hold a JSON object with keys such as trainers and batch_sizes")
     try:
@@ -148,7 +151,9 @@ def parse(values: Mapping[str, Any]) -> SweepConfig:
         values["model_sizes"] = [values.pop("model_size")]
     for key in values:
         if key not in FIELDS:
-            raise UsageError(f"unknown key {key!r}{closest(key, FIELDS)}; known keys: {', '.join(FIELDS)}")
+            raise UsageError(
+                f"unknown key {brief(key)}{closest(key, FIELDS)}; known keys: {', '.join(FIELDS)}"
+            )
     for axis in _AXES:
         if isinstance(values.get(axis), (list, tuple)):
             with contextlib.suppress(TypeError):  # a list in the list: `convert` says what is wrong with it
@@ -166,7 +171,7 @@ def _unfit(values: Mapping[str, Any], error: msgspec.ValidationError) -> UsageEr
     expected, _, place = str(error).partition(" - at ")
     found = re.fullmatch(r"`\$\.(\w+)(?:\[(\d+|\.\.\.)\])?`", place)
     if found is None:
-        return UsageError(str(error))
+        return UsageError(shortened(str(error)))
     key, index = found[1], found[2]
     got = values[key]
     if index is not None and index.isdigit():
@@ -180,7 +185,7 @@ def _unfit(values: Mapping[str, Any], error: msgspec.ValidationError) -> UsageEr
         "bool": "true or false",
     }
     wanted = re.sub(r"\b(int|float|str|array|bool)\b", lambda match: words[match[0]], wanted)
-    return UsageError(f"{key} must be {wanted.replace('|', 'or')}; got {got!r}")
+    return UsageError(f"{key} must be {wanted.replace('|', 'or')}; got {brief(got)}")
 
 
 def _check(config: SweepConfig) -> None:
@@ -212,7 +217,7 @@ def _check(config: SweepConfig) -> None:
 
 def _one_of(what: str, name: str, known: Sequence[str]) -> None:
     if name not in known:
-        raise UsageError(f"{what} must be one of {', '.join(known)}; got {name!r}{closest(name, known)}")
+        raise UsageError(f"{what} must be one of {', '.join(known)}; got {brief(name)}{closest(name, known)}")
 
 
 def _check_trainer(name: str) -> None:
@@ -220,7 +225,7 @@ def _check_trainer(name: str) -> None:
         _check_importable("trainer", name)
     elif name not in TRAINERS:
         raise UsageError(
-            f"no trainer {name!r}{_closest_of(name, TRAINERS)}: expected {', '.join(TRAINERS)} or "
+            f"no trainer {brief(name)}{_closest_of(name, TRAINERS)}: expected {', '.join(TRAINERS)} or "
             "package.module:Class"
         )
     if name in NEEDS_OPACUS and find_module("opacus") is None:
@@ -233,12 +238,12 @@ def _check_model(name: str) -> None:
     if is_path(name):
         path = Path(name)
         if path.is_dir() and not (path / "config.json").is_file():
-            raise UsageError(f"the folder {name!r} holds no config.json of a Hugging Face model")
+            raise UsageError(f"the folder {brief(name)} holds no config.json of a Hugging Face model")
     elif ":" in name:
         _check_importable("model", name)
     else:
         raise UsageError(
-            f"no model {name!r}{_closest_of(name, SIZES)}: expected {', '.join(SIZES)}, a Hugging Face "
+            f"no model {brief(name)}{_closest_of(name, SIZES)}: expected {', '.join(SIZES)}, a Hugging Face "
             "config.json or its folder, or package.module:factory"
         )
 
@@ -246,14 +251,16 @@ def _check_model(name: str) -> None:
 def _closest_of(name: str, known: Iterable[str]) -> str:
     """Like `closest`, without regard to case."""
     lower = {entry.lower(): entry for entry in known}
-    match = difflib.get_close_matches(name.lower(), list(lower), n=1)
+    match = difflib.get_close_matches(name[:80].lower(), list(lower), n=1)
     return f" (did you mean {lower[match[0]]!r}?)" if match else ""
 
 
 def _check_importable(what: str, name: str) -> None:
     """The form, and whether there is such a module; it is imported in the worker, not here."""
     if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*", name):
-        raise UsageError(f"{what} {name!r} is not of the form package.module:name")
+        raise UsageError(f"{what} {brief(name)} is not of the form package.module:name")
     module = name.partition(":")[0]
     if find_module(module) is None:
-        raise UsageError(f"{what} {name!r}: there is no module {module!r} here or on the Python path")
+        raise UsageError(
+            f"{what} {brief(name)}: there is no module {brief(module)} here or on the Python path"
+        )

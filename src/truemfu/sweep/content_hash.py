@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import sys
 from importlib import metadata
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
@@ -37,6 +38,8 @@ _SUPERVISOR = {
     "resume.py",
     "supervise.py",
     "case_log.py",
+    "stored.py",
+    "commit.py",
     "outcome.py",
     "runner.py",
     "fit.py",
@@ -47,9 +50,14 @@ _SUPERVISOR = {
 
 
 def find_module(name: str) -> ModuleSpec | None:
-    """Where Python would find a module, the current folder first, without importing it or its packages."""
+    """Where a worker finds a module, the current folder last, without importing it or its packages."""
     top, *below = name.split(".")
-    spec = PathFinder.find_spec(top, [os.getcwd()]) or find_spec(top)
+    if sys.modules.get(top, sys) is None:
+        return None  # how Python marks a module that is not to be imported
+    here = os.getcwd()
+    # `python -m` and `python -c` put the current folder first, which a worker does not look at there.
+    path = sys.path[1:] if sys.path[:1] in ([""], [here]) else sys.path
+    spec = PathFinder.find_spec(top, [*path, here]) or find_spec(top)
     reached = top
     for part in below:
         if spec is None:
@@ -61,7 +69,7 @@ def find_module(name: str) -> ModuleSpec | None:
 
 def is_path(model: str) -> bool:
     """Whether a case's model is a Hugging Face configuration on disk rather than `module:factory`."""
-    return Path(model).exists()
+    return os.path.exists(model)  # which takes a name that is too long for a path for none
 
 
 _VARIABLES = (

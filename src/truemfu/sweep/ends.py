@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ..errors import one_line
+from ..errors import one_line, text_of
 from ..records import End
 from .memory_limit import is_limited
 from .trainers import Unsupported
@@ -48,7 +48,9 @@ def is_host_oom(error: BaseException) -> bool:
 def _with_causes(error: BaseException) -> Iterator[BaseException]:
     """The error and what it was raised from: building a model that does not fit is said in other words."""
     cause: BaseException | None = error
-    while cause is not None:
+    seen: set[int] = set()
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
         yield cause
         cause = cause.__cause__
 
@@ -56,7 +58,7 @@ def _with_causes(error: BaseException) -> Iterator[BaseException]:
 def _says_cuda_oom(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _CUDA_OOM_TEXTS)
+    return isinstance(error, RuntimeError) and any(text in text_of(error) for text in _CUDA_OOM_TEXTS)
 
 
 def _says_host_oom(error: BaseException) -> bool:
@@ -66,6 +68,5 @@ def _says_host_oom(error: BaseException) -> bool:
         return error.errno == errno.ENOMEM
     if not isinstance(error, RuntimeError):
         return False
-    return any(text in str(error) for text in _HOST_OOM_TEXTS) or (
-        _NO_PRIMITIVE in str(error) and is_limited()
-    )
+    text = text_of(error)
+    return any(known in text for known in _HOST_OOM_TEXTS) or (_NO_PRIMITIVE in text and is_limited())

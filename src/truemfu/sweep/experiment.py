@@ -1,15 +1,19 @@
 """One experiment from its order to its result, inside the worker's process.
 
 gate ─► build ─► warm_up ─► timed ─► count ─► profiled ─► done
-  │        any of them may raise: the end is typed, the traceback is in the log, and what was
-  │        found so far (gate, parameters, peaks of memory) is in the result
-  └─► incorrect: the trainer is never timed
+  │        any of them may raise:       │      the end is typed, the traceback is in the log, and what was
+  │                                     │      found so far (gate, parameters, memory) is in the result
+  ├─► incorrect: never timed            │
+  └─► incorrect: the timed steps did not train ◄┘
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -19,6 +23,7 @@ from ..records import (
     CaseResult,
     End,
     Environment,
+    Flops,
     Gate,
     Measured,
     Memory,
@@ -30,7 +35,6 @@ from .case_model import Batch, CaseModel, build_case_model, endless_batches, sam
 from .ends import end_of, is_out_of_memory
 from .environment import environment, forget_peaks, memory
 from .gate import NO_NUMBER, check_trainer
-from .last_words import say
 from .measure import count_work, time_steps, warm_up
 from .memory_limit import limit_memory
 from .models import parameter_count
@@ -41,12 +45,18 @@ from .trainers import Trainer, TrainerSettings, load_trainer
 
 PROBE_STEPS = 2
 
+LEAST_WORK = 0.5
+"""Of the model's FLOPs, what a step must execute: forward alone is a third of them."""
+
 
 class Experiment:
     """Runs one order; what it finds on the way is kept for the result, however it ends."""
 
-    def __init__(self, order: WorkerOrder, *, started_at_s: float, began_at_s: float) -> None:
+    def __init__(
+        self, order: WorkerOrder, say: Callable[[str], None], *, started_at_s: float, began_at_s: float
+    ) -> None:
         self._order = order
+        self._say = say
         self._case = order.case
         self._device = (
             torch.device("cuda", 0) if order.case.device == "cuda" else torch.device(order.case.device)
@@ -59,18 +69,18 @@ class Experiment:
         self._parameters: int | None = None
         self._measured: Measured | None = None
         self._memory: Memory | None = None
-        append_progress(Path(order.progress_path), self._progress(Phase.START))
+        self._leave_trail(Phase.START)
 
     def run(self) -> CaseResult:
         """The whole experiment."""
         try:
             limit_memory(self._order.memory_limit_bytes)
             end, message = self._run()
-        except (Exception, SystemExit) as error:
+        except BaseException as error:  # whatever a trainer raises, KeyboardInterrupt included
             end, message = end_of(error)
             limit_memory(None)  # the report must not fail for what the experiment took
             self._memory = self._memory or memory(self._device)
-            _show(error)
+            self._show(error)
         return CaseResult(
             name=self._order.name,
             sweep_id=self._order.sweep_id,
@@ -99,10 +109,10 @@ class Experiment:
             self._begin(Phase.WARM_UP)
             batches = endless_batches(built, self._case, self._device)
             warm_up(trainer, batches, PROBE_STEPS, self._device)
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             fits = False if is_out_of_memory(error) else None
             limit_memory(None)
-            _show(error)
+            self._show(error)
         self._begin(Phase.DONE, fits=fits)
         return fits
 
@@ -135,7 +145,10 @@ class Experiment:
             flops = count_work(trainer, next(batches), case, device, timed.steps.median_s)
         except Exception as error:  # what has been timed stays timed
             self._note(f"no FLOPs: {one_line(error)}")
-            _show(error)
+            self._show(error)
+        idle = why_untrained(timed.losses, flops)
+        if idle is not None:
+            return End.INCORRECT, f"the steps of {case.trainer} do not train: {idle}"
 
         trace = folder / f"{self._order.name}.pt.trace.json.gz"
         self._begin(Phase.PROFILED)
@@ -183,8 +196,15 @@ class Experiment:
 
     def _begin(self, phase: Phase, *, fits: bool | None = None) -> None:
         self._phases.append(PhaseTime(phase=phase, began_at_s=time.time()))
-        append_progress(Path(self._order.progress_path), self._progress(phase, fits))
-        say(f"[{phase.value}]")
+        self._leave_trail(phase, fits)
+        self._say(f"[{phase.value}]")
+
+    def _leave_trail(self, phase: Phase, fits: bool | None = None) -> None:
+        path = Path(self._order.progress_path)
+        try:
+            append_progress(path, self._progress(phase, fits))
+        except OSError as error:  # costs the trail, not the experiment
+            self._say(f"note: {path} cannot be written: {error.strerror}")
 
     def _progress(self, phase: Phase, fits: bool | None = None) -> Progress:
         peaks = memory(self._device)
@@ -196,6 +216,30 @@ class Experiment:
             process_bytes=peaks.process_bytes,
             fits=fits,
         )
+
+    def _show(self, error: BaseException) -> None:
+        """The traceback into the log; its frames, which hold tensors, are let go."""
+        with contextlib.suppress(Exception):  # an exception may fail at being shown
+            self._say("".join(traceback.format_exception(error)).rstrip())
+        traceback.clear_frames(error.__traceback__)
+
+
+def why_untrained(losses: list[float], flops: Flops | None) -> str | None:
+    """Why these timed steps cannot have trained the model; None where nothing speaks against it.
+
+    The gate has seen one step on a small model. Here are the steps that were timed: a loss that is never a
+    number, or far less work than forward and backward take. Where an operator was not counted, the executed
+    work is a lower bound, and nothing is concluded from it.
+    """
+    reasons = []
+    if not any(map(math.isfinite, losses)):
+        reasons.append(f"the loss is {losses[-1]} in all {len(losses)} timed steps")
+    if flops is not None and not flops.uncounted and flops.hardware_flops < LEAST_WORK * flops.model_flops:
+        reasons.append(
+            f"one executes {flops.hardware_flops:,} FLOPs, where forward and backward of the model take "
+            f"{flops.model_flops:,}"
+        )
+    return "; ".join(reasons) or None
 
 
 def _samples_and_tokens(batch: Batch) -> tuple[int, int]:
@@ -214,9 +258,3 @@ def _why_incorrect(case: SweepCase, gate: Gate) -> str:
         f"the step of {case.trainer} differs from the mean {loop} by {gate.relative_error:.1e} "
         f"(allowed: {gate.tolerance:.0e}) {where}"
     )
-
-
-def _show(error: BaseException) -> None:
-    """The traceback into the log; its frames, which hold tensors, are let go."""
-    say("".join(traceback.format_exception(error)).rstrip())
-    traceback.clear_frames(error.__traceback__)

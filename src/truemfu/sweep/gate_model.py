@@ -24,6 +24,7 @@ from ..flops.hf_config import BuildOptions, model_from_config, read_config
 from ..flops.model_view import BatchRequest
 from ..records import SweepCase
 from .case_model import Batch, build_case_model, samples_of, to_device, training_batch
+from .content_hash import is_path
 from .ends import is_out_of_memory
 from .models import ReferenceModel, parameter_count
 from .sizes import SIZES, ModelSize
@@ -100,7 +101,7 @@ def gate_model(case: SweepCase, device: torch.device) -> GateModel:
     torch.manual_seed(_SEED)
     if case.model in SIZES:
         return _reference(device)
-    if not Path(case.model).exists():
+    if not is_path(case.model):
         return _from_factory(case, device)
     config, reasons = _with_defaults(read_config(Path(case.model))), []
     for shrunk in _shrunk(config):

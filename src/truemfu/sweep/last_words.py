@@ -3,31 +3,55 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 from pathlib import Path
 
+from .. import plain_files
 from ..records import CaseResult, End, encode, write_record
 
 _GIB = 1 << 30
+_STDOUT = 1
 
 
-def say(text: str) -> None:
-    """A line for the log, at once. A disk that is full costs the line, not the experiment."""
-    with contextlib.suppress(OSError):
-        print(text, flush=True)
+class Voice:
+    """How a worker speaks: lines for its log, and its result to the supervisor.
 
+    Both go to descriptors of its own: whatever the trainer does to sys.stdout, its measurement is heard.
+    """
 
-def report(result: CaseResult, folder: Path) -> int:
-    """Write the result and say it in the log, the JSON last; the worker's exit code."""
-    written = True
-    try:
-        write_record(folder / "results" / f"{result.name}.json", result)
-    except OSError as error:
-        say(f"note: the result cannot be written: {error.strerror or error}")
-        written = False
-    for line in lines_about(result):
-        say(line)
-    say(encode(result).decode())
-    return 0 if written and result.end is End.OK else 1
+    def __init__(self, answer_file: int | None = None) -> None:
+        self._log = os.dup(_STDOUT)
+        self._answer_file = answer_file
+
+    def say(self, text: str) -> None:
+        """A line for the log, at once. A disk that is full costs the line, not the experiment."""
+        with contextlib.suppress(Exception):  # what the trainer has put there, or closed
+            sys.stdout.flush()
+        with contextlib.suppress(OSError):
+            plain_files.write_all(self._log, text.encode(errors="replace") + b"\n")
+
+    def report(self, result: CaseResult, folder: Path) -> int:
+        """Hand the result over, write it and say it in the log, the JSON last; the worker's exit code."""
+        handed_over = self._hand_over(encode(result))
+        try:
+            write_record(folder / "results" / f"{result.name}.json", result)
+            handed_over = True
+        except OSError as error:
+            self.say(f"note: the result cannot be written: {error.strerror or error}")
+        for line in lines_about(result):
+            self.say(line)
+        self.say(encode(result).decode())
+        return 0 if handed_over and result.end is End.OK else 1
+
+    def _hand_over(self, data: bytes) -> bool:
+        if self._answer_file is None:
+            return False
+        try:
+            plain_files.write_all(self._answer_file, data)
+        except OSError:  # the trainer has closed every descriptor
+            return False
+        return True
 
 
 def lines_about(result: CaseResult) -> list[str]:

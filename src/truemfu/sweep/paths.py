@@ -13,6 +13,9 @@ Whose folder it is: one that has no sweep.json may hold anything but these names
 continued as long as experiments differ in trainer, batch and sequence alone, which their names show: the same
 matrix resumes, a larger one or a single experiment is added to it. Other settings (model, dtype, optimizer,
 steps, …) make another sweep, which needs another folder, or `rerun="all"`, which starts this one over.
+
+Nothing is written or removed outside: names come from our own records, which take none that leads elsewhere,
+and no symbolic link inside the folder is followed.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import contextlib
 import errno
 import fcntl
 import os
-import shutil
+import stat
 import time
 import uuid
 from collections.abc import Mapping
@@ -30,9 +33,10 @@ from typing import Any
 
 import msgspec
 
-from .. import __version__
-from ..errors import RecordError, UsageError
+from .. import __version__, plain_files
+from ..errors import RecordError, UsageError, one_line
 from ..records import SweepCase, SweepRecord, read_record, write_record
+from ..text import shortened
 from .cases import cases_of
 from .config import SweepConfig, as_mapping
 
@@ -63,6 +67,19 @@ class SweepFolder:
         self.runs = self.root / "runs"
         self.running = self.root / "running"
 
+    @property
+    def parts(self) -> tuple[Path, ...]:
+        """The folders inside."""
+        return self.logs, self.results, self.runs, self.running
+
+    def make(self) -> list[str]:
+        """Make what is missing of the folders, in the place of whatever an experiment put there.
+
+        The names of those that had to be made; an OSError where one cannot be.
+        """
+        self.root.mkdir(parents=True, exist_ok=True)
+        return [part.name for part in self.parts if plain_files.make_folder(part)]
+
     def log(self, name: str) -> Path:
         return self.logs / f"{name}.log"
 
@@ -83,32 +100,79 @@ class SweepFolder:
 
     def markers(self) -> dict[str, Path]:
         """The experiments whose supervisor has not said that they ended, by name."""
-        return {path.name.removesuffix(".json"): path for path in sorted(self.running.glob("*.json"))}
+        return {name: self.marker(name) for name in plain_files.names_in(self.running, ".json")}
 
 
 class FolderLock:
     """Held while a supervisor is at work in a folder; gone with its process, however that ends."""
 
     def __init__(self, folder: SweepFolder) -> None:
-        self._file = os.open(folder.running / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+        self._folder = folder
+        self._path = folder.running / "lock"
+        self._file = self._take()
+
+    def renew(self) -> None:
+        """Take it again where its file has been removed or replaced meanwhile."""
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            there, own = os.lstat(self._path), os.fstat(self._file)
+            if (there.st_dev, there.st_ino) == (own.st_dev, own.st_ino):
+                return
+            if not stat.S_ISREG(there.st_mode):
+                plain_files.remove(self._path)
+        except FileNotFoundError:
+            pass  # removed: it is made again
+        before, self._file = self._file, self._take()
+        os.close(before)
+
+    def release(self) -> None:
+        os.close(self._file)
+
+    def _take(self) -> int:
+        file = plain_files.open_plain(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            owner = os.read(self._file, 32).decode(errors="replace").strip()
-            os.close(self._file)
+            owner = os.read(file, 32).decode(errors="replace").strip()
+            os.close(file)
             raise UsageError(
-                f"another sweep is at work in {folder.root} (process {owner or 'unknown'}): wait for it, or "
-                "give another folder"
+                f"another sweep is at work in {self._folder.root} (process {owner or 'unknown'}): wait for "
+                "it, or give another folder"
             ) from None
         except OSError as error:
             # Some network file systems know no locks; the sweep then relies on its user.
             if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
+                os.close(file)
                 raise
-        os.truncate(self._file, 0)
-        os.pwrite(self._file, str(os.getpid()).encode(), 0)
+        with contextlib.suppress(OSError):  # a full disk: the lock holds, its owner is not named
+            os.truncate(file, 0)
+            os.pwrite(file, str(os.getpid()).encode(), 0)
+        return file
 
-    def release(self) -> None:
-        os.close(self._file)
+
+def mend(folder: SweepFolder, record: SweepRecord, lock: FolderLock) -> list[str]:
+    """Put back what an experiment has removed or replaced of the folder itself; what that was, in words.
+
+    A UsageError where another sweep has taken the folder meanwhile.
+    """
+    mended = []
+    try:
+        mended = [f"{name}/" for name in folder.make()]
+        lock.renew()
+        if not _holds(folder.record, record):
+            if plain_files.is_folder(folder.record):
+                plain_files.remove(folder.record)
+            write_record(folder.record, record)
+            mended.append(folder.record.name)
+    except OSError as error:
+        return [f"the sweep's folder cannot be put in order: {error.strerror}"]
+    return [f"{', '.join(mended)} had been removed or changed: written again"] if mended else []
+
+
+def _holds(path: Path, record: SweepRecord) -> bool:
+    try:
+        return read_record(path, SweepRecord) == record
+    except RecordError:
+        return False
 
 
 def claim(
@@ -121,11 +185,16 @@ def claim(
     folder = SweepFolder(root)
     if folder.root.exists() and not folder.root.is_dir():
         raise UsageError(f"{folder.root} is a file, not a folder: give another folder")
-    if not folder.record.exists():
+    for part in folder.parts:
+        if os.path.lexists(part) and not plain_files.is_folder(part):
+            raise UsageError(
+                f"{part} is {plain_files.what_is_there(part) or 'a file'}: a sweep writes to folders of its "
+                "own alone; remove it, or give another folder"
+            )
+    if not os.path.lexists(folder.record):
         _refuse_strangers(folder)
     try:
-        for path in (folder.root, folder.logs, folder.results, folder.runs, folder.running):
-            path.mkdir(parents=True, exist_ok=True)
+        folder.make()
         lock = FolderLock(folder)
     except OSError as error:
         raise UsageError(f"cannot write to {folder.root}: {error.strerror}; give another folder") from error
@@ -142,9 +211,9 @@ def claim(
 
 
 def _refuse_strangers(folder: SweepFolder) -> None:
-    for path in (folder.logs, folder.results, folder.runs, folder.running):
+    for path in folder.parts:
         try:
-            taken = path.exists() and (not path.is_dir() or any(path.iterdir()))
+            taken = path.exists() and any(path.iterdir())
         except OSError as error:
             raise UsageError(f"cannot read {path}: {error.strerror}; give another folder") from error
         if taken and not _only_a_lock(path):
@@ -156,7 +225,7 @@ def _refuse_strangers(folder: SweepFolder) -> None:
 
 def _only_a_lock(path: Path) -> bool:
     """What a sweep leaves that was refused after it had taken the lock."""
-    return path.is_dir() and [entry.name for entry in path.iterdir()] == ["lock"]
+    return [entry.name for entry in path.iterdir()] == ["lock"]
 
 
 def _record_for(folder: SweepFolder, config: SweepConfig, start_over: bool) -> SweepRecord:
@@ -167,11 +236,14 @@ def _record_for(folder: SweepFolder, config: SweepConfig, start_over: bool) -> S
         cases=list(cases_of(config, config.device)),
         config=as_mapping(config),
     )
-    if not folder.record.exists():
+    if not os.path.lexists(folder.record):
         return fresh
     try:
         there = read_record(folder.record, SweepRecord)
-        joined = _joined(folder, there, config)
+        try:
+            joined = _joined(folder, there, config)
+        except (TypeError, msgspec.ValidationError) as error:
+            raise RecordError(f"{folder.record} holds no matrix of a sweep: {one_line(error)}") from error
     except (RecordError, UsageError):
         if not start_over:
             raise
@@ -214,7 +286,7 @@ def _another_sweep(folder: SweepFolder, what: str, there: Any, here: Any) -> Usa
 
 
 def _brief(value: Any) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return shortened(", ".join(map(str, value)) if isinstance(value, list) else str(value))
 
 
 def _union(first: list[Any], second: list[Any]) -> list[Any]:
@@ -226,6 +298,5 @@ def _clear(folder: SweepFolder, names: list[str]) -> None:
     with contextlib.suppress(RecordError):  # an unreadable record names nothing: that is left where it is
         names = _union(names, read_record(folder.record, SweepRecord).cases)
     for name in names:
-        for path in (folder.log(name), folder.result(name)):
-            path.unlink(missing_ok=True)
-        shutil.rmtree(folder.run(name), ignore_errors=True)
+        for path in (folder.log(name), folder.result(name), folder.run(name)):
+            plain_files.remove(path)

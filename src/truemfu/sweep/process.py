@@ -20,12 +20,17 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from .. import plain_files
+
 TOKEN_NAME = "TRUEMFU_SWEEP_TOKEN"
+ANSWER_NAME = "TRUEMFU_SWEEP_ANSWER"
+"""The worker's descriptor of a file without a name: what it writes there becomes `WorkerProcess.answer`."""
 GRACE_S = 5.0
 
 _LOOK_EVERY_S = 0.05
@@ -39,16 +44,32 @@ class WorkerProcess:
 
     def __init__(self, command: Sequence[str], *, environment: Mapping[str, str], log: Path) -> None:
         self.token = uuid.uuid4().hex
+        self.answer = b""
+        """What the worker handed over, known once it has ended; no full disk and no lost folder loses it."""
         self._peak_bytes: int | None = None
-        with log.open("wb") as output:
+        plain_files.remove(log)
+        self._answer_file = _file_without_name()
+        output = plain_files.open_plain(log, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW)
+        try:
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**environment, TOKEN_NAME: self.token, "PYTHONUNBUFFERED": "1"},
+                env={
+                    **environment,
+                    TOKEN_NAME: self.token,
+                    ANSWER_NAME: str(self._answer_file),
+                    "PYTHONUNBUFFERED": "1",
+                },
+                pass_fds=[self._answer_file],
                 start_new_session=True,
             )
+        except BaseException:
+            os.close(self._answer_file)
+            raise
+        finally:
+            os.close(output)
         self.pid = self._process.pid
         self.log = log
         self._pidfd = _pidfd(self.pid)
@@ -123,7 +144,11 @@ class WorkerProcess:
         if self._process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):  # it had not read what was sent
                 self._process.stdin.close()
-        return kill_leftovers(self.token)
+        left = kill_leftovers(self.token)
+        with open(self._answer_file, "rb") as file:
+            file.seek(0)
+            self.answer = file.read()
+        return left
 
     def _signal(self, number: signal.Signals) -> None:
         # Nobody may be left in the group; macOS says EPERM where all that is left is a zombie.
@@ -142,6 +167,14 @@ class WorkerProcess:
         found = peak_memory_bytes(self.pid)
         if found is not None:
             self._peak_bytes = max(found, self._peak_bytes or 0)
+
+
+def _file_without_name() -> int:
+    """In memory where the system has such files (Linux), else on the disk for temporary ones."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("truemfu-answer")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
 
 
 def peak_memory_bytes(pid: int) -> int | None:

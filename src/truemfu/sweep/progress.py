@@ -7,11 +7,11 @@ came and how much memory it held then.
 from __future__ import annotations
 
 import contextlib
-import sys
 from pathlib import Path
 
 import msgspec
 
+from .. import plain_files
 from ..records import Phase
 
 
@@ -29,20 +29,15 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def append_progress(path: Path, progress: Progress) -> None:
-    """Add a line, at once. A disk that is full costs the trail, not the experiment."""
-    try:
-        with path.open("ab", buffering=0) as file:
-            file.write(msgspec.json.encode(progress) + b"\n")
-    except OSError as error:
-        with contextlib.suppress(OSError):  # the log may be on the same full disk
-            print(f"note: {path} cannot be written: {error.strerror}", file=sys.stderr)
+    """Add a line, at once, or raise an OSError: its path may have been removed, or its disk be full."""
+    plain_files.append(path, msgspec.json.encode(progress) + b"\n")
 
 
 def read_progress(path: Path) -> list[Progress]:
-    """The lines so far, in order; none where there is no file. A line being written is left out."""
+    """The lines so far, in order; none where there is no such file. A line being written is left out."""
     try:
-        data = path.read_bytes()
-    except FileNotFoundError:
+        data = plain_files.read(path)
+    except OSError:
         return []
     lines = []
     for line in data.split(b"\n")[:-1]:

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable, Collection, Mapping
 
 import msgspec
 
-from ..errors import RecordError, UsageError, closest
-from ..records import CaseResult, End, Phase, SweepRecord, read_record
+from .. import plain_files
+from ..errors import UsageError, closest, one_line
+from ..records import CaseResult, End, Phase, SweepRecord
 from .case_log import last_lines
 from .paths import RunningCase, SweepFolder
 from .process import kill_leftovers
 from .progress import read_progress
+from .stored import stored_result
 from .supervise import peaks, save
 
 RERUN = ("none", "failed", "all", *(end.value for end in End if end is not End.OK))
 """What to run again although there is a result: nothing, whatever failed, everything, or one kind of end."""
+
+_DISK_FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
+"""There may be room again; the experiment itself has not failed."""
 
 Say = Callable[[str], None]
 
@@ -32,16 +39,15 @@ def reusable(
     """The results that hold for these experiments (name → content hash) and are not to be measured again."""
     held: dict[str, CaseResult] = {}
     for name, content_hash in hashes.items():
-        path = folder.result(name)
-        if not path.exists():
-            continue
-        try:
-            found = read_record(path, CaseResult)
-        except RecordError as error:
-            say(f"{error}; it is run again")
-            continue
-        if found.content_hash == content_hash and _holds(found, rerun, timeout_s):
-            held[name] = found
+        if not os.path.lexists(folder.result(name)):
+            continue  # a log alone may be of a run that was not to count
+        stored = stored_result(name, folder.result(name), folder.log(name))
+        found = stored.result
+        reused = found is not None and found.content_hash == content_hash and _holds(found, rerun, timeout_s)
+        for fault in stored.faults:
+            say(fault if reused else f"{fault}; it is run again")
+        if found is not None and reused:
+            held[name] = save(folder, found) if stored.faults else found
     return held
 
 
@@ -52,16 +58,16 @@ def end_leftovers(folder: SweepFolder, names: Collection[str], record: SweepReco
     """
     for name, path in folder.markers().items():
         try:
-            left = msgspec.json.decode(path.read_bytes(), type=RunningCase)
-        except msgspec.MsgspecError as error:
-            say(f"{path} is no mark of a running experiment: {error}")
+            left = msgspec.json.decode(plain_files.read(path), type=RunningCase)
+        except (msgspec.MsgspecError, OSError, UnicodeDecodeError, RecursionError) as error:
+            say(f"{path} is no mark of a running experiment: {one_line(error)}")
         else:
             kill_leftovers(left.token)
             say(f"{name} was left unfinished by a sweep that was killed")
-            if name in record.cases and name not in names and not folder.result(name).exists():
+            if name in record.cases and name not in names and not os.path.lexists(folder.result(name)):
                 save(folder, _lost(name, left, record.sweep_id, folder))
-        path.unlink(missing_ok=True)
-        folder.progress(name).unlink(missing_ok=True)
+        plain_files.remove(path)
+        plain_files.remove(folder.progress(name))
 
 
 def _holds(found: CaseResult, rerun: str, timeout_s: float) -> bool:
@@ -69,6 +75,8 @@ def _holds(found: CaseResult, rerun: str, timeout_s: float) -> bool:
         return False
     if rerun == "failed":
         return found.end is End.OK
+    if found.end is End.ERROR and any(words in (found.message or "") for words in _DISK_FULL):
+        return False
     # A time limit that has been raised since is worth another try.
     return found.end is not End.TIMEOUT or (found.wall_s or 0.0) >= timeout_s
 

@@ -6,6 +6,7 @@ a note says why.
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import shutil
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from .. import plain_files
 from ..errors import UsageError, one_line
 from ..records import Measured, SweepCase
 from ..trackers.base import make_tracker
@@ -26,8 +28,7 @@ from .trainers import Trainer
 def clear_run_folder(folder: Path) -> str | None:
     """Empty the folder: what an earlier run of the same experiment left is not this one's; a note if not."""
     try:
-        if folder.exists():
-            shutil.rmtree(folder)
+        plain_files.remove(folder)
         folder.mkdir(parents=True)
     except OSError as error:
         return f"{folder.name} cannot be written to: {error.strerror or error}"
@@ -58,10 +59,12 @@ def write_trace(
             )
             steps = fewer
     except Exception as error:  # what has been timed stays timed
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            plain_files.remove(path)
         return 0, f"no trace: {one_line(error)}"
     finally:
-        plain.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            plain_files.remove(plain)
     return 0, note
 
 
@@ -116,6 +119,6 @@ def write_events(folder: Path, name: str, measured: Measured, losses: list[float
         tracker.finish({"median_step_time_s": measured.steps.median_s})
     except UsageError as error:
         return f"no TensorBoard events: {error}"
-    except OSError as error:
-        return f"TensorBoard events cannot be written: {error.strerror or error}"
+    except Exception as error:  # what has been measured stays measured
+        return f"TensorBoard events cannot be written: {one_line(error)}"
     return None

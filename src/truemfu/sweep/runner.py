@@ -11,6 +11,7 @@ finished is on disk, and the same call goes on where it stopped.
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 import time
@@ -23,7 +24,9 @@ from types import FrameType
 
 import msgspec
 
-from ..provenance import git_commit
+from .. import plain_files
+from ..commit import git_commit
+from ..errors import one_line
 from ..records import CaseResult, End, Memory, Phase, SweepCase, SweepRecord
 from .case_log import last_lines
 from .cases import cases_of, resolved
@@ -34,8 +37,9 @@ from .gpus import device_name, resolve_device
 from .launchers.local import WORKER, Slot, slots
 from .order import WorkerOrder
 from .outcome import CaseState, Listener, SweepOutcome, covered_s
-from .paths import SweepFolder, claim
+from .paths import FolderLock, SweepFolder, claim, mend
 from .resume import check_rerun, end_leftovers, reusable
+from .stored import stored_result
 from .supervise import Stop, Watched, run_case, save, watch
 
 
@@ -59,7 +63,7 @@ def run_sweep(
     places = slots(config, device, SweepFolder(folder), command)
     there, record, lock = claim(folder, config, start_over=rerun == "all")
     try:
-        sweep = _Sweep(config, there, record, listener)
+        sweep = _Sweep(config, there, record, lock, listener)
         with _stopped_by_signals(sweep.stop):
             sweep.run(places, rerun)
         wall_s = time.monotonic() - began
@@ -77,13 +81,19 @@ class _Sweep:
     """The state that slots share."""
 
     def __init__(
-        self, config: SweepConfig, folder: SweepFolder, record: SweepRecord, listener: Listener
+        self,
+        config: SweepConfig,
+        folder: SweepFolder,
+        record: SweepRecord,
+        folder_lock: FolderLock,
+        listener: Listener,
     ) -> None:
         self.stop = Stop()
         self.own_work: list[tuple[float, float]] = []
         self._config = config
         self._folder = folder
         self._record = record
+        self._folder_lock = folder_lock
         self._sweep_id = record.sweep_id
         self._listener = listener
         self._cases = cases_of(config, config.device)
@@ -150,19 +160,42 @@ class _Sweep:
                 place.make_ready(self._cases[following])
             place.let_measure(phase)
 
+        try:
+            worker = place.worker_for(self._cases[name])
+        except OSError as error:
+            self._ended(save(self._folder, self._not_started(name, error)))
+            return self._next()
         result = run_case(
-            place.worker_for(self._cases[name]),
+            worker,
             self._order(name, self._cases[name], self._hashes[name]),
             self._folder,
             time_limit_s=self._config.timeout_s,
             stop=self.stop,
             on_look=look,
         )
+        self._mend()
         if result is not None:
             self._ended(result)
         if upcoming and not self.stop.asked and not self._pruned(upcoming[0]):
             return upcoming[0]
         return self._next()
+
+    def _not_started(self, name: str, error: OSError) -> CaseResult:
+        return CaseResult(
+            name=name,
+            sweep_id=self._sweep_id,
+            content_hash=self._hashes[name],
+            case=self._cases[name],
+            end=End.ERROR,
+            phase=Phase.START,
+            message=f"its process could not be started: {one_line(error)}",
+        )
+
+    def _mend(self) -> None:
+        """What an experiment has done to the folder itself must not touch the next one."""
+        with self._lock:
+            for line in mend(self._folder, self._record, self._folder_lock):
+                self._listener.said(line)
 
     def _order(self, name: str, case: SweepCase, case_hash: str) -> WorkerOrder:
         return WorkerOrder(
@@ -240,24 +273,30 @@ class _Sweep:
         name = f"probe-{place.name}"
         log = self._folder.slot_log(name)
         order = msgspec.structs.replace(self._order(name, case, ""), purpose="probe", log_path=str(log))
-        self._folder.progress(name).unlink(missing_ok=True)
         self._listener.said(
             f"trying {case.trainer}, {case.model}, batch {case.batch_size}, sequence {case.seq_len}"
         )
-        worker = place.worker_for(case)
+        try:
+            plain_files.remove(self._folder.progress(name))
+            worker = place.worker_for(case)
+        except OSError as error:
+            return Probe(fits=None, reason=f"could not be started: {one_line(error)}")
         seen = watch(worker, order, time_limit_s=self._config.timeout_s, stop=self.stop)
         last_words = last_lines(log)[-1:]
         for path in (log, self._folder.progress(name)):
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # a folder that cannot be written
+                plain_files.remove(path)
+        self._mend()
         if seen.interrupted:
             raise _Interrupted
         self.own_work.append((seen.began_at_s, seen.working_until_s))
         return _probe_answer(seen, worker.signal_name, last_words)
 
     def _write_what_is_missing(self) -> None:
-        """A disk that was full may have room again by now."""
+        """A disk that was full may have room again by now, and an experiment may have removed files."""
         for name, result in self._results.items():
-            if not self._folder.result(name).exists():
+            stored = stored_result(name, self._folder.result(name), self._folder.log(name))
+            if stored.result != result or stored.faults or not self._folder.result(name).exists():
                 written = save(self._folder, result)
                 for note in written.notes[len(result.notes) :]:
                     self._listener.said(f"{name}: {note}")

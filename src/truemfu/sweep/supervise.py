@@ -4,12 +4,16 @@
                 │                          ▲
                 └── time limit, Ctrl-C ────┘  TERM, then KILL
 
-What is believed, in this order: the result the worker wrote in this very run; the result at the end of its
-log (where the disk was too full for the file); how its process ended, and how far its progress says it came.
+What is believed, in this order: the result the worker handed over, which no file system can lose; the one it
+wrote in this very run; the one at the end of its log; how its process ended, and how far its progress says it
+came. An experiment may do anything to the files here: what is in their place is replaced, and named.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -18,9 +22,10 @@ from pathlib import Path
 
 import msgspec
 
+from .. import plain_files
 from ..errors import RecordError
-from ..records import CaseResult, End, Memory, Phase, PhaseTime, read_record, write_record
-from .case_log import last_lines, result_in_log, seal_log
+from ..records import CaseResult, End, Memory, Phase, PhaseTime, decode, read_record, write_record
+from .case_log import last_lines, read_log_end, seal_log
 from .order import WorkerOrder, encode_order
 from .paths import RunningCase, SweepFolder
 from .process import GRACE_S, WorkerProcess, kernel_oom_kills
@@ -91,11 +96,12 @@ def watch(
     began_at_s, began = time.time(), time.monotonic()
     done_since: float | None = None
     timed_out = interrupted = False
+    seen: list[Progress] = []
     try:
         worker.send(encode_order(order))
         while not worker.wait(_LOOK_EVERY_S):
             elapsed_s = time.monotonic() - began
-            seen = read_progress(trail)
+            seen = _longer(read_progress(trail), seen)
             phase = seen[-1].phase if seen else Phase.START
             on_look(phase, elapsed_s)
             if phase is Phase.DONE and done_since is None:
@@ -110,12 +116,17 @@ def watch(
     return Watched(
         began_at_s=began_at_s,
         wall_s=time.monotonic() - began,
-        progress=read_progress(trail),
+        progress=_longer(read_progress(trail), seen),
         timed_out=timed_out,
         interrupted=interrupted,
         kernel_killed=kills is not None and kills_before is not None and kills > kills_before,
         stuck=stuck,
     )
+
+
+def _longer(trail: list[Progress], before: list[Progress]) -> list[Progress]:
+    """The trail, or what was seen of it before its file was lost."""
+    return trail if len(trail) >= len(before) else before
 
 
 def run_case(
@@ -132,7 +143,7 @@ def run_case(
     before = _signature(folder.result(name))
     notes = _prepare(worker, order, folder)
     seen = watch(worker, order, time_limit_s=time_limit_s, stop=stop, on_look=on_look)
-    answer = _answer(folder, order, before)
+    answer = _answer(worker, folder, order, before)
     if answer is not None and answer.end is not End.OK and (seen.timed_out or seen.interrupted):
         # What it wrote when it was asked to end is not what became of it.
         answer = None
@@ -143,30 +154,53 @@ def run_case(
         result = _conclude(order, worker, seen, answer, folder)
         notes += [f"process {pid} could not be killed" for pid in seen.stuck]
         result = save(folder, msgspec.structs.replace(result, notes=result.notes + notes))
-    folder.marker(name).unlink(missing_ok=True)
-    folder.progress(name).unlink(missing_ok=True)
+    for path in (folder.marker(name), folder.progress(name)):
+        with contextlib.suppress(OSError):  # a folder that cannot be written: the next call clears it
+            plain_files.remove(path)
     return result
 
 
 def save(folder: SweepFolder, result: CaseResult) -> CaseResult:
-    """Write a result to its file and to the end of its log; where that fails, its notes say so."""
+    """Write a result to its file and the end of its log; what was in the way, or failed, is in its notes."""
+    file, log = folder.result(result.name), folder.log(result.name)
+    found = _make_way(folder, file, log)
+    if found:
+        result = msgspec.structs.replace(result, notes=[*result.notes, *found])
     problems = []
     try:
-        write_record(folder.result(result.name), result)
+        write_record(file, result)
     except OSError as error:
         problems.append(f"results/{result.name}.json could not be written: {error.strerror}")
     try:
-        seal_log(folder.log(result.name), result)
+        seal_log(log, result)
     except OSError as error:
         problems.append(f"logs/{result.name}.log could not be written: {error.strerror}")
     return msgspec.structs.replace(result, notes=result.notes + problems) if problems else result
 
 
+def _make_way(folder: SweepFolder, *files: Path) -> list[str]:
+    """Make folders that are missing, and remove what stands in the place of files; what that was."""
+    found = []
+    try:
+        if made := folder.make():
+            found.append(f"{', '.join(f'{name}/' for name in made)} had been removed, and was made again")
+        for path in files:
+            if (instead := plain_files.what_is_there(path)) is not None:
+                plain_files.remove(path)
+                found.append(f"{path.parent.name}/{path.name} had become {instead}, and was replaced")
+    except OSError:
+        pass  # writing the files says why
+    return found
+
+
 def _prepare(worker: WorkerProcess, order: WorkerOrder, folder: SweepFolder) -> list[str]:
     """Clear what an earlier run left, and leave a mark for whoever comes after a killed supervisor."""
+    log, marker = folder.log(order.name), folder.marker(order.name)
     try:
-        folder.progress(order.name).unlink(missing_ok=True)
-        folder.log(order.name).write_bytes(b"")
+        folder.make()
+        for path in (folder.progress(order.name), log, marker):
+            plain_files.remove(path)
+        plain_files.append(log, b"")
         mark = RunningCase(
             pid=worker.pid,
             token=worker.token,
@@ -174,7 +208,7 @@ def _prepare(worker: WorkerProcess, order: WorkerOrder, folder: SweepFolder) -> 
             content_hash=order.content_hash,
             case=order.case,
         )
-        write_record(folder.marker(order.name), mark)
+        write_record(marker, mark)
     except OSError as error:
         return [f"the sweep's folder could not be written at the start: {error.strerror}"]
     return []
@@ -183,27 +217,29 @@ def _prepare(worker: WorkerProcess, order: WorkerOrder, folder: SweepFolder) -> 
 def _signature(path: Path) -> tuple[int, int] | None:
     """What changes when a file is written anew under its name."""
     try:
-        found = path.stat()
-    except FileNotFoundError:
+        found = os.lstat(path)
+    except OSError:
         return None
     return found.st_ino, found.st_mtime_ns
 
 
-def _answer(folder: SweepFolder, order: WorkerOrder, before: tuple[int, int] | None) -> CaseResult | None:
-    """The worker's own result of this run, from its file or from the end of its log."""
+def _answer(
+    worker: WorkerProcess, folder: SweepFolder, order: WorkerOrder, before: tuple[int, int] | None
+) -> CaseResult | None:
+    """The worker's own result of this run."""
     path = folder.result(order.name)
-    found: CaseResult | None = None
+    found: list[CaseResult | None] = []
+    with contextlib.suppress(RecordError):  # it ended before it had handed all of it over
+        found.append(decode(worker.answer, CaseResult, "the worker's answer"))
     if _signature(path) not in (None, before):
-        try:
-            found = read_record(path, CaseResult)
-        except RecordError:
-            # Not ours, or half of one: how the process ended says more.
-            found = None
-    if found is None:
-        found = result_in_log(folder.log(order.name))
-    if found is None or (found.sweep_id, found.content_hash) != (order.sweep_id, order.content_hash):
-        return None
-    return found
+        with contextlib.suppress(RecordError):  # not ours, or half of one
+            found.append(read_record(path, CaseResult))
+    found.append(read_log_end(folder.log(order.name)).result)
+    this = (order.name, order.sweep_id, order.content_hash)
+    for result in found:
+        if result is not None and (result.name, result.sweep_id, result.content_hash) == this:
+            return result
+    return None
 
 
 def _conclude(
@@ -214,7 +250,7 @@ def _conclude(
         # It never took its order: what it printed until then explains why.
         tail = last_lines(worker.log)
     if answer is None:
-        end, message = _cause(worker, seen, tail)
+        end, message = _cause(worker, seen, tail, folder)
         answer = CaseResult(
             name=order.name,
             sweep_id=order.sweep_id,
@@ -240,7 +276,7 @@ def _conclude(
     )
 
 
-def _cause(worker: WorkerProcess, seen: Watched, tail: list[str]) -> tuple[End, str]:
+def _cause(worker: WorkerProcess, seen: Watched, tail: list[str], folder: SweepFolder) -> tuple[End, str]:
     """The end of a worker that left no result, and why in one line."""
     where = f"in phase {seen.phase.value}"
     last = f": {tail[-1]}" if tail else ""
@@ -253,7 +289,16 @@ def _cause(worker: WorkerProcess, seen: Watched, tail: list[str]) -> tuple[End, 
         return End.HOST_OOM, f"a native library ran out of memory {where}{last}"
     if worker.signal_name is not None:
         return End.SIGNAL, f"ended by {worker.signal_name} {where}"
+    if _disk_is_full(folder.root):
+        last += f"; the disk of {folder.root} is full: {os.strerror(errno.ENOSPC)}"
     return End.ERROR, f"exited with code {worker.exit_code} {where} without a result{last}"
+
+
+def _disk_is_full(folder: Path) -> bool:
+    try:
+        return os.statvfs(folder).f_bavail == 0
+    except OSError:
+        return False
 
 
 def peaks(trail: list[Progress], process_bytes: int | None = None) -> Memory:
@@ -272,9 +317,9 @@ def peaks(trail: list[Progress], process_bytes: int | None = None) -> Memory:
 def _seal_interrupted(folder: SweepFolder, name: str) -> None:
     """The log says so; an earlier result still holds, and goes to its end again."""
     try:
-        with folder.log(name).open("a") as log:
-            log.write("interrupted before it was done\n")
-        if folder.result(name).exists():
+        _make_way(folder, folder.log(name))
+        plain_files.append(folder.log(name), b"interrupted before it was done\n")
+        if os.path.lexists(folder.result(name)):
             seal_log(folder.log(name), read_record(folder.result(name), CaseResult))
     except (OSError, RecordError):
         # The result's file itself is untouched; only the log stays without its last line.

@@ -18,7 +18,7 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
-from ..errors import TruemfuError, UsageError, closest
+from ..errors import TruemfuError, UsageError, brief, closest, text_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -74,7 +74,7 @@ def load_trainer(name: str) -> type[Trainer]:
     module_name, colon, class_name = home.partition(":")
     if not (module_name and colon and class_name):
         raise UsageError(
-            f"unknown trainer {name!r}{closest(name, TRAINERS)}: expected {', '.join(TRAINERS)} or "
+            f"unknown trainer {brief(name)}{closest(name, TRAINERS)}: expected {', '.join(TRAINERS)} or "
             "package.module:Class"
         )
     try:
@@ -82,7 +82,7 @@ def load_trainer(name: str) -> type[Trainer]:
     except (ImportError, AttributeError) as error:
         if isinstance(error, ImportError) and (error.name or "").split(".")[0] == "opacus":
             raise UsageError(f'{name} needs Opacus: pip install "truemfu[dp]"') from error
-        raise UsageError(f"cannot import {home!r}: {error}") from error
+        raise UsageError(f"cannot import {brief(home)}: {text_of(error)}") from error
     if not isinstance(found, type) or not callable(getattr(found, "step", None)):
         raise UsageError(f"{name!r} is no trainer: expected a class with step(batch)")
     if not isinstance(getattr(found, "private", None), bool):

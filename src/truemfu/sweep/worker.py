@@ -1,8 +1,8 @@
-"""One experiment in a process of its own: `python -m truemfu.sweep.worker`, started by the supervisor.
+"""One experiment in a process of its own, started by the supervisor (`launchers.local.WORKER`).
 
     die with the supervisor ─► imports ─► one order on stdin ─► its own log ─► experiment ─┐
                                (no CUDA)  (none: exit 0)                                   │
-                                 results/<name>.json, and the same as the log's last line ◄┘
+        to the supervisor, to results/<name>.json, and the same as the log's last line ◄───┘
 
 Exit codes: 0 measured (a probe: answered), 1 failed, with the reason in the result, 2 no order at all.
 The worker may be started long before its order: until then it only imports.
@@ -20,6 +20,10 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from typing import NoReturn
+
+from ..plain_files import open_plain
+from .process import ANSWER_NAME
 
 STARTED_AT_S = time.time()
 
@@ -29,6 +33,8 @@ _PR_SET_PDEATHSIG = 1
 def main() -> int:
     """Wait for an order, run it, say what became of it."""
     _die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a KeyboardInterrupt is then one that a trainer raises
+    answer_file = _answer_file()
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's greetings
     parser = argparse.ArgumentParser(prog="python -m truemfu.sweep.worker")
     parser.add_argument("--import", dest="imports", action="append", default=[], metavar="NAME")
@@ -40,7 +46,7 @@ def main() -> int:
 
     from ..errors import RecordError
     from .experiment import Experiment
-    from .last_words import report
+    from .last_words import Voice
     from .order import decode_order
     from .standard_trainer import make_optimizer
     from .trainers import TrainerSettings
@@ -59,10 +65,13 @@ def main() -> int:
         return 2
     began_at_s = time.time()
     _write_to(Path(order.log_path))
-    experiment = Experiment(order, started_at_s=STARTED_AT_S, began_at_s=began_at_s)
+    with contextlib.suppress(FileNotFoundError):  # the current folder may have been removed
+        sys.path.append(os.getcwd())  # a trainer or a factory there is found, behind installed packages
+    voice = Voice(answer_file)
+    experiment = Experiment(order, voice.say, started_at_s=STARTED_AT_S, began_at_s=began_at_s)
     if order.purpose == "probe":
         return 1 if experiment.probe() is None else 0
-    return report(experiment.run(), Path(order.folder))
+    return voice.report(experiment.run(), Path(order.folder))
 
 
 def _die_with_parent() -> None:
@@ -75,21 +84,40 @@ def _die_with_parent() -> None:
         os._exit(1)
 
 
+def _answer_file() -> int | None:
+    """The descriptor the supervisor reads the result from, which no child of the trainer's inherits."""
+    given = os.environ.pop(ANSWER_NAME, "")
+    if not given.isdigit():
+        return None
+    os.set_inheritable(int(given), False)
+    return int(given)
+
+
 def _write_to(log_path: Path) -> None:
     """From now on output goes to the case's own log, and nothing can be read any more."""
     sys.stdout.flush()
     sys.stderr.flush()
-    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
     nothing = os.open(os.devnull, os.O_RDONLY)
-    for source, target in ((nothing, 0), (log, 1), (log, 2)):
-        os.dup2(source, target)
-    os.close(log)
+    os.dup2(nothing, 0)
     os.close(nothing)
+    try:
+        log = open_plain(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW)
+    except OSError as error:
+        print(f"note: {log_path} cannot be written: {error.strerror}", flush=True)
+        return
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
 
 
-if __name__ == "__main__":
+def start() -> NoReturn:
+    """Work as a process of its own."""
     code = main()
-    with contextlib.suppress(OSError):  # the log's disk may be full
+    with contextlib.suppress(Exception):  # the log's disk may be full, or its streams closed
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)  # everything is written; taking torch and CUDA down in order takes longer than some steps
+
+
+if __name__ == "__main__":
+    start()

@@ -10,10 +10,12 @@ Nothing of the next worker runs while the current one measures. It does not touc
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
 
+from ... import plain_files
 from ...records import Phase, SweepCase
 from ..config import SweepConfig
 from ..gpus import chosen_gpus
@@ -21,7 +23,16 @@ from ..paths import SweepFolder
 from ..process import WorkerProcess
 from ..trainers import NEEDS_OPACUS
 
-WORKER = (sys.executable, "-m", "truemfu.sweep.worker")
+_START = """
+import sys
+if sys.path[:1] == [""]:
+    del sys.path[0]
+from truemfu.sweep.worker import start
+start()
+"""
+WORKER = (sys.executable, "-c", _START)
+"""Unlike `python -m`, without the current folder before the installed packages: a torch.py that happens to be
+there is not torch. A trainer in the current folder is found behind them."""
 
 
 class Slot:
@@ -33,6 +44,7 @@ class Slot:
         self.name = name
         self._visible_gpu = visible_gpu
         self._command = command
+        self._folder = folder
         self._ready: WorkerProcess | None = None
         self._ready_imports: list[str] = []
         # Two workers of a slot can be there at once, so two files take turns.
@@ -54,8 +66,9 @@ class Slot:
     def make_ready(self, case: SweepCase) -> None:
         """Start the worker of the next case; what it imports depends on the case."""
         if self._ready is None:
-            self._ready = self._start(case)
-            self._ready_imports = _imports(case)
+            with contextlib.suppress(OSError):  # then it is started when its turn comes, or says why not
+                self._ready = self._start(case)
+                self._ready_imports = _imports(case)
 
     def let_measure(self, phase: Phase) -> None:
         """Keep the next worker still while the current one is in a phase that measures."""
@@ -71,7 +84,8 @@ class Slot:
             self._ready.end()
             self._ready = None
         for log in self._logs:
-            log.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # a folder that cannot be written keeps its files
+                plain_files.remove(log)
 
     def _start(self, case: SweepCase) -> WorkerProcess:
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": self._visible_gpu}
@@ -79,6 +93,7 @@ class Slot:
             # Numbers then mean the same as in nvidia-smi.
             environment.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
         self._logs.reverse()
+        self._folder.make()  # an experiment may have removed it
         return WorkerProcess([*self._command, *_imports(case)], environment=environment, log=self._logs[0])
 
 
