@@ -62,7 +62,7 @@ def live():
     from truemfu.cli.live import progress
     from truemfu.records import CaseResult, Phase
     from truemfu.sweep.outcome import CaseState
-    files = Path("sweep/results").iterdir()
+    files = [Path("sweep/results", name) for name in ("standard.json", "a.json", "b.json")]
     results = [msgspec.json.decode(path.read_bytes(), type=CaseResult) for path in files]
     with progress() as listener:
         listener.started([result.name for result in results], results[:1])
@@ -120,7 +120,7 @@ def hostile():
 """
 
 
-def result(trainer: str, end: End) -> CaseResult:
+def result(trainer: str, name: str, end: End) -> CaseResult:
     case = SweepCase(
         trainer=trainer, model=EVIL, batch_size=4, seq_len=8, dtype=EVIL, optimizer=EVIL, device=EVIL
     )
@@ -156,7 +156,7 @@ def result(trainer: str, end: End) -> CaseResult:
         trace=EVIL,
     )
     return CaseResult(
-        name=f"{trainer}_bs4_seq8",
+        name=name,
         sweep_id="s",
         content_hash=EVIL,
         case=case,
@@ -178,20 +178,25 @@ def result(trainer: str, end: End) -> CaseResult:
 
 
 def write_sweep(folder: Path) -> None:
-    results = [result("StandardTrainer", End.OK), result(f"a{NAME}", End.OK), result(f"b{NAME}", End.ERROR)]
+    results = [
+        result("StandardTrainer", "standard", End.OK),
+        result(f"a{NAME}", "a", End.OK),
+        result(f"b{NAME}", "b", End.ERROR),
+    ]
     for part in ("logs", "results"):
         (folder / part).mkdir(parents=True)
-    for number, one in enumerate(results):
-        (folder / "results" / f"{number}{NAME}.json").write_bytes(encode(one))
+    for one in results:
+        (folder / "results" / f"{one.name}.json").write_bytes(encode(one))
+    renamed = encode(results[0]).replace(b'"standard"', json.dumps(NAME).encode())  # refused, with its name
+    (folder / "results" / f"{NAME}.json").write_bytes(renamed)
     (folder / "logs" / f"c{NAME}_bs4_seq8.log").write_text(f"{EVIL}\nlast {EVIL}\n")
     (folder / "logs" / f"d{NAME}_bs4_seq8.log").write_text(f"{{{EVIL}\n")
     (folder / "logs" / f"stranger{NAME}.log").write_text(EVIL)
-    names = [f"{number}{NAME}" for number in range(3)]
     record = SweepRecord(
         sweep_id="s",
         truemfu_version=EVIL,
         created_at_s=0.0,
-        cases=[*names, f"never{NAME}"],
+        cases=[*(one.name for one in results), "never"],
         config={"trainers": [EVIL]},
     )
     write_record(folder / "sweep.json", record)
@@ -226,6 +231,7 @@ def write_summary(path: Path) -> None:
         "executed_flops_per_s": 1e12,
         "executed_hfu": 0.5,
         "executed_over_expected": 1.0,
+        "executed_over_activity": None,
         "clock_hz": 1e9,
         "clock_source": EVIL,
         "energy_j_per_step": 1.0,
@@ -251,6 +257,10 @@ def write_summary(path: Path) -> None:
         "median_step_time_s": 1.0,
         "median_mfu": 0.5,
         "median_mfu_by_model": {EVIL: 0.5},
+        "between_steps_share": 0.5,
+        "forwards_between_steps": 1,
+        "model": {"name": EVIL, "parameters": 1, "trainable_parameters": 1},
+        "batch_shapes": [{EVIL: [1, 2]}],
         "median_hfu": 0.5,
         "hfu_method": EVIL,
         "peak_source": EVIL,

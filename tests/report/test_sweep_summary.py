@@ -320,7 +320,7 @@ ACTIVE = [
 def test_nothing_in_markdown_is_active_whatever_a_file_holds(text: str, make_result) -> None:
     from markdown_it import MarkdownIt
 
-    ok = make_result(name=text, device_name=text)
+    ok = make_result(device_name=text)  # a name that is no file name is refused by the record
     ok = msgspec.structs.replace(ok, case=msgspec.structs.replace(ok.case, model=text, trainer=text))
     failed = make_result("t:T", end=End.ERROR, message=text)
     summary = summary_of([ok, failed])

@@ -258,7 +258,7 @@ def _write_page(folder: Path, summary: SweepSummary) -> Path | None:
 
     page = folder / "report.html"
     if (instead := what_is_there(page)) is not None:
-        click.echo(f"warning: no report: {page} is {instead}, not a file", err=True)
+        say(f"warning: no report: {page} is {instead}, not a file", err=True)
         return None
     try:
         return write_sweep_page(page, summary)
