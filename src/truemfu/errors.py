@@ -107,10 +107,20 @@ _said: set[str] = set()
 
 
 def warn_once(message: str) -> None:
-    """Warn with `message` unless this process has said it already."""
-    if message not in _said:
-        _said.add(message)
+    """Warn with `message` unless this process has said it already.
+
+    Only a warning that a filter has turned into an error leaves it. A closed or failing stderr and a handler
+    of warnings that raises are no fault of the caller, who may be a training step.
+    """
+    if message in _said:
+        return
+    _said.add(message)
+    try:
         warnings.warn(message, TruemfuWarning, stacklevel=3)
+    except (TruemfuWarning, KeyboardInterrupt):
+        raise
+    except BaseException:
+        return
 
 
 def closest(name: str, known: Iterable[str]) -> str:

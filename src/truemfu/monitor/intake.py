@@ -17,6 +17,9 @@ from .host_values import HostValues
 from .notices import Notices
 from .step_note import StepPlace
 
+LARGEST_STEP = 2**63 - 1
+"""Beyond it a row cannot be written."""
+
 
 class Intake:
     """Lives on the training thread; remembers the last step's number and nothing else."""
@@ -27,13 +30,15 @@ class Intake:
         self._stride = 1
 
     def step_number(self, step: Any) -> int:
-        """The number of a step that is no plain integer; where it cannot be read, one more than the last."""
+        """The number of a step that is no small integer; where it cannot be read, one more than the last."""
         if not isinstance(step, torch.Tensor) or step.device.type == "cpu":
-            with contextlib.suppress(TypeError, ValueError, OverflowError, RuntimeError):
-                return int(step)
+            with contextlib.suppress(Exception):  # whatever an object does that is to be a number
+                number = int(step)
+                if abs(number) <= LARGEST_STEP:
+                    return number
         self._notices(
-            f"step cannot be read ({type(step).__name__}: a device tensor, or no number): "
-            "steps are counted instead"
+            f"step cannot be read ({type(step).__name__}: a device tensor, not a number, or one of more than "
+            "64 bits): steps are counted instead"
         )
         return 0 if self.last_step is None else self.last_step + 1
 

@@ -50,7 +50,7 @@ from .frequency import DETAILS_S, StepsOrSeconds
 from .hardware_watch import HardwareWatch, open_watch
 from .hardware_windows import HardwareWindows
 from .host_values import HostValues, SentNumbers
-from .intake import Intake
+from .intake import LARGEST_STEP, Intake
 from .kept_forms import KeptForms
 from .measuring import Measuring
 from .model_state import States, facts_of
@@ -122,6 +122,8 @@ class TrainingMonitor:
         override_flops_per_s()  # raises where the environment's peak is no number
         self._audited = None if self.config.audit is None else read_audit(Path(self.config.audit))
         self.output_dir = Path(output_dir)
+        if "\0" in str(self.output_dir) or "\0" in log_file:
+            raise UsageError("output_dir and log_file must be names of files: they hold a NUL character")
         if Path(log_file).name == RUN_FILE:
             raise UsageError(
                 f"log_file must have another name than {RUN_FILE}, which holds what is true of the run"
@@ -224,7 +226,11 @@ class TrainingMonitor:
                 f"observe expects the batch as the model takes it, got {type(batch).__name__}: not noted"
             )
         elif not self._pauses:
-            given = batch if isinstance(batch, Mapping) else dict(enumerate(batch))
+            given: Batch | None
+            try:
+                given = batch if isinstance(batch, Mapping) else dict(enumerate(batch))
+            except Exception:  # a sequence of the caller's own may do anything
+                given = None
             self._guarded(self._note, given, time.perf_counter(), None if gives_sizes_only else 0)
 
     def data(self, loader: Iterable[Any]) -> WatchedData:
@@ -351,6 +357,7 @@ class TrainingMonitor:
         profiling_s = self._resolver.profile_cost_s if self._is_set_up else 0.0
         lost_steps = self._resolver.lost_steps if self._is_set_up else 0
         failed_steps = self._resolver.failed_steps if self._is_set_up else 0
+        stranded = self._resolver.stranded_steps if self._is_set_up else 0
         run = totals.as_dict()
         logged = self._logged + self._usual.waiting
         own_s = (self._own_time_s + self._usual.own_s) / logged if logged else None
@@ -378,6 +385,7 @@ class TrainingMonitor:
             "lost": [
                 *([f"{lost_steps:,} steps: the monitor was held up"] if lost_steps else []),
                 *([f"{failed_steps:,} steps: they could not be worked out"] if failed_steps else []),
+                *([f"{stranded:,} steps: the run ended before they were worked out"] if stranded else []),
                 *self._output.lost(),
             ],
             "warnings": list(dict.fromkeys((*self._notices.texts, *missed.values()))),
@@ -424,7 +432,8 @@ class TrainingMonitor:
         try:
             if self._ranks.is_first:
                 self._output.close(self.summary, _CLOSE_TIMEOUT_S)
-                show(self.summary())
+                with contextlib.suppress(Exception):  # stderr is closed or fails; the files have it
+                    show(self.summary())
         finally:
             if self._leave_signals is not None:
                 self._leave_signals()
@@ -527,6 +536,13 @@ class TrainingMonitor:
             f"the monitor failed and is switched off, the training goes on: {type(error).__name__}: {error}"
         )
 
+    def _ensure_set_up(self, tensors: Batch) -> None:
+        """Set up once, also where two threads come first at the same time."""
+        if not self._is_set_up:
+            with self._turn:
+                if not self._is_set_up:
+                    self._set_up(self._model_device(tensors))
+
     def _set_up(self, device: torch.device) -> None:
         """Make what depends on the device and the job, at the first batch or step."""
         self._device, self._pid = device, os.getpid()
@@ -621,14 +637,16 @@ class TrainingMonitor:
         `slot` is None for one that tells the step's samples and tokens alone.
         """
         is_check = slot is not None and self._measuring.check_is_due(slot)
-        if not self._is_set_up:
-            self._set_up(self._model_device(batch or {}))
+        self._ensure_set_up(batch or {})
         self._stop_usual()  # sending anything is left to `log_step`: this may be inside a capture
         self._is_looked_at = True
         batches = self._batches
         batches.keeps_integers = self._counts.values_matter
         name = None if watched is None else watched.name
-        template = batches.template_of(batch, slot=slot, model=name)
+        try:
+            template = batches.template_of(batch, slot=slot, model=name)
+        except Exception:  # an argument may do anything when it is looked at, or contain itself
+            template = None
         if template is None:
             batches.is_incomplete = True
             self._notices(_UNTOLD)
@@ -678,8 +696,7 @@ class TrainingMonitor:
         if self._is_closed:
             self._notices("log_step was called after close(): the step is not logged")
             return
-        if not self._is_set_up:
-            self._set_up(self._model_device({"loss": loss}))
+        self._ensure_set_up({"loss": loss})
         if os.getpid() != self._pid:
             self._is_broken = True
             self._notices("this process was forked from the one that is monitored: its steps are not logged")
@@ -698,7 +715,8 @@ class TrainingMonitor:
             )
         measuring = self._measuring
         profile = None if measuring.profiler is None else measuring.end_step()
-        step = step if type(step) is int else intake.step_number(step)
+        if type(step) is not int or not -LARGEST_STEP <= step <= LARGEST_STEP:
+            step = intake.step_number(step)
         place = StepPlace(step, intake.steps_since_last(step))
         take = intake.number  # floats, the usual case, need no look
         mask_tokens, mask_useful_tokens = (

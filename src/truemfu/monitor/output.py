@@ -13,7 +13,6 @@ else; what is lost is counted.
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,6 +23,7 @@ from typing import Any
 
 import msgspec
 
+from .. import plain_files
 from ..commit import git_commit
 from ..errors import UsageError, one_line
 from ..provenance import command, library_versions, redacted_data
@@ -238,10 +238,8 @@ class Output:
 
     def _write_run(self, run: Mapping[str, Any]) -> None:
         path = self._dir / RUN_FILE
-        temporary = path.with_suffix(".tmp")
         try:
-            temporary.write_bytes(msgspec.json.format(msgspec.json.encode(redacted_data(run)), indent=2))
-            os.replace(temporary, path)
+            plain_files.replace(path, msgspec.json.format(msgspec.json.encode(redacted_data(run)), indent=2))
         except OSError as error:
             self._notice(f"{path.name} could not be written: {error}")
 

@@ -165,10 +165,10 @@ class Resolver:
         return since_s is not None and now_s - since_s > _FAILING_S
 
     def _run(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # else this thread would open a context on device 0
-            leave_captures_alone()
-        self._counts.read_kept()
+        try:
+            self._prepare()
+        except BaseException as error:
+            self._notices(f"the monitor's thread could not be prepared: {one_line(error)}")
         is_sent = False
         while not self._stopping:
             self._wake.wait(_ARRIVES_S if is_sent else _WAKE_EVERY_S)
@@ -178,10 +178,21 @@ class Resolver:
                 is_sent = self._send_held()
                 self._drain()
                 self._failing_since_s = None
-            except Exception as error:  # the device does not answer: the next time it may
+            except BaseException as error:  # the device does not answer, or a model's code wants to exit
                 self._failing_since_s = self._failing_since_s or time.perf_counter()
                 self._notices(f"steps cannot be worked out: {one_line(error)}")
             self.own_time_s += time.thread_time() - began
+
+    def _prepare(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # else this thread would open a context on device 0
+            leave_captures_alone()
+        self._counts.read_kept()
+
+    @property
+    def stranded_steps(self) -> int:
+        """Steps that will not become rows any more: the thread has ended before them."""
+        return 0 if self._thread.is_alive() else self._taken - self._done - self.lost_steps
 
     def _drain(self) -> None:
         done_before = self._done
@@ -197,7 +208,7 @@ class Resolver:
                         self._put_piece(oldest)
                     else:
                         self._put_step(oldest)
-                except Exception as error:
+                except BaseException as error:
                     self._not_logged(error, _steps_in(oldest))
                 self._done += _steps_in(oldest)
         finally:
@@ -211,9 +222,9 @@ class Resolver:
                 self._oldest = self._pending.popleft()
         return self._oldest
 
-    def _not_logged(self, error: Exception, steps: int) -> None:
+    def _not_logged(self, error: BaseException, steps: int) -> None:
         self.failed_steps += steps
-        self._notices(f"a step could not be worked out and is not logged: {type(error).__name__}: {error}")
+        self._notices(f"a step could not be worked out and is not logged: {one_line(error)}")
 
     def _is_ready(self, note: StepNote | UsualPiece) -> bool:
         if isinstance(note, UsualPiece):
