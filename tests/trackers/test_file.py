@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from math import inf, nan
 from pathlib import Path
 from typing import Any
@@ -234,6 +236,63 @@ def test_a_full_disk_leaves_a_log_that_loads_and_is_said_once(tmp_path: Path) ->
     assert 0 < len(found) < 1000
     assert int(lost) == 1000 - len(found)
     assert path.stat().st_size <= 10_000
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of its own of 256 kB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)], capture_output=True, check=False
+    )
+    if made.returncode:
+        pytest.skip("no disk can be mounted here")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_rows_that_meet_a_full_disk_are_written_when_it_has_room_again(small_disk: Path) -> None:
+    path, said = small_disk / "log.json", []
+    lane = Lane(JsonArrayFile(path), "file", notice=said.append)
+    lane.start({})
+    neighbour = small_disk / "neighbour"
+    for step in range(1, 401):
+        if step == 100:
+            with contextlib.suppress(OSError):
+                neighbour.write_bytes(bytes(1 << 20))
+        if step == 300:
+            neighbour.unlink()
+        lane.put(step, {"training/loss": 0.25, "text": "x" * 50})
+        if step % 50 == 0:
+            lane.flush()
+            assert lane.wait_until_idle(10)
+    lane.close({}, timeout_s=10)
+    assert steps(path) == list(range(1, 401))
+    assert lane.lost_rows == 0
+    assert len(said) == 1
+    assert "cannot write now, its rows are kept: OSError: [Errno 28]" in said[0]
+
+
+def test_rows_that_no_disk_ever_takes_are_counted(small_disk: Path) -> None:
+    path, said = small_disk / "log.json", []
+    lane = Lane(JsonArrayFile(path), "file", notice=said.append)
+    lane.start({})
+    for step in range(1, 201):
+        if step == 101:
+            lane.flush()
+            assert lane.wait_until_idle(10)
+            with contextlib.suppress(OSError):
+                (small_disk / "neighbour").write_bytes(bytes(1 << 20))
+        lane.put(step, {"training/loss": 0.25, "text": "x" * 500})
+        if step > 101 and step % 20 == 0:
+            lane.flush()
+            assert lane.wait_until_idle(10)
+    lane.close({}, timeout_s=10)
+    found = steps(path)
+    assert found == list(range(1, len(found) + 1))
+    assert 100 <= len(found) < 200
+    assert lane.lost_rows == 200 - len(found)
 
 
 READ_ONLY = """

@@ -37,6 +37,10 @@ class Tracker(Protocol):
         """Once, after the last row: write everything, close."""
 
 
+class WriteLater(Exception):
+    """Raised by `flush`: the rows cannot be written now, are kept by the tracker and wait for the next."""
+
+
 _METHODS = ("start", "log", "flush", "finish")
 
 

@@ -5,6 +5,8 @@
     {"global_step": 2, "training/loss": 2.4}
     ]
 
+A write that fails for a reason that may pass (a full disk) is tried again with the next rows.
+
 Rows are encoded together when they are flushed, and written in one `pwrite` that starts on the closing
 bracket and ends with a new one. A process killed inside that write leaves a torn last row, which the next
 start cuts off; every row flushed before is whole.
@@ -29,8 +31,8 @@ from typing import Any
 
 import msgspec
 
-from ..errors import warn_once
-from .base import known
+from ..errors import one_line, warn_once
+from .base import WriteLater, known
 
 _CLOSING = b"\n]\n"
 _NOTHING_YET = b"["
@@ -38,6 +40,12 @@ _NULL = b"null"
 """What becomes of None, and of a number that is not finite."""
 _writing: set[Path] = set()  # a lock on a file does not keep the process that has it from taking it again
 _ROWS = msgspec.json.Decoder(list[msgspec.Raw])
+
+
+_MAY_PASS = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EAGAIN, errno.ESTALE, errno.ETIMEDOUT))
+"""Errors of a disk or a network that the next write may not meet."""
+_MOST_KEPT = 100_000
+"""Rows that wait for the disk."""
 
 
 class JsonArrayFile:
@@ -95,24 +103,37 @@ class JsonArrayFile:
             return json.dumps(row, default=_plain, allow_nan=False).encode()
 
     def flush(self) -> None:
-        """Write the rows that wait; the file loads before and after, and also where the disk is full."""
+        """Write the rows that wait; the file loads before and after, and also where the disk is full.
+
+        Where that may pass, the rows are kept, and `WriteLater` is raised.
+        """
+        try:
+            self._write_waiting()
+        except OSError as error:
+            if error.errno not in _MAY_PASS or len(self._waiting) > _MOST_KEPT:
+                raise
+            raise WriteLater(one_line(error)) from error
+
+    def _write_waiting(self) -> None:
         if not self._waiting:
             return
-        waiting, self._waiting = self._waiting, []
-        rows, problem = self._encoded(waiting)
+        rows, problem = self._encoded(self._waiting)
         if rows:
             self._write((b"\n" if self._is_empty else b",\n") + rows)
             self._is_empty = False
+        self._waiting = []
         if problem is not None:
             raise problem
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write the rest and close."""
-        self.flush()
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
-            _writing.discard(self.path.resolve())
+        try:
+            self._write_waiting()
+        finally:
+            if self._fd is not None:
+                os.close(self._fd)
+                self._fd = None
+                _writing.discard(self.path.resolve())
 
     def _write(self, text: bytes) -> None:
         """Put `text` where the closing bracket is and a new one behind it, or leave the file as it was."""

@@ -3,10 +3,10 @@
     put ─► rows (bounded) ─► the lane's thread ─► tracker.log
 
 The thread sleeps until `wake`, `flush` or `close`, or until rows are to be flushed: rows put without one of
-them wait. A full lane drops its oldest row. A tracker that raises is switched off, said once, and what it did
-not get is counted. The thread is a daemon and exists only in the process that started it: a forked worker
-that inherits a lane writes nothing. What a tracker is given is its own copy: one that changes it changes it
-for no other.
+them wait. A full lane drops its oldest row. A tracker that raises is switched off, with one warning, and what
+it did not get is counted; one that keeps its rows because it cannot write now is asked again. The thread is a
+daemon and exists only in the process that started it: a forked worker that inherits a lane writes nothing.
+What a tracker is given is its own copy: one that changes it changes it for no other.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from copy import deepcopy
 from typing import Any
 
 from ..errors import one_line
-from .base import Tracker
+from .base import Tracker, WriteLater
+
+_AGAIN_S = 5.0
+"""Until a tracker that could not write is asked again."""
 
 
 class Lane:
@@ -59,6 +62,8 @@ class Lane:
         self._finish_asked_s: float | None = None
         self._is_off = False
         self._is_full = False
+        self._is_put_off = False
+        """Whether the tracker could not write once; that is said once."""
         self._is_closed = False
         self._pid = os.getpid()
         self._thread: threading.Thread | None = None
@@ -149,9 +154,7 @@ class Lane:
                 self._hand_over()
                 if (asked > self._answered or self._flush_is_due()) and not self._is_off:
                     self._at_risk = self._unflushed
-                    self._tracker.flush()
-                    self._unflushed = self._at_risk = 0
-                    self._flush_due_s = None
+                    self._flush_tracker()
                     self._answer(asked)
                 if summary is not None and not self._is_off:
                     self._at_risk = self._unflushed
@@ -162,6 +165,20 @@ class Lane:
             self._switch_off(one_line(problem), then="it is switched off, its rows are lost from here on")
         finally:
             self._answer(self._asked)
+
+    def _flush_tracker(self) -> None:
+        """Let the tracker write; one that keeps its rows for now is asked again soon."""
+        try:
+            self._tracker.flush()
+        except WriteLater as problem:
+            self._flush_due_s = time.monotonic() + _AGAIN_S
+            if not self._is_put_off:
+                self._notice(f"tracker {self.name} cannot write now, its rows are kept: {problem}")
+            self._is_put_off = True
+        else:
+            self._unflushed = 0
+            self._flush_due_s = None
+        self._at_risk = 0
 
     def _flush_is_due(self) -> bool:
         now_s = time.monotonic()
