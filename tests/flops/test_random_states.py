@@ -18,6 +18,8 @@ from truemfu import count_flops
 
 X = torch.ones(4, 8)
 
+pytestmark = pytest.mark.filterwarnings("ignore:operators that may do matrix work.*data_ptr")
+
 
 class Checkpointed(nn.Module):
     """Its checkpoints set the random state back and forth, with dropout inside."""
@@ -71,10 +73,12 @@ def drawn_by_a_thread(draw: Callable[[], Any], meanwhile: Callable[[], None]) ->
     seed()
     thread = threading.Thread(target=fetch)
     thread.start()
-    is_drawing.wait()
-    meanwhile()
-    is_over.set()
-    thread.join()
+    try:
+        is_drawing.wait()
+        meanwhile()
+    finally:
+        is_over.set()
+        thread.join()
     return numbers
 
 

@@ -23,6 +23,7 @@ from truemfu import TrainingMonitor
 BOTH = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=["SIGTERM", "SIGHUP"])
 RUN = """
     import os, signal, sys, threading, time
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has it ignored
     import torch
     from torch import nn
     from truemfu import TrainingMonitor
