@@ -70,6 +70,42 @@ def test_versions_are_those_of_imported_libraries() -> None:
     assert library_versions()["torch"] == str(torch.__version__)
 
 
+@pytest.mark.parametrize(
+    ("given", "secrets"),
+    [
+        (["--password=hunter2 with spaces"], ["hunter2", "with spaces"]),
+        (["--password", "-hunter2"], ["hunter2"]),
+        (["--secret", "--abc123xyz"], ["abc123xyz"]),
+        (["--hftoken", "xyzzy-plugh"], ["xyzzy-plugh"]),
+        (["--authToken", "xyzzy-plugh"], ["xyzzy-plugh"]),
+        (["--pass", "xyzzy-plugh"], ["xyzzy-plugh"]),
+        (["--pw=xyzzy-plugh"], ["xyzzy-plugh"]),
+        (["HF_TOKEN", "abcdefg"], ["abcdefg"]),
+        (["postgres://u:p@ss@host/db"], ["p@ss", "ss@"]),
+        (['{"password":["a1b2c3","e5f6g7"]}'], ["a1b2c3", "e5f6g7"]),
+        (['token="a\\"bcdefg"'], ["bcdefg"]),
+        (["https://x.org/?sig=abcdef123"], ["abcdef123"]),
+        (["0123456789abcdef0123456789abcdef01234567"], ["0123456789abcdef"]),
+    ],
+)
+def test_odd_spellings_of_secrets_are_hidden(given: list[str], secrets: list[str]) -> None:
+    shown = " ".join(redacted_arguments(given))
+    assert HIDDEN in shown
+    assert not [secret for secret in secrets if secret in shown]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["--max-tokens", "4096", "--tokenizer", "gpt2", "--use-auth-token", "--lr", "0.1"],
+        ["--pad_token=50256", "--keys", "a,b", "--num-passes", "3", "--monkey", "see"],
+        ["--passes=3", "--author", "me", "https://example.org/a@b"],
+    ],
+)
+def test_what_is_no_secret_is_shown(given: list[str]) -> None:
+    assert redacted_arguments(given) == given
+
+
 TRAINING = """
     import sys, torch
     from torch import nn

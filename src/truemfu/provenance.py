@@ -35,14 +35,17 @@ _MAX_ARGUMENTS, _MAX_CHARACTERS = 200, 2000
 
 _SECRET = (
     r"(?:api[_-]?key|access[_-]?key|secret|password|passwd|passphrase|credentials?|private[_-]?key|"
-    r"(?<![a-z])(?:key|token|auth|pwd|bearer)(?![a-z]))"
+    r"(?:token|auth)(?![a-z])|(?<![a-z])(?:key|pwd|pw|pass|bearer|sig|signature|session)(?![a-z]))"
 )
 _NAMES_SECRET = re.compile(_SECRET, re.IGNORECASE)
 _ASSIGNED = re.compile(
-    rf"""(["']?[\w.+/-]*{_SECRET}[\w.-]*["']?\s*[=:]\s*)("[^"]*"|'[^']*'|[^\s,;&}}\]]+)""", re.IGNORECASE
+    rf"""(["']?[\w.+/-]*{_SECRET}[\w.-]*["']?\s*[=:]\s*)("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|\[[^\]]*\]|[^\s,;&}}\]]+)""",
+    re.IGNORECASE,
 )
 _SCHEME = re.compile(r"\b(bearer|basic)\s+[\w.~+/=-]{6,}", re.IGNORECASE)
-_USER_IN_URL = re.compile(r"(\w://)[^/\s@]+@")
+_USER_IN_URL = re.compile(r"(\w://)[^/\s]+@")
+_BARE_KEY = re.compile(r"[0-9a-f]{40}")
+"""Keys of W&B; a commit looks the same, so this is for arguments alone."""
 _KNOWN_KEY = re.compile(
     r"(?<![A-Za-z0-9])(?:hf_|sk-|sk_|ghp_|gho_|ghs_|github_pat_|glpat-|xox[abpr]-|AKIA|ASIA|AIza|eyJ|wandb_v1_)"
     r"[\w.-]{8,}"
@@ -51,6 +54,7 @@ _HARMLESS = re.compile(r"""["']?(?:-?\d{1,6}(?:\.\d*)?|true|false|none|null|<[\w
 _ALWAYS = re.compile(r"secret|passw|passphrase|pwd|credential|(?:api|access|private)[_-]?key", re.IGNORECASE)
 """Names whose values are hidden even where they are plain numbers."""
 _MIN_SECRET = 6
+_NAME = re.compile(r"-{0,2}[\w.+-]+")
 
 
 def library_versions(installed: Iterable[str] = ()) -> dict[str, str]:
@@ -86,12 +90,24 @@ def command() -> list[str]:
 def redacted_arguments(arguments: Sequence[str]) -> list[str]:
     """Arguments of a command line without secrets: also those that follow a name such as --api-key."""
     shown: list[str] = []
-    name = ""
+    before = ""
     for argument in arguments:
-        is_value = not argument.startswith("-") and bool(_NAMES_SECRET.search(name))
-        shown.append(HIDDEN if is_value and _is_hidden(name, argument) else redacted(argument))
-        name = argument if argument.startswith("-") and "=" not in argument else ""
+        shown.append(_redacted_argument(argument, before))
+        before = argument if argument.startswith("-") or argument.isupper() else ""
     return shown
+
+
+def _redacted_argument(argument: str, before: str) -> str:
+    """One argument; the one before it may be the name of a secret, whose value this is."""
+    name, is_assigned, value = argument.partition("=")
+    is_named = bool(is_assigned and _NAME.fullmatch(name) and _NAMES_SECRET.search(name))
+    if is_named and _is_hidden(name, value):
+        return f"{name}={HIDDEN}"
+    if "=" not in before and _NAMES_SECRET.search(before):
+        is_option = argument.startswith("-") and not _ALWAYS.search(before)
+        if not is_option and _is_hidden(before, argument):
+            return HIDDEN
+    return HIDDEN if _BARE_KEY.fullmatch(argument) else redacted(argument)
 
 
 def redacted(text: str) -> str:

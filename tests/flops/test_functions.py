@@ -592,3 +592,45 @@ def test_ligers_head_has_the_plain_heads_integers(reduction: str, is_trained: bo
     for count in counts:
         assert parts(count) == (2, 2 + is_trained, int(reduction == "none"))
         assert set(count.uncounted) <= {"triton::liger_cross_entropy_kernel", "triton::element_mul_kernel"}
+
+
+class _KeepsGradient(torch.autograd.Function):
+    """As Megatron does: the weight's gradient is left in a tensor of the weight's own, not returned."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        ctx.weight.main_grad = gradient.t() @ x
+        return gradient @ ctx.weight.detach(), None
+
+
+class _ForNothing(_KeepsGradient):
+    """The same product, with a result that nobody gets."""
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        gradient.t().matmul(x)
+        return gradient @ ctx.weight.detach(), None
+
+
+@pytest.mark.parametrize(("function", "recomputed"), [(_KeepsGradient, 0), (_ForNothing, 1)])
+def test_a_gradient_that_is_kept_beside_the_weight_is_backward(function: Any, recomputed: int) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.weight = nn.Linear(8, 8, bias=False), nn.Parameter(torch.randn(8, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return function.apply(self.first(x), self.weight)
+
+    one = 2 * 4 * 8 * 8
+    count = count_flops(Net(), (torch.randn(4, 8),))
+    assert (count.forward, count.backward) == (2 * one, (3 - recomputed) * one)
+    assert count.recompute == recomputed * one

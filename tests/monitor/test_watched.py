@@ -287,3 +287,53 @@ def test_flops_that_are_no_positive_number_are_not_used(tmp_path: Path, wrong: A
                 monitor.log_step(step, 0, 1.0, 1.0, 1.0, flops=wrong)
     wanted = count_flops(model, (torch.randn(4, 8),)).model_flops
     assert [flops_of(row) for row in rows_in(tmp_path)] == [wanted] * 3
+
+
+def test_of_several_models_one_that_is_compiled_later_is_watched_on(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    models = {"a": Critic(), "b": Critic()}
+    with monitor_of(tmp_path, models) as monitor:
+        for step in range(1, 8):
+            if step == 4:
+                models["a"].compile(backend="aot_eager")
+            sum(model(torch.randn(4, 8)) for model in models.values()).backward()  # type: ignore[union-attr]
+            monitor.log_step(step, 0, 1.0, 1.0, 1.0)
+    one = count_flops(Critic(), (torch.randn(4, 8),)).model_flops
+    rows = rows_in(tmp_path)
+    assert [flops_of(row) for row in rows] == [None if step == 4 else 2 * one for step in range(1, 8)]
+    assert flops_of(rows[-1], "perf/mfu/a") == one
+
+
+def test_a_layer_that_is_always_frozen_does_not_hide_that_the_rest_is_frozen_too(tmp_path: Path) -> None:
+    generator, critic = Generator(), Critic()
+    for parameter in critic.one.parameters():
+        parameter.requires_grad_(False)
+    with monitor_of(tmp_path, {"generator": generator, "critic": critic}) as monitor:
+        for step in range(1, 5):
+            made = generator(torch.randn(5, 4))
+            critic(made.detach()).backward()
+            critic.two.requires_grad_(False)
+            critic(made).backward()
+            critic.two.requires_grad_(True)
+            monitor.log_step(step, 0, 1.0, 1.0, 1.0)
+    one, two = 2 * 5 * 8 * 32, 2 * 5 * 32 * 1
+    wanted = (one + two) + two + (one + two) + (one + two)  # the last layer's weights; down to the picture
+    assert [flops_of(row, "perf/mfu/critic") for row in rows_in(tmp_path)] == [wanted] * 4
+
+
+def test_names_are_those_of_the_last_attach(tmp_path: Path) -> None:
+    one, two = Critic(), Critic()
+    with monitor_of(tmp_path, one) as monitor:
+        given: list[Any] = [one, [one, two], {"p": one, "q": two}, one]
+        for step, models in enumerate(given, 1):
+            monitor.attach(models)
+            (one(torch.randn(4, 8)) + two(torch.randn(4, 8))).backward()
+            monitor.log_step(step, 0, 1.0, 1.0, 1.0)
+    found = [[key.rpartition("/")[2] for key in row if "perf/mfu/" in key] for row in rows_in(tmp_path)]
+    assert found == [[], ["Critic_0", "Critic_1"], ["p", "q"], []]
+
+
+def test_names_of_classes_that_clash_are_refused(tmp_path: Path) -> None:
+    clashing = type("Linear_1", (nn.Linear,), {})
+    with pytest.raises(UsageError, match="clash"):
+        monitor_of(tmp_path, [nn.Linear(1, 1), nn.Linear(1, 1), clashing(1, 1)])

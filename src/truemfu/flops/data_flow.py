@@ -7,7 +7,8 @@ product is filed by where its operands come from and where its result goes:
                   reaches only a gradient that backward returns   backward, computed early
                   reaches only a gradient that is dropped         recompute
     in backward   an operand depends on the incoming gradient, and the result
-                  reaches a gradient that an input needs          backward
+                  reaches a gradient that an input needs, or a
+                  tensor that outlives the call (`main_grad`)     backward
                   anything else                                   recompute
 
 Contents are followed by storage, so views share theirs and writes in place add to it. A Triton kernel is
@@ -180,7 +181,15 @@ class DataFlow:
         self._file(needed & self._unused & ~run.products, "backward")
         self._file(dropped & self._unused & ~run.products & ~needed, "recompute")
         if run.is_judged:
-            self._file(run.products & ~needed, "recompute")
+            kept = self._alive() & ~dropped
+            self._file(run.products & ~needed & ~kept, "recompute")
+
+    def _alive(self) -> int:
+        """The products in tensors that still exist: a gradient may be added to one instead of being returned."""
+        products = 0
+        for content in list(self._contents.values()):
+            products |= content.products
+        return products
 
     def _file(self, bits: int, phase: str) -> None:
         while bits:

@@ -708,7 +708,10 @@ class TrainingMonitor:
         intake = self._intake
         given_flops = None if flops is None else intake.flops(flops)
         has_batches = batches.notes or batches.is_missing or self._is_manual or given_flops is not None
-        if not has_batches and self._attachments and not self._were_compiled():
+        is_one = self._models is None or self._models.is_one
+        if (not is_one or not has_batches) and self._were_compiled():
+            batches = batches._replace(is_missing=True)
+        elif not has_batches and self._attachments:
             self._notices(
                 "a step without a training forward pass of the attached model has no MFU: "
                 "attach what you call (a model compiled later, its wrapper), or call monitor.observe(batch)"

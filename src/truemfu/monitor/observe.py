@@ -206,6 +206,7 @@ class BatchNotes:
         if (
             last is not None
             and last.slot == slot
+            and last.template.model == model
             and last.autocast == autocast
             and tuple(batch) == tuple(last.looks)
             and are_like(tuple(batch.values()), tuple(last.looks.values()))
@@ -215,6 +216,7 @@ class BatchNotes:
             return None
         key = (
             slot,
+            model,
             autocast,
             *[
                 (k, Look.at(v))
@@ -254,7 +256,7 @@ class BatchNotes:
     def shapes(self) -> list[dict[str, list[int]]]:
         """The shapes of the tensors of the batches so far, the latest few kinds of them."""
         latest = list(self._templates)[-_SHAPES_SHOWN:]
-        return [{str(k): list(v.shape) for k, v in key[2:] if isinstance(v, Look)} for key in latest]
+        return [{str(k): list(v.shape) for k, v in key[3:] if isinstance(v, Look)} for key in latest]
 
     @property
     def usual(self) -> UsualBatch | None:

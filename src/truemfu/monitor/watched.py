@@ -4,9 +4,9 @@
     attach([generator, critic])   ─► each, named after its class; a mapping gives the names
     a model without `forward`     ─► its parts: the outermost modules that have one, and parameters
 
-Every forward pass of a watched module is filed under a slot: the module, and whether it is trained or frozen
-at that moment (a GAN freezes its discriminator while the generator learns). A model's state is taken and
-counted for each slot.
+Every forward pass of a watched module is filed under a slot: the module, and whether any of it is trained or
+all of it frozen at that moment (a GAN freezes its discriminator while the generator learns). A model's state
+is taken and counted for each slot.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class WatchedModels:
     def __init__(self, models: Models) -> None:
         named = _named(models)
         self._roots = tuple(map(weakref.ref, named.values()))
+        self._names = list(named)
         self.modules: list[Watched] = []
         for name, model in named.items():
             for part in _parts(model):
@@ -66,16 +67,16 @@ class WatchedModels:
         return self._roots[0]()
 
     def are(self, models: Models) -> bool:
-        """Whether these are the models that are watched."""
-        return [root() for root in self._roots] == list(_named(models).values())
+        """Whether these are the models that are watched, under these names."""
+        named = _named(models)
+        return self._names == list(named) and [root() for root in self._roots] == list(named.values())
 
     def slot(self, watched: Watched) -> int:
         """The number under which a forward pass of this module is filed now."""
         if self.is_one:
             return 0
         module = watched.module
-        first = None if module is None else next(module.parameters(), None)
-        is_frozen = first is not None and not first.requires_grad
+        is_frozen = module is not None and not any(p.requires_grad for p in module.parameters())
         return _CONDITIONS * self.modules.index(watched) + is_frozen
 
 
@@ -97,6 +98,8 @@ def _named(models: Models) -> dict[str, nn.Module]:
             f"{name}_{number}" if name in repeated else name: model
             for number, (name, model) in enumerate(zip(names, models, strict=True))
         }
+        if len(found) < len(names):
+            raise UsageError("the names of the models' classes clash: give a mapping of names to models")
     else:
         raise UsageError(f"{_EXPECTED}; got {type(models).__name__}")
     wrong = [type(model).__name__ for model in found.values() if not isinstance(model, nn.Module)]
