@@ -205,7 +205,7 @@ def test_a_loader_that_is_read_without_an_end_keeps_no_memory(monkeypatch: pytes
     monkeypatch.setattr(between_steps, "_now_s", iter(range(10_000)).__next__)
     for _ in range(1000):
         noted.wait_begins()
-        noted.wait_ends()
+        noted.wait_ends(has_batch=True)
     assert len(noted.waits) == 64
     assert sum(wait.seconds for wait in noted.waits) == 1000
 
@@ -215,7 +215,7 @@ def test_a_wait_of_another_thread_is_not_the_trainings() -> None:
 
     def wait() -> None:
         noted.wait_begins()
-        noted.wait_ends()
+        noted.wait_ends(has_batch=True)
 
     other = threading.Thread(target=wait)
     other.start()
@@ -306,3 +306,19 @@ def test_evaluation_in_the_trainer_of_transformers_is_other(tmp_path: Path) -> N
         assert row["perf/between_steps"] > 3 * (SLEEP_S + 0.03) * 0.9
         assert row["perf/data_wait"] < 0.08
     assert sum(row["perf/data_wait"] for row in steady) > 0.02 * len(steady) * 0.8
+
+
+def test_the_end_of_an_evaluation_is_no_wait_of_the_training(tmp_path: Path) -> None:
+    """An evaluation between the training's loading and its step leaves what was waited for unknown, not 0."""
+    model = nn.Linear(4, 4)
+    other = torch.utils.data.DataLoader(torch.randn(4, 4), batch_size=2)
+    with TrainingMonitor(tmp_path, model=model) as monitor:
+        for step, x in enumerate(torch.utils.data.DataLoader(torch.randn(12, 4), batch_size=2), 1):
+            for y in other:
+                with torch.no_grad():
+                    model(y)
+            model(x).sum().backward()
+            monitor.log_step(step, 0, 1.0, 1.0, 1.0)
+    rows = json.loads((tmp_path / "training_log.json").read_text())
+    assert len(rows) == 6
+    assert not [row for row in rows if row.get("perf/data_wait") == 0]

@@ -185,7 +185,7 @@ class DataFlow:
             self._file(run.products & ~needed & ~kept, "recompute")
 
     def _alive(self) -> int:
-        """The products in tensors that still exist: a gradient may be added to one instead of being returned."""
+        """The products in tensors that still exist: a gradient may be added to one, and not returned."""
         products = 0
         for content in list(self._contents.values()):
             products |= content.products

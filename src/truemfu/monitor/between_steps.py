@@ -88,12 +88,12 @@ class BetweenSteps:
         if self._depth == 1:
             self._began_s = _now_s()
 
-    def wait_ends(self, *, is_given: bool = False) -> None:
-        """It has answered."""
+    def wait_ends(self, *, has_batch: bool, is_given: bool = False) -> None:
+        """It has answered; without a batch (its end, an error) that was no wait for data."""
         if _thread() != self.thread or not self._depth:
             return
         self._depth -= 1
-        if self._depth or self.is_paused or not (is_given or _is_grad_enabled()):
+        if self._depth or self.is_paused or not has_batch or not (is_given or _is_grad_enabled()):
             return
         waits, ended_s = self.waits, _now_s()
         seconds = ended_s - self._began_s

@@ -18,12 +18,14 @@ class WatchedData:
         batches = iter(self._loader)
         while True:
             self._between.wait_begins()
+            has_batch = False
             try:
                 batch = next(batches)
+                has_batch = True
             except StopIteration:
                 return
             finally:
-                self._between.wait_ends(is_given=True)
+                self._between.wait_ends(has_batch=has_batch, is_given=True)
             yield batch
 
     def __len__(self) -> int:

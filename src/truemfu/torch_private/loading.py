@@ -19,8 +19,8 @@ class Listener(Protocol):
     def wait_begins(self) -> None:
         """A loader is asked."""
 
-    def wait_ends(self) -> None:
-        """It has answered, or raised."""
+    def wait_ends(self, *, has_batch: bool) -> None:
+        """It has answered with a batch, or raised."""
 
 
 _listeners: tuple[Listener, ...] = ()
@@ -55,10 +55,13 @@ def _heard(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         listeners = _listeners
         for listener in listeners:
             listener.wait_begins()
+        has_batch = False
         try:
-            return original(self)
+            batch = original(self)
+            has_batch = True
         finally:
             for listener in listeners:
-                listener.wait_ends()
+                listener.wait_ends(has_batch=has_batch)
+        return batch
 
     return __next__
