@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from truemfu import TrainingMonitor, count_flops
 from truemfu.errors import TruemfuWarning
 from truemfu.flops import closed_form
+from truemfu.monitor.counting import Counting
 from truemfu.monitor.summary import lines_of
 
 STEPS = 6
@@ -293,6 +294,45 @@ def test_a_harmless_handler_lets_no_error_of_the_model_out(tmp_path: Path) -> No
 def test_signals_that_keep_coming_do_not_keep_a_model_from_being_counted(tmp_path: Path) -> None:
     monitor = monitored_steps(WhenCounted(tick), tmp_path, lambda monitor: None)
     assert set(monitor.summary()["methods"]) == {"closed form"}
+
+
+def child_ends() -> None:
+    signal.raise_signal(signal.SIGCHLD)
+
+
+def test_the_end_of_a_child_ends_no_count(tmp_path: Path) -> None:
+    """A loader with workers has a handler for it, and any child may end meanwhile."""
+    told: list[int] = []
+    before = signal.signal(signal.SIGCHLD, lambda number, frame: told.append(number))
+    try:
+        monitor = monitored_steps(WhenCounted(child_ends), tmp_path, lambda monitor: None, steps=2)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert monitor.summary()["monitor_cost"]["counted_after_steps"] == [1]
+    assert set(told) == {signal.SIGCHLD}  # when the count was over
+
+
+def test_a_row_has_its_count_also_while_another_is_made(tmp_path: Path) -> None:
+    """A count may begin between the moment its step was found to be known and the row."""
+    model = Net()
+    monitor = TrainingMonitor(tmp_path, {"monitoring": {"peak_tflops": 1}}, model=model)
+    is_settled = Counting.is_settled
+
+    def settled_then_held(counting: Counting, *args: Any, **kwargs: Any) -> bool:
+        found = is_settled(counting, *args, **kwargs)
+        if found and not counting._counts.lock.locked():
+            counting._counts.lock.acquire()
+            threading.Timer(0.2, counting._counts.lock.release).start()
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Counting, "is_settled", settled_then_held)
+        for step in range(1, 4):
+            log(monitor, model, step, 3 + step)
+        monitor.save_logs()
+        time.sleep(0.3)
+    monitor.close()
+    assert [row["perf/method"] for row in rows_in(tmp_path)] == ["closed form"] * 3
 
 
 def test_a_handler_may_save_and_close(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from truemfu.errors import TruemfuWarning, UsageError
 from truemfu.flops.count import count_flops
 from truemfu.monitor import on_demand
+from truemfu.monitor.given_flops import dominant_dtype
 from truemfu.monitor.on_demand import calculate_mfu_with_profiler, calculate_precise_mfu
 
 MODES = ("smart", "profiler", "estimate")
@@ -143,7 +144,7 @@ def test_the_dtype_of_actual_flops_is_the_one_most_of_the_model_runs_in(
     small, large = dtypes
     model = nn.Sequential(nn.Linear(2, 2, dtype=small), nn.Linear(4, 4, dtype=large))
     with torch.autocast("cpu", dtype=autocast or torch.bfloat16, enabled=autocast is not None):
-        assert on_demand._dominant_dtype(model, torch.device("cpu")) is expected
+        assert dominant_dtype(model, torch.device("cpu")) is expected
 
 
 def picture(model: nn.Module) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from truemfu import TrainingMonitor
+from truemfu.flops.closed_form import FlopModel
 from truemfu.monitor import attachment, resolver, usual_steps
 from truemfu.monitor import clock as clock_module
 from truemfu.monitor.attachment import Attachment
@@ -645,7 +646,14 @@ def test_checks_come_when_they_are_due(tmp_path: Path, monkeypatch: pytest.Monke
     run.monitor.close()
 
 
-def test_a_frozen_layer_is_noticed_by_the_next_check(tmp_path: Path) -> None:
+def test_a_frozen_layer_is_noticed_by_the_next_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fit = FlopModel.fit
+
+    def slow_fit(*args: Any, **kwargs: Any) -> FlopModel:
+        time.sleep(0.5)
+        return fit(*args, **kwargs)
+
+    monkeypatch.setattr(FlopModel, "fit", slow_fit)
     run = Run(tmp_path, flops_profile_freq=20)
     run.settle()
     while run.number < 25:
@@ -1095,6 +1103,9 @@ def test_a_model_that_is_dropped_is_freed(run: Run) -> None:
     run.step()
     gone = weakref.ref(run.model.layer)
     del run.model
+    ends_s = time.monotonic() + 10
+    while gone() is not None and time.monotonic() < ends_s:  # a row under way may have it in its hands
+        time.sleep(0.01)
     assert gone() is None
 
 

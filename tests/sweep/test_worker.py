@@ -184,7 +184,9 @@ def start(folder: Path, *imports: str, cwd: Path | None = None) -> subprocess.Po
         "CUDA_VISIBLE_DEVICES": "",
         "TRUEMFU_SWEEP_TOKEN": str(uuid.uuid4()),
         "PYTHONUNBUFFERED": "1",
-        "PYTHONPATH": os.pathsep.join([str(folder / "elsewhere"), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join(
+            filter(None, [str(folder / "elsewhere"), os.environ.get("PYTHONPATH")])
+        ),
     }
     with (folder / "spare.log").open("wb") as log:
         return subprocess.Popen(

@@ -6,8 +6,8 @@
 
 A count sets state of torch and puts it back. An exception out of a signal handler could arrive between the
 two, so handlers are deferred: a signal is noted, the count ends at its next operator, all state is restored,
-and only then does the handler run. Ctrl-C or SIGTERM that arrives a second time is handled at once: code that
-runs no operator must be interruptible too.
+and only then does the handler run. Signals that are ignored by default, such as SIGCHLD, end no count. Ctrl-C
+or SIGTERM that arrives a second time is handled at once: code that runs no operator must be interruptible too.
 
 `CountStopped` and its kin are no `Exception`: neither our own fallbacks nor a model's `except Exception` take
 them for a failure of the model.
@@ -27,6 +27,10 @@ from typing import Any
 import torch
 
 _URGENT = (signal.SIGINT, signal.SIGTERM)
+_HARMLESS = {
+    getattr(signal, name) for name in ("SIGCHLD", "SIGCONT", "SIGURG", "SIGWINCH") if hasattr(signal, name)
+}
+"""Signals that a process without a handler never notices, such as the end of any child: no count ends at one."""
 
 
 class CountStopped(BaseException):
@@ -102,6 +106,7 @@ class Supervision:
         self.is_late = False
         """Whether the time limit has ended the count, whatever a model's own code made of that."""
         self._ends_s = math.inf
+        self._is_to_end = False
         self._handlers: dict[int, Any] = {}
         self._token: contextvars.Token[Supervision | None] | None = None
 
@@ -112,7 +117,7 @@ class Supervision:
 
     def check(self) -> None:
         """End the count if it is time to; called at each operator."""
-        if self.signals and self._end_at_signals:
+        if self._is_to_end:
             raise SignalArrived
         if time.perf_counter() > self._ends_s:
             self.is_late = True
@@ -160,6 +165,7 @@ class Supervision:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number not in self.signals:
             self.signals.append(number)
+            self._is_to_end |= self._end_at_signals and number not in _HARMLESS
         elif number in _URGENT and number in self._handlers:
             self.signals.remove(number)
             try:

@@ -72,6 +72,8 @@ class Counting:
         self.device = device
         self._peaks: OrderedDict[int, tuple[FlopCount, float | None, str | None]] = OrderedDict()
         self._last: tuple[States, list[Template], StepFlops | None] | None = None
+        self._found: dict[tuple[int, int], tuple[ModelState, BatchNote, FlopCount]] = {}
+        """What forms knew when the next step was found to be settled: a count may hold their lock since."""
         self.executed_ratio: float | None = None
         """Executed FLOPs over those counted, of the last profiled step or the last window of counters."""
         self.executed_method = "profiler"
@@ -97,8 +99,9 @@ class Counting:
             return True
         if not self._counts.lock.acquire(blocking=False):
             return False  # a count is at work
+        self._found = {}
         try:
-            different = {id(note if note.values else note.template): note for note in notes}
+            different = {_identity(note): note for note in notes}
             settled = [
                 self._is_note_settled(state, note)
                 for note in different.values()
@@ -124,7 +127,10 @@ class Counting:
             form = state.forms.get(autocast)
             batch = note.example()
             is_refused = form is None and autocast in state.forms
-            if is_refused or batch is None or (form is not None and form.knows(batch)):
+            if is_refused or batch is None:
+                return True
+            if form is not None and form.knows(batch):
+                self._found[id(state), _identity(note)] = state, note, form(batch)
                 return True
             request = self._counts.ask(state, note)
         if not request.is_ours:
@@ -236,6 +242,9 @@ class Counting:
         batch = note.example()
         if batch is None:
             return None
+        found = self._found.get((id(state), _identity(note)))
+        if found is not None and measured:
+            return found[2]
         autocast = note.template.autocast
         if not self.estimates_only and measured and self._counts.lock.acquire(blocking=False):
             try:
@@ -292,6 +301,11 @@ def state_of(states: States, note: BatchNote) -> ModelState | None:
     """The state of the model that this micro-batch went through; None where that is not known."""
     slot = note.template.slot
     return None if slot is None else state_in(states, slot)
+
+
+def _identity(note: BatchNote) -> int:
+    """Of its values where they matter, else of its shape."""
+    return id(note if note.values else note.template)
 
 
 def _known(form: FlopModel, batch: Any) -> FlopCount | None:

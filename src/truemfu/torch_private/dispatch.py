@@ -75,10 +75,7 @@ next_sequence_nr: Callable[[], int] = _or(table.SEQUENCE_NUMBER, _refusing(table
 """The number the next autograd node of this thread will get."""
 top_saved_tensors_hooks: Callable[[bool], Any] | None = _or(table.TOP_HOOKS, None)
 """The innermost hooks on saved tensors, or None; itself None where torch does not tell."""
-disable_torch_function: Callable[[], contextlib.AbstractContextManager[Any]] = _or(
-    table.DISABLE_FUNCTION, contextlib.nullcontext
-)
-"""No mode sees the calls of torch that are made inside; operators are seen as ever."""
+_disabled_torch_function: Any = table.get(table.DISABLE_FUNCTION)
 if TYPE_CHECKING:
     from torch._ops import OpOverload
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -94,8 +91,17 @@ else:
 __all__ = [
     "FakeTensor", "FakeTensorMode", "OpOverload", "TorchDispatchMode", "check_counts",
     "check_fake_tensors", "current_autograd_node", "current_graph_task_id", "disable_modes",
-    "disable_torch_function", "next_sequence_nr", "top_saved_tensors_hooks",
+    "disable_torch_function",
+    "next_sequence_nr", "top_saved_tensors_hooks",
 ]  # fmt: skip
+
+
+def disable_torch_function() -> contextlib.AbstractContextManager[Any]:
+    """No mode sees the calls of torch that are made inside; operators are seen as ever."""
+    if _disabled_torch_function is ABSENT:
+        table.miss(table.DISABLE_FUNCTION)
+        return contextlib.nullcontext()
+    return _disabled_torch_function()  # type: ignore[no-any-return]
 
 
 @functools.cache
