@@ -6,8 +6,9 @@
 
 A count sets state of torch and puts it back. An exception out of a signal handler could arrive between the
 two, so handlers are deferred: a signal is noted, the count ends at its next operator, all state is restored,
-and only then does the handler run. Signals that are ignored by default, such as SIGCHLD, end no count. Ctrl-C
-or SIGTERM that arrives a second time is handled at once: code that runs no operator must be interruptible too.
+and only then does the handler run. Signals that are ignored by default, such as SIGCHLD, end no count.
+Ctrl-C or SIGTERM that arrives a second time is handled at once: code that runs no operator must be
+interruptible too.
 
 `CountStopped` and its kin are no `Exception`: neither our own fallbacks nor a model's `except Exception` take
 them for a failure of the model.
@@ -30,7 +31,7 @@ _URGENT = (signal.SIGINT, signal.SIGTERM)
 _HARMLESS = {
     getattr(signal, name) for name in ("SIGCHLD", "SIGCONT", "SIGURG", "SIGWINCH") if hasattr(signal, name)
 }
-"""Signals that a process without a handler never notices, such as the end of any child: no count ends at one."""
+"""Signals that are ignored by default, such as the one for the end of a child: no count ends at these."""
 
 
 class CountStopped(BaseException):
