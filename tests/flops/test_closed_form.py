@@ -481,13 +481,29 @@ def test_padding_between_positions_is_no_document(positions, documents):
     assert documents_of({"position_ids": torch.tensor([positions])}) == documents
 
 
+@pytest.mark.parametrize(
+    ("positions", "documents"),
+    [
+        ([0, 0, 0, 1, 2], None),
+        ([0, 1, 2, 0, 0], None),
+        ([0, 0, 0, 1, 0, 1, 2], [[4, 3]]),
+        ([0, 1, 2, 0, 1, 0, 0], [[3, 4]]),
+        ([0, 0, 0], None),
+    ],
+)
+def test_with_a_mask_padding_may_have_position_0(positions, documents):
+    batch = {"position_ids": torch.tensor([positions]), "attention_mask": torch.ones(1, len(positions))}
+    assert documents_of(batch) == documents
+
+
+@pytest.mark.parametrize("position", [0, 1])
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_with_positions_counts_as_padding_without(side):
+def test_padding_with_positions_counts_as_padding_without(side, position):
     c, model, f = fitted("llama-padded", "full")
     batch = c.batch(samples=2, length=24)
     mask = torch.ones(2, 24, dtype=torch.long)
     mask[1, slice(0, 9) if side == "left" else slice(-9, None)] = 0
-    batch |= {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)}
+    batch |= {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).masked_fill(mask == 0, position)}
     expected = f(c.batch(samples=2, length=24)).model_flops
     assert count_flops(model, batch).model_flops == expected
     assert f(batch).model_flops == expected

@@ -58,14 +58,15 @@ def test_every_public_case_is_exact_at_several_shapes(name, attention):
 
 
 @pytest.mark.parametrize("attention", ["full", "causal"])
+@pytest.mark.parametrize("position", [0, 1])
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_positions_of_padding_are_no_documents(side, attention):
-    """As generation and its trainers make them: each padded place has position 1."""
+def test_positions_of_padding_are_no_documents(side, position, attention):
+    """As generation and its trainers make them: each padded place has the same position."""
     model, batch = built("llama-sdpa")
     mask = torch.ones(2, 24, dtype=torch.long)
     mask[1, slice(0, 9) if side == "left" else slice(-9, None)] = 0
     batch["attention_mask"] = mask
-    batch["position_ids"] = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)
+    batch["position_ids"] = (mask.cumsum(-1) - 1).masked_fill(mask == 0, position)
     assert_equal_to_the_count(model, batch, convention=Convention(attention=attention))
 
 

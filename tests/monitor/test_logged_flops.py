@@ -565,10 +565,12 @@ def test_samples_of_packed_rows_are_their_documents(tmp_path: Path) -> None:
     )}  # fmt: skip
     padded = {**restarting, "position_ids": torch.tensor([[0, 1, 2, 0, 1, 0], [0, 1, 0, 0, 0, 0]])}
     whole = {**restarting, "position_ids": torch.arange(6).expand(2, 6)}
-    steps = [documents(10, 9, 5), [documents(12, 12), plain], restarting, padded, whole]
+    masked = {**restarting, "position_ids": torch.tensor([[0, 0, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5]]),
+              "attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])}  # fmt: skip
+    steps = [documents(10, 9, 5), [documents(12, 12), plain], restarting, padded, whole, masked]
     run = train(case("llama-sdpa").build(), tmp_path, steps)
     samples = [round(row["perf/samples_per_second"] * row["perf/step_time"]) for row in run.rows]
-    assert samples == [3, 2 + 3, 3, 3, 2]
+    assert samples == [3, 2 + 3, 3, 3, 2, 2]
 
 
 class TakesDict(nn.Module):

@@ -66,23 +66,29 @@ def documents_in(batch: Mapping[Any, Any]) -> list[list[int]] | None:
     positions: Any = batch.get("position_ids")
     if not is_readable(positions) or positions.dim() not in (1, 2):
         return None
+    mask: Any = batch.get("attention_mask")
+    has_mask = isinstance(mask, torch.Tensor) and mask.shape == positions.shape
     positions = on_host(positions)
-    rows = [lengths_of_positions(row) for row in (positions if positions.dim() == 2 else positions[None])]
+    rows = [
+        lengths_of_positions(row, has_mask=has_mask)
+        for row in (positions if positions.dim() == 2 else positions[None])
+    ]
     return rows if any(len(row) > 1 for row in rows) else None
 
 
-def lengths_of_positions(positions: torch.Tensor) -> list[int]:
+def lengths_of_positions(positions: torch.Tensor, *, has_mask: bool = False) -> list[int]:
     """Lengths of the stretches in which each position is the one before plus one.
 
     Padding is often given position 1, place after place. So a lone place with another position than 0 is no
-    document: it belongs to the one before, at the beginning of a row to the one behind.
+    document: it belongs to the one before, at the beginning of a row to the one behind. Where the batch has a
+    mask for its padding, that holds for position 0 as well.
     """
     starts = [0, *torch.nonzero(positions.diff() != 1).flatten().add(1).tolist()]
     firsts = positions[starts].tolist() if positions.numel() else []
     lengths: list[int] = []
     padding = 0
     for first, (a, b) in zip(firsts, itertools.pairwise([*starts, positions.numel()]), strict=False):
-        if b - a == 1 and first != 0:
+        if b - a == 1 and (first != 0 or has_mask):
             if lengths:
                 lengths[-1] += 1
             else:

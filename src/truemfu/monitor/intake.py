@@ -89,9 +89,10 @@ class Intake:
                 flops = int(value) if isinstance(value, numbers.Integral) else float(value)
                 if math.isfinite(flops) and flops > 0:
                     return flops
+        got = repr(value) if type(value) in (int, float) else type(value).__name__
         self._notices(
-            f"flops must be a positive number, the model FLOPs of this rank's step; got "
-            f"{type(value).__name__}: it is not used",
+            f"flops must be a positive number, the model FLOPs of this rank's step; got {got[:40]}: "
+            "it is not used",
             about="flops",
         )
         return None

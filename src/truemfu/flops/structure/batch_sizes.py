@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ...errors import BatchError, warn_once
-from ..batch import CUMULATIVE, GRIDS, documents_of, grids_of
+from ..batch import CUMULATIVE, GRIDS, documents_in, grids_of
 from .streams import FEATURES, FRAMES, PIXELS, TARGET, TOKENS, Sizes, Stream, rows_of_documents
 
 if TYPE_CHECKING:
@@ -115,7 +115,8 @@ class BatchReader:
             return
         tensor = items[key]
         if tensor.device.type == "cpu":
-            sizes.documents = rows_of_documents(documents_of({key: tensor}), samples)
+            lengths = documents_in({key: tensor, "attention_mask": items.get("attention_mask")})
+            sizes.documents = rows_of_documents(lengths, samples)
         elif key == "position_ids":
             if tensor.dim() <= 2:
                 sizes.notes.append("each row is taken as one document: its positions are not on the CPU")
