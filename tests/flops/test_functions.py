@@ -473,6 +473,53 @@ def test_a_product_by_numpy_is_named_in_both_passes() -> None:
     assert named(model, (torch.randn(ROWS, WIDTH), LENGTHS)) == {"torch.Tensor.numpy": 5}
 
 
+def test_a_product_by_numpy_is_named_in_a_loss_outside_the_model() -> None:
+    class Loss(torch.autograd.Function):
+        """One whose forward does not get its context."""
+
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            return torch.tensor(x.detach().numpy().sum())
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            ctx.shape = inputs[0].shape
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad.expand(ctx.shape)
+
+    model, x = nn.Linear(WIDTH, WIDTH), torch.randn(ROWS, WIDTH)
+    with pytest.warns(TruemfuWarning, match="are not counted"):
+        count = count_step(lambda: Loss.apply(model(x)).backward())
+    assert dict(count.uncounted) == {"torch.Tensor.numpy": 1}
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.autograd.function.BackwardCFunction, "apply_boxed"),
+    reason="this torch hands gradients over one by one",
+)
+def test_gradients_that_come_in_a_list_are_followed() -> None:
+    class Boxed(torch.autograd.Function):
+        boxed_grads_call = True
+
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+            ctx.save_for_backward(x, weight)
+            return x @ weight
+
+        @staticmethod
+        def backward(ctx: Any, grads: list[Tensor]) -> Any:
+            x, weight = ctx.saved_tensors
+            again, grad = x @ weight, grads.pop()
+            return grad @ weight.T, x.T @ (grad + 0 * again.sum())
+
+    weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+    model = Between(lambda x, lengths: Boxed.apply(x, weight))
+    for count in both_counts(model, (torch.randn(ROWS, WIDTH), LENGTHS)):
+        assert (count.forward, count.backward, count.recompute) == (2 * ONE, 3 * ONE, ONE)
+
+
 @pytest.mark.parametrize(
     ("name", "function"),
     [

@@ -32,8 +32,12 @@ from ..torch_private.dispatch import OpOverload, current_autograd_node, current_
 from ..torch_private.trees import tree_leaves
 from .matrix_work import factors
 
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
-_BACKWARD = BackwardCFunction.apply.__code__
+_BACKWARD = frozenset(
+    getattr(BackwardCFunction, name).__code__
+    for name in ("apply", "apply_boxed")
+    if hasattr(BackwardCFunction, name)
+)
+"""What autograd calls to run a Function's backward; with all gradients in one list in newer versions of torch."""
 _OVERWRITING = frozenset(("aten::copy_", "aten::fill_", "aten::zero_"))
 _UNWRITTEN = frozenset(("aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided"))
 
@@ -70,7 +74,14 @@ def is_custom(node: Any) -> bool:
 
 def in_function() -> bool:
     """Whether a Function's forward or backward is among the callers."""
-    return any(frame.f_code in (_APPLY, _BACKWARD) for frame in _callers())
+    forwards = {getattr(kind.forward, "__code__", None) for kind in _kinds(torch.autograd.Function)}
+    return any(frame.f_code in _BACKWARD or frame.f_code in forwards for frame in _callers())
+
+
+def _kinds(kind: type) -> Iterator[Any]:
+    for below in kind.__subclasses__():
+        yield below
+        yield from _kinds(below)
 
 
 class DataFlow:
@@ -151,10 +162,10 @@ class DataFlow:
         for run in reversed(self._runs):
             if run.node is node:
                 return run
-        frame = next((frame for frame in _callers() if frame.f_code is _BACKWARD), None)
+        frame = next((frame for frame in _callers() if frame.f_code in _BACKWARD), None)
         if frame is None or frame.f_locals["self"] is not node:
             return None
-        for incoming in frame.f_locals["args"]:
+        for incoming in tree_leaves(frame.f_locals["args"]):
             if (storage := _storage(incoming)) is not None:
                 self._content(storage).gradient = True
         run = _Run(node)
