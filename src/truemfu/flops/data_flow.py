@@ -37,7 +37,7 @@ _BACKWARD = frozenset(
     for name in ("apply", "apply_boxed")
     if hasattr(BackwardCFunction, name)
 )
-"""What autograd calls to run a Function's backward; with all gradients in one list in newer versions of torch."""
+"""What autograd calls to run a Function's backward: with the gradients one by one, or all in one list."""
 _OVERWRITING = frozenset(("aten::copy_", "aten::fill_", "aten::zero_"))
 _UNWRITTEN = frozenset(("aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided"))
 
