@@ -269,7 +269,7 @@ def test_an_error_in_the_check_is_no_verdict(monkeypatch: pytest.MonkeyPatch) ->
     assert count_flops(nn.Linear(4, 4), (torch.zeros(2, 4),)).forward == 64
 
 
-@pytest.mark.parametrize("tells", [watching.tells_backward, watching.tells_functorch, watching.tells_wrapped])
+@pytest.mark.parametrize("tells", [watching.tells_backward, watching.tells_functorch])
 def test_what_torch_tells_is_tried_out(tells: Any) -> None:
     assert tells.__wrapped__()
     with torch.no_grad(), torch.autograd.graph.save_on_cpu():
@@ -291,6 +291,6 @@ def test_names_are_tried_out_wherever_the_package_is_first_imported() -> None:
         "with torch.inference_mode(), torch.device('meta'), torch.autocast('cpu'):\n"
         "    import truemfu.monitor.monitor\n"
         "    from truemfu.torch_private import watching as w\n"
-        "assert w.tells_versions and w._sees and w._calls_can_be_replaced and w._lists_hooks\n"
+        "assert w.tells_versions and w._sees\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

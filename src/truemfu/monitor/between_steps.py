@@ -108,11 +108,11 @@ class BetweenSteps:
             self.first_s = first_s
         self.last_s = first_s
 
-    def evaluated(self, last_s: float | None) -> None:
-        """A forward pass without gradients began; the step's last with them at `last_s`, if any."""
+    def evaluated(self) -> None:
+        """A forward pass without gradients began."""
         if self.is_paused or _thread() != self.thread:
             return
-        last_s = self.last_s if last_s is None else last_s
+        last_s = self.last_s
         if last_s is None:
             self.forwards += 1
         if self.waits:

@@ -24,7 +24,7 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
@@ -65,8 +65,6 @@ class HostClock:
 
     source = "host clock"
     due_s = 0.0
-    runs_behind = False
-    """Whether the device may still be at work when the host goes on."""
 
     def mark(self, now_s: float) -> Mark:
         """This moment; whether a step ends in it makes no difference."""
@@ -88,10 +86,6 @@ class HostClock:
         """Whether the device has got as far as this mark."""
         return True
 
-    def device_s(self, moments_s: Sequence[float]) -> Sequence[float | None] | None:
-        """When the device was where the host was in these moments, in their order; None until it is there."""
-        return moments_s
-
 
 class CudaClock:
     """Marks on a CUDA device's timeline; events are used again, so their number stays small.
@@ -100,7 +94,6 @@ class CudaClock:
     """
 
     source = "CUDA events"
-    runs_behind = True
 
     def __init__(self, device: torch.device, *, thins_out: bool = False) -> None:
         self._device, self._thins_out = device, thins_out
@@ -168,21 +161,6 @@ class CudaClock:
         if mark.device_s is None and reached[0].host_s <= mark.host_s:
             mark.device_s = _between(reached[0], reached[min(1, len(reached) - 1)], mark.host_s)
         return True
-
-    def device_s(self, moments_s: Sequence[float]) -> Sequence[float | None] | None:
-        """When the device was where the host was in these moments, in their order; None until it is there."""
-        reached, last_s = self._reached, moments_s[-1]
-        if not reached or reached[-1].host_s < last_s:
-            self.look()
-            if not reached or reached[-1].host_s < last_s:
-                return None
-        found: list[float | None] = []
-        for moment_s in moments_s:
-            while len(reached) > 1 and reached[1].host_s <= moment_s:
-                reached.popleft()
-            first, second = reached[0], reached[min(1, len(reached) - 1)]
-            found.append(_between(first, second, moment_s) if first.host_s <= moment_s else None)
-        return found
 
     def look(self) -> None:
         """See how far the device is, also where nobody asks yet: that tells how far it is behind."""
@@ -257,11 +235,6 @@ class CudaClock:
         return event
 
 
-def as_mark(end: Mark | float) -> Mark:
-    """A mark, also of what is a moment on the host alone."""
-    return end if isinstance(end, Mark) else Mark(end, None)
-
-
 def _age_s(mark: Mark) -> float:
     return time.perf_counter() - mark.host_s
 
@@ -322,15 +295,6 @@ class StepClock:
     def pause(self, begin: Mark) -> None:
         """What ran from `begin` until now is no part of a step."""
         self._pauses.append((begin, self.moment()))
-
-    def skip(self, ends: Sequence[Mark | float]) -> tuple[Mark | None, Mark]:
-        """Steps ended here that were noted elsewhere: where the first began, and the last end."""
-        if not isinstance(ends[0], Mark):
-            self.clock.skipped(len(ends))
-            self.unmarked_s = self.unmarked_s or ends[0]
-        begin, end = self._begin, as_mark(ends[-1])
-        self._begin = end
-        return begin, end
 
     def end(self, now_s: float, *, exact: bool = True) -> Span:
         """A step ends here, and the next one begins; if not `exact`, its mark may do without an event."""

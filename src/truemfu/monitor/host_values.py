@@ -12,9 +12,6 @@ its kind is copied at once; so is a number that comes again at the same place, a
 of a CUDA graph does, and what would keep much memory alive. The graphs of torch.compile write over each
 other's outputs behind torch's back, so once there are any every number is copied at once.
 
-Each thing that is asked of a tensor costs a launch-bound run microseconds. So numbers of a name that was
-looked at twice may be kept elsewhere as they come (`usual_steps`), to be looked at and sent all together.
-
 The first use of a kernel and new page-locked memory make a program wait until the device is idle. So the
 first tensor of a kind goes through all of it on the spot, and memory for numbers is set aside: that is in the
 first step, when little is queued. Whole tensors (documents, grids) get theirs when they first need it.
@@ -24,24 +21,21 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from ..errors import one_line
 from ..flops.host_copy import HostCopy
 from ..torch_private.watching import tells_versions, version_of
 
 _LONGEST_WAIT_S = 3.0
-MAX_KEPT = 256
+_MAX_KEPT = 256
 _MAX_KEPT_BYTES = 16 << 20
 _MAX_STORAGE_BYTES = 4 << 20
 _COMPILED_GRAPHS = "torch._inductor.cudagraph_trees"
 """Imported when torch.compile first makes a CUDA graph, if not before."""
-_LOOKS = 2
-"""Before numbers of a name are kept unseen: whether the second lies where the first did is worth knowing."""
 _RESERVED_SIZES = tuple(1 << power for power in range(3, 13))
 """Bytes of page-locked memory that numbers need: up to 256 of 8 bytes, in powers of two."""
 _RESERVED_OF_EACH = 8
@@ -78,38 +72,6 @@ class Held:
         return self._copy.get()[self._place]
 
 
-class Unseen(NamedTuple):
-    """Numbers of one name that were kept without a look, with what their versions were."""
-
-    tensors: Sequence[torch.Tensor]
-    versions: Sequence[int]
-
-    def overwritten(self) -> list[int]:
-        """Which no longer are what they were; of those at one place none is, for something writes there."""
-        places = [tensor.data_ptr() for tensor in self.tensors]
-        changed = [version_of(tensor) != version for tensor, version in zip(*self, strict=True)]
-        if not any(changed) and len(set(places)) == len(places):
-            return []
-        at_place = Counter(places)
-        return [n for n, place in enumerate(places) if changed[n] or at_place[place] > 1]
-
-
-class SentNumbers:
-    """Numbers of one name that were kept without a look, on their way to the host."""
-
-    def __init__(self, copy: HostCopy, void: list[int], last: Held) -> None:
-        self.copy, self._void, self._last = copy, void, last
-
-    def values(self) -> list[float | None]:
-        """All of them in their order once they are there; None for those that were overwritten."""
-        found: list[float | None] = [float(value) for value in self.copy.get().tolist()]
-        for number in self._void:
-            found[number] = None
-        if self._last.is_void:
-            found[-1] = None
-        return found
-
-
 Number = float | Held | None
 
 
@@ -124,68 +86,16 @@ class HostValues:
         self._since_s = 0.0
         self._copied_at_once: set[str] = set()
         self._kinds: set[tuple[Any, ...]] = set()
-        self._looks: dict[str, int] = {}
-        self._always_seen: set[str] = set()
-        self._last_sent: dict[str, Held] = {}
-
-    def may_be_unseen(self, name: str) -> bool:
-        """Whether tensors of this name may be kept without a look: those before them were as they should."""
-        is_known = self._looks.get(name, 0) >= _LOOKS
-        return is_known and name not in self._copied_at_once and name not in self._always_seen
-
-    def look_again(self) -> None:
-        """Something was compiled: the next numbers of each name want a look."""
-        self._looks.clear()
-
-    def send_unseen(self, name: str, unseen: Unseen) -> SentNumbers | None:
-        """Send numbers that were kept without a look; None where they are none."""
-        tensors = unseen.tensors
-        if tensors[-1].untyped_storage().nbytes() > _MAX_STORAGE_BYTES:
-            self._looks.pop(name, None)  # keep no more of what these are small parts of
-        try:
-            together = torch.stack(tensors).flatten()  # type: ignore[arg-type]
-            if len(together) != len(tensors):
-                raise TypeError(f"tensors of shape {tuple(tensors[0].shape)}")
-            if together.is_complex():
-                raise TypeError("complex numbers")
-        except (RuntimeError, TypeError) as error:
-            self._always_seen.add(name)
-            self._notice(
-                f"{name} of some steps is not logged: got {one_line(error)}; from now on each is looked at"
-            )
-            return None
-        if void := unseen.overwritten():
-            self.copy_at_once(name)
-        for tensor in (tensors[0], tensors[-1]):
-            self._look_at_place(name, tensor.data_ptr())
-        last = Held(name, tensors[-1] if name in self._looks else None)  # else a part of something large
-        self._last_sent[name] = last
-        return SentNumbers(HostCopy(together), void, last)
-
-    def forget_last(self) -> None:
-        """Keep nothing of what was sent."""
-        for sent in self._last_sent.values():
-            sent.tensor = None
-        self._last_sent.clear()
 
     def _look_at_place(self, name: str, place: int) -> None:
-        """A number lies here: whatever else was kept or sent from this very place may have been overwritten.
-
-        What was sent is kept until the next number of its name is seen, so that its place is its own.
-        """
-        befores = [self._places.get((name, place))]
-        sent = self._last_sent.pop(name, None)
-        if sent is not None and sent.tensor is not None:
-            befores += [sent] if sent.tensor.data_ptr() == place else []
-            sent.tensor = None
-        for before in befores:
-            if before is not None:
-                before.gone()
-                self.copy_at_once(name)
+        """A number lies here: whatever else was kept at this very place may have been overwritten."""
+        before = self._places.get((name, place))
+        if before is not None:
+            before.gone()
+            self.copy_at_once(name)
 
     def copy_at_once(self, name: str) -> None:
         """A number of this name was overwritten before it could be read: the next are copied on the spot."""
-        self._looks.pop(name, None)
         if name not in self._copied_at_once:
             self._copied_at_once.add(name)
             self._notice(
@@ -236,12 +146,11 @@ class HostValues:
             or (not is_input and _COMPILED_GRAPHS in sys.modules)
             or tensor.untyped_storage().nbytes() > _MAX_STORAGE_BYTES
         ):
-            self._looks.pop(name, None)
             tensor = tensor.count_nonzero() if count else tensor.clone()
             place, version, count = (name, tensor.data_ptr()), version_of(tensor), False
-        elif not is_input:
-            self._looks[name] = self._looks.get(name, 0) + 1
         if (kind := (tensor.dtype, tensor.dim(), count)) not in self._kinds:
+            if tensor.is_complex() and not count:
+                raise TypeError("complex numbers")
             self._prepare(tensor, kind)
         held = Held(name, tensor, version, count)
         if not self._kept:
@@ -261,7 +170,7 @@ class HostValues:
         """Send what is kept, if there is enough of it or it has waited long enough."""
         kept = len(self._kept)
         if kept and (
-            now_s - self._since_s > _LONGEST_WAIT_S or kept > MAX_KEPT or self._bytes > _MAX_KEPT_BYTES
+            now_s - self._since_s > _LONGEST_WAIT_S or kept > _MAX_KEPT or self._bytes > _MAX_KEPT_BYTES
         ):
             self.flush()
 

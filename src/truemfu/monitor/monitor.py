@@ -49,13 +49,13 @@ from .datasets import DatasetMetrics, PendingDatasetMetrics, shifts_labels
 from .frequency import DETAILS_S, StepsOrSeconds
 from .hardware_watch import HardwareWatch, open_watch
 from .hardware_windows import HardwareWindows
-from .host_values import HostValues, SentNumbers
+from .host_values import HostValues
 from .intake import LARGEST_STEP, Intake
 from .kept_forms import KeptForms
 from .measuring import Measuring
 from .model_state import States, facts_of
 from .notices import Notices
-from .observe import Batch, BatchNote, BatchNotes, StepBatches, UsualBatch
+from .observe import Batch, BatchNote, BatchNotes
 from .output import Output
 from .ranks import RankLink
 from .resolver import Resolver
@@ -63,20 +63,13 @@ from .signals import write_at_signals
 from .step_note import WARMUP_STEPS, StepNote, StepPlace
 from .summary import show
 from .totals import Totals
-from .usual_steps import (
-    MOST_MICRO_BATCHES,
-    PIECE_S,
-    SLOW_STEP_S,
-    Common,
-    UsualPiece,
-    UsualSteps,
-    can_be_taken,
-)
 from .watched import Models, Watched, WatchedModels
 
 _CLOSE_TIMEOUT_S = 20.0
 _ROWS_TIMEOUT_S = 5.0
 _SAVE_TIMEOUT_S = 60.0
+_SLOW_STEP_S = 1.0
+"""What a longer step has noted is sent at once: the cost of that is small beside it."""
 _HELD_S = 6.0
 """The training thread hands steps over before that, unless its next step is long."""
 _TURN_TIMEOUT_S = 0.3
@@ -144,11 +137,8 @@ class TrainingMonitor:
         self._pending_datasets: list[tuple[PendingDatasetMetrics, HostCopy]] = []
         self._measuring = Measuring(self.config, self._notices)
         self._logged = self._steps_done = self._last_step = 0
-        self._is_looked_at = False
         self._between = BetweenSteps()
         self._leave_loaders: Callable[[], None] | None = None
-        self._usual = UsualSteps(self._note_other, self._look_at_next, self._between)
-        self._around: UsualBatch | None = None
         self._thread = threading.get_ident()
         self._turn = threading.RLock()
         """Whose turn it is with what the training thread holds: its own, or a thread's of ours."""
@@ -184,10 +174,7 @@ class TrainingMonitor:
         try:
             attachment = Attachment(
                 module,
-                self._usual.saw,
                 functools.partial(self._on_forward, watched),
-                self._usual.keep,
-                self._usual.autocast,
                 self._on_evaluation,
             )
         except Exception as error:  # a scripted model takes no such hooks
@@ -200,9 +187,6 @@ class TrainingMonitor:
 
     def detach(self) -> None:
         """Leave the model as it was before `attach`."""
-        self._guarded(self._take_in_usual)
-        if self._is_set_up:
-            self._values.forget_last()
         for attachment in self._attachments:
             attachment.remove()
         self._attachments = []
@@ -213,7 +197,6 @@ class TrainingMonitor:
         The model's hooks are then disabled. Where several models are watched, or the parts of one, the batch
         gives the step's samples and tokens, and the FLOPs still come from the forward pass of each.
         """
-        self._guarded(self._watch_again)
         gives_sizes_only = self._models is not None and not self._models.is_one
         if not gives_sizes_only:
             if not self._is_manual and self._is_set_up:
@@ -245,7 +228,6 @@ class TrainingMonitor:
         """What runs inside (an evaluation, a checkpoint) is no part of a step."""
         mark, began_s = None, time.perf_counter()
         if self._is_set_up and not self._pauses:
-            self._guarded(self._watch_again)
             mark = self._guarded(self._clock.moment)
             self._guarded(self._values.flush)
             self._measuring.interrupt()
@@ -269,7 +251,6 @@ class TrainingMonitor:
 
     def set_phase(self, name: str | None) -> None:
         """Measure as often as this phase of the training asks for; None: as often as without phases."""
-        self._guarded(self._take_in_usual)
         self._measuring.set_phase(name)
 
     def log_step(
@@ -290,16 +271,9 @@ class TrainingMonitor:
         are the model FLOPs of this rank's whole step where you know them: they are used as they are, and
         nothing is counted.
         """
-        began_s, usual = time.perf_counter(), self._usual
+        began_s = time.perf_counter()
         with self._turn:
             try:
-                if (
-                    attention_mask is None
-                    and flops is None
-                    and usual.took(began_s, step, epoch, loss, grad_norm, learning_rate, skip_wandb)
-                ):
-                    return
-                usual.is_busy = False
                 if not self._is_broken:
                     self._log_step(
                         step,
@@ -313,10 +287,7 @@ class TrainingMonitor:
                         began_s,
                     )
             except Exception as error:
-                usual.is_busy = False
                 self._switch_off(error)
-            finally:
-                usual.is_busy = False
         self._between.end_s = end_s = time.perf_counter()
         self._own_time_s += end_s - began_s
         if self._is_set_up and self._counts.signals:
@@ -327,7 +298,6 @@ class TrainingMonitor:
         config = self.config
         if not config.log_dataset_metrics or not config.dataset_metrics_freq or self._pauses:
             return
-        self._guarded(self._take_in_usual)
         place = self._intake.next_place() if self._is_set_up else None
         if place is not None and not place.reaches(config.dataset_metrics_freq):
             return
@@ -359,8 +329,7 @@ class TrainingMonitor:
         failed_steps = self._resolver.failed_steps if self._is_set_up else 0
         stranded = self._resolver.stranded_steps if self._is_set_up else 0
         run = totals.as_dict()
-        logged = self._logged + self._usual.waiting
-        own_s = (self._own_time_s + self._usual.own_s) / logged if logged else None
+        own_s = self._own_time_s / self._logged if self._logged else None
         step_s = run["median_step_time_s"]
         return {
             **run,
@@ -409,7 +378,6 @@ class TrainingMonitor:
         self.close()
 
     def _close(self) -> None:
-        self._usual.is_busy = False  # a handler of a signal may close in the middle of a step
         if self._leave_loaders is not None:
             self._leave_loaders()
         self.detach()
@@ -456,8 +424,6 @@ class TrainingMonitor:
         """Have all that is needed for the rows of the steps so far under way; whether that went well."""
         try:
             with self._turn:
-                if self._is_closed or threading.get_ident() == self._thread:  # else the training goes on
-                    self._take_in_usual()
                 self._clock.moment()
                 self._values.flush()
         except Exception as error:
@@ -468,9 +434,7 @@ class TrainingMonitor:
     def _send_held(self) -> bool:
         """On the resolver's thread: send what is held for too long; whether there was anything."""
         since_s = [
-            since_s
-            for since_s in (self._usual.oldest_s, self._values.oldest_s, self._clock.unmarked_s)
-            if since_s is not None
+            since_s for since_s in (self._values.oldest_s, self._clock.unmarked_s) if since_s is not None
         ]
         return (
             bool(since_s)
@@ -485,7 +449,6 @@ class TrainingMonitor:
         try:
             with self._clock.clock.from_elsewhere() as is_possible:
                 if is_possible:
-                    self._take_in_usual()
                     self._clock.moment()
                     self._values.flush()
                 return is_possible
@@ -526,12 +489,6 @@ class TrainingMonitor:
 
     def _switch_off(self, error: Exception) -> None:
         self._is_broken = True
-        try:
-            self._take_in_usual()  # the steps before were good
-        except Exception as second:
-            self._notices(f"the steps noted before that are lost too: {one_line(second)}")
-        self._look_at_next()
-        self._usual.forget()
         self._notices(
             f"the monitor failed and is switched off, the training goes on: {type(error).__name__}: {error}"
         )
@@ -627,7 +584,7 @@ class TrainingMonitor:
 
     def _on_evaluation(self) -> None:
         if not self._is_closed:
-            self._guarded(self._between.evaluated, self._usual.last_forward_s)
+            self._guarded(self._between.evaluated)
 
     def _note(
         self, batch: Batch | None, began_s: float, slot: int | None = 0, watched: Watched | None = None
@@ -638,8 +595,6 @@ class TrainingMonitor:
         """
         is_check = slot is not None and self._measuring.check_is_due(slot)
         self._ensure_set_up(batch or {})
-        self._stop_usual()  # sending anything is left to `log_step`: this may be inside a capture
-        self._is_looked_at = True
         batches = self._batches
         batches.keeps_integers = self._counts.values_matter
         name = None if watched is None else watched.name
@@ -701,7 +656,6 @@ class TrainingMonitor:
             self._is_broken = True
             self._notices("this process was forked from the one that is monitored: its steps are not logged")
             return
-        self._watch_again()
         if self._audit is not None:
             self._audit.end_step()
         batches = self._batches.take()
@@ -728,10 +682,8 @@ class TrainingMonitor:
         datasets = self._pending_datasets or _NO_DATASETS
         compilations_now = compilations()
         has_compiled = compilations_now != self._compilations
-        if has_compiled:
-            self._values.look_again()
         last_end_s = self._between.end_s
-        is_slow = last_end_s is not None and now_s - last_end_s > SLOW_STEP_S
+        is_slow = last_end_s is not None and now_s - last_end_s > _SLOW_STEP_S
         is_warmup = self._logged < WARMUP_STEPS or has_compiled or profile is not None
         cut = None
         if self._watch is not None:
@@ -781,109 +733,6 @@ class TrainingMonitor:
         self._own_time_s -= counted_s
         if self._steps_done >= measuring.plan_at:
             measuring.plan_next(self._steps_done)
-        types = type(step), type(epoch), type(loss), type(grad_norm), type(learning_rate)
-        if not (counted_s or is_slow):  # after a count, the next step has a pause in it
-            self._open_usual(now_s, step, batches, types)
-
-    def _open_usual(
-        self, now_s: float, last_step: int, batches: StepBatches, types: tuple[type, ...]
-    ) -> None:
-        """Note the coming steps at the least cost, where they are like this one and nothing is due.
-
-        Only after a step with a micro-batch that was looked at when it came, with what was around it.
-        """
-        is_looked_at, self._is_looked_at = self._is_looked_at, False
-        clock = self._clock.clock
-        if not (is_looked_at and clock.runs_behind) or self._logged < WARMUP_STEPS:
-            return
-        is_marked = clock.due_s <= now_s
-        until_s = now_s + PIECE_S if is_marked else clock.due_s
-        batch, measuring = self._batches.usual, self._measuring
-        if (
-            batch is None
-            or not self._attachments
-            or self._models is None
-            or not self._models.is_one
-            or self._audit is not None
-            or self._is_manual
-            or self._pauses
-            or self._counts.has_waiting
-            or measuring.profiles
-            or measuring.check_is_due(0)
-            or batches.run_again
-            or len(batches.notes) > MOST_MICRO_BATCHES
-            or not can_be_taken(types, self._values.may_be_unseen)
-        ):
-            return
-        if self._watch is not None:
-            until_s = min(until_s, self._watch.due_s)
-        self._around, attachment = batch, self._attachments[0]
-        self._usual.open(
-            until_s,
-            batch=batch,
-            places=attachment.batch_hook.places,
-            common=Common(self._batches.usual_note, measuring.states, measuring.is_counted, warmup=False),
-            last_step=last_step,
-            until_step=last_step + measuring.plan_at - self._steps_done,
-            types=types,
-            compilations=self._compilations,
-            is_compiled=attachment.is_compiled,
-            mark=clock.mark if is_marked else None,
-        )
-        attachment.keep_only(self._usual.keeps_batches)
-
-    def _note_other(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchNote | None:
-        """A micro-batch among usual ones that is none; None where it cannot be told."""
-        note, attachment, around = None, self._attachments[0], self._around
-        assert around is not None
-        with contextlib.suppress(Exception):  # there are many kinds of tensors, some of which are gone by now
-            note = self._batches.note_later(attachment.batch_hook.batch_of(args, kwargs), around)
-        if note is None:
-            self._notices(_UNTOLD)
-        return note
-
-    def _stop_usual(self) -> None:
-        """Look at each micro-batch again; those of the step under way are noted like any other."""
-        under_way, began_s = self._usual.stop()
-        self._batches.add(under_way)
-        if began_s is not None:
-            self._between.begun(began_s)
-
-    def _take_in_usual(self) -> None:
-        """Go on as ever: the steps that were noted at the least cost go to the resolver."""
-        usual = self._usual
-        if usual.is_busy or usual.is_empty:
-            return
-        self._stop_usual()
-        taken = usual.take()
-        if taken is None:
-            return
-        if taken.common.warmup:
-            self._compilations = taken.compilations
-            self._values.look_again()
-        columns, last_step = taken.columns, self._intake.last_step
-        assert last_step is not None
-        self._intake.last_step = columns.step[-1]
-        self._steps_done += columns.step[-1] - last_step
-        begin, end = self._clock.skip(columns.end)
-        self._logged += len(columns.step)
-        unseen = columns.unseen()
-        sent: dict[str, SentNumbers | None] = dict.fromkeys(unseen)
-        try:
-            sent = {name: self._values.send_unseen(name, kept) for name, kept in unseen.items()}
-        except Exception as error:  # the device fails: the rest of the row is known
-            self._notices(f"{' and '.join(unseen)} of some steps is not logged: {one_line(error)}")
-        self._resolver.put(UsualPiece(taken, last_step, begin, end, sent))
-
-    def _watch_again(self) -> None:
-        """Take in what was noted, and look at each batch when it comes; not for inside a forward pass."""
-        self._take_in_usual()
-        self._look_at_next()
-
-    def _look_at_next(self) -> None:
-        """Have the next micro-batches looked at when they come."""
-        for attachment in self._attachments:
-            attachment.keep_only(False)
 
     def _were_compiled(self) -> bool:
         """Whether a watched model was compiled after it was attached; it is then watched where it is called.

@@ -9,7 +9,7 @@ copied to the host for each batch, asynchronously.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -23,12 +23,8 @@ from ..torch_private.watching import (
     backward_number,
     functorch_level,
     is_any_autocast,
-    is_wrapped,
     tells_backward,
     tells_functorch,
-    tells_versions,
-    tells_wrapped,
-    version_of,
 )
 from .host_values import Held, HostValues, Number, is_there
 
@@ -43,7 +39,6 @@ Batch = Mapping[Any, Any]
 Place = tuple[Any, ...]
 """Where in a batch a tensor is: its key, after those of the mappings around it."""
 _PLAIN = (int, float, str, bool, type(None))
-is_grad_enabled = torch.is_grad_enabled
 
 
 @dataclass(eq=False)
@@ -189,19 +184,17 @@ class BatchNotes:
     def template_of(
         self,
         batch: Batch | None,
-        around: UsualBatch | None = None,
         *,
         slot: int | None = 0,
         model: str | None = None,
     ) -> Template | None:
         """The template of a batch; None where shapes do not tell what it is.
 
-        Nested tensors have no shape to go by, and inside vmap and its kin a shape is not the whole one. A
-        batch of a forward pass that is over ran under the autocast of those `around` it.
+        Nested tensors have no shape to go by, and inside vmap and its kin a shape is not the whole one.
         """
-        if batch is None or self._is_blind or (around is None and functorch_level() is not None):
+        if batch is None or self._is_blind or functorch_level() is not None:
             return None
-        autocast = autocast_key() if around is None else around.autocast
+        autocast = autocast_key()
         last = self._last
         if (
             last is not None
@@ -227,12 +220,11 @@ class BatchNotes:
         )
         template = self._templates.get(key)
         if template is None:
-            state = autocast_state() if around is None else around.template.autocast
-            template = self._new_template(batch, state, slot, model)
+            template = self._new_template(batch, autocast_state(), slot, model)
             self._templates[key] = template
             if len(self._templates) > _MAX_TEMPLATES:
                 self._templates.popitem(last=False)
-        is_plain = tells_wrapped() and all(type(value) is torch.Tensor for value in batch.values())
+        is_plain = all(type(value) is torch.Tensor for value in batch.values())
         self._last = None
         if is_plain:
             self._last = UsualBatch({k: Look.at(v) for k, v in batch.items()}, autocast, template, slot)
@@ -257,39 +249,6 @@ class BatchNotes:
         """The shapes of the tensors of the batches so far, the latest few kinds of them."""
         latest = list(self._templates)[-_SHAPES_SHOWN:]
         return [{str(k): list(v.shape) for k, v in key[3:] if isinstance(v, Look)} for key in latest]
-
-    @property
-    def usual(self) -> UsualBatch | None:
-        """Batches that can be noted by number from now on; None where each needs a look of its own."""
-        last, bare = self._last, self._last_bare
-        return last if last is not None and bare is not None and bare.template is last.template else None
-
-    @property
-    def usual_note(self) -> BatchNote:
-        """The note of each batch of `usual`."""
-        assert self._last_bare is not None
-        return self._last_bare
-
-    def note_later(self, batch: Batch | None, around: UsualBatch) -> BatchNote | None:
-        """A note of a batch whose forward pass is over, among those of a kind; None if it cannot be told.
-
-        Values that tell of its work count only if nothing was ever written over them.
-        """
-        if batch is None or any(isinstance(v, torch.Tensor) and is_wrapped(v) for v in tree_leaves(batch)):
-            return None
-        template = self.template_of(batch, around)
-        if template is None or any(
-            not tells_versions or version_of(_at(batch, place)) for place in template.looked_into
-        ):
-            return None
-        return self._new_note(batch, template)
-
-    def add(self, notes: Sequence[BatchNote | None]) -> None:
-        """These micro-batches belong to the step under way; None is one that cannot be told."""
-        told = [note for note in notes if note is not None]
-        self._noted += told
-        self.has_notes = self.has_notes or bool(told)
-        self.is_incomplete = self.is_incomplete or len(told) < len(notes)
 
     def take(self) -> StepBatches:
         """The notes of the step that ends now."""
@@ -384,8 +343,6 @@ def are_like(tensors: tuple[Any, ...], looks: tuple[Look, ...]) -> bool:
             if type(tensor) is not torch.Tensor or tensor.shape != shape or tensor.dtype is not dtype:
                 return False
             if needs_grad is not None and tensor.requires_grad is not needs_grad:
-                return False
-            if is_wrapped(tensor):
                 return False
     except Exception:  # a nested tensor has no shape; whatever it is, a closer look follows
         return False

@@ -8,8 +8,8 @@ row; one whose FLOPs are to be counted waits until the training thread has done 
 appends to a queue of bounded length; if the resolver is held up, the oldest steps are dropped and counted as
 lost.
 
-The training thread holds steps of a few seconds back, to hand them over together. Where its next step does
-not come in time, they are fetched from here (`send_held`), so that they are on disk ten seconds after.
+The training thread sends the device values of a few seconds together. Where its next step does not come in
+time, they are sent from here (`send_held`), so that their steps are on disk ten seconds after.
 """
 
 from __future__ import annotations
@@ -48,7 +48,6 @@ from .ranks import RankLink
 from .step_detail import StepDetails
 from .step_note import StepNote, StepPlace
 from .totals import Totals
-from .usual_steps import Common, UsualPiece
 from .watched import is_of_first_module
 
 _MAX_PENDING = 10_000
@@ -91,8 +90,8 @@ class Resolver:
         self.hardware = hardware
         self._audit = audit
         self._details = StepDetails(counting, device, audited_tiles)
-        self._pending: deque[StepNote | UsualPiece] = deque()
-        self._oldest: StepNote | UsualPiece | None = None
+        self._pending: deque[StepNote] = deque()
+        self._oldest: StepNote | None = None
         self._wake = threading.Event()
         self._stopping = False
         self.is_awaited = False
@@ -110,16 +109,16 @@ class Resolver:
         self._thread = threading.Thread(target=self._run, name="truemfu-resolver", daemon=True)
         self._thread.start()
 
-    def put(self, note: StepNote | UsualPiece) -> None:
-        """Hand a step over, or steps in one piece; never waits."""
-        self._taken += _steps_in(note)
+    def put(self, note: StepNote) -> None:
+        """Hand a step over; never waits."""
+        self._taken += 1
         self._pending.append(note)
         if self._taken - self._done - self.lost_steps > _MAX_PENDING:
             try:
-                dropped = self._pending.popleft()
+                self._pending.popleft()
             except IndexError:  # the resolver took it at this very moment
                 return
-            self.lost_steps += _steps_in(dropped)
+            self.lost_steps += 1
 
     def wake(self) -> None:
         """Work off now what has come, instead of in a few seconds."""
@@ -204,33 +203,26 @@ class Resolver:
             while (oldest := self._oldest_pending()) is not None and self._is_ready(oldest):
                 self._oldest = None
                 try:
-                    if isinstance(oldest, UsualPiece):
-                        self._put_piece(oldest)
-                    else:
-                        self._put_step(oldest)
+                    self._put_step(oldest)
                 except BaseException as error:
-                    self._not_logged(error, _steps_in(oldest))
-                self._done += _steps_in(oldest)
+                    self._not_logged(error)
+                self._done += 1
         finally:
             if self._done > done_before:
                 self._output.wake()
 
-    def _oldest_pending(self) -> StepNote | UsualPiece | None:
+    def _oldest_pending(self) -> StepNote | None:
         """What is to be worked out next."""
         if self._oldest is None:
             with contextlib.suppress(IndexError):
                 self._oldest = self._pending.popleft()
         return self._oldest
 
-    def _not_logged(self, error: BaseException, steps: int) -> None:
-        self.failed_steps += steps
+    def _not_logged(self, error: BaseException) -> None:
+        self.failed_steps += 1
         self._notices(f"a step could not be worked out and is not logged: {one_line(error)}")
 
-    def _is_ready(self, note: StepNote | UsualPiece) -> bool:
-        if isinstance(note, UsualPiece):
-            return note.is_ready(self._clock) and self._is_settled(
-                note.common.states, note.known_batches(), measured=note.common.measured
-            )
+    def _is_ready(self, note: StepNote) -> bool:
         if not self._clock.has_passed(note.span.end):
             return False
         if not self._window_is_read(note):
@@ -310,49 +302,6 @@ class Resolver:
         self.totals.add(amounts, [took])
         self._output.put_all([row], [took.steps], [note.skip_remote], detailed)
 
-    def _put_piece(self, piece: UsualPiece) -> None:
-        """Steps that are alike: what they worked off is told once for all with the same micro-batches."""
-        columns, common = piece.columns, piece.common
-        numbers, times = piece.numbers(), piece.times()
-        names = ("global_step", *numbers)
-        alike: dict[tuple[Any, ...], tuple[StepAmounts, StepAmounts]] = {}
-        rows: list[dict[str, Any]] = []
-        worked_off: list[tuple[StepAmounts, StepAmounts]] = []
-        last: list[BatchNote | None] | None = None
-        for told, took, notes in zip(
-            zip(columns.step, *numbers.values(), strict=True), times, piece.batches, strict=True
-        ):
-            if notes is not last:
-                last, same = notes, tuple(map(id, notes))
-            waited = self._waited_for_a_count(told[0], took.steps)
-            if (same, waited) not in alike:
-                alike[same, waited] = self._alike(notes, common._replace(warmup=common.warmup or waited))
-            amounts = alike[same, waited]
-            row = dict(zip(names, told, strict=True))
-            row.update(performance(amounts[1], took))
-            rows.append(row)
-            worked_off.append(amounts)
-        if self.hardware is not None:
-            for (counted, _), took in zip(worked_off, times, strict=True):
-                self._add_to_window(counted, took, None, StepDetail)
-        failed, detailed = self._complete_all(rows, times, piece.ends_host_s())
-        done = [number for number in range(len(rows)) if number not in failed]
-        self._output.put_all(
-            [rows[number] for number in done],
-            [times[number].steps for number in done],
-            [columns.skip_remote[number] for number in done],
-            detailed,
-        )
-        for amounts in alike.values():
-            self.totals.add(amounts[1], [times[n] for n in done if worked_off[n] is amounts])
-
-    def _alike(self, notes: list[BatchNote | None], common: Common) -> tuple[StepAmounts, StepAmounts]:
-        """What steps of these micro-batches work off, as counted, and with what is known of it executed."""
-        batches = [] if None in notes else [note for note in notes if note is not None]
-        flops = self._flops(common.states, batches, measured=common.measured)
-        counted = self._amounts(batches, flops, warmup=common.warmup)
-        return counted, self._with_executed(counted, run_again=False)
-
     def _complete_all(
         self, rows: list[dict[str, Any]], times: list[StepTime], ends_s: Sequence[float]
     ) -> tuple[set[int], set[int]]:
@@ -375,7 +324,7 @@ class Resolver:
                 try:
                     row |= self._details_now()
                 except Exception as error:
-                    self._not_logged(error, 1)
+                    self._not_logged(error)
                     failed.add(number)
         self.window.add_all(rows[begin:])
         if any(row.get("perf/mfu", 0.0) > 1 or row.get("perf/hfu", 0.0) > 1 for row in rows):
@@ -469,10 +418,6 @@ class Resolver:
         except Exception as error:  # the rest of the row is known
             self._notices(f"the FLOPs of a step could not be worked out, so it has no MFU: {one_line(error)}")
             return None
-
-
-def _steps_in(note: StepNote | UsualPiece) -> int:
-    return len(note.columns.step) if isinstance(note, UsualPiece) else 1
 
 
 def _sized(batches: Sequence[BatchNote]) -> Sequence[BatchNote]:

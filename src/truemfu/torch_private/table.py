@@ -63,12 +63,9 @@ PROFILER_STEPS = "torch.autograd.profiler:KinetoStepTracker._step_dict"
 PROFILER_FLAG = "torch.autograd.profiler:_is_profiler_enabled"
 PROFILER_STOP = "torch.autograd.profiler:_run_on_profiler_stop"
 FUNCTORCH_LEVEL = "torch._C:_functorch.peek_interpreter_stack"
-FUNCTORCH_WRAPPED = "torch._C:_functorch.is_functorch_wrapped_tensor"
 ANY_AUTOCAST = "torch._C:_is_any_autocast_enabled"
 CURRENT_STREAM = "torch._C:_cuda_getCurrentStream"
 COUNTERS = "torch._dynamo.utils:counters"
-GLOBAL_HOOKS = "torch.nn.modules.module:_global_forward_pre_hooks"
-CALL_IMPL = "torch.nn:Module._call_impl"
 COMPILED_CALL = "torch.nn:Module._compiled_call_impl"
 DEFAULT_STORE = "torch.distributed.distributed_c10d:_get_default_store"
 VERSION = "torch:Tensor._version"
@@ -105,12 +102,9 @@ NAMES: dict[str, Private] = {
         (PROFILER_FLAG, _NOT_PROFILED, (2, 6)),
         (PROFILER_STOP, _NOT_PROFILED, (2, 6)),
         (FUNCTORCH_LEVEL, "batches inside vmap cannot be told from others: there is no MFU", (2, 6)),
-        (FUNCTORCH_WRAPPED, "each batch is looked at when it comes, which is slower", (2, 6)),
         (ANY_AUTOCAST, "autocast is looked up for each device, which is slower", (2, 6)),
         (CURRENT_STREAM, "the stream is looked up anew for each step, which is slower", (2, 6)),
         (COUNTERS, "steps in which torch.compile was at work are not marked", (2, 6)),
-        (GLOBAL_HOOKS, "each forward pass is watched by a hook, which is slower", (2, 6)),
-        (CALL_IMPL, "each forward pass is watched by a hook, which is slower", (2, 6)),
         (COMPILED_CALL, "a model that Module.compile has compiled is not watched: it has no MFU", (2, 6)),
         (DEFAULT_STORE, "ranks are neither compared nor told of each other's counts", (2, 6)),
         (VERSION, "numbers on the device are copied at once, which is slower", (2, 6)),

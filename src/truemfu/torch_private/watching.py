@@ -23,11 +23,8 @@ _found = {
         table.GRAPH_TASK,
         table.AUTOGRAD_NODE,
         table.FUNCTORCH_LEVEL,
-        table.FUNCTORCH_WRAPPED,
         table.ANY_AUTOCAST,
         table.CURRENT_STREAM,
-        table.GLOBAL_HOOKS,
-        table.CALL_IMPL,
         table.COMPILED_CALL,
         table.VERSION,
     )
@@ -52,10 +49,6 @@ def _nowhere() -> int:
 
 def _nobody() -> None:
     return None
-
-
-def _wrapped(tensor: torch.Tensor) -> bool:
-    return True
 
 
 def _any_autocast() -> bool:
@@ -90,8 +83,6 @@ backward_number: Callable[[], int] = _backward_number()
 """Which backward pass this thread is in; -1 in none. Only where `tells_backward`."""
 functorch_level: Callable[[], Any] = _or(table.FUNCTORCH_LEVEL, _nobody)
 """The innermost vmap or its kin around this; None outside. Only where `tells_functorch`."""
-is_wrapped: Callable[[torch.Tensor], bool] = _or(table.FUNCTORCH_WRAPPED, _wrapped)
-"""Whether a tensor belongs to a vmap or its kin; without the name each may."""
 _sees = _found[table.ANY_AUTOCAST] is not ABSENT and _works(_sees_autocast, _found[table.ANY_AUTOCAST])
 is_any_autocast: Callable[[], bool] = _found[table.ANY_AUTOCAST] if _sees else _any_autocast
 
@@ -132,28 +123,6 @@ def tells_functorch() -> bool:
     return False
 
 
-@functools.cache
-def tells_wrapped() -> bool:
-    """Whether a tensor that belongs to a vmap can be told from others."""
-    told: list[Any] = []
-
-    def ask(x: torch.Tensor) -> torch.Tensor:
-        told.append(is_wrapped(x))
-        return x
-
-    try:
-        with disable_modes():
-            plain = torch.zeros(1, device="cpu")
-            torch.func.vmap(ask)(plain)
-            ask(plain)
-    except RuntimeError:
-        return True
-    if told == [True, False]:
-        return True
-    table.miss(table.FUNCTORCH_WRAPPED)
-    return False
-
-
 current_stream_data: Callable[[int], Any] | None = _or(table.CURRENT_STREAM, None)
 """What tells one stream from another, without an object for it; None where it is made each time."""
 
@@ -161,61 +130,9 @@ CALL = "_compiled_call_impl"
 """Where a module keeps what is to be called instead of its own `_call_impl`."""
 
 
-class _Echo(nn.Module):
-    def forward(self, x: Any) -> Any:
-        return x
-
-
-def _call_works() -> bool:
-    """Whether a module calls what it keeps there, and what it would call otherwise is what it was."""
-    if ABSENT in (_found[table.CALL_IMPL], _found[table.COMPILED_CALL]):
-        return False
-    echo, calls = _Echo(), []
-    call = _found[table.CALL_IMPL]
-
-    def instead(x: Any) -> Any:
-        calls.append(x)
-        return call(echo, x)
-
-    echo.__dict__[CALL] = instead
-    handle = echo.register_forward_hook(lambda module, args, output: calls.append(output))
-    try:
-        return echo(7) == 7 and calls == [7, 7]
-    finally:
-        handle.remove()
-        del echo.__dict__[CALL]
-
-
-def _hooks_are_listed() -> bool:
-    """Whether hooks on all modules show up in the table of them."""
-    listed = _found[table.GLOBAL_HOOKS]
-    if listed is ABSENT:
-        return False
-    handle = nn.modules.module.register_module_forward_pre_hook(lambda module, args: None)
-    try:
-        return bool(listed)
-    finally:
-        handle.remove()
-
-
-_calls_can_be_replaced = _works(_call_works)
-_lists_hooks = _works(_hooks_are_listed)
-
-
 def compiled_call(model: nn.Module) -> Any:
     """What `Module.compile` has made of a model and torch calls instead of it; None where there is none."""
     return model.__dict__.get(CALL) if _found[table.COMPILED_CALL] is not ABSENT else None
-
-
-def can_replace_call() -> bool:
-    """Whether a model can be watched from outside: nothing but its call is torch's, and that is as known."""
-    if not _calls_can_be_replaced:
-        table.miss(table.COMPILED_CALL if _found[table.COMPILED_CALL] is ABSENT else table.CALL_IMPL)
-        return False
-    if not _lists_hooks:
-        table.miss(table.GLOBAL_HOOKS)
-        return False
-    return not _found[table.GLOBAL_HOOKS]
 
 
 def _version_works(version: Callable[[torch.Tensor], int]) -> bool:

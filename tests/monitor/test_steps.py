@@ -1,7 +1,7 @@
-"""Steps that are alike, noted at the least cost: the same rows as ever, and whatever is not usual is seen.
+"""Every step is a row with its own numbers, whatever comes between two of them.
 
-The path is taken on a GPU. Here a host clock plays its events and CPU tensors those of the device, so that
-every decision is made as it would be there.
+Here a host clock plays the events of a GPU and CPU tensors those of the device, so that every decision is
+made as it would be there.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import random
 import signal
 import threading
 import time
@@ -16,6 +17,7 @@ import warnings
 import weakref
 from collections.abc import Iterator
 from itertools import pairwise
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +29,11 @@ from torch.utils.data import DataLoader
 
 from truemfu import TrainingMonitor
 from truemfu.flops.closed_form import FlopModel
-from truemfu.monitor import attachment, resolver, usual_steps
+from truemfu.monitor import attachment, observe, resolver
 from truemfu.monitor import clock as clock_module
-from truemfu.monitor.attachment import Attachment
-from truemfu.monitor.between_steps import BetweenSteps
-from truemfu.monitor.clock import CudaClock, HostClock
+from truemfu.monitor.clock import CudaClock, HostClock, Mark, StepClock
 from truemfu.monitor.compilations import compilations
 from truemfu.monitor.host_values import HostValues
-from truemfu.monitor.observe import BatchNotes
-from truemfu.monitor.usual_steps import UsualSteps
 from truemfu.records import RUN_FILE
 
 STEPS_TO_AGREE = 6
@@ -70,7 +68,6 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clock_module, "_APART", 1e9)  # a step of this model is over in no time
     monkeypatch.setattr(clock_module, "_LAG_IN_STEPS", 1e9)
     monkeypatch.setattr(clock_module, "_LAG_CHANGE_IN_STEPS", 1e9)
-    monkeypatch.setattr("truemfu.monitor.usual_steps.graph_counters", lambda: None)
 
 
 class Model(nn.Module):
@@ -113,21 +110,31 @@ class Run:
         self.monitor.log_step(self.number, 0, loss, loss.detach(), 0.1)
 
     def settle(self) -> None:
-        """Train until host and device agree, and the next steps are usual ones."""
+        """Train until host and device agree, and not every step has an event."""
         self.step()
-        clock = self.monitor._clock.clock
-        assert isinstance(clock, CudaClock)
-        clock._lag_s = 0.0  # what the resolver sees when it wakes by itself, after some seconds
+        self.clock._lag_s = 0.0  # what the resolver sees when it wakes by itself, after some seconds
         for _ in range(STEPS_TO_AGREE + 4):
             self.step()
         self.monitor.save_logs()
-        self.step()  # it is looked at again after this one, where usual steps were taken before
         self.step()
-        assert self.monitor._usual.is_open
+        self.step()
+        assert self.clock._every_s
 
     @property
-    def usual(self) -> int:
-        return len(self.monitor._usual._steps)
+    def clock(self) -> CudaClock:
+        clock = self.monitor._clock.clock
+        assert isinstance(clock, CudaClock)
+        return clock
+
+    @property
+    def values(self) -> HostValues:
+        return self.monitor._values
+
+    def step_of(self, **batch: Any) -> None:
+        """A step of one batch that is given by name; nothing is known of its samples."""
+        loss = self.model(**batch)
+        loss.backward()
+        self.log(loss, 0)
 
     def rows(self) -> list[dict[str, Any]]:
         self.monitor.save_logs()
@@ -156,10 +163,9 @@ def run(tmp_path: Path) -> Iterator[Run]:
     run.monitor.close()
 
 
-def test_usual_steps_are_the_same_rows(run: Run) -> None:
+def test_each_step_is_a_row_with_its_own_numbers(run: Run) -> None:
     for _ in range(40):
         run.step()
-    assert run.usual == 40
     rows = run.check()
     assert [flops(row) for row in rows[-40:]] == pytest.approx([FLOPS] * 40)
     assert all("perf/step_time" in row and "perf/between_steps" in row for row in rows[-40:])
@@ -175,7 +181,6 @@ def test_steps_are_on_disk_ten_seconds_later_where_no_other_follows(run: Run) ->
     for _ in range(40):
         run.step()
     ended_s = time.monotonic()
-    assert run.usual == 40
     while steps_on_disk(run) < run.number and time.monotonic() < ended_s + 20:
         time.sleep(0.05)
     assert time.monotonic() - ended_s < 10
@@ -203,12 +208,10 @@ def test_long_steps_are_on_disk_before_the_next_ends(tmp_path: Path, monkeypatch
     monkeypatch.setattr("truemfu.monitor.resolver._WAKE_EVERY_S", 0.02)
     run = Run(tmp_path)
     run.settle()
-    monkeypatch.setattr(usual_steps, "SLOW_STEP_S", 0.05)
-    monkeypatch.setattr("truemfu.monitor.monitor.SLOW_STEP_S", 0.05)
+    monkeypatch.setattr("truemfu.monitor.monitor._SLOW_STEP_S", 0.05)
     for _ in range(3):
         time.sleep(0.1)
         run.step()
-        assert not run.monitor._usual.is_open
         time.sleep(1.0)  # the file is written half a second after the first row
         assert steps_on_disk(run) == run.number
     run.monitor.close()
@@ -222,7 +225,6 @@ def test_a_signal_has_the_steps_written_that_the_training_thread_holds(tmp_path:
         run.settle()
         for _ in range(40):
             run.step()
-        assert run.usual == 40
         signal.raise_signal(signal.SIGTERM)
         assert noted == [signal.SIGTERM]
         assert steps_on_disk(run) == run.number
@@ -233,7 +235,7 @@ def test_a_signal_has_the_steps_written_that_the_training_thread_holds(tmp_path:
         signal.signal(signal.SIGTERM, before)
 
 
-def test_what_is_between_usual_steps_is_told_apart(run: Run) -> None:
+def test_what_is_between_steps_is_told_apart(run: Run) -> None:
     loader = iter(DataLoader([torch.ones(8)] * 20, collate_fn=lambda batch: time.sleep(0.02)))
     for number in range(4):
         next(loader)
@@ -248,7 +250,6 @@ def test_what_is_between_usual_steps_is_told_apart(run: Run) -> None:
             with torch.inference_mode():
                 run.model(x=torch.randn(4, 8))
             time.sleep(0.4)
-    assert run.usual == 4
     rows = run.rows()[-4:]
     assert [row.get("perf/forwards_between_steps") for row in rows] == [None, None, None, 1]
     assert all(0.04 <= row["perf/data_wait"] < 0.2 for row in rows)
@@ -263,36 +264,45 @@ def test_a_run_that_saves_nothing_gets_there_by_itself(
     monkeypatch.setattr("truemfu.monitor.resolver._WAKE_EVERY_S", 0.02)
     run = Run(tmp_path)
     run.step()
-    clock = run.monitor._clock.clock
-    assert isinstance(clock, CudaClock)
     ends_s = time.monotonic() + 60
-    while not clock._every_s and time.monotonic() < ends_s:
+    while not run.clock._every_s and time.monotonic() < ends_s:
         run.step()
-    assert clock._every_s
+    assert run.clock._every_s
     assert not run.monitor.last  # no row is worked out yet
     run.check()
     run.monitor.close()
 
 
-def test_a_device_that_is_behind_has_an_event_on_every_usual_step(
+def test_a_device_that_is_behind_has_an_event_on_every_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    marks: list[Mark] = []
+    mark = CudaClock.mark
     monkeypatch.setattr(clock_module, "_LAG_IN_STEPS", -1.0)
+    monkeypatch.setattr(CudaClock, "mark", lambda self, now_s: marks.append(mark(self, now_s)) or marks[-1])
     run = Run(tmp_path)
-    run.step()
-    run.monitor.save_logs()
     for _ in range(30):
         run.step()
-    assert run.usual > 20
-    clock = run.monitor._clock.clock
-    assert isinstance(clock, CudaClock)
-    assert not clock._every_s
-    ends = [step[0] for step in run.monitor._usual._steps]
     rows = run.check()
-    times = [b.device_s - a.device_s for a, b in pairwise(ends)]
-    assert [row["perf/step_time"] for row in rows[-len(times) :]] == pytest.approx(times)
+    assert len(marks) == 30
+    assert not run.clock._every_s
+    times = [b.device_s - a.device_s for a, b in pairwise(marks[1:])]  # type: ignore[operator]
+    assert [row["perf/step_time"] for row in rows[2:]] == pytest.approx(times)  # the count is before them
     run.monitor.close()
     assert run.monitor.summary()["time_source"] == "CUDA events"
+
+
+def test_a_device_that_keeps_up_has_an_event_every_few_seconds(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recording one costs a launch-bound run more than all else that is done for a step."""
+    marks: list[float] = []
+    mark = CudaClock.mark
+    monkeypatch.setattr(CudaClock, "mark", lambda self, now_s: marks.append(now_s) or mark(self, now_s))
+    for _ in range(200):
+        run.step()
+    assert len(marks) < 5
+    run.check()
 
 
 def test_warm_up_steps_are_marked_as_such(tmp_path: Path) -> None:
@@ -322,7 +332,6 @@ def test_their_times_add_up(run: Run) -> None:
 def test_accumulation_is_one_step(run: Run) -> None:
     for _ in range(10):
         run.step(micro_batches=3)
-    assert run.usual == 10
     run.check()
 
 
@@ -344,41 +353,68 @@ def test_another_shape_in_the_middle_of_a_step_is_seen(run: Run) -> None:
 
 def test_autocast_and_evaluation_are_seen(run: Run) -> None:
     run.step()
-    kept = len(run.monitor._usual._kept)
     with torch.no_grad():
         run.model(x=torch.randn(4, 8))
-    assert len(run.monitor._usual._kept) == kept
     with torch.autocast("cpu", dtype=torch.bfloat16):
         run.step()
-    assert run.usual == 0  # autocast is no usual batch
+    run.step()
+    rows = run.check()
+    assert [flops(row) for row in rows[-3:]] == pytest.approx([FLOPS] * 3)
+    assert [row.get("perf/forwards_between_steps") for row in rows[-3:]] == [None, 1, None]
+    assert len(run.monitor.summary()["batch_shapes"]) == 2  # one of them under autocast
+
+
+def test_another_dtype_of_autocast_is_another_kind_of_batch(run: Run) -> None:
+    for dtype in (torch.bfloat16, torch.float16, torch.bfloat16):
+        with torch.autocast("cpu", dtype=dtype):
+            run.step()
+            run.step()
+    assert len(run.monitor.summary()["batch_shapes"]) == 3
     run.check()
 
 
-def test_vmap_and_nested_tensors_are_no_usual_batches(run: Run) -> None:
+def test_a_batch_inside_vmap_has_no_mfu(run: Run) -> None:
     run.step()
     with pytest.warns(UserWarning, match="cannot be told to a count"):
         torch.vmap(lambda x: run.model(x=x))(torch.zeros(3, 4, 8))
         run.log(torch.zeros(()), 0)
         run.step()
-        row = run.check()[-2]
-    assert "perf/tflops_per_gpu" not in row
-    assert "perf/samples_per_second" not in row
-    usual = run.monitor._usual
-    run.step()
-    run.step()
-    assert usual.is_open
-    assert usual._is_usual((), {"x": torch.ones(4, 8)})
-    assert not usual._is_usual((), {"x": torch.nested.nested_tensor([torch.ones(4, 8)])})
-    assert not usual._is_usual((), {"x": [torch.ones(4, 8)]})
-    assert not usual._is_usual((), {"y": torch.ones(4, 8)})
-    assert not usual._is_usual((torch.ones(4, 8),), {})
-    assert not usual._is_usual((), {})
-    run.check()
+        rows = run.check()
+    assert "perf/tflops_per_gpu" not in rows[-2]
+    assert "perf/samples_per_second" not in rows[-2]
+    assert flops(rows[-1]) == pytest.approx(FLOPS)
 
 
-def test_arguments_by_place_are_taken_for_what_they_were_by_place(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"x": torch.nested.nested_tensor([torch.ones(4, 8)])},
+        {"x": [torch.ones(4, 8)]},
+        {"y": torch.ones(4, 8)},
+        {"x": torch.ones(4, 8), "y": None},
+        {},
+    ],
+    ids=["nested", "a list", "another name", "one more", "nothing"],
+)
+def test_a_batch_that_looks_otherwise_is_taken_for_no_other(run: Run, odd: dict[str, Any]) -> None:
+    class Odd(Model):
+        def forward(self, x: Any = None, y: Any = None) -> torch.Tensor:
+            return super().forward(x if type(x) is torch.Tensor and not x.is_nested else torch.ones(4, 8))
+
+    run.model = Odd()
+    run.monitor.attach(run.model)
+    run.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a nested tensor cannot be counted, which is said
+        run.step_of(**odd)
+        run.step()
+        rows = run.check()
+    is_nested = any(isinstance(value, torch.Tensor) and value.is_nested for value in odd.values())
+    assert len(run.monitor.summary()["batch_shapes"]) == (1 if is_nested else 2)
+    assert flops(rows[-1]) == pytest.approx(FLOPS)
+
+
+def test_arguments_by_place_are_taken_for_what_they_were_by_place(run: Run) -> None:
     """Of a forward(x, y) a first argument by place is x, whatever came by name before."""
 
     class Two(Model):
@@ -387,25 +423,14 @@ def test_arguments_by_place_are_taken_for_what_they_were_by_place(
 
     run.model = Two()
     run.monitor.attach(run.model)
-    seen: list[list[str]] = []
-    for name in ("note", "note_later"):
-        note = getattr(BatchNotes, name)
-        monkeypatch.setattr(
-            BatchNotes, name, lambda self, b, *a, note=note: seen.append(list(b)) or note(self, b, *a)
-        )
-    x = torch.randn(4, 8)
-    for by_name in (True, False, True):
-        seen.clear()
+    for samples, by_name in enumerate((True, False, True), start=5):
+        x = torch.randn(samples, 8)
         for _ in range(3):
             loss = run.model(y=x) if by_name else run.model(x)
             loss.backward()
-            run.log(loss, 4)
-        run.monitor.save_logs()
-        assert seen[0] == (["y"] if by_name else ["x"])
-        for _ in range(2):
-            loss = run.model(y=x) if by_name else run.model(x)
-            run.log(loss, 4)
-        assert run.monitor._usual.is_open
+            run.log(loss, samples)
+        assert run.monitor.summary()["batch_shapes"][-1] == {"y" if by_name else "x": [samples, 8]}
+    run.check()
 
 
 def test_arguments_by_name_may_come_in_any_order(run: Run) -> None:
@@ -422,20 +447,13 @@ def test_arguments_by_name_may_come_in_any_order(run: Run) -> None:
     run.model = model = Two()
     run.monitor.attach(model)
     a, b = torch.randn(3, 8), torch.randn(5, 4)
-
-    def step(call: Any) -> None:
+    for call in [lambda: model(b=b, a=a)] * 3 + [lambda: model(a, b)] * 3:
         call().backward()
-        run.log(torch.zeros(()), 3)
-
-    for _ in range(3):
-        step(lambda: model(b=b, a=a))
-    run.monitor.save_logs()
-    step(lambda: model(a, b))
-    step(lambda: model(a, b))
-    assert run.monitor._usual._looks[0].shape == a.shape
-    step(lambda: model(a, b))
-    assert run.usual
-    run.monitor.save_logs()
+        run.log(torch.zeros(()), 0)
+    by_name, by_place = run.monitor.summary()["batch_shapes"][-2:]
+    assert by_name == by_place == {"a": [3, 8], "b": [5, 4]}
+    rows = run.check()[-6:]
+    assert [flops(row) for row in rows] == pytest.approx([2 * 2 * (3 * 8 * 8 + 5 * 4 * 4)] * 6)
 
 
 def test_one_row_that_fails_takes_no_other_with_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -444,7 +462,6 @@ def test_one_row_that_fails_takes_no_other_with_it(run: Run, monkeypatch: pytest
     run.rows()
     while run.number < 54:
         run.step()
-    assert run.usual >= 6
     reached = run.monitor.config.detailed_log_freq  # what that row has more cannot be had
     assert reached == 50
 
@@ -466,9 +483,9 @@ def test_complex_numbers_are_missing_and_said(run: Run) -> None:
     run.step()
     loss = torch.tensor(1 + 2j)
     run.model(x=torch.randn(4, 8)).backward()
-    run.monitor.log_step(run.number + 1, 0, loss, torch.ones(()), 0.1)
-    run.number += 1
-    with pytest.warns(UserWarning, match="loss of some steps is not logged: got TypeError: complex"):
+    with pytest.warns(UserWarning, match="loss is not logged: got complex"):
+        run.monitor.log_step(run.number + 1, 0, loss, torch.ones(()), 0.1)
+        run.number += 1
         rows = run.rows()
     assert [row["global_step"] for row in rows] == list(range(1, run.number + 1))
     assert "training/loss" not in rows[-1]
@@ -476,11 +493,12 @@ def test_complex_numbers_are_missing_and_said(run: Run) -> None:
 
 
 def test_what_was_sent_is_not_kept(run: Run) -> None:
+    run.monitor.save_logs()
     for _ in range(5):
         run.step()
-    kept = [weakref.ref(step[3]) for step in run.monitor._usual._steps]
-    run.monitor.detach()
-    assert kept
+    kept = [weakref.ref(held.tensor) for held in run.values._kept]
+    assert len(kept) == 10
+    run.monitor.save_logs()
     assert not [ref for ref in kept if ref() is not None]
 
 
@@ -505,7 +523,7 @@ def test_a_place_that_is_used_again_is_no_overwriting(run: Run) -> None:
     for _ in range(20):
         for _ in range(10):
             run.step()
-        run.monitor._usual._until_s = 0.0  # as after some seconds
+        run.values.flush()  # as after some seconds
     run.check()
     assert run.monitor.summary()["warnings"] == []
 
@@ -533,7 +551,6 @@ def test_arguments_of_another_kind_are_taken_as_ever(run: Run, what: str) -> Non
         "mask": torch.ones(4, 1),
     }[what]
     run.monitor.log_step(given["step"], given["epoch"], loss, given["grad_norm"], given["lr"], given["mask"])
-    assert run.usual == 0
     run.step()
     rows = run.check()
     if what == "grad_norm":
@@ -544,13 +561,12 @@ def test_steps_that_are_not_logged_are_counted(run: Run) -> None:
     run.step()
     run.number += 4
     run.step()
-    assert run.usual == 2
     one, five = run.rows()[-2:]
     assert (one["global_step"], five["global_step"]) == (run.number - 5, run.number)
     assert five["perf/samples_per_second"] * 5 * five["perf/step_time"] == pytest.approx(4)
 
 
-def test_a_pause_is_no_part_of_a_usual_step(run: Run) -> None:
+def test_a_pause_is_no_part_of_a_step(run: Run) -> None:
     run.step()
     with run.monitor.pause():
         run.model(x=torch.randn(4, 8)).backward()
@@ -559,77 +575,32 @@ def test_a_pause_is_no_part_of_a_usual_step(run: Run) -> None:
     assert all(0 < row["perf/step_time"] < 0.2 for row in run.check()[1:])
 
 
-def test_time_is_up_after_a_few_seconds(run: Run) -> None:
-    run.step()
-    assert run.usual == 1
-    run.monitor._usual._until_s = time.perf_counter()
-    run.step()
-    assert run.usual == 2
-    assert attachment.CALL not in run.model.__dict__
-    run.step()  # looked at: ends one piece and opens the next
-    assert run.usual == 0
-    assert attachment.CALL in run.model.__dict__
-    run.step()
-    assert run.usual == 1
-    run.check()
-
-
-@pytest.mark.parametrize("when", ["in the last step", "in the next"])
-def test_what_compiles_around_the_end_of_a_piece_is_a_warm_up(
-    run: Run, monkeypatch: pytest.MonkeyPatch, when: str
+@pytest.mark.parametrize("where", ["end", "moment"])
+def test_what_fails_in_a_step_costs_no_step_before_it(
+    run: Run, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    number = [compilations()]
-    monkeypatch.setattr("truemfu.monitor.monitor.compilations", lambda: number[0])
-    monkeypatch.setattr(usual_steps, "compilations", lambda: number[0])
-    run.monitor._watch_again()
-    run.step()
-    run.monitor._compilations = number[0]
-    run.step()
-    run.step()
-    run.monitor._usual._until_s = time.perf_counter()
-    number[0] += when == "in the last step"
-    run.step()
-    last = run.number
-    number[0] += when == "in the next"
-    run.step()
-    run.step()
-    warm = [row["global_step"] for row in run.check() if "perf/warmup" in row][3:]
-    expected = {"in the last step": [last - 2, last - 1, last], "in the next": [last + 1]}
-    assert warm == expected[when]
-
-
-def test_a_long_step_is_none_of_the_usual_ones(run: Run) -> None:
-    run.step()
-    last_end_s = run.monitor._between.end_s
-    assert last_end_s is not None
-    run.monitor._between.end_s = last_end_s - 2
-    run.step()
-    assert run.usual == 0
-    assert not run.monitor._usual.is_open
-    run.check()
-
-
-@pytest.mark.filterwarnings("ignore:the monitor is switched off")
-@pytest.mark.parametrize("where", ["_mark", "_look_at_next"])
-def test_what_fails_in_a_step_costs_no_step_before_it(run: Run, where: str) -> None:
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("CUDA error: device-side assert triggered")
 
     run.step()
     run.step()
-    good = run.number
-    if where == "_look_at_next":
-        good += 1  # the step itself was taken
-        run.monitor._usual._until_s = time.perf_counter()
-    setattr(run.monitor._usual, where, fail)
-    run.step()
-    assert len(run.rows()) == good
+    run.monitor.save_logs()
+    with monkeypatch.context() as patched, pytest.warns(UserWarning, match="switched off"):
+        patched.setattr(StepClock, where, fail)
+        if where == "end":
+            run.monitor.log_step(run.number + 1, 0, 1.0, 1.0, 0.1)
+        else:
+            with run.monitor.pause():
+                pass
+    run.model(x=torch.randn(4, 8)).backward()
+    run.monitor.log_step(run.number + 2, 0, 1.0, 1.0, 0.1)  # it is switched off
+    run.check()
 
 
 def test_what_is_kept_is_bounded(run: Run) -> None:
     for _ in range(700):
         run.step()
-        assert run.usual <= 256
+        assert len(run.values._kept) <= 258
     run.check()
 
 
@@ -674,30 +645,21 @@ def test_a_frozen_layer_is_noticed_by_the_next_check(tmp_path: Path, monkeypatch
     run.monitor.close()
 
 
-@pytest.mark.parametrize("is_compiled", [True, False])
-def test_a_compilation_is_a_warm_up_step(
-    run: Run, monkeypatch: pytest.MonkeyPatch, is_compiled: bool
-) -> None:
-    """Of a model that is compiled the very step is known; else that it is one of a piece."""
-    monkeypatch.setattr(Attachment, "is_compiled", is_compiled)
+def test_a_compilation_is_a_warm_up_step(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That step and no other, whether the model is compiled or something else."""
     before = compilations()  # of other tests in this process
     counters: dict[str, dict[str, int]] = {"stats": {"unique_graphs": before}}
-    monkeypatch.setattr("truemfu.monitor.usual_steps.graph_counters", lambda: counters)
     monkeypatch.setattr("truemfu.monitor.compilations.graph_counters", lambda: counters)
-    run.monitor._watch_again()
-    run.step()
-    for _ in range(3):
+    for _ in range(4):
         run.step()
-    assert run.usual == 3
-    warm_ups = run.monitor.summary()["warmup_steps"]
     counters["stats"]["unique_graphs"] = before + 1
     run.step()
-    assert run.usual == (0 if is_compiled else 4)
-    run.rows()
+    compiled = run.number
     run.step()
     run.step()
-    run.check()
-    assert run.monitor.summary()["warmup_steps"] == warm_ups + (1 if is_compiled else 4)
+    warm = [row["global_step"] for row in run.check() if "perf/warmup" in row]
+    assert warm == [1, 2, 3, compiled]
+    assert run.monitor.summary()["warmup_steps"] == 4
 
 
 def test_a_loss_changed_in_place_is_missing_not_wrong(run: Run) -> None:
@@ -708,13 +670,16 @@ def test_a_loss_changed_in_place_is_missing_not_wrong(run: Run) -> None:
     run.number += 1
     run.losses[run.number], run.micro_batches[run.number] = float(kept), 4
     run.monitor.log_step(run.number, 0, kept, kept.clone(), 0.1)
-    assert run.usual == 2
     kept.zero_()
     with pytest.warns(UserWarning, match="loss was overwritten"):
         run.monitor.save_logs()
-    run.check(missing=(run.number,))
-    run.step()
-    assert not run.monitor._values.may_be_unseen("loss")  # copied at once from now on
+    missing = run.number
+    for _ in range(3):  # from now on it is copied at once
+        run.number += 1
+        run.model(x=torch.randn(4, 8)).backward()
+        run.losses[run.number], run.micro_batches[run.number] = float(run.number), 4
+        run.monitor.log_step(run.number, 0, kept.fill_(run.number), 1.0, 0.1)
+    run.check(missing=(missing,))
 
 
 def test_a_loss_that_comes_at_the_same_place_is_missing_not_wrong(run: Run) -> None:
@@ -727,28 +692,22 @@ def test_a_loss_that_comes_at_the_same_place_is_missing_not_wrong(run: Run) -> N
         numbers.append(run.number)
         static[turn % 2].numpy()[...] = turn
         run.losses[run.number], run.micro_batches[run.number] = turn, 4
-        run.monitor.log_step(run.number, 0, static[turn % 2], static[turn % 2], 0.1)
-    assert run.usual == 6
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        run.check(missing=tuple(numbers))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            run.monitor.log_step(run.number, 0, static[turn % 2], static[turn % 2], 0.1)
+    run.check(missing=tuple(numbers[:2]))  # from then on they are copied at once
+    assert any("loss was overwritten" in text for text in run.monitor.summary()["warnings"])
 
 
 def test_tensors_that_are_no_number_are_said(run: Run) -> None:
-    for shape in ((), (2,), ()):
-        loss = run.model(x=torch.randn(4, 8)).detach().expand(shape).clone()
-        run.number += 1
-        run.monitor.log_step(run.number, 0, loss, loss.sum(), 0.1)
-    assert run.usual == 3
-    with pytest.warns(UserWarning, match="loss of some steps is not logged: got .*each is looked at"):
-        rows = run.rows()
-    assert ["training/loss" in row for row in rows[-3:]] == [False] * 3
+    with pytest.warns(UserWarning, match=r"loss is not logged: got a tensor of shape \(2,\)"):
+        for shape in ((), (2,), ()):
+            loss = run.model(x=torch.randn(4, 8)).detach().expand(shape).clone()
+            run.number += 1
+            run.monitor.log_step(run.number, 0, loss, loss.sum(), 0.1)
+    rows = run.rows()
+    assert ["training/loss" in row for row in rows[-3:]] == [True, False, True]
     assert all("training/grad_norm" in row for row in rows[-3:])
-    run.step()
-    run.step()
-    run.step()
-    assert "training/loss" in run.rows()[-1]
-    assert not run.monitor._values.may_be_unseen("loss")
 
 
 def test_an_inference_tensor_is_copied(run: Run) -> None:
@@ -763,31 +722,32 @@ def test_an_inference_tensor_is_copied(run: Run) -> None:
 
 
 def test_no_graph_is_kept_alive(run: Run) -> None:
-    run.step()
-    kept = run.monitor._usual._steps[-1][3]
-    assert kept.grad_fn is None
-    assert not kept.requires_grad
+    saved = torch.randn(8, requires_grad=True) * 1
+    kept = weakref.ref(saved)
+    loss = run.model(x=torch.randn(4, 8)) * saved.square().sum()
+    del saved
+    assert kept() is not None
+    run.log(loss, 4)
+    del loss
+    assert kept() is None
+    run.check()
 
 
-def test_another_model_and_a_phase_end_it(run: Run) -> None:
+def test_a_model_that_is_attached_again_and_a_phase_change_nothing(run: Run) -> None:
     run.step()
     run.monitor.detach()
-    assert not run.monitor._usual.is_open
     run.monitor.attach(run.model)
     run.step()
     run.step()
     run.monitor.set_phase(None)
-    assert not run.monitor._usual.is_open
     run.step()
     run.check()
 
 
-def test_a_batch_told_by_hand_ends_it(run: Run) -> None:
+def test_a_batch_told_by_hand_counts_instead_of_what_hooks_see(run: Run) -> None:
     run.step()
-    run.monitor.observe({"x": torch.zeros(4, 8)})
-    assert not run.monitor._usual.is_open
-    run.log(run.model(x=torch.randn(4, 8)), 4)
-    assert run.usual == 0
+    run.monitor.observe({"x": torch.zeros(6, 8)})
+    run.log(run.model(x=torch.randn(4, 8)), 6)
     run.monitor.observe({"x": torch.zeros(4, 8)})
     run.step()
     run.check()
@@ -807,12 +767,12 @@ def test_nothing_is_lost_at_the_end(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("owner", "within"),
-    [(usual_steps, "are_like"), (torch.Tensor, "detach"), (attachment, "is_grad_enabled")],
+    [(observe, "functorch_level"), (torch.Tensor, "detach"), (attachment, "_is_grad_enabled")],
 )
 def test_a_handler_of_a_signal_may_save_in_the_middle(
     run: Run, monkeypatch: pytest.MonkeyPatch, owner: Any, within: str
 ) -> None:
-    """It runs between any two lines of the training thread; here in a look, in `took`, in a forward pass."""
+    """It runs between any two lines of the training thread; here in a note, in `log_step`, in a hook."""
     own = getattr(owner, within)
     saved = []
     is_inside = False
@@ -835,7 +795,7 @@ def test_a_handler_of_a_signal_may_save_in_the_middle(
     run.check()
 
 
-@pytest.mark.parametrize(("owner", "within"), [(usual_steps, "are_like"), (torch.Tensor, "detach")])
+@pytest.mark.parametrize(("owner", "within"), [(observe, "functorch_level"), (torch.Tensor, "detach")])
 def test_a_handler_of_a_signal_may_close_in_the_middle(
     run: Run, monkeypatch: pytest.MonkeyPatch, owner: Any, within: str
 ) -> None:
@@ -844,7 +804,7 @@ def test_a_handler_of_a_signal_may_close_in_the_middle(
     closed_in = []
 
     def interrupted(*arguments: Any) -> Any:
-        if not closed_in and run.usual > 10:
+        if not closed_in and run.number > 25:
             closed_in.append(run.number)
             run.monitor.close()
         return own(*arguments)
@@ -881,8 +841,8 @@ def test_the_hook_sends_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> No
     """It may run inside the capture of a CUDA graph."""
     run.step()
     sent = []
-    send = HostValues.send_unseen
-    monkeypatch.setattr(HostValues, "send_unseen", lambda self, *a: sent.append(a) or send(self, *a))
+    send = HostValues.flush
+    monkeypatch.setattr(HostValues, "flush", lambda self: sent.append(self) or send(self))
     loss = run.model(x=torch.randn(2, 8))
     assert not sent
     loss.backward()
@@ -898,40 +858,16 @@ def test_a_loss_and_a_norm_may_differ_in_shape(run: Run) -> None:
         run.number += 1
         run.losses[run.number], run.micro_batches[run.number] = float(loss.detach()), 4
         run.monitor.log_step(run.number, 0, loss, loss.detach().reshape(1), 0.1)
-    assert run.usual == 6
     assert all("training/grad_norm" in row for row in run.check())
 
 
-def test_a_norm_that_is_not_known_is_usual(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    run.settle()
-    run.monitor.log_step(run.number + 1, 0, 1.0, None, 0.1)
-    run.monitor.save_logs()
-    run.monitor._values.look_again()
-    run.number += 1
-    run.losses[run.number], run.micro_batches[run.number] = 1.0, 0
+def test_a_norm_that_is_not_known_is_left_out(run: Run) -> None:
     for _ in range(4):
         run.model(x=torch.randn(4, 8)).backward()
         run.number += 1
         run.losses[run.number], run.micro_batches[run.number] = 2.0, 4
         run.monitor.log_step(run.number, 0, 2.0, None, 0.1)
-    assert run.usual == 3
     assert "training/grad_norm" not in run.check()[-1]
-    run.monitor.close()
-
-
-def test_after_a_failure_the_good_steps_are_there_and_nobody_waits(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for _ in range(5):
-        run.step()
-    monkeypatch.setattr(UsualSteps, "took", lambda self, *a: 1 / 0)
-    with pytest.warns(UserWarning, match="switched off"):
-        run.monitor.log_step(run.number + 1, 0, 1.0, 1.0, 0.1)
-    assert CALL not in run.model.__dict__  # and no batch is kept from now on
-    run.model(x=torch.randn(4, 8))
-    assert not run.monitor._usual._kept
-    assert len(run.check()) == run.number
 
 
 def test_a_device_that_fails_takes_no_row_that_was_worked_out(
@@ -958,20 +894,15 @@ def test_a_device_that_fails_takes_no_row_that_was_worked_out(
     assert "summary" in json.loads((tmp_path / RUN_FILE).read_text())
 
 
-def test_parts_of_large_storages_are_kept_no_longer_than_a_piece(run: Run) -> None:
-    run.step()
-    large = torch.zeros(3 << 20)
+def test_parts_of_large_storages_are_not_kept(run: Run) -> None:
     for _ in range(6):
         run.model(x=torch.randn(4, 8)).backward()
+        large = torch.zeros(3 << 20)
         run.log(large[run.number], 4)
-        large = large.clone()
-    run.check()
-    assert not run.monitor._values.may_be_unseen("loss")
-    for _ in range(4):
-        run.model(x=torch.randn(4, 8)).backward()
-        run.log(large[run.number], 4)
-    assert not run.monitor._values.may_be_unseen("loss")
-    assert run.usual == 0
+        storage = weakref.ref(large)
+        del large
+        assert storage() is None
+        assert all(held.tensor.untyped_storage().nbytes() < 1000 for held in run.values._kept if held.tensor)
     run.check()
 
 
@@ -979,27 +910,24 @@ CALL = "_compiled_call_impl"
 """Where torch has what a module calls instead of its own code, and where calls are watched from outside."""
 
 
-def test_the_model_has_no_hook_while_steps_are_usual(run: Run) -> None:
+def test_a_model_that_is_not_compiled_has_a_hook_and_nothing_else(run: Run) -> None:
     run.step()
-    assert not run.model._forward_pre_hooks
-    assert CALL in run.model.__dict__
-    run.monitor.detach()
+    assert len(run.model._forward_pre_hooks) == 1
     assert CALL not in run.model.__dict__
+    run.monitor.detach()
     assert not run.model._forward_pre_hooks
+    assert run.model.__dict__.keys() == Model().__dict__.keys()
 
 
 def test_a_copy_of_the_model_is_watched_by_nobody(run: Run) -> None:
     run.step()
-    copies = [copy.copy(run.model), copy.deepcopy(run.model), pickle.loads(pickle.dumps(run.model))]
+    copies = [copy.deepcopy(run.model), pickle.loads(pickle.dumps(run.model))]
     run.step()
-    kept = len(run.monitor._usual._kept)
     for other in copies:
-        assert CALL not in other.__dict__
         other.layer = nn.Linear(8, 8)
         nn.init.zeros_(other.layer.weight)
         nn.init.ones_(other.layer.bias)
         assert other(x=torch.randn(4, 8)) == 1.0
-    assert len(run.monitor._usual._kept) == kept
     run.step()
     run.check()
 
@@ -1025,7 +953,7 @@ class CopiesItsAttributes(Model):
         return other
 
 
-def test_a_model_that_shares_its_attributes_with_a_copy_has_the_hook(tmp_path: Path) -> None:
+def test_a_copy_that_shares_the_models_attributes_is_run_itself(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.model = CopiesItsAttributes()
     run.monitor.attach(run.model)
@@ -1042,14 +970,13 @@ def test_a_model_that_shares_its_attributes_with_a_copy_has_the_hook(tmp_path: P
 
 
 @pytest.mark.parametrize("kind", [TakesAllAlong, CopiesItself])
-def test_a_model_that_is_copied_in_its_own_way_has_the_hook(tmp_path: Path, kind: type[Model]) -> None:
+def test_a_model_may_be_copied_in_its_own_way(tmp_path: Path, kind: type[Model]) -> None:
     run = Run(tmp_path)
     run.model = kind()
     run.monitor.attach(run.model)
     run.settle()
     for _ in range(20):
         run.step()
-    assert run.usual
     other = copy.deepcopy(run.model)
     nn.init.zeros_(other.layer.weight)
     nn.init.ones_(other.layer.bias)
@@ -1075,14 +1002,12 @@ def test_copies_that_run_in_its_place_are_run_themselves(tmp_path: Path) -> None
     run.settle()
     for _ in range(20):
         run.step()
-        assert CALL not in model.__dict__
-    assert run.usual
     run.check()
     run.monitor.close()
 
 
 def test_a_hook_of_somebody_else_stays_before_ours(run: Run) -> None:
-    """A batch is what comes out of the hooks before ours, so calls are not watched from outside then."""
+    """A batch is what comes out of the hooks before ours."""
 
     def doubled(module: nn.Module, args: Any, kwargs: Any) -> Any:
         return args, {"x": torch.cat([kwargs["x"], kwargs["x"]])}
@@ -1094,8 +1019,6 @@ def test_a_hook_of_somebody_else_stays_before_ours(run: Run) -> None:
         loss = run.model(x=torch.randn(4, 8))
         loss.backward()
         run.log(loss, 8)
-    assert run.usual
-    assert CALL not in run.model.__dict__
     run.check()
 
 
@@ -1138,7 +1061,6 @@ def test_a_compiled_model_stays_as_it_was_compiled(tmp_path: Path, how: str) -> 
         run.settle()
         for _ in range(40):
             run.step()
-        assert run.usual
         assert not original._forward_pre_hooks
         run.check()
     assert len(graphs) == 1
@@ -1146,7 +1068,7 @@ def test_a_compiled_model_stays_as_it_was_compiled(tmp_path: Path, how: str) -> 
     torch._dynamo.reset()
 
 
-def test_a_look_in_the_middle_of_a_step_leaves_nothing_for_the_next(run: Run) -> None:
+def test_saving_in_the_middle_of_a_step_leaves_nothing_for_the_next(run: Run) -> None:
     run.step()
     run.model(x=torch.randn(2, 8)).backward()
     run.monitor.save_logs()
@@ -1158,7 +1080,7 @@ def test_a_look_in_the_middle_of_a_step_leaves_nothing_for_the_next(run: Run) ->
     run.check()
 
 
-def test_transforms_of_functions_are_no_usual_batches(run: Run) -> None:
+def test_a_batch_inside_a_transform_of_the_parameters_has_no_mfu(run: Run) -> None:
     """Also where only the parameters are transformed."""
     params, _ = torch.func.stack_module_state([Model() for _ in range(5)])
     x = torch.randn(4, 8)
@@ -1182,7 +1104,7 @@ def test_a_model_that_is_exported_meanwhile_ran_no_more_for_it(run: Run) -> None
     assert [flops(row) for row in run.check()[-3:]] == pytest.approx([FLOPS] * 3)
 
 
-def test_a_checkpoint_around_the_model_among_usual_steps_is_seen(tmp_path: Path) -> None:
+def test_a_checkpoint_around_the_model_is_seen_among_other_steps(tmp_path: Path) -> None:
     run = Run(tmp_path, config={"monitoring": {"peak_tflops": 1.0}})
     run.settle()
     run.step()
@@ -1198,8 +1120,7 @@ def test_a_checkpoint_around_the_model_among_usual_steps_is_seen(tmp_path: Path)
 
 
 def test_what_the_user_compiles_stays_compiled(run: Run) -> None:
-    """Whether calls are told of by a hook, kept, or already those of a compiled model."""
-    run.monitor._watch_again()
+    """Whether calls are noted by a hook, or already those of a compiled model."""
     loss = run.model(x=torch.randn(4, 8))
     loss.backward()
     for backend in ("eager", "aot_eager"):
@@ -1217,21 +1138,13 @@ def test_what_the_user_compiles_stays_compiled(run: Run) -> None:
             run.monitor.attach(run.model)
             for _ in range(5):
                 run.step()
-        assert run.monitor._usual.is_open
+        assert flops(run.rows()[-1]) == pytest.approx(FLOPS)
     run.monitor.detach()
     assert run.model.__dict__[CALL] is mine
     torch._dynamo.reset()
 
 
-def test_our_hook_comes_back_to_its_place(run: Run) -> None:
-    run.step()
-    run.model.register_forward_pre_hook(lambda module, args, kwargs: None, with_kwargs=True)
-    run.monitor._watch_again()
-    assert next(iter(run.model._forward_pre_hooks.values())) is run.monitor._attachments[0].batch_hook
-
-
 def test_a_batch_that_is_part_of_a_graph_is_not_kept(run: Run) -> None:
-    run.monitor._watch_again()
     before = nn.Linear(8, 8)
     for _ in range(20):
         x = before(torch.randn(4, 8))
@@ -1242,7 +1155,6 @@ def test_a_batch_that_is_part_of_a_graph_is_not_kept(run: Run) -> None:
         run.log(loss, 4)
         del loss
         assert graph() is None
-    assert run.usual
     run.check()
 
 
@@ -1268,7 +1180,6 @@ def test_one_row_that_fails_takes_no_remote_one_with_it(
     run.rows()
     while run.number < 54:
         run.step()
-    assert run.usual >= 6
     monkeypatch.setattr(resolver, "peak_memory_bytes", lambda device: 1 / 0)
     with pytest.warns(UserWarning, match="is not logged: ZeroDivisionError"):
         run.rows()
@@ -1295,71 +1206,45 @@ def test_odd_epochs_are_logged_as_ever(run: Run, epoch: float) -> None:
         run.number += 1
         run.losses[run.number], run.micro_batches[run.number] = float(loss.detach()), 4
         run.monitor.log_step(run.number, epoch, loss, loss, 0.1)
-    assert run.usual
-    rows = run.check()[-4:]
-    usual, ever = rows[-1], rows[0]
-    assert usual["training/epoch"] == ever["training/epoch"]
-    assert usual.get("non_finite") == ever.get("non_finite")
+    for row in run.check()[-4:]:
+        if isfinite(epoch):
+            assert row["training/epoch"] == epoch
+        else:
+            assert row["non_finite"] == {"training/epoch": str(epoch)}
 
 
-def test_few_batches_are_kept_and_no_large_one(run: Run) -> None:
-    for _ in range(100):
-        run.step()
-        assert len(run.monitor._usual._kept) <= 16
-    small = [weakref.ref(kwargs["x"]) for _, _, kwargs in run.monitor._usual._kept]
-    run.check()
-    assert not [ref for ref in small if ref() is not None]
-
-    for _ in range(3):
-        run.step(samples=20_000)
+@pytest.mark.parametrize("samples", [4, 20_000])
+def test_no_batch_outlives_its_forward_pass(run: Run, samples: int) -> None:
     for _ in range(10):
-        x = torch.randn(20_000, 8)
+        x = torch.randn(samples, 8)
         loss = run.model(x=x)
-        large = weakref.ref(x)
+        kept = weakref.ref(x)
         loss.backward()
         del x
-        assert large() is None
-        run.log(loss, 20_000)
-    assert run.usual >= 8
+        assert kept() is None
+        run.log(loss, samples)
     run.step()
     run.check()
 
 
-def test_what_nobody_can_count_is_not_guessed(run: Run) -> None:
-    """More micro-batches in one step than are kept: nor is it known of the last steps before."""
-    run.step()
-    run.micro_batches[run.number] = 0
-    for _ in range(70):
-        loss = run.model(x=torch.randn(4, 8))
-        loss.backward()
-    run.log(loss, 0)
-    run.step()
-    run.step()
-    rows = run.check()
-    assert not {"perf/tflops_per_gpu", "perf/between_steps"} & {*rows[-3], *rows[-4]}
-    assert flops(rows[-1]) == pytest.approx(FLOPS)
-
-
-def test_steps_of_many_micro_batches_are_noted_as_ever(run: Run) -> None:
-    run.monitor._watch_again()
+def test_a_step_may_have_many_micro_batches(run: Run) -> None:
     for _ in range(12):
-        run.step(micro_batches=40)
-        assert not run.monitor._usual.is_open
-    run.check()
+        run.step(micro_batches=70)
+    rows = run.check()
+    assert [flops(row) for row in rows[-12:]] == pytest.approx([70 * FLOPS] * 12)
 
 
-def test_a_model_that_runs_again_in_the_backward_pass_is_noted_as_ever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_runs_again_in_the_backward_pass_is_counted_once(tmp_path: Path) -> None:
     run = Run(tmp_path)
     with pytest.warns(UserWarning, match="HFU is not known"):
         for _ in range(STEPS_TO_AGREE + 8):
             loss = checkpoint(run.model, torch.randn(4, 8, requires_grad=True), use_reentrant=False)
             loss.backward()
             run.log(loss, 4)
-            assert not run.monitor._usual.is_open
-        run.check()
+        rows = run.check()
         run.monitor.close()
+    forward_and_two_gradients = 3 * 2 * 4 * 8 * 8
+    assert [flops(row) for row in rows[1:]] == pytest.approx([forward_and_two_gradients] * (len(rows) - 1))
 
 
 class Masked(Model):
@@ -1368,28 +1253,32 @@ class Masked(Model):
 
 
 @pytest.mark.parametrize("is_written_over", [False, True])
-def test_a_mask_among_usual_batches_counts_unless_it_was_written_over(
-    tmp_path: Path, is_written_over: bool
+def test_a_mask_is_read_as_the_model_got_it_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_written_over: bool
 ) -> None:
-    """It is looked at some steps later."""
+    """It is kept where it is until it is sent with others."""
+    monkeypatch.setattr(
+        HostValues,
+        "tokens_in",
+        lambda self, mask: self._hold("attention_mask", mask, is_input=True, count=True),
+    )
     run = Run(tmp_path)
     run.model = Masked()
     run.monitor.attach(run.model)
     run.settle()
     run.step()
-    mask = torch.ones(4, 8, dtype=torch.long)
-    mask = torch.nn.functional.pad(mask[:, :6], (0, 2))  # made at once, so nothing was written over it
+    mask = torch.nn.functional.pad(torch.ones(4, 6, dtype=torch.long), (0, 2))
     loss = run.model(input_ids=torch.ones(4, 8, dtype=torch.long), attention_mask=mask)
     loss.backward()
-    run.log(loss, 0 if is_written_over else 4)
+    run.log(loss, 4)
     if is_written_over:
         mask.zero_()
-        with pytest.warns(UserWarning, match="cannot be told to a count"):
-            rows = run.check()
+        with pytest.warns(UserWarning, match="attention_mask was overwritten"):
+            row = run.check()[-1]
     else:
-        rows = run.check()
-        assert rows[-1]["perf/padding_efficiency"] == 0.75
-    assert ("perf/tflops_per_gpu" in rows[-1]) is not is_written_over
+        row = run.check()[-1]
+    assert row.get("perf/padding_efficiency") == (None if is_written_over else 0.75)
+    assert flops(row) == pytest.approx(2 * FLOPS / 2)
     run.monitor.close()
 
 
@@ -1412,29 +1301,43 @@ class Watch:
         pass
 
 
-def test_a_window_of_the_counters_ends_at_the_latest_with_the_step_after_the_one_that_is_due(
-    run: Run,
-) -> None:
-    run.monitor._take_in_usual()
+def test_a_window_of_the_counters_ends_with_the_first_step_after_it_is_due(run: Run) -> None:
     watch = Watch(time.perf_counter() + 0.2)
     run.monitor._watch = watch  # type: ignore[assignment]
-    due_s, ends_s, usual = watch.due_s, time.perf_counter() + 1.5, 0
-    logged_s = last_s = 0.0
+    due_s, ends_s, last_s = watch.due_s, time.perf_counter() + 1.5, 0.0
     while (now_s := time.perf_counter()) < ends_s:
         time.sleep(0.002)
         run.step()
-        usual = max(usual, run.usual)
         if watch.due_s != due_s:
             assert last_s < due_s <= watch.cuts_s[-1]
             due_s = watch.due_s
-        logged_s, last_s = now_s, logged_s
+        last_s = now_s
     assert len(watch.cuts_s) >= 4
-    assert usual > 10
     run.check()
 
 
-def test_closed_it_takes_nothing() -> None:
-    usual = UsualSteps(lambda args, kwargs: None, lambda: None, BetweenSteps())
-    assert not usual.is_open
-    assert not usual.saw((), {"x": torch.zeros(1)})
-    assert not usual.took(0.0, 1, 0, 1.0, 1.0, 0.1, False)
+def test_whatever_comes_between_steps_each_has_its_own_numbers(run: Run) -> None:
+    """Shapes, accumulation, saves, pauses, evaluations, autocast and attachments in any order."""
+    draw = random.Random(0)
+    for _ in range(3000):
+        match draw.randrange(40):
+            case 0:
+                run.monitor.save_logs()
+            case 1:
+                with run.monitor.pause():
+                    run.model(x=torch.randn(2, 8)).backward()
+            case 2:
+                with torch.no_grad():
+                    run.model(x=torch.randn(3, 8))
+            case 3:
+                run.monitor.attach(run.model)
+            case 4:
+                run.values.flush()
+            case 5:
+                run.monitor.set_phase(None)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=draw.random() < 0.05):
+            run.step(draw.choice((4, 4, 4, 4, 2, 6)), micro_batches=draw.choice((1, 1, 1, 2, 3)))
+    rows = run.check()
+    expected = [FLOPS / 4 * run.micro_batches[row["global_step"]] for row in rows]
+    assert [flops(row) for row in rows[1:]] == pytest.approx(expected[1:])
+    assert run.monitor.summary()["lost"] == []
