@@ -79,7 +79,7 @@ class Trial:
     def take_turn(self) -> None:
         """The following steps are this mode's."""
         self.away.close()
-        watch = None if self.monitor is None else self.monitor._watch
+        watch = None if self.monitor is None else self.monitor._live._watch
         if watch is not None:
             watch._sampler = Sampler(watch._source, indices=[watch._index], period_s=1.0)
             watch._sampler.start()
@@ -88,8 +88,8 @@ class Trial:
         """The following steps are not this mode's: it must neither measure them nor slow them down."""
         if self.monitor is not None:
             self.away.enter_context(self.monitor.pause())
-            if self.monitor._watch is not None:
-                self.monitor._watch._sampler.stop()
+            if self.monitor._live._watch is not None:
+                self.monitor._live._watch._sampler.stop()
 
 
 class Training:

@@ -441,14 +441,14 @@ class OnAndOff:
             monitor.save_logs()
             monitor.detach()
             self._away.enter_context(monitor.pause())
-            assert monitor._watch is not None
-            monitor._watch._sampler.stop()
+            assert monitor._live._watch is not None
+            monitor._live._watch._sampler.stop()
         return begin.elapsed_time(end) / (steps - STEPS_AHEAD)
 
 
 def watch_again(monitor: TrainingMonitor) -> None:
     """Start the thread that reads; before the first step the monitor has none yet."""
-    watch = monitor._watch
+    watch = monitor._live._watch
     if watch is not None:
         watch._sampler = Sampler(watch._source, indices=[watch._index], period_s=1.0)
         watch._sampler.start()

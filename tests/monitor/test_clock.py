@@ -354,10 +354,10 @@ for step in range(4):
     monitor.log_step(step, 0, loss.detach(), 1.0, 0.1)
 monitor.save_logs()
 asked = []
-look = monitor._clock.clock.look
-monitor._clock.clock.look = lambda: asked.append(look())
+look = monitor._live._clock.clock.look
+monitor._live._clock.clock.look = lambda: asked.append(look())
 torch.cuda.synchronize()
-monitor._clock.moment()  # an event that nobody has asked for yet
+monitor._live._clock.moment()  # an event that nobody has asked for yet
 asked.clear()
 x = torch.ones(8, device="cuda")
 graph = torch.cuda.CUDAGraph()
@@ -365,7 +365,7 @@ try:
     with torch.cuda.graph(graph):
         x.mul_(2)
         for _ in range(50):
-            monitor._resolver.wake()
+            monitor._live._resolver.wake()
             time.sleep(0.01)
     graph.replay()
     torch.cuda.synchronize()

@@ -23,6 +23,7 @@ from truemfu import TrainingMonitor, count_flops
 from truemfu.errors import TruemfuWarning
 from truemfu.flops import closed_form
 from truemfu.monitor.counting import Counting
+from truemfu.monitor.live_run import LiveRun
 from truemfu.monitor.summary import lines_of
 
 STEPS = 6
@@ -393,7 +394,7 @@ def test_a_count_in_save_logs_is_no_time_between_steps(
     model = Slow()
     monitor = TrainingMonitor(tmp_path, {"monitoring": {"peak_tflops": 1}}, model=model)
     with monkeypatch.context() as patched:
-        patched.setattr(TrainingMonitor, "_can_count", lambda self: False)
+        patched.setattr(LiveRun, "_can_count", lambda self: False)
         log(monitor, model, 1)
     monitor.save_logs()
     log(monitor, model, 2)
@@ -457,7 +458,7 @@ def test_a_run_that_ends_before_its_count_says_so(
 ) -> None:
     model = kind()
     with monkeypatch.context() as patched:
-        patched.setattr(TrainingMonitor, "_can_count", lambda self: False)
+        patched.setattr(LiveRun, "_can_count", lambda self: False)
         with TrainingMonitor(tmp_path, {"monitoring": {"peak_tflops": 1}}, model=model) as monitor:
             log(monitor, model, 1)
     summary = monitor.summary()
@@ -656,7 +657,7 @@ def test_save_logs_from_another_thread_waits_for_no_count(
 ) -> None:
     model = Net()
     monitor = TrainingMonitor(tmp_path, {"monitoring": {"peak_tflops": 1}}, model=model)
-    monkeypatch.setattr(TrainingMonitor, "_can_count", lambda self: False)
+    monkeypatch.setattr(LiveRun, "_can_count", lambda self: False)
     log(monitor, model, 1)
     thread = threading.Thread(target=monitor.save_logs)
     thread.start()
@@ -752,7 +753,7 @@ def test_no_count_runs_inside_a_capture(cuda: torch.device, tmp_path: Path) -> N
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         model(x)
-        assert not monitor._can_count()
-    assert monitor._can_count()
+        assert not monitor._live._can_count()
+    assert monitor._live._can_count()
     graph.replay()
     monitor.close()

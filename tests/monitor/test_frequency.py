@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-import truemfu.monitor.monitor as monitor_module
 from truemfu import TrainingMonitor
+from truemfu.monitor import live_run
+from truemfu.monitor import monitor as monitor_module
 from truemfu.monitor.frequency import DETAILS_S, StepsOrSeconds
 from truemfu.monitor.step_note import StepPlace
 
@@ -38,7 +39,8 @@ def detailed_steps(
 ) -> list[int]:
     """The steps with an MFU in a tracker, of a run whose steps take so long by the monitor's clock."""
     now = SimpleNamespace(s=1000.0)
-    monkeypatch.setattr(monitor_module, "time", SimpleNamespace(perf_counter=lambda: now.s))
+    for module in (monitor_module, live_run):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now.s))
     model, kept = nn.Linear(8, 8), Kept()
     config = {"monitoring": {"peak_tflops": 1.0, **settings}}
     monitor = TrainingMonitor(folder, config, model=model, trackers=[kept])

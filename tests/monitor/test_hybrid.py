@@ -25,8 +25,7 @@ from truemfu.hardware.counter_trace import Replay
 from truemfu.hardware.counters import CounterSample, GpuInfo, GpuProcess
 from truemfu.hardware.detect import find_spec
 from truemfu.hardware.executed import executed_flops_per_s
-from truemfu.monitor import hardware_watch
-from truemfu.monitor import monitor as monitor_module
+from truemfu.monitor import hardware_watch, live_run
 from truemfu.monitor.hardware_watch import Cut, HardwareWatch
 from truemfu.monitor.hardware_windows import HardwareWindows
 from truemfu.monitor.step_detail import detail_of
@@ -92,7 +91,7 @@ def counters(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Live]:
     """Puts counters under the monitors that are made from now on."""
     monkeypatch.setattr(hardware_watch, "WINDOW_S", 0.3)
     monkeypatch.setattr(hardware_watch, "SETTLE_S", 0.0)
-    monkeypatch.setattr(monitor_module, "spec_of", lambda device: H200)
+    monkeypatch.setattr(live_run, "spec_of", lambda device: H200)
 
     def put(source: Live | None = None, stamps: Any = None) -> Live:
         source = source or Live()
@@ -100,7 +99,7 @@ def counters(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Live]:
         def opened(device: torch.device, notice: Callable[[str], None]) -> HardwareWatch:
             return HardwareWatch(source, 0, stamps or Stamps(), sm_count=132, period_s=0.02)
 
-        monkeypatch.setattr(monitor_module, "open_watch", opened)
+        monkeypatch.setattr(live_run, "open_watch", opened)
         return source
 
     return put
@@ -357,7 +356,7 @@ def test_switched_off_counters_are_not_opened(
     def opened(device: torch.device, notice: Callable[[str], None]) -> HardwareWatch:
         raise AssertionError("opened")
 
-    monkeypatch.setattr(monitor_module, "open_watch", opened)
+    monkeypatch.setattr(live_run, "open_watch", opened)
     off = {"performance_monitoring": {"hybrid_mode": {"hardware_counters_enabled": False}}}
     monitor = TrainingMonitor(tmp_path, settings(peak_tflops=900, **off), model=model)
     for number in range(6):
@@ -437,8 +436,8 @@ def test_a_pause_and_a_count_are_followed_by_the_wait_for_a_window(
     monitor = TrainingMonitor(tmp_path, settings(peak_tflops=900), model=model)
     step(monitor, model, 0)
     monitor.save_logs()  # the model is counted
-    monitor._resolver.hardware = None  # a window that ends would have the step counted by shape
-    watch: Any = monitor._watch
+    monitor._live._resolver.hardware = None  # a window that ends would have the step counted by shape
+    watch: Any = monitor._live._watch
     asked_at_s, cuts = 0.0, []
     real_cut = watch.cut
 
@@ -475,7 +474,7 @@ def test_counters_that_cannot_be_opened_leave_the_profiler(
     def opened(device: torch.device, notice: Callable[[str], None]) -> HardwareWatch:
         raise RuntimeError("no such thing")
 
-    monkeypatch.setattr(monitor_module, "open_watch", opened)
+    monkeypatch.setattr(live_run, "open_watch", opened)
     monitor = TrainingMonitor(tmp_path, settings(peak_tflops=900), model=model)
     quietly(lambda: [step(monitor, model, number) for number in range(6)])
     monitor.close()
@@ -503,7 +502,7 @@ def test_a_chip_without_a_rate_has_energy_and_the_profiler(
     model: nn.Module, tmp_path: Path, counters: Callable[..., Live], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counters()
-    monkeypatch.setattr(monitor_module, "spec_of", lambda device: None)
+    monkeypatch.setattr(live_run, "spec_of", lambda device: None)
     monitor = TrainingMonitor(tmp_path, settings(peak_tflops=900), model=model)
     run_to_the_end(monitor, model)
     hardware = monitor.summary()["hardware"]
@@ -646,8 +645,8 @@ def train_until(monitor: TrainingMonitor, model: nn.Module, has_come: Callable[[
     """Train until something has come about, with a resolver that is always awake."""
     deadline_s = time.monotonic() + 60
     while not has_come():
-        step(monitor, model, monitor._logged)
-        monitor._resolver.wake()
+        step(monitor, model, monitor._live._logged)
+        monitor._live._resolver.wake()
         assert time.monotonic() < deadline_s
 
 
@@ -659,9 +658,9 @@ def test_rows_wait_for_the_end_of_their_window_and_whoever_asks_does_not(
     counters()
     with TrainingMonitor(tmp_path, settings(), model=model) as monitor:
         train_until(monitor, model, lambda: asked)
-        assert monitor._resolver._oldest is not None  # the oldest step, which waits
+        assert monitor._live._resolver._oldest is not None  # the oldest step, which waits
         monitor.save_logs()
-        assert monitor._resolver._oldest is None
+        assert monitor._live._resolver._oldest is None
 
 
 def test_counters_that_break_while_rows_wait_are_left_out_and_rows_come(
@@ -680,8 +679,8 @@ def test_counters_that_break_while_rows_wait_are_left_out_and_rows_come(
         TrainingMonitor(tmp_path, settings(), model=model) as monitor,
     ):
         train_until(monitor, model, lambda: asked)
-        before = monitor._resolver._done
-        train_until(monitor, model, lambda: monitor._resolver._done > before + 20)
+        before = monitor._live._resolver._done
+        train_until(monitor, model, lambda: monitor._live._resolver._done > before + 20)
     assert len(asked) == 1
 
 
@@ -691,7 +690,7 @@ def test_a_clock_that_fails_once_ends_nothing(
     monitor = TrainingMonitor(tmp_path, {}, model=model)
     step(monitor, model, 0)
     monitor.save_logs()
-    clock, failures = monitor._clock.clock, iter([RuntimeError("capture")])
+    clock, failures = monitor._live._clock.clock, iter([RuntimeError("capture")])
 
     def has_passed(mark: float) -> bool:
         for failure in failures:
@@ -716,7 +715,7 @@ def test_a_clock_that_fails_for_good_holds_nobody_up(
     def has_passed(mark: float) -> bool:
         raise RuntimeError("CUDA error")
 
-    monitor._clock.clock.has_passed = has_passed  # type: ignore[method-assign,assignment]
+    monitor._live._clock.clock.has_passed = has_passed  # type: ignore[method-assign,assignment]
     with pytest.warns(TruemfuWarning) as caught:
         step(monitor, model, 1)
         began_s = time.monotonic()

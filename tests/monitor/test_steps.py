@@ -63,7 +63,7 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HostValues, "number", number)
     monkeypatch.setattr(CudaClock, "_recorded", lambda self: HostEvent())
     monkeypatch.setattr(CudaClock, "from_elsewhere", HostClock.from_elsewhere)
-    monkeypatch.setattr("truemfu.monitor.monitor.clock_for", CudaClock)  # takes the same arguments
+    monkeypatch.setattr("truemfu.monitor.live_run.clock_for", CudaClock)  # takes the same arguments
     monkeypatch.setattr(clock_module, "_STEPS_TO_AGREE", STEPS_TO_AGREE)
     monkeypatch.setattr(clock_module, "_APART", 1e9)  # a step of this model is over in no time
     monkeypatch.setattr(clock_module, "_LAG_IN_STEPS", 1e9)
@@ -122,13 +122,13 @@ class Run:
 
     @property
     def clock(self) -> CudaClock:
-        clock = self.monitor._clock.clock
+        clock = self.monitor._live._clock.clock
         assert isinstance(clock, CudaClock)
         return clock
 
     @property
     def values(self) -> HostValues:
-        return self.monitor._values
+        return self.monitor._live._values
 
     def step_of(self, **batch: Any) -> None:
         """A step of one batch that is given by name; nothing is known of its samples."""
@@ -208,7 +208,7 @@ def test_long_steps_are_on_disk_before_the_next_ends(tmp_path: Path, monkeypatch
     monkeypatch.setattr("truemfu.monitor.resolver._WAKE_EVERY_S", 0.02)
     run = Run(tmp_path)
     run.settle()
-    monkeypatch.setattr("truemfu.monitor.monitor._SLOW_STEP_S", 0.05)
+    monkeypatch.setattr("truemfu.monitor.live_run._SLOW_STEP_S", 0.05)
     for _ in range(3):
         time.sleep(0.1)
         run.step()
@@ -588,6 +588,7 @@ def test_what_fails_in_a_step_costs_no_step_before_it(
     with monkeypatch.context() as patched, pytest.warns(UserWarning, match="switched off"):
         patched.setattr(StepClock, where, fail)
         if where == "end":
+            run.model(x=torch.randn(4, 8)).backward()
             run.monitor.log_step(run.number + 1, 0, 1.0, 1.0, 0.1)
         else:
             with run.monitor.pause():
@@ -649,7 +650,7 @@ def test_a_compilation_is_a_warm_up_step(run: Run, monkeypatch: pytest.MonkeyPat
     """That step and no other, whether the model is compiled or something else."""
     before = compilations()  # of other tests in this process
     counters: dict[str, dict[str, int]] = {"stats": {"unique_graphs": before}}
-    monkeypatch.setattr("truemfu.monitor.compilations.graph_counters", lambda: counters)
+    monkeypatch.setattr("truemfu.monitor.compilations._counters", counters)
     for _ in range(4):
         run.step()
     counters["stats"]["unique_graphs"] = before + 1
@@ -1303,7 +1304,7 @@ class Watch:
 
 def test_a_window_of_the_counters_ends_with_the_first_step_after_it_is_due(run: Run) -> None:
     watch = Watch(time.perf_counter() + 0.2)
-    run.monitor._watch = watch  # type: ignore[assignment]
+    run.monitor._live._watch = watch  # type: ignore[assignment]
     due_s, ends_s, last_s = watch.due_s, time.perf_counter() + 1.5, 0.0
     while (now_s := time.perf_counter()) < ends_s:
         time.sleep(0.002)

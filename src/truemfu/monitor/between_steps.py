@@ -52,6 +52,19 @@ def between(end_s: float | None, first_s: float | None, waits: Sequence[Wait], f
     return Between(data_wait_s, max(0.0, first_s - end_s - known_s), forwards)
 
 
+class Gap(NamedTuple):
+    """What was seen before and between a step's forward passes."""
+
+    end_s: float | None
+    first_s: float | None
+    waits: Sequence[Wait]
+    forwards: int
+
+    def between(self) -> Between:
+        """What is known of it."""
+        return between(*self)
+
+
 class BetweenSteps:
     """Lives on the training thread; what other threads wait for or run is not the step's."""
 
@@ -122,10 +135,12 @@ class BetweenSteps:
                 if wait.is_given or (last_s is not None and wait.ended_s <= last_s)
             ]
 
-    def take(self) -> Between:
-        """What is known of the step that ends now; the next one begins."""
-        found = between(self.end_s, self.first_s, self.waits, self.forwards)
+    def take(self) -> Gap:
+        """What was seen of the step that ends now; the next one begins."""
+        gap = Gap(self.end_s, self.first_s, self.waits, self.forwards)
         self.first_s = self.last_s = None
-        self.waits, self.forwards, self._depth = [], 0, 0
+        self.forwards = self._depth = 0
+        if self.waits:
+            self.waits = []
         self.thread = _thread()
-        return found
+        return gap

@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
-from ..torch_private.watching import graph_counters as private_counters
+from ..torch_private.watching import graph_counters
 
-_graph_counters: Mapping[str, Mapping[str, int]] | None = None
-
-
-def graph_counters() -> Any:
-    """torch's own counters, where it has them by now: a mapping of mappings."""
-    global _graph_counters
-    if _graph_counters is None:
-        _graph_counters = private_counters()
-    return _graph_counters
+_counters: Mapping[str, Mapping[str, int]] | None = None
+"""torch's own, once it has them."""
 
 
 def compilations() -> int:
     """Graphs made so far."""
-    counters = graph_counters()
-    return 0 if counters is None else graphs_in(counters)
-
-
-def graphs_in(counters: Any) -> int:
-    """Graphs made so far by torch's counters."""
-    stats = counters.get("stats")
+    global _counters
+    if _counters is None:
+        _counters = graph_counters()
+        if _counters is None:
+            return 0
+    stats = _counters.get("stats")
     return 0 if stats is None else stats.get("unique_graphs", 0)

@@ -65,6 +65,7 @@ class Counting:
         ranks: RankLink,
         notice: Notice,
         device: torch.device | None,
+        executed_method: str = "profiler",
     ) -> None:
         self._config = config
         self._counts, self._ranks, self._notice = counts, ranks, notice
@@ -76,7 +77,7 @@ class Counting:
         """What forms knew when the next step was found to be settled: a count may hold their lock since."""
         self.executed_ratio: float | None = None
         """Executed FLOPs over those counted, of the last profiled step or the last window of counters."""
-        self.executed_method = "profiler"
+        self._executed_method = executed_method
 
     @property
     def configured_peak_flops_per_s(self) -> float | None:
@@ -230,7 +231,7 @@ class Counting:
         return dataclasses.replace(
             flops,
             hardware_flops=flops.hardware_flops * self.executed_ratio,
-            executed_method=self.executed_method,
+            executed_method=self._executed_method,
         )
 
     def by_shape(self, state: ModelState, note: BatchNote) -> StepWork | str:

@@ -33,7 +33,8 @@ from ..torch_private.watching import tells_versions, version_of
 _LONGEST_WAIT_S = 3.0
 _MAX_KEPT = 256
 _MAX_KEPT_BYTES = 16 << 20
-_MAX_STORAGE_BYTES = 4 << 20
+_LARGEST_KEPT_BYTES = 256 << 10
+"""Of the memory that a kept tensor is part of; what lies in more is copied, counted or sent at once."""
 _COMPILED_GRAPHS = "torch._inductor.cudagraph_trees"
 """Imported when torch.compile first makes a CUDA graph, if not before."""
 _RESERVED_SIZES = tuple(1 << power for power in range(3, 13))
@@ -42,21 +43,41 @@ _RESERVED_OF_EACH = 8
 """Loss, gradient norm, learning rate and mask, of this flush and of one that is not read yet."""
 
 
+class _Sent:
+    """Tensors of one shape, or how many elements of each are not zero, on their way to the host together."""
+
+    def __init__(self, tensors: list[torch.Tensor], *, count: bool) -> None:
+        together = torch.stack(tensors)
+        self._copy = HostCopy(together.flatten(1).count_nonzero(dim=1) if count else together)
+        self.ready = self._copy.ready
+        self._numbers: list[float] | None = None
+
+    def tensor(self, place: int) -> torch.Tensor:
+        """That of one of them."""
+        return self._copy.get()[place]
+
+    def number(self, place: int) -> float:
+        """That of one of them, all being single numbers."""
+        if self._numbers is None:
+            self._numbers = [float(number) for number in self._copy.get().tolist()]
+        return self._numbers[place]
+
+
 class Held:
     """A tensor on its way to the host; `is_void` where its value was gone before it could be fetched."""
 
-    __slots__ = ("_copy", "_place", "count", "is_void", "name", "tensor", "version")
+    __slots__ = ("_place", "_sent", "count", "is_void", "name", "tensor", "version")
 
-    def __init__(self, name: str, tensor: torch.Tensor | None, version: int = 0, count: bool = False) -> None:
+    def __init__(self, name: str, tensor: torch.Tensor, version: int, count: bool) -> None:
         self.name, self.version, self.count = name, version, count
-        self.tensor = tensor
-        self._copy: HostCopy | None = None
+        self.tensor: torch.Tensor | None = tensor
+        self._sent: _Sent | None = None
         self._place = 0
         self.is_void = False
 
-    def sent(self, copy: HostCopy, place: int) -> None:
-        """It is part of this copy, at this place."""
-        self._copy, self._place, self.tensor = copy, place, None
+    def sent(self, sent: _Sent, place: int) -> None:
+        """It is part of what was sent, at this place."""
+        self._sent, self._place, self.tensor = sent, place, None
 
     def gone(self) -> None:
         """What it stood for was overwritten."""
@@ -64,12 +85,19 @@ class Held:
 
     def ready(self) -> bool:
         """Whether `get` has an answer: asks, never waits."""
-        return self.is_void or (self._copy is not None and self._copy.ready())
+        return self.is_void or (self._sent is not None and self._sent.ready())
 
     def get(self) -> torch.Tensor:
         """The values, once they are ready."""
-        assert self._copy is not None
-        return self._copy.get()[self._place]
+        assert self._sent is not None
+        return self._sent.tensor(self._place)
+
+    def number(self) -> float | None:
+        """A single number, once it is ready; None where it was overwritten too soon."""
+        if self.is_void:
+            return None
+        assert self._sent is not None
+        return self._sent.number(self._place)
 
 
 Number = float | Held | None
@@ -86,13 +114,6 @@ class HostValues:
         self._since_s = 0.0
         self._copied_at_once: set[str] = set()
         self._kinds: set[tuple[Any, ...]] = set()
-
-    def _look_at_place(self, name: str, place: int) -> None:
-        """A number lies here: whatever else was kept at this very place may have been overwritten."""
-        before = self._places.get((name, place))
-        if before is not None:
-            before.gone()
-            self.copy_at_once(name)
 
     def copy_at_once(self, name: str) -> None:
         """A number of this name was overwritten before it could be read: the next are copied on the spot."""
@@ -134,23 +155,33 @@ class HostValues:
 
     def _hold(self, name: str, tensor: torch.Tensor, *, is_input: bool, count: bool = False) -> Held:
         """Keep a tensor until the next flush; with `count` only how many of its elements are not zero."""
-        tensor = tensor.clone() if tensor.is_inference() else tensor.detach()
-        place, version = (name, tensor.data_ptr()), version_of(tensor)
+        try:
+            version = version_of(tensor)
+            tensor = tensor.detach()
+        except RuntimeError:  # an inference tensor has no version
+            tensor = tensor.clone()
+            version = version_of(tensor)
+        place = name, tensor.data_ptr()
         before = self._places.get(place)
-        if tells_versions and before is not None and is_input and before.version == version:
-            return before  # the same argument again
-        self._look_at_place(*place)
+        if before is not None:  # of what lies here, all but the last may have been overwritten
+            if is_input and before.version == version and tells_versions:
+                return before  # the same argument again
+            before.gone()
+            self.copy_at_once(name)
+        is_large = tensor.untyped_storage().nbytes() > _LARGEST_KEPT_BYTES
+        if is_large and is_input and not count:
+            held = Held(name, tensor, version, count)
+            held.sent(_Sent([tensor], count=False), 0)
+            return held
         if (
-            not tells_versions
+            is_large
             or name in self._copied_at_once
             or (not is_input and _COMPILED_GRAPHS in sys.modules)
-            or tensor.untyped_storage().nbytes() > _MAX_STORAGE_BYTES
+            or not tells_versions
         ):
-            tensor = tensor.count_nonzero() if count else tensor.clone()
-            place, version, count = (name, tensor.data_ptr()), version_of(tensor), False
+            tensor, count = (tensor.count_nonzero(), False) if count else (tensor.clone(), count)
+            place, version = (name, tensor.data_ptr()), version_of(tensor)
         if (kind := (tensor.dtype, tensor.dim(), count)) not in self._kinds:
-            if tensor.is_complex() and not count:
-                raise TypeError("complex numbers")
             self._prepare(tensor, kind)
         held = Held(name, tensor, version, count)
         if not self._kept:
@@ -166,11 +197,14 @@ class HostValues:
         """Since when something is kept that was not sent; None where nothing is."""
         return self._since_s if self._kept else None
 
-    def flush_if_due(self, now_s: float) -> None:
-        """Send what is kept, if there is enough of it or it has waited long enough."""
+    def flush_if_due(self, now_s: float, *, is_due: bool = False) -> None:
+        """Send what is kept, if that is due, there is enough of it or it has waited long enough."""
         kept = len(self._kept)
         if kept and (
-            now_s - self._since_s > _LONGEST_WAIT_S or kept > _MAX_KEPT or self._bytes > _MAX_KEPT_BYTES
+            is_due
+            or now_s - self._since_s > _LONGEST_WAIT_S
+            or kept > _MAX_KEPT
+            or self._bytes > _MAX_KEPT_BYTES
         ):
             self.flush()
 
@@ -188,12 +222,14 @@ class HostValues:
             else:
                 alike[held.name, tensor.shape, tensor.dtype, held.count].append((held, tensor))
         for (_, _, _, count), entries in alike.items():
-            copy = _send([tensor for _, tensor in entries], count)
+            sent = _Sent([tensor for _, tensor in entries], count=count)
             for place, (held, _) in enumerate(entries):
-                held.sent(copy, place)
+                held.sent(sent, place)
 
     def _prepare(self, tensor: torch.Tensor, kind: tuple[Any, ...]) -> None:
         """Have the kernels loaded and the memory there that a flush of such tensors will need."""
+        if tensor.is_complex() and not kind[-1]:
+            raise TypeError("complex numbers")
         if not self._kinds and tensor.is_cuda:
             reserved = [
                 torch.empty(size, dtype=torch.uint8, pin_memory=True)
@@ -201,13 +237,7 @@ class HostValues:
             ]
             del reserved  # torch keeps it for the next that asks
         self._kinds.add(kind)
-        _send([tensor, tensor], count=kind[-1])
-
-
-def _send(tensors: list[torch.Tensor], count: bool) -> HostCopy:
-    """One copy of tensors of one shape and dtype, or of how many elements of each are not zero."""
-    together = torch.stack(tensors)
-    return HostCopy(together.flatten(1).count_nonzero(dim=1) if count else together)
+        _Sent([tensor, tensor], count=kind[-1])
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -230,6 +260,4 @@ def is_there(value: Number) -> bool:
 
 def resolved(value: Number) -> float | None:
     """A number that is there; None where there is none, or where it was overwritten too soon."""
-    if not isinstance(value, Held):
-        return value
-    return None if value.is_void else float(value.get())
+    return value.number() if isinstance(value, Held) else value

@@ -105,6 +105,10 @@ class StepAmounts:
         return flops.executed_method if flops is not None and is_known else None
 
 
+NOTHING = StepAmounts(samples=None, tokens=None, useful_tokens=None, flops=None, warmup=False, world_size=1)
+"""Of a step of which nothing is known."""
+
+
 def performance(amounts: StepAmounts, time: StepTime) -> dict[str, Any]:
     """The `perf/` metrics of one step."""
     steps, seconds, data_wait_s, between_s, forwards = time

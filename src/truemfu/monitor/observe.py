@@ -9,8 +9,9 @@ copied to the host for each batch, asynchronously.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -49,6 +50,7 @@ class Template:
     """Names (or places) to tensors without data, to host copies of the first batch, or to plain values."""
     value_places: tuple[Place, ...]
     mask_place: Place | None
+    shapes: dict[str, list[int]]
     samples: int | None
     tokens: int | None
     autocast: AutocastState
@@ -59,11 +61,6 @@ class Template:
     values_ready: bool = field(default=False)
     asked_for: int | None = field(default=None)
     """The number of the model's state in which such a batch was last asked to be counted."""
-
-    @property
-    def looked_into(self) -> tuple[Place, ...]:
-        """Whose values of each batch count, not only their shape."""
-        return self.value_places if self.mask_place is None else (*self.value_places, self.mask_place)
 
     def ready(self) -> bool:
         """Whether all values of the first such batch have arrived."""
@@ -132,29 +129,6 @@ class StepBatches(NamedTuple):
     """Whether the whole model ran again in the backward pass."""
 
 
-class Look(NamedTuple):
-    """What of a tensor decides the work: also whether it needs a gradient, where it can have one."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    needs_grad: bool | None
-
-    @classmethod
-    def at(cls, tensor: torch.Tensor) -> Look:
-        """What this tensor looks like."""
-        can_have = tensor.is_floating_point() or tensor.is_complex()
-        return cls(tensor.shape, tensor.dtype, tensor.requires_grad if can_have else None)
-
-
-class UsualBatch(NamedTuple):
-    """What tells a batch of tensors alone from others: their looks in their order, and autocast."""
-
-    looks: dict[Any, Look]
-    autocast: tuple[Any, ...]
-    template: Template
-    slot: int | None = 0
-
-
 _NO_VALUES: Mapping[Place, torch.Tensor | Held] = {}
 
 
@@ -162,72 +136,54 @@ class BatchNotes:
     """Turns batches into notes; lives on the training thread.
 
     Between two forward passes the processor's caches hold other things, and each object and function that is
-    touched costs more than what is done with it; so the usual batch, one like the last, touches few.
+    touched costs more than what is done with it; so a batch like the last touches few.
+
+    `values_matter` tells whether the first batch of every shape keeps its integers, not only that of every
+    kind.
     """
 
-    def __init__(self, values: HostValues) -> None:
-        self._values = values
+    def __init__(self, values: HostValues, values_matter: Callable[[], bool] = lambda: False) -> None:
+        self._values, self._values_matter = values, values_matter
         self._is_blind = not (tells_backward() and tells_functorch())
         """Whether a batch in a vmap, or a second run of the first, cannot be told from others."""
         self._templates: OrderedDict[Any, Template] = OrderedDict()
         self._kinds: set[Any] = set()
-        self._last: UsualBatch | None = None
+        self._last: tuple[Any, Template] | None = None
+        """The signature of the last batch, and its template."""
         self._last_bare: BatchNote | None = None
+        self._last_step = StepBatches([], is_missing=False, run_again=False)
         self._noted: list[BatchNote] = []
         self._noted_in_backward: list[BatchNote] = []
-        self.has_notes = False
+        self._is_incomplete = False
+
+    @property
+    def has_notes(self) -> bool:
         """Whether the step under way has a micro-batch yet."""
-        self.is_incomplete = False
-        self.keeps_integers = False
-        """Whether the first batch of every shape keeps its integers, not only that of every kind."""
+        return bool(self._noted or self._noted_in_backward)
 
     def template_of(
-        self,
-        batch: Batch | None,
-        *,
-        slot: int | None = 0,
-        model: str | None = None,
+        self, batch: Batch | None, *, slot: int | None = 0, model: str | None = None
     ) -> Template | None:
-        """The template of a batch; None where shapes do not tell what it is.
+        """The template of a batch, which tells whether such a one came before; None where shapes do not tell.
 
         Nested tensors have no shape to go by, and inside vmap and its kin a shape is not the whole one.
         """
         if batch is None or self._is_blind or functorch_level() is not None:
             return None
-        autocast = autocast_key()
-        last = self._last
-        if (
-            last is not None
-            and last.slot == slot
-            and last.template.model == model
-            and last.autocast == autocast
-            and tuple(batch) == tuple(last.looks)
-            and are_like(tuple(batch.values()), tuple(last.looks.values()))
-        ):
-            return last.template
-        if any(_is_untold(value) for value in batch.values()):
+        try:
+            signature = _signature(batch, slot, model)
+        except Exception:  # an argument may do anything when it is looked at, or contain itself
             return None
-        key = (
-            slot,
-            model,
-            autocast,
-            *[
-                (k, Look.at(v))
-                if isinstance(v, torch.Tensor)
-                else (k, v if isinstance(v, _PLAIN) else _nested_signature(v))
-                for k, v in batch.items()
-            ],
-        )
-        template = self._templates.get(key)
+        last = self._last
+        if last is not None and last[0] == signature:
+            return last[1]
+        template = self._templates.get(signature)
         if template is None:
             template = self._new_template(batch, autocast_state(), slot, model)
-            self._templates[key] = template
+            self._templates[signature] = template
             if len(self._templates) > _MAX_TEMPLATES:
                 self._templates.popitem(last=False)
-        is_plain = all(type(value) is torch.Tensor for value in batch.values())
-        self._last = None
-        if is_plain:
-            self._last = UsualBatch({k: Look.at(v) for k, v in batch.items()}, autocast, template, slot)
+        self._last = signature, template
         return template
 
     def note(self, batch: Batch, template: Template) -> BatchNote | None:
@@ -236,29 +192,38 @@ class BatchNotes:
         # without gradients before, and then this is the only run that is seen.
         noted = self._noted if backward_number() == -1 else self._noted_in_backward
         if len(noted) >= _MAX_NOTES:
-            self.is_incomplete = True
+            self._is_incomplete = True
             return None
         note = self._last_bare
         if note is None or note.template is not template:
             note = self._new_note(batch, template)
         noted.append(note)
-        self.has_notes = True
         return note
+
+    def one_is_missing(self) -> None:
+        """The step under way has a micro-batch that cannot be noted."""
+        self._is_incomplete = True
 
     def shapes(self) -> list[dict[str, list[int]]]:
         """The shapes of the tensors of the batches so far, the latest few kinds of them."""
-        latest = list(self._templates)[-_SHAPES_SHOWN:]
-        return [{str(k): list(v.shape) for k, v in key[3:] if isinstance(v, Look)} for key in latest]
+        return [template.shapes for template in list(self._templates.values())[-_SHAPES_SHOWN:]]
 
     def take(self) -> StepBatches:
-        """The notes of the step that ends now."""
-        noted, in_backward, is_missing = self._noted, self._noted_in_backward, self.is_incomplete
-        self._noted, self._noted_in_backward, self.has_notes, self.is_incomplete = [], [], False, False
+        """The notes of the step that ends now: those of the last one where they are the same."""
+        noted, in_backward, is_missing = self._noted, self._noted_in_backward, self._is_incomplete
+        last = self._last_step
+        if not (in_backward or is_missing or last.is_missing or last.run_again) and (
+            len(noted) == len(last.notes) and all(map(is_, noted, last.notes))
+        ):
+            noted.clear()
+            return last
+        self._noted, self._noted_in_backward, self._is_incomplete = [], [], False
         if noted and in_backward:
             first_run = Counter(id(note.template) for note in noted)
             again = Counter(id(note.template) for note in in_backward)
             is_missing = is_missing or bool(again - first_run)  # some were seen in the backward pass alone
-        return StepBatches(noted or in_backward, is_missing, run_again=bool(in_backward))
+        self._last_step = StepBatches(noted or in_backward, is_missing, run_again=bool(in_backward))
+        return self._last_step
 
     def _new_note(self, batch: Batch, template: Template) -> BatchNote:
         """A note of its own; one that tells nothing but the shapes serves for the next such batch too."""
@@ -275,13 +240,13 @@ class BatchNotes:
         """A template; the first of its kind holds the batch's integers too, which a count may look at."""
         looks = tuple((k, v.dim(), v.dtype) if isinstance(v, torch.Tensor) else k for k, v in batch.items())
         kind = (slot, looks)
-        is_first = kind not in self._kinds
+        is_first, keeps_integers = kind not in self._kinds, self._values_matter()
         self._kinds.add(kind)
         example: dict[str | int, Any] = {}
         for key, value in batch.items():
             if not isinstance(value, torch.Tensor):
                 example[key] = tree_map(_without_data, value)
-            elif is_first or self.keeps_integers or not _has_values(value):
+            elif is_first or keeps_integers or not _has_values(value):
                 example[key] = _without_data(value)
             else:
                 example[key] = value.to("meta")
@@ -296,6 +261,7 @@ class BatchNotes:
                 place for place in places if place[-1] in _VALUE_KEYS and _has_values(_at(batch, place))
             ),
             mask_place=masks[0] if masks else None,
+            shapes={str(k): list(v.shape) for k, v in batch.items() if isinstance(v, torch.Tensor)},
             samples=samples,
             tokens=tokens,
             autocast=autocast,
@@ -336,41 +302,42 @@ def _with(batch: Batch, place: Place, value: torch.Tensor) -> Batch:
     return {**batch, key: _with(batch[key], tuple(inner), value) if inner else value}
 
 
-def are_like(tensors: tuple[Any, ...], looks: tuple[Look, ...]) -> bool:
-    """Whether the tensors of a batch look like this, the usual case."""
-    try:
-        for tensor, (shape, dtype, needs_grad) in zip(tensors, looks, strict=True):
-            if type(tensor) is not torch.Tensor or tensor.shape != shape or tensor.dtype is not dtype:
-                return False
-            if needs_grad is not None and tensor.requires_grad is not needs_grad:
-                return False
-    except Exception:  # a nested tensor has no shape; whatever it is, a closer look follows
-        return False
-    return True
+def _signature(batch: Batch, slot: int | None, model: str | None) -> tuple[Any, ...]:
+    """All that tells one kind of micro-batch from others; raises where that is not in its shapes."""
+    parts: list[Any] = [slot, model, autocast_key()]
+    for key, value in batch.items():
+        kind = type(value)
+        if kind is torch.Tensor:
+            parts.append((key, value.shape, value.dtype, value.requires_grad))
+        elif kind in _PLAIN:
+            parts.append((key, kind, value))
+        else:
+            parts.append((key, *_nested_signature(value)))
+    return tuple(parts)
 
 
 def _nested_signature(value: Any) -> tuple[Any, ...]:
-    """What tells arguments apart that are no tensors themselves but may hold some."""
-    leaves, structure = tree_flatten(value)
-    return (
-        str(structure),
-        *[
-            Look.at(v) if isinstance(v, torch.Tensor) else v if isinstance(v, _PLAIN) else type(v)
-            for v in leaves
-        ],
-    )
-
-
-def _is_untold(value: Any) -> bool:
-    """Whether shapes do not tell what an argument is: nested tensors, and objects that hold tensors."""
+    """What tells arguments apart that are no plain tensors but may be or hold some."""
     if isinstance(value, torch.Tensor):
-        return value.is_nested
-    if isinstance(value, _PLAIN):
-        return False
-    return any(
-        leaf.is_nested if isinstance(leaf, torch.Tensor) else _holds_tensors(leaf)
-        for leaf in tree_leaves(value)
-    )
+        return _tensor_signature(value)
+    leaves, structure = tree_flatten(value)
+    signature: list[Any] = [str(structure)]
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            signature.append(_tensor_signature(leaf))
+        elif isinstance(leaf, _PLAIN):
+            signature.append(leaf)
+        elif _holds_tensors(leaf):
+            raise TypeError(f"{type(leaf).__name__} holds tensors")
+        else:
+            signature.append(type(leaf))
+    return tuple(signature)
+
+
+def _tensor_signature(tensor: torch.Tensor) -> tuple[Any, ...]:
+    if tensor.is_nested:
+        raise TypeError("a nested tensor")
+    return tensor.shape, tensor.dtype, tensor.requires_grad
 
 
 def _holds_tensors(value: Any, depth: int = _DEEPEST) -> bool:

@@ -20,8 +20,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import groupby
 from math import isfinite
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,14 +41,14 @@ from .hardware_figures import StepDetail
 from .hardware_watch import Cut
 from .hardware_windows import HardwareWindows
 from .host_values import is_there, resolved
-from .metrics import StepAmounts, StepTime, Window, performance
+from .metrics import NOTHING, StepAmounts, StepTime, Window, performance
 from .model_state import States
 from .notices import Notices
 from .observe import BatchNote
 from .output import Output
 from .ranks import RankLink
 from .step_detail import StepDetails
-from .step_note import StepNote, StepPlace
+from .step_note import StepNote
 from .totals import Totals
 from .watched import is_of_first_module
 
@@ -57,6 +59,16 @@ _ARRIVES_S = 0.2
 _FAILING_S = 1.0
 _POLL_S = 0.005
 _TAKE_DOWN_S = 0.1
+
+
+class _Row(NamedTuple):
+    """A step that is worked out."""
+
+    metrics: dict[str, Any]
+    amounts: StepAmounts
+    took: StepTime
+    skip_remote: bool
+    is_detailed: bool
 
 
 class Resolver:
@@ -100,6 +112,7 @@ class Resolver:
         self._taken = self._done = 0
         self._failing_since_s: float | None = None
         self.window, self.totals = Window(), Totals()
+        self._last_amounts = self._last_executed = NOTHING
         self.lost_steps = 0
         """Those that waited for too long."""
         self.failed_steps = 0
@@ -194,22 +207,40 @@ class Resolver:
         return 0 if self._thread.is_alive() else self._taken - self._done - self.lost_steps
 
     def _drain(self) -> None:
-        done_before = self._done
         self._counts.keep()
         self._is_log_read = False
         with contextlib.suppress(Exception):  # a device that fails is said when a step cannot do without it
             self._clock.look()
+        rows: list[_Row] = []
+        taken = 0
         try:
             while (oldest := self._oldest_pending()) is not None and self._is_ready(oldest):
                 self._oldest = None
+                taken += 1
                 try:
-                    self._put_step(oldest)
+                    rows.append(self._row(oldest))
                 except BaseException as error:
                     self._not_logged(error)
-                self._done += 1
         finally:
-            if self._done > done_before:
+            if taken:
+                self._put(rows)
+                self._done += taken
                 self._output.wake()
+
+    def _put(self, rows: Sequence[_Row]) -> None:
+        """Hand rows to the output, and add them up: those with the same amounts together."""
+        try:
+            self._output.put_all(
+                [row.metrics for row in rows],
+                [row.took.steps for row in rows],
+                [row.skip_remote for row in rows],
+                {row.metrics["global_step"] for row in rows if row.is_detailed},
+            )
+            for _, alike in groupby(rows, key=lambda row: id(row.amounts)):
+                same = list(alike)
+                self.totals.add(same[0].amounts, [row.took for row in same])
+        except BaseException as error:
+            self._not_logged(error, len(rows))
 
     def _oldest_pending(self) -> StepNote | None:
         """What is to be worked out next."""
@@ -218,8 +249,8 @@ class Resolver:
                 self._oldest = self._pending.popleft()
         return self._oldest
 
-    def _not_logged(self, error: BaseException) -> None:
-        self.failed_steps += 1
+    def _not_logged(self, error: BaseException, steps: int = 1) -> None:
+        self.failed_steps += steps
         self._notices(f"a step could not be worked out and is not logged: {one_line(error)}")
 
     def _is_ready(self, note: StepNote) -> bool:
@@ -261,75 +292,54 @@ class Resolver:
             self._leave_windows_out(self.hardware, error)
             return True
 
-    def _put_step(self, note: StepNote) -> None:
-        batches = [] if note.batches.is_missing else note.batches.notes  # some are no measure of the step
-        is_warmup = note.warmup or self._waited_for_a_count(*note.place)
-        counted = self._amounts(batches, self._counted(note, batches), warmup=is_warmup)
+    def _row(self, note: StepNote) -> _Row:
+        """What a step comes to, in the order of steps."""
+        place, batches = note.place, note.batches
+        notes = [] if batches.is_missing else batches.notes  # some are no measure of the step
+        is_warmup = note.warmup or self._waited_for_a_count(*place)
+        counted = self._amounts(notes, self._counted(note, notes), warmup=is_warmup)
         if note.mask_tokens is not None and counted.useful_tokens is None:
             if counted.tokens in (None, note.mask_tokens):
                 mask_useful_tokens = resolved(note.mask_useful_tokens)
                 counted = replace(counted, tokens=note.mask_tokens, useful_tokens=mask_useful_tokens)
             else:
                 self._notices(
-                    f"attention_mask is not used where it does not fit, first at step {note.place.step}: it "
+                    f"attention_mask is not used where it does not fit, first at step {place.step}: it "
                     f"has {note.mask_tokens:,} places and the step's micro-batches {counted.tokens:,} tokens",
                     about="attention_mask",
                 )
-        took = StepTime(note.place.steps, duration_s(note.span), *note.between)
-        self._add_to_window(
-            counted,
-            took,
-            note.cut,
-            lambda: self._details.of(note.states, batches, measured=note.measured),
-        )
-        amounts = self._with_executed(counted, run_again=note.batches.run_again)
+        took = StepTime(place.steps, duration_s(note.span), *note.gap.between())
+        if self.hardware is not None:
+            detail = partial(self._details.of, note.states, notes, measured=note.measured)
+            self._add_to_window(self.hardware, counted, took, note.cut, detail)
+        amounts = self._with_executed(counted, run_again=batches.run_again)
         if self._audit is not None and self._audit.wants(note):
             self._audit.write(self._counting, note)
-        row: dict[str, Any] = {
-            "global_step": note.place.step,
+        metrics: dict[str, Any] = {
+            "global_step": place.step,
             "training/loss": resolved(note.loss),
             "training/lr": resolved(note.learning_rate),
             "training/epoch": resolved(note.epoch),
             "training/grad_norm": resolved(note.grad_norm),
             **performance(amounts, took),
         }
-        failed, detailed = self._complete_all([row], [took], [note.span.end.host_s])
-        if failed:
-            return
+        self._check(metrics)
+        is_detailed = self._details_are_due(place, note.span.end.host_s)
+        self.window.add_all([metrics])
+        if is_detailed:
+            metrics |= self._details_now()
         if note.datasets:
             names = [name for pending, _ in note.datasets for name in pending.names]
-            row |= dataset_metrics(names, torch.cat([copy.get() for _, copy in note.datasets]))
-        self.totals.add(amounts, [took])
-        self._output.put_all([row], [took.steps], [note.skip_remote], detailed)
+            metrics |= dataset_metrics(names, torch.cat([copy.get() for _, copy in note.datasets]))
+        return _Row(metrics, amounts, took, note.skip_remote, is_detailed)
 
-    def _complete_all(
-        self, rows: list[dict[str, Any]], times: list[StepTime], ends_s: Sequence[float]
-    ) -> tuple[set[int], set[int]]:
-        """Take the rows of the next steps in, and give them what comes of several steps.
-
-        Which failed, by their place, and which steps have details.
-        """
-        failed: set[int] = set()
-        detailed: set[int] = set()
-        begin = 0
-        for number, (row, took, end_s) in enumerate(zip(rows, times, ends_s, strict=True)):
-            step = row["global_step"]
-            loss = row["training/loss"]
-            if loss is not None and not isfinite(loss):
-                self._notices(f"the loss is {loss}, first at step {step}", about=f"loss {loss}")
-            if self._details_are_due(StepPlace(step, took.steps), end_s):
-                detailed.add(step)
-                self.window.add_all(rows[begin : number + 1])
-                begin = number + 1
-                try:
-                    row |= self._details_now()
-                except Exception as error:
-                    self._not_logged(error)
-                    failed.add(number)
-        self.window.add_all(rows[begin:])
-        if any(row.get("perf/mfu", 0.0) > 1 or row.get("perf/hfu", 0.0) > 1 for row in rows):
+    def _check(self, metrics: Mapping[str, Any]) -> None:
+        loss = metrics["training/loss"]
+        if loss is not None and not isfinite(loss):
+            step = metrics["global_step"]
+            self._notices(f"the loss is {loss}, first at step {step}", about=f"loss {loss}")
+        if metrics.get("perf/mfu", 0.0) > 1 or metrics.get("perf/hfu", 0.0) > 1:
             self._notices(ABOVE_ONE)
-        return failed, detailed
 
     def _details_now(self) -> dict[str, Any]:
         """What comes of several steps, after those that were taken in."""
@@ -340,8 +350,9 @@ class Resolver:
         return row
 
     def _amounts(self, batches: Sequence[BatchNote], flops: StepFlops | None, *, warmup: bool) -> StepAmounts:
+        """What a step worked off: that of the last one, where nothing differs."""
         sized = _sized(batches)
-        return StepAmounts(
+        amounts = StepAmounts(
             samples=_sum([b.samples() for b in sized]),
             tokens=_sum([b.template.tokens for b in sized]),
             useful_tokens=_sum([resolved(b.useful_tokens) for b in sized]),
@@ -350,6 +361,9 @@ class Resolver:
             world_size=self._ranks.world_size,
             measured_peak_flops_per_s=self._measured_peak_flops_per_s,
         )
+        if amounts != self._last_amounts:
+            self._last_amounts = amounts
+        return self._last_amounts
 
     def _with_executed(self, counted: StepAmounts, *, run_again: bool) -> StepAmounts:
         executed = self._counting.with_executed(counted.flops, run_again=run_again)
@@ -358,13 +372,22 @@ class Resolver:
                 "HFU is not known: a checkpoint around the whole model runs it again in the backward pass; "
                 "hybrid measures that, and profiler where the checkpoint is not reentrant"
             )
-        return counted if executed is counted.flops else replace(counted, flops=executed)
+        if executed is counted.flops:
+            return counted
+        amounts = replace(counted, flops=executed)
+        if amounts != self._last_executed:
+            self._last_executed = amounts
+        return self._last_executed
 
     def _add_to_window(
-        self, counted: StepAmounts, took: StepTime, cut: Cut | None, detail: Callable[[], StepDetail]
+        self,
+        hardware: HardwareWindows,
+        counted: StepAmounts,
+        took: StepTime,
+        cut: Cut | None,
+        detail: Callable[[], StepDetail],
     ) -> None:
-        hardware = self.hardware
-        if hardware is None or hardware.is_left_out:
+        if hardware.is_left_out:
             return
         try:
             hardware.add(counted, took, cut, detail)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ..flops.host_copy import HostCopy
 from ..flops.profiler import StepProfile
-from .between_steps import Between
+from .between_steps import Gap
 from .clock import Span
 from .datasets import PendingDatasetMetrics
 from .hardware_watch import Cut
@@ -46,7 +46,7 @@ class StepNote(NamedTuple):
     """What the caller says the step needs."""
     states: States
     measured: bool
-    between: Between
+    gap: Gap
     warmup: bool
     profile: StepProfile | None
     datasets: Sequence[tuple[PendingDatasetMetrics, HostCopy]]

@@ -1,18 +1,104 @@
-"""The closing words of a run: a table in a terminal, plain lines elsewhere."""
+"""A run in plain data, and its closing words: a table in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 from ..records import UPPER_BOUND
 from ..text import printable
-from ..waterfall import evaluations
+from ..torch_private.table import said as missed
+from ..waterfall import between_steps_notes, evaluations
+from .config import MonitorConfig
+from .totals import Totals
 
 _WORTH_SAYING = 0.005
 _STEPS_SHOWN = 5
 _TENSORS_SHOWN = 4
+
+
+@dataclass(frozen=True)
+class RunFigures:
+    """What a run came to; nothing yet where only `info` is given."""
+
+    info: Mapping[str, Any]
+    logged: int = 0
+    totals: Totals = field(default_factory=Totals)
+    own_time_s: float = 0.0
+    """Of the training thread, without what is below."""
+    own_check_s: float = 0.0
+    background_s: float = 0.0
+    counting_s: float = 0.0
+    counts: int = 0
+    counted_after_steps: Sequence[int] = ()
+    profiling_s: float = 0.0
+    hardware: Mapping[str, Any] | None = None
+    notes: Sequence[str] = ()
+    held_up_steps: int = 0
+    """Lost because the monitor was held up."""
+    failed_steps: int = 0
+    """Lost because they could not be worked out."""
+    stranded_steps: int = 0
+    """Lost because the run ended before."""
+
+
+def info_of(
+    config: MonitorConfig,
+    *,
+    device: str | None = None,
+    time_source: str | None = None,
+    world_size: int = 1,
+    rank: int = 0,
+    model: Mapping[str, Any] | None = None,
+    batch_shapes: Sequence[Mapping[str, Any]] = (),
+) -> dict[str, Any]:
+    """What is true of a whole run; None for what is not known before its first step."""
+    return {
+        "mode": config.mode,
+        "convention": {"attention": config.attention},
+        "device": device,
+        "time_source": time_source,
+        "world_size": world_size,
+        "rank": rank,
+        "scope": "one device" if world_size == 1 else f"this rank × {world_size}",
+        "model": model,
+        "batch_shapes": list(batch_shapes),
+    }
+
+
+def summary_of(figures: RunFigures, *, lost: Sequence[str], warnings: Sequence[str]) -> dict[str, Any]:
+    """The run in plain data; None for what is not known. `lost` is what did not reach a tracker."""
+    run = figures.totals.as_dict()
+    own_s = figures.own_time_s / figures.logged if figures.logged else None
+    step_s = run["median_step_time_s"]
+    lost_steps = {
+        "the monitor was held up": figures.held_up_steps,
+        "they could not be worked out": figures.failed_steps,
+        "the run ended before they were worked out": figures.stranded_steps,
+    }
+    return {
+        **run,
+        **figures.info,
+        "monitor_cost": {
+            "training_thread_us_per_step": None if own_s is None else own_s * 1e6,
+            "share_of_step": None if own_s is None or not step_s else own_s / step_s,
+            "checks_s": figures.own_check_s,
+            "background_s": figures.background_s,
+            "counting_s": figures.counting_s,
+            "counts": figures.counts,
+            "counted_after_steps": list(figures.counted_after_steps),
+            "profiling_s": figures.profiling_s,
+        },
+        "hardware": figures.hardware,
+        "notes": [
+            *between_steps_notes(run["between_steps_share"], run["forwards_between_steps"]),
+            *figures.notes,
+        ],
+        "lost": [*[f"{steps:,} steps: {why}" for why, steps in lost_steps.items() if steps], *lost],
+        "warnings": list(dict.fromkeys((*warnings, *missed.values()))),
+    }
 
 
 def lines_of(summary: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -1,0 +1,529 @@
+"""A run from its first batch or step on: what the training thread notes of it, and who works that out.
+
+    a forward pass ──► note_batch: its template, that of the last one where they are alike
+    log_step       ──► one StepNote: what it was given, a mark on the device's clock, what it shares with the
+                       step before ──► resolver ──► row ──► trackers
+
+Between two calls a training step has emptied the processor's caches: each function and object that is touched
+then costs a microsecond or more, whatever is done with it. So numbers, rates and rows are worked out on the
+resolver's thread, and what lies on the device is sent to the host every few seconds, together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import one_line
+from ..flops.host_copy import HostCopy
+from ..hardware.audited import AuditedKernels
+from ..hardware.detect import spec_of
+from ..hardware.executed import executed_method, has_rate
+from ..torch_private.loading import listen
+from ..torch_private.watching import backward_number, functorch_level
+from .audit_step import AuditStep
+from .between_steps import BetweenSteps
+from .clock import Mark, StepClock, clock_for
+from .compilations import compilations
+from .config import MonitorConfig
+from .counting import Counting, state_of
+from .counts import Counts
+from .datasets import PendingDatasetMetrics
+from .frequency import DETAILS_S, StepsOrSeconds
+from .hardware_watch import HardwareWatch, open_watch
+from .hardware_windows import HardwareWindows
+from .host_values import HostValues
+from .intake import LARGEST_STEP, Intake
+from .kept_forms import KeptForms
+from .measuring import Measuring
+from .model_hooks import ModelHooks
+from .model_state import States, facts_of
+from .notices import Notices
+from .observe import Batch, BatchNotes, StepBatches
+from .output import Output
+from .ranks import RankLink
+from .resolver import Resolver
+from .signals import write_at_signals
+from .step_note import WARMUP_STEPS, StepNote, StepPlace
+from .summary import RunFigures, info_of
+
+_ROWS_TIMEOUT_S = 5.0
+_UNSENT_TIMEOUT_S = 1.0
+"""For steps that nothing more will come of; those before them may still be under way."""
+_SLOW_STEP_S = 1.0
+"""What a longer step has noted is sent at once: the cost of that is small beside it."""
+_HELD_S = 6.0
+"""The training thread sends what it holds before that, unless its next step is long."""
+_TURN_TIMEOUT_S = 0.3
+_UNTOLD = (
+    "a batch cannot be told to a count, so its step has no MFU: it holds nested tensors or objects with "
+    "tensors in them, is inside vmap or its kin, or mixes arguments by place and by name in a forward that "
+    "takes any"
+)
+Datasets = Sequence[tuple[PendingDatasetMetrics, HostCopy]]
+
+
+class LiveRun:
+    """Lives on the training thread, which calls all of it with `turn` held, but for what says otherwise.
+
+    `turn` says whose turn it is with what the training thread holds: its own, or a thread's of ours.
+    """
+
+    def __init__(
+        self,
+        config: MonitorConfig,
+        folder: Path,
+        *,
+        device: torch.device,
+        hooks: ModelHooks,
+        measuring: Measuring,
+        between: BetweenSteps,
+        audited: AuditedKernels | None,
+        output: Output,
+        notices: Notices,
+        turn: threading.RLock,
+    ) -> None:
+        self._config, self._device, self._hooks = config, device, hooks
+        self._measuring, self._between = measuring, between
+        self._output, self._notices, self._turn = output, notices, turn
+        self._pid = os.getpid()
+        self._model_facts = facts_of(hooks.roots)
+        self._ranks = RankLink.current(notice=notices)
+        self._values = HostValues(notices)
+        self._intake = Intake(self._values, notices)
+        self._clock = StepClock(clock_for(device, thins_out=True))
+        self._watch, executed = self._opened_watch(audited)
+        self._audit = AuditStep.from_environment(self._ranks, device, notices)
+        about_flops = notices if self._ranks.is_first else self._ranks.note
+        self._counts = Counts(
+            config,
+            ranks=self._ranks,
+            notice=about_flops,
+            kept=KeptForms(folder, notices) if self._ranks.is_first else None,
+        )
+        self._batches = BatchNotes(self._values, lambda: self._counts.values_matter)
+        self._counting = Counting(
+            config,
+            self._counts,
+            ranks=self._ranks,
+            notice=about_flops,
+            device=device,
+            executed_method=executed,
+        )
+        self._logged = self._steps_done = self._last_step = 0
+        self._asked_for: tuple[StepBatches, States] | None = None
+        self._compilations = compilations()
+        self.own_time_s = self.own_check_s = 0.0
+        """What the monitor took of the training thread, and what of that to set up and check."""
+        self._resolver = Resolver(
+            clock=self._clock.clock,
+            device=device,
+            counting=self._counting,
+            counts=self._counts,
+            ranks=self._ranks,
+            output=output,
+            notices=notices,
+            details=StepsOrSeconds(config.detailed_log_freq, DETAILS_S, began_s=time.perf_counter()),
+            audit=self._audit,
+            send_held=self._send_held,
+            measured_peak_flops_per_s=_times(config.measured_peak_tflops, 1e12),
+            audited_tiles={} if audited is None else audited.tile_factors(),
+            hardware=None
+            if self._watch is None
+            else HardwareWindows(
+                self._watch,
+                spec=spec_of(device),
+                audited=audited,
+                world_size=self._ranks.world_size,
+                notice=notices,
+            ),
+        )
+        self._leave_loaders = listen(between)
+        if self._ranks.is_first:
+            output.start(self.info())
+        self._leave_signals = write_at_signals(self._write_out) if self._ranks.is_first else lambda: None
+
+    def _opened_watch(self, audited: AuditedKernels | None) -> tuple[HardwareWatch | None, str]:
+        """The counters of `hybrid`, or what comes instead; and what HFU rests on unless it is the count."""
+        if self._config.mode != "hybrid" or not self._ranks.is_first:
+            return None, "profiler"
+        if not self._config.hardware_counters_enabled:
+            self._measuring.go_without_counters(None)
+            return None, "profiler"
+        try:
+            watch = open_watch(self._device, self._notices)
+        except Exception as error:
+            watch = one_line(error)
+        if not isinstance(watch, HardwareWatch):
+            self._measuring.go_without_counters(watch)
+            return None, "profiler"
+        if has_rate(spec_of(self._device)):
+            is_corrected = audited is not None and audited.executed_over_activity is not None
+            return watch, executed_method(is_corrected=is_corrected)
+        self._measuring.go_without_counters(f"no FLOP per cycle is known for {_device_name(self._device)}")
+        return watch, "profiler"
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process is another than the one that the run began in."""
+        return os.getpid() != self._pid
+
+    @property
+    def signals(self) -> list[int]:
+        """Signals that came in a count, which has ended: to be delivered by the caller."""
+        return self._counts.signals
+
+    def next_place(self) -> StepPlace | None:
+        """Which step comes next, as far as that can be known."""
+        return self._intake.next_place()
+
+    def forget_batches(self) -> None:
+        """What was noted of the step under way is given by hand."""
+        self._batches.take()
+
+    def note_batch(
+        self,
+        batch: Batch | None,
+        began_s: float,
+        slot: int | None,
+        module: nn.Module | None,
+        name: str | None = None,
+    ) -> None:
+        """Note a micro-batch of this module; with the first of a step also that the step has begun.
+
+        `slot` is None for one that tells the step's samples and tokens alone.
+        """
+        batches, measuring, between = self._batches, self._measuring, self._between
+        is_check = slot is not None and measuring.check_is_due(slot)
+        template = batches.template_of(batch, slot=slot, model=name)
+        if template is None:
+            batches.one_is_missing()
+            self._notices(_UNTOLD)
+            return
+        assert batch is not None
+        if not batches.has_notes:
+            self._begin_step(began_s)
+        elif between.last_s is not None:
+            between.last_s = began_s
+        note = batches.note(batch, template)
+        if note is None:
+            self._notices(
+                "a step has too many micro-batches to note, and no MFU: is log_step called for each?"
+            )
+        elif is_check:
+            assert slot is not None
+            measuring.check(module, slot)
+        took_s = time.perf_counter() - began_s
+        if is_check:
+            self.own_check_s += took_s
+        else:
+            self.own_time_s += took_s
+
+    def _begin_step(self, now_s: float) -> None:
+        is_in_backward = backward_number() != -1  # a checkpoint around the model: its first run was not seen
+        if not is_in_backward:
+            self._between.begun(now_s)
+        if not self._logged:  # later steps begin where the last one ended
+            self._clock.begin()
+        if self._measuring.profiles and not is_in_backward:
+            self._measuring.begin_step(self._counting.convention)
+        if self._audit is not None:
+            self._audit.begin_step(self._logged, compilations())
+
+    def log_step(
+        self,
+        step: Any,
+        epoch: Any,
+        loss: Any,
+        grad_norm: Any,
+        learning_rate: Any,
+        attention_mask: Any,
+        skip_remote: Any,
+        flops: Any,
+        datasets: Datasets,
+        now_s: float,
+    ) -> None:
+        """End a step: hand over one note of it, and count what is due."""
+        if self._audit is not None:
+            self._audit.end_step()
+        intake, measuring = self._intake, self._measuring
+        given_flops = None if flops is None else intake.flops(flops)
+        batches = self._batches.take()
+        if not batches.notes or not self._hooks.see_whole_batches:
+            batches = self._without_forward_passes(batches, is_given=given_flops is not None)
+        profile = None if measuring.profiler is None else measuring.end_step()
+        if type(step) is not int or not -LARGEST_STEP <= step <= LARGEST_STEP:
+            step = intake.step_number(step)
+        place = StepPlace(step, intake.steps_since_last(step))
+        take = intake.number  # floats need no look
+        mask_tokens, mask_useful_tokens = (
+            (None, None) if attention_mask is None else intake.mask(attention_mask)
+        )
+        compiled = compilations()
+        is_warmup = self._logged < WARMUP_STEPS or compiled != self._compilations or profile is not None
+        cut = None
+        if self._watch is not None:
+            # Before the mark that ends the step: once that has passed, so has the cut. What compiles or is
+            # profiled is no window's business.
+            if is_warmup:
+                self._watch.restart()
+            else:
+                cut = self._watch.cut(now_s)
+        last_end_s = self._between.end_s
+        is_slow = last_end_s is not None and now_s - last_end_s > _SLOW_STEP_S
+        note = StepNote(
+            place,
+            epoch if type(epoch) is float else take("epoch", epoch),
+            loss if type(loss) is float else take("loss", loss),
+            grad_norm if type(grad_norm) is float else take("grad_norm", grad_norm),
+            learning_rate if type(learning_rate) is float else take("learning_rate", learning_rate),
+            mask_tokens,
+            mask_useful_tokens,
+            batches,
+            given_flops,
+            measuring.states,
+            measuring.is_counted,
+            self._between.take(),
+            is_warmup,
+            profile,
+            datasets,
+            skip_remote if type(skip_remote) is bool else intake.flag("skip_wandb", skip_remote),
+            self._clock.end(now_s, exact=cut is not None or profile is not None or is_slow),
+            cut,
+        )
+        self._values.flush_if_due(now_s, is_due=is_slow)
+        if self._audit is not None:
+            self._audit.hand_over(note)
+        if note.measured and given_flops is None and not self._config.estimates_only:
+            self._ask_for_counts(note)  # before the row side looks for them
+        self._resolver.put(note)
+        self._compilations = compiled
+        self._logged += 1
+        self._steps_done += place.steps
+        self._last_step = step
+        if self._counts.has_waiting:
+            self.own_time_s -= self._run_counts()
+        if self._steps_done >= measuring.plan_at:
+            measuring.plan_next(self._steps_done)
+
+    def _without_forward_passes(self, batches: StepBatches, *, is_given: bool) -> StepBatches:
+        """A step of which a forward pass may not have been seen: say so, mark it where that is certain."""
+        hooks = self._hooks
+        has_batches = batches.notes or batches.is_missing or hooks.are_disabled or is_given
+        if (not hooks.see_whole_batches or not has_batches) and hooks.were_compiled():
+            return batches._replace(is_missing=True)
+        if not has_batches and hooks.are_there:
+            self._notices(
+                "a step without a training forward pass of the attached model has no MFU: "
+                "attach what you call (a model compiled later, its wrapper), or call monitor.observe(batch)"
+            )
+        return batches
+
+    def _ask_for_counts(self, note: StepNote) -> None:
+        """Have batches of new shapes counted; by shape too where the cross-check or an audit wants that."""
+        is_audited = self._audit is not None and self._audit.awaits_count
+        last = self._asked_for
+        if last is not None and last[0] is note.batches and last[1] is note.states and not is_audited:
+            return
+        self._asked_for = note.batches, note.states
+        for batch in note.batches.notes:
+            template, state = batch.template, state_of(note.states, batch)
+            if state is None:
+                continue
+            is_new = template.asked_for != state.number
+            if is_new or (is_audited and template not in state.works):
+                wants_work = is_audited or (self._watch is not None and is_new and not state.works)
+                template.asked_for = state.number
+                self._counts.ask(state, batch, wants_work=wants_work)
+                self._resolver.wake()
+
+    def _run_counts(self) -> float:
+        """Make the counts that are due, outside of every step time; how long that took, 0 where none was."""
+        before_s = self._counts.spent_s
+        while (
+            self._can_count()
+            and not self._counts.signals
+            and (request := self._counts.next_due()) is not None
+        ):
+            mark = self._clock.moment()
+            self._notices.among(functools.partial(self._counts.run, request, self._last_step))
+            self._clock.pause(mark)
+            if self._watch is not None:
+                self._watch.restart()
+            self._resolver.wake()
+        took_s = self._counts.spent_s - before_s
+        if self._between.end_s is not None:
+            self._between.end_s += took_s  # which is stated for itself
+        return took_s
+
+    def _can_count(self) -> bool:
+        """Whether this is a moment between two steps: no backward pass, no capture of a CUDA graph."""
+        if backward_number() != -1 or functorch_level() is not None or self._between.is_paused:
+            return False
+        if self._counts.is_at_work:  # a signal's handler in the middle of a count
+            return False
+        return self._device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
+
+    def pause(self) -> Mark:
+        """What runs from now on is no part of a step, until `resume` gets the mark."""
+        mark = self._clock.moment()
+        self._values.flush()
+        self._measuring.interrupt()
+        if self._audit is not None:
+            self._audit.pause()
+        if self._watch is not None:
+            self._watch.restart()
+        return mark
+
+    def resume(self, mark: Mark) -> None:
+        """The step goes on."""
+        self._clock.pause(mark)
+        if self._audit is not None:
+            self._audit.resume()
+
+    def save(self, timeout_s: float) -> None:
+        """On any thread: have every step so far written; waits for that."""
+        is_sent = self._send_all()
+        if not self._finish_rows(timeout_s if is_sent else _UNSENT_TIMEOUT_S):
+            self._notices("some steps could not be worked out in time and are not saved yet")
+        self._output.flush(timeout_s)
+
+    def finish(self) -> None:
+        """On any thread: work out what is left, and end everything but the output."""
+        self._leave_loaders()
+        try:
+            is_sent = self._send_all()
+            patience_s = 0.0 if self._audit is None else self._audit.patience_s
+            timeout_s = max(_ROWS_TIMEOUT_S, patience_s) if is_sent else _UNSENT_TIMEOUT_S
+            if not self._finish_rows(timeout_s) and not self._resolver.finish_pending(timeout_s):
+                self._notices("the last steps were not worked out in time and are lost")
+            self._counts.end()
+        finally:  # also where the user does not want to wait
+            self._resolver.stop(_ROWS_TIMEOUT_S)
+            self._ranks.stop()
+            if self._audit is not None:
+                self._audit.close(self._logged)
+            self._close_watch()
+
+    @property
+    def is_first_rank(self) -> bool:
+        """Whether this rank writes."""
+        return self._ranks.is_first
+
+    def leave_signals(self) -> None:
+        """Handle no signal any more."""
+        self._leave_signals()
+
+    def _close_watch(self) -> None:
+        if self._watch is None:
+            return
+        hardware = self._resolver.hardware
+        if hardware is not None and (why := hardware.why_nothing()) is not None:
+            self._notices(why)
+        try:
+            self._watch.close()
+        except Exception as error:
+            self._notices(f"the hardware counters did not close: {one_line(error)}")
+
+    def _finish_rows(self, timeout_s: float) -> bool:
+        """Wait for the rows of all steps so far; on the training thread with the counts they wait for."""
+        is_here = threading.get_ident() == self._between.thread and self._can_count()
+        return self._resolver.finish_pending(timeout_s, self._run_counts if is_here else None)
+
+    def _send_all(self) -> bool:
+        """Have all that is needed for the rows of the steps so far under way; whether that went well."""
+        try:
+            with self._turn:
+                self._clock.moment()
+                self._values.flush()
+        except Exception as error:
+            self._notices(f"what is still on the device cannot be fetched: {one_line(error)}")
+            return False
+        return True
+
+    def _send_held(self) -> bool:
+        """On the resolver's thread: send what is held for too long; whether there was anything."""
+        held = (self._values.oldest_s, self._clock.unmarked_s)
+        since_s = [moment_s for moment_s in held if moment_s is not None]
+        return (
+            bool(since_s)
+            and time.perf_counter() - min(since_s) > _HELD_S
+            and self._send_from_elsewhere(_TURN_TIMEOUT_S)
+        )
+
+    def _send_from_elsewhere(self, timeout_s: float) -> bool:
+        """On a thread of ours: send what the training thread holds; False where it is at work on that."""
+        if not self._turn.acquire(timeout=timeout_s):
+            return False
+        try:
+            with self._clock.clock.from_elsewhere() as is_possible:
+                if is_possible:
+                    self._clock.moment()
+                    self._values.flush()
+                return is_possible
+        finally:
+            self._turn.release()
+
+    def _write_out(self, timeout_s: float) -> None:
+        """On a thread of ours: have all steps so far on disk, if that can be done in this time."""
+        ends_s = time.perf_counter() + timeout_s
+        if self.is_forked:
+            return
+        with contextlib.suppress(Exception):  # the device may have failed: rows before that are known
+            self._send_from_elsewhere(_TURN_TIMEOUT_S)
+        self._resolver.finish_pending(0.75 * (ends_s - time.perf_counter()))
+        self._output.write_local(max(ends_s - time.perf_counter(), 0.0))
+
+    def batch_shapes(self) -> list[dict[str, list[int]]]:
+        """The shapes of the batches so far."""
+        return self._batches.shapes()
+
+    def info(self) -> dict[str, Any]:
+        """What is true of the whole run."""
+        return info_of(
+            self._config,
+            device=_device_name(self._device),
+            time_source=self._clock.clock.source,
+            world_size=self._ranks.world_size,
+            rank=self._ranks.rank,
+            model=self._model_facts,
+            batch_shapes=self.batch_shapes(),
+        )
+
+    def figures(self) -> RunFigures:
+        """What the run came to so far."""
+        resolver, counts = self._resolver, self._counts
+        return RunFigures(
+            self.info(),
+            logged=self._logged,
+            totals=resolver.totals,
+            own_time_s=self.own_time_s,
+            own_check_s=self.own_check_s,
+            background_s=resolver.own_time_s,
+            counting_s=counts.spent_s,
+            counts=counts.number_done,
+            counted_after_steps=[done.step for done in counts.done],
+            profiling_s=resolver.profile_cost_s,
+            hardware=None if resolver.hardware is None else resolver.hardware.as_dict(),
+            notes=[*resolver.notes, *self._ranks.notes],
+            held_up_steps=resolver.lost_steps,
+            failed_steps=resolver.failed_steps,
+            stranded_steps=resolver.stranded_steps,
+        )
+
+
+def _times(value: float | None, factor: float) -> float | None:
+    return None if value is None else value * factor
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
