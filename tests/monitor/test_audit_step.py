@@ -24,7 +24,7 @@ from truemfu.monitor.model_state import ModelState
 from truemfu.monitor.notices import Notices
 from truemfu.monitor.observe import BatchNotes
 from truemfu.monitor.ranks import RankLink
-from truemfu.monitor.step_note import WARMUP_STEPS, StepNote, StepPlace
+from truemfu.monitor.step_note import WARMUP_STEPS, StepNote
 from truemfu.sweep.models import ReferenceModel
 from truemfu.sweep.sizes import SIZES
 
@@ -99,14 +99,12 @@ def counting(note: StepNote | None = None) -> Counting:
 
 
 def step_note(model: nn.Module | None, *batches: Any, **values: Any) -> StepNote:
-    notes = BatchNotes(HostValues(Notices()))
+    notes = BatchNotes(HostValues(Notices()), Notices())
     for batch in batches:
-        template = notes.template_of(batch)
-        assert template is not None
-        notes.note(batch, template)
+        assert notes.note(batch)
     fields: dict[str, Any] = dict.fromkeys(StepNote._fields)
     state = None if model is None else ModelState.of(model, number=0, last=None)
-    fields |= {"place": StepPlace(3, 1), "states": () if state is None else (state,), "batches": notes.take()}
+    fields |= {"step": 3, "steps": 1, "states": () if state is None else (state,), "batches": notes.take()}
     return StepNote(**{**fields, **values})
 
 
@@ -173,7 +171,7 @@ def test_the_first_step_after_warm_up_is_marked_and_no_other(audit: AuditStep, r
     for logged in range(8):
         audit.begin_step(logged, 0)
         audit.end_step()
-        audit.hand_over(note := step_note(None, place=StepPlace(logged, 1)))
+        audit.hand_over(note := step_note(None, step=logged))
         seen.append((list(recorder.calls), audit.wants(note)))
         recorder.calls.clear()
     assert seen == [([], False)] * WARMUP_STEPS + [(["start", "stop"], True)] + [([], False)] * (

@@ -52,17 +52,8 @@ def between(end_s: float | None, first_s: float | None, waits: Sequence[Wait], f
     return Between(data_wait_s, max(0.0, first_s - end_s - known_s), forwards)
 
 
-class Gap(NamedTuple):
-    """What was seen before and between a step's forward passes."""
-
-    end_s: float | None
-    first_s: float | None
-    waits: Sequence[Wait]
-    forwards: int
-
-    def between(self) -> Between:
-        """What is known of it."""
-        return between(*self)
+Gap = tuple[float | None, float | None, Sequence[Wait], int]
+"""What was seen of a step, as `between` takes it."""
 
 
 class BetweenSteps:
@@ -137,7 +128,7 @@ class BetweenSteps:
 
     def take(self) -> Gap:
         """What was seen of the step that ends now; the next one begins."""
-        gap = Gap(self.end_s, self.first_s, self.waits, self.forwards)
+        gap = self.end_s, self.first_s, self.waits, self.forwards
         self.first_s = self.last_s = None
         self.forwards = self._depth = 0
         if self.waits:

@@ -24,7 +24,7 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
@@ -100,7 +100,9 @@ class CudaClock:
         self._free: list[torch.cuda.Event] = []
         self._stream: torch.cuda.Stream | None = None
         self._stream_data: tuple[int, int, int] | None = None
-        self._marked_s = self._every_s = 0.0
+        self._every_s = 0.0
+        self.due_s = 0.0
+        """From when on a mark should have an event again; `mark` gives it one in any case."""
         self._steps = 0
         self._with_event: deque[Mark] = deque(maxlen=_MAX_EVENTS)
         self._next: Mark | None = None
@@ -111,11 +113,6 @@ class CudaClock:
         self._step_s = self._behind_s = 0.0
         self._lag_s = math.inf
         """The device was seen no further behind than this; not known while it is behind."""
-
-    @property
-    def due_s(self) -> float:
-        """From when on a mark should have an event again; `mark` gives it one in any case."""
-        return self._marked_s + self._every_s
 
     def mark(self, now_s: float) -> Mark:
         """A moment in the work that is queued on the current stream, in which a step ends."""
@@ -143,7 +140,7 @@ class CudaClock:
         self._steps += steps
 
     def _marked(self, now_s: float, steps: int | None) -> Mark:
-        self._marked_s = now_s
+        self.due_s = now_s + self._every_s
         mark = Mark(now_s, self._recorded())
         mark.steps = steps
         self._with_event.append(mark)
@@ -217,7 +214,7 @@ class CudaClock:
             self.source = _BOTH
 
     def _mark_every_step(self) -> None:
-        self._every_s = 0.0
+        self._every_s = self.due_s = 0.0
         self._apart.clear()
         self._lag_s = math.inf
 
@@ -269,7 +266,7 @@ class Span(NamedTuple):
 
     begin: Mark | None
     end: Mark
-    pauses: list[tuple[Mark, Mark]]
+    pauses: Sequence[tuple[Mark, Mark]]
 
 
 class StepClock:
@@ -278,7 +275,7 @@ class StepClock:
     def __init__(self, clock: HostClock | CudaClock) -> None:
         self.clock = clock
         self._begin: Mark | None = None
-        self._pauses: list[tuple[Mark, Mark]] = []
+        self._pauses: Sequence[tuple[Mark, Mark]] = ()
         self.unmarked_s: float | None = None
         """When the first step ended that no event has followed yet; None where one has followed all."""
 
@@ -294,7 +291,7 @@ class StepClock:
 
     def pause(self, begin: Mark) -> None:
         """What ran from `begin` until now is no part of a step."""
-        self._pauses.append((begin, self.moment()))
+        self._pauses = (*self._pauses, (begin, self.moment()))
 
     def end(self, now_s: float, *, exact: bool = True) -> Span:
         """A step ends here, and the next one begins; if not `exact`, its mark may do without an event."""
@@ -306,7 +303,7 @@ class StepClock:
             clock.skipped(1)
             self.unmarked_s = self.unmarked_s or now_s
             end = self._begin = Mark(now_s, None)
-        pauses, self._pauses = self._pauses, []
+        pauses, self._pauses = self._pauses, ()
         return Span(begin, end, pauses)
 
 

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..errors import one_line
 from ..flops.host_copy import HostCopy
@@ -53,8 +52,9 @@ from .output import Output
 from .ranks import RankLink
 from .resolver import Resolver
 from .signals import write_at_signals
-from .step_note import WARMUP_STEPS, StepNote, StepPlace
+from .step_note import NO_EXTRAS, WARMUP_STEPS, StepExtras, StepNote, StepPlace
 from .summary import RunFigures, info_of
+from .watched import Watched
 
 _ROWS_TIMEOUT_S = 5.0
 _UNSENT_TIMEOUT_S = 1.0
@@ -64,11 +64,6 @@ _SLOW_STEP_S = 1.0
 _HELD_S = 6.0
 """The training thread sends what it holds before that, unless its next step is long."""
 _TURN_TIMEOUT_S = 0.3
-_UNTOLD = (
-    "a batch cannot be told to a count, so its step has no MFU: it holds nested tensors or objects with "
-    "tensors in them, is inside vmap or its kin, or mixes arguments by place and by name in a forward that "
-    "takes any"
-)
 Datasets = Sequence[tuple[PendingDatasetMetrics, HostCopy]]
 
 
@@ -110,7 +105,7 @@ class LiveRun:
             notice=about_flops,
             kept=KeptForms(folder, notices) if self._ranks.is_first else None,
         )
-        self._batches = BatchNotes(self._values, lambda: self._counts.values_matter)
+        self._batches = BatchNotes(self._values, notices, lambda: self._counts.values_matter)
         self._counting = Counting(
             config,
             self._counts,
@@ -119,8 +114,9 @@ class LiveRun:
             device=device,
             executed_method=executed,
         )
-        self._logged = self._steps_done = self._last_step = 0
-        self._asked_for: tuple[StepBatches, States] | None = None
+        self._logged = self._steps_done = 0
+        self._has_more_to_begin = True
+        self._asked_for: tuple[StepBatches | None, States] = None, ()
         self._compilations = compilations()
         self.own_time_s = self.own_check_s = 0.0
         """What the monitor took of the training thread, and what of that to set up and check."""
@@ -191,53 +187,39 @@ class LiveRun:
         self._batches.take()
 
     def note_batch(
-        self,
-        batch: Batch | None,
-        began_s: float,
-        slot: int | None,
-        module: nn.Module | None,
-        name: str | None = None,
+        self, batch: Batch | None, began_s: float, slot: int | None, watched: Watched | None
     ) -> None:
-        """Note a micro-batch of this module; with the first of a step also that the step has begun.
+        """Note a micro-batch of a module; with the first of a step also that the step has begun.
 
-        `slot` is None for one that tells the step's samples and tokens alone.
+        `slot` is None for one that tells the step's samples and tokens alone, `watched` for one that was
+        observed.
         """
-        batches, measuring, between = self._batches, self._measuring, self._between
-        is_check = slot is not None and measuring.check_is_due(slot)
-        template = batches.template_of(batch, slot=slot, model=name)
-        if template is None:
-            batches.one_is_missing()
-            self._notices(_UNTOLD)
+        batches, between, in_backward = self._batches, self._between, backward_number() != -1
+        is_first = not batches.has_notes
+        name = None if watched is None else watched.name
+        if not batches.note(batch, slot, name, in_backward=in_backward):
             return
-        assert batch is not None
-        if not batches.has_notes:
-            self._begin_step(began_s)
-        elif between.last_s is not None:
-            between.last_s = began_s
-        note = batches.note(batch, template)
-        if note is None:
-            self._notices(
-                "a step has too many micro-batches to note, and no MFU: is log_step called for each?"
-            )
-        elif is_check:
-            assert slot is not None
-            measuring.check(module, slot)
-        took_s = time.perf_counter() - began_s
-        if is_check:
-            self.own_check_s += took_s
+        if not is_first:
+            if between.last_s is not None:
+                between.last_s = began_s
+        elif not in_backward:  # else a checkpoint is around the model, and its first run was not seen
+            between.begun(began_s)
+        if is_first and self._has_more_to_begin:
+            self._begin_step(in_backward=in_backward)
+        if slot is not None and self._measuring.check_is_due(slot):
+            self._measuring.check(self._hooks.first if watched is None else watched.module, slot)
+            self.own_check_s += time.perf_counter() - began_s
         else:
-            self.own_time_s += took_s
+            self.own_time_s += time.perf_counter() - began_s
 
-    def _begin_step(self, now_s: float) -> None:
-        is_in_backward = backward_number() != -1  # a checkpoint around the model: its first run was not seen
-        if not is_in_backward:
-            self._between.begun(now_s)
+    def _begin_step(self, *, in_backward: bool) -> None:
         if not self._logged:  # later steps begin where the last one ended
             self._clock.begin()
-        if self._measuring.profiles and not is_in_backward:
+        if self._measuring.profiles and not in_backward:
             self._measuring.begin_step(self._counting.convention)
         if self._audit is not None:
             self._audit.begin_step(self._logged, compilations())
+        self._has_more_to_begin = self._measuring.profiles or self._audit is not None
 
     def log_step(
         self,
@@ -253,67 +235,72 @@ class LiveRun:
         now_s: float,
     ) -> None:
         """End a step: hand over one note of it, and count what is due."""
+        intake, measuring, extras = self._intake, self._measuring, NO_EXTRAS
         if self._audit is not None:
             self._audit.end_step()
-        intake, measuring = self._intake, self._measuring
-        given_flops = None if flops is None else intake.flops(flops)
+        if attention_mask is not None or flops is not None or datasets or measuring.profiler is not None:
+            extras = self._extras(attention_mask, flops, datasets)
         batches = self._batches.take()
         if not batches.notes or not self._hooks.see_whole_batches:
-            batches = self._without_forward_passes(batches, is_given=given_flops is not None)
-        profile = None if measuring.profiler is None else measuring.end_step()
+            batches = self._without_forward_passes(batches, is_given=extras.given_flops is not None)
         if type(step) is not int or not -LARGEST_STEP <= step <= LARGEST_STEP:
             step = intake.step_number(step)
-        place = StepPlace(step, intake.steps_since_last(step))
-        take = intake.number  # floats need no look
-        mask_tokens, mask_useful_tokens = (
-            (None, None) if attention_mask is None else intake.mask(attention_mask)
-        )
+        steps = intake.steps_since_last(step)
         compiled = compilations()
-        is_warmup = self._logged < WARMUP_STEPS or compiled != self._compilations or profile is not None
-        cut = None
+        is_warmup = (
+            self._logged < WARMUP_STEPS or compiled != self._compilations or extras.profile is not None
+        )
         if self._watch is not None:
             # Before the mark that ends the step: once that has passed, so has the cut. What compiles or is
             # profiled is no window's business.
             if is_warmup:
                 self._watch.restart()
-            else:
-                cut = self._watch.cut(now_s)
+            elif (cut := self._watch.cut(now_s)) is not None:
+                extras = extras._replace(cut=cut)
         last_end_s = self._between.end_s
         is_slow = last_end_s is not None and now_s - last_end_s > _SLOW_STEP_S
+        take = intake.number  # floats need no look
         note = StepNote(
-            place,
+            step,
+            steps,
             epoch if type(epoch) is float else take("epoch", epoch),
             loss if type(loss) is float else take("loss", loss),
             grad_norm if type(grad_norm) is float else take("grad_norm", grad_norm),
             learning_rate if type(learning_rate) is float else take("learning_rate", learning_rate),
-            mask_tokens,
-            mask_useful_tokens,
             batches,
-            given_flops,
             measuring.states,
             measuring.is_counted,
-            self._between.take(),
             is_warmup,
-            profile,
-            datasets,
+            self._between.take(),
+            self._clock.end(now_s, exact=is_slow or extras.cut is not None or extras.profile is not None),
             skip_remote if type(skip_remote) is bool else intake.flag("skip_wandb", skip_remote),
-            self._clock.end(now_s, exact=cut is not None or profile is not None or is_slow),
-            cut,
+            extras,
         )
         self._values.flush_if_due(now_s, is_due=is_slow)
         if self._audit is not None:
             self._audit.hand_over(note)
-        if note.measured and given_flops is None and not self._config.estimates_only:
+        asked_for = self._asked_for
+        if batches is not asked_for[0] or note.states is not asked_for[1] or self._audit is not None:
             self._ask_for_counts(note)  # before the row side looks for them
         self._resolver.put(note)
         self._compilations = compiled
         self._logged += 1
-        self._steps_done += place.steps
-        self._last_step = step
+        self._steps_done += steps
         if self._counts.has_waiting:
             self.own_time_s -= self._run_counts()
         if self._steps_done >= measuring.plan_at:
             measuring.plan_next(self._steps_done)
+
+    def _extras(self, attention_mask: Any, flops: Any, datasets: Datasets) -> StepExtras:
+        """What this step has and most have not."""
+        tokens, useful_tokens = (None, None) if attention_mask is None else self._intake.mask(attention_mask)
+        return StepExtras(
+            tokens,
+            useful_tokens,
+            given_flops=None if flops is None else self._intake.flops(flops),
+            profile=self._measuring.end_step(),
+            datasets=datasets,
+        )
 
     def _without_forward_passes(self, batches: StepBatches, *, is_given: bool) -> StepBatches:
         """A step of which a forward pass may not have been seen: say so, mark it where that is certain."""
@@ -330,10 +317,9 @@ class LiveRun:
 
     def _ask_for_counts(self, note: StepNote) -> None:
         """Have batches of new shapes counted; by shape too where the cross-check or an audit wants that."""
-        is_audited = self._audit is not None and self._audit.awaits_count
-        last = self._asked_for
-        if last is not None and last[0] is note.batches and last[1] is note.states and not is_audited:
+        if not note.measured or note.extras.given_flops is not None or self._config.estimates_only:
             return
+        is_audited = self._audit is not None and self._audit.awaits_count
         self._asked_for = note.batches, note.states
         for batch in note.batches.notes:
             template, state = batch.template, state_of(note.states, batch)
@@ -355,7 +341,7 @@ class LiveRun:
             and (request := self._counts.next_due()) is not None
         ):
             mark = self._clock.moment()
-            self._notices.among(functools.partial(self._counts.run, request, self._last_step))
+            self._notices.among(functools.partial(self._counts.run, request, self._intake.last_step or 0))
             self._clock.pause(mark)
             if self._watch is not None:
                 self._watch.restart()

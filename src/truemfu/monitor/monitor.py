@@ -42,6 +42,7 @@ from .output import Output
 from .summary import RunFigures, info_of, show, summary_of
 from .watched import Models, Watched, WatchedModels
 
+_getpid = os.getpid
 _CLOSE_TIMEOUT_S = 20.0
 _SAVE_TIMEOUT_S = 60.0
 
@@ -198,11 +199,11 @@ class TrainingMonitor:
         are the model FLOPs of this rank's whole step where you know them: they are used as they are, and
         nothing is counted.
         """
-        began_s = time.perf_counter()
-        live = None
+        began_s, live = time.perf_counter(), self._live
         with self._turn:
             try:
-                live = self._run_to_log({"loss": loss})
+                if live is None or self._is_broken or self._is_closed or _getpid() != self._pid:
+                    live = self._run_to_log({"loss": loss})
                 if live is not None:
                     datasets = self._pending_datasets
                     live.log_step(
@@ -239,7 +240,7 @@ class TrainingMonitor:
     def save_logs(self) -> None:
         """Write everything logged so far to the local log; waits for it, so not for inside the step."""
         live = self._live
-        if live is not None and not live.is_forked:
+        if live is not None and os.getpid() == self._pid:
             live.save(_SAVE_TIMEOUT_S)
             deliver(live.signals)
 
@@ -312,7 +313,7 @@ class TrainingMonitor:
             self._notices("log_step was called after close(): the step is not logged")
             return None
         live = self._started(tensors)
-        if live.is_forked:
+        if os.getpid() != self._pid:
             self._is_broken = True
             self._notices("this process was forked from the one that is monitored: its steps are not logged")
             return None
@@ -349,13 +350,14 @@ class TrainingMonitor:
             try:
                 with self._turn:
                     live = self._live or self._started(batch or {})
-                    live.note_batch(batch, began_s, hooks.slot(watched), watched.module, watched.name)
+                    slot = 0 if hooks.see_whole_batches else hooks.slot(watched)
+                    live.note_batch(batch, began_s, slot, watched)
             except Exception as error:
                 self._switch_off(error)
 
     def _note_observed(self, batch: Batch | None, began_s: float) -> None:
         slot = 0 if self._hooks.see_whole_batches else None
-        self._started(batch or {}).note_batch(batch, began_s, slot, self._hooks.first)
+        self._started(batch or {}).note_batch(batch, began_s, slot, None)
 
     def _on_evaluation(self) -> None:
         if not self._is_closed:

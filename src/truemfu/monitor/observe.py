@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +20,6 @@ from ..flops.host_copy import HostCopy, start_host_copy
 from ..flops.surroundings import AutocastState, autocast_state
 from ..torch_private.trees import tree_flatten, tree_leaves, tree_map
 from ..torch_private.watching import (
-    backward_number,
     functorch_level,
     is_any_autocast,
     tells_backward,
@@ -40,6 +38,13 @@ Batch = Mapping[Any, Any]
 Place = tuple[Any, ...]
 """Where in a batch a tensor is: its key, after those of the mappings around it."""
 _PLAIN = (int, float, str, bool, type(None))
+_Tensor = torch.Tensor
+_UNTOLD = (
+    "a batch cannot be told to a count, so its step has no MFU: it holds nested tensors or objects with "
+    "tensors in them, is inside vmap or its kin, or mixes arguments by place and by name in a forward that "
+    "takes any"
+)
+_TOO_MANY = "a step has too many micro-batches to note, and no MFU: is log_step called for each?"
 
 
 @dataclass(eq=False)
@@ -79,7 +84,8 @@ class Template:
         return tuple(batch.values()) if 0 in batch else batch
 
 
-class BatchNote(NamedTuple):
+@dataclass(eq=False)
+class BatchNote:
     """One micro-batch: its template, the values that decide its work, and how many tokens are no padding."""
 
     template: Template
@@ -129,9 +135,6 @@ class StepBatches(NamedTuple):
     """Whether the whole model ran again in the backward pass."""
 
 
-_NO_VALUES: Mapping[Place, torch.Tensor | Held] = {}
-
-
 class BatchNotes:
     """Turns batches into notes; lives on the training thread.
 
@@ -142,67 +145,82 @@ class BatchNotes:
     kind.
     """
 
-    def __init__(self, values: HostValues, values_matter: Callable[[], bool] = lambda: False) -> None:
-        self._values, self._values_matter = values, values_matter
+    def __init__(
+        self,
+        values: HostValues,
+        notice: Callable[[str], None],
+        values_matter: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._values, self._notice, self._values_matter = values, notice, values_matter
         self._is_blind = not (tells_backward() and tells_functorch())
         """Whether a batch in a vmap, or a second run of the first, cannot be told from others."""
         self._templates: OrderedDict[Any, Template] = OrderedDict()
         self._kinds: set[Any] = set()
-        self._last: tuple[Any, Template] | None = None
-        """The signature of the last batch, and its template."""
+        self._last_signature: list[Any] = []
+        self._last_template: Template | None = None
         self._last_bare: BatchNote | None = None
+        """The note of the last batch, where it tells nothing that others of its template have not too."""
         self._last_step = StepBatches([], is_missing=False, run_again=False)
+        self._last_noted = self._last_step.notes
         self._noted: list[BatchNote] = []
         self._noted_in_backward: list[BatchNote] = []
         self._is_incomplete = False
-
-    @property
-    def has_notes(self) -> bool:
+        self.has_notes = False
         """Whether the step under way has a micro-batch yet."""
-        return bool(self._noted or self._noted_in_backward)
 
-    def template_of(
-        self, batch: Batch | None, *, slot: int | None = 0, model: str | None = None
-    ) -> Template | None:
-        """The template of a batch, which tells whether such a one came before; None where shapes do not tell.
+    def note(
+        self,
+        batch: Batch | None,
+        slot: int | None = 0,
+        model: str | None = None,
+        *,
+        in_backward: bool = False,
+    ) -> bool:
+        """Note one micro-batch of the step under way; False where that cannot be done, which is said.
 
-        Nested tensors have no shape to go by, and inside vmap and its kin a shape is not the whole one.
+        Nested tensors have no shape to go by, and inside vmap and its kin a shape is not the whole one. A
+        checkpoint around the model runs it again in the backward pass; one that is reentrant ran it without
+        gradients before, and then this is the only run that is seen.
         """
         if batch is None or self._is_blind or functorch_level() is not None:
-            return None
+            return self._not_noted(_UNTOLD)
+        signature: list[Any] = [slot, model, is_any_autocast() and _autocast_dtypes()]
         try:
-            signature = _signature(batch, slot, model)
+            for key, value in batch.items():
+                kind = type(value)
+                if kind is _Tensor:
+                    signature += key, value.shape, value.dtype, value.requires_grad
+                else:
+                    signature += key, kind, value if kind in _PLAIN else _nested_signature(value)
         except Exception:  # an argument may do anything when it is looked at, or contain itself
-            return None
-        last = self._last
-        if last is not None and last[0] == signature:
-            return last[1]
+            return self._not_noted(_UNTOLD)
+        template = self._last_template
+        if template is None or signature != self._last_signature:
+            template = self._template(tuple(signature), batch, slot, model)
+            self._last_signature, self._last_template, self._last_bare = signature, template, None
+        note = self._last_bare
+        if note is None:
+            note = self._new_note(batch, template)
+        noted = self._noted_in_backward if in_backward else self._noted
+        if len(noted) >= _MAX_NOTES:
+            return self._not_noted(_TOO_MANY)
+        noted.append(note)
+        self.has_notes = True
+        return True
+
+    def _not_noted(self, reason: str) -> bool:
+        self._is_incomplete = True
+        self._notice(reason)
+        return False
+
+    def _template(self, signature: Any, batch: Batch, slot: int | None, model: str | None) -> Template:
         template = self._templates.get(signature)
         if template is None:
             template = self._new_template(batch, autocast_state(), slot, model)
             self._templates[signature] = template
             if len(self._templates) > _MAX_TEMPLATES:
                 self._templates.popitem(last=False)
-        self._last = signature, template
         return template
-
-    def note(self, batch: Batch, template: Template) -> BatchNote | None:
-        """Note one micro-batch of the step under way; None where there are too many of them."""
-        # A checkpoint around the model runs it again in the backward pass; one that is reentrant ran it
-        # without gradients before, and then this is the only run that is seen.
-        noted = self._noted if backward_number() == -1 else self._noted_in_backward
-        if len(noted) >= _MAX_NOTES:
-            self._is_incomplete = True
-            return None
-        note = self._last_bare
-        if note is None or note.template is not template:
-            note = self._new_note(batch, template)
-        noted.append(note)
-        return note
-
-    def one_is_missing(self) -> None:
-        """The step under way has a micro-batch that cannot be noted."""
-        self._is_incomplete = True
 
     def shapes(self) -> list[dict[str, list[int]]]:
         """The shapes of the tensors of the batches so far, the latest few kinds of them."""
@@ -211,25 +229,24 @@ class BatchNotes:
     def take(self) -> StepBatches:
         """The notes of the step that ends now: those of the last one where they are the same."""
         noted, in_backward, is_missing = self._noted, self._noted_in_backward, self._is_incomplete
-        last = self._last_step
-        if not (in_backward or is_missing or last.is_missing or last.run_again) and (
-            len(noted) == len(last.notes) and all(map(is_, noted, last.notes))
-        ):
+        self.has_notes = False
+        if noted == self._last_noted and not (in_backward or is_missing):
             noted.clear()
-            return last
+            return self._last_step
         self._noted, self._noted_in_backward, self._is_incomplete = [], [], False
         if noted and in_backward:
             first_run = Counter(id(note.template) for note in noted)
             again = Counter(id(note.template) for note in in_backward)
             is_missing = is_missing or bool(again - first_run)  # some were seen in the backward pass alone
-        self._last_step = StepBatches(noted or in_backward, is_missing, run_again=bool(in_backward))
-        return self._last_step
+        found = StepBatches(noted or in_backward, is_missing, run_again=bool(in_backward))
+        if not (is_missing or in_backward):
+            self._last_step, self._last_noted = found, noted
+        return found
 
     def _new_note(self, batch: Batch, template: Template) -> BatchNote:
-        """A note of its own; one that tells nothing but the shapes serves for the next such batch too."""
         mask = template.mask_place
         if mask is None and not template.value_places:
-            self._last_bare = BatchNote(template, _NO_VALUES, None)
+            self._last_bare = BatchNote(template, {}, None)
             return self._last_bare
         values = {place: self._values.values(place[-1], _at(batch, place)) for place in template.value_places}
         return BatchNote(template, values, None if mask is None else self._values.tokens_in(_at(batch, mask)))
@@ -302,20 +319,6 @@ def _with(batch: Batch, place: Place, value: torch.Tensor) -> Batch:
     return {**batch, key: _with(batch[key], tuple(inner), value) if inner else value}
 
 
-def _signature(batch: Batch, slot: int | None, model: str | None) -> tuple[Any, ...]:
-    """All that tells one kind of micro-batch from others; raises where that is not in its shapes."""
-    parts: list[Any] = [slot, model, autocast_key()]
-    for key, value in batch.items():
-        kind = type(value)
-        if kind is torch.Tensor:
-            parts.append((key, value.shape, value.dtype, value.requires_grad))
-        elif kind in _PLAIN:
-            parts.append((key, kind, value))
-        else:
-            parts.append((key, *_nested_signature(value)))
-    return tuple(parts)
-
-
 def _nested_signature(value: Any) -> tuple[Any, ...]:
     """What tells arguments apart that are no plain tensors but may be or hold some."""
     if isinstance(value, torch.Tensor):
@@ -366,14 +369,11 @@ def _without_data(value: Any) -> Any:
     return start_host_copy(value)
 
 
-def autocast_key() -> tuple[Any, ...]:
-    """What autocast does on this thread: as much of it as tells states apart."""
-    if not is_any_autocast():
-        return ()
-    on_cuda, on_cpu = torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")
-    return (
-        torch.get_autocast_dtype("cuda") if on_cuda else None,
-        torch.get_autocast_dtype("cpu") if on_cpu else None,
+def _autocast_dtypes() -> tuple[torch.dtype | None, ...]:
+    """What autocast does on this thread, where it is on: as much of it as tells states apart."""
+    return tuple(
+        torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        for device in ("cuda", "cpu")
     )
 
 

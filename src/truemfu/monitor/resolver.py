@@ -31,6 +31,7 @@ from ..errors import one_line
 from ..hardware.tiles import Shape
 from ..utilization import ABOVE_ONE
 from .audit_step import AuditStep
+from .between_steps import between
 from .clock import CudaClock, HostClock, duration_s, leave_captures_alone
 from .counting import Counting, StepFlops, state_of
 from .counts import Counts
@@ -258,13 +259,13 @@ class Resolver:
             return False
         if not self._window_is_read(note):
             return False
-        numbers = (note.loss, note.grad_norm, note.learning_rate, note.epoch, note.mask_useful_tokens)
+        numbers = (note.loss, note.grad_norm, note.learning_rate, note.epoch, note.extras.mask_useful_tokens)
         return (
             all(map(is_there, numbers))
             and all(batch.ready() for batch in note.batches.notes)
-            and all(copy.ready() for _, copy in note.datasets)
+            and all(copy.ready() for _, copy in note.extras.datasets)
             and (
-                note.given_flops is not None
+                note.extras.given_flops is not None
                 or self._is_settled(note.states, note.batches.notes, measured=note.measured)
             )
         )
@@ -284,10 +285,10 @@ class Resolver:
 
     def _window_is_read(self, note: StepNote) -> bool:
         """Whether the counters have told of the window that ends with this step, or need not."""
-        if note.cut is None or self.hardware is None or self.hardware.is_left_out or self.is_awaited:
+        if note.extras.cut is None or self.hardware is None or self.hardware.is_left_out or self.is_awaited:
             return True
         try:
-            return self.hardware.can_take(note.cut)
+            return self.hardware.can_take(note.extras.cut)
         except Exception as error:
             self._leave_windows_out(self.hardware, error)
             return True
@@ -298,20 +299,21 @@ class Resolver:
         notes = [] if batches.is_missing else batches.notes  # some are no measure of the step
         is_warmup = note.warmup or self._waited_for_a_count(*place)
         counted = self._amounts(notes, self._counted(note, notes), warmup=is_warmup)
-        if note.mask_tokens is not None and counted.useful_tokens is None:
-            if counted.tokens in (None, note.mask_tokens):
-                mask_useful_tokens = resolved(note.mask_useful_tokens)
-                counted = replace(counted, tokens=note.mask_tokens, useful_tokens=mask_useful_tokens)
+        mask_tokens = note.extras.mask_tokens
+        if mask_tokens is not None and counted.useful_tokens is None:
+            if counted.tokens in (None, mask_tokens):
+                mask_useful_tokens = resolved(note.extras.mask_useful_tokens)
+                counted = replace(counted, tokens=mask_tokens, useful_tokens=mask_useful_tokens)
             else:
                 self._notices(
                     f"attention_mask is not used where it does not fit, first at step {place.step}: it "
-                    f"has {note.mask_tokens:,} places and the step's micro-batches {counted.tokens:,} tokens",
+                    f"has {mask_tokens:,} places and the step's micro-batches {counted.tokens:,} tokens",
                     about="attention_mask",
                 )
-        took = StepTime(place.steps, duration_s(note.span), *note.gap.between())
+        took = StepTime(place.steps, duration_s(note.span), *between(*note.gap))
         if self.hardware is not None:
             detail = partial(self._details.of, note.states, notes, measured=note.measured)
-            self._add_to_window(self.hardware, counted, took, note.cut, detail)
+            self._add_to_window(self.hardware, counted, took, note.extras.cut, detail)
         amounts = self._with_executed(counted, run_again=batches.run_again)
         if self._audit is not None and self._audit.wants(note):
             self._audit.write(self._counting, note)
@@ -328,9 +330,9 @@ class Resolver:
         self.window.add_all([metrics])
         if is_detailed:
             metrics |= self._details_now()
-        if note.datasets:
-            names = [name for pending, _ in note.datasets for name in pending.names]
-            metrics |= dataset_metrics(names, torch.cat([copy.get() for _, copy in note.datasets]))
+        if note.extras.datasets:
+            names = [name for pending, _ in note.extras.datasets for name in pending.names]
+            metrics |= dataset_metrics(names, torch.cat([copy.get() for _, copy in note.extras.datasets]))
         return _Row(metrics, amounts, took, note.skip_remote, is_detailed)
 
     def _check(self, metrics: Mapping[str, Any]) -> None:
@@ -409,12 +411,12 @@ class Resolver:
         self._notices(f"the hardware counters are left out from now on: {one_line(error)}")
 
     def _counted(self, note: StepNote, batches: Sequence[BatchNote]) -> StepFlops | None:
-        flops = None if note.given_flops is None else self._given(note, note.given_flops)
+        flops = None if note.extras.given_flops is None else self._given(note, note.extras.given_flops)
         if flops is None:
             flops = self._flops(note.states, batches, measured=note.measured)
-        if note.profile is not None:
-            self.profile_cost_s += note.profile.cost_s
-            self._counting.learn_executed(note.profile, flops)
+        if note.extras.profile is not None:
+            self.profile_cost_s += note.extras.profile.cost_s
+            self._counting.learn_executed(note.extras.profile, flops)
         return flops
 
     def _given(self, note: StepNote, flops: float) -> StepFlops | None:

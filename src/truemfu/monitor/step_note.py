@@ -31,25 +31,43 @@ class StepPlace(NamedTuple):
         return self.step % frequency < self.steps
 
 
+class StepExtras(NamedTuple):
+    """What only some steps have."""
+
+    mask_tokens: int | None = None
+    mask_useful_tokens: Number = None
+    given_flops: float | None = None
+    """What the caller says the step needs."""
+    profile: StepProfile | None = None
+    datasets: Sequence[tuple[PendingDatasetMetrics, HostCopy]] = ()
+    cut: Cut | None = None
+    """Where a window of the hardware counters ends with this step."""
+
+
+NO_EXTRAS = StepExtras()
+
+
 class StepNote(NamedTuple):
     """All that is known of a step when `log_step` returns; numbers may still be on their way."""
 
-    place: StepPlace
+    step: int
+    steps: int
+    """How many it stands for."""
     epoch: Number
     loss: Number
     grad_norm: Number
     learning_rate: Number
-    mask_tokens: int | None
-    mask_useful_tokens: Number
     batches: StepBatches
-    given_flops: float | None
-    """What the caller says the step needs."""
+    """Those of the step before, where they are the same; so are the states."""
     states: States
     measured: bool
-    gap: Gap
     warmup: bool
-    profile: StepProfile | None
-    datasets: Sequence[tuple[PendingDatasetMetrics, HostCopy]]
-    skip_remote: bool
+    gap: Gap
     span: Span
-    cut: Cut | None
+    skip_remote: bool
+    extras: StepExtras
+
+    @property
+    def place(self) -> StepPlace:
+        """Which step of the run it is."""
+        return StepPlace(self.step, self.steps)
