@@ -79,8 +79,7 @@ class Trial:
     def take_turn(self) -> None:
         """The following steps are this mode's."""
         self.away.close()
-        watch = None if self.monitor is None else self.monitor._live._watch
-        if watch is not None:
+        if (watch := self._watch) is not None:
             watch._sampler = Sampler(watch._source, indices=[watch._index], period_s=1.0)
             watch._sampler.start()
 
@@ -88,8 +87,13 @@ class Trial:
         """The following steps are not this mode's: it must neither measure them nor slow them down."""
         if self.monitor is not None:
             self.away.enter_context(self.monitor.pause())
-            if self.monitor._live._watch is not None:
-                self.monitor._live._watch._sampler.stop()
+            if self._watch is not None:
+                self._watch._sampler.stop()
+
+    @property
+    def _watch(self) -> Any:
+        live = None if self.monitor is None else self.monitor._live
+        return None if live is None else live._watch
 
 
 class Training:

@@ -90,8 +90,10 @@ def our_log_step(folder: str, steps: int, *, tensors: bool = False, mask: bool =
 
         hook_times: list[float] = []
 
+        hook = next(iter(model._forward_pre_hooks.values()))
+
         def forward() -> None:
-            monitor._on_forward({"input_ids": ids})
+            hook(model, (), {"input_ids": ids})
 
         forward()
         log(0)
@@ -203,16 +205,15 @@ def between_steps(folder: str, steps: int) -> dict[str, dict[str, float]]:
     module = Module()
     with quiet_monitor(f"{folder}/ours", module.layer) as monitor:
         ours = Timed(lambda step, loss: monitor.log_step(step, 0, loss, 0.5, 3e-4))
-        assert monitor._attachment is not None
-        hook = monitor._attachment.batch_hook
-        seen = hook.seen
+        hooks = module.layer._forward_pre_hooks
+        key, hook = next(iter(hooks.items()))
 
-        def timed_seen(batch: Any) -> None:
+        def timed_hook(*call: Any) -> None:
             began = time.perf_counter()
-            seen(batch)
+            hook(*call)
             ours.spent[-1] += time.perf_counter() - began
 
-        hook.seen = timed_seen
+        hooks[key] = timed_hook
         found["truemfu hook and log_step"] = run(ours, module)
     wandb_run = wandb.init(
         project="between", mode="offline", dir=folder, settings=wandb.Settings(silent=True)
@@ -258,13 +259,14 @@ def a_million_steps(folder: str, steps: int) -> list[dict[str, float]]:
     batches = [{"input_ids": torch.zeros(2, length, dtype=torch.long)} for length in range(8, 72)]
     samples = []
     with quiet_monitor(folder, model) as monitor:
+        hook = next(iter(model._forward_pre_hooks.values()))
         for step in range(1, steps + 1):
-            monitor._on_forward(batches[step % len(batches)])
+            hook(model, (), batches[step % len(batches)])
             monitor.log_step(step, 0, 2.5, 0.5, 3e-4)
             if step % 2000 == 0:
-                monitor._resolver.finish_pending(
-                    60
-                )  # a loop without a step in it is faster than any training
+                assert monitor._live is not None
+                # A loop without a step in it is faster than any training.
+                monitor._live._resolver.finish_pending(60)
             if step in (steps // 100, steps // 10, steps // 4, steps // 2, steps):
                 monitor.save_logs()
                 gc.collect()

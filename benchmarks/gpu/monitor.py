@@ -143,8 +143,8 @@ class Block(NamedTuple):
 def run_block(training: Training, monitor: TrainingMonitor | None, steps: int) -> Block:
     """Lead-in and timed steps; the queue stays full, and as short as a loop's that reads its loss.
 
-    Blocks are shorter than the seconds after which the monitor works in what it noted. So it does that,
-    by being detached, before the last timed step, which is a plain one.
+    The monitor is detached before the last timed step, which is a plain one. What it sends to the host every
+    three seconds falls into a block of long steps, and else into what is done after it.
     """
     marks = []
     if monitor is not None:

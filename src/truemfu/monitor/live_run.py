@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import threading
 import time
 from collections.abc import Sequence
@@ -29,6 +28,7 @@ from ..hardware.detect import spec_of
 from ..hardware.executed import executed_method, has_rate
 from ..torch_private.loading import listen
 from ..torch_private.watching import backward_number, functorch_level
+from . import forks
 from .audit_step import AuditStep
 from .between_steps import BetweenSteps
 from .clock import Mark, StepClock, clock_for
@@ -90,7 +90,7 @@ class LiveRun:
         self._config, self._device, self._hooks = config, device, hooks
         self._measuring, self._between = measuring, between
         self._output, self._notices, self._turn = output, notices, turn
-        self._pid = os.getpid()
+        self._forks = forks.number
         self._model_facts = facts_of(hooks.roots)
         self._ranks = RankLink.current(notice=notices)
         self._values = HostValues(notices)
@@ -167,11 +167,6 @@ class LiveRun:
             return watch, executed_method(is_corrected=is_corrected)
         self._measuring.go_without_counters(f"no FLOP per cycle is known for {_device_name(self._device)}")
         return watch, "profiler"
-
-    @property
-    def is_forked(self) -> bool:
-        """Whether this process is another than the one that the run began in."""
-        return os.getpid() != self._pid
 
     @property
     def signals(self) -> list[int]:
@@ -462,7 +457,7 @@ class LiveRun:
     def _write_out(self, timeout_s: float) -> None:
         """On a thread of ours: have all steps so far on disk, if that can be done in this time."""
         ends_s = time.perf_counter() + timeout_s
-        if self.is_forked:
+        if forks.number != self._forks:
             return
         with contextlib.suppress(Exception):  # the device may have failed: rows before that are known
             self._send_from_elsewhere(_TURN_TIMEOUT_S)

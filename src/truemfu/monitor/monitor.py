@@ -29,6 +29,7 @@ from ..hardware.audited import read_audit
 from ..hardware.detect import override_flops_per_s
 from ..records import RUN_FILE
 from ..trackers.base import Tracker
+from . import forks
 from .between_steps import BetweenSteps
 from .config import MonitorConfig, load_config
 from .data import WatchedData
@@ -42,7 +43,6 @@ from .output import Output
 from .summary import RunFigures, info_of, show, summary_of
 from .watched import Models, Watched, WatchedModels
 
-_getpid = os.getpid
 _CLOSE_TIMEOUT_S = 20.0
 _SAVE_TIMEOUT_S = 60.0
 
@@ -99,7 +99,7 @@ class TrainingMonitor:
         self._live: LiveRun | None = None
         """The run, from its first batch or step on."""
         self._is_closed = self._is_broken = False
-        self._pid = os.getpid()
+        self._forks = forks.number
         self._pauses = 0
         self._turn = threading.RLock()
         """Whose turn it is with what the training thread holds: its own, or a thread's of ours."""
@@ -202,7 +202,7 @@ class TrainingMonitor:
         began_s, live = time.perf_counter(), self._live
         with self._turn:
             try:
-                if live is None or self._is_broken or self._is_closed or _getpid() != self._pid:
+                if live is None or self._is_broken or self._is_closed or forks.number != self._forks:
                     live = self._run_to_log({"loss": loss})
                 if live is not None:
                     datasets = self._pending_datasets
@@ -240,7 +240,7 @@ class TrainingMonitor:
     def save_logs(self) -> None:
         """Write everything logged so far to the local log; waits for it, so not for inside the step."""
         live = self._live
-        if live is not None and os.getpid() == self._pid:
+        if live is not None and forks.number == self._forks:
             live.save(_SAVE_TIMEOUT_S)
             deliver(live.signals)
 
@@ -257,7 +257,7 @@ class TrainingMonitor:
 
     def close(self) -> None:
         """Write what is left, close the trackers and print the summary; called at exit by itself."""
-        if self._is_closed or os.getpid() != self._pid:
+        if self._is_closed or forks.number != self._forks:
             return
         self._is_closed = True
         atexit.unregister(self.close)
@@ -313,7 +313,7 @@ class TrainingMonitor:
             self._notices("log_step was called after close(): the step is not logged")
             return None
         live = self._started(tensors)
-        if os.getpid() != self._pid:
+        if forks.number != self._forks:
             self._is_broken = True
             self._notices("this process was forked from the one that is monitored: its steps are not logged")
             return None
@@ -322,7 +322,7 @@ class TrainingMonitor:
     def _started(self, tensors: Batch) -> LiveRun:
         """The run, which begins with the first batch or step: then it is known where and in which job."""
         if self._live is None:
-            self._pid = os.getpid()
+            self._forks = forks.number
             self._live = LiveRun(
                 self.config,
                 self._folder,
