@@ -169,6 +169,8 @@ class HostValues:
             before.gone()
             self.copy_at_once(name)
         is_large = tensor.untyped_storage().nbytes() > _LARGEST_KEPT_BYTES
+        if is_large and is_input and tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+            is_large = False  # whatever is launched now runs with each replay, and not before
         if is_large and is_input and not count:
             held = Held(name, tensor, version, count)
             held.sent(_Sent([tensor], count=False), 0)

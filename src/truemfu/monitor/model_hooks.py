@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
+import torch
 from torch import nn
 
 from ..errors import one_line
@@ -79,6 +80,14 @@ class ModelHooks:
     def roots(self) -> list[nn.Module]:
         """The models that were given."""
         return [] if self._models is None else self._models.roots
+
+    def device_with(self, tensors: Batch) -> torch.device:
+        """Where the training runs: on CUDA if anything of the watched modules or a batch is there."""
+        modules = [] if self._models is None else [watched.module for watched in self._models.modules]
+        parameters = [p for module in modules if module is not None for p in module.parameters()]
+        devices = [t.device for t in (*parameters, *tensors.values()) if isinstance(t, torch.Tensor)]
+        on_cuda = [device for device in devices if device.type == "cuda"]
+        return next(iter((*on_cuda, *devices)), torch.device("cpu"))
 
     def slot(self, watched: Watched) -> int:
         """The number under which a forward pass of this module is filed now."""

@@ -38,7 +38,7 @@ from .live_run import LiveRun
 from .measuring import Measuring
 from .model_hooks import ModelHooks
 from .notices import Notices
-from .observe import Batch
+from .observe import Batch, by_name_or_place
 from .output import Output
 from .summary import RunFigures, info_of, show, summary_of
 from .watched import Models, Watched, WatchedModels
@@ -138,19 +138,12 @@ class TrainingMonitor:
             self._hooks.disable()
             if self._live is not None:
                 self._guarded(self._live.forget_batches)  # what a hook noted is observed now, or has just run
-        if isinstance(batch, torch.Tensor):
-            batch = (batch,)
-        if not isinstance(batch, (Mapping, tuple, list)):
+        if not isinstance(batch, (torch.Tensor, Mapping, tuple, list)):
             self._notices(
                 f"observe expects the batch as the model takes it, got {type(batch).__name__}: not noted"
             )
         elif not self._pauses:
-            given: Batch | None
-            try:
-                given = batch if isinstance(batch, Mapping) else dict(enumerate(batch))
-            except Exception:  # a sequence of the caller's own may do anything
-                given = None
-            self._guarded(self._note_observed, given, began_s)
+            self._guarded(self._note_observed, by_name_or_place(batch), began_s)
 
     def data(self, loader: Iterable[Any]) -> WatchedData:
         """The same batches, with the time spent waiting for each of them noted.
@@ -326,7 +319,7 @@ class TrainingMonitor:
             self._live = LiveRun(
                 self.config,
                 self._folder,
-                device=self._device_of(tensors),
+                device=self._hooks.device_with(tensors),
                 hooks=self._hooks,
                 measuring=self._measuring,
                 between=self._between,
@@ -336,13 +329,6 @@ class TrainingMonitor:
                 turn=self._turn,
             )
         return self._live
-
-    def _device_of(self, tensors: Batch) -> torch.device:
-        """Where the training runs: on CUDA if anything of the model or the batch is there."""
-        found = [*(p for model in self._hooks.roots for p in model.parameters()), *tensors.values()]
-        devices = [t.device for t in found if isinstance(t, torch.Tensor)]
-        on_cuda = [device for device in devices if device.type == "cuda"]
-        return next(iter((*on_cuda, *devices)), torch.device("cpu"))
 
     def _on_forward(self, watched: Watched, batch: Batch | None) -> None:
         began_s, hooks = time.perf_counter(), self._hooks

@@ -9,7 +9,7 @@ copied to the host for each batch, asynchronously.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -285,6 +285,16 @@ class BatchNotes:
             slot=slot,
             model=model,
         )
+
+
+def by_name_or_place(batch: Mapping[str, Any] | Sequence[Any] | torch.Tensor) -> Batch | None:
+    """A batch as a model takes it; None where it cannot be read."""
+    if isinstance(batch, torch.Tensor):
+        batch = (batch,)
+    try:
+        return batch if isinstance(batch, Mapping) else dict(enumerate(batch))
+    except Exception:  # a sequence of the caller's own may do anything
+        return None
 
 
 def _tensor_places(batch: Batch) -> Iterator[Place]:
