@@ -69,16 +69,6 @@ def test_a_pause_is_taken_off_no_other_step(monkeypatch: pytest.MonkeyPatch) -> 
     assert [duration_s(span) for span in spans] == [2.0, 2.0, 3.0, 1.0]
 
 
-def test_steps_that_nobody_marked_lie_between_two_marks(monkeypatch: pytest.MonkeyPatch) -> None:
-    at(monkeypatch, 1.0)
-    steps = StepClock(HostClock())
-    steps.begin()
-    begin, end = steps.skip([2.0, 3.0, 4.0])
-    assert begin is not None
-    assert (begin.host_s, end.host_s) == (1.0, 4.0)
-    assert steps.end(6.0).begin is end
-
-
 def test_a_cpu_has_the_hosts_clock() -> None:
     assert isinstance(clock_for(torch.device("cpu")), HostClock)
     assert isinstance(clock_for(torch.device("cuda", 0)), CudaClock)

@@ -100,7 +100,7 @@ class CudaClock:
         self._free: list[torch.cuda.Event] = []
         self._stream: torch.cuda.Stream | None = None
         self._stream_data: tuple[int, int, int] | None = None
-        self._every_s = 0.0
+        self._marked_s = self._every_s = 0.0
         self.due_s = 0.0
         """From when on a mark should have an event again; `mark` gives it one in any case."""
         self._steps = 0
@@ -140,7 +140,7 @@ class CudaClock:
         self._steps += steps
 
     def _marked(self, now_s: float, steps: int | None) -> Mark:
-        self.due_s = now_s + self._every_s
+        self._marked_s, self.due_s = now_s, now_s + self._every_s
         mark = Mark(now_s, self._recorded())
         mark.steps = steps
         self._with_event.append(mark)
@@ -211,10 +211,11 @@ class CudaClock:
         agree = len(self._apart) == _STEPS_TO_AGREE and sum(self._apart) < _APART * _STEPS_TO_AGREE
         if agree and self._lag_s < _LAG_IN_STEPS * self._step_s:
             self._every_s, self._behind_s = _EVENT_EVERY_S, 0.0
+            self.due_s = self._marked_s + self._every_s
             self.source = _BOTH
 
     def _mark_every_step(self) -> None:
-        self._every_s = self.due_s = 0.0
+        self._every_s, self.due_s = 0.0, self._marked_s
         self._apart.clear()
         self._lag_s = math.inf
 

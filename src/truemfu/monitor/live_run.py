@@ -424,6 +424,8 @@ class LiveRun:
         """Have all that is needed for the rows of the steps so far under way; whether that went well."""
         try:
             with self._turn:
+                if threading.get_ident() != self._between.thread:
+                    return self._send_behind_training()
                 self._clock.moment()
                 self._values.flush()
         except Exception as error:
@@ -446,13 +448,17 @@ class LiveRun:
         if not self._turn.acquire(timeout=timeout_s):
             return False
         try:
-            with self._clock.clock.from_elsewhere() as is_possible:
-                if is_possible:
-                    self._clock.moment()
-                    self._values.flush()
-                return is_possible
+            return self._send_behind_training()
         finally:
             self._turn.release()
+
+    def _send_behind_training(self) -> bool:
+        """On another thread: send all, behind what the training has queued; False while that captures."""
+        with self._clock.clock.from_elsewhere() as is_possible:
+            if is_possible:
+                self._clock.moment()
+                self._values.flush()
+            return is_possible
 
     def _write_out(self, timeout_s: float) -> None:
         """On a thread of ours: have all steps so far on disk, if that can be done in this time."""
