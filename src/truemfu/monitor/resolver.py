@@ -55,6 +55,8 @@ from .watched import is_of_first_module
 
 _MAX_PENDING = 10_000
 _WAKE_EVERY_S = 3.0
+_MOST_TOGETHER = 128
+"""So many rows are handed to the output at once, where more have come."""
 _ARRIVES_S = 0.2
 """After that, what was sent from the device will be here."""
 _FAILING_S = 1.0
@@ -212,10 +214,19 @@ class Resolver:
         self._is_log_read = False
         with contextlib.suppress(Exception):  # a device that fails is said when a step cannot do without it
             self._clock.look()
+        while self._work_off() == _MOST_TOGETHER:
+            pass
+
+    def _work_off(self) -> int:
+        """Work off the oldest steps that are ready, some of them together; how many those were."""
         rows: list[_Row] = []
         taken = 0
         try:
-            while (oldest := self._oldest_pending()) is not None and self._is_ready(oldest):
+            while (
+                taken < _MOST_TOGETHER
+                and (oldest := self._oldest_pending()) is not None
+                and self._is_ready(oldest)
+            ):
                 self._oldest = None
                 taken += 1
                 try:
@@ -227,6 +238,7 @@ class Resolver:
                 self._put(rows)
                 self._done += taken
                 self._output.wake()
+        return taken
 
     def _put(self, rows: Sequence[_Row]) -> None:
         """Hand rows to the output, and add them up: those with the same amounts together."""
