@@ -55,7 +55,7 @@ from .watched import is_of_first_module
 
 _MAX_PENDING = 10_000
 _WAKE_EVERY_S = 3.0
-_MOST_TOGETHER = 128
+_MOST_TOGETHER = 32
 """So many rows are handed to the output at once, where more have come."""
 _ARRIVES_S = 0.2
 """After that, what was sent from the device will be here."""
