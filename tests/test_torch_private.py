@@ -28,9 +28,9 @@ PACKAGE = Path(__file__).parent.parent / "src" / "truemfu"
 ALL = [(path, how) for path in table.NAMES for how in ("missing", "without effect")]
 NOT_NEEDED = {
     table.FLEX_FORWARD, table.FLEX_BACKWARD, table.FLEX_CHECK, table.CURRENT_STREAM, table.DEFAULT_STORE,
-    table.SCALED_MM, table.INT_MM,
+    table.SCALED_MM, table.INT_MM, table.COMPILED_CALL,
 }  # fmt: skip
-"""By a training on a CPU, in one process and without flex attention."""
+"""By a training on a CPU, in one process, without flex attention and without `Module.compile`."""
 WRITTEN = {table.FLEX_CHECK, table.DEFAULT_GENERATOR, table.COMPILED_CALL, table.RUN_BACKWARD}
 """Names that are written to: nothing that a lookup finds could stand for one without effect."""
 ROWS = SHAPE[0] * SHAPE[1]
@@ -121,6 +121,21 @@ def test_without_a_name_nothing_is_wrong_and_what_is_lost_is_named(host: Host, p
     if how == "missing" and path not in NOT_NEEDED and table.NAMES[path].since <= TORCH:
         assert is_named, said
     assert is_complete(result) or is_named, said
+
+
+def test_without_the_place_of_a_compiled_call_a_step_that_is_not_seen_names_it() -> None:
+    code = (
+        "import sys, tempfile, warnings\n"
+        "from torch import nn\n"
+        "del nn.Module._compiled_call_impl\n"
+        "from truemfu import TrainingMonitor\n"
+        "warnings.simplefilter('ignore')\n"
+        "monitor = TrainingMonitor(tempfile.mkdtemp(), model=nn.Linear(2, 2))\n"
+        "monitor.log_step(1, 0, 1.0, 1.0, 0.1)\n"
+        "monitor.close()\n"
+        "assert any('_compiled_call_impl' in text for text in monitor.summary()['warnings'])\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_every_name_of_the_table_is_there() -> None:

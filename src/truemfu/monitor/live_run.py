@@ -27,7 +27,7 @@ from ..hardware.audited import AuditedKernels
 from ..hardware.detect import spec_of
 from ..hardware.executed import executed_method, has_rate
 from ..torch_private.loading import listen
-from ..torch_private.watching import backward_number, functorch_level
+from ..torch_private.watching import backward_number, functorch_level, miss_compiled_calls
 from . import forks
 from .audit_step import AuditStep
 from .between_steps import BetweenSteps
@@ -304,6 +304,7 @@ class LiveRun:
         if (not hooks.see_whole_batches or not has_batches) and hooks.were_compiled():
             return batches._replace(is_missing=True)
         if not has_batches and hooks.are_there:
+            miss_compiled_calls()
             self._notices(
                 "a step without a training forward pass of the attached model has no MFU: "
                 "attach what you call (a model compiled later, its wrapper), or call monitor.observe(batch)"

@@ -135,6 +135,12 @@ def compiled_call(model: nn.Module) -> Any:
     return model.__dict__.get(CALL) if _found[table.COMPILED_CALL] is not ABSENT else None
 
 
+def miss_compiled_calls() -> None:
+    """A forward pass was not seen: say so where it may be one of a model that `Module.compile` compiled."""
+    if _found[table.COMPILED_CALL] is ABSENT:
+        table.miss(table.COMPILED_CALL)
+
+
 def _version_works(version: Callable[[torch.Tensor], int]) -> bool:
     with torch.inference_mode(False):
         tensor = torch.zeros((), device="cpu")
