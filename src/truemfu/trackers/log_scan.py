@@ -77,18 +77,18 @@ def rows_of_damaged(fd: int) -> Iterator[bytes | None]:
 def _row_and_rest(text: bytes) -> Iterator[bytes | None]:
     """A row, and None for what is behind it up to the next, where that is anything."""
     try:
-        decoded = text.decode()
+        decoded = text.decode(errors="surrogateescape")  # what is behind the row may be anything
         value, end = _STRICT.raw_decode(decoded)
         row = decoded[:end].encode()
         if b"\n" in row:
             row = json.dumps(value).encode()
         if _rows_in(b"[" + row + b"]") is None:
             raise ValueError("not a row")
-    except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
+    except (ValueError, RecursionError):  # UnicodeEncodeError is a ValueError
         yield None
         return
     yield row
-    if decoded[end:].encode().strip(_OUTSIDE_ROWS):
+    if decoded[end:].encode(errors="surrogateescape").strip(_OUTSIDE_ROWS):
         yield None
 
 
