@@ -29,8 +29,12 @@ class RunFile:
         self._is_new = False
 
     def start(self, run: Mapping[str, Any]) -> None:
-        """Keep what is known of the run; nothing is written before its first row."""
+        """Make the folder and keep what is known of the run; nothing is written before its first row."""
         self._run = {"command": command(), **run}
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            self._notice(f"the output folder cannot be made, nothing is logged locally: {error}")
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Take what has become known of the run."""
@@ -54,7 +58,6 @@ class RunFile:
 
     def _write(self, run: Mapping[str, Any]) -> None:
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
             text = msgspec.json.encode(redacted_data(run))
             plain_files.replace(self._path, msgspec.json.format(text, indent=2))
         except OSError as error:
