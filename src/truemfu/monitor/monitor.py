@@ -51,7 +51,7 @@ from .hardware_watch import HardwareWatch, open_watch
 from .hardware_windows import HardwareWindows
 from .host_values import HostValues, SentNumbers
 from .intake import LARGEST_STEP, Intake
-from .kept_forms import KeptForms
+from .kept_forms import FORMS_FILE, KeptInBackground
 from .measuring import Measuring
 from .model_state import States, facts_of
 from .notices import Notices
@@ -124,10 +124,9 @@ class TrainingMonitor:
         self.output_dir = Path(output_dir)
         if "\0" in str(self.output_dir) or "\0" in log_file:
             raise UsageError("output_dir and log_file must be names of files: they hold a NUL character")
-        if Path(log_file).name == RUN_FILE:
-            raise UsageError(
-                f"log_file must have another name than {RUN_FILE}, which holds what is true of the run"
-            )
+        others = {RUN_FILE: "what is true of the run", FORMS_FILE: "what was counted"}
+        if (name := Path(log_file).name) in others:
+            raise UsageError(f"log_file must have another name than {name}, which holds {others[name]}")
         self._notices = Notices()
         self._output = Output(
             self.output_dir.absolute(), log_file, self.config, trackers, notice=self._notices
@@ -552,12 +551,16 @@ class TrainingMonitor:
         self._intake = Intake(self._values, self._notices)
         self._batches = BatchNotes(self._values)
         self._clock = StepClock(clock_for(device, thins_out=True))
+        kept = KeptInBackground(self.output_dir.absolute(), self._notices) if self._ranks.is_first else None
+        if kept is not None:
+            self._output.other_files.append(kept.lane)
+            kept.start()
         about_flops = self._notices if self._ranks.is_first else self._ranks.note
         self._counts = Counts(
             self.config,
             ranks=self._ranks,
             notice=about_flops,
-            kept=KeptForms(self.output_dir.absolute(), self._notices) if self._ranks.is_first else None,
+            kept=kept,
         )
         self._counting = Counting(
             self.config, self._counts, ranks=self._ranks, notice=about_flops, device=device
