@@ -252,7 +252,7 @@ def test_a_key_depends_on_everything_it_is_made_of() -> None:
     )
 
 
-def test_a_file_that_does_not_answer_is_waited_for_by_nobody(
+def test_a_file_that_does_not_answer_is_waited_for_once_and_shortly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notices: list[str]
 ) -> None:
     answers, read_file = threading.Event(), kept_forms._read
@@ -262,18 +262,17 @@ def test_a_file_that_does_not_answer_is_waited_for_by_nobody(
         return read_file(path)
 
     monkeypatch.setattr(kept_forms, "_read", blocked)
-    monkeypatch.setattr(kept_forms, "_LONGEST_READ_S", 30.0)
+    monkeypatch.setattr(kept_forms, "_LONGEST_READ_S", 0.5)
     kept = KeptInBackground(tmp_path / "run", notices.append)
     began_s = time.monotonic()
     kept.start()
-    assert not kept.can_load
-    assert kept.load("a") is None
+    for _ in range(100):
+        assert kept.load("a") is None
     kept.save("a", DATA)
     assert not (tmp_path / "run" / FORMS_FILE).exists()
     assert time.monotonic() - began_s < 20
     answers.set()
     kept.lane.close({}, timeout_s=30)
-    assert kept.can_load
     assert read(KeptForms(tmp_path / "run", notices.append), "a") == DATA
     assert notices == []
 
@@ -286,8 +285,6 @@ def test_after_a_while_a_form_is_counted_without_an_answer(
     monkeypatch.setattr(kept_forms, "_LONGEST_READ_S", 0.05)
     kept = KeptInBackground(tmp_path / "run", notices.append)
     kept.start()
-    time.sleep(0.1)
-    assert kept.can_load
     assert kept.load("a") is None
     kept.save("a", DATA)
     kept.lane.close({}, timeout_s=0.1)

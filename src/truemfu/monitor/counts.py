@@ -183,7 +183,7 @@ class Counts:
             request = self._waiting.popleft()
             if request.status in (Status.ANSWERED, Status.REFUSED):
                 continue
-            if not (request.is_ours and request.is_ready() and self._kept_can_load):
+            if not (request.is_ours and request.is_ready()):
                 self._waiting.append(request)
             elif request.state.forms.get(request.autocast, True) is None:  # that cannot be counted
                 self.refuse(request)
@@ -298,10 +298,6 @@ class Counts:
     def _is_counted(self, request: Request) -> bool:
         form, batch = request.state.forms.get(request.autocast), request.note.example()
         return form is not None and (batch is None or form.knows(batch))
-
-    @property
-    def _kept_can_load(self) -> bool:
-        return self._kept is None or self._kept.can_load
 
     @property
     def _free_counts(self) -> int:

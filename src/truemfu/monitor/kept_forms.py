@@ -75,7 +75,7 @@ class KeptForms:
         self._lock = threading.Lock()
         self._has_failed = False
         self._entries: list[_Entry] = []
-        self.is_read = False
+        self.is_read = threading.Event()
 
     def read_ahead(self) -> None:
         """Read what earlier runs have saved."""
@@ -83,7 +83,7 @@ class KeptForms:
             self._entries = _read(self._path)
         except Exception:  # whatever is wrong with it, the forms can be counted again
             self._entries = []
-        self.is_read = True
+        self.is_read.set()
 
     def load(self, key: str) -> dict[str, Any] | None:
         """What was saved under this key when the file was read ahead; None where that cannot be trusted."""
@@ -122,12 +122,14 @@ class KeptForms:
 
 
 class KeptInBackground:
-    """Closed forms of a run folder, read and saved on a lane: nobody who calls this waits for the disk."""
+    """Closed forms of a run folder, read and saved on a lane: a folder that hangs holds up no other thread.
+
+    Only the first `load` may wait for the reading, half a second at most: a count takes longer.
+    """
 
     def __init__(self, folder: Path, notice: Callable[[str], None]) -> None:
         self._forms = KeptForms(folder, notice)
         self.lane = Lane(_OnLane(self._forms), FORMS_FILE, notice=notice)
-        self.load = self._forms.load
         self._until_s = 0.0
 
     def start(self) -> None:
@@ -135,10 +137,10 @@ class KeptInBackground:
         self._until_s = time.monotonic() + _LONGEST_READ_S
         self.lane.start({})
 
-    @property
-    def can_load(self) -> bool:
-        """Whether the file was read, or has not been for so long that nobody should wait for it."""
-        return self._forms.is_read or time.monotonic() >= self._until_s
+    def load(self, key: str) -> dict[str, Any] | None:
+        """What was saved under this key; None where there is nothing, or the folder does not answer."""
+        self._forms.is_read.wait(max(self._until_s - time.monotonic(), 0.0))
+        return self._forms.load(key)
 
     def save(self, key: str, data: dict[str, Any]) -> None:
         """Have this saved; one thread calls this."""
