@@ -191,7 +191,7 @@ def _run(call: list[str], log_file: Path, files: list[Path], *, from_start: bool
 
 
 def _count_beside(csv_file: Path) -> Path:
-    return csv_file.with_name(f"{csv_file.name}.count.json")
+    return csv_file.parent / f"{csv_file.name}.count.json"  # the current folder has no name to change
 
 
 def _read(csv_file: Path, count_file: Path) -> tuple[str, StepCount | None, Audit]:

@@ -171,10 +171,10 @@ class Resolver:
             self._notices(f"the monitor's thread could not be prepared: {one_line(error)}")
         is_sent = False
         while not self._stopping:
-            self._wake.wait(_ARRIVES_S if is_sent else _WAKE_EVERY_S)
-            self._wake.clear()
             began = time.thread_time()
             try:
+                self._wake.wait(_ARRIVES_S if is_sent else _WAKE_EVERY_S)
+                self._wake.clear()
                 is_sent = self._send_held()
                 self._drain()
                 self._failing_since_s = None

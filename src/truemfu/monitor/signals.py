@@ -135,6 +135,12 @@ class _Watch:
 
     def _live(self) -> None:
         """The thread: waits in a read, so that it costs nothing until a signal comes."""
+        try:
+            self._write_out_at_signals()
+        except BaseException:  # a program may close every descriptor it does not know
+            return
+
+    def _write_out_at_signals(self) -> None:
         while (numbers := os.read(self._pipe[0], 64)) and _END not in numbers:
             for number in self._before.keys() & set(numbers):
                 began_s, ends = time.monotonic(), self._is_set(number) and not callable(self._before[number])
