@@ -423,9 +423,9 @@ def _folders() -> dict[str, Circumstance]:
         "its log replaced": lambda folder: ((folder / LOG).unlink(), (folder / LOG).mkdir()),
     }
     for what, change in changes.items():
-        # Rows that were written and then removed by somebody else are in no account of ours.
+        # Of rows in a file that was removed as a whole there is no account.
         found[f"the folder is {what}"] = Circumstance(
-            after_step=partial(_at, 5, change), is_harmless=False, log_must_load=False
+            after_step=partial(_at, 5, change), is_harmless=False, log_must_load="truncated" in what
         )
     return found
 

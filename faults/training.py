@@ -21,7 +21,9 @@ CLOSE_LIMIT_S = 40.0
 """close() gives rows 5 s, its thread 5 s, trackers their time limit; the rest is for a busy machine."""
 _TRACKERS_S = 2.0
 """The time limit of close() for trackers, shortened here: those that hang take all of it."""
-_LOST = re.compile(r"([\d,]+) (steps|rows of tracker (\w+))")
+_LOST = re.compile(
+    r"([\d,]+) (?:(?P<steps>steps)|rows of tracker (?P<tracker>\w+)|rows that were in (?P<gone>\S+):)"
+)
 
 
 class Net(nn.Module):
@@ -195,9 +197,8 @@ def check_account(
     counted: dict[str, int] = {}
     for text in lost:
         if found := _LOST.match(text):
-            counted[found[3] or "steps"] = counted.get(found[3] or "steps", 0) + int(
-                found[1].replace(",", "")
-            )
+            of = found["steps"] or found["tracker"] or "file"
+            counted[of] = counted.get(of, 0) + int(found[1].replace(",", ""))
     of_steps = counted.get("steps", 0)
     if log_must_load:
         rows = rows_in(folder)

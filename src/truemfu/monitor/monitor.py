@@ -51,7 +51,7 @@ from .hardware_watch import HardwareWatch, open_watch
 from .hardware_windows import HardwareWindows
 from .host_values import HostValues, SentNumbers
 from .intake import LARGEST_STEP, Intake, is_tensor
-from .kept_forms import KeptForms
+from .kept_forms import KeptInBackground
 from .measuring import Measuring
 from .model_state import States, facts_of
 from .notices import Notices
@@ -572,12 +572,16 @@ class TrainingMonitor:
         self._intake = Intake(self._values, self._notices)
         self._batches = BatchNotes(self._values)
         self._clock = StepClock(clock_for(device, thins_out=True))
+        kept = KeptInBackground(self.output_dir.absolute(), self._notices) if self._ranks.is_first else None
+        if kept is not None:
+            self._output.other_files.append(kept.lane)
+            kept.start()
         about_flops = self._notices if self._ranks.is_first else self._ranks.note
         self._counts = Counts(
             self.config,
             ranks=self._ranks,
             notice=about_flops,
-            kept=KeptForms(self.output_dir.absolute(), self._notices) if self._ranks.is_first else None,
+            kept=kept,
         )
         self._counting = Counting(
             self.config, self._counts, ranks=self._ranks, notice=about_flops, device=device

@@ -187,7 +187,6 @@ class Resolver:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # else this thread would open a context on device 0
             leave_captures_alone()
-        self._counts.read_kept()
 
     @property
     def stranded_steps(self) -> int:

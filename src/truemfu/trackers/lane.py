@@ -115,7 +115,11 @@ class Lane:
         """Let the thread hand over the rest and finish the tracker; returns at once."""
         if self._finish_asked_s is None:
             self._finish_asked_s = time.monotonic()
-        self._summary = deepcopy(dict(summary))
+        try:
+            self._summary = deepcopy(dict(summary))
+        except Exception as error:  # its rows are finished all the same
+            self._summary = {}
+            self._notice(f"tracker {self.name} gets no summary: {one_line(error)}")
         self._work.set()
 
     def close(self, summary: Mapping[str, Any], timeout_s: float) -> None:
