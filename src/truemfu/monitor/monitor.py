@@ -618,7 +618,8 @@ class TrainingMonitor:
         self._is_set_up = True
         if self._ranks.is_first:
             self._output.start(self._run_info())
-            self._leave_signals = write_at_signals(self._write_out)
+            is_held = self._turn._is_owned  # type: ignore[attr-defined]  # as threading.Condition asks
+            self._leave_signals = write_at_signals(self._write_out, is_held)
 
     def _opened_watch(self, device: torch.device) -> HardwareWatch | None:
         """The counters of `hybrid`; where there are none, what comes instead."""

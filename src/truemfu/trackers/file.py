@@ -60,6 +60,8 @@ class JsonArrayFile:
         self._encode, self._encode_lines = encoder.encode, encoder.encode_lines
         self._fd: int | None = None
         self._end = self._rows = 0
+        self._is_begun = False
+        """Whether it is known where rows go; a full disk may put that off."""
         self.rows_gone = 0
         """Rows that were in the file and that another program has cut off or overwritten."""
         self._waiting: list[Mapping[str, Any]] = []
@@ -71,7 +73,11 @@ class JsonArrayFile:
             raise OSError(errno.EBUSY, "another monitor of this process writes this log", str(self.path))
         self._fd = self._open()
         _writing.add(self.path.resolve())
-        self._continue()
+        try:
+            self._begin()
+        except OSError as error:
+            if error.errno not in _MAY_PASS:
+                raise  # else the next flush begins
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Take a row, which is ours from now on; it is written by the next flush."""
@@ -179,6 +185,9 @@ class JsonArrayFile:
         status = os.fstat(self._fd)
         if not status.st_nlink:
             raise OSError(errno.ENOENT, "the log was deleted while it was written", str(self.path))
+        if not self._is_begun:
+            self._begin()
+            return
         if status.st_size == self._end + len(_CLOSING):
             return
         rows = self._rows
@@ -188,6 +197,10 @@ class JsonArrayFile:
             f"{self.path.name} was cut or overwritten by another program while this run wrote it: "
             f"{self._rows:,} of {rows:,} rows are left in it, and further ones follow them"
         )
+
+    def _begin(self) -> None:
+        self._continue()
+        self._is_begun = True
 
     def _continue(self) -> None:
         """Find where the next row goes; what cannot be continued is mended, or put aside."""

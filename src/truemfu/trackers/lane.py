@@ -21,6 +21,7 @@ from typing import Any
 
 from ..errors import one_line
 from .base import Tracker, WriteLater
+from .wake import Wake
 
 _AGAIN_S = 5.0
 """Until a tracker that could not write is asked again."""
@@ -49,7 +50,7 @@ class Lane:
         self._flush_every_s = flush_every_s
         self._flush_due_s: float | None = None
         self._rows: deque[tuple[int, Mapping[str, Any]]] = deque(maxlen=capacity)
-        self._work = threading.Event()
+        self._work = Wake()
         self._idle = threading.Condition()
         self._asked = 0
         self._answered = 0
@@ -152,7 +153,6 @@ class Lane:
                 self._work.wait(
                     None if self._flush_due_s is None else max(self._flush_due_s - time.monotonic(), 0)
                 )
-                self._work.clear()
                 # Read before the rows: what was put before a flush or a close is then handed over before it.
                 asked, summary = self._asked, self._summary
                 self._hand_over()
