@@ -328,14 +328,22 @@ def _short_writes(folder: Path) -> None:
     os.pwrite = lambda file, data, at: write(file, bytes(data)[:7], at)
 
 
+_is_hung = threading.Event()
+
+
 def _hung(folder: Path) -> None:
     """A dead network file system: whatever touches the run's folder waits for ever."""
     inside = str(folder)
+    _is_hung.set()
     for name in ("open", "mkdir", "stat", "lstat", "rename", "replace", "unlink", "scandir", "listdir"):
         real = getattr(os, name)
 
         def waits(path: Any, *args: Any, real: Any = real, **kwargs: Any) -> Any:
-            if isinstance(path, (str, os.PathLike)) and os.fspath(path).startswith(inside):
+            if (
+                isinstance(path, (str, os.PathLike))
+                and os.fspath(path).startswith(inside)
+                and _is_hung.is_set()
+            ):
                 time.sleep(_FOREVER_S)
             return real(path, *args, **kwargs)
 
@@ -402,7 +410,7 @@ def _folders() -> dict[str, Circumstance]:
     )
     found["the folder is a file"] = Circumstance(before=Path.touch, is_harmless=False)
     found["the folder is a loop"] = Circumstance(before=_loop, is_harmless=False)
-    found["the folder hangs"] = Circumstance(before=_hung, is_harmless=False)
+    found["the folder hangs"] = Circumstance(before=_hung, after_close=_is_hung.clear, is_harmless=False)
     for number in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE):
         for calls in (1, 2, 10**9):
             found[f"{errno.errorcode[number]} for {calls} writes"] = Circumstance(

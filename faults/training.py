@@ -70,6 +70,7 @@ class Circumstance:
     values: Callable[[int], dict[str, Any]] = lambda step: {}
     """Arguments of `log_step` in the place of the usual ones."""
     after_step: Callable[[int, Path, TrainingMonitor], None] = lambda step, folder, monitor: None
+    after_close: Callable[[], None] = lambda: None
     is_harmless: bool = True
     """Whether every row must be in the log; else rows may be lost, and must be counted."""
     log_must_load: bool = True
@@ -86,6 +87,10 @@ def together(parts: Sequence[Circumstance]) -> Circumstance:
         for part in parts:
             part.after_step(step, folder, monitor)
 
+    def after_close() -> None:
+        for part in parts:
+            part.after_close()
+
     models = [part.model for part in parts if part.model is not Net]
     return Circumstance(
         before=before,
@@ -95,6 +100,7 @@ def together(parts: Sequence[Circumstance]) -> Circumstance:
         arguments=lambda step: {key: value for part in parts for key, value in part.arguments(step).items()},
         values=lambda step: {key: value for part in parts for key, value in part.values(step).items()},
         after_step=after_step,
+        after_close=after_close,
         is_harmless=all(part.is_harmless for part in parts),
         log_must_load=all(part.log_must_load for part in parts),
     )
@@ -153,6 +159,7 @@ def check_run(around: Circumstance, folder: Path, *, steps: int, seed: int) -> N
 
     found = trained(model, around, range(1, steps + 1), log)
     close_in_time(monitor)
+    around.after_close()
     assert_same(expected, found)
     check_account(
         monitor, out, kept, steps, is_harmless=around.is_harmless, log_must_load=around.log_must_load
