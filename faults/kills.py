@@ -24,8 +24,8 @@ from .attack import Attack
 from .sweep_folder import check_shown, resume, shown, template
 from .training import Net, rows_in
 
-_TRAININGS = 90
-_SUPERVISORS = 30
+_TRAININGS = 60
+_SUPERVISORS = 20
 _WAIT_S = 60.0
 
 

@@ -31,7 +31,7 @@ CONFIGURATIONS: tuple[Mapping[str, Any], ...] = (
     {"save_freq": 1, "flops_profile_freq": 3},
     {"save_freq": 2, "detailed_log_freq": 2},
 )
-_PAIRS = 120
+_PAIRS = 70
 _FOREVER_S = 3600.0
 
 

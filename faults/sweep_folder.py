@@ -257,7 +257,7 @@ DAMAGES: dict[str, Damage] = {
     "100,000 levels deep": _deep,
     "other text": _other_text,
 }
-_OFTEN = {"truncated": 4, "flipped": 12, "swapped": 2, "copied": 2, "other text": 3}
+_OFTEN = {"truncated": 4, "flipped": 8, "swapped": 2, "copied": 2, "other text": 3}
 """These differ with chance."""
 
 

@@ -54,7 +54,7 @@ class JsonArrayFile:
     """A tracker that writes rows to one JSON file; errors of the disk are raised as they are."""
 
     def __init__(self, path: str | os.PathLike[str], *, notice: Callable[[str], None] = warn_once) -> None:
-        self.path = Path(path)
+        self.path = self._resolved = Path(path)
         self._notice = notice
         encoder = msgspec.json.Encoder()
         self._encode, self._encode_lines = encoder.encode, encoder.encode_lines
@@ -69,10 +69,11 @@ class JsonArrayFile:
     def start(self, run: Mapping[str, Any]) -> None:
         """Open the file, mend or move aside what is there. The run itself is not written: rows alone are."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self.path.resolve() in _writing:
+        self._resolved = self.path.resolve()  # as it is now: its folder may be moved
+        if self._resolved in _writing:
             raise OSError(errno.EBUSY, "another monitor of this process writes this log", str(self.path))
         self._fd = self._open()
-        _writing.add(self.path.resolve())
+        _writing.add(self._resolved)
         try:
             self._begin()
         except OSError as error:
@@ -145,7 +146,7 @@ class JsonArrayFile:
             if self._fd is not None:
                 os.close(self._fd)
                 self._fd = None
-                _writing.discard(self.path.resolve())
+                _writing.discard(self._resolved)
 
     def _write(self, text: bytes) -> None:
         """Put `text` where the closing bracket is and a new one behind it, or leave the file as it was."""
