@@ -220,9 +220,10 @@ def _note_selection(count_file: Path, count: StepCount | None, is_whole: bool) -
 
 def _text(path: Path) -> str:
     from ..errors import UsageError
+    from ..plain_files import read_given
 
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
+        return read_given(path).decode(errors="replace").replace("\r\n", "\n")
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from None
 
