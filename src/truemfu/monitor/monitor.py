@@ -50,7 +50,7 @@ from .frequency import DETAILS_S, StepsOrSeconds
 from .hardware_watch import HardwareWatch, open_watch
 from .hardware_windows import HardwareWindows
 from .host_values import HostValues, SentNumbers
-from .intake import LARGEST_STEP, Intake
+from .intake import LARGEST_STEP, Intake, is_tensor
 from .kept_forms import FORMS_FILE, KeptInBackground
 from .measuring import Measuring
 from .model_state import States, facts_of
@@ -68,6 +68,7 @@ from .usual_steps import (
     PIECE_S,
     SLOW_STEP_S,
     Common,
+    Taken,
     UsualPiece,
     UsualSteps,
     can_be_taken,
@@ -143,6 +144,10 @@ class TrainingMonitor:
         self._pending_datasets: list[tuple[PendingDatasetMetrics, HostCopy]] = []
         self._measuring = Measuring(self.config, self._notices)
         self._logged = self._steps_done = self._last_step = 0
+        self._unlogged = 0
+        """Steps that never reached the resolver: the monitor failed, or was switched off by then."""
+        self._is_handed_over = False
+        """Whether the step that is being logged has reached it."""
         self._is_looked_at = False
         self._between = BetweenSteps()
         self._leave_loaders: Callable[[], None] | None = None
@@ -311,11 +316,14 @@ class TrainingMonitor:
                         flops,
                         began_s,
                     )
+                else:
+                    self._unlogged += not self._is_closed
             except Exception as error:
                 usual.is_busy = False
+                self._unlogged += not (self._is_handed_over or usual.has_as_last(step))
                 self._switch_off(error)
             finally:
-                usual.is_busy = False
+                usual.is_busy = self._is_handed_over = False
         self._between.end_s = end_s = time.perf_counter()
         self._own_time_s += end_s - began_s
         if self._is_set_up and self._counts.signals:
@@ -338,10 +346,13 @@ class TrainingMonitor:
         From another thread than the training's: all but the last seconds, which that one still holds.
         """
         if self._is_set_up and os.getpid() == self._pid:
-            is_sent = self._send_all()
-            if not self._finish_rows(_SAVE_TIMEOUT_S if is_sent else _UNSENT_TIMEOUT_S):
-                self._notices("some steps could not be worked out in time and are not saved yet")
-            self._output.flush(_SAVE_TIMEOUT_S)
+            try:
+                is_sent = self._send_all()
+                if not self._finish_rows(_SAVE_TIMEOUT_S if is_sent else _UNSENT_TIMEOUT_S):
+                    self._notices("some steps could not be worked out in time and are not saved yet")
+                self._output.flush(_SAVE_TIMEOUT_S)
+            except Exception as error:
+                self._notices(f"the rows so far could not be saved: {one_line(error)}")
             deliver(self._counts.signals)
 
     @property
@@ -357,6 +368,7 @@ class TrainingMonitor:
         lost_steps = self._resolver.lost_steps if self._is_set_up else 0
         failed_steps = self._resolver.failed_steps if self._is_set_up else 0
         stranded = self._resolver.stranded_steps if self._is_set_up else 0
+        unlogged = self._unlogged + (self._usual.waiting if self._is_closed else 0)
         run = totals.as_dict()
         logged = self._logged + self._usual.waiting
         own_s = (self._own_time_s + self._usual.own_s) / logged if logged else None
@@ -385,6 +397,7 @@ class TrainingMonitor:
                 *([f"{lost_steps:,} steps: the monitor was held up"] if lost_steps else []),
                 *([f"{failed_steps:,} steps: they could not be worked out"] if failed_steps else []),
                 *([f"{stranded:,} steps: the run ended before they were worked out"] if stranded else []),
+                *([f"{unlogged:,} steps: the monitor failed and was switched off"] if unlogged else []),
                 *self._output.lost(),
             ],
             "warnings": list(dict.fromkeys((*self._notices.texts, *missed.values()))),
@@ -395,11 +408,8 @@ class TrainingMonitor:
         if self._is_closed or os.getpid() != self._pid:
             return
         self._is_closed = True
-        atexit.unregister(self.close)
-        try:
-            self._close()
-        except Exception as error:
-            self._notices(f"the monitor could not be closed properly: {type(error).__name__}: {error}")
+        self._in_closing(atexit.unregister, self.close)
+        self._in_closing(self._close)
 
     def __enter__(self) -> TrainingMonitor:
         return self
@@ -410,33 +420,43 @@ class TrainingMonitor:
     def _close(self) -> None:
         self._usual.is_busy = False  # a handler of a signal may close in the middle of a step
         if self._leave_loaders is not None:
-            self._leave_loaders()
-        self.detach()
-        self._measuring.end_step()
+            self._in_closing(self._leave_loaders)
+        self._in_closing(self.detach)
+        self._in_closing(self._measuring.end_step)
         if not self._is_set_up:
             return
         try:
-            is_sent = self._send_all()
-            patience_s = 0.0 if self._audit is None else self._audit.patience_s
-            timeout_s = max(_ROWS_TIMEOUT_S, patience_s) if is_sent else _UNSENT_TIMEOUT_S
-            if not self._finish_rows(timeout_s) and not self._resolver.finish_pending(timeout_s):
-                self._notices("the last steps were not worked out in time and are lost")
-            self._counts.end()
+            self._in_closing(self._finish_last_rows)
+            self._in_closing(self._counts.end)
         finally:  # also where the user does not want to wait
-            self._resolver.stop(_ROWS_TIMEOUT_S)
-            self._ranks.stop()
+            self._in_closing(self._resolver.stop, _ROWS_TIMEOUT_S)
+            self._in_closing(self._ranks.stop)
             if self._audit is not None:
-                self._audit.close(self._logged)
-            self._close_watch()
+                self._in_closing(self._audit.close, self._logged)
+            self._in_closing(self._close_watch)
         try:
             if self._ranks.is_first:
-                self._output.close(self.summary, _CLOSE_TIMEOUT_S)
+                self._in_closing(self._output.close, self.summary, _CLOSE_TIMEOUT_S)
                 with contextlib.suppress(Exception):  # stderr is closed or fails; the files have it
                     show(self.summary())
         finally:
             if self._leave_signals is not None:
-                self._leave_signals()
+                self._in_closing(self._leave_signals)
         deliver(self._counts.signals)
+
+    def _in_closing(self, work: Callable[..., object], *args: Any) -> None:
+        """One part of closing: what it raises keeps no other part from being done."""
+        try:
+            work(*args)
+        except Exception as error:
+            self._notices(f"the monitor could not be closed properly: {one_line(error)}")
+
+    def _finish_last_rows(self) -> None:
+        is_sent = self._send_all()
+        patience_s = 0.0 if self._audit is None else self._audit.patience_s
+        timeout_s = max(_ROWS_TIMEOUT_S, patience_s) if is_sent else _UNSENT_TIMEOUT_S
+        if not self._finish_rows(timeout_s) and not self._resolver.finish_pending(timeout_s):
+            self._notices("the last steps were not worked out in time and are lost")
 
     def _finish_rows(self, timeout_s: float) -> bool:
         """Wait for the rows of all steps so far; on the training thread with the counts they wait for."""
@@ -597,7 +617,8 @@ class TrainingMonitor:
         self._is_set_up = True
         if self._ranks.is_first:
             self._output.start(self._run_info())
-            self._leave_signals = write_at_signals(self._write_out)
+            is_held = self._turn._is_owned  # type: ignore[attr-defined]  # as threading.Condition asks
+            self._leave_signals = write_at_signals(self._write_out, is_held)
 
     def _opened_watch(self, device: torch.device) -> HardwareWatch | None:
         """The counters of `hybrid`; where there are none, what comes instead."""
@@ -773,6 +794,7 @@ class TrainingMonitor:
         if measuring.is_counted and given_flops is None and not self.config.estimates_only:
             self._ask_for_counts(measuring.states, batches.notes)  # before the row side looks for them
         self._resolver.put(note)
+        self._is_handed_over = True
         self._compilations = compilations_now
         if datasets is not _NO_DATASETS:
             self._pending_datasets = []
@@ -858,7 +880,14 @@ class TrainingMonitor:
         if usual.is_busy or usual.is_empty:
             return
         self._stop_usual()
-        taken = usual.take()
+        waiting = usual.waiting
+        try:
+            self._hand_over_usual(usual.take())
+        except BaseException:
+            self._unlogged += waiting - usual.waiting
+            raise
+
+    def _hand_over_usual(self, taken: Taken | None) -> None:
         if taken is None:
             return
         if taken.common.warmup:
@@ -939,7 +968,7 @@ class TrainingMonitor:
         models = [] if self._models is None else self._models.modules
         of_models = [p for watched in models if (m := watched.module) is not None for p in m.parameters()]
         found = [*of_models, *tensors.values()]
-        devices = [t.device for t in found if isinstance(t, torch.Tensor)]
+        devices = [t.device for t in found if is_tensor(t)]
         on_cuda = [device for device in devices if device.type == "cuda"]
         return next(iter((*on_cuda, *devices)), torch.device("cpu"))
 

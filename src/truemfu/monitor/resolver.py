@@ -27,6 +27,7 @@ import torch
 
 from ..errors import one_line
 from ..hardware.tiles import Shape
+from ..trackers.wake import Wake
 from ..utilization import ABOVE_ONE
 from .audit_step import AuditStep
 from .clock import CudaClock, HostClock, duration_s, leave_captures_alone
@@ -93,7 +94,7 @@ class Resolver:
         self._details = StepDetails(counting, device, audited_tiles)
         self._pending: deque[StepNote | UsualPiece] = deque()
         self._oldest: StepNote | UsualPiece | None = None
-        self._wake = threading.Event()
+        self._wake = Wake()
         self._stopping = False
         self.is_awaited = False
         """Whether somebody waits for rows: none of them waits for the counters."""
@@ -171,10 +172,9 @@ class Resolver:
             self._notices(f"the monitor's thread could not be prepared: {one_line(error)}")
         is_sent = False
         while not self._stopping:
-            self._wake.wait(_ARRIVES_S if is_sent else _WAKE_EVERY_S)
-            self._wake.clear()
             began = time.thread_time()
             try:
+                self._wake.wait(_ARRIVES_S if is_sent else _WAKE_EVERY_S)
                 is_sent = self._send_held()
                 self._drain()
                 self._failing_since_s = None

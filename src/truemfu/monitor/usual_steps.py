@@ -325,6 +325,10 @@ class UsualSteps:
         """How many steps are here."""
         return len(self._steps)
 
+    def has_as_last(self, step: Any) -> bool:
+        """Whether the last step here is this one."""
+        return bool(self._steps) and self._steps[-1][1] is step
+
     def saw(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Take a micro-batch of training; False where it is none, or no usual one."""
         if (

@@ -54,12 +54,14 @@ class JsonArrayFile:
     """A tracker that writes rows to one JSON file; errors of the disk are raised as they are."""
 
     def __init__(self, path: str | os.PathLike[str], *, notice: Callable[[str], None] = warn_once) -> None:
-        self.path = Path(path)
+        self.path = self._resolved = Path(path)
         self._notice = notice
         encoder = msgspec.json.Encoder()
         self._encode, self._encode_lines = encoder.encode, encoder.encode_lines
         self._fd: int | None = None
         self._end = self._rows = 0
+        self._is_begun = False
+        """Whether it is known where rows go; a full disk may put that off."""
         self.rows_gone = 0
         """Rows that were in the file and that another program has cut off or overwritten."""
         self._waiting: list[Mapping[str, Any]] = []
@@ -67,11 +69,16 @@ class JsonArrayFile:
     def start(self, run: Mapping[str, Any]) -> None:
         """Open the file, mend or move aside what is there. The run itself is not written: rows alone are."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self.path.resolve() in _writing:
+        self._resolved = self.path.resolve()  # as it is now: its folder may be moved
+        if self._resolved in _writing:
             raise OSError(errno.EBUSY, "another monitor of this process writes this log", str(self.path))
         self._fd = self._open()
-        _writing.add(self.path.resolve())
-        self._continue()
+        _writing.add(self._resolved)
+        try:
+            self._begin()
+        except OSError as error:
+            if error.errno not in _MAY_PASS:
+                raise  # else the next flush begins
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Take a row, which is ours from now on; it is written by the next flush."""
@@ -139,7 +146,7 @@ class JsonArrayFile:
             if self._fd is not None:
                 os.close(self._fd)
                 self._fd = None
-                _writing.discard(self.path.resolve())
+                _writing.discard(self._resolved)
 
     def _write(self, text: bytes) -> None:
         """Put `text` where the closing bracket is and a new one behind it, or leave the file as it was."""
@@ -179,6 +186,9 @@ class JsonArrayFile:
         status = os.fstat(self._fd)
         if not status.st_nlink:
             raise OSError(errno.ENOENT, "the log was deleted while it was written", str(self.path))
+        if not self._is_begun:
+            self._begin()
+            return
         if status.st_size == self._end + len(_CLOSING):
             return
         rows = self._rows
@@ -188,6 +198,10 @@ class JsonArrayFile:
             f"{self.path.name} was cut or overwritten by another program while this run wrote it: "
             f"{self._rows:,} of {rows:,} rows are left in it, and further ones follow them"
         )
+
+    def _begin(self) -> None:
+        self._continue()
+        self._is_begun = True
 
     def _continue(self) -> None:
         """Find where the next row goes; what cannot be continued is mended, or put aside."""
