@@ -204,7 +204,9 @@ def test_a_signal_during_a_count_ends_the_count_then_rows_are_written(tmp_path: 
             "model = Slow(8, 8)",
         )
     )
-    code = textwrap.dedent(RUN).format(folder=str(tmp_path), before=before, train="train([1])", end=FOREVER)
+    code = textwrap.dedent(RUN).format(
+        folder=str(tmp_path), before=before, train="train([1])", end=FOREVER, settings={}
+    )
     run = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
