@@ -11,7 +11,6 @@ import json
 import os
 import random
 import signal
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -97,11 +96,10 @@ def _supervisor(inside: Path, *, number: int, delays_s: list[float]) -> None:
     for delay_s in delays_s:
         pid = os.fork()
         if not pid:
-            os.setsid()
-            problem = resume(folder)
-            if problem is not None:
-                print(problem, file=sys.stderr, flush=True)
-            os._exit(0 if problem is None else 1)
+            with contextlib.suppress(KeyboardInterrupt):  # before the sweep has begun: as the command does
+                os.setsid()
+                resume(folder)
+            os._exit(0)
         time.sleep(delay_s)
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)

@@ -107,8 +107,13 @@ SWEEP_PLACES: dict[str, Callable[[Path, str], None]] = {
 }
 
 
-_REMOVES = ("cases of sweep.json", "trainers of sweep.json", "file in running")
-"""Where starting over may take the name for something of its own."""
+_RERUNS = {
+    "cases of sweep.json": ("none", "all"),
+    "trainers of sweep.json": ("none", "all"),
+    "file in running": ("none", "all"),
+    "name of a result": ("none",),
+}
+"""How the sweep is resumed where it reads the name; `all` may take it for something of its own to remove."""
 
 
 def _printable(text: str) -> None:
@@ -135,7 +140,7 @@ def _sweep_attack(inside: Path, *, place: str, name: str) -> None:
         _printable(out + err)
     _, out, err = call("report", str(folder), "-o", str(folder / "page.html"))
     _printable(out + err)
-    for rerun in ("none", "all") if place in _REMOVES else ("none",):
+    for rerun in _RERUNS.get(place, ()):
         refused = resume(folder, rerun=rerun)
         assert refused is None or (len(refused.splitlines()) == 1 and len(refused) < 2000), refused
         _printable(refused or "")
