@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", metavar="FAMILY:INDEX", help="one attack, here, with what it prints")
     parser.add_argument("--list", action="store_true", help="the attacks by name, without running them")
     parser.add_argument("--json", action="store_true", help="the table as JSON")
-    parser.add_argument("--jobs", type=int, default=(os.cpu_count() or 1) + 1, help="attacks side by side")
+    parser.add_argument("--jobs", type=int, default=2 * (os.cpu_count() or 1), help="attacks side by side")
     chosen = parser.parse_args(arguments)
     preload()
     families = [family for family in FAMILIES if chosen.family is None or family.name in chosen.family]
