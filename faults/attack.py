@@ -116,8 +116,8 @@ def _started(attack: Attack, folder: Path) -> int:
         for stream in (1, 2):
             os.dup2(printed, stream)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        sys.stderr = sys.__stderr__ = open(2, "w", closefd=False, errors="backslashreplace")  # noqa: SIM115
-        sys.stdout = sys.__stdout__ = open(1, "w", closefd=False, errors="backslashreplace")  # noqa: SIM115
+        sys.stderr = sys.__stderr__ = open(2, "w", closefd=False, errors="backslashreplace", buffering=1)  # noqa: SIM115
+        sys.stdout = sys.__stdout__ = open(1, "w", closefd=False, errors="backslashreplace", buffering=1)  # noqa: SIM115
         inside = folder / "inside"
         inside.mkdir()
         os.chdir(inside)

@@ -164,7 +164,11 @@ class Output:
     def close(self, summarize: Callable[[], Mapping[str, Any]], timeout_s: float) -> None:
         """Finish every tracker, and write the run beside the log with its summary, as it is after that."""
         ends_s = time.monotonic() + timeout_s
-        summary = redacted_data(summarize())  # errors of trackers may hold an address with a password
+        summary: Mapping[str, Any] = {}
+        try:
+            summary = redacted_data(summarize())  # errors of trackers may hold an address with a password
+        except Exception as error:  # the rows are finished all the same
+            self._notice(f"the trackers get no summary: {one_line(error)}")
         lanes = [*self._lanes(), *self.other_files]
         for lane in lanes:
             lane.ask_to_finish(summary)
