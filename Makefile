@@ -33,7 +33,7 @@ demo: setup     ## every trainer once on this machine, the summary, and out/demo
 test: setup     ## the tests
 	$(BIN)/python -m pytest -n 2
 
-faults: setup   ## every attack of the fault suite, ten minutes at most; FAULTS="--seed 1" for others
+faults: setup   ## every attack of the fault suite, in about ten minutes; FAULTS="--seed 1" for others
 	$(BIN)/python -W ignore -m faults $(FAULTS)
 
 lint: setup     ## ruff and mypy
