@@ -189,6 +189,33 @@ def test_a_process_killed_while_it_trains_has_lost_at_most_ten_seconds_of_steps(
     assert found[-1] >= due[-1]
 
 
+def test_a_second_sigterm_ends_a_count_that_runs_no_operator(tmp_path: Path) -> None:
+    before = "\n".join(
+        (
+            "class Stuck(nn.Linear):",
+            "    calls = 0",
+            "    def forward(self, x):",
+            "        Stuck.calls += 1",
+            "        if Stuck.calls > 1:",
+            "            print('counting', flush=True)",
+            "            while True: time.sleep(0.01)",
+            "        return super().forward(x)",
+            "model = Stuck(8, 8)",
+        )
+    )
+    code = textwrap.dedent(RUN).format(
+        folder=str(tmp_path), before=before, train="train([1])", end=FOREVER, settings={}
+    )
+    run = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert run.stdout is not None
+    assert run.stdout.readline() == "counting\n"
+    run.send_signal(signal.SIGTERM)
+    time.sleep(1)
+    assert ended(run, signal.SIGTERM)[0] == -signal.SIGTERM
+
+
 def test_a_signal_during_a_count_ends_the_count_then_rows_are_written(tmp_path: Path) -> None:
     """The model's second forward pass is the count's."""
     before = "\n".join(

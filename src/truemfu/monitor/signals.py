@@ -87,7 +87,8 @@ class _Watch:
         self._written_from_s = -1.0
         """When the last writing of rows began that is done."""
         self._put_off: set[int] = set()
-        """Signals that came while the main thread held what is needed to write: they are sent again."""
+        """Signals that came while the main thread held what is needed to write: they are sent again, once."""
+        self._sent_again: set[int] = set()
         self._pipe = os.pipe()
         os.set_blocking(self._pipe[1], False)
         self._thread = threading.Thread(target=self._live, name="truemfu-signals", daemon=True)
@@ -112,6 +113,8 @@ class _Watch:
         self._thread.join(LIMIT_S)
         if not self._thread.is_alive():
             self._close_pipe()
+        for number in self._put_off:  # the thread has ended before it got to them
+            signal.raise_signal(number)
 
     def forked(self) -> None:
         """In a forked child, which has the handlers and the pipe and not the thread."""
@@ -133,14 +136,15 @@ class _Watch:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         is_ours = handler_behind_count(number) == self._handler
-        if is_ours and not self._is_over and any(writer.is_held() for writer in list(_writers)):
-            self._put_off.add(number)
-            with contextlib.suppress(OSError):
-                os.write(self._pipe[1], bytes((number,)))
-            return
-        if not self._is_over:
+        is_written = number in self._sent_again
+        self._sent_again.discard(number)
+        if not (self._is_over or is_written):
             asked_s = time.monotonic()
             with contextlib.suppress(OSError):
+                if self._can_put_off(number):
+                    os.write(self._pipe[1], bytes((number,)))
+                    self._put_off.add(number)
+                    return
                 os.write(self._pipe[1], bytes((number,)))
             while self._written_from_s < asked_s and time.monotonic() < asked_s + LIMIT_S:
                 time.sleep(_POLL_S)
@@ -149,6 +153,14 @@ class _Watch:
             before(number, frame)
         elif is_ours:
             _end_by(number)
+
+    def _can_put_off(self, number: int) -> bool:
+        """Whether the main thread is in a step of ours that will end, and a thread is there to send it again.
+
+        Not in the middle of a count, which defers signals itself.
+        """
+        is_held = any(writer.is_held() for writer in list(_writers))
+        return is_held and self._is_set(number) and self._thread.is_alive()
 
     def _live(self) -> None:
         """The thread: waits in a read, so that it costs nothing until a signal comes."""
@@ -167,6 +179,7 @@ class _Watch:
                         writer.write_out(began_s + _FOR_WRITING_S - time.monotonic())
                 self._written_from_s = began_s
                 if number in self._put_off:
+                    self._sent_again.add(number)
                     self._put_off.discard(number)
                     signal.pthread_kill(threading.main_thread().ident or 0, number)
                 elif ends:

@@ -133,6 +133,7 @@ class Lane:
             if self._thread.is_alive():
                 assert self._finish_asked_s is not None
                 waited_s = round(time.monotonic() - self._finish_asked_s, 1)
+                self._taken, self._at_risk = self._taken - self._at_risk, 0
                 self._switch_off(f"it did not finish within {waited_s:g} s", then="what it still had is lost")
         self._is_closed = True
 
