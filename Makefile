@@ -15,7 +15,7 @@ NEWEST_TORCH  ?=
 NEWEST_VENV   := .venv-$(or $(NEWEST_TORCH),newest)
 NEWEST_STAMP  := $(NEWEST_VENV)/.installed
 
-.PHONY: help setup demo test lint format test-oldest test-newest bench clean
+.PHONY: help setup demo test faults lint format test-oldest test-newest bench clean
 
 help:           ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1 # /p' $(MAKEFILE_LIST) | awk -F' # ' '{printf "make %-12s %s\n", $$1, $$2}'
@@ -32,6 +32,9 @@ demo: setup     ## every trainer once on this machine, the summary, and out/demo
 
 test: setup     ## the tests
 	$(BIN)/python -m pytest -n 2
+
+faults: setup   ## every attack of the fault suite, in about ten minutes; FAULTS="--seed 1" for others
+	$(BIN)/python -W ignore -m faults $(FAULTS)
 
 lint: setup     ## ruff and mypy
 	$(BIN)/ruff check .

@@ -373,9 +373,8 @@ def on_terminal(folder: Path, settings: dict[str, str]) -> str:
     return written.decode("utf-8", errors="surrogateescape")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("hostile")
+def write_all(made: Path) -> None:
+    """Everything that the calls read, hostile in every field."""
     write_sweep(made / "sweep")
     write_trace(made / "trace.jsonl")
     write_audits(made)
@@ -385,6 +384,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (made / f"type{NAME}.json").write_text(json.dumps({"model_type": EVIL, "architectures": [EVIL]}))
     (made / "key.json").write_text(json.dumps({EVIL: EVIL}))
     (made / "calls.json").write_text(json.dumps(list(CALLS.items())))
+
+
+def parts_of(text: str) -> dict[str, str]:
+    """What each call wrote, from all that the driver wrote."""
+    assert "=== end" in text, text[-3000:]
+    parts = re.split(r"=== ([^\r\n]+)\r\n(?:=== \1\r\n)?", text)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def assert_harmless(call: str, terminal: str, text: str) -> None:
+    """Nothing of it acts on a terminal, and it is shown."""
+    plain = OF_RICH.sub("", text) if terminal == "drawing" else text.replace("\r\n", "\n")
+    left = [character for character in plain if not character.isprintable() and character not in "\n\t"]
+    assert not left, (left, plain[-2000:])
+    if call not in SILENT:
+        assert SHOWN.search(plain.replace("\n", "")), plain[-2000:]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("hostile")
+    write_all(made)
     return made
 
 
@@ -395,10 +416,7 @@ def shown(folder: Path) -> Callable[[str], dict[str, str]]:
 
     def of(terminal: str) -> dict[str, str]:
         if terminal not in kept:
-            text = on_terminal(folder, TERMINALS[terminal])
-            assert "=== end" in text, text[-3000:]
-            parts = re.split(r"=== ([^\r\n]+)\r\n(?:=== \1\r\n)?", text)
-            kept[terminal] = dict(zip(parts[1::2], parts[2::2], strict=True))
+            kept[terminal] = parts_of(on_terminal(folder, TERMINALS[terminal]))
         return kept[terminal]
 
     return of
@@ -409,12 +427,7 @@ def shown(folder: Path) -> Callable[[str], dict[str, str]]:
 def test_nothing_hostile_reaches_the_terminal_as_it_is(
     call: str, terminal: str, shown: Callable[[str], dict[str, str]]
 ) -> None:
-    text = shown(terminal)[call]
-    plain = OF_RICH.sub("", text) if terminal == "drawing" else text.replace("\r\n", "\n")
-    left = [character for character in plain if not character.isprintable() and character not in "\n\t"]
-    assert not left, (left, plain[-2000:])
-    if call not in SILENT:
-        assert SHOWN.search(plain.replace("\n", "")), plain[-2000:]
+    assert_harmless(call, terminal, shown(terminal)[call])
 
 
 def test_a_call_that_is_unexpected_is_not_among_them(shown: Callable[[str], dict[str, str]]) -> None:

@@ -1,5 +1,6 @@
 """Files and folders of our own, opened so that nothing in their place can block us or lead us elsewhere.
 
+    read_given         a file that the user names, of bounded size
     read, read_end     a regular file alone: a FIFO, a device or a folder is an OSError at once
     append, replace    never through a symbolic link; `replace` is whole or not there at all
     remove             what is there, whatever it is; of a link the link alone
@@ -44,6 +45,15 @@ def read(path: Path) -> bytes:
     """All of a regular file."""
     with open(open_plain(path, os.O_RDONLY), "rb") as file:
         return file.read()
+
+
+def read_given(path: Path, most: int = 256 << 20) -> bytes:
+    """All of a file that the user names, a pipe included; an OSError where it has no end."""
+    with open(path, "rb") as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
+    return data
 
 
 def read_end(path: Path, most: int) -> tuple[bytes, int]:

@@ -94,6 +94,8 @@ PRESSED = Record()
 
 
 def compiled() -> nn.Module:
+    if torch.__version__.startswith("2.14."):
+        pytest.skip("torch 2.14 cannot train this compiled model: it makes a double of Python's number")
     torch._dynamo.reset()
     return torch.compile(Dropping(), backend="aot_eager")  # type: ignore[return-value]
 

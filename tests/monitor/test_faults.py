@@ -309,9 +309,10 @@ def test_flops_that_cannot_be_worked_out_cost_no_row(tmp_path: Path, monkeypatch
     ]
 
 
-def test_a_log_with_the_name_of_the_runs_own_file_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"log_file must have another name than training_run\.json"):
-        TrainingMonitor(tmp_path, log_file="training_run.json")
+@pytest.mark.parametrize("name", ["training_run.json", "closed_forms.json"])
+def test_a_log_with_the_name_of_the_runs_own_file_is_an_error(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UsageError, match=f"log_file must have another name than {name}, which holds what"):
+        TrainingMonitor(tmp_path, log_file=name)
 
 
 def test_a_run_that_changes_its_folder_goes_on_in_its_log(

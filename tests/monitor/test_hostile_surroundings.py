@@ -235,3 +235,31 @@ def test_a_fifo_or_a_link_beside_the_run_file_is_not_written_to(tmp_path: Path) 
         monitor.log_step(1, 0, 1.0, 1.0, 1.0)
     assert foreign.read_text() == "mine"
     assert json.loads((folder / "training_run.json").read_text())["summary"]["steps"] == 1
+
+
+@pytest.mark.parametrize("name", ["training_run.tmp", "training_run.json.tmp", "closed_forms.json.tmp"])
+def test_a_log_named_like_a_temporary_file_is_kept(name: str, tmp_path: Path) -> None:
+    model = Net()
+    with TrainingMonitor(tmp_path, CONFIG, log_file=name, model=model) as monitor:
+        for step in range(1, STEPS + 1):
+            model(torch.randn(2, 8)).backward()
+            monitor.log_step(step, 0, 1.0, 1.0, 1.0)
+    assert len(json.loads((tmp_path / name).read_text())) == STEPS
+    assert json.loads((tmp_path / "training_run.json").read_text())["summary"]["lost"] == []
+
+
+@pytest.mark.filterwarnings("ignore::truemfu.errors.TruemfuWarning")
+def test_a_log_that_another_program_empties_loads_and_its_rows_are_counted(tmp_path: Path) -> None:
+    model = Net()
+    monitor = TrainingMonitor(tmp_path, CONFIG, model=model)
+    for step in range(1, 2 * STEPS + 1):
+        model(torch.randn(2, 8)).backward()
+        monitor.log_step(step, 0, 1.0, 1.0, 1.0)
+        if step == STEPS:
+            monitor.save_logs()
+            os.truncate(tmp_path / "training_log.json", 0)
+    monitor.close()
+    assert [row["global_step"] for row in rows_in(tmp_path)] == list(range(STEPS + 1, 2 * STEPS + 1))
+    summary = json.loads((tmp_path / "training_run.json").read_text())["summary"]
+    assert summary["lost"] == [f"{STEPS} rows that were in training_log.json: it was cut or overwritten"]
+    assert [text for text in summary["warnings"] if f"0 of {STEPS} rows are left in it" in text]

@@ -645,7 +645,7 @@ def train_until(monitor: TrainingMonitor, model: nn.Module, has_come: Callable[[
     """Train until something has come about, with a resolver that is always awake."""
     deadline_s = time.monotonic() + 60
     while not has_come():
-        step(monitor, model, 0 if monitor._live is None else monitor._live._logged)
+        step(monitor, model, 0 if monitor._live is None else monitor._live.logged)
         monitor._live._resolver.wake()
         assert time.monotonic() < deadline_s
 

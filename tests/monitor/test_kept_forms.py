@@ -7,6 +7,7 @@ import os
 import stat
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from torch import nn
 from truemfu import FlopModel
 from truemfu.flops.identity import model_identity
 from truemfu.monitor import kept_forms
-from truemfu.monitor.kept_forms import FORMS_FILE, MAX_FORMS, KeptForms, form_key
+from truemfu.monitor.kept_forms import FORMS_FILE, MAX_FORMS, KeptForms, KeptInBackground, form_key
 
 DATA = {"version": 2, "flops": 2**70, "ratio": 0.1, "kinds": [{"b": None, "a": "ünïcode"}, True, []]}
 
@@ -249,3 +250,46 @@ def test_a_key_depends_on_everything_it_is_made_of() -> None:
     assert form_key("a", autocast="", attention="full", x=1, y=2) == form_key(
         "a", y=2, x=1, attention="full", autocast=""
     )
+
+
+def test_a_file_that_does_not_answer_is_waited_for_once_and_shortly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notices: list[str]
+) -> None:
+    answers, read_file = threading.Event(), kept_forms._read
+
+    def blocked(path: Path) -> Any:
+        assert answers.wait(60)
+        return read_file(path)
+
+    monkeypatch.setattr(kept_forms, "_read", blocked)
+    monkeypatch.setattr(kept_forms, "_LONGEST_READ_S", 0.5)
+    kept = KeptInBackground(tmp_path / "run", notices.append)
+    began_s = time.monotonic()
+    kept.start()
+    for _ in range(100):
+        assert kept.load("a") is None
+    kept.save("a", DATA)
+    assert not (tmp_path / "run" / FORMS_FILE).exists()
+    assert time.monotonic() - began_s < 20
+    answers.set()
+    kept.lane.close({}, timeout_s=30)
+    assert read(KeptForms(tmp_path / "run", notices.append), "a") == DATA
+    assert notices == []
+
+
+def test_after_a_while_a_form_is_counted_without_an_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notices: list[str]
+) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(kept_forms, "_read", lambda path: answers.wait(60) and [])
+    monkeypatch.setattr(kept_forms, "_LONGEST_READ_S", 0.05)
+    kept = KeptInBackground(tmp_path / "run", notices.append)
+    kept.start()
+    assert kept.load("a") is None
+    kept.save("a", DATA)
+    kept.lane.close({}, timeout_s=0.1)
+    assert kept.lane.lost_rows == 1
+    assert notices == [
+        "tracker closed_forms.json failed: it did not finish within 0.1 s; what it still had is lost"
+    ]
+    answers.set()

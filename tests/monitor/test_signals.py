@@ -30,7 +30,7 @@ RUN = """
     torch.set_num_threads(1)
     model = nn.Linear(8, 8)
     {before}
-    monitor = TrainingMonitor({folder!r}, model=model)
+    monitor = TrainingMonitor({folder!r}, {settings}, model=model)
     def train(steps):
         for step in steps:
             model(torch.ones(2, 8)).sum().backward()
@@ -43,10 +43,17 @@ FOREVER = "while True: time.sleep(0.01)"
 
 
 def started(
-    folder: Path, *, before: str = "pass", train: str = "train(range(1, 61))", end: str = FOREVER
+    folder: Path,
+    *,
+    before: str = "pass",
+    train: str = "train(range(1, 61))",
+    end: str = FOREVER,
+    settings: dict[str, Any] | None = None,
 ) -> subprocess.Popen[str]:
-    """A run with default settings that has logged 60 steps."""
-    code = textwrap.dedent(RUN).format(folder=str(folder), before=before, train=train, end=end)
+    """A run that has logged 60 steps, with default settings where none are given."""
+    code = textwrap.dedent(RUN).format(
+        folder=str(folder), before=before, train=train, end=end, settings=settings
+    )
     run = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -158,6 +165,57 @@ def test_a_killed_process_has_lost_at_most_ten_seconds(tmp_path: Path) -> None:
     assert steps_in(tmp_path) == list(range(1, 61))
 
 
+def test_a_process_killed_while_it_trains_has_lost_at_most_ten_seconds_of_steps(tmp_path: Path) -> None:
+    """However small `save_freq` is: a row is worked out first."""
+    noted = tmp_path / "steps.txt"
+    before = f"noted = open({str(noted)!r}, 'w', buffering=1)"
+    end = "\n".join(
+        (
+            "for step in range(61, 1_000_000):",
+            "    train([step])",
+            "    print(step, time.monotonic(), file=noted)",
+            "    time.sleep(0.002)",
+        )
+    )
+    run = started(tmp_path, before=before, end=end, settings={"monitoring": {"save_freq": 10}})
+    time.sleep(13)
+    killed_s = time.monotonic()
+    assert ended(run, signal.SIGKILL)[0] == -signal.SIGKILL
+    logged = [line.split() for line in noted.read_text().splitlines()[:-1]]
+    due = [int(step) for step, at_s in logged if float(at_s) < killed_s - 10]
+    found = steps_in(tmp_path)
+    assert found == list(range(1, len(found) + 1))
+    assert len(due) > 100
+    assert found[-1] >= due[-1]
+
+
+def test_a_second_sigterm_ends_a_count_that_runs_no_operator(tmp_path: Path) -> None:
+    before = "\n".join(
+        (
+            "class Stuck(nn.Linear):",
+            "    calls = 0",
+            "    def forward(self, x):",
+            "        Stuck.calls += 1",
+            "        if Stuck.calls > 1:",
+            "            print('counting', flush=True)",
+            "            while True: time.sleep(0.01)",
+            "        return super().forward(x)",
+            "model = Stuck(8, 8)",
+        )
+    )
+    code = textwrap.dedent(RUN).format(
+        folder=str(tmp_path), before=before, train="train([1])", end=FOREVER, settings={}
+    )
+    run = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert run.stdout is not None
+    assert run.stdout.readline() == "counting\n"
+    run.send_signal(signal.SIGTERM)
+    time.sleep(1)
+    assert ended(run, signal.SIGTERM)[0] == -signal.SIGTERM
+
+
 def test_a_signal_during_a_count_ends_the_count_then_rows_are_written(tmp_path: Path) -> None:
     """The model's second forward pass is the count's."""
     before = "\n".join(
@@ -173,7 +231,9 @@ def test_a_signal_during_a_count_ends_the_count_then_rows_are_written(tmp_path: 
             "model = Slow(8, 8)",
         )
     )
-    code = textwrap.dedent(RUN).format(folder=str(tmp_path), before=before, train="train([1])", end=FOREVER)
+    code = textwrap.dedent(RUN).format(
+        folder=str(tmp_path), before=before, train="train([1])", end=FOREVER, settings={}
+    )
     run = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

@@ -255,3 +255,21 @@ def test_a_tracker_that_hangs_does_not_keep_the_process_alive() -> None:
     assert done.stdout.splitlines()[0] == "in"
     assert done.stdout.splitlines()[-1] == "1"
     assert done.stderr == ""
+
+
+def test_rows_of_a_tracker_that_hangs_while_it_writes_are_lost() -> None:
+    class HangsInFlush(Recorder):
+        release = threading.Event()
+
+        def flush(self) -> None:
+            self.release.wait(30)
+
+    tracker, notices = HangsInFlush(), []
+    lane = lane_of(tracker, notices)
+    for step in range(5):
+        lane.put(step, {})
+    lane.flush()
+    assert until(lambda: len(tracker.steps) == 5)
+    lane.close({}, timeout_s=0.1)
+    assert lane.lost_rows == 5
+    tracker.release.set()

@@ -191,7 +191,7 @@ def _run(call: list[str], log_file: Path, files: list[Path], *, from_start: bool
 
 
 def _count_beside(csv_file: Path) -> Path:
-    return csv_file.with_name(f"{csv_file.name}.count.json")
+    return csv_file.parent / f"{csv_file.name}.count.json"  # the current folder has no name to change
 
 
 def _read(csv_file: Path, count_file: Path) -> tuple[str, StepCount | None, Audit]:
@@ -220,9 +220,10 @@ def _note_selection(count_file: Path, count: StepCount | None, is_whole: bool) -
 
 def _text(path: Path) -> str:
     from ..errors import UsageError
+    from ..plain_files import read_given
 
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
+        return read_given(path).decode(errors="replace").replace("\r\n", "\n")
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from None
 

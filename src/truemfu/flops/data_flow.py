@@ -78,7 +78,7 @@ def in_function() -> bool:
     return any(frame.f_code in _BACKWARD or frame.f_code in forwards for frame in _callers())
 
 
-def _kinds(kind: type) -> Iterator[Any]:
+def _kinds(kind: Any) -> Iterator[Any]:
     for below in kind.__subclasses__():
         yield below
         yield from _kinds(below)

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ..errors import ModelError, TruemfuError, UsageError, closest, one_line
+from ..plain_files import read_given
 
 # In the order in which a configuration without (known) `architectures` looks for its training head.
 _AUTO_CLASSES = (
@@ -45,7 +46,7 @@ def read_config(path: Path) -> dict[str, Any]:
     """The Hugging Face configuration in this file or folder, as plain data."""
     file = path / "config.json" if path.is_dir() else path
     try:
-        content = json.loads(file.read_text(encoding="utf-8"), object_hook=_special_float)
+        content = json.loads(read_given(file).decode(), object_hook=_special_float)
     except FileNotFoundError:
         raise UsageError(f"no config.json in {path}") from None
     except (OSError, ValueError) as error:  # also a number of thousands of digits

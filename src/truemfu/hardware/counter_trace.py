@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from ..errors import CounterError, RecordError, ReplayEnded, warn_once
+from ..plain_files import read_given
 from .counters import CounterSample, CounterSource, GpuInfo
 
 TRACE_VERSION = 1
@@ -104,7 +105,7 @@ class Replay:
 
 def _trace(path: Path) -> tuple[_Header, list[CounterSample | _Failure]]:
     try:
-        raw = path.read_bytes().splitlines()
+        raw = read_given(path).splitlines()
     except OSError as problem:
         raise RecordError(f"cannot read the trace {path}: {problem.strerror}") from None
     decoder = msgspec.json.Decoder(_Header | CounterSample | _Failure)

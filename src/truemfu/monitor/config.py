@@ -23,6 +23,7 @@ from typing import Any, get_args
 from ..convention import Attention
 from ..errors import RecordError, UsageError, brief, closest, one_line, warn_once
 from ..hardware.audited import read_audit
+from ..plain_files import read_given
 from ..text import shortened
 from ..trackers.prometheus import DEFAULT_PORT
 from ..trackers.prometheus_server import parse_address
@@ -318,7 +319,7 @@ def _section(path: str, value: Any, holds: str) -> Mapping[Any, Any]:
 def _read(path: Path) -> Any:
     """What a YAML or JSON file holds."""
     try:
-        content = path.read_bytes()
+        content = read_given(path)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UsageError(

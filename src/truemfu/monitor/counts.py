@@ -40,7 +40,7 @@ from ..flops.interruption import (
 from ..flops.likeness import live
 from ..flops.surroundings import AutocastState
 from .config import MonitorConfig
-from .kept_forms import KeptForms, form_key
+from .kept_forms import KeptInBackground, form_key
 from .model_state import ModelState
 from .observe import BatchNote
 from .ranks import RankLink
@@ -119,7 +119,7 @@ class Counts:
         *,
         ranks: RankLink,
         notice: Notice,
-        kept: KeptForms | None,
+        kept: KeptInBackground | None,
     ) -> None:
         self._limit_s = config.count_time_limit_s
         self.convention = Convention(attention=config.attention)  # type: ignore[arg-type]
@@ -272,13 +272,8 @@ class Counts:
         finally:
             self.lock.release()
 
-    def read_kept(self) -> None:
-        """Read what earlier runs have fitted; on the row side, before its first row."""
-        if self._kept is not None:
-            self._kept.read_ahead()
-
     def keep(self) -> None:
-        """Write what was fitted since to the run's folder; on the row side."""
+        """Have what was fitted since written to the run's folder; on the row side."""
         if self._kept is None or not self._unkept or not self.lock.acquire(blocking=False):
             return
         try:

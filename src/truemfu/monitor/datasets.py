@@ -191,14 +191,17 @@ def shifts_labels(model: nn.Module) -> bool:
     """Whether a model's loss shifts the labels by one position itself, as causal language models do.
 
     transformers keeps the kind of loss in `loss_type`; encoder-decoders shift the decoder's input instead.
-    A model that says nothing is taken to be causal.
+    A model that says nothing is taken to be causal, and so is one that raises when it is asked.
     """
-    model = unwrap(model)
-    config = getattr(model, "config", None)
-    if getattr(config, "is_encoder_decoder", False):
-        return False
-    kind = getattr(model, "loss_type", None)
-    return kind is None or kind in ("ForCausalLM", "ForConditionalGeneration")
+    try:
+        model = unwrap(model)
+        config = getattr(model, "config", None)
+        if getattr(config, "is_encoder_decoder", False):
+            return False
+        kind = getattr(model, "loss_type", None)
+        return kind is None or kind in ("ForCausalLM", "ForConditionalGeneration")
+    except Exception:  # a property of the model's own
+        return True
 
 
 def _logits_of(outputs: Any) -> Any:

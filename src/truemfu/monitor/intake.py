@@ -21,6 +21,14 @@ LARGEST_STEP = 2**63 - 1
 """Beyond it a row cannot be written."""
 
 
+def is_tensor(value: Any) -> bool:
+    """Whether this is one; an object may raise even when it is asked for its class."""
+    try:
+        return isinstance(value, torch.Tensor)
+    except Exception:
+        return False
+
+
 class Intake:
     """Lives on the training thread; remembers the last step's number and nothing else."""
 
@@ -31,7 +39,7 @@ class Intake:
 
     def step_number(self, step: Any) -> int:
         """The number of a step that is no small integer; where it cannot be read, one more than the last."""
-        if not isinstance(step, torch.Tensor) or step.device.type == "cpu":
+        if not is_tensor(step) or step.device.type == "cpu":
             with contextlib.suppress(Exception):  # whatever an object does that is to be a number
                 number = int(step)
                 if abs(number) <= LARGEST_STEP:
@@ -69,8 +77,8 @@ class Intake:
 
     def mask(self, mask: Any) -> tuple[int | None, Any]:
         """Tokens of a mask, and how many of them are real."""
-        if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
-            got = f"{mask.dim()} dimensions" if isinstance(mask, torch.Tensor) else type(mask).__name__
+        if not is_tensor(mask) or mask.dim() != 2:
+            got = f"{mask.dim()} dimensions" if is_tensor(mask) else type(mask).__name__
             self._notices(
                 f"attention_mask is not used: expected a tensor of samples × length, got {got}",
                 about="attention_mask",
@@ -84,8 +92,8 @@ class Intake:
 
     def flops(self, value: Any) -> float | None:
         """FLOPs as the caller knows them; None for anything but a positive number on the host."""
-        if isinstance(value, numbers.Real) and not isinstance(value, bool):
-            with contextlib.suppress(OverflowError, ValueError, TypeError):
+        with contextlib.suppress(Exception):  # whatever an object does that is to be a number
+            if isinstance(value, numbers.Real) and not isinstance(value, bool):
                 flops = int(value) if isinstance(value, numbers.Integral) else float(value)
                 if math.isfinite(flops) and flops > 0:
                     return flops

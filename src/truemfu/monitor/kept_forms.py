@@ -18,19 +18,22 @@ import math
 import os
 import stat
 import threading
+import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from ..errors import one_line
+from ..trackers.lane import Lane
 
 FORMS_FILE = "closed_forms.json"
 MAX_FORMS = 32
 MAX_FILE_BYTES = 64_000_000
 _LONGEST_READ_S = 0.5
+"""After that a folder is taken for one that does not answer: the form is counted."""
 _FORMAT = "truemfu closed forms"
 _VERSION = 1
 
@@ -62,8 +65,8 @@ def form_key(identity: str, *, autocast: str, attention: str, **more: str | int 
 class KeptForms:
     """The closed forms of one run folder. No method raises; one lock keeps savers of a process apart.
 
-    `read_ahead` and `save` touch the disk and are for a thread that may wait for it; `load` is for the
-    training thread, between two steps, and looks only at what was read ahead.
+    `read_ahead` and `save` touch the disk and are for a thread that may wait for it; `load` looks only at
+    what was read ahead.
     """
 
     def __init__(self, folder: Path, notice: Callable[[str], None]) -> None:
@@ -72,7 +75,7 @@ class KeptForms:
         self._lock = threading.Lock()
         self._has_failed = False
         self._entries: list[_Entry] = []
-        self._is_read = threading.Event()
+        self.is_read = threading.Event()
 
     def read_ahead(self) -> None:
         """Read what earlier runs have saved."""
@@ -80,14 +83,10 @@ class KeptForms:
             self._entries = _read(self._path)
         except Exception:  # whatever is wrong with it, the forms can be counted again
             self._entries = []
-        self._is_read.set()
+        self.is_read.set()
 
     def load(self, key: str) -> dict[str, Any] | None:
-        """What was saved under this key when the file was read ahead; None where that cannot be trusted.
-
-        Waits for the reading, but not for long: a folder that does not answer holds up no training.
-        """
-        self._is_read.wait(_LONGEST_READ_S)
+        """What was saved under this key when the file was read ahead; None where that cannot be trusted."""
         try:
             found = [entry for entry in self._entries if entry.key == key]
             if not found or found[-1].checksum != _checksum(key, bytes(found[-1].data)):
@@ -120,6 +119,53 @@ class KeptForms:
             others = []
         entry = _Entry(key=key, checksum=_checksum(key, written), data=msgspec.Raw(written))
         _write(self._path, [*others, entry])
+
+
+class KeptInBackground:
+    """Closed forms of a run folder, read and saved on a lane: a folder that hangs holds up no other thread.
+
+    Only the first `load` may wait for the reading, half a second at most: a count takes longer.
+    """
+
+    def __init__(self, folder: Path, notice: Callable[[str], None]) -> None:
+        self._forms = KeptForms(folder, notice)
+        self.lane = Lane(_OnLane(self._forms), FORMS_FILE, notice=notice)
+        self._until_s = 0.0
+
+    def start(self) -> None:
+        """Begin to read what earlier runs have saved."""
+        self._until_s = time.monotonic() + _LONGEST_READ_S
+        self.lane.start({})
+
+    def load(self, key: str) -> dict[str, Any] | None:
+        """What was saved under this key; None where there is nothing, or the folder does not answer."""
+        self._forms.is_read.wait(max(self._until_s - time.monotonic(), 0.0))
+        return self._forms.load(key)
+
+    def save(self, key: str, data: dict[str, Any]) -> None:
+        """Have this saved; one thread calls this."""
+        self.lane.put(0, {key: data})
+        self.lane.wake()
+
+
+class _OnLane:
+    """The forms as a lane's tracker."""
+
+    def __init__(self, forms: KeptForms) -> None:
+        self._forms = forms
+
+    def start(self, run: Mapping[str, Any]) -> None:
+        self._forms.read_ahead()
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        for key, data in metrics.items():
+            self._forms.save(key, data)
+
+    def flush(self) -> None:
+        """Everything is saved at once."""
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """There is nothing to close."""
 
 
 def _is_plain(data: Any) -> bool:

@@ -42,7 +42,7 @@ from .hardware_watch import HardwareWatch, open_watch
 from .hardware_windows import HardwareWindows
 from .host_values import HostValues
 from .intake import LARGEST_STEP, Intake
-from .kept_forms import KeptForms
+from .kept_forms import KeptInBackground
 from .measuring import Measuring
 from .model_hooks import ModelHooks
 from .model_state import States, facts_of
@@ -98,12 +98,16 @@ class LiveRun:
         self._clock = StepClock(clock_for(device, thins_out=True))
         self._watch, executed = self._opened_watch(audited)
         self._audit = AuditStep.from_environment(self._ranks, device, notices)
+        kept = KeptInBackground(folder, notices) if self._ranks.is_first else None
+        if kept is not None:
+            output.other_files.append(kept.lane)
+            kept.start()
         about_flops = notices if self._ranks.is_first else self._ranks.note
         self._counts = Counts(
             config,
             ranks=self._ranks,
             notice=about_flops,
-            kept=KeptForms(folder, notices) if self._ranks.is_first else None,
+            kept=kept,
         )
         self._batches = BatchNotes(self._values, notices, lambda: self._counts.values_matter)
         self._counting = Counting(
@@ -114,7 +118,8 @@ class LiveRun:
             device=device,
             executed_method=executed,
         )
-        self._logged = self._steps_done = 0
+        self.logged = self._steps_done = 0
+        """Steps that were handed over, and those they stand for."""
         self._has_more_to_begin = True
         self._asked_for: tuple[StepBatches | None, States] = None, ()
         self._compilations = compilations()
@@ -146,7 +151,10 @@ class LiveRun:
         self._leave_loaders = listen(between)
         if self._ranks.is_first:
             output.start(self.info())
-        self._leave_signals = write_at_signals(self._write_out) if self._ranks.is_first else lambda: None
+        is_held = turn._is_owned  # type: ignore[attr-defined]  # as threading.Condition asks
+        self._leave_signals = (
+            write_at_signals(self._write_out, is_held) if self._ranks.is_first else lambda: None
+        )
 
     def _opened_watch(self, audited: AuditedKernels | None) -> tuple[HardwareWatch | None, str]:
         """The counters of `hybrid`, or what comes instead; and what HFU rests on unless it is the count."""
@@ -208,12 +216,12 @@ class LiveRun:
             self.own_time_s += time.perf_counter() - began_s
 
     def _begin_step(self, *, in_backward: bool) -> None:
-        if not self._logged:  # later steps begin where the last one ended
+        if not self.logged:  # later steps begin where the last one ended
             self._clock.begin()
         if self._measuring.profiles and not in_backward:
             self._measuring.begin_step(self._counting.convention)
         if self._audit is not None:
-            self._audit.begin_step(self._logged, compilations())
+            self._audit.begin_step(self.logged, compilations())
         self._has_more_to_begin = self._measuring.profiles or self._audit is not None
 
     def log_step(
@@ -242,9 +250,7 @@ class LiveRun:
             step = intake.step_number(step)
         steps = intake.steps_since_last(step)
         compiled = compilations()
-        is_warmup = (
-            self._logged < WARMUP_STEPS or compiled != self._compilations or extras.profile is not None
-        )
+        is_warmup = self.logged < WARMUP_STEPS or compiled != self._compilations or extras.profile is not None
         if self._watch is not None:
             # Before the mark that ends the step: once that has passed, so has the cut. What compiles or is
             # profiled is no window's business.
@@ -278,8 +284,8 @@ class LiveRun:
         if batches is not asked_for[0] or note.states is not asked_for[1] or self._audit is not None:
             self._ask_for_counts(note)  # before the row side looks for them
         self._resolver.put(note)
+        self.logged += 1
         self._compilations = compiled
-        self._logged += 1
         self._steps_done += steps
         if self._counts.has_waiting:
             self.own_time_s -= self._run_counts()
@@ -381,20 +387,24 @@ class LiveRun:
 
     def finish(self) -> None:
         """On any thread: work out what is left, and end everything but the output."""
-        self._leave_loaders()
+        in_closing = self._notices.in_closing
+        in_closing(self._leave_loaders)
         try:
-            is_sent = self._send_all()
-            patience_s = 0.0 if self._audit is None else self._audit.patience_s
-            timeout_s = max(_ROWS_TIMEOUT_S, patience_s) if is_sent else _UNSENT_TIMEOUT_S
-            if not self._finish_rows(timeout_s) and not self._resolver.finish_pending(timeout_s):
-                self._notices("the last steps were not worked out in time and are lost")
-            self._counts.end()
+            in_closing(self._finish_last_rows)
+            in_closing(self._counts.end)
         finally:  # also where the user does not want to wait
-            self._resolver.stop(_ROWS_TIMEOUT_S)
-            self._ranks.stop()
+            in_closing(self._resolver.stop, _ROWS_TIMEOUT_S)
+            in_closing(self._ranks.stop)
             if self._audit is not None:
-                self._audit.close(self._logged)
-            self._close_watch()
+                in_closing(self._audit.close, self.logged)
+            in_closing(self._close_watch)
+
+    def _finish_last_rows(self) -> None:
+        is_sent = self._send_all()
+        patience_s = 0.0 if self._audit is None else self._audit.patience_s
+        timeout_s = max(_ROWS_TIMEOUT_S, patience_s) if is_sent else _UNSENT_TIMEOUT_S
+        if not self._finish_rows(timeout_s) and not self._resolver.finish_pending(timeout_s):
+            self._notices("the last steps were not worked out in time and are lost")
 
     @property
     def is_first_rank(self) -> bool:
@@ -492,7 +502,7 @@ class LiveRun:
         resolver, counts = self._resolver, self._counts
         return RunFigures(
             self.info(),
-            logged=self._logged,
+            logged=self.logged,
             totals=resolver.totals,
             own_time_s=self.own_time_s,
             own_check_s=self.own_check_s,

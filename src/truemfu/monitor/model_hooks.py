@@ -10,6 +10,7 @@ from torch import nn
 
 from ..errors import one_line
 from .attachment import Attachment
+from .intake import is_tensor
 from .notices import Notices
 from .observe import Batch
 from .watched import Watched, WatchedModels
@@ -85,7 +86,7 @@ class ModelHooks:
         """Where the training runs: on CUDA if anything of the watched modules or a batch is there."""
         modules = [] if self._models is None else [watched.module for watched in self._models.modules]
         parameters = [p for module in modules if module is not None for p in module.parameters()]
-        devices = [t.device for t in (*parameters, *tensors.values()) if isinstance(t, torch.Tensor)]
+        devices = [t.device for t in (*parameters, *tensors.values()) if is_tensor(t)]
         on_cuda = [device for device in devices if device.type == "cuda"]
         return next(iter((*on_cuda, *devices)), torch.device("cpu"))
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from ..errors import UsageError
+from ..errors import UsageError, one_line
 from ..flops.host_copy import HostCopy, start_host_copy
 from ..flops.interruption import deliver
 from ..hardware.audited import read_audit
@@ -34,6 +34,7 @@ from .between_steps import BetweenSteps
 from .config import MonitorConfig, load_config
 from .data import WatchedData
 from .datasets import DatasetMetrics, PendingDatasetMetrics, shifts_labels
+from .kept_forms import FORMS_FILE
 from .live_run import LiveRun
 from .measuring import Measuring
 from .model_hooks import ModelHooks
@@ -81,10 +82,9 @@ class TrainingMonitor:
         self.output_dir = Path(output_dir)
         if "\0" in str(self.output_dir) or "\0" in log_file:
             raise UsageError("output_dir and log_file must be names of files: they hold a NUL character")
-        if Path(log_file).name == RUN_FILE:
-            raise UsageError(
-                f"log_file must have another name than {RUN_FILE}, which holds what is true of the run"
-            )
+        others = {RUN_FILE: "what is true of the run", FORMS_FILE: "what was counted"}
+        if (name := Path(log_file).name) in others:
+            raise UsageError(f"log_file must have another name than {name}, which holds {others[name]}")
         self._folder = self.output_dir.absolute()
         self._notices = Notices()
         self._output = Output(self._folder, log_file, self.config, trackers, notice=self._notices)
@@ -99,6 +99,8 @@ class TrainingMonitor:
         self._live: LiveRun | None = None
         """The run, from its first batch or step on."""
         self._is_closed = self._is_broken = False
+        self._unlogged = 0
+        """Steps that never reached the run: the monitor failed, or was switched off by then."""
         self._forks = forks.number
         self._pauses = 0
         self._turn = threading.RLock()
@@ -193,6 +195,7 @@ class TrainingMonitor:
         nothing is counted.
         """
         began_s, live = time.perf_counter(), self._live
+        before = 0 if live is None else live.logged
         with self._turn:
             try:
                 if live is None or self._is_broken or self._is_closed or forks.number != self._forks:
@@ -214,6 +217,7 @@ class TrainingMonitor:
                     if datasets:
                         self._pending_datasets = []
             except Exception as error:
+                self._unlogged += live is None or live.logged == before
                 self._switch_off(error)
         self._between.end_s = end_s = time.perf_counter()
         if live is not None:
@@ -234,7 +238,10 @@ class TrainingMonitor:
         """Write everything logged so far to the local log; waits for it, so not for inside the step."""
         live = self._live
         if live is not None and forks.number == self._forks:
-            live.save(_SAVE_TIMEOUT_S)
+            try:
+                live.save(_SAVE_TIMEOUT_S)
+            except Exception as error:
+                self._notices(f"the rows so far could not be saved: {one_line(error)}")
             deliver(live.signals)
 
     @property
@@ -246,18 +253,17 @@ class TrainingMonitor:
         """The run so far in plain data; None for what is not known."""
         live = self._live
         figures = RunFigures(info_of(self.config)) if live is None else live.figures()
-        return summary_of(figures, lost=self._output.lost(), warnings=self._notices.texts)
+        unlogged = f"{self._unlogged:,} steps: the monitor failed and was switched off"
+        lost = [*([unlogged] if self._unlogged else []), *self._output.lost()]
+        return summary_of(figures, lost=lost, warnings=self._notices.texts)
 
     def close(self) -> None:
         """Write what is left, close the trackers and print the summary; called at exit by itself."""
         if self._is_closed or forks.number != self._forks:
             return
         self._is_closed = True
-        atexit.unregister(self.close)
-        try:
-            self._close()
-        except Exception as error:
-            self._notices(f"the monitor could not be closed properly: {type(error).__name__}: {error}")
+        self._notices.in_closing(atexit.unregister, self.close)
+        self._notices.in_closing(self._close)
 
     def __enter__(self) -> TrainingMonitor:
         return self
@@ -266,19 +272,19 @@ class TrainingMonitor:
         self.close()
 
     def _close(self) -> None:
-        live = self._live
-        self.detach()
-        self._measuring.end_step()
+        live, in_closing = self._live, self._notices.in_closing
+        in_closing(self.detach)
+        in_closing(self._measuring.end_step)
         if live is None:
             return
         live.finish()
         try:
             if live.is_first_rank:
-                self._output.close(self.summary, _CLOSE_TIMEOUT_S)
+                in_closing(self._output.close, self.summary, _CLOSE_TIMEOUT_S)
                 with contextlib.suppress(Exception):  # stderr is closed or fails; the files have it
                     show(self.summary())
         finally:
-            live.leave_signals()
+            in_closing(live.leave_signals)
         deliver(live.signals)
 
     def _guarded(self, work: Callable[..., Any], *args: Any) -> Any:
@@ -301,6 +307,7 @@ class TrainingMonitor:
     def _run_to_log(self, tensors: Batch) -> LiveRun | None:
         """The run that a step belongs to; None where it is not logged."""
         if self._is_broken:
+            self._unlogged += not self._is_closed
             return None
         if self._is_closed:
             self._notices("log_step was called after close(): the step is not logged")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from ..errors import TruemfuWarning, warn_once
+from ..errors import TruemfuWarning, one_line, warn_once
 
 Result = TypeVar("Result")
 _MAX_KEPT = 100
@@ -35,6 +35,13 @@ class Notices:
             except TruemfuWarning as warning:
                 self(str(warning))  # each is said once, so the next try goes further
         return work()
+
+    def in_closing(self, work: Callable[..., object], *args: Any) -> None:
+        """Do one part of closing: what it raises keeps no other part from being done."""
+        try:
+            work(*args)
+        except Exception as error:
+            self(f"the monitor could not be closed properly: {one_line(error)}")
 
     @property
     def texts(self) -> tuple[str, ...]:

@@ -8,7 +8,8 @@
     skip_wandb           no row for this step
 
 Only the first rank writes. A tracker that is not installed, raises or hangs loses its own rows and nothing
-else; what is lost is counted.
+else; what is lost is counted. The run's other files have lanes too: its folder may hang, and nobody waits for
+it for longer than `close` is given.
 """
 
 from __future__ import annotations
@@ -21,12 +22,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from .. import plain_files
-from ..commit import git_commit
 from ..errors import UsageError, one_line
-from ..provenance import command, library_versions, redacted_data
+from ..provenance import library_versions, redacted_data
 from ..records import RUN_FILE
 from ..trackers.base import Tracker, check_tracker, known, make_tracker
 from ..trackers.file import JsonArrayFile
@@ -34,6 +31,7 @@ from ..trackers.lane import Lane
 from ..trackers.names import rename
 from ..trackers.wandb import WandbTracker
 from .config import MonitorConfig
+from .run_file import RunFile
 from .step_note import StepPlace
 
 _BASICS = frozenset({"training/loss", "training/lr", "training/epoch", "global_step"})
@@ -42,6 +40,8 @@ _REMOTE_FLUSH_S = 10.0
 """A tracker may collect rows; nobody who watches a run waits longer for one."""
 _LOCAL_FLUSH_S = 0.5
 """Rows get here up to nine seconds after their step, and are to be on disk within ten."""
+_RUN_FILE_S = 5.0
+"""For the run file, which is written when all trackers are closed, or have had their time."""
 
 
 class Output:
@@ -58,19 +58,20 @@ class Output:
     ) -> None:
         self._dir, self._config, self._notice = output_dir, config, notice
         self.last_row: Mapping[str, Any] = {}
-        self._run_info: Mapping[str, Any] = {}
         self.finish_rows: Callable[[], None] = lambda: None
         """Works out what is not yet a row; called before a W&B run that the user ends is closed."""
         self.close_at_exit: Callable[[], None] | None = None
         """Closes the monitor; called, where set, when the process ends and W&B can still be written to."""
         self.batch_shapes: Callable[[], list[dict[str, list[int]]]] = list
         """The shapes of the batches so far."""
-        self._origin: Mapping[str, Any] = {}
-        self._log_path = output_dir / log_file
+        self._log = JsonArrayFile(output_dir / log_file, notice=notice)
         self._local: Lane | None = None
         self._remote: list[Lane] = []
+        self._run_file: Lane | None = None
+        self.other_files: list[Lane] = []
+        """Lanes of other files in the run's folder, which others start and give work."""
         self._slow: set[Lane] = set()
-        self._is_started = self._is_written = self._has_wandb = False
+        self._is_written = self._has_wandb = False
         self._details_are_due = False
         self._unsaved = 0
         self._started_at = datetime.now(timezone.utc).isoformat(timespec="seconds")
@@ -123,10 +124,10 @@ class Output:
 
     def wake(self) -> None:
         """Rows were put: let the lanes work; with the first ones the run itself is written down."""
-        if self._is_started and not self._is_written:
+        if self._run_file is not None and not self._is_written:
             self._is_written = True
-            self._origin = {"command": command(), "git_commit": git_commit()}
-            self._write_run({**self._run(), "batch_shapes": self.batch_shapes()})
+            self._run_file.put(0, {"batch_shapes": self.batch_shapes()})
+            self._run_file.flush()
         for lane in self._lanes():
             lane.wake()
 
@@ -163,22 +164,35 @@ class Output:
     def close(self, summarize: Callable[[], Mapping[str, Any]], timeout_s: float) -> None:
         """Finish every tracker, and write the run beside the log with its summary, as it is after that."""
         ends_s = time.monotonic() + timeout_s
-        summary = redacted_data(summarize())  # errors of trackers may hold an address with a password
-        for lane in self._lanes():
+        summary: Mapping[str, Any] = {}
+        try:
+            summary = redacted_data(summarize())  # errors of trackers may hold an address with a password
+        except Exception as error:  # the rows are finished all the same
+            self._notice(f"the trackers get no summary: {one_line(error)}")
+        lanes = [*self._lanes(), *self.other_files]
+        for lane in lanes:
             lane.ask_to_finish(summary)
-        for lane in self._lanes():
+        for lane in lanes:
             lane.close(summary, max(ends_s - time.monotonic(), 0))
-        if self._is_started:
-            summary = summarize()
-            at_the_end = {key: summary[key] for key in self._run_info if key in summary}
-            self._write_run({**self._run(), **at_the_end, "summary": summary})
+        if self._run_file is not None:
+            self._run_file.close(summarize(), _RUN_FILE_S)
 
     def lost(self) -> list[str]:
-        """What did not reach a tracker, in words."""
+        """What did not reach a tracker or a file, or is there no more, in words."""
+        gone = self._log.rows_gone
+        files = [*([self._run_file] if self._run_file is not None else []), *self.other_files]
         return [
-            f"{lane.lost_rows:,} rows of tracker {lane.name}" + (f": {lane.error}" if lane.error else "")
-            for lane in self._lanes()
-            if lane.lost_rows or lane.error
+            *(
+                f"{lane.lost_rows:,} rows of tracker {lane.name}" + (f": {lane.error}" if lane.error else "")
+                for lane in self._lanes()
+                if lane.lost_rows or lane.error
+            ),
+            *(
+                [f"{gone:,} rows that were in {self._log.path.name}: it was cut or overwritten"]
+                if gone
+                else []
+            ),
+            *(f"what {lane.name} should hold: {lane.error}" for lane in files if lane.error),
         ]
 
     def _lanes(self) -> list[Lane]:
@@ -186,22 +200,16 @@ class Output:
 
     def start(self, run_info: Mapping[str, Any]) -> None:
         """Open the trackers, as the training begins: W&B must see what the user logs from the start."""
-        self._run_info = run_info
-        self._is_started = True
-        self._check_folder()
         for tracker in self._wanted or ():
             self._open(tracker)
-        run = self._run()
-        self._local = Lane(
-            JsonArrayFile(self._log_path, notice=self._notice),
-            "file",
-            flush_every_s=_LOCAL_FLUSH_S,
-            notice=self._notice,
-        )
+        run = self._run(run_info)
+        self._local = Lane(self._log, "file", flush_every_s=_LOCAL_FLUSH_S, notice=self._notice)
         is_none_wanted = self._wanted == ()
         if _wandb_is_active() and not is_none_wanted and not self._has_wandb:
             self._open("wandb")
-        for lane in self._lanes():
+        path = self._dir / RUN_FILE
+        self._run_file = Lane(RunFile(path, notice=self._notice), path.name, notice=self._notice)
+        for lane in (*self._lanes(), self._run_file):
             lane.start(run)
 
     def _open(self, wanted: str | Tracker) -> None:
@@ -223,7 +231,7 @@ class Output:
             tracker.at_exit = self.close_at_exit
         self._remote.append(lane)
 
-    def _run(self) -> dict[str, Any]:
+    def _run(self, run_info: Mapping[str, Any]) -> dict[str, Any]:
         from .. import __version__
 
         return {
@@ -231,23 +239,9 @@ class Output:
             "versions": library_versions(),
             "python": ".".join(map(str, sys.version_info[:3])),
             "started_at": self._started_at,
-            "log_file": self._log_path.name,
-            **self._origin,
-            **self._run_info,
+            "log_file": self._log.path.name,
+            **run_info,
         }
-
-    def _write_run(self, run: Mapping[str, Any]) -> None:
-        path = self._dir / RUN_FILE
-        try:
-            plain_files.replace(path, msgspec.json.format(msgspec.json.encode(redacted_data(run)), indent=2))
-        except OSError as error:
-            self._notice(f"{path.name} could not be written: {error}")
-
-    def _check_folder(self) -> None:
-        try:
-            self._dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            self._notice(f"the output folder cannot be made, nothing is logged locally: {error}")
 
 
 def _wanted(

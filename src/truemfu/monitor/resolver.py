@@ -29,6 +29,7 @@ import torch
 
 from ..errors import one_line
 from ..hardware.tiles import Shape
+from ..trackers.wake import Wake
 from ..utilization import ABOVE_ONE
 from .audit_step import AuditStep
 from .between_steps import between
@@ -107,7 +108,7 @@ class Resolver:
         self._details = StepDetails(counting, device, audited_tiles)
         self._pending: deque[StepNote] = deque()
         self._oldest: StepNote | None = None
-        self._wake = threading.Event()
+        self._wake = Wake()
         self._stopping = False
         self.is_awaited = False
         """Whether somebody waits for rows: none of them waits for the counters."""
@@ -186,10 +187,9 @@ class Resolver:
             self._notices(f"the monitor's thread could not be prepared: {one_line(error)}")
         is_sent = False
         while not self._stopping:
-            self._wake.wait(_ARRIVES_S if is_sent else _WAKE_EVERY_S)
-            self._wake.clear()
             began = time.thread_time()
             try:
+                self._wake.wait(_ARRIVES_S if is_sent else _WAKE_EVERY_S)
                 is_sent = self._send_held()
                 self._drain()
                 self._failing_since_s = None
@@ -202,7 +202,6 @@ class Resolver:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # else this thread would open a context on device 0
             leave_captures_alone()
-        self._counts.read_kept()
 
     @property
     def stranded_steps(self) -> int:

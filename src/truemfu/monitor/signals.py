@@ -11,8 +11,9 @@
 - While the model is counted, signals are deferred (`flops/interruption.py`), ours too.
 
 The handler takes no lock: it may run in the middle of anything on the main thread, our own code included. It
-asks the thread and waits for a limited time. Forked children get the handlers back that were there before.
-One watch serves all monitors of a process.
+asks the thread and waits for a limited time; where it has interrupted a step that is being noted, it returns
+at once, and the thread sends the signal again when rows are written. Forked children get the handlers back
+that were there before. One watch serves all monitors of a process.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..flops.interruption import handler_behind_count
 
@@ -42,26 +43,35 @@ _END = 0
 
 WriteOut = Callable[[float], object]
 """Writes rows within so many seconds, from a thread of ours."""
-_writers: list[WriteOut] = []
+
+
+class _Writer(NamedTuple):
+    write_out: WriteOut
+    is_held: Callable[[], bool]
+
+
+_writers: list[_Writer] = []
 _watch: _Watch | None = None
 _ending = threading.Lock()
 _masks = threading.local()
 
 
-def write_at_signals(write_out: WriteOut) -> Callable[[], None]:
+def write_at_signals(write_out: WriteOut, is_held: Callable[[], bool]) -> Callable[[], None]:
     """Have rows written when the process is asked to end, until what is returned is called.
 
-    Handlers can be set on the main thread alone: elsewhere this changes nothing.
+    `is_held` tells whether the thread that calls it holds what `write_out` needs. Handlers can be set on the
+    main thread alone: elsewhere this changes nothing.
     """
     global _watch
-    _writers.append(write_out)
+    writer = _Writer(write_out, is_held)
+    _writers.append(writer)
     if _watch is None and threading.current_thread() is threading.main_thread():
         _watch = _Watch()
 
     def leave() -> None:
         global _watch
-        if write_out in _writers:
-            _writers.remove(write_out)
+        if writer in _writers:
+            _writers.remove(writer)
         if not _writers and _watch is not None and threading.current_thread() is threading.main_thread():
             _watch.end()
             _watch = None
@@ -76,6 +86,9 @@ class _Watch:
         self._pid, self._is_over = os.getpid(), False
         self._written_from_s = -1.0
         """When the last writing of rows began that is done."""
+        self._put_off: set[int] = set()
+        """Signals that came while the main thread held what is needed to write: they are sent again, once."""
+        self._sent_again: set[int] = set()
         self._pipe = os.pipe()
         os.set_blocking(self._pipe[1], False)
         self._thread = threading.Thread(target=self._live, name="truemfu-signals", daemon=True)
@@ -100,6 +113,8 @@ class _Watch:
         self._thread.join(LIMIT_S)
         if not self._thread.is_alive():
             self._close_pipe()
+        for number in self._put_off:  # the thread has ended before it got to them
+            signal.raise_signal(number)
 
     def forked(self) -> None:
         """In a forked child, which has the handlers and the pipe and not the thread."""
@@ -121,9 +136,15 @@ class _Watch:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         is_ours = handler_behind_count(number) == self._handler
-        if not self._is_over:
+        is_written = number in self._sent_again
+        self._sent_again.discard(number)
+        if not (self._is_over or is_written):
             asked_s = time.monotonic()
             with contextlib.suppress(OSError):
+                if self._can_put_off(number):
+                    os.write(self._pipe[1], bytes((number,)))
+                    self._put_off.add(number)
+                    return
                 os.write(self._pipe[1], bytes((number,)))
             while self._written_from_s < asked_s and time.monotonic() < asked_s + LIMIT_S:
                 time.sleep(_POLL_S)
@@ -133,17 +154,35 @@ class _Watch:
         elif is_ours:
             _end_by(number)
 
+    def _can_put_off(self, number: int) -> bool:
+        """Whether the main thread is in a step of ours that will end, and a thread is there to send it again.
+
+        Not in the middle of a count, which defers signals itself.
+        """
+        is_held = any(writer.is_held() for writer in list(_writers))
+        return is_held and self._is_set(number) and self._thread.is_alive()
+
     def _live(self) -> None:
         """The thread: waits in a read, so that it costs nothing until a signal comes."""
+        try:
+            self._write_out_at_signals()
+        except BaseException:  # a program may close every descriptor it does not know
+            return
+
+    def _write_out_at_signals(self) -> None:
         while (numbers := os.read(self._pipe[0], 64)) and _END not in numbers:
             for number in self._before.keys() & set(numbers):
                 began_s, ends = time.monotonic(), self._is_set(number) and not callable(self._before[number])
                 place = _place_of_main_thread()
-                for write_out in list(_writers):
+                for writer in list(_writers):
                     with contextlib.suppress(Exception):  # the process is about to end
-                        write_out(began_s + _FOR_WRITING_S - time.monotonic())
+                        writer.write_out(began_s + _FOR_WRITING_S - time.monotonic())
                 self._written_from_s = began_s
-                if ends:
+                if number in self._put_off:
+                    self._sent_again.add(number)
+                    self._put_off.discard(number)
+                    signal.pthread_kill(threading.main_thread().ident or 0, number)
+                elif ends:
                     time.sleep(max(0.0, began_s + _TO_HANDLE_S - time.monotonic()))
                     if self._is_set(number) and _place_of_main_thread() == place:
                         _end_by(number)  # else it has run a handler, ours or another

@@ -22,6 +22,7 @@ from msgspec import Meta, field
 
 from ..convention import Attention
 from ..errors import UsageError, brief, closest
+from ..plain_files import read_given
 from ..records import SweepCase
 from ..text import shortened
 from .content_hash import find_module, is_path
@@ -112,7 +113,7 @@ def load_config(path: Path | str) -> SweepConfig:
     """The configuration in a JSON file; one line that names the file for whatever is wrong with it."""
     path = Path(path)
     try:
-        content = msgspec.json.decode(path.read_bytes().removeprefix(codecs.BOM_UTF8))
+        content = msgspec.json.decode(read_given(path).removeprefix(codecs.BOM_UTF8))
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -12,6 +12,7 @@ are for: that happens in `start`, on the lane's thread.
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -78,7 +79,8 @@ def _prometheus(output_dir: Path, address: str = "127.0.0.1") -> Tracker:
 
     _require("prometheus_client", extra="prometheus")
     host, port = parse_address(address, "the tracker prometheus", port=DEFAULT_PORT)
-    return PrometheusTracker(run=output_dir.resolve().name, address=host, port=port)
+    run = Path(os.path.abspath(output_dir)).name  # without a look at the disk: the training thread is here
+    return PrometheusTracker(run=run, address=host, port=port)
 
 
 TRACKERS: dict[str, Callable[..., Tracker]] = {

@@ -12,7 +12,9 @@ bracket and ends with a new one. A process killed inside that write leaves a tor
 start cuts off; every row flushed before is whole.
 
 A log that is there already is continued. A run that restarts from step n replays steps, so a step can stand
-in the file more than once: the last row of a step is the one that counts.
+in the file more than once: the last row of a step is the one that counts. Of a damaged log the whole rows are
+kept, and the file as it was is put aside. Before each write the size of the file says whether another program
+has cut or overwritten it since the last; what is left is then mended like a log that was there at the start.
 
 JSON has no NaN. A number that is not finite is written as null, and the row says which it was:
 `"training/loss": null, "non_finite": {"training/loss": "nan"}`.
@@ -31,16 +33,16 @@ from typing import Any
 
 import msgspec
 
+from .. import plain_files
 from ..errors import one_line, warn_once
 from .base import WriteLater, known
+from .log_scan import find_end, rows_of_damaged
 
+_OPENING = b"["
 _CLOSING = b"\n]\n"
-_NOTHING_YET = b"["
 _NULL = b"null"
 """What becomes of None, and of a number that is not finite."""
 _writing: set[Path] = set()  # a lock on a file does not keep the process that has it from taking it again
-_ROWS = msgspec.json.Decoder(list[msgspec.Raw])
-
 
 _MAY_PASS = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EAGAIN, errno.ESTALE, errno.ETIMEDOUT))
 """Errors of a disk or a network that the next write may not meet."""
@@ -52,43 +54,51 @@ class JsonArrayFile:
     """A tracker that writes rows to one JSON file; errors of the disk are raised as they are."""
 
     def __init__(self, path: str | os.PathLike[str], *, notice: Callable[[str], None] = warn_once) -> None:
-        self.path = Path(path)
+        self.path = self._resolved = Path(path)
         self._notice = notice
         encoder = msgspec.json.Encoder()
         self._encode, self._encode_lines = encoder.encode, encoder.encode_lines
         self._fd: int | None = None
-        self._end = 0
-        self._is_empty = True
+        self._end = self._rows = 0
+        self._is_begun = False
+        """Whether it is known where rows go; a full disk may put that off."""
+        self.rows_gone = 0
+        """Rows that were in the file and that another program has cut off or overwritten."""
         self._waiting: list[Mapping[str, Any]] = []
 
     def start(self, run: Mapping[str, Any]) -> None:
         """Open the file, mend or move aside what is there. The run itself is not written: rows alone are."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self.path.resolve() in _writing:
+        self._resolved = self.path.resolve()  # as it is now: its folder may be moved
+        if self._resolved in _writing:
             raise OSError(errno.EBUSY, "another monitor of this process writes this log", str(self.path))
         self._fd = self._open()
-        _writing.add(self.path.resolve())
-        self._end, self._is_empty = self._continue()
+        _writing.add(self._resolved)
+        try:
+            self._begin()
+        except OSError as error:
+            if error.errno not in _MAY_PASS:
+                raise  # else the next flush begins
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Take a row, which is ours from now on; it is written by the next flush."""
         self._waiting.append(metrics if "global_step" in metrics else {"global_step": step, **metrics})
 
-    def _encoded(self, rows: list[Mapping[str, Any]]) -> tuple[bytes, Exception | None]:
+    def _encoded(self, rows: list[Mapping[str, Any]]) -> tuple[bytes, int, Exception | None]:
         """Rows as they stand in the file, without what cannot be encoded, and why the last of that cannot."""
         try:
             lines = self._encode_lines(rows)
         except Exception:  # a number of another library, half of a surrogate pair: each row for itself
             lines = b""
         if lines and _NULL not in lines:
-            return lines[:-1].replace(b"\n", b",\n"), None  # a line of JSON has no other
+            return lines[:-1].replace(b"\n", b",\n"), len(rows), None  # a line of JSON has no other
         encoded, problem = [], None
         for row in rows:
             try:
                 encoded.append(self._encoded_with_care(known(row)))
             except Exception as error:
                 problem = error
-        return b",\n".join(encoded), problem
+        return b",\n".join(encoded), len(encoded), problem
 
     def _encoded_with_care(self, row: dict[str, Any]) -> bytes:
         """With the names of what is not finite, and of numbers of any library."""
@@ -117,10 +127,11 @@ class JsonArrayFile:
     def _write_waiting(self) -> None:
         if not self._waiting:
             return
-        rows, problem = self._encoded(self._waiting)
+        rows, number, problem = self._encoded(self._waiting)
         if rows:
-            self._write((b"\n" if self._is_empty else b",\n") + rows)
-            self._is_empty = False
+            self._mend_if_changed()
+            self._write((b",\n" if self._rows else b"\n") + rows)
+            self._rows += number
         self._waiting = []
         if problem is not None:
             raise problem
@@ -129,17 +140,17 @@ class JsonArrayFile:
         """Write the rest and close."""
         try:
             self._write_waiting()
+            if self._fd is not None:
+                self._mend_if_changed()
         finally:
             if self._fd is not None:
                 os.close(self._fd)
                 self._fd = None
-                _writing.discard(self.path.resolve())
+                _writing.discard(self._resolved)
 
     def _write(self, text: bytes) -> None:
         """Put `text` where the closing bracket is and a new one behind it, or leave the file as it was."""
-        assert self._fd is not None, "start comes first"
-        if not os.fstat(self._fd).st_nlink:
-            raise OSError(errno.ENOENT, "the log was deleted while it was written", str(self.path))
+        assert self._fd is not None
         whole = text + _CLOSING
         written = 0
         try:
@@ -169,41 +180,85 @@ class JsonArrayFile:
             pass  # a file system without locks: nothing tells two writers apart, as before
         return fd
 
-    def _continue(self) -> tuple[int, bool]:
-        """Where the next row goes, and whether it is the first."""
-        found = self._read()
-        whole = _whole_rows(found)
-        if whole is None:
-            self._move_aside()
-            found, whole = b"", _NOTHING_YET
-        if found != whole + _CLOSING:
-            assert self._fd is not None
-            kept = len(whole) if found.startswith(whole) else 0
-            os.pwrite(self._fd, (whole + _CLOSING)[kept:], kept)
-            os.ftruncate(self._fd, len(whole) + len(_CLOSING))
-        return len(whole), whole == _NOTHING_YET
+    def _mend_if_changed(self) -> None:
+        """Look whether the file is as it was left, and mend it where it is not."""
+        assert self._fd is not None, "start comes first"
+        status = os.fstat(self._fd)
+        if not status.st_nlink:
+            raise OSError(errno.ENOENT, "the log was deleted while it was written", str(self.path))
+        if not self._is_begun:
+            self._begin()
+            return
+        if status.st_size == self._end + len(_CLOSING):
+            return
+        rows = self._rows
+        self._continue()
+        self.rows_gone += max(rows - self._rows, 0)
+        self._notice(
+            f"{self.path.name} was cut or overwritten by another program while this run wrote it: "
+            f"{self._rows:,} of {rows:,} rows are left in it, and further ones follow them"
+        )
 
-    def _read(self) -> bytes:
-        """What the file holds, through our own descriptor: closing another one would give up the lock."""
-        assert self._fd is not None
-        pieces: list[bytes] = []
-        at = 0
-        while piece := os.pread(self._fd, 1 << 30, at):
-            pieces.append(piece)
-            at += len(piece)
-        return b"".join(pieces)
+    def _begin(self) -> None:
+        self._continue()
+        self._is_begun = True
 
-    def _move_aside(self) -> None:
-        aside = self.path.with_name(self.path.name + ".damaged")
-        number = 1
-        while aside.exists():
-            number += 1
-            aside = self.path.with_name(f"{self.path.name}.damaged{number}")
+    def _continue(self) -> None:
+        """Find where the next row goes; what cannot be continued is mended, or put aside."""
         assert self._fd is not None
-        os.rename(self.path, aside)
+        found = find_end(self._fd)
+        if found is None:
+            self._keep_whole_rows()
+            return
+        self._end, self._rows = (found.at, found.rows) if found.rows else (len(_OPENING), 0)
+        head = b"" if found.rows else _OPENING
+        rest = head + _CLOSING
+        if os.pread(self._fd, len(rest) + 1, self._end - len(head)) != rest:
+            os.pwrite(self._fd, rest, self._end - len(head))
+            os.ftruncate(self._fd, self._end + len(_CLOSING))
+
+    def _keep_whole_rows(self) -> None:
+        """Put the file aside, and begin one with the rows of it that are whole."""
+        assert self._fd is not None
+        mended = self.path.with_name(f"{self.path.name}.{os.getpid()}.tmp")
+        plain_files.remove(mended)
+        end, rows, damaged = len(_OPENING), 0, 0
+        try:
+            with open(mended, "xb") as file:
+                file.write(_OPENING)
+                for row in rows_of_damaged(self._fd):
+                    if row is None:
+                        damaged += 1
+                        continue
+                    end += file.write((b",\n" if rows else b"\n") + row)
+                    rows += 1
+                file.write(_CLOSING)
+            aside = self._free_name()
+            os.rename(self.path, aside)
+            os.rename(mended, self.path)
+        except OSError:
+            plain_files.remove(mended)
+            raise
         os.close(self._fd)
         self._fd = self._open()
-        self._notice(f"{self.path.name} is no log of rows that can be continued; it was kept as {aside.name}")
+        self._end, self._rows = end, rows
+        if rows:
+            self._notice(
+                f"{self.path.name} was damaged: {rows:,} rows of it are kept, {damaged:,} parts could not be "
+                f"read; as it was, it was kept as {aside.name}"
+            )
+        else:
+            self._notice(
+                f"{self.path.name} is no log of rows that can be continued; it was kept as {aside.name}"
+            )
+
+    def _free_name(self) -> Path:
+        aside = self.path.with_name(self.path.name + ".damaged")
+        number = 1
+        while os.path.lexists(aside):
+            number += 1
+            aside = self.path.with_name(f"{self.path.name}.damaged{number}")
+        return aside
 
 
 def _plain(value: Any) -> float | str:
@@ -213,26 +268,3 @@ def _plain(value: Any) -> float | str:
     except (TypeError, ValueError):
         return str(value)
     return number if isfinite(number) else str(number)
-
-
-def _whole_rows(found: bytes) -> bytes | None:
-    """A log up to the end of its last whole row, without the closing bracket; None where it is no log."""
-    text = found.rstrip(b"\0 \t\r\n")
-    if not text:
-        return _NOTHING_YET
-    if text.endswith(b"]") and _is_rows(text):
-        return text[:-1].rstrip()
-    # Torn inside a write: the last row may be whole, or cut off anywhere; rows end where a line ends.
-    for torn in (text, text[: max(text.rfind(b"\n"), 0)]):
-        rows = torn.rstrip().removesuffix(b",")
-        if rows and _is_rows(rows + b"]"):
-            return rows
-    return None
-
-
-def _is_rows(text: bytes) -> bool:
-    """Whether this is a JSON array of objects; the objects are looked through, not built."""
-    try:
-        return all(memoryview(row)[0] == ord("{") for row in _ROWS.decode(text))
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return False

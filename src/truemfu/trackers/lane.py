@@ -21,6 +21,7 @@ from typing import Any
 
 from ..errors import one_line
 from .base import Tracker, WriteLater
+from .wake import Wake
 
 _AGAIN_S = 5.0
 """Until a tracker that could not write is asked again."""
@@ -49,7 +50,7 @@ class Lane:
         self._flush_every_s = flush_every_s
         self._flush_due_s: float | None = None
         self._rows: deque[tuple[int, Mapping[str, Any]]] = deque(maxlen=capacity)
-        self._work = threading.Event()
+        self._work = Wake()
         self._idle = threading.Condition()
         self._asked = 0
         self._answered = 0
@@ -115,7 +116,11 @@ class Lane:
         """Let the thread hand over the rest and finish the tracker; returns at once."""
         if self._finish_asked_s is None:
             self._finish_asked_s = time.monotonic()
-        self._summary = deepcopy(dict(summary))
+        try:
+            self._summary = deepcopy(dict(summary))
+        except Exception as error:  # its rows are finished all the same
+            self._summary = {}
+            self._notice(f"tracker {self.name} gets no summary: {one_line(error)}")
         self._work.set()
 
     def close(self, summary: Mapping[str, Any], timeout_s: float) -> None:
@@ -128,6 +133,7 @@ class Lane:
             if self._thread.is_alive():
                 assert self._finish_asked_s is not None
                 waited_s = round(time.monotonic() - self._finish_asked_s, 1)
+                self._taken, self._at_risk = self._taken - self._at_risk, 0
                 self._switch_off(f"it did not finish within {waited_s:g} s", then="what it still had is lost")
         self._is_closed = True
 
@@ -148,7 +154,6 @@ class Lane:
                 self._work.wait(
                     None if self._flush_due_s is None else max(self._flush_due_s - time.monotonic(), 0)
                 )
-                self._work.clear()
                 # Read before the rows: what was put before a flush or a close is then handed over before it.
                 asked, summary = self._asked, self._summary
                 self._hand_over()

@@ -1,0 +1,136 @@
+"""A run's folder that hangs, as on a dead NFS, and a git that hangs: nobody else waits for them.
+
+Each run is a process of its own in which every access to the folder blocks for ever, on whatever thread.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+STEPS = 200
+RUN = """
+import json, os, sys, threading, time, warnings
+from pathlib import Path
+folder, what, after = sys.argv[1], sys.argv[2], int(sys.argv[3])
+hangs = False
+held = set()
+
+def hold():
+    held.add(threading.current_thread().name)
+    print("held:", threading.current_thread().name, file=sys.stderr, flush=True)
+    threading.Event().wait()
+
+EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.listdir", "os.scandir", "os.truncate", "os.link"}
+
+def on_event(event, args):
+    if not hangs:
+        return
+    if what == "git" and event == "subprocess.Popen" and "git" in str(args[0]):
+        hold()
+    if what == "folder" and event in EVENTS and any(str(arg).startswith(folder) for arg in args):
+        hold()
+
+def blocking(call):
+    def blocked(path, *args, **kwargs):
+        is_there = isinstance(path, int) or str(path).startswith(folder)
+        if hangs and what == "folder" and is_there and (not isinstance(path, int) or call is os_pwrite):
+            hold()
+        return call(path, *args, **kwargs)
+    return blocked
+
+os_pwrite = os.pwrite
+for name in ("stat", "lstat", "pwrite"):
+    setattr(os, name, blocking(getattr(os, name)))
+sys.addaudithook(on_event)
+
+import torch
+from torch import nn
+import truemfu.monitor.monitor as monitor_module
+import truemfu.monitor.output as output_module
+from truemfu import TrainingMonitor
+
+warnings.simplefilter("ignore")
+torch.set_num_threads(1)
+monitor_module._CLOSE_TIMEOUT_S = output_module._RUN_FILE_S = 1.0
+
+class Memory:
+    def __init__(self):
+        self.rows = []
+    def start(self, run): pass
+    def log(self, step, metrics): self.rows.append(dict(metrics))
+    def flush(self): pass
+    def finish(self, summary): pass
+
+model, memory = nn.Linear(8, 8), Memory()
+config = {"monitoring": {"peak_tflops": 1, "detailed_log_freq": 1, "save_freq": 10}}
+hangs = after == 0
+monitor = TrainingMonitor(folder, config, model=model, trackers=[memory])
+for step in range(1, int(sys.argv[4]) + 1):
+    model(torch.ones(2, 8)).sum().backward()
+    monitor.log_step(step, 0, 1.0, 1.0, 1.0)
+    time.sleep(0.005)
+    if step == after:
+        while not Path(folder, "training_run.json").exists():
+            time.sleep(0.01)
+        hangs = True
+limit_s = time.monotonic() + 60
+while not memory.rows and time.monotonic() < limit_s:
+    time.sleep(0.05)
+rows_before_close = len(memory.rows)
+began_s = time.monotonic()
+monitor.close()
+took_s = time.monotonic() - began_s
+summary = monitor.summary()
+print(json.dumps({
+    "before_close": rows_before_close,
+    "steps": [row["global_step"] for row in memory.rows],
+    "method": memory.rows[-1].get("perf/method") if memory.rows else None,
+    "took_s": took_s, "lost": summary["lost"], "warnings": summary["warnings"], "held": sorted(held),
+}))
+"""
+
+
+def outcome(folder: Path, what: str, after: int) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, str(folder), what, str(after), str(STEPS)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("after", [0, 100])
+def test_a_folder_that_hangs_holds_up_nobody(tmp_path: Path, after: int) -> None:
+    found = outcome(tmp_path / "run", "folder", after)
+    assert found["steps"] == list(range(1, STEPS + 1))
+    assert found["before_close"] > 0
+    assert found["method"] == "closed form"
+    assert found["took_s"] < 15
+    assert "truemfu-file" in found["held"]
+    assert not {"MainThread", "truemfu-resolver", "truemfu-Memory"} & set(found["held"])
+    lost = "; ".join(found["lost"])
+    assert "rows of tracker file: it did not finish within" in lost
+    assert "what training_run.json should hold: it did not finish within" in lost
+    assert any("tracker training_run.json failed" in text for text in found["warnings"])
+
+
+def test_a_git_that_hangs_holds_up_the_commit_alone(tmp_path: Path) -> None:
+    found = outcome(tmp_path / "run", "git", 0)
+    assert found["held"] == ["truemfu-training_run.json"]
+    assert found["steps"] == list(range(1, STEPS + 1))
+    assert found["took_s"] < 15
+    assert [text.split(":")[0] for text in found["lost"]] == ["what training_run.json should hold"]
+    rows = json.loads((tmp_path / "run" / "training_log.json").read_text())
+    assert [row["global_step"] for row in rows] == list(range(1, STEPS + 1))
+    run = json.loads((tmp_path / "run" / "training_run.json").read_text())
+    assert run["log_file"] == "training_log.json"
+    assert run["batch_shapes"]
