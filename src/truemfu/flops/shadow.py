@@ -96,23 +96,6 @@ class Shadow:
         self._param_dtype: torch.dtype | None = None
         self._at = ""  # the attribute that is being copied, for messages
         self._alive: list[Any] = []  # keeps ids in the memo from being used again
-        self._makers: tuple[tuple[type | tuple[type, ...], Callable[[Any], Any]], ...] = (
-            (torch.Tensor, self.tensor),
-            (nn.Module, lambda module: self._module(unwrap(module))),
-            ((list, tuple, dict, set, collections.deque), self._container),
-            (types.MethodType, self._method),
-            (types.BuiltinMethodType, self._builtin_method),
-            (functools.partial, self._partial),
-            (types.FunctionType, self._function),
-            (types.SimpleNamespace, self._namespace),
-            (weakref.ref, self._reference),
-            (torch.Generator, _copy_of_generator),
-            ((random.Random, bytearray, array.array, torch.autocast), copy.copy),
-            (CACHE, self._cached_function),
-            (queue.Queue, self._queue),
-            (threading.local, self._thread_local),
-            ((types.GeneratorType, types.CoroutineType, queue.SimpleQueue), self._uncopied),
-        )
 
     def model(self, model: nn.Module) -> nn.Module:
         """The shadow of a whole model."""
@@ -126,9 +109,9 @@ class Shadow:
             return thing
         if type(thing) in weakref.ProxyTypes:
             return weakref.proxy(self.tree(thing.__repr__.__self__))
-        for kind, make in self._makers:
+        for kind, make in _MAKERS:
             if isinstance(thing, kind):
-                return self._once(thing, make)
+                return self._once(thing, functools.partial(make, self))
         if type(thing).__module__ in _ITERATORS and isinstance(thing, Iterator):
             return self._once(thing, self._iterator)
         if type(thing).__module__.startswith("numpy"):
@@ -414,3 +397,23 @@ def _cast_inputs(dtype: torch.dtype) -> Callable[..., Any]:
         return tree_map(one, args), tree_map(one, kwargs)
 
     return cast
+
+
+_MAKERS: tuple[tuple[type | tuple[type, ...], Callable[[Shadow, Any], Any]], ...] = (
+    (torch.Tensor, Shadow.tensor),
+    (nn.Module, lambda shadow, module: shadow._module(unwrap(module))),
+    ((list, tuple, dict, set, collections.deque), Shadow._container),
+    (types.MethodType, Shadow._method),
+    (types.BuiltinMethodType, Shadow._builtin_method),
+    (functools.partial, Shadow._partial),
+    (types.FunctionType, Shadow._function),
+    (types.SimpleNamespace, Shadow._namespace),
+    (weakref.ref, Shadow._reference),
+    (torch.Generator, lambda _, generator: _copy_of_generator(generator)),
+    ((random.Random, bytearray, array.array, torch.autocast), lambda _, thing: copy.copy(thing)),
+    (CACHE, Shadow._cached_function),
+    (queue.Queue, Shadow._queue),
+    (threading.local, Shadow._thread_local),
+    ((types.GeneratorType, types.CoroutineType, queue.SimpleQueue), Shadow._uncopied),
+)
+"""How each type is copied. No attribute of a Shadow: it would refer to itself, and so keep the model."""
