@@ -30,7 +30,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import truemfu
 from truemfu import FlopModel, count_flops
-from truemfu.sweep.models import build_reference_model
+from truemfu.sweep.worker.models import build_reference_model
 
 LLAMA_405B = {
     "architectures": ["LlamaForCausalLM"],

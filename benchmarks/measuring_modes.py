@@ -39,9 +39,9 @@ import torch
 import truemfu
 from source_id import source_id
 from truemfu import TrainingMonitor
+from truemfu.hardware.counters.sampler import Sampler
 from truemfu.hardware.detect import override_flops_per_s
-from truemfu.hardware.sampler import Sampler
-from truemfu.sweep.models import build_reference_model, parameter_count
+from truemfu.sweep.worker.models import build_reference_model, parameter_count
 
 MODES: dict[str, dict[str, Any] | None] = {
     "no monitor": None,

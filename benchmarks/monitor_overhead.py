@@ -35,7 +35,7 @@ from torch import nn
 import truemfu
 from source_id import source_id
 from truemfu import TrainingMonitor
-from truemfu.sweep.models import build_reference_model
+from truemfu.sweep.worker.models import build_reference_model
 
 ROW = {
     "global_step": 123456,

@@ -29,7 +29,7 @@ from typing import Any
 
 from truemfu.records import CaseResult, End, Phase, SweepRecord, read_record
 from truemfu.report.load import load_sweep
-from truemfu.sweep.outcome import covered_s
+from truemfu.sweep.supervisor.outcome import covered_s
 
 LIMIT = 0.05
 COLUMNS = {

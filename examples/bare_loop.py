@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from truemfu import TrainingMonitor
-from truemfu.sweep.models import build_reference_model
+from truemfu.sweep.worker.models import build_reference_model
 
 STEPS = 200
 

@@ -23,14 +23,14 @@ from torch import nn
 
 from truemfu import Utilization, count_flops
 from truemfu.cli.console import output, percent, short, table, working
-from truemfu.flops.example_batch import example_batch
 from truemfu.flops.flop_count import FlopCount
-from truemfu.flops.hf_config import model_from_config
-from truemfu.flops.model_view import BatchRequest
-from truemfu.hardware.ceiling import measure_ceiling
+from truemfu.flops.models.example_batch import example_batch
+from truemfu.flops.models.hf_config import model_from_config
+from truemfu.flops.models.model_view import BatchRequest
+from truemfu.hardware.ceiling.ceiling import measure_ceiling
 from truemfu.hardware.detect import spec_of
 from truemfu.report.html import Section, write_page
-from truemfu.sweep.models import SIZES, build_reference_model, parameter_count
+from truemfu.sweep.worker.models import SIZES, build_reference_model, parameter_count
 
 WELL_KNOWN: Mapping[str, tuple[BatchRequest, dict[str, Any]]] = {
     "Llama 3 8B": (

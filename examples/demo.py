@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 
 from truemfu.cli import main
-from truemfu.hardware.ceiling import measure_ceiling
+from truemfu.hardware.ceiling.ceiling import measure_ceiling
 from truemfu.sweep.gpus import resolve_device
 
 PEAK = "TRUEMFU_PEAK_TFLOPS"

@@ -9,7 +9,7 @@ import torch
 from truemfu import cli, count_flops, sweep
 from truemfu.monitor import monitor
 from truemfu.report import render, sweep_page
-from truemfu.sweep import runner
+from truemfu.sweep.supervisor import runner
 
 from .training import Net
 

@@ -28,7 +28,7 @@ from truemfu import plain_files
 from truemfu.cli import main
 from truemfu.errors import TruemfuError
 from truemfu.sweep.config import SweepConfig
-from truemfu.sweep.runner import run_sweep
+from truemfu.sweep.supervisor.runner import run_sweep
 
 from .attack import Attack
 

@@ -16,9 +16,9 @@ import truemfu
 from truemfu import count_flops
 from truemfu.cli.console import short
 from truemfu.cli.count import _by_module
-from truemfu.flops.model_view import BatchRequest
-from truemfu.flops.targets import resolve_target
-from truemfu.sweep.models import REFERENCE_MODELS
+from truemfu.flops.models.model_view import BatchRequest
+from truemfu.flops.models.targets import resolve_target
+from truemfu.sweep.worker.models import REFERENCE_MODELS
 
 FACTORIES = """
 import torch

@@ -18,7 +18,7 @@ from tests.command_line import Result, Run, caller
 from truemfu.cli.console import output
 from truemfu.cli.live import Lines, LiveTable, progress
 from truemfu.records import CaseResult, End, Phase, SweepCase, SweepRecord, encode, write_record
-from truemfu.sweep.outcome import CaseState
+from truemfu.sweep.supervisor.outcome import CaseState
 
 TRAINERS = """
 import time
@@ -354,7 +354,7 @@ def test_a_page_is_not_written_through_a_link(run: Run, tmp_path: Path) -> None:
 DESTROYS = """
 import shutil
 from pathlib import Path
-from truemfu.sweep.standard_trainer import StandardTrainer
+from truemfu.sweep.trainers.standard import StandardTrainer
 
 class Destroys(StandardTrainer):
     made = 0

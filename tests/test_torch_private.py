@@ -18,7 +18,7 @@ from torch import nn
 
 from private_names import SHAPE, STEPS, VARIANTS
 from truemfu import ModelError, count_flops
-from truemfu.flops import self_check, tally
+from truemfu.flops.count import self_check, tally
 from truemfu.flops.interruption import Supervision, TimeIsUp
 from truemfu.torch_private import table, trees, watching
 from truemfu.torch_private.find import ABSENT, find

@@ -68,15 +68,15 @@ from truth_tables import refereed_by, show
 
 import truemfu
 from truemfu import TrainingMonitor, count_flops
-from truemfu.hardware.counter_trace import Recorder
-from truemfu.hardware.cycle_stamps import CycleStamps
+from truemfu.hardware.counters.cycle_stamps import CycleStamps
+from truemfu.hardware.counters.executed import executed_flops_per_s
+from truemfu.hardware.counters.nvml import NvmlSource
+from truemfu.hardware.counters.sampler import Sampler
+from truemfu.hardware.counters.trace import Recorder
 from truemfu.hardware.detect import known_spec
-from truemfu.hardware.executed import executed_flops_per_s
-from truemfu.hardware.nvml import NvmlSource
-from truemfu.hardware.sampler import Sampler
 from truemfu.hardware.specs import DeviceSpec
-from truemfu.monitor import hardware_watch
-from truemfu.monitor.hardware_watch import Cut, HardwareWatch, Measured, counters_of
+from truemfu.monitor.training_side import hardware_watch
+from truemfu.monitor.training_side.hardware_watch import Cut, HardwareWatch, Measured, counters_of
 
 WINDOW_S = 6.0
 LONGEST_RUN_S = 90.0

@@ -44,7 +44,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import truemfu
 from truemfu import TrainingMonitor, count_flops, get_gpu_peak_flops
-from truemfu.sweep.models import build_reference_model, parameter_count
+from truemfu.sweep.worker.models import build_reference_model, parameter_count
 from truemfu.torch_private.watching import CALL
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

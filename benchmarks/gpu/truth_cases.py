@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from truemfu.sweep.models import ReferenceModel
 from truemfu.sweep.sizes import SIZES
+from truemfu.sweep.worker.models import ReferenceModel
 
 DEVICE = torch.device("cuda", 0)
 LAYERS = SIZES["1b"].layers

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from truth_cases import LAYERS, PRODUCTS, RUNS, Run, attention, elementwise, wide_run
 
-from truemfu.hardware.nsight import find_ncu
-from truemfu.hardware.nsight_csv import (
+from truemfu.hardware.nsight.command import find_ncu
+from truemfu.hardware.nsight.csv_output import (
     MATRIX_METRIC,
     PIPE_METRIC,
     TENSOR_METRICS,

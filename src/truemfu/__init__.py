@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .convention import Convention
     from .errors import BatchError, ModelError, TruemfuError, TruemfuWarning, UsageError
-    from .flops.closed_form import FlopModel
-    from .flops.count import count_flops, count_step, profile_model_flops
+    from .flops.closed_form.flop_model import FlopModel
+    from .flops.count.count import count_flops, count_step, profile_model_flops
     from .flops.flop_count import FlopCount
     from .flops.registry import register_formula, register_module
     from .hardware.detect import get_gpu_peak_flops
@@ -29,10 +29,10 @@ _HOMES = {
     "TruemfuError": "errors",
     "TruemfuWarning": "errors",
     "UsageError": "errors",
-    "FlopModel": "flops.closed_form",
-    "count_flops": "flops.count",
-    "count_step": "flops.count",
-    "profile_model_flops": "flops.count",
+    "FlopModel": "flops.closed_form.flop_model",
+    "count_flops": "flops.count.count",
+    "count_step": "flops.count.count",
+    "profile_model_flops": "flops.count.count",
     "FlopCount": "flops.flop_count",
     "register_formula": "flops.registry",
     "register_module": "flops.registry",

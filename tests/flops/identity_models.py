@@ -140,6 +140,6 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 
 
 if __name__ == "__main__":
-    from truemfu.flops.identity import model_identity
+    from truemfu.flops.identity.identity import model_identity
 
     print(json.dumps({name: model_identity(make()) for name, make in MODELS.items()}))

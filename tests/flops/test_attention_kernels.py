@@ -23,8 +23,8 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from truemfu import Convention, FlopCount, count_flops, count_step
-from truemfu.flops.attention import KERNELS, AttentionWork, work_of_flex, work_of_kernel
-from truemfu.flops.pairs import CAUSAL, FULL, Band
+from truemfu.flops.attention.kernels import KERNELS, AttentionWork, work_of_flex, work_of_kernel
+from truemfu.flops.attention.pairs import CAUSAL, FULL, Band
 
 IS_OLD = TORCH < (2, 10)
 if not IS_OLD:

@@ -17,7 +17,7 @@ from torch import nn
 
 from truemfu import Convention, FlopModel, count_flops, count_step, profile_model_flops
 from truemfu.errors import BatchError, ModelError, TruemfuError, TruemfuWarning, UsageError
-from truemfu.flops.model_view import BatchRequest
+from truemfu.flops.models.model_view import BatchRequest
 
 X = torch.linspace(-1, 1, 24).reshape(3, 8)
 IDS = torch.arange(10).reshape(2, 5)

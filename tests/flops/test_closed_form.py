@@ -123,7 +123,7 @@ def test_an_export_gives_the_same_counts_elsewhere_without_counting(name, attent
         batches.append(c.batch(samples=2, length=30, documents=[7, 3, 20]))
     expected = [f(batch).as_dict() for batch in batches]
     data = json.loads(json.dumps(f.export()))
-    monkeypatch.setattr("truemfu.flops.closed_form.run_counted", None)
+    monkeypatch.setattr("truemfu.flops.closed_form.flop_model.run_counted", None)
     adopted = FlopModel.from_export(model, data)
     assert [adopted(batch).as_dict() for batch in batches] == expected
     assert adopted.formulas() == f.formulas()

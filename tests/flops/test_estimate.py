@@ -20,7 +20,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_ac
 from truemfu import Convention, ModelError, UsageError, count_flops
 from truemfu.errors import BatchError, TruemfuWarning, _said
 from truemfu.flops import structure
-from truemfu.flops.estimate import Estimator, estimate_flops
+from truemfu.flops.structure.estimate import Estimator, estimate_flops
 
 hf = pytest.importorskip("transformers", minversion="5.0")
 cases = pytest.importorskip("benchmarks.cases")

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import truemfu.errors
-import truemfu.flops.closed_form as closed_form
+import truemfu.flops.closed_form.flop_model as closed_form
 from truemfu import Convention, FlopModel, count_flops
 from truemfu.errors import BatchError, TruemfuError, TruemfuWarning, UsageError
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from truemfu import FlopModel, TruemfuWarning, count_flops, count_step, errors
-from truemfu.flops.profiler import profile_step
+from truemfu.flops.profiled.profiler import profile_step
 from truemfu.flops.registry import OPERATOR_FORMULAS
 
 ROWS, WIDTH, VOCABULARY = 24, 24, 24

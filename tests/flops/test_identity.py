@@ -35,9 +35,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from truemfu import FlopModel, TrainingMonitor, count_flops, register_formula, register_module
-from truemfu.flops.identity import model_identity
+from truemfu.flops.identity.identity import model_identity
 from truemfu.flops.registry import MODULE_FORMULAS, OPERATOR_FORMULAS
-from truemfu.flops.snapshot import snapshot
+from truemfu.flops.shadow.snapshot import snapshot
 
 HELPERS = """
 import torch

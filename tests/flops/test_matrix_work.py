@@ -10,8 +10,8 @@ from tests.versions import TORCH
 from torch import nn
 
 from truemfu import TruemfuWarning, count_flops
-from truemfu.flops.attention import KERNELS
-from truemfu.flops.formulas import MATRIX_WORK_WITHOUT_FORMULA
+from truemfu.flops.attention.kernels import KERNELS
+from truemfu.flops.operators.formulas import MATRIX_WORK_WITHOUT_FORMULA
 from truemfu.flops.registry import OPERATOR_FORMULAS
 
 # Words of an operator's name that speak of products, convolutions or solving systems of equations.

@@ -22,7 +22,7 @@ from tests.flops.identity_models import MODELS, llama
 from torch import manual_seed as seed_all_of_torch
 from torch import nn
 
-from truemfu.flops.model_code import functions_of, mentions
+from truemfu.flops.identity.model_code import functions_of, mentions
 
 helpers = types.ModuleType("own_walked_helpers")
 exec("def by_attribute(x):\n    return deeper(x)\n\ndef deeper(x):\n    return x\n", vars(helpers))
@@ -345,7 +345,7 @@ def test_ordinary_models_mention_none(name: str) -> None:
 
 
 def test_more_code_than_is_read_could_mention_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("truemfu.flops.model_code.MAX_FUNCTIONS", 5)
+    monkeypatch.setattr("truemfu.flops.identity.model_code.MAX_FUNCTIONS", 5)
     model = Walked()
     assert len(list(functions_of(model))) == 5
     assert mentions(model) == {"python", "numpy", "torch"}

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from truemfu.flops.pairs import CAUSAL, FULL, Band, band_of_mask, document_ids
+from truemfu.flops.attention.pairs import CAUSAL, FULL, Band, band_of_mask, document_ids
 
 LENGTH = 8
 sides = st.none() | st.integers(0, 12)

@@ -15,11 +15,11 @@ pytest.importorskip("transformers", minversion="5.0")
 from transformers import LlamaConfig, Mamba2Config, MambaConfig
 
 from truemfu import Convention, count_flops
-from truemfu.flops import position_loops
-from truemfu.flops.hf_config import BuildOptions, model_from_config, read_config
-from truemfu.flops.model_view import BatchRequest
-from truemfu.flops.position_loops import count_by_short_sequences
-from truemfu.flops.targets import count_target, resolve_target
+from truemfu.flops.closed_form import position_loops
+from truemfu.flops.closed_form.position_loops import count_by_short_sequences
+from truemfu.flops.models.hf_config import BuildOptions, model_from_config, read_config
+from truemfu.flops.models.model_view import BatchRequest
+from truemfu.flops.models.targets import count_target, resolve_target
 
 SMALL: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64, "state_size": 8}
 

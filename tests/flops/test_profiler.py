@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from truemfu import Convention, count_step, register_formula
 from truemfu.errors import UsageError
-from truemfu.flops.profiler import StepProfiler, profile_step
+from truemfu.flops.profiled.profiler import StepProfiler, profile_step
 from truemfu.flops.registry import OPERATOR_FORMULAS
 
 CPU = [ProfilerActivity.CPU]

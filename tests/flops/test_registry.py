@@ -21,8 +21,8 @@ from truemfu import (
     register_formula,
     register_module,
 )
-from truemfu.flops.attention import AttentionWork
-from truemfu.flops.pairs import Band
+from truemfu.flops.attention.kernels import AttentionWork
+from truemfu.flops.attention.pairs import Band
 from truemfu.flops.registry import MODULE_FORMULAS, OPERATOR_FORMULAS, module_formula
 
 ROWS, IN, OUT = 3, 4, 6

@@ -31,7 +31,9 @@ both = pytest.mark.parametrize("count", COUNTS.values(), ids=COUNTS)
 def _threads_of_other_tests_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process of tests may have threads of libraries; where any runs, plain values are left as they are."""
     before = set(threading.enumerate())
-    monkeypatch.setattr("truemfu.flops.shared_state.is_alone", lambda: set(threading.enumerate()) <= before)
+    monkeypatch.setattr(
+        "truemfu.flops.isolation.shared_state.is_alone", lambda: set(threading.enumerate()) <= before
+    )
 
 
 CACHE: dict[int, torch.Tensor] = {}

@@ -20,9 +20,9 @@ from truemfu import Convention, FlopModel, count_flops, register_module
 from truemfu.errors import ModelError
 from truemfu.flops.host_copy import host_copy, place_of, start_host_copy
 from truemfu.flops.interruption import Fetched, Supervision
+from truemfu.flops.isolation.process_state import autocast_state
 from truemfu.flops.registry import MODULE_FORMULAS
-from truemfu.flops.snapshot import snapshot
-from truemfu.flops.surroundings import autocast_state
+from truemfu.flops.shadow.snapshot import snapshot
 
 pytestmark = pytest.mark.filterwarnings("ignore:operators that may do matrix work.*data_ptr")
 

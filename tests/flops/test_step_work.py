@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from truemfu import Convention, FlopModel, count_flops
-from truemfu.flops.pairs import CAUSAL, FULL, Band
-from truemfu.sweep.models import ReferenceModel
+from truemfu.flops.attention.pairs import CAUSAL, FULL, Band
 from truemfu.sweep.sizes import SIZES
+from truemfu.sweep.worker.models import ReferenceModel
 
 
 def batch(samples: int, length: int) -> dict[str, torch.Tensor]:

@@ -14,13 +14,13 @@ from torch import nn
 
 from truemfu.convention import Convention
 from truemfu.errors import BatchError, ModelError, TruemfuError, UsageError
-from truemfu.flops.count import count_flops
-from truemfu.flops.example_batch import example_batch
+from truemfu.flops.count.count import count_flops
 from truemfu.flops.flop_count import FlopCount
-from truemfu.flops.hf_config import BuildOptions, model_from_config
-from truemfu.flops.model_view import BatchRequest
-from truemfu.flops.targets import Target, count_target, parse_dtype, resolve_target
-from truemfu.sweep.models import REFERENCE_MODELS
+from truemfu.flops.models.example_batch import example_batch
+from truemfu.flops.models.hf_config import BuildOptions, model_from_config
+from truemfu.flops.models.model_view import BatchRequest
+from truemfu.flops.models.targets import Target, count_target, parse_dtype, resolve_target
+from truemfu.sweep.worker.models import REFERENCE_MODELS
 
 TEXT = {
     "vocab_size": 99,
@@ -250,13 +250,13 @@ def test_a_model_that_needs_values_is_built_again_with_them(monkeypatch: pytest.
         layer = nn.Linear(8, 4, bias=False, device=device)
         return Target(name="layer", model=layer, batch=(torch.ones(5, 8),))
 
-    monkeypatch.setattr("truemfu.flops.targets.count_flops", count_with_values_only)
+    monkeypatch.setattr("truemfu.flops.models.targets.count_flops", count_with_values_only)
     again = replace(on("meta"), with_values=lambda: on("cpu"))
     count = count_target(again, convention=Convention(), backward=True)
     assert (count.forward, count.backward) == (2 * 5 * 8 * 4, 2 * 5 * 8 * 4)
     with pytest.raises(ModelError, match="needs real values"):
         count_target(on("meta"), convention=Convention(), backward=True)
-    monkeypatch.setattr("truemfu.flops.targets._MAX_BYTES_WITH_VALUES", 100)
+    monkeypatch.setattr("truemfu.flops.models.targets._MAX_BYTES_WITH_VALUES", 100)
     with pytest.raises(ModelError, match="needs real values"):
         count_target(again, convention=Convention(), backward=True)
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from truemfu.errors import UsageError
-from truemfu.flops import terms
-from truemfu.flops.matcher import Matcher
-from truemfu.flops.pairs import Band
-from truemfu.flops.sizes import SizeStep
+from truemfu.flops.attention.pairs import Band
+from truemfu.flops.closed_form import terms
+from truemfu.flops.closed_form.matcher import Matcher
+from truemfu.flops.operators.conv_sizes import SizeStep
 
 SIZES = {
     "samples": 3,

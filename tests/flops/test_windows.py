@@ -16,8 +16,8 @@ pytest.importorskip("transformers", minversion="5.0")
 from transformers import GemmaConfig, LlamaConfig, MistralConfig, ModernBertConfig, Phi3Config
 
 from truemfu import Convention, FlopModel, TrainingMonitor, count_flops
-from truemfu.flops.hf_config import model_from_config
-from truemfu.flops.pairs import Band
+from truemfu.flops.attention.pairs import Band
+from truemfu.flops.models.hf_config import model_from_config
 
 SMALL: dict[str, Any] = {
     "hidden_size": 32,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from truemfu.hardware.nsight import ProductWork, StepCount
+from truemfu.hardware.nsight.command import ProductWork, StepCount
 
 FOLDER = Path(__file__).parent / "ncu"
 OPERATORS = (FOLDER / "h200_operators.csv").read_text(encoding="utf-8")

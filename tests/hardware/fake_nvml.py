@@ -14,9 +14,9 @@ from typing import Any
 
 from tests.hardware.recorded import says_nothing
 
-from truemfu.hardware.counters import CounterSample, GpuProcess
-from truemfu.hardware.gpm import _PERCENT_IDS
-from truemfu.hardware.nvml import _THROTTLE_BITS
+from truemfu.hardware.counters.gpm import _PERCENT_IDS
+from truemfu.hardware.counters.nvml import _THROTTLE_BITS
+from truemfu.hardware.counters.samples import CounterSample, GpuProcess
 
 NOT_SUPPORTED, NO_PERMISSION, NOT_FOUND, INVALID_ARGUMENT, GPU_IS_LOST, UNKNOWN_ERROR = 3, 4, 6, 2, 15, 999
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
-from truemfu.hardware.counter_trace import Replay
-from truemfu.hardware.counter_windows import GPM_LAG_S, between
-from truemfu.hardware.counters import ACTIVITIES, CounterSample, CounterWindow
-from truemfu.hardware.sampler import Sampler
+from truemfu.hardware.counters.sampler import Sampler
+from truemfu.hardware.counters.samples import ACTIVITIES, CounterSample, CounterWindow
+from truemfu.hardware.counters.trace import Replay
+from truemfu.hardware.counters.windows import GPM_LAG_S, between
 
 TRACES = Path(__file__).parent / "traces"
 MATMUL, TRAINING, PIPES, PRODUCTS = (

@@ -18,8 +18,8 @@ import pytest
 from fake_ncu import CUBE, EXECUTED, FOLDER, OPERATORS, STEP, STEP_COUNT, STEP_FILE, install_fake_ncu
 
 from truemfu.cli import audit_progress, main
-from truemfu.hardware import nsight
-from truemfu.hardware.nsight import StepCount
+from truemfu.hardware.nsight import command as nsight
+from truemfu.hardware.nsight.command import StepCount
 
 COUNTED = msgspec.json.encode(STEP_COUNT).decode()
 ACTIVITY_ALONE = (

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 from fake_ncu import STEP, STEP_FILE, install_fake_ncu
 
-from truemfu.hardware.nsight import COUNT_VARIABLE, ncu_command
-from truemfu.hardware.nsight_csv import parse_ncu_csv
-from truemfu.hardware.nsight_run import RunEnd, printed_by, run_audited
+from truemfu.hardware.nsight.command import COUNT_VARIABLE, ncu_command
+from truemfu.hardware.nsight.csv_output import parse_ncu_csv
+from truemfu.hardware.nsight.run import RunEnd, printed_by, run_audited
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are found in /proc")
 
@@ -147,7 +147,7 @@ def test_an_interrupt_takes_all_processes_down(place: Place, tmp_path: Path) -> 
     }
     program = (
         "import json, sys; from pathlib import Path\n"
-        "from truemfu.hardware.nsight_run import run_audited\n"
+        "from truemfu.hardware.nsight.run import run_audited\n"
         f"run_audited(**json.loads({json.dumps(arguments)!r}), count_file=Path({str(place.count_file)!r}))"
     )
     with subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True) as audit:

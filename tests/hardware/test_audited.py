@@ -11,11 +11,11 @@ from fake_ncu import EXECUTED, STEP, STEP_COUNT
 
 from truemfu import Convention, FlopModel
 from truemfu.errors import RecordError
-from truemfu.hardware.audited import read_audit
-from truemfu.hardware.nsight_audit import audit_of
-from truemfu.hardware.nsight_csv import parse_ncu_csv
+from truemfu.hardware.nsight.audit import audit_of
+from truemfu.hardware.nsight.audited import read_audit
+from truemfu.hardware.nsight.csv_output import parse_ncu_csv
 from truemfu.hardware.tiles import mean_tile_factor
-from truemfu.sweep.models import build_reference_model
+from truemfu.sweep.worker.models import build_reference_model
 
 HOPPER = (9, 0)
 AUDIT = (

@@ -9,15 +9,17 @@ import pytest
 import torch
 
 from truemfu.errors import UsageError
-from truemfu.hardware import ceiling, ceiling_products, ceiling_search
-from truemfu.hardware.ceiling import (
+from truemfu.hardware.ceiling import ceiling
+from truemfu.hardware.ceiling import products as ceiling_products
+from truemfu.hardware.ceiling import search as ceiling_search
+from truemfu.hardware.ceiling.ceiling import (
     MatmulCeiling,
     limited_by,
     measure_ceiling,
 )
-from truemfu.hardware.ceiling_products import Shape
+from truemfu.hardware.ceiling.products import Shape
+from truemfu.hardware.counters.executed import datasheet_clock_hz
 from truemfu.hardware.detect import find_spec
-from truemfu.hardware.executed import datasheet_clock_hz
 from truemfu.hardware.specs import DEVICES, DTYPES, DeviceSpec
 
 NVIDIA_ONLY = "clock, power and what held the clock back are read on NVIDIA GPUs only"

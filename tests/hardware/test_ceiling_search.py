@@ -7,11 +7,11 @@ import math
 import pytest
 import torch
 
-from truemfu.hardware import ceiling_search
-from truemfu.hardware.ceiling import measure_ceiling
-from truemfu.hardware.ceiling_products import Product, Shape, flops_of
-from truemfu.hardware.ceiling_search import Tried, hold, search, shapes_for, whole_waves
-from truemfu.hardware.ceiling_watch import Run, Watch
+from truemfu.hardware.ceiling import search as ceiling_search
+from truemfu.hardware.ceiling.ceiling import measure_ceiling
+from truemfu.hardware.ceiling.clock_watch import Run, Watch
+from truemfu.hardware.ceiling.products import Product, Shape, flops_of
+from truemfu.hardware.ceiling.search import Tried, hold, search, shapes_for, whole_waves
 from truemfu.hardware.specs import DEVICES
 
 CPU = torch.device("cpu")

@@ -13,13 +13,15 @@ import pytest
 import torch
 
 from truemfu.errors import CounterError, ReplayEnded
-from truemfu.hardware import ceiling, ceiling_search, ceiling_watch
-from truemfu.hardware.ceiling import measure_ceiling
-from truemfu.hardware.ceiling_products import timed
-from truemfu.hardware.ceiling_watch import Observed, Run, Watch, observed
-from truemfu.hardware.counter_trace import Replay
-from truemfu.hardware.counters import CounterSample, GpuInfo
-from truemfu.hardware.cycle_stamps import CycleStamps, Stamp
+from truemfu.hardware.ceiling import ceiling
+from truemfu.hardware.ceiling import clock_watch as ceiling_watch
+from truemfu.hardware.ceiling import search as ceiling_search
+from truemfu.hardware.ceiling.ceiling import measure_ceiling
+from truemfu.hardware.ceiling.clock_watch import Observed, Run, Watch, observed
+from truemfu.hardware.ceiling.products import timed
+from truemfu.hardware.counters.cycle_stamps import CycleStamps, Stamp
+from truemfu.hardware.counters.samples import CounterSample, GpuInfo
+from truemfu.hardware.counters.trace import Replay
 from truemfu.hardware.detect import find_spec
 
 MATMUL = Path(__file__).parent / "traces" / "h200_matmul.jsonl"

@@ -27,15 +27,10 @@ from tests.hardware.recorded import (
 )
 
 from truemfu.errors import CounterError, RecordError, ReplayEnded, TruemfuWarning
-from truemfu.hardware.counter_trace import Recorder, Replay
-from truemfu.hardware.counter_windows import (
-    GPM_LAG_S,
-    between,
-    combine,
-    interval_of,
-    with_energy,
-)
-from truemfu.hardware.counters import (
+from truemfu.hardware.counters.executed import executed_flops_per_s
+from truemfu.hardware.counters.nvml import NvmlSource
+from truemfu.hardware.counters.sampler import Sampler
+from truemfu.hardware.counters.samples import (
     ACTIVITIES,
     CounterSample,
     CounterWindow,
@@ -44,9 +39,14 @@ from truemfu.hardware.counters import (
     GpuProcess,
     find_gpu,
 )
-from truemfu.hardware.executed import executed_flops_per_s
-from truemfu.hardware.nvml import NvmlSource
-from truemfu.hardware.sampler import Sampler
+from truemfu.hardware.counters.trace import Recorder, Replay
+from truemfu.hardware.counters.windows import (
+    GPM_LAG_S,
+    between,
+    combine,
+    interval_of,
+    with_energy,
+)
 from truemfu.hardware.specs import DEVICES
 
 GPU = GpuInfo(index=0, name="NVIDIA H200", uuid="GPU-1234-AB", max_sm_clock_hz=1980e6)

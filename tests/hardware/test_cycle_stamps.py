@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from truemfu.hardware import cycle_stamps
-from truemfu.hardware.cycle_stamps import CycleStamps, Stamp, mean_clock_hz
+from truemfu.hardware.counters import cycle_stamps
+from truemfu.hardware.counters.cycle_stamps import CycleStamps, Stamp, mean_clock_hz
 
 
 def stamp(**by_sm: tuple[int, int]) -> Any:

@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 from tests.hardware.recorded import MATMUL, PRODUCTS, played, window_of
 
-from truemfu.hardware.counters import CounterWindow, Cycles
-from truemfu.hardware.detect import find_spec
-from truemfu.hardware.executed import (
+from truemfu.hardware.counters.executed import (
     counted_clock_hz,
     datasheet_clock_hz,
     executed_flops_per_s,
     hmma_rate,
     relative_rate,
 )
+from truemfu.hardware.counters.samples import CounterWindow, Cycles
+from truemfu.hardware.detect import find_spec
 from truemfu.hardware.specs import DeviceSpec
 
 

@@ -9,9 +9,16 @@ import pytest
 from fake_ncu import CUBE, OPERATORS, STEP, STEP_PROCESS
 
 from truemfu.errors import RecordError, UsageError
-from truemfu.hardware import nsight
-from truemfu.hardware.nsight import METRICS, StepCount, find_ncu, ncu_command, read_step_count, table_command
-from truemfu.hardware.nsight_csv import (
+from truemfu.hardware.nsight import command as nsight
+from truemfu.hardware.nsight.command import (
+    METRICS,
+    StepCount,
+    find_ncu,
+    ncu_command,
+    read_step_count,
+    table_command,
+)
+from truemfu.hardware.nsight.csv_output import (
     MATRIX_METRIC,
     PIPE_METRIC,
     KernelLaunch,

@@ -17,10 +17,10 @@ from fake_ncu import (
     STEP_COUNT,
 )
 
-from truemfu.hardware.nsight import StepCount
-from truemfu.hardware.nsight_audit import audit_of, kind_of
-from truemfu.hardware.nsight_csv import KernelLaunch, parse_ncu_csv
-from truemfu.hardware.tile_match import matched_products
+from truemfu.hardware.nsight.audit import audit_of, kind_of
+from truemfu.hardware.nsight.command import StepCount
+from truemfu.hardware.nsight.csv_output import KernelLaunch, parse_ncu_csv
+from truemfu.hardware.nsight.tile_match import matched_products
 
 BF16 = "sm__ops_path_tensor_src_bf16_dst_fp32.sum"
 NVJET = "nvjet_sm90_tst_192x192_64x4_2x1_v_bz_coopB_TNN"

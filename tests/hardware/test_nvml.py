@@ -24,11 +24,11 @@ from tests.hardware.fake_nvml import (
 from tests.hardware.recorded import EVERY_50_MS, MATMUL, played, rows_of, says_nothing, window_of
 
 from truemfu.errors import CounterError, TruemfuWarning
-from truemfu.hardware import gpm as gpm_module
-from truemfu.hardware import nvml as nvml_module
-from truemfu.hardware.counters import ACTIVITIES, CounterSample, GpuInfo, GpuProcess
-from truemfu.hardware.nvml import NvmlSource
-from truemfu.hardware.sampler import Sampler
+from truemfu.hardware.counters import gpm as gpm_module
+from truemfu.hardware.counters import nvml as nvml_module
+from truemfu.hardware.counters.nvml import NvmlSource
+from truemfu.hardware.counters.sampler import Sampler
+from truemfu.hardware.counters.samples import ACTIVITIES, CounterSample, GpuInfo, GpuProcess
 
 
 def source_of(nvml: FakeNvml, every_s: float = 1.0) -> NvmlSource:

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import pytest
 from tests.command_line import Run, caller
 
-from truemfu.hardware import ceiling
-from truemfu.hardware.ceiling import CeilingRun, MatmulCeiling
+from truemfu.hardware.ceiling import ceiling
+from truemfu.hardware.ceiling.ceiling import CeilingRun, MatmulCeiling
 
 BURST = CeilingRun(
     shape=(8192, 8192, 8192),

@@ -15,9 +15,9 @@ import pytest
 from tests.hardware.recorded import MATMUL, TRAINING, TROUBLE, played, together, window_of
 
 from truemfu.errors import CounterError, UsageError
-from truemfu.hardware.counter_trace import Replay
-from truemfu.hardware.counters import CounterSample, CounterSource, GpuInfo
-from truemfu.hardware.sampler import Sampler
+from truemfu.hardware.counters.sampler import Sampler
+from truemfu.hardware.counters.samples import CounterSample, CounterSource, GpuInfo
+from truemfu.hardware.counters.trace import Replay
 
 
 @contextlib.contextmanager
@@ -282,7 +282,7 @@ def test_a_slow_read_is_followed_by_a_pause() -> None:
 
 
 def test_a_read_that_hangs_in_the_driver_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("truemfu.hardware.sampler._JOIN_S", 0.05)
+    monkeypatch.setattr("truemfu.hardware.counters.sampler._JOIN_S", 0.05)
     hang = threading.Event()
 
     def hanging(read: int) -> CounterSample:
@@ -298,7 +298,7 @@ def test_a_read_that_hangs_in_the_driver_does_not_hold_up_the_end(monkeypatch: p
 
 
 def test_while_a_read_hangs_old_figures_do_not_pass_for_the_present(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("truemfu.hardware.sampler._HANGING_S", 0.05)
+    monkeypatch.setattr("truemfu.hardware.counters.sampler._HANGING_S", 0.05)
     hang = threading.Event()
 
     def hanging(read: int) -> CounterSample:
@@ -320,8 +320,8 @@ def test_while_a_read_hangs_old_figures_do_not_pass_for_the_present(monkeypatch:
 def test_the_thread_ends_with_the_process_even_in_the_middle_of_a_read() -> None:
     program = """
 import time
-from truemfu.hardware.counters import GpuInfo
-from truemfu.hardware.sampler import Sampler
+from truemfu.hardware.counters.samples import GpuInfo
+from truemfu.hardware.counters.sampler import Sampler
 
 class Hanging:
     def gpus(self): return [GpuInfo(index=0, name="x")]
@@ -337,7 +337,7 @@ print("done")
 
 
 def test_reading_needs_neither_torch_nor_the_driver() -> None:
-    program = "import sys, truemfu.hardware.sampler; print({'torch', 'pynvml'} & set(sys.modules))"
+    program = "import sys, truemfu.hardware.counters.sampler; print({'torch', 'pynvml'} & set(sys.modules))"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
     assert ended.stdout.strip() == "set()"
 

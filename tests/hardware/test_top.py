@@ -30,10 +30,10 @@ from tests.hardware.recorded import (
 from truemfu.cli import main
 from truemfu.cli.top import readings
 from truemfu.cli.top_screen import Reading, reading_of, screen
-from truemfu.hardware.counter_trace import Replay
-from truemfu.hardware.counters import CounterWindow, GpuInfo, GpuProcess
-from truemfu.hardware.nvml import NvmlSource
-from truemfu.hardware.sampler import Health, Sampler
+from truemfu.hardware.counters.nvml import NvmlSource
+from truemfu.hardware.counters.sampler import Health, Sampler
+from truemfu.hardware.counters.samples import CounterWindow, GpuInfo, GpuProcess
+from truemfu.hardware.counters.trace import Replay
 
 # The package has the command under this name, not the module.
 top_module = importlib.import_module("truemfu.cli.top")
@@ -314,8 +314,8 @@ def test_a_gpu_that_is_lost_on_the_way_is_a_line_below_the_table(
 def test_once_gives_up_on_a_driver_that_does_not_answer(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("truemfu.hardware.sampler._HANGING_S", 0.5)
-    monkeypatch.setattr("truemfu.hardware.nvml._CLOSE_S", 0.01)
+    monkeypatch.setattr("truemfu.hardware.counters.sampler._HANGING_S", 0.5)
+    monkeypatch.setattr("truemfu.hardware.counters.nvml._CLOSE_S", 0.01)
     answer = threading.Event()
     nvml = FakeNvml()
     nvml.before_read = lambda reads: answer.wait(20)

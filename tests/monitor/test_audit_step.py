@@ -11,22 +11,22 @@ import pytest
 import torch
 from torch import nn
 
-from truemfu.flops.step_work import StepWork
-from truemfu.hardware.nsight import COUNT_VARIABLE, ProductWork, StepCount, read_step_count
-from truemfu.hardware.nsight_audit import audit_of
-from truemfu.hardware.nsight_csv import parse_ncu_csv
-from truemfu.monitor.audit_step import AuditStep, Marks
+from truemfu.flops.count.step_work import StepWork
+from truemfu.hardware.nsight.audit import audit_of
+from truemfu.hardware.nsight.command import COUNT_VARIABLE, ProductWork, StepCount, read_step_count
+from truemfu.hardware.nsight.csv_output import parse_ncu_csv
 from truemfu.monitor.config import load_config
-from truemfu.monitor.counting import Counting
-from truemfu.monitor.counts import Counts
-from truemfu.monitor.host_values import HostValues
-from truemfu.monitor.model_state import ModelState
 from truemfu.monitor.notices import Notices
-from truemfu.monitor.observe import BatchNotes
-from truemfu.monitor.ranks import RankLink
-from truemfu.monitor.step_note import WARMUP_STEPS, StepNote
-from truemfu.sweep.models import ReferenceModel
+from truemfu.monitor.ranks.rank_link import RankLink
+from truemfu.monitor.row_side.audit_step import AuditStep, Marks
+from truemfu.monitor.row_side.flops_of_steps import Counting
+from truemfu.monitor.training_side.batch_notes import BatchNotes
+from truemfu.monitor.training_side.counts import Counts
+from truemfu.monitor.training_side.host_values import HostValues
+from truemfu.monitor.training_side.model_state import ModelState
+from truemfu.monitor.training_side.step_note import WARMUP_STEPS, StepNote
 from truemfu.sweep.sizes import SIZES
+from truemfu.sweep.worker.models import ReferenceModel
 
 H200_STEP = Path(__file__).parent.parent / "hardware" / "ncu" / "h200_step_2_layers.csv"
 CPU = torch.device("cpu")

@@ -15,9 +15,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from truemfu import TrainingMonitor
-from truemfu.monitor import between_steps
-from truemfu.monitor.between_steps import Between, BetweenSteps, Wait, between
 from truemfu.monitor.summary import lines_of
+from truemfu.monitor.training_side import between_steps
+from truemfu.monitor.training_side.between_steps import Between, BetweenSteps, Wait, between
 from truemfu.torch_private import loading
 
 SLEEP_S = 0.05

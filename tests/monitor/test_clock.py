@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from truemfu.monitor.clock import (
+from truemfu.monitor.training_side.clock import (
     CudaClock,
     HostClock,
     Mark,
@@ -24,7 +24,7 @@ from truemfu.monitor.clock import (
 def at(monkeypatch: pytest.MonkeyPatch, *moments: float) -> None:
     """What `time.perf_counter` answers, one call after another."""
     left = list(moments)
-    monkeypatch.setattr("truemfu.monitor.clock.time.perf_counter", lambda: left.pop(0))
+    monkeypatch.setattr("truemfu.monitor.training_side.clock.time.perf_counter", lambda: left.pop(0))
 
 
 def test_a_step_lasts_from_the_end_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +91,7 @@ class RecordedEvent:
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     """Asked right after each of its marks."""
     device = Device()
-    monkeypatch.setattr("truemfu.monitor.clock._age_s", lambda mark: device.age_s)
+    monkeypatch.setattr("truemfu.monitor.training_side.clock._age_s", lambda mark: device.age_s)
     return device
 
 
@@ -272,7 +272,7 @@ def test_a_long_pause_is_no_step_to_go_by(device: Device) -> None:
 
 
 def test_a_clock_keeps_every_event_unless_it_may_thin_them_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("truemfu.monitor.clock._age_s", lambda mark: 0.001)
+    monkeypatch.setattr("truemfu.monitor.training_side.clock._age_s", lambda mark: 0.001)
     device = Device()
     device._thins_out = False
     run(device, StepClock(device), 100)
@@ -332,7 +332,7 @@ def test_without_a_driver_there_is_no_capture_to_leave_alone(monkeypatch: pytest
 _CAPTURE = """
 import sys, tempfile, time, torch
 from truemfu import TrainingMonitor
-from truemfu.monitor import resolver
+from truemfu.monitor.row_side import resolver
 
 if "as before" in sys.argv:
     resolver.leave_captures_alone = lambda: None

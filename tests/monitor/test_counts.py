@@ -21,9 +21,9 @@ from torch.utils.checkpoint import checkpoint
 
 from truemfu import TrainingMonitor, count_flops
 from truemfu.errors import TruemfuWarning
-from truemfu.flops import closed_form
-from truemfu.monitor.counting import Counting
+from truemfu.flops.closed_form import flop_model as closed_form
 from truemfu.monitor.live_run import LiveRun
+from truemfu.monitor.row_side.flops_of_steps import Counting
 from truemfu.monitor.summary import lines_of
 
 STEPS = 6
@@ -513,7 +513,7 @@ def test_beyond_the_first_three_counts_keep_to_a_share_of_the_run(
 ) -> None:
     ahead_s = 0.0
     now_s = time.perf_counter
-    monkeypatch.setattr("truemfu.monitor.counts._now_s", lambda: now_s() + ahead_s)
+    monkeypatch.setattr("truemfu.monitor.training_side.counts._now_s", lambda: now_s() + ahead_s)
     model = PerShape()
     monitor = TrainingMonitor(tmp_path, {"monitoring": {"peak_tflops": 1}}, model=model)
     sizes = [2, 3, 5, 7, 7, 7]

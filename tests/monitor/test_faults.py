@@ -252,7 +252,7 @@ def test_tensors_inside_objects_are_no_count_of_the_first_batch(tmp_path: Path, 
 def test_a_step_of_too_many_micro_batches_tells_no_rate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("truemfu.monitor.observe._MAX_NOTES", 3)
+    monkeypatch.setattr("truemfu.monitor.training_side.batch_notes._MAX_NOTES", 3)
     model = Tokens()
     monitor = TrainingMonitor(tmp_path, PEAK, model=model)
     with pytest.warns(TruemfuWarning, match="too many micro-batches"):
@@ -299,7 +299,7 @@ def test_flops_that_cannot_be_worked_out_cost_no_row(tmp_path: Path, monkeypatch
     def fails(*_: Any, **__: Any) -> None:
         raise RuntimeError("no such luck")
 
-    monkeypatch.setattr("truemfu.monitor.counting.Counting.step", fails)
+    monkeypatch.setattr("truemfu.monitor.row_side.flops_of_steps.Counting.step", fails)
     model = Tokens()
     rows = trained(tmp_path, model, [lambda: model(ids())] * 3)
     assert [row["training/loss"] for row in rows] == [1.0] * 3

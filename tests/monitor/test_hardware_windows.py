@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from truemfu.hardware.counters import CounterWindow
+from truemfu.hardware.counters.executed import CYCLE_COUNTERS, DRIVER
+from truemfu.hardware.counters.samples import CounterWindow
 from truemfu.hardware.detect import find_spec
-from truemfu.hardware.executed import CYCLE_COUNTERS, DRIVER
-from truemfu.monitor.counting import StepFlops
-from truemfu.monitor.hardware_figures import StepDetail, StepSums, figures_of
-from truemfu.monitor.hardware_watch import Cut, Measured
-from truemfu.monitor.hardware_windows import HardwareWindows, merged
+from truemfu.monitor.hybrid.hardware_figures import StepDetail, StepSums, figures_of
+from truemfu.monitor.hybrid.hardware_windows import HardwareWindows, merged
 from truemfu.monitor.metrics import StepAmounts, StepTime
+from truemfu.monitor.row_side.flops_of_steps import StepFlops
+from truemfu.monitor.training_side.hardware_watch import Cut, Measured
 
 H200 = find_spec("NVIDIA H200", None)
 PEAK = 989.4e12

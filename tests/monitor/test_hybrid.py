@@ -19,18 +19,19 @@ from torch import nn
 
 from truemfu import TrainingMonitor, count_flops
 from truemfu.errors import CounterError, TruemfuWarning
-from truemfu.flops.step_work import StepWork
-from truemfu.hardware.audited import read_audit
-from truemfu.hardware.counter_trace import Replay
-from truemfu.hardware.counters import CounterSample, GpuInfo, GpuProcess
+from truemfu.flops.count.step_work import StepWork
+from truemfu.hardware.counters.executed import executed_flops_per_s
+from truemfu.hardware.counters.samples import CounterSample, GpuInfo, GpuProcess
+from truemfu.hardware.counters.trace import Replay
 from truemfu.hardware.detect import find_spec
-from truemfu.hardware.executed import executed_flops_per_s
-from truemfu.monitor import hardware_watch, live_run
-from truemfu.monitor.hardware_watch import Cut, HardwareWatch
-from truemfu.monitor.hardware_windows import HardwareWindows
-from truemfu.monitor.step_detail import detail_of
+from truemfu.hardware.nsight.audited import read_audit
+from truemfu.monitor import live_run
+from truemfu.monitor.hybrid.hardware_windows import HardwareWindows
+from truemfu.monitor.row_side.step_detail import detail_of
 from truemfu.monitor.summary import lines_of
-from truemfu.sweep.models import build_reference_model
+from truemfu.monitor.training_side import hardware_watch
+from truemfu.monitor.training_side.hardware_watch import Cut, HardwareWatch
+from truemfu.sweep.worker.models import build_reference_model
 
 TRACE = Path(__file__).parent.parent / "hardware" / "traces" / "h200_training.jsonl"
 AUDIT = Path(__file__).parent / "audit.json"
@@ -212,7 +213,7 @@ def test_mfu_stays_the_count_and_hfu_follows_the_counters(
 def test_the_waterfall_starts_at_the_datasheet_and_names_a_power_limit(
     model: nn.Module, tmp_path: Path, counters: Callable[..., Live], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from truemfu.monitor import counting
+    from truemfu.monitor.row_side import flops_of_steps as counting
 
     monkeypatch.setattr(counting, "ideal_flops_per_s", lambda *_: (989.4e12, "datasheet: NVIDIA H200"))
     counters(Live(lambda sample: msgspec.structs.replace(sample, throttle_reasons=("power_limit",))))

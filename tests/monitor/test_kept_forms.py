@@ -17,9 +17,15 @@ import torch
 from torch import nn
 
 from truemfu import FlopModel
-from truemfu.flops.identity import model_identity
-from truemfu.monitor import kept_forms
-from truemfu.monitor.kept_forms import FORMS_FILE, MAX_FORMS, KeptForms, KeptInBackground, form_key
+from truemfu.flops.identity.identity import model_identity
+from truemfu.monitor.training_side import kept_forms
+from truemfu.monitor.training_side.kept_forms import (
+    FORMS_FILE,
+    MAX_FORMS,
+    KeptForms,
+    KeptInBackground,
+    form_key,
+)
 
 DATA = {"version": 2, "flops": 2**70, "ratio": 0.1, "kinds": [{"b": None, "a": "ünïcode"}, True, []]}
 

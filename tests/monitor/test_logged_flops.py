@@ -32,7 +32,7 @@ from benchmarks.cases import CASES, Case, case
 
 from truemfu import TrainingMonitor, calculate_precise_mfu, count_flops, profile_model_flops
 from truemfu.errors import TruemfuWarning
-from truemfu.monitor.counting import Counting
+from truemfu.monitor.row_side.flops_of_steps import Counting
 from truemfu.monitor.summary import lines_of
 
 SLOW = ("mamba", "llama-compiled", "gpt2-compiled", "resnet-compiled")
@@ -770,7 +770,7 @@ def test_a_number_that_changes_the_work_is_seen_by_the_next_check(tmp_path: Path
 def test_a_number_that_goes_on_changing_the_work_is_seen_each_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("truemfu.monitor.counts._FREE_COUNTS", 8)
+    monkeypatch.setattr("truemfu.monitor.training_side.counts._FREE_COUNTS", 8)
     model = GrowsDeeper()
     model.layers.extend([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
 

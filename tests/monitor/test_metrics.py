@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from truemfu.monitor.counting import StepFlops
 from truemfu.monitor.metrics import StepAmounts, StepTime, Window, performance
+from truemfu.monitor.row_side.flops_of_steps import StepFlops
 from truemfu.monitor.totals import Reservoir, Totals
 
 FLOPS = StepFlops(

@@ -19,7 +19,7 @@ from torch import nn
 
 from truemfu import Convention, TrainingMonitor, UsageError, count_flops
 from truemfu.errors import TruemfuWarning
-from truemfu.sweep.models import build_reference_model
+from truemfu.sweep.worker.models import build_reference_model
 
 PEAK = 10.0  # TFLOP/s, made up
 
@@ -547,7 +547,7 @@ def test_warnings_that_are_errors_never_reach_the_training(model: nn.Module, tmp
         import warnings; warnings.simplefilter("error")
         import torch
         from truemfu import TrainingMonitor
-        from truemfu.sweep.models import build_reference_model
+        from truemfu.sweep.worker.models import build_reference_model
         model = build_reference_model("tiny")
         monitor = TrainingMonitor({str(tmp_path)!r}, {{"monitoring": {{"peak_tflops": 1e-6}}}}, model=model)
         ids = torch.zeros(2, 16, dtype=torch.long)
@@ -568,7 +568,7 @@ def test_at_exit_everything_is_written_and_summed_up(tmp_path: Path) -> None:
     code = f"""
         import torch
         from truemfu import TrainingMonitor
-        from truemfu.sweep.models import build_reference_model
+        from truemfu.sweep.worker.models import build_reference_model
         model = build_reference_model("tiny")
         monitor = TrainingMonitor({str(tmp_path)!r}, {{"monitoring": {{"peak_tflops": 1}}}}, model=model)
         ids = torch.zeros(2, 16, dtype=torch.long)

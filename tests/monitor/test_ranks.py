@@ -24,11 +24,11 @@ import torch.distributed.distributed_c10d as c10d
 from rank_processes import free_address, run_ranks
 from torch import nn
 
-import truemfu.monitor.ranks as ranks
-import truemfu.monitor.store_thread as store_thread
+import truemfu.monitor.ranks.rank_link as ranks
+import truemfu.monitor.ranks.store_thread as store_thread
 from truemfu import FlopModel, count_flops
 from truemfu.errors import TruemfuWarning
-from truemfu.monitor.ranks import COUNT, NOTHING, WAITING, Answer, LinkLimits, RankLink
+from truemfu.monitor.ranks.rank_link import COUNT, NOTHING, WAITING, Answer, LinkLimits, RankLink
 
 KEY = "first"
 TIME_LIMIT_S = 120
@@ -663,7 +663,7 @@ time.sleep(600)
 CLIENT = """
 import os, signal, sys, time
 import torch.distributed as dist
-from truemfu.monitor.ranks import LinkLimits, NOTHING, RankLink, WAITING
+from truemfu.monitor.ranks.rank_link import LinkLimits, NOTHING, RankLink, WAITING
 store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), None, False, wait_for_workers=False)
 dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 link = RankLink(rank=1, world_size=2, limits=LinkLimits(stuck_s=0.5))

@@ -29,12 +29,14 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from truemfu import TrainingMonitor
-from truemfu.flops.closed_form import FlopModel
-from truemfu.monitor import attachment, observe, resolver
-from truemfu.monitor import clock as clock_module
-from truemfu.monitor.clock import CudaClock, HostClock, Mark, StepClock
-from truemfu.monitor.compilations import compilations
-from truemfu.monitor.host_values import HostValues
+from truemfu.flops.closed_form.flop_model import FlopModel
+from truemfu.monitor.row_side import resolver
+from truemfu.monitor.training_side import attachment
+from truemfu.monitor.training_side import batch_notes as observe
+from truemfu.monitor.training_side import clock as clock_module
+from truemfu.monitor.training_side.clock import CudaClock, HostClock, Mark, StepClock
+from truemfu.monitor.training_side.compilations import compilations
+from truemfu.monitor.training_side.host_values import HostValues
 from truemfu.records import RUN_FILE
 
 STEPS_TO_AGREE = 6
@@ -206,7 +208,7 @@ def test_steps_are_on_disk_ten_seconds_later_while_others_follow(run: Run) -> No
 
 
 def test_long_steps_are_on_disk_before_the_next_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("truemfu.monitor.resolver._WAKE_EVERY_S", 0.02)
+    monkeypatch.setattr("truemfu.monitor.row_side.resolver._WAKE_EVERY_S", 0.02)
     run = Run(tmp_path)
     run.settle()
     monkeypatch.setattr("truemfu.monitor.live_run._SLOW_STEP_S", 0.05)
@@ -262,7 +264,7 @@ def test_a_run_that_saves_nothing_gets_there_by_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Losses that are still under way hold rows up, not what the clock knows of the device."""
-    monkeypatch.setattr("truemfu.monitor.resolver._WAKE_EVERY_S", 0.02)
+    monkeypatch.setattr("truemfu.monitor.row_side.resolver._WAKE_EVERY_S", 0.02)
     run = Run(tmp_path)
     run.step()
     ends_s = time.monotonic() + 60
@@ -654,7 +656,7 @@ def test_a_compilation_is_a_warm_up_step(run: Run, monkeypatch: pytest.MonkeyPat
     """That step and no other, whether the model is compiled or something else."""
     before = compilations()  # of other tests in this process
     counters: dict[str, dict[str, int]] = {"stats": {"unique_graphs": before}}
-    monkeypatch.setattr("truemfu.monitor.compilations._counters", counters)
+    monkeypatch.setattr("truemfu.monitor.training_side.compilations._counters", counters)
     for _ in range(4):
         run.step()
     counters["stats"]["unique_graphs"] = before + 1

@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from truemfu.sweep.standard_trainer import StandardTrainer
-from truemfu.sweep.trainers import TrainerSettings
+from truemfu.sweep.trainers.base import TrainerSettings
+from truemfu.sweep.trainers.standard import StandardTrainer
 
 FOLDER = Path(os.environ.get("TRUEMFU_TEST_FOLDER", "."))
 

@@ -61,10 +61,10 @@ def test_a_change_in_the_users_trainer_or_configuration_counts(
 
 
 def test_a_module_is_found_where_python_would_find_it() -> None:
-    spec = find_module("truemfu.sweep.worker")
+    spec = find_module("truemfu.sweep.cases")
     assert spec is not None
-    assert Path(spec.origin or "").name == "worker.py"
-    assert find_module("truemfu.sweep.worker.below") is None
+    assert Path(spec.origin or "").name == "cases.py"
+    assert find_module("truemfu.sweep.cases.below") is None
     assert find_module("no_such_module") is None
 
 

@@ -9,8 +9,8 @@ import torch
 
 from truemfu.errors import ModelError
 from truemfu.records import End
-from truemfu.sweep.ends import end_of
-from truemfu.sweep.trainers import Unsupported
+from truemfu.sweep.failures import end_of
+from truemfu.sweep.trainers.base import Unsupported
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from truemfu.records import CaseResult, End, Memory, Phase, SweepCase
-from truemfu.sweep.fit import Probe, propose
+from truemfu.sweep.supervisor.memory_fit import Probe, propose
 
 GIB = 2**30
 

@@ -13,12 +13,19 @@ from torch import Tensor, nn
 
 from truemfu.errors import ModelError, UsageError
 from truemfu.records import Gate, SweepCase
-from truemfu.sweep import gate_model
-from truemfu.sweep.gate import NO_NUMBER, TOLERANCE, check_trainer
-from truemfu.sweep.models import ReferenceModel, ReferenceOutput
 from truemfu.sweep.sizes import ModelSize
-from truemfu.sweep.standard_trainer import StandardTrainer, losses_by_sample, make_optimizer
-from truemfu.sweep.trainers import NEEDS_OPACUS, TRAINERS, Trainer, TrainerSettings, Unsupported, load_trainer
+from truemfu.sweep.trainers.base import (
+    NEEDS_OPACUS,
+    TRAINERS,
+    Trainer,
+    TrainerSettings,
+    Unsupported,
+    load_trainer,
+)
+from truemfu.sweep.trainers.standard import StandardTrainer, losses_by_sample, make_optimizer
+from truemfu.sweep.worker import gradient_check_model as gate_model
+from truemfu.sweep.worker.gradient_check import NO_NUMBER, TOLERANCE, check_trainer
+from truemfu.sweep.worker.models import ReferenceModel, ReferenceOutput
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 

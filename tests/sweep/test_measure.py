@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from truemfu.errors import UsageError
 from truemfu.records import SweepCase
-from truemfu.sweep.case_model import build_case_model, endless_batches
-from truemfu.sweep.measure import count_work, median_error, step_times, time_steps, warm_up
-from truemfu.sweep.models import parameter_count
-from truemfu.sweep.run_files import clear_run_folder, write_trace
-from truemfu.sweep.trainers import NEEDS_OPACUS, TRAINERS, TrainerSettings, load_trainer
+from truemfu.sweep.trainers.base import NEEDS_OPACUS, TRAINERS, TrainerSettings, load_trainer
+from truemfu.sweep.worker.case_model import build_case_model, endless_batches
+from truemfu.sweep.worker.measure import count_work, median_error, step_times, time_steps, warm_up
+from truemfu.sweep.worker.models import parameter_count
+from truemfu.sweep.worker.run_files import clear_run_folder, write_trace
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from truemfu.errors import UsageError
-from truemfu.sweep.models import SIZES, build_reference_model, parameter_count
+from truemfu.sweep.worker.models import SIZES, build_reference_model, parameter_count
 
 
 def tokens(samples: int = 3, length: int = 16) -> torch.Tensor:

@@ -14,7 +14,7 @@ from supervised import Recorder, last_line, small
 from truemfu.records import CaseResult, End, SweepRecord, read_record
 from truemfu.report.load import load_sweep
 from truemfu.sweep.paths import SweepFolder
-from truemfu.sweep.runner import run_sweep
+from truemfu.sweep.supervisor.runner import run_sweep
 
 STAND_IN = """
 import json, os, shutil, sys, time

@@ -20,11 +20,11 @@ from supervised import HERE, Recorder, alive, last_line, processes_of_sweeps, sm
 
 from truemfu.errors import UsageError
 from truemfu.records import CaseResult, End, Memory, Phase, read_record, write_record
-from truemfu.sweep.outcome import SweepOutcome
 from truemfu.sweep.paths import SweepFolder
 from truemfu.sweep.progress import Progress, append_progress
-from truemfu.sweep.resume import reusable
-from truemfu.sweep.runner import run_sweep
+from truemfu.sweep.supervisor.outcome import SweepOutcome
+from truemfu.sweep.supervisor.resume import reusable
+from truemfu.sweep.supervisor.runner import run_sweep
 
 FAULTS = {
     "Raises": (End.ERROR, 1, None, "RuntimeError: the loss has exploded"),
@@ -223,7 +223,7 @@ import signal
 import sys
 from pathlib import Path
 from supervised import Recorder, small
-from truemfu.sweep.runner import run_sweep
+from truemfu.sweep.supervisor.runner import run_sweep
 
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup themselves
 config = small(trainers=["StandardTrainer", "failing_trainers:WaitsForLeave"], batch_sizes=[2])
@@ -322,7 +322,7 @@ FULL_DISK = """
 import json, os
 from pathlib import Path
 from supervised import Recorder, small
-from truemfu.sweep.runner import run_sweep
+from truemfu.sweep.supervisor.runner import run_sweep
 
 folder = Path(os.environ["TRUEMFU_TEST_FOLDER"])
 
@@ -376,7 +376,7 @@ STILL_FULL = """
 import json, os, subprocess
 from pathlib import Path
 from supervised import Recorder, small
-from truemfu.sweep.runner import run_sweep
+from truemfu.sweep.supervisor.runner import run_sweep
 
 folder = Path(os.environ["TRUEMFU_TEST_FOLDER"]) / "out"
 results = folder / "results"

@@ -19,7 +19,7 @@ from truemfu.sweep.launchers.local import WORKER
 from truemfu.sweep.order import WorkerOrder
 from truemfu.sweep.paths import SweepFolder
 from truemfu.sweep.process import WorkerProcess
-from truemfu.sweep.supervise import Stop, run_case, save
+from truemfu.sweep.supervisor.supervise import Stop, run_case, save
 
 NAME = "case"
 
@@ -235,7 +235,7 @@ from truemfu.records import SweepCase, encode
 from truemfu.sweep.order import WorkerOrder
 from truemfu.sweep.paths import SweepFolder
 from truemfu.sweep.process import WorkerProcess
-from truemfu.sweep.supervise import Stop, run_case
+from truemfu.sweep.supervisor.supervise import Stop, run_case
 
 folder = SweepFolder(Path(sys.argv[2]))
 case = SweepCase(trainer="StandardTrainer", model="tiny", batch_size=2, seq_len=16)

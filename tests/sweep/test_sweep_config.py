@@ -174,7 +174,8 @@ def test_without_opacus_only_the_standard_trainer_can_be_asked_for(monkeypatch: 
 
 def test_a_supervisor_starts_without_importing_torch() -> None:
     code = (
-        "import sys; import truemfu.sweep.runner; from truemfu.sweep.config import parse; parse({}); "
+        "import sys; import truemfu.sweep.supervisor.runner; from truemfu.sweep.config import parse; "
+        "parse({}); "
         "assert 'torch' not in sys.modules and 'opacus' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

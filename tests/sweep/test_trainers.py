@@ -15,10 +15,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from truemfu import count_flops, count_step
 from truemfu.errors import ModelError, UsageError
-from truemfu.sweep.models import ReferenceModel
 from truemfu.sweep.sizes import ModelSize
-from truemfu.sweep.standard_trainer import StandardTrainer, losses_by_sample
-from truemfu.sweep.trainers import NEEDS_OPACUS, TRAINERS, TrainerSettings, Unsupported, load_trainer
+from truemfu.sweep.trainers.base import NEEDS_OPACUS, TRAINERS, TrainerSettings, Unsupported, load_trainer
+from truemfu.sweep.trainers.standard import StandardTrainer, losses_by_sample
+from truemfu.sweep.worker.models import ReferenceModel
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 
@@ -237,7 +237,7 @@ def test_unknown_optimizer_names_the_closest() -> None:
 def test_without_opacus_the_extra_is_named() -> None:
     code = (
         "import sys; sys.modules['opacus'] = None\n"
-        "from truemfu.sweep.trainers import load_trainer\n"
+        "from truemfu.sweep.trainers.base import load_trainer\n"
         "load_trainer('StandardTrainer')\n"
         "try: load_trainer('DPSGDTrainer')\n"
         "except ValueError as error: print(error)"
@@ -248,7 +248,7 @@ def test_without_opacus_the_extra_is_named() -> None:
 
 def test_the_names_can_be_read_without_torch() -> None:
     code = (
-        "import sys, truemfu.sweep.trainers, truemfu.sweep.sizes\n"
+        "import sys, truemfu.sweep.trainers.base, truemfu.sweep.sizes\n"
         "import truemfu.sweep.order, truemfu.sweep.progress\n"
         "print('torch' in sys.modules)"
     )

@@ -27,8 +27,8 @@ NAME = "case"
 TRAINERS = """
 import sys
 import torch
-from truemfu.sweep.standard_trainer import StandardTrainer
-from truemfu.sweep.trainers import Unsupported
+from truemfu.sweep.trainers.standard import StandardTrainer
+from truemfu.sweep.trainers.base import Unsupported
 
 
 class Raises(StandardTrainer):
@@ -382,7 +382,7 @@ def test_a_module_in_the_current_folder_is_found_behind_installed_packages(tmp_p
     for name in ("torch", "msgspec", "json", "opacus"):
         (tmp_path / f"{name}.py").write_text("open('imported', 'a').write(__name__)")
     (tmp_path / "mine.py").write_text(
-        "from truemfu.sweep.standard_trainer import StandardTrainer\nclass Mine(StandardTrainer): pass\n"
+        "from truemfu.sweep.trainers.standard import StandardTrainer\nclass Mine(StandardTrainer): pass\n"
     )
     done = run(tmp_path, "mine:Mine", "opacus", profiled_steps=0, cwd=tmp_path)
     assert done.exit_code == 0

@@ -24,8 +24,8 @@ from .audit_tables import show_audit
 from .console import FilePath, debug_option, json_option, say
 
 if TYPE_CHECKING:
-    from ..hardware.nsight import StepCount
-    from ..hardware.nsight_audit import Audit
+    from ..hardware.nsight.audit import Audit
+    from ..hardware.nsight.command import StepCount
 
 _COUNT_FROM_START = 1000
 _STDERR = 2
@@ -87,8 +87,8 @@ def audit(
     1 the command failed or nothing was profiled, 2 the call was wrong or ncu is not installed.
     """
     from ..errors import UsageError
-    from ..hardware.nsight import find_ncu, ncu_command
-    from ..hardware.nsight_run import printed_by
+    from ..hardware.nsight.command import find_ncu, ncu_command
+    from ..hardware.nsight.run import printed_by
 
     if saved is not None:
         of_a_run = {
@@ -146,7 +146,7 @@ def audit(
 
 def _show_saved(saved: Path, top: int, as_json: bool) -> int:
     from ..errors import UsageError
-    from ..hardware.nsight_csv import is_from_ncu
+    from ..hardware.nsight.csv_output import is_from_ncu
 
     text, count, result = _read(saved, _count_beside(saved))
     if result.launches:
@@ -159,8 +159,8 @@ def _show_saved(saved: Path, top: int, as_json: bool) -> int:
 def _run(call: list[str], log_file: Path, files: list[Path], *, from_start: bool, keep_running: bool) -> int:
     """The exit code of the command, 0 where it was ended because it had done what it was run for."""
     from ..errors import UsageError
-    from ..hardware.nsight import COUNT_VARIABLE
-    from ..hardware.nsight_run import run_audited
+    from ..hardware.nsight.command import COUNT_VARIABLE
+    from ..hardware.nsight.run import run_audited
 
     environment = {name: value for name, value in os.environ.items() if name != COUNT_VARIABLE}
     csv_file, count_file = files
@@ -196,9 +196,9 @@ def _count_beside(csv_file: Path) -> Path:
 
 def _read(csv_file: Path, count_file: Path) -> tuple[str, StepCount | None, Audit]:
     """What ncu printed, what the process counted, and both together."""
-    from ..hardware.nsight import read_step_count
-    from ..hardware.nsight_audit import audit_of
-    from ..hardware.nsight_csv import parse_ncu_csv
+    from ..hardware.nsight.audit import audit_of
+    from ..hardware.nsight.command import read_step_count
+    from ..hardware.nsight.csv_output import parse_ncu_csv
 
     text, count = _text(csv_file), read_step_count(count_file)
     return text, count, audit_of(parse_ncu_csv(text), count)
@@ -209,7 +209,7 @@ def _note_selection(count_file: Path, count: StepCount | None, is_whole: bool) -
     import msgspec
 
     from ..errors import warn_once
-    from ..hardware.nsight import StepCount
+    from ..hardware.nsight.command import StepCount
     from ..records import write_record
 
     try:
@@ -231,7 +231,7 @@ def _text(path: Path) -> str:
 def _nothing(text: str, count: StepCount | None, code: int, otherwise: str) -> int:
     """No launch was profiled: say why. Where ncu fails, so does the command, and what the process says of its
     own end tells nothing."""
-    from ..hardware.nsight_csv import errors_in
+    from ..hardware.nsight.csv_output import errors_in
 
     if "ERR_NVGPUCTRPERM" in text:
         why = "this user may not read the GPU's counters: https://developer.nvidia.com/ERR_NVGPUCTRPERM"
@@ -246,7 +246,7 @@ def _nothing(text: str, count: StepCount | None, code: int, otherwise: str) -> i
 
 
 def _failed(text: str, code: int) -> str:
-    from ..hardware.nsight_csv import errors_in
+    from ..hardware.nsight.csv_output import errors_in
 
     said = errors_in(text)
     return f"ncu says: {said[0]}" if said else f"the command ended with code {code}"

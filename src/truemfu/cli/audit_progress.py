@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import TextIO
 
-from ..hardware.nsight_run import PROFILED
+from ..hardware.nsight.run import PROFILED
 from ..text import printable
 
 LINE_EVERY_S = 15.0

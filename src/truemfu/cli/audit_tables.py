@@ -15,7 +15,7 @@ from .console import output, percent, print_json, short, table
 
 if TYPE_CHECKING:
     from ..crosscheck import CrossCheck
-    from ..hardware.nsight_audit import Audit, KernelWork
+    from ..hardware.nsight.audit import Audit, KernelWork
 
 _WIDEST_NAME, _NARROWEST_NAME = 64, 16
 _WRAPPERS = re.compile(r"^at::(?:\w+_)?elementwise_kernel<(?:\d+, )*(?:void at::gpu_kernel_impl\w*<)?")

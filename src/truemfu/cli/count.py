@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ..flops.flop_count import FlopCount
-    from ..flops.targets import Target
+    from ..flops.models.targets import Target
 
 
 @click.command(short_help="FLOPs of one training step, exact, without a GPU.")
@@ -74,10 +74,10 @@ def count(
     """
     from ..convention import Convention
     from ..errors import UsageError
-    from ..flops.hf_config import BuildOptions
-    from ..flops.model_view import BatchRequest
-    from ..flops.targets import count_target, parse_dtype, resolve_target
-    from ..sweep.models import REFERENCE_MODELS, parameter_count
+    from ..flops.models.hf_config import BuildOptions
+    from ..flops.models.model_view import BatchRequest
+    from ..flops.models.targets import count_target, parse_dtype, resolve_target
+    from ..sweep.worker.models import REFERENCE_MODELS, parameter_count
 
     if depth < 0:
         raise UsageError(f"depth must be at least 0; got {depth}")

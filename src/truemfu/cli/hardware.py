@@ -13,7 +13,7 @@ from rich.table import Table
 from .console import SafeConsole, debug_option, json_option, output, percent, print_json, table
 
 if TYPE_CHECKING:
-    from ..hardware.ceiling import CeilingRun, MatmulCeiling
+    from ..hardware.ceiling.ceiling import CeilingRun, MatmulCeiling
 
 _COLUMNS = (
     "dtype",
@@ -86,7 +86,7 @@ def peak(dtypes: tuple[str, ...], seconds: float | None, as_json: bool) -> int:
     the kernel (how full it keeps the pipe) another: their product is what was reached. Exit codes: 0 done,
     1 nothing could be measured, 2 the call was wrong.
     """
-    from ..hardware.ceiling import measure_ceiling
+    from ..hardware.ceiling.ceiling import measure_ceiling
 
     for dtype in dtypes:
         _check_dtype(dtype)

@@ -15,7 +15,7 @@ from ..records import CaseResult, End
 from ..report.load import entry_of
 from ..report.render import UNKNOWN, duration, number, share, size
 from ..report.summary import experiment_of
-from ..sweep.outcome import CaseState, Listener
+from ..sweep.supervisor.outcome import CaseState, Listener
 from ..text import on_one_line
 from .console import SafeConsole, say, silence, table
 

@@ -219,7 +219,7 @@ def _run(config: SweepConfig, folder: Path, rerun: str, as_json: bool) -> int:
     from ..report.load import LoadedSweep, load_sweep, with_results
     from ..report.render import json_text
     from ..report.summary import summarize
-    from ..sweep.runner import run_sweep
+    from ..sweep.supervisor.runner import run_sweep
     from .live import progress
     from .summarize import show_summary
 

@@ -26,10 +26,10 @@ from rich.live import Live
 from rich.text import Text
 
 from ..errors import CounterError, UsageError
-from ..hardware.counter_trace import Recorder, Replay
-from ..hardware.counter_windows import GPM_LAG_S, combine
-from ..hardware.counters import CounterSource
-from ..hardware.sampler import Sampler
+from ..hardware.counters.sampler import Sampler
+from ..hardware.counters.samples import CounterSource
+from ..hardware.counters.trace import Recorder, Replay
+from ..hardware.counters.windows import GPM_LAG_S, combine
 from ..trackers.prometheus_server import parse_address
 from .console import FilePath, SafeConsole, debug_option, json_option, output, print_json, say
 from .top_screen import Reading, reading_of, screen
@@ -162,7 +162,7 @@ def _open(replay_from: Path | None, *, energy: bool) -> CounterSource:
         import pynvml  # noqa: F401
     except ImportError:
         raise UsageError("truemfu top needs nvidia-ml-py: pip install 'truemfu[nvidia]'") from None
-    from ..hardware.nvml import NvmlSource
+    from ..hardware.counters.nvml import NvmlSource
 
     return NvmlSource(energy=energy)
 

@@ -11,10 +11,10 @@ import msgspec
 from rich.cells import cell_len
 from rich.text import Text
 
-from ..hardware.counters import CounterWindow, GpuInfo, GpuProcess
+from ..hardware.counters.executed import CYCLE_COUNTERS, DRIVER, counted_clock_hz, executed_flops_per_s
+from ..hardware.counters.sampler import Health
+from ..hardware.counters.samples import CounterWindow, GpuInfo, GpuProcess
 from ..hardware.detect import find_spec, override_flops_per_s
-from ..hardware.executed import CYCLE_COUNTERS, DRIVER, counted_clock_hz, executed_flops_per_s
-from ..hardware.sampler import Health
 from ..text import on_one_line
 
 _UNKNOWN = "-"

@@ -1,6 +1,6 @@
 """What the hardware can do: the table of chips, which row a device is, what it reaches when measured."""
 
-from .ceiling import MatmulCeiling, measure_ceiling
+from .ceiling.ceiling import MatmulCeiling, measure_ceiling
 from .detect import find_spec, get_gpu_peak_flops, spec_of
 from .specs import DEVICES, DTYPES, DeviceSpec, Peaks
 

@@ -22,7 +22,7 @@ from typing import Any, get_args
 
 from ..convention import Attention
 from ..errors import RecordError, UsageError, brief, closest, one_line, warn_once
-from ..hardware.audited import read_audit
+from ..hardware.nsight.audited import read_audit
 from ..plain_files import read_given
 from ..text import shortened
 from ..trackers.prometheus import DEFAULT_PORT

@@ -23,38 +23,38 @@ import torch
 
 from ..errors import one_line
 from ..flops.host_copy import HostCopy
-from ..hardware.audited import AuditedKernels
+from ..hardware.counters.executed import executed_method, has_rate
 from ..hardware.detect import spec_of
-from ..hardware.executed import executed_method, has_rate
+from ..hardware.nsight.audited import AuditedKernels
 from ..torch_private.loading import listen
 from ..torch_private.watching import backward_number, functorch_level, miss_compiled_calls
-from . import forks
-from .audit_step import AuditStep
-from .between_steps import BetweenSteps
-from .clock import Mark, StepClock, clock_for
-from .compilations import compilations
 from .config import MonitorConfig
-from .counting import Counting, state_of
-from .counts import Counts
-from .datasets import PendingDatasetMetrics
-from .frequency import DETAILS_S, StepsOrSeconds
-from .hardware_watch import HardwareWatch, open_watch
-from .hardware_windows import HardwareWindows
-from .host_values import HostValues
-from .intake import LARGEST_STEP, Intake
-from .kept_forms import KeptInBackground
-from .measuring import Measuring
-from .model_hooks import ModelHooks
-from .model_state import States, facts_of
+from .hybrid.hardware_windows import HardwareWindows
 from .notices import Notices
-from .observe import Batch, BatchNotes, StepBatches
-from .output import Output
-from .ranks import RankLink
-from .resolver import Resolver
-from .signals import write_at_signals
-from .step_note import NO_EXTRAS, WARMUP_STEPS, StepExtras, StepNote, StepPlace
+from .ranks.rank_link import RankLink
+from .row_side.audit_step import AuditStep
+from .row_side.flops_of_steps import Counting, state_of
+from .row_side.frequency import DETAILS_S, StepsOrSeconds
+from .row_side.output import Output
+from .row_side.resolver import Resolver
 from .summary import RunFigures, info_of
-from .watched import Watched
+from .training_side import forks
+from .training_side.batch_notes import Batch, BatchNotes, StepBatches
+from .training_side.between_steps import BetweenSteps
+from .training_side.clock import Mark, StepClock, clock_for
+from .training_side.compilations import compilations
+from .training_side.counts import Counts
+from .training_side.datasets import PendingDatasetMetrics
+from .training_side.hardware_watch import HardwareWatch, open_watch
+from .training_side.host_values import HostValues
+from .training_side.intake import LARGEST_STEP, Intake
+from .training_side.kept_forms import KeptInBackground
+from .training_side.measuring import Measuring
+from .training_side.model_hooks import ModelHooks
+from .training_side.model_state import States, facts_of
+from .training_side.signals import write_at_signals
+from .training_side.step_note import NO_EXTRAS, WARMUP_STEPS, StepExtras, StepNote, StepPlace
+from .training_side.watched import Watched
 
 _ROWS_TIMEOUT_S = 5.0
 _UNSENT_TIMEOUT_S = 1.0

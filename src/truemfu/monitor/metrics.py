@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from ..utilization import share_of_peak
-from .counting import StepFlops
+from .row_side.flops_of_steps import StepFlops
 
 WINDOW_STEPS = 100
 

@@ -25,24 +25,24 @@ import torch
 from ..errors import UsageError, one_line
 from ..flops.host_copy import HostCopy, start_host_copy
 from ..flops.interruption import deliver
-from ..hardware.audited import read_audit
 from ..hardware.detect import override_flops_per_s
+from ..hardware.nsight.audited import read_audit
 from ..records import RUN_FILE
 from ..trackers.base import Tracker
-from . import forks
-from .between_steps import BetweenSteps
 from .config import MonitorConfig, load_config
-from .data import WatchedData
-from .datasets import DatasetMetrics, PendingDatasetMetrics, shifts_labels
-from .kept_forms import FORMS_FILE
 from .live_run import LiveRun
-from .measuring import Measuring
-from .model_hooks import ModelHooks
 from .notices import Notices
-from .observe import Batch, by_name_or_place
-from .output import Output
+from .row_side.output import Output
 from .summary import RunFigures, info_of, show, summary_of
-from .watched import Models, Watched, WatchedModels
+from .training_side import forks
+from .training_side.batch_notes import Batch, by_name_or_place
+from .training_side.between_steps import BetweenSteps
+from .training_side.datasets import DatasetMetrics, PendingDatasetMetrics, shifts_labels
+from .training_side.kept_forms import FORMS_FILE
+from .training_side.measuring import Measuring
+from .training_side.model_hooks import ModelHooks
+from .training_side.watched import Models, Watched, WatchedModels
+from .training_side.watched_data import WatchedData
 
 _CLOSE_TIMEOUT_S = 20.0
 _SAVE_TIMEOUT_S = 60.0

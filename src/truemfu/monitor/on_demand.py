@@ -27,27 +27,27 @@ import torch
 from torch import nn
 
 from ..errors import ModelError, TruemfuError, UsageError, closest, one_line, warn_once
-from ..flops.closed_form import FlopModel
-from ..flops.count import check_call, count_flops, warn_uncounted
-from ..flops.estimate import estimate_flops
-from ..flops.example_batch import example_batch
+from ..flops.closed_form.flop_model import FlopModel
+from ..flops.count.count import check_call, count_flops, warn_uncounted
+from ..flops.count.loss import loss_of
 from ..flops.flop_count import FlopCount
-from ..flops.loss import loss_of
-from ..flops.model_view import BatchRequest
-from ..flops.profiler import StepProfiler
-from ..flops.random_states import own_random_draws
-from ..flops.shadow import Shadow, has_values, unwrap
-from ..flops.shared_state import untouched_globals
-from ..flops.snapshot import snapshot
-from ..flops.surroundings import AutocastState, autocast_state, uncompiled, untouched_casts
+from ..flops.isolation.process_state import AutocastState, autocast_state, uncompiled, untouched_casts
+from ..flops.isolation.random_states import own_random_draws
+from ..flops.isolation.shared_state import untouched_globals
+from ..flops.models.example_batch import example_batch
+from ..flops.models.model_view import BatchRequest
+from ..flops.profiled.profiler import StepProfiler
+from ..flops.shadow.shadow import Shadow, has_values, unwrap
+from ..flops.shadow.snapshot import snapshot
+from ..flops.structure.estimate import estimate_flops
 from ..hardware.detect import get_gpu_peak_flops, known_spec, override_flops_per_s
 from ..torch_private.dispatch import check_counts, disable_modes
 from ..torch_private.trees import tree_map_only
 from ..utilization import Utilization, calculate_mfu
 from .config import MODES
-from .fingerprint import fingerprint
-from .given_flops import dominant_dtype
-from .hardware_watch import counters_of
+from .row_side.given_flops import dominant_dtype
+from .training_side.fingerprint import fingerprint
+from .training_side.hardware_watch import counters_of
 
 Batch = dict[str, Any]
 

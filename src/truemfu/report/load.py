@@ -22,7 +22,7 @@ from ..errors import RecordError, UsageError
 from ..plain_files import names_in
 from ..records import CaseResult, End, SweepRecord, read_record
 from ..sweep.cases import short_names
-from ..sweep.stored import stored_result
+from ..sweep.supervisor.stored import stored_result
 
 NOT_RUN = "not run"
 """Beside the values of `End`: asked for, and never begun."""

@@ -27,7 +27,7 @@ from ..records import SweepCase
 from ..text import shortened
 from .content_hash import find_module, is_path
 from .sizes import SIZES
-from .trainers import NEEDS_OPACUS, OPTIMIZERS, TRAINERS
+from .trainers.base import NEEDS_OPACUS, OPTIMIZERS, TRAINERS
 
 DTYPES = ("auto", "fp32", "bf16")
 DEVICES = ("auto", "cuda", "cpu")

@@ -30,7 +30,7 @@ from ..records import SweepCase
 _PACKAGES = ("torch", "opacus", "transformers")
 
 # What a measurement passes through; the supervisor's own files do not change a figure.
-_SOURCES = ("sweep", "flops", "hardware", "monitor/clock.py", "utilization.py", "convention.py")
+_SOURCES = ("sweep", "flops", "hardware", "monitor/training_side/clock.py", "utilization.py", "convention.py")
 _SUPERVISOR = {
     "config.py",
     "cases.py",

@@ -2,7 +2,7 @@
 
 No other package imports a private name of torch. A missing one costs speed or detail and one warning, the
 first time something needs it; a count that cannot do without is refused, and FLOPs are estimated. A name that
-is there without its effect is caught by a probe beside its use, or by `flops/self_check.py`.
+is there without its effect is caught by a probe beside its use, or by `flops/count/self_check.py`.
 
 `NAMES` are looked up by `find.py`; all were seen in torch 2.6 to 2.15, unless `since` says otherwise.
 `ATTRIBUTES` belong to objects that torch hands out, and are read from them directly.

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ..pairs import CAUSAL, FULL, Band
-from ..windows import sliding_window
+from ..attention.pairs import CAUSAL, FULL, Band
+from ..attention.windows import sliding_window
 from . import kinds
 from .source import names_in
 from .streams import TOKENS, CrossPairs, Quantity, Rows, SelfPairs

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ..sizes import SizeStep
+from ..operators.conv_sizes import SizeStep
 from . import kinds
 from .source import FunctionalPool, names_in
 from .streams import FEATURES, FRAMES, PIXELS, TARGET, TOKENS, FixedSize, Padded, Rows, Stream, Strided

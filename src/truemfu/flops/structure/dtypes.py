@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ..dtype_names import dtype_name
+from ..operators.dtype_names import dtype_name
 
 _LOW = (torch.float16, torch.bfloat16, torch.float32)
 

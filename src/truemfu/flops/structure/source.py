@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from ..sizes import SizeStep
+from ..operators.conv_sizes import SizeStep
 from .streams import FixedSize
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ..pairs import Band
+from ..attention.pairs import Band
 
 TOKENS, TARGET, PIXELS, FRAMES, FEATURES = "tokens", "target", "pixels", "frames", "features"
 """Where a stream starts: token ids, a decoder's ids, images, sound, or features of no particular kind."""

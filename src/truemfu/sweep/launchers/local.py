@@ -21,13 +21,13 @@ from ..config import SweepConfig
 from ..gpus import chosen_gpus
 from ..paths import SweepFolder
 from ..process import WorkerProcess
-from ..trainers import NEEDS_OPACUS
+from ..trainers.base import NEEDS_OPACUS
 
 _START = """
 import sys
 if sys.path[:1] == [""]:
     del sys.path[0]
-from truemfu.sweep.worker import start
+from truemfu.sweep.worker.__main__ import start
 start()
 """
 WORKER = (sys.executable, "-c", _START)

@@ -1,0 +1,210 @@
+"""The closed form of one kind of batch: for each part of the work two short sums of terms.
+
+A part is what one operator does in one module and phase. Its sums say what it needs and what it executes. The
+totals are added up once; the splits by module, operator and dtype are worked out when somebody looks.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from fractions import Fraction
+from functools import cached_property
+from typing import Any, Literal
+
+import msgspec
+
+from ...convention import Convention
+from ...errors import UsageError
+from ..flop_count import FlopCount
+from ..splits import LazySplit, with_ancestors
+from .matcher import Fit
+from .terms import Sizes, Term, TermData, term_of
+
+CLOSED_FORM = "closed form"
+
+Part = tuple[str, str, str, str]  # phase, module, operator, dtype
+_SumData = list[tuple[int | str, int]]  # a constant ("3/2" for a fraction) and the place of its term
+
+
+class PartData(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A part as it travels to another process; `executed` is None where it equals `needed`."""
+
+    phase: Literal["forward", "backward", "recompute"]
+    module: str
+    operator: str
+    dtype: str
+    needed: _SumData
+    executed: _SumData | None = None
+
+
+class FormData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A closed form as it travels to another process."""
+
+    terms: list[Any]
+    parts: list[PartData]
+    uncounted: dict[str, int]
+    notes: list[str]
+
+
+class Form:
+    """FLOPs as sums of terms, with what was noticed while they were counted."""
+
+    def __init__(
+        self,
+        fits: Mapping[Part, tuple[Fit, Fit]],
+        *,
+        uncounted: Mapping[str, int],
+        notes: tuple[str, ...],
+    ) -> None:
+        self._fits, self._uncounted, self._notes = fits, uncounted, notes
+        self._terms: list[Term] = []
+        index: dict[TermData, int] = {}
+        totals: dict[str, defaultdict[int, Fraction]] = {
+            phase: defaultdict(Fraction) for phase in ("forward", "backward", "recompute")
+        }
+        dtypes: dict[str, defaultdict[int, Fraction]] = {}
+        for (phase, _, _, dtype), (needed, executed) in fits.items():
+            if phase != "recompute":
+                dtypes.setdefault(dtype, defaultdict(Fraction))
+            for fit, is_needed in ((needed, True), (executed, False)):
+                for constant, term in fit:
+                    if term.data not in index:
+                        index[term.data] = len(self._terms)
+                        self._terms.append(term)
+                    place = index[term.data]
+                    if not is_needed:
+                        totals["recompute"][place] += constant
+                    elif phase != "recompute":
+                        totals[phase][place] += constant
+                        totals["recompute"][place] -= constant
+                        dtypes[dtype][place] += constant
+        self._index = index
+        self._dtypes = {name: [(i, _whole(c)) for i, c in sums.items() if c] for name, sums in dtypes.items()}
+        self._functions = [term.of for term in self._terms]
+        self._totals = {
+            phase: [(i, _whole(c)) for i, c in sorted(sums.items()) if c] for phase, sums in totals.items()
+        }
+
+    def count(self, sizes: Sizes, convention: Convention) -> FlopCount:
+        """The count for a batch of these sizes."""
+        values = [of(sizes) for of in self._functions]
+        totals = self._totals
+        splits = _Splits(self, values)
+        return FlopCount(
+            forward=int(sum([c * values[i] for i, c in totals["forward"]])),
+            backward=int(sum([c * values[i] for i, c in totals["backward"]])),
+            recompute=int(sum([c * values[i] for i, c in totals["recompute"]])),
+            by_module=LazySplit(splits, "by_module"),
+            by_operator=LazySplit(splits, "by_operator"),
+            by_dtype=LazySplit(splits, "by_dtype"),
+            uncounted=self._uncounted,
+            method=CLOSED_FORM,
+            convention=convention,
+            notes=self._notes,
+        )
+
+    def with_note(self, note: str) -> Form:
+        """The same with one thing more to know of it."""
+        return Form(self._fits, uncounted=self._uncounted, notes=(*self._notes, note))
+
+    def by_dtype(self, values: list[int]) -> dict[str, int]:
+        """The model's FLOPs by dtype, from sums made beforehand: every step's peak asks for them."""
+        return {name: int(sum([c * values[i] for i, c in sums])) for name, sums in self._dtypes.items()}
+
+    def split(self, values: list[int]) -> Iterator[tuple[Part, int]]:
+        """What each part of the model's FLOPs comes to."""
+        for part, (needed, _) in self._fits.items():
+            if part[0] != "recompute":
+                yield part, int(sum(c * values[self._index[t.data]] for c, t in needed))
+
+    def written(self) -> dict[str, str]:
+        """The sums in words."""
+        return {
+            phase: " + ".join(f"{c}·{self._terms[i].name}" for i, c in sums) or "0"
+            for phase, sums in self._totals.items()
+        }
+
+    def export(self) -> dict[str, Any]:
+        """Plain data from which `from_export` makes an equal form."""
+        parts = [
+            PartData(
+                *part,  # type: ignore[arg-type]  # a part's phase is one of the three
+                self._sum_data(needed),
+                None if executed == needed else self._sum_data(executed),
+            )
+            for part, (needed, executed) in self._fits.items()
+        ]
+        data = FormData(
+            terms=[term.data for term in self._terms],
+            parts=parts,
+            uncounted=dict(self._uncounted),
+            notes=list(self._notes),
+        )
+        return msgspec.to_builtins(data)  # type: ignore[no-any-return]
+
+    def _sum_data(self, fit: Fit) -> _SumData:
+        return [
+            (c.numerator if c.denominator == 1 else f"{c.numerator}/{c.denominator}", self._index[t.data])
+            for c, t in fit
+        ]
+
+    @classmethod
+    def from_export(cls, data: FormData, example: Sizes) -> Form:
+        """The form that was exported; `example` holds all sizes that its terms may use."""
+        terms = [term_of(described) for described in data.terms]
+        for term in terms:
+            try:
+                term.of(example)
+            except KeyError as missing:
+                raise UsageError(f"the term {term.name} needs {missing}, which the batch has not") from None
+
+        def fit(sums: _SumData) -> Fit:
+            if not all(0 <= place < len(terms) for _, place in sums):
+                raise UsageError(f"a sum names a term beyond the {len(terms)} there are")
+            return tuple((_constant(c), terms[place]) for c, place in sums)
+
+        fits: dict[Part, tuple[Fit, Fit]] = {
+            (p.phase, p.module, p.operator, p.dtype): (
+                fit(p.needed),
+                fit(p.needed if p.executed is None else p.executed),
+            )
+            for p in data.parts
+        }
+        return cls(fits, uncounted=data.uncounted, notes=tuple(data.notes))
+
+
+class _Splits:
+    """The splits of a count, worked out when somebody looks."""
+
+    def __init__(self, form: Form, values: list[int]) -> None:
+        self._form, self._values = form, values
+
+    def _summed(self, place: int) -> dict[str, int]:
+        sums: defaultdict[str, int] = defaultdict(int)
+        for part, flops in self._form.split(self._values):
+            sums[part[place]] += flops
+        return dict(sums)
+
+    @cached_property
+    def by_module(self) -> dict[str, int]:
+        return with_ancestors(self._summed(1))
+
+    @cached_property
+    def by_operator(self) -> dict[str, int]:
+        return self._summed(2)
+
+    @cached_property
+    def by_dtype(self) -> dict[str, int]:
+        return self._form.by_dtype(self._values)
+
+
+def _whole(constant: Fraction) -> int | Fraction:
+    return constant.numerator if constant.denominator == 1 else constant
+
+
+def _constant(written: int | str) -> Fraction:
+    try:
+        return Fraction(written)
+    except (ValueError, ZeroDivisionError):
+        raise UsageError(f"{written!r} is no constant of a closed form") from None

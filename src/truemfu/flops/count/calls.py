@@ -1,0 +1,188 @@
+"""What a count sees of a step before it turns into operators: which module runs, and a few calls whole."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode, has_torch_function
+
+from ...torch_private.dispatch import FakeTensor, disable_modes
+from ...torch_private.replacing import replaced
+from ...torch_private.table import RUN_BACKWARD
+from ...torch_private.trees import tree_flatten
+from ..shadow.values import attach, value_of
+from .tally import Tally
+
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_EXITS = {
+    torch.Tensor.numpy: "torch.Tensor.numpy",
+    torch.Tensor.__array__: "torch.Tensor.__array__",
+    torch.Tensor.__dlpack__: "torch.Tensor.__dlpack__",
+    torch.Tensor.data_ptr: "torch.Tensor.data_ptr",
+    torch.Tensor.__cuda_array_interface__.__get__: "torch.Tensor.__cuda_array_interface__",
+}
+"""Calls that hand a tensor's memory to code outside torch, and what they are called in `uncounted`."""
+_PLAIN = torch.empty(0, device="cpu")
+_RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+
+
+def follow_modules(model: nn.Module, tally: Tally) -> None:
+    """Tell the tally which module runs; the model is a shadow, so its hooks are ours to set."""
+    for path, module in model.named_modules():
+        window = getattr(module, "sliding_window", None)
+        if isinstance(window, int):
+            tally.pairs.windows[path] = window
+
+        def enter(module: nn.Module, args: Any, path: str = path) -> None:
+            tally.enter_module(path)
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            tally.leave_module()
+
+        module.register_forward_pre_hook(enter, prepend=True)
+        module.register_forward_hook(leave, always_call=True)
+
+
+@contextlib.contextmanager
+def following_modules(tally: Tally) -> Iterator[None]:
+    """The same for modules that are not ours: hooks on all modules of the process, while it lasts.
+
+    A module is named by the attribute path from the outermost module that was called.
+    """
+    roots: list[nn.Module] = []
+    names: dict[int, str] = {}
+
+    def enter(module: nn.Module, args: Any) -> None:
+        if id(module) not in names:
+            roots.append(module)
+            names.update({id(m): path for path, m in module.named_modules()})
+        tally.enter_module(names[id(module)])
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        tally.leave_module()
+
+    handles = [
+        nn.modules.module.register_module_forward_pre_hook(enter),
+        nn.modules.module.register_module_forward_hook(leave, always_call=True),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextlib.contextmanager
+def following_calls(tally: Tally, *, stand_in: bool = False) -> Iterator[None]:
+    """Tell the tally of calls, those in a backward pass too: torch suspends a mode while it handles a call,
+    and the call that runs a backward pass lasts as long as that."""
+    calls, here = Calls(tally, stand_in=stand_in), threading.get_ident()
+
+    def followed(run_backward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            is_suspended = threading.get_ident() == here and not has_torch_function((_PLAIN,))
+            with calls if is_suspended else contextlib.nullcontext():
+                return run_backward(*args, **kwargs)
+
+        return run
+
+    with replaced(RUN_BACKWARD, followed), calls:
+        yield
+
+
+class Calls(TorchFunctionMode):
+    """Sees a few torch calls whole, before they turn into operators.
+
+    `scaled_dot_product_attention` before torch pads head sizes for its kernels; constructors and exports that
+    read a tensor's memory directly, which fake tensors do not have; exports of any tensor, after which torch
+    sees no more of the work; and, where the run may `stand_in` for the real one, attention on nested tensors,
+    which few devices have kernels for.
+    """
+
+    def __init__(self, tally: Tally, *, stand_in: bool = False) -> None:
+        super().__init__()
+        self._tally = tally
+        self._stand_in = stand_in
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is nn.functional.scaled_dot_product_attention:
+            q = args[0] if args else kwargs["query"]
+            v = args[2] if len(args) > 2 else kwargs["value"]
+            if self._stand_in and q.is_nested:
+                return _attention_by_document(*args, **kwargs)
+            with self._tally.sdpa_head_dims(q.shape[-1], v.shape[-1]):
+                return func(*args, **kwargs)
+        if func in (torch.tensor, torch.as_tensor) and args and not isinstance(args[0], torch.Tensor):
+            return self._from_numbers(func, args, kwargs)
+        if (name := _EXITS.get(func)) is not None:
+            self._tally.leave(name, args[0])
+            if isinstance(args[0], FakeTensor):
+                return _array_of(func, args[0])
+        if func in _RECURRENT and any(isinstance(t, FakeTensor) for t in tree_flatten(args)[0]):
+            return _recurrent(func, *args, **kwargs)
+        if func == _SET_DATA and (value := value_of(args[1])) is not None:
+            attach(args[0], value)
+        return func(*args, **kwargs)
+
+    def _from_numbers(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """A tensor of given numbers; torch would make it on the device itself, and wait for that copy."""
+        numbers = _plain_numbers(args[0]) if isinstance(args[0], (list, tuple)) else args[0]
+        if func is torch.as_tensor and len(args) > 2:
+            args, kwargs["device"] = args[:2], args[2]
+        given = kwargs.get("device")
+        device = torch.get_default_device() if given is None else torch.device(given)
+        if not self._stand_in or device.type in ("cpu", "meta"):
+            return func(numbers, *args[1:], **kwargs)
+        needs_gradient = kwargs.pop("requires_grad", False)
+        made = func(numbers, *args[1:], **{**kwargs, "device": "cpu"}).to(device)
+        return made.requires_grad_() if needs_gradient else made
+
+
+def _array_of(func: Any, fake: torch.Tensor) -> Any:
+    """An array of what is known of a fake tensor; for the rest its memory would have to be there."""
+    is_index = not (fake.is_floating_point() or fake.is_complex())
+    if func not in (torch.Tensor.numpy, torch.Tensor.__array__) or not (is_index or value_of(fake)):
+        raise RuntimeError("code outside torch reads a tensor's memory")
+    numbers, dtype = fake.tolist(), fake.dtype
+    with disable_modes():
+        return torch.tensor(numbers, dtype=dtype, device="cpu").numpy()
+
+
+def _recurrent(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """A recurrent layer on fake tensors: cuDNN's own kernel would look at the weights' storage."""
+    if args[0].device.type != "cuda":
+        return func(*args, **kwargs)
+    with torch.backends.cudnn.flags(enabled=False):
+        return func(*args, **kwargs)
+
+
+def _attention_by_document(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+    """Attention on jagged tensors of (samples, heads, ragged length, head size), sample after sample."""
+    offsets = query.transpose(1, 2).offsets()
+    parts = []
+    for tensor in (query, key, value):
+        tokens_first = tensor.transpose(1, 2)
+        lengths = tokens_first.offsets().diff().tolist()
+        parts.append([part.transpose(0, 1)[None] for part in tokens_first.values().split(lengths)])
+    attention = nn.functional.scaled_dot_product_attention
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):  # a forced kernel may not exist here
+        results = [
+            attention(q, k, v, *args, **kwargs)[0].transpose(0, 1) for q, k, v in zip(*parts, strict=True)
+        ]
+    return torch.nested.nested_tensor_from_jagged(torch.cat(results), offsets).transpose(1, 2)
+
+
+def _plain_numbers(values: Any) -> Any:
+    """Nested lists with the scalar fake tensors in them read."""
+    if isinstance(values, FakeTensor):
+        return values.tolist() if values.dim() else values.item()
+    if isinstance(values, (list, tuple)):
+        return [_plain_numbers(v) for v in values]
+    return values

@@ -1,0 +1,302 @@
+"""What the products inside a custom `autograd.Function` are for, by data flow.
+
+Autograd runs a Function as one node: what it multiplies inside, and when, is up to its author. So each
+product is filed by where its operands come from and where its result goes:
+
+    in forward    reaches an output                               forward
+                  reaches only a gradient that backward returns   backward, computed early
+                  reaches only a gradient that is dropped         recompute
+    in backward   an operand depends on the incoming gradient, and the result
+                  reaches a gradient that an input needs, or a
+                  tensor that outlives the call (`main_grad`)     backward
+                  anything else                                   recompute
+
+Contents are followed by storage, so views share theirs and writes in place add to it. A Triton kernel is
+taken to read and write all its arguments. After tensors have left torch otherwise (NumPy, pointers), the rest
+of that backward is not judged and counts as backward.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+from torch.autograd.function import BackwardCFunction
+
+from ...torch_private.dispatch import OpOverload, current_autograd_node, current_graph_task_id
+from ...torch_private.trees import tree_leaves
+from ..operators.matrix_work import factors
+
+_BACKWARD = frozenset(
+    getattr(BackwardCFunction, name).__code__
+    for name in ("apply", "apply_boxed")
+    if hasattr(BackwardCFunction, name)
+)
+"""What autograd calls to run a Function's backward: with the gradients one by one, or all in one list."""
+_OVERWRITING = frozenset(("aten::copy_", "aten::fill_", "aten::zero_"))
+_UNWRITTEN = frozenset(("aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided"))
+
+
+class Product(Protocol):
+    """A counted call; `phase` is what it was for."""
+
+    phase: str
+
+
+class _Content:
+    """What a storage holds: the products it was made from (one bit each), whether it depends on the incoming
+    gradient, and whether no operator has written to it, so that something unseen must have."""
+
+    __slots__ = ("gradient", "products", "unwritten")
+
+    def __init__(self, products: int = 0, gradient: bool = False, unwritten: bool = False) -> None:
+        self.products, self.gradient, self.unwritten = products, gradient, unwritten
+
+
+class _Run:
+    """One call of a Function's backward; `products` are those it has made so far."""
+
+    def __init__(self, node: Any) -> None:
+        self.node = node
+        self.products = 0
+        self.is_judged = True
+
+
+def is_custom(node: Any) -> bool:
+    """Whether an autograd node is a Function written in Python; those that checkpoint are left out."""
+    return isinstance(node, BackwardCFunction) and "Checkpoint" not in type(node).__name__
+
+
+def in_function() -> bool:
+    """Whether a Function's forward or backward is among the callers."""
+    forwards = {getattr(kind.forward, "__code__", None) for kind in _kinds(torch.autograd.Function)}
+    return any(frame.f_code in _BACKWARD or frame.f_code in forwards for frame in _callers())
+
+
+def _kinds(kind: Any) -> Iterator[Any]:
+    for below in kind.__subclasses__():
+        yield below
+        yield from _kinds(below)
+
+
+class DataFlow:
+    """Follows what Functions compute, and files their products once it is known what they were for."""
+
+    def __init__(self) -> None:
+        self._contents: weakref.WeakKeyDictionary[Any, _Content] = weakref.WeakKeyDictionary()
+        self._products: list[Product] = []
+        self._unused = 0
+        """Products run without gradients that no later operator of the forward pass has used."""
+        self._runs: list[_Run] = []
+
+    def see(self, name: str, func: Any, args: Any, kwargs: Any, out: Any, product: Product | None) -> None:
+        """An operator has run."""
+        if current_graph_task_id() == -1:
+            self._see_forward(name, func, args, kwargs, out, product)
+            return
+        node = current_autograd_node()
+        if is_custom(node):
+            run = self._run_of(node)
+            if run is not None:
+                self._see_backward(run, name, func, args, kwargs, out, product)
+        elif self._runs:  # a backward pass inside a Function's own: what it computes are gradients
+            made = self._made_from(name, func, args, kwargs)
+            made.gradient = True
+            self._write(name, func, args, kwargs, out, made)
+
+    def launched(self, arguments: Sequence[Any], product: Product | None) -> None:
+        """A kernel was launched that no dispatcher sees: it may read and write any of these."""
+        run = self._run_here()
+        if current_graph_task_id() == -1 and torch.is_grad_enabled():
+            self._use(arguments)
+        elif run is not None or product is not None or self._unused:
+            made = self._made_from("", None, arguments, {})
+            self._add(run, product, made, made.gradient)
+            for storage in filter(None, map(_storage, arguments)):
+                self._contents[storage] = _Content(made.products, made.gradient)
+
+    def lost(self) -> None:
+        """A tensor has left torch: what comes of it is not known."""
+        run = self._run_here()
+        if run is not None:
+            run.is_judged = False
+
+    def _see_forward(
+        self, name: str, func: Any, args: Any, kwargs: Any, out: Any, product: Product | None
+    ) -> None:
+        if torch.is_grad_enabled():
+            self._use((args, kwargs))
+        elif product is not None or self._unused:
+            made = self._made_from(name, func, args, kwargs)
+            self._add(None, product, made, False)
+            self._write(name, func, args, kwargs, out, made)
+
+    def _use(self, tree: Any) -> None:
+        """The forward pass goes on with these: the products in them have reached an output."""
+        if self._unused:
+            for content in self._read(tree):
+                self._unused &= ~content.products
+
+    def _see_backward(
+        self, run: _Run, name: str, func: Any, args: Any, kwargs: Any, out: Any, product: Product | None
+    ) -> None:
+        made = self._made_from(name, func, args, kwargs)
+        operands = self._read(factors(name, args)) if product is not None else ()
+        is_gradient = any(content.gradient or content.unwritten for content in operands)
+        self._add(run, product, made, is_gradient)
+        made.unwritten = name in _UNWRITTEN
+        self._write(name, func, args, kwargs, out, made)
+
+    def _run_here(self) -> _Run | None:
+        """The backward of a Function that is running now."""
+        node = current_autograd_node() if current_graph_task_id() != -1 else None
+        return self._run_of(node) if is_custom(node) else None
+
+    def _run_of(self, node: Any) -> _Run | None:
+        """The run of this node; None where torch computes something around the Function's own code."""
+        for run in reversed(self._runs):
+            if run.node is node:
+                return run
+        frame = next((frame for frame in _callers() if frame.f_code in _BACKWARD), None)
+        if frame is None or frame.f_locals["self"] is not node:
+            return None
+        for incoming in tree_leaves(frame.f_locals["args"]):
+            if (storage := _storage(incoming)) is not None:
+                self._content(storage).gradient = True
+        run = _Run(node)
+        self._runs.append(run)
+
+        def close(returned: Any, _: Any) -> None:
+            handle.remove()
+            self._close(run, returned)
+
+        handle = node.register_hook(close)
+        return run
+
+    def _close(self, run: _Run, returned: Iterable[Any]) -> None:
+        """A Function's backward has returned these gradients: file what did not go into one of them."""
+        while self._runs and self._runs.pop() is not run:
+            pass  # an inner one that ended in an exception
+        needed = dropped = 0
+        for gradient, (edge, _) in zip(returned, run.node.next_functions, strict=True):
+            for content in self._read(gradient):
+                if edge is None:
+                    dropped |= content.products
+                else:
+                    needed |= content.products
+        self._file(needed & self._unused & ~run.products, "backward")
+        self._file(dropped & self._unused & ~run.products & ~needed, "recompute")
+        if run.is_judged:
+            kept = self._alive() & ~dropped
+            self._file(run.products & ~needed & ~kept, "recompute")
+
+    def _alive(self) -> int:
+        """The products in tensors that still exist: a gradient may be added to one, and not returned."""
+        products = 0
+        for content in list(self._contents.values()):
+            products |= content.products
+        return products
+
+    def _file(self, bits: int, phase: str) -> None:
+        while bits:
+            number = bits.bit_length() - 1
+            self._products[number].phase = phase
+            bits &= ~(1 << number)
+
+    def _add(self, run: _Run | None, product: Product | None, made: _Content, is_gradient: bool) -> None:
+        """A product has run, in this call of a Function's backward or in a forward pass without gradients: it
+        is in what was made. `is_gradient`: one of its operands depends on the incoming gradient."""
+        if product is None or product.phase != ("forward" if run is None else "backward"):
+            return
+        bit = 1 << len(self._products)
+        self._products.append(product)
+        made.products |= bit
+        if run is None:
+            self._unused |= bit
+        else:
+            run.products |= bit
+            if run.is_judged and not is_gradient:
+                product.phase = "recompute"
+
+    def _read(self, tree: Any) -> Iterator[_Content]:
+        for leaf in tree_leaves(tree):
+            storage = _storage(leaf)
+            content = None if storage is None else self._contents.get(storage)
+            if content is not None:
+                yield content
+
+    def _made_from(self, name: str, func: Any, args: Any, kwargs: Any) -> _Content:
+        """What the result of an operator is made from: all it reads."""
+        targets = _targets(func)
+        given = [value for key, value in kwargs.items() if key not in targets]
+        made = _Content()
+        for content in self._read((args[1:] if name in _OVERWRITING else args, given)):
+            made.products |= content.products
+            made.gradient |= content.gradient or content.unwritten
+        return made
+
+    def _content(self, storage: Any) -> _Content:
+        return self._contents.setdefault(storage, _Content())
+
+    def _write(self, name: str, func: Any, args: Any, kwargs: Any, out: Any, made: _Content) -> None:
+        """An operator's results, or what it has written to, are made from this."""
+        is_empty = not (made.products or made.gradient or made.unwritten)
+        if isinstance(func, OpOverload) and func._schema.is_mutable:
+            is_replaced = name in _OVERWRITING or bool(_targets(func))
+            for tensor in _written(func, args, kwargs):
+                if (storage := _storage(tensor)) is None:
+                    continue
+                if is_replaced and tensor.numel() * tensor.element_size() >= storage.nbytes():
+                    self._contents[storage] = _Content(made.products, made.gradient)
+                elif not is_empty or storage in self._contents:
+                    content = self._content(storage)
+                    content.products |= made.products
+                    content.gradient |= made.gradient
+                    content.unwritten = False
+            return
+        if is_empty:
+            return
+        read = [_storage(leaf) for leaf in tree_leaves((args, kwargs))]
+        for result in tree_leaves(out):
+            storage = _storage(result)
+            if storage is not None and not any(storage is other for other in read):  # else it is a view
+                self._contents[storage] = _Content(made.products, made.gradient, made.unwritten)
+
+
+def _callers() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _storage(thing: Any) -> Any:
+    """A tensor's storage, which its views share; None for what has none."""
+    if not isinstance(thing, torch.Tensor):
+        return None
+    try:
+        return thing.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # sparse, nested
+        return None
+
+
+@functools.cache
+def _targets(func: Any) -> frozenset[str]:
+    """The arguments for results (`out=`): what was in them before is not read."""
+    arguments = func._schema.arguments if isinstance(func, OpOverload) else ()
+    return frozenset(a.name for a in arguments if a.kwarg_only and a.alias_info and a.alias_info.is_write)
+
+
+def _written(func: OpOverload, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The tensors that an operator writes to."""
+    arguments = [
+        kwargs.get(argument.name, args[i] if i < len(args) else None)
+        for i, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]

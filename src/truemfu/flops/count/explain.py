@@ -1,0 +1,50 @@
+"""Error wording: what a failed count says, on one line, about the model or the batch."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+from torch import nn
+
+from ...errors import BatchError, ModelError, TruemfuError, one_line
+from ..shadow.shadow import unwrap
+
+
+def is_about_fake_tensors(error: Exception) -> bool:
+    """Whether an error comes from running without data, and says nothing to the user."""
+    home = type(error).__module__
+    text = str(error).lower()
+    return (
+        home.startswith(("torch._subclasses", "torch.fx.experimental"))
+        or "fake" in text
+        or "shape_env" in text
+    )
+
+
+def explain(error: Exception, model: nn.Module) -> TruemfuError:
+    """One line for an error from inside the model."""
+    name, text = type(unwrap(model)).__name__, one_line(error)
+    if isinstance(error, TypeError) and ("argument" in text or "forward()" in text):
+        return BatchError(f"the batch does not fit {name}, which takes {_arguments(model)}: {text}")
+    names = _arguments(model).split(", ")
+    about_batch = _came_from_torch(error) or any(re.search(rf"\b{re.escape(n)}\b", text) for n in names)
+    if about_batch and not isinstance(error, NotImplementedError):
+        return BatchError(f"{name} cannot run on this batch: {text}")
+    return ModelError(f"{name} cannot be run for a count: {text}")
+
+
+def _arguments(model: nn.Module) -> str:
+    """The names of the arguments a model takes."""
+    names = [p.name for p in inspect.signature(unwrap(model).forward).parameters.values() if p.kind < 4]
+    return ", ".join(names[:12]) + (", …" if len(names) > 12 else "")
+
+
+def _came_from_torch(error: Exception) -> bool:
+    """Whether torch refused an operation, rather than the model's own code: shapes or dtypes do not fit."""
+    trace = error.__traceback__
+    home = ""
+    while trace is not None:
+        home = trace.tb_frame.f_globals.get("__name__", "")
+        trace = trace.tb_next
+    return home.partition(".")[0] == "torch" or home.startswith("truemfu.")

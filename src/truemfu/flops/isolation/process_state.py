@@ -1,0 +1,114 @@
+"""What a count finds around it and leaves as it was: autocast, the compiler, torch's checks and messages.
+
+A count runs in its own turn, between two steps: nothing trains meanwhile, and whatever state of the process
+it changes is restored before the training goes on. Random states are in `random_states.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...torch_private.replacing import replaced
+from ...torch_private.table import FLEX_CHECK
+
+_AUTOCAST_DEVICES = ("cuda", "cpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutocastState:
+    """What a thread has set for itself around a forward pass, and a count of it later must know."""
+
+    dtypes: tuple[tuple[str, bool, torch.dtype], ...]
+    """Device type, whether autocast is on for it, and the dtype it casts to."""
+    default_device: torch.device
+    """Where tensors are made that do not say where."""
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """This thread inside the same state; unlike leaving `torch.autocast`, leaving it clears no cache."""
+        before = autocast_state()
+        self._set()
+        device = self.default_device
+        try:
+            with device if device != before.default_device else contextlib.nullcontext():
+                yield
+        finally:
+            before._set()
+
+    def _set(self) -> None:
+        for device_type, enabled, dtype in self.dtypes:
+            torch.set_autocast_enabled(device_type, enabled)
+            torch.set_autocast_dtype(device_type, dtype)
+
+
+def autocast_state() -> AutocastState:
+    """The state of this thread: to be asked for inside the model's forward, where it is as in training."""
+    return AutocastState(
+        dtypes=tuple(
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in _AUTOCAST_DEVICES
+        ),
+        default_device=torch.empty(0).device,
+    )
+
+
+@contextlib.contextmanager
+def uncompiled() -> Iterator[None]:
+    """Compiled code runs eagerly inside, and is as compiled as before afterwards."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@contextlib.contextmanager
+def untouched_casts() -> Iterator[None]:
+    """Autocast caches nothing inside, and what it had cached stays: the outermost region clears that."""
+    cached = torch.is_autocast_cache_enabled()
+    torch.autocast_increment_nesting()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(cached)
+        torch.autocast_decrement_nesting()
+
+
+@contextlib.contextmanager
+def flex_attention_anywhere() -> Iterator[None]:
+    """Let flex attention take CPU tensors that need gradients: fake tensors need no kernel."""
+    with replaced(FLEX_CHECK, _only_on_other_threads):
+        yield
+
+
+def _only_on_other_threads(check: Any) -> Any:
+    here = threading.get_ident()
+
+    def check_on_other_threads(*args: Any, **kwargs: Any) -> Any:
+        return None if threading.get_ident() == here else check(*args, **kwargs)
+
+    return check_on_other_threads
+
+
+@contextlib.contextmanager
+def quiet_fake_tensors() -> Iterator[None]:
+    """Torch logs a traceback for every operator that fails on fake tensors; our error is one line.
+
+    Messages of other threads pass.
+    """
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    here = threading.get_ident()
+
+    def of_others(record: logging.LogRecord) -> bool:
+        return record.thread != here
+
+    logger.addFilter(of_others)
+    try:
+        yield
+    finally:
+        logger.removeFilter(of_others)

@@ -1,0 +1,243 @@
+"""The MODEL argument of `truemfu count`, turned into a module and a batch for one training step.
+
+    1b                          a name the caller knows (the reference models)
+    path/config.json, path/     a Hugging Face configuration: built on the meta device, without weights
+    package.module:factory      a callable that returns a module, or (module, batch)
+
+No network is used and no code of a repository is run: a configuration is plain data.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...convention import Convention
+from ...errors import BatchError, ModelError, TruemfuError, UsageError, closest, one_line
+from ...torch_private.trees import tree_map_only
+from ..closed_form.position_loops import count_by_short_sequences
+from ..count.count import count_flops
+from ..flop_count import FlopCount
+from .example_batch import example_batch
+from .hf_config import BuildOptions, model_from_config, read_config
+from .model_view import BatchRequest
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+}
+
+# Arguments that hold tokens; those of a tuple have no name.
+_TOKENS = ("input_ids", "decoder_input_ids", "labels", "")
+
+_MAX_BYTES_WITH_VALUES = 4 << 30
+
+NamedModels = Mapping[str, Callable[[torch.dtype], nn.Module]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """A model to count and the batch to count it on, which a factory may have brought along.
+
+    `with_values` builds the same on the CPU with real, random weights, where that is possible.
+    """
+
+    name: str
+    model: nn.Module
+    batch: Any
+    brought_batch: bool = False
+    with_values: Callable[[], Target] | None = None
+
+    @property
+    def samples(self) -> int | None:
+        """The first dimension of the first tensor."""
+        first = next((tensor for _, tensor in self._tensors() if tensor.dim() > 0), None)
+        return None if first is None else first.shape[0]
+
+    @property
+    def length(self) -> int | None:
+        """Tokens per sample, where the batch holds tokens."""
+        for name, tensor in self._tensors():
+            if tensor.dim() == 2 and not tensor.is_floating_point() and name in _TOKENS:
+                return tensor.shape[1]
+        return None
+
+    @property
+    def shapes(self) -> str:
+        """The tensors by name, for people: `input_ids 4×512, labels 4×512`."""
+        return ", ".join(
+            f"{name} {'×'.join(map(str, t.shape)) or '()'}".strip() for name, t in self._tensors()
+        )
+
+    @property
+    def tensor_shapes(self) -> dict[str, list[int]]:
+        """The same as plain data; tensors of a tuple are named by their place."""
+        return {name or str(place): list(t.shape) for place, (name, t) in enumerate(self._tensors())}
+
+    def _tensors(self) -> list[tuple[str, Tensor]]:
+        if isinstance(self.batch, Mapping):
+            items = [(str(name), value) for name, value in self.batch.items()]
+        else:
+            items = [
+                ("", value)
+                for value in (self.batch if isinstance(self.batch, tuple | list) else [self.batch])
+            ]
+        return [(name, value) for name, value in items if isinstance(value, Tensor)]
+
+
+def parse_dtype(name: str) -> torch.dtype:
+    """`bf16` → `torch.bfloat16`; torch's own names are understood too."""
+    known = getattr(torch, name.removeprefix("torch."), None)
+    if name in DTYPES:
+        return DTYPES[name]
+    if isinstance(known, torch.dtype) and known in DTYPES.values():
+        return known
+    raise UsageError(f"dtype must be one of {', '.join(DTYPES)}; got {name!r}{closest(name, DTYPES)}")
+
+
+def resolve_target(
+    text: str,
+    request: BatchRequest,
+    options: BuildOptions | None = None,
+    *,
+    named: NamedModels | None = None,
+) -> Target:
+    """Model and batch for what the user typed; `named` are the models known by a plain name.
+
+    Such a model is built on the meta device, in a dtype.
+    """
+    options = options or BuildOptions()
+    named = named or {}
+    if text in named:
+        _only_for_configs(text, options)
+        with torch.device("meta"):
+            model = named[text](options.dtype or torch.bfloat16)
+        return _target(text, model, None, request, options)
+    is_file = _exists(text)
+    if ":" in text and not is_file:
+        _only_for_configs(text, options)
+        model, batch = _from_factory(text, options.dtype)
+        return _target(text, model, batch, request, options)
+    if is_file:
+        config = read_config(Path(text))
+
+        def build(device: str) -> Target:
+            return _target(text, model_from_config(config, options, device=device), None, request, options)
+
+        return replace(build("meta"), with_values=lambda: build("cpu"))
+    raise UsageError(
+        f"no model {text!r}{closest(text, named)}: expected {', '.join(named)}{', ' if named else ''}"
+        "a Hugging Face config.json or its folder, or package.module:factory"
+    )
+
+
+def _exists(text: str) -> bool:
+    """Whether this is a file or folder; what cannot be the name of one (too long, a NUL in it) is none."""
+    try:
+        return Path(text).exists()
+    except (OSError, ValueError):
+        return False
+
+
+def count_target(target: Target, *, convention: Convention, backward: bool) -> FlopCount:
+    """Count it. A model that cannot run without values is built again with them, if it is small enough."""
+    try:
+        known = count_by_short_sequences(target.model, target.batch, convention=convention, backward=backward)
+        if known is not None:
+            return known
+        return count_flops(target.model, target.batch, convention=convention, backward=backward)
+    except ModelError:
+        size = sum(parameter.numel() * parameter.element_size() for parameter in target.model.parameters())
+        if target.with_values is None or size > _MAX_BYTES_WITH_VALUES:
+            raise
+    real = target.with_values()
+    return count_flops(real.model, real.batch, convention=convention, backward=backward)
+
+
+def _target(text: str, model: nn.Module, batch: Any, request: BatchRequest, options: BuildOptions) -> Target:
+    if options.checkpointing:
+        _enable_checkpointing(model)
+    model.train()
+    brought = batch is not None
+    return Target(
+        name=text,
+        model=model,
+        batch=batch if brought else _example(model, request),
+        brought_batch=brought,
+    )
+
+
+def _example(model: nn.Module, request: BatchRequest) -> Any:
+    try:
+        return example_batch(model, request)
+    except TruemfuError:
+        raise
+    except (RuntimeError, MemoryError) as error:
+        raise BatchError(f"a batch of this size cannot be made: {one_line(error)}") from error
+
+
+def _from_factory(text: str, dtype: torch.dtype | None) -> tuple[nn.Module, Any]:
+    module_name, _, attribute = text.partition(":")
+    try:
+        module = _import_from_here(module_name)
+        factory = module
+        for name in attribute.split("."):
+            factory = getattr(factory, name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UsageError(f"cannot import {text!r}: {one_line(error)}") from error
+    except (Exception, SystemExit) as error:
+        raise ModelError(f"importing {module_name!r} failed: {one_line(error)}") from error
+    if not callable(factory) or isinstance(factory, nn.Module):
+        raise UsageError(f"{text!r} is not a factory: expected a callable that returns a module")
+    try:
+        made = factory()
+    except (Exception, SystemExit) as error:
+        raise ModelError(f"the factory {text!r} raised {one_line(error)}") from error
+    model, batch = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"the factory {text!r} returned {type(model).__name__}; expected a module")
+    if dtype is not None:
+        model, batch = model.to(dtype), _to_dtype(batch, dtype)
+    return model, batch
+
+
+def _import_from_here(name: str) -> Any:
+    """Import a module as `python -m` would: the current directory comes first."""
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    importlib.invalidate_caches()
+    return importlib.import_module(name)
+
+
+def _to_dtype(value: Any, dtype: torch.dtype) -> Any:
+    return tree_map_only(
+        Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value
+    )
+
+
+def _enable_checkpointing(model: nn.Module) -> None:
+    enable = getattr(model, "gradient_checkpointing_enable", None)
+    try:
+        if enable is None:
+            raise ValueError("it has no gradient_checkpointing_enable()")
+        enable()
+    except ValueError as error:
+        raise UsageError(f"{type(model).__name__} cannot be checkpointed: {one_line(error)}") from error
+
+
+def _only_for_configs(text: str, options: BuildOptions) -> None:
+    if options.attn_implementation is not None:
+        raise UsageError(
+            f"the attention implementation can be chosen for Hugging Face configs, not for {text!r}"
+        )

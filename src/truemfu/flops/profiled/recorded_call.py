@@ -1,0 +1,152 @@
+"""One operator as torch.profiler recorded it, turned back into a call that a formula can be asked about.
+
+The profiler keeps sizes and dtypes of tensors and the values of numbers; here they become the operator's
+arguments by name, with tensors on the meta device in place of the real ones. It keeps no results: where a
+formula asks for one, the operator runs on the meta device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+import torch
+
+from ...torch_private.profiling import is_made_of_others, schemas_of
+
+
+def is_tensor(recorded: Any) -> bool:
+    """Whether a recorded argument stands for a tensor."""
+    return hasattr(recorded, "storage_data_ptr")
+
+
+def tensors_of(inputs: Sequence[Any]) -> list[Any]:
+    """The recorded tensors among recorded arguments, those in lists included."""
+    flat = (t for i in inputs for t in (i if isinstance(i, list) else [i]))
+    return [t for t in flat if is_tensor(t)]
+
+
+def has_data(inputs: Sequence[Any]) -> bool:
+    """Whether an operator ran on tensors with memory behind them.
+
+    It did not where a compiler traced it, where a model is on the meta device, and where a tensor is only a
+    wrapper (DTensor, vmap, quantised weights), whose real operators are recorded beneath.
+    """
+    return all(t.storage_data_ptr is not None or prod(t.sizes) == 0 for t in tensors_of(inputs))
+
+
+def stand_in(recorded: Any) -> Any:
+    """A tensor of the recorded size and dtype on the meta device; anything else as it is."""
+    if is_tensor(recorded):
+        return torch.empty(recorded.sizes, dtype=recorded.dtype, device="meta")
+    return [stand_in(r) for r in recorded] if isinstance(recorded, list) else recorded
+
+
+@lru_cache(maxsize=1024)
+def _schemas(name: str) -> tuple[Any, ...]:
+    return schemas_of(name)
+
+
+@lru_cache(maxsize=4096)
+def is_composite(name: str, arguments: int) -> bool:
+    """Whether an operator called so is made of others before autograd sees it: its parts are recorded."""
+    overloads = [s.overload_name for s in _schemas(name) if len(s.arguments) == arguments]
+    return any(_is_composite(f"{name}.{overload}".rstrip(".")) for overload in overloads)
+
+
+def _is_composite(overload: str) -> bool:
+    try:
+        return is_made_of_others(overload)
+    except RuntimeError:  # an operator of TorchScript alone
+        return False
+
+
+class RecordedCall:
+    """A recorded operator and its arguments.
+
+    `inputs` are those of the profiler's event tree, which leaves lists of numbers out; `lists` gives the
+    arguments once more with these lists alone.
+    """
+
+    def __init__(self, name: str, inputs: Sequence[Any], lists: Callable[[], Sequence[Any]]) -> None:
+        self.name = name
+        self._schema = next((s for s in _schemas(name) if _fits(s, inputs)), None)
+        values = [stand_in(i) for i in inputs]
+        if self._schema is not None and any(
+            value is None and "List" in str(argument.type)
+            for value, argument in zip(values, self._schema.arguments, strict=True)
+        ):
+            values = [
+                concrete if value is None and isinstance(concrete, list) else value
+                for value, concrete in zip(values, lists(), strict=False)
+            ]
+        self._values = values
+
+    @property
+    def by_name(self) -> Mapping[str, Any]:
+        """Arguments by the names of the operator's schema."""
+        names = [a.name for a in self._schema.arguments] if self._schema is not None else []
+        return dict(zip(names, self._values, strict=False))
+
+    @property
+    def operands(self) -> tuple[list[Any], dict[str, Any]]:
+        """Positional and keyword arguments as a caller writes them: nothing that equals its default."""
+        if self._schema is None:
+            return self._values, {}
+        args: list[Any] = []
+        kwargs: dict[str, Any] = {}
+        for argument, value in zip(self._schema.arguments, self._values, strict=True):
+            if argument.is_out:
+                continue
+            if not argument.kwarg_only:
+                args.append(value)
+            elif not _is_default(argument, value):
+                kwargs[argument.name] = value
+        positional = [a for a in self._schema.arguments if not a.kwarg_only and not a.is_out]
+        while args and _is_default(positional[len(args) - 1], args[-1]):
+            args.pop()
+        return args, kwargs
+
+    def result(self) -> Any:
+        """What the operator returns, as far as shapes go."""
+        assert self._schema is not None
+        library, _, operator = self.name.partition("::")
+        packet = getattr(getattr(torch.ops, library), operator)
+        overload = getattr(packet, self._schema.overload_name.removesuffix("out").rstrip("_") or "default")
+        args, kwargs = self.operands
+        with torch.no_grad():
+            return overload(*args, **kwargs)
+
+
+class LazyResult:
+    """Stands for an operator's result; worked out when a formula looks at it, which few do."""
+
+    def __init__(self, call: RecordedCall) -> None:
+        self._call = call
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_value":
+            self._value = self._call.result()
+            return self._value
+        return getattr(self._value, name)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._value[index]
+
+
+def _fits(schema: Any, inputs: Sequence[Any]) -> bool:
+    """Whether recorded arguments are those of this overload: as many, and tensors where it takes tensors."""
+    return len(schema.arguments) == len(inputs) and all(
+        "Tensor" in str(argument.type)
+        if is_tensor(value)
+        else value is None or str(argument.type) != "Tensor"
+        for argument, value in zip(schema.arguments, inputs, strict=True)
+    )
+
+
+def _is_default(argument: Any, value: Any) -> bool:
+    if not argument.has_default_value():
+        return False
+    return value is None or (not isinstance(value, torch.Tensor) and bool(argument.default_value == value))

@@ -1,0 +1,472 @@
+"""Values behind fake tensors: what lets a model run on shapes alone and still take its real path.
+
+Fake tensors know no values, so a model that asks for one (a mask that is all ones, the size of an image, the
+tokens of an expert) fails on them. Here integers keep their values: a tensor made from known ones is known
+too, worked out on the CPU only when somebody asks. Only what hangs on weights is unknown. Where a model asks
+for such a value, a plausible one is assumed and its origin remembered: the choice of experts is spread
+evenly, a comparison is false. A count that hangs on an assumption says so.
+
+    batch, arange, shapes ──► known, lazily ──► item(), nonzero(), x[mask] answered as in a real run
+    weights, activations  ──► unknown       ──► assumed when asked, and said
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from ...torch_private.dispatch import FakeTensor, FakeTensorMode, OpOverload, TorchDispatchMode, disable_modes
+from ...torch_private.trees import tree_flatten, tree_map_only, tree_unflatten
+from ..host_copy import on_host
+from .fake_results import FakeResults
+
+aten = torch.ops.aten
+
+MAX_ELEMENTS = 1 << 27
+"""Values of more elements than this are not worked out."""
+
+_MAX_FLOAT_FACTORY = 1 << 20
+_NUMBERS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class Value:
+    """The real tensor behind a fake one, worked out on first use.
+
+    `assumed` says what was made up, if anything. Views share their base's `root`, so that writing something
+    unknown through one of them makes all of them unknown.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_compute",
+        "_tensor",
+        "assumed",
+        "has_views",
+        "is_fill",
+        "is_rate",
+        "root",
+        "unknown",
+    )
+
+    def __init__(
+        self, compute: Callable[[], torch.Tensor], assumed: str | None = None, view_of: Value | None = None
+    ) -> None:
+        self._compute: Callable[[], torch.Tensor] | None = compute
+        self._tensor: torch.Tensor | None = None
+        self.assumed = assumed
+        self.root: Value = self if view_of is None else view_of.root
+        self.has_views = False
+        if view_of is not None:
+            self.root.has_views = True
+        self.unknown = False
+        self.is_fill = False
+        """Whether this is a fresh tensor of one number, as kernels get to write their results to."""
+        self.is_rate = False
+        """Whether it was drawn between 0 and 1, to be compared with a rate."""
+
+    @property
+    def is_unread(self) -> bool:
+        """Whether nobody has asked for this value yet, and no other shares its memory."""
+        return self._tensor is None and self.root is self and not self.has_views
+
+    def tensor(self) -> torch.Tensor:
+        if self._tensor is None:
+            assert self._compute is not None
+            with disable_modes(), torch.no_grad():
+                self._tensor = self._compute()
+            self._compute = None
+        return self._tensor
+
+
+def value_of(tensor: Any) -> Value | None:
+    """The value behind a fake tensor, if it is known or assumed."""
+    value: Value | None = getattr(tensor, "_truemfu_value", None)
+    return None if value is None or value.root.unknown else value
+
+
+def _value(tensor: torch.Tensor) -> Value | None:
+    """Likewise for any tensor: a real one, such as a literal in the model's code, is known as it is."""
+    return value_of(tensor) if isinstance(tensor, FakeTensor) else Value(lambda: on_host(tensor))
+
+
+def attach(tensor: torch.Tensor, value: Value) -> None:
+    """Remember the value behind a fake tensor."""
+    tensor._truemfu_value = value  # type: ignore[attr-defined]
+
+
+_FACTORIES = {
+    aten.arange.default,
+    aten.arange.start,
+    aten.arange.start_step,
+    aten.zeros.default,
+    aten.ones.default,
+    aten.full.default,
+    aten.empty.memory_format,
+    aten.scalar_tensor.default,
+    aten.eye.default,
+    aten.eye.m,
+    aten.linspace.default,
+    aten.tril_indices.default,
+    aten.triu_indices.default,
+}
+_FILLS = {aten.zeros.default, aten.ones.default, aten.full.default, aten.empty.memory_format}
+_LIKE = {
+    aten.zeros_like.default: 0,
+    aten.ones_like.default: 1,
+    aten.full_like.default: None,
+    aten.new_zeros.default: 0,
+    aten.new_ones.default: 1,
+    aten.new_full.default: None,
+    aten.empty_like.default: 0,
+    aten.new_empty.default: 0,
+}
+_RANKING = {aten.topk.default, aten.sort.default, aten.sort.stable, aten.max.dim, aten.min.dim}
+_CHOICE = {aten.argmax.default, aten.argmin.default, aten.multinomial.default, aten.argsort.default}
+_WINNER = {aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim}
+_ONE_DIMENSION = _WINNER | {aten.sort.default, aten.argsort.default}
+_DYNAMIC = {
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten._unique2.default,
+    aten.unique_dim.default,
+    aten.unique_consecutive.default,
+    aten.repeat_interleave.Tensor,
+    aten.bincount.default,
+}
+_COMPARISONS = {aten.lt.Scalar, aten.le.Scalar, aten.gt.Scalar, aten.ge.Scalar}
+_TRUTH = {aten.equal.default, aten.is_nonzero.default, aten.allclose.default}
+_ANSWERED = {aten._local_scalar_dense.default} | _TRUTH | _DYNAMIC
+_LOOKED_AT = {aten.index.Tensor, aten.embedding.default}
+
+
+@functools.cache
+def _traits(func: Any) -> tuple[bool, bool, bool]:
+    """Of an operator: whether it is handled here in its own way, whether it writes into an argument, and
+    whether nothing is to be followed once one of its inputs is unknown."""
+    mutable = func._schema.is_mutable
+    ends = not mutable and func not in _RANKING and func not in _CHOICE and func not in _LIKE
+    return func in _ANSWERED or func in _LOOKED_AT, mutable, ends and func not in _FACTORIES
+
+
+def _has_unknown(arguments: Iterable[Any]) -> bool:
+    """Whether a fake tensor among these, or in a list among them, has no value."""
+    for argument in arguments:
+        kind = type(argument)
+        if kind is FakeTensor:
+            value = argument.__dict__.get("_truemfu_value")
+            if value is None or value.root.unknown:
+                return True
+        elif (kind is list or kind is tuple) and _has_unknown(argument):
+            return True
+    return False
+
+
+def _check_rows(weight: torch.Tensor, ids: torch.Tensor) -> None:
+    """Looking up a row that is not there fails in a real run; fake tensors would let it pass."""
+    value = value_of(ids)
+    if value is None or value.assumed or ids.device.type != "cpu" or not ids.numel():
+        return
+    with disable_modes():
+        lowest, highest = value.tensor().aminmax()
+        if int(lowest) < 0 or int(highest) >= weight.shape[0]:
+            raise IndexError(
+                f"ids from {int(lowest)} to {int(highest)} for an embedding of {weight.shape[0]} rows: "
+                "the batch holds ids outside the vocabulary"
+            )
+
+
+def _draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """A random tensor, the same every time, from a generator of its own."""
+    own = {"device": torch.device("cpu"), "pin_memory": False, "generator": torch.Generator().manual_seed(0)}
+    drawn: torch.Tensor = func.overloadpacket(*args, **{**kwargs, **own})
+    return drawn
+
+
+def _histogram(source: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """`histc`, which takes integers on a GPU alone: as float64 they fall into the same bins."""
+    exact = source if source.is_floating_point() else source.double()
+    return torch.histc(exact, *args, **kwargs).to(source.dtype)
+
+
+def _forget(tensors: Iterable[torch.Tensor]) -> None:
+    """Something unknown was written into these."""
+    for tensor in tensors:
+        if (value := value_of(tensor)) is not None:
+            value.root.unknown = True
+
+
+def _numel(out: Any) -> int:
+    return sum(t.numel() for t in tree_flatten(out)[0] if isinstance(t, torch.Tensor))
+
+
+class FollowingMode(TorchDispatchMode):
+    """Runs whatever is inside on fake tensors with their values followed, and counts nothing."""
+
+    def __init__(self, following: Following) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._following = following
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._following.run(func, args, kwargs or {})
+
+
+class Following:
+    """Runs operators on fake tensors and follows the values of those that are known."""
+
+    def __init__(self, fake_mode: FakeTensorMode) -> None:
+        self.fake_mode = fake_mode
+        self.assumptions: dict[str, None] = {}
+        self._results = FakeResults(fake_mode)
+        self._pending: weakref.WeakSet[Value] = weakref.WeakSet()
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One operator, as the model sees it."""
+        special, mutable, ends = _traits(func)
+        if special:
+            if func in _ANSWERED:
+                return self._answer(func, args, kwargs)
+            if func is aten.index.Tensor:
+                args = self._integer_indices(args)
+            else:
+                _check_rows(args[0], args[1])
+        if mutable and args and type(args[0]) is torch.Tensor and "out" not in kwargs:
+            return args[0]  # a real tensor from outside the model is not ours to write to
+        out = self._results.run(func, args, kwargs)
+        if func is aten.lift_fresh.default and isinstance(out, FakeTensor):
+            # Its value is ours to follow, on the CPU: torch would run what meets only such tensors for real,
+            # on the device that the model asks for.
+            out.constant = None
+        if not (ends and (_has_unknown(args) or _has_unknown(kwargs.values()))):
+            self._follow(func, args, kwargs, out)
+        return out
+
+    def launched(self, arguments: Iterable[Any]) -> None:
+        """A kernel was passed over that would have had these: the fresh ones are taken for its results."""
+        values = [value for argument in arguments if (value := value_of(argument)) is not None]
+        for value in values:
+            if value.root.is_fill:
+                value.root.unknown = True
+
+    def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An operator whose result, or its shape, is a matter of values."""
+        if func in _DYNAMIC:
+            return self._dynamic(func, args, kwargs)
+        if func in _TRUTH:
+            real_args, real_kwargs = self._real((args, kwargs))
+            with disable_modes():
+                return func(*real_args, **real_kwargs)
+        with disable_modes():
+            return self._ask(args[0]).item()
+
+    def _ask(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The value of a tensor that the model reads: known, or assumed and noted."""
+        if not isinstance(tensor, FakeTensor):
+            return tensor
+        value = value_of(tensor)
+        if value is None:
+            fill = 1.0 if tensor.dtype in _NUMBERS else 0
+            shape, dtype = tuple(tensor.shape), tensor.dtype
+            value = Value(lambda: torch.full(shape, fill, dtype=dtype), assumed="a value of the activations")
+            attach(tensor, value)
+        if value.assumed:
+            self.assumptions[value.assumed] = None
+        return value.tensor()
+
+    def _real(self, tree: Any) -> Any:
+        return tree_map_only(torch.Tensor, self._ask, tree)
+
+    def _fake(self, real: torch.Tensor, device: torch.device, assumed: str | None) -> torch.Tensor:
+        with self.fake_mode:
+            fake = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=device)
+        attach(fake, Value(lambda: real, assumed))
+        return fake
+
+    def _dynamic(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An operator whose result's shape depends on values: work it out, then forget what is unknown."""
+        tensors = [a for a in tree_flatten((args, kwargs))[0] if isinstance(a, torch.Tensor)]
+        device = tensors[0].device
+        if func is aten.masked_select.default:
+            shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
+            asked = self._ask(args[1])
+            with disable_modes():
+                places = asked.expand(shape).nonzero().unbind(1)
+            picked = [self._fake(place, device, None) for place in places]
+            source = self.run(aten.expand.default, (args[0], shape), {})
+            return self.run(aten.index.Tensor, (source, picked), {})
+        real_args, real_kwargs = self._real(args), self._real(kwargs)
+        assumed = next((v.assumed for t in tensors if (v := value_of(t)) and v.assumed), None)
+        with disable_modes(), torch.no_grad():
+            out = func(*real_args, **real_kwargs)
+        return tree_map_only(torch.Tensor, lambda t: self._fake(t, device, assumed), out)
+
+    def _integer_indices(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Replace boolean indices, whose result has no shape of its own, by the integers they stand for."""
+        tensor, indices = args[0], args[1]
+        if not any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices):
+            return args
+        flat: list[Any] = []
+        for index in indices:
+            if index is not None and index.dtype in (torch.bool, torch.uint8):
+                flat.extend(self._dynamic(aten.nonzero.default, (index,), {}).unbind(1))
+            else:
+                flat.append(index)
+        return (tensor, flat, *args[2:])
+
+    def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        schema = func._schema if isinstance(func, OpOverload) else None
+        is_write = schema is not None and schema.is_mutable  # which may return nothing
+        if not is_write and not isinstance(out, (torch.Tensor, tuple, list)):
+            return
+        if func in _FACTORIES:
+            self._follow_factory(func, args, kwargs, out)
+            return
+        flat, spec = tree_flatten((args, kwargs))
+        positions = [i for i, a in enumerate(flat) if isinstance(a, torch.Tensor)]
+        values = [_value(flat[i]) for i in positions]
+        if is_write:
+            self._follow_write(func, schema, args, kwargs, flat, spec, positions, values)
+            return
+        if func in _RANKING or func in _CHOICE:
+            if any(v is None for v in values) or torch.Tag.nondeterministic_seeded in func.tags:
+                self._assume_ranking(func, args, out)
+                return
+        elif torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
+            if not positions and isinstance(out, FakeTensor) and out.numel() <= _MAX_FLOAT_FACTORY:
+                drawn = Value(lambda: _draw(func, args, kwargs), "a random draw")
+                drawn.is_rate = func.overloadpacket is aten.rand
+                attach(out, drawn)
+            return
+        if func in _LIKE and values and values[0] is None:
+            self._follow_like(func, args, out)
+            return
+        if any(v is None for v in values) or (not positions and _numel(out) > _MAX_FLOAT_FACTORY):
+            return
+        known = [v for v in values if v is not None]
+        assumed = next((v.assumed for v in known if v.assumed), None)
+        if func in _COMPARISONS and known[0].is_rate and not 0 < args[1] < 1:
+            assumed = None  # every draw gives the same answer: a layer that is dropped at rate 0, say
+        aliases = schema is not None and any(r.alias_info is not None for r in schema.returns)
+        whole: list[Any] = []
+
+        def compute() -> list[Any]:
+            if not whole:
+                real = list(flat)
+                for position, value in zip(positions, known, strict=True):
+                    real[position] = value.tensor()
+                real_args, real_kwargs = tree_unflatten(real, spec)
+                if "device" in real_kwargs:
+                    real_kwargs["device"] = torch.device("cpu")
+                on_cpu = _histogram if func is aten.histc.default else func
+                whole.append(tree_flatten(on_cpu(*real_args, **real_kwargs))[0])
+            return whole[0]  # type: ignore[no-any-return]
+
+        for i, tensor in enumerate(tree_flatten(out)[0]):
+            if isinstance(tensor, FakeTensor) and tensor.numel() <= MAX_ELEMENTS:
+                value = Value(lambda i=i: compute()[i], assumed, known[0] if aliases else None)  # type: ignore[misc]
+                self._pending.add(value)
+                attach(tensor, value)
+
+    def _follow_factory(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        limit = _MAX_FLOAT_FACTORY if out.dtype in _NUMBERS else MAX_ELEMENTS
+        if not isinstance(out, FakeTensor) or out.numel() > limit:
+            return
+        on_cpu = {**kwargs, "device": torch.device("cpu"), "pin_memory": False, "dtype": out.dtype}
+        if func is aten.empty.memory_format:
+            shape, dtype = tuple(out.shape), out.dtype
+            value = Value(lambda: torch.zeros(shape, dtype=dtype))
+        else:
+            value = Value(lambda: func(*args, **on_cpu))
+        value.is_fill = func in _FILLS
+        attach(out, value)
+
+    def _follow_like(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
+        limit = _MAX_FLOAT_FACTORY if out.dtype in _NUMBERS else MAX_ELEMENTS
+        if not isinstance(out, FakeTensor) or out.numel() > limit:
+            return
+        fill = _LIKE[func]
+        if fill is None:
+            fill = args[2] if func is aten.new_full.default else args[1]
+        shape, dtype = tuple(out.shape), out.dtype
+        value = Value(lambda: torch.full(shape, fill, dtype=dtype))
+        value.is_fill = True
+        attach(out, value)
+
+    def _follow_write(
+        self,
+        func: Any,
+        schema: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        flat: list[Any],
+        spec: Any,
+        positions: list[int],
+        values: list[Value | None],
+    ) -> None:
+        """An operator that writes into an argument: write into the known value too, or forget it."""
+        written = [
+            kwargs.get(a.name, args[i] if i < len(args) else None)
+            for i, a in enumerate(schema.arguments)
+            if a.alias_info is not None and a.alias_info.is_write
+        ]
+        tensors = [t for t in tree_flatten(written)[0] if isinstance(t, torch.Tensor)]
+        seeded = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+        if seeded or any(v is None for v in values):
+            _forget(tensors)
+            return
+        known = [value for value in values if value is not None]
+        written_to = value_of(tensors[0]) if len(tensors) == 1 else None
+        if written_to is not None and written_to.is_unread:
+            # A counter in a buffer, say: reading it now would wait for the device, and nobody may ever ask.
+            def after_writing() -> torch.Tensor:
+                before = written_to.tensor().clone()
+                self._write(func, flat, spec, positions, [before if v is written_to else v for v in known])
+                return before
+
+            assumed = next((value.assumed for value in known if value.assumed), None)
+            attach(tensors[0], Value(after_writing, assumed))
+            return
+        for pending in list(self._pending):  # what was derived from the old content must be worked out first
+            pending.tensor()
+        self._pending.clear()
+        try:
+            self._write(func, flat, spec, positions, known)
+        except NotImplementedError:  # it has no kernel for a CPU
+            _forget(tensors)
+
+    @staticmethod
+    def _write(
+        func: Any, flat: list[Any], spec: Any, positions: list[int], values: Sequence[Value | torch.Tensor]
+    ) -> None:
+        """Run an operator that writes on real tensors."""
+        real = list(flat)
+        for position, value in zip(positions, values, strict=True):
+            real[position] = value.tensor() if isinstance(value, Value) else value
+        real_args, real_kwargs = tree_unflatten(real, spec)
+        with disable_modes(), torch.no_grad():
+            func(*real_args, **real_kwargs)
+
+    def _assume_ranking(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
+        """Spread the choices of a ranking evenly: row r takes (r·k + j) mod n for its j-th choice."""
+        indices = out[1] if func in _RANKING else out
+        if not isinstance(indices, FakeTensor) or indices.numel() > MAX_ELEMENTS:
+            return
+        source = args[0]
+        dim = -1
+        if func is aten.topk.default:
+            dim = args[2] if len(args) > 2 else -1
+        elif func in _ONE_DIMENSION and len(args) > 1:
+            dim = args[1] if args[1] is not None else -1
+        choices = source.shape[dim] if source.dim() else 1
+        shape = tuple(indices.shape)
+
+        def spread() -> torch.Tensor:
+            if func in _WINNER or not shape:
+                return torch.arange(max(indices.numel(), 1)).remainder(max(choices, 1)).reshape(shape)
+            moved = torch.empty(shape).movedim(dim, -1).shape
+            return torch.arange(indices.numel()).remainder(max(choices, 1)).reshape(moved).movedim(-1, dim)
+
+        attach(indices, Value(spread, assumed="the choice of experts (spread evenly)"))

@@ -1,0 +1,303 @@
+"""The referee's tables: what the tensor cores executed by kernel, beside what was counted and expected.
+
+    launches ─┬─► KernelWork: operations, active cycles, FLOP per cycle ─┐
+    StepCount ┴─► by kind: executed | counted | expected ────────────────┴─► Audit
+
+Expected is the count with what is known of kernels taken in: tiles that overhang their product
+(`tile_match`), and attention that works through whole blocks of its mask.
+
+The pipe's active cycles tell what a counter of activity makes of the step. Some kernels without a product
+tick it too, and some with products run below the usual rate of their dtype. Both are in one ratio, which is
+what `hybrid` corrects by:
+
+    executed_over_activity = executed operations / (active cycles × usual FLOP per cycle)
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from ..tiles import Shape
+from .audited import AuditedProduct
+from .command import StepCount
+from .csv_output import MATRIX_METRIC, PIPE_METRIC, KernelLaunch
+from .tile_match import Match, matched_products
+
+_USUAL_RATES: Mapping[str, Mapping[str, int]] = {
+    "9.0": {"bf16": 1024, "fp16": 1024, "tf32": 512, "fp8": 2048},
+}
+"""FLOP per active cycle and sub-core by compute capability and dtype, as measured on an H200."""
+
+_OTHER_PIPES = frozenset(("fp64", "int8"))
+_AT_RATE = 0.99
+
+
+class KernelWork(msgspec.Struct, frozen=True, kw_only=True):
+    """All launches of one kernel; None is what ncu could not tell.
+
+    `needed_flops` is what the counted products need that these launches computed, where each of them was
+    found; `pipe_cycles` are all active cycles of the tensor pipe, `matrix_cycles` those with products.
+    """
+
+    name: str
+    kind: str
+    launches: int
+    executed_flops: int | None
+    needed_flops: int | None = None
+    dtypes: tuple[str, ...] = ()
+    pipe_cycles: int | None = None
+    matrix_cycles: int | None = None
+    usual_flops_per_cycle: float | None = None
+
+    @property
+    def non_matrix_cycles(self) -> int | None:
+        """Active cycles beyond matrix work."""
+        if self.pipe_cycles is None or self.matrix_cycles is None:
+            return None
+        return self.pipe_cycles - self.matrix_cycles
+
+    @property
+    def flops_per_cycle(self) -> float | None:
+        """Operations in an active cycle of one sub-core."""
+        if not self.executed_flops or not self.matrix_cycles:
+            return None
+        return self.executed_flops / self.matrix_cycles
+
+    @property
+    def share_of_usual_rate(self) -> float | None:
+        """1 where the kernel is as fast in a cycle as kernels of its dtype are."""
+        if self.flops_per_cycle is None or self.usual_flops_per_cycle is None:
+            return None
+        return self.flops_per_cycle / self.usual_flops_per_cycle
+
+    @property
+    def usual_cycles(self) -> float | None:
+        """Active cycles of the hmma pipe that its work takes at the usual rates; None without a rate."""
+        if not self.executed_flops or set(self.dtypes) <= _OTHER_PIPES:
+            return 0.0
+        if self.usual_flops_per_cycle is None:
+            return None
+        return self.executed_flops / self.usual_flops_per_cycle
+
+    @property
+    def is_below_usual_rate(self) -> bool:
+        """Whether its work reads as more than it is to a counter of active cycles."""
+        return self.share_of_usual_rate is not None and self.share_of_usual_rate < _AT_RATE
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data with the attribute names as keys, ready for JSON."""
+        return {
+            **msgspec.to_builtins(self),
+            "non_matrix_cycles": self.non_matrix_cycles,
+            "flops_per_cycle": self.flops_per_cycle,
+            "share_of_usual_rate": self.share_of_usual_rate,
+            "is_below_usual_rate": self.is_below_usual_rate,
+        }
+
+
+class Audit(msgspec.Struct, frozen=True, kw_only=True):
+    """What was executed, by kernel (the most first), and what had been counted, where that is known.
+
+    The mappings by kind have the keys attention, convolution, matmul and other. `counted_by_kind` is what
+    the model needs; `expected_by_kind` has recomputation, tiles and the blocks of masks in it, and no key for
+    a kind where recomputation is not known. `unmeasured_launches` had no value.
+    """
+
+    kernels: tuple[KernelWork, ...]
+    launches: int
+    unmeasured_launches: int
+    executed_flops: int | None
+    executed_by_dtype: dict[str, int]
+    executed_by_kind: dict[str, int]
+    counted_by_kind: dict[str, int]
+    expected_by_kind: dict[str, int]
+    tile_flops: int | None
+    """Executed beyond 2·m·n·k because tiles overhang, by launches whose product was found; None without."""
+    unmatched_flops: int | None
+    """Executed by matrix products of which nobody knows what they were."""
+    products: tuple[AuditedProduct, ...] = ()
+    """The products that were found, by shape."""
+    count: StepCount | None = None
+
+    @property
+    def pipe_cycles(self) -> int | None:
+        """Active cycles of the tensor pipe, summed over sub-cores."""
+        return _sum([kernel.pipe_cycles for kernel in self.kernels])
+
+    @property
+    def matrix_cycles(self) -> int | None:
+        """Those of them with matrix instructions."""
+        return _sum([kernel.matrix_cycles for kernel in self.kernels])
+
+    @property
+    def executed_over_activity(self) -> float | None:
+        """What was executed over what the pipe's activity reads; None where a part of it is not known."""
+        cycles = [kernel.usual_cycles for kernel in self.kernels]
+        known = [usual for usual in cycles if usual is not None]
+        if not self.pipe_cycles or self.unmeasured_launches or len(known) < len(cycles) or not sum(known):
+            return None
+        return sum(known) / self.pipe_cycles
+
+    @property
+    def below_usual_rate(self) -> tuple[KernelWork, ...]:
+        """Kernels that take more cycles for their work than is usual for their dtype."""
+        return tuple(kernel for kernel in self.kernels if kernel.is_below_usual_rate)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data with the attribute names as keys, ready for JSON."""
+        return {
+            **msgspec.to_builtins(self),
+            "kernels": [kernel.as_dict() for kernel in self.kernels],
+            "pipe_cycles": self.pipe_cycles,
+            "matrix_cycles": self.matrix_cycles,
+            "executed_over_activity": self.executed_over_activity,
+        }
+
+
+def audit_of(launches: Sequence[KernelLaunch], count: StepCount | None = None) -> Audit:
+    """Add launches up by kernel; those of the counting process alone, where it told its number."""
+    own = count.process_id if count is not None else None
+    if own is not None and any(launch.process_id == own for launch in launches):
+        launches = [launch for launch in launches if launch.process_id == own]
+    works = _launch_works(launches, count)
+    by_name: dict[str, list[_LaunchWork]] = defaultdict(list)
+    by_dtype: dict[str, int] = defaultdict(int)
+    by_kind: dict[str, int] = defaultdict(int)
+    for work in works:
+        by_name[work.launch.name].append(work)
+        for dtype, amount in (work.flops or {}).items():
+            by_dtype[dtype] += amount
+            by_kind[work.kind] += amount
+    kernels = [_kernel(of_one_name) for of_one_name in by_name.values()]
+    products = [work for work in works if work.kind == "matmul" and work.executed]
+    found = [work.executed - work.needed for work in products if work.executed and work.needed]
+    by_shape: dict[Shape, list[int]] = defaultdict(lambda: [0, 0])
+    for work in products:
+        if work.match is not None:
+            by_shape[work.match.shape][0] += work.match.needed_flops
+            by_shape[work.match.shape][1] += work.executed or 0
+    tile_flops = sum(found) if found else None
+    counted: dict[str, int] = defaultdict(int)
+    for operator, amount in (count.model_flops_by_operator if count is not None else {}).items():
+        counted[kind_of(operator, otherwise="matmul")] += amount
+    return Audit(
+        kernels=tuple(sorted(kernels, key=_most_first)),
+        launches=len(launches),
+        unmeasured_launches=sum(work.flops is None for work in works),
+        executed_flops=_sum([kernel.executed_flops for kernel in kernels]),
+        executed_by_dtype={dtype: amount for dtype, amount in by_dtype.items() if amount},
+        executed_by_kind={kind: amount for kind, amount in by_kind.items() if amount},
+        counted_by_kind=dict(counted),
+        expected_by_kind={} if count is None else _expected(count, counted, tile_flops or 0),
+        tile_flops=tile_flops,
+        unmatched_flops=None
+        if tile_flops is None
+        else sum(w.executed or 0 for w in products if not w.needed),
+        products=tuple(
+            AuditedProduct(m=m, n=n, k=k, needed_flops=needed, executed_flops=executed)
+            for (m, n, k), (needed, executed) in sorted(by_shape.items())
+        ),
+        count=count,
+    )
+
+
+class _LaunchWork(NamedTuple):
+    launch: KernelLaunch
+    kind: str
+    flops: Mapping[str, int] | None
+    match: Match | None
+
+    @property
+    def needed(self) -> int | None:
+        return None if self.match is None else self.match.needed_flops
+
+    @property
+    def executed(self) -> int | None:
+        return None if self.flops is None else sum(self.flops.values())
+
+
+def _launch_works(launches: Sequence[KernelLaunch], count: StepCount | None) -> list[_LaunchWork]:
+    """Each launch with what it executed and, for a product that was counted, what that needs."""
+    shapes: dict[Shape, int] = defaultdict(int)
+    for product in () if count is None else count.products:
+        shapes[product.m, product.n, product.k] += product.flops
+    works = [_LaunchWork(launch, kind_of(launch.name), launch.tensor_flops(), None) for launch in launches]
+    places = [place for place, work in enumerate(works) if work.kind == "matmul"]
+    launched = [(works[place].launch.name, works[place].executed or 0) for place in places]
+    for place, match in zip(places, matched_products(launched, shapes), strict=True):
+        works[place] = works[place]._replace(match=match)
+    return works
+
+
+def _most_first(kernel: KernelWork) -> tuple[int, int, str]:
+    return -(kernel.executed_flops or 0), -(kernel.pipe_cycles or 0), kernel.name
+
+
+def _kernel(works: Sequence[_LaunchWork]) -> KernelWork:
+    by_dtype: dict[str, int] = defaultdict(int)
+    for work in works:
+        for dtype, amount in (work.flops or {}).items():
+            by_dtype[dtype] += amount
+    done = {dtype: amount for dtype, amount in sorted(by_dtype.items()) if amount}
+    launches = [work.launch for work in works]
+    return KernelWork(
+        name=launches[0].name,
+        kind=works[0].kind,
+        launches=len(launches),
+        executed_flops=_sum([work.executed for work in works]),
+        needed_flops=_sum([work.needed for work in works]) if all(work.needed for work in works) else None,
+        dtypes=tuple(done),
+        pipe_cycles=_sum([launch.cycles(PIPE_METRIC) for launch in launches]),
+        matrix_cycles=_sum([launch.cycles(MATRIX_METRIC) for launch in launches]),
+        usual_flops_per_cycle=_usual_rate(launches[0].compute_capability, done),
+    )
+
+
+def _usual_rate(compute_capability: str | None, flops_by_dtype: Mapping[str, int]) -> float | None:
+    """FLOP per cycle at which the cycles of all dtypes add up; None where one of them is not known."""
+    rates = _USUAL_RATES.get(compute_capability or "", {})
+    if not flops_by_dtype or any(dtype not in rates for dtype in flops_by_dtype):
+        return None
+    cycles = sum(amount / rates[dtype] for dtype, amount in flops_by_dtype.items())
+    return sum(flops_by_dtype.values()) / cycles
+
+
+def _expected(count: StepCount, counted: Mapping[str, int], tile_flops: int) -> dict[str, int]:
+    """What the count comes to on silicon, by kind, as far as that is known."""
+    expected: dict[str, int] = {}
+    if count.attention_blocked_flops is not None:
+        expected["attention"] = count.attention_blocked_flops
+    others = [kind for kind in counted if kind != "attention"]
+    if count.hardware_flops is None or count.attention_flops is None:
+        return expected
+    executed = count.hardware_flops - count.attention_flops
+    recomputed = executed - sum(counted[kind] for kind in others)
+    for kind in others:
+        # What was recomputed is not known by kind: with one kind alone it is all of that.
+        if not recomputed or len(others) == 1:
+            expected[kind] = counted[kind] + recomputed + (tile_flops if kind == "matmul" else 0)
+    return {kind: amount for kind, amount in expected.items() if amount}
+
+
+def _sum(values: Sequence[int | None]) -> int | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
+
+
+_KINDS: Mapping[str, re.Pattern[str]] = {
+    "attention": re.compile(r"flash|fmha|sdpa|attention|attn", re.IGNORECASE),
+    "convolution": re.compile(r"conv(?!ert)|dgrad|wgrad|fprop", re.IGNORECASE),
+    "matmul": re.compile(
+        r"gemm|nvjet|matmul|cublas|cutlass|gemv|xmma|(?<![a-z])(?:b|add|badd?b)?mm(?![a-z])", re.IGNORECASE
+    ),
+}
+
+
+def kind_of(name: str, otherwise: str = "other") -> str:
+    """What a kernel or an operator does, as far as its name tells."""
+    return next((kind for kind, pattern in _KINDS.items() if pattern.search(name)), otherwise)

@@ -1,0 +1,338 @@
+"""A window of counters and the steps in it, put together: executed FLOPs, cross-check, waterfall, energy.
+
+    steps ─► StepSums ─┐
+    counters ─► Measured ├─► figures_of ─► HardwareFigures ─► metrics of a row, the closing summary
+    one count by shape ─► StepDetail ─┘
+
+Pure arithmetic. The numerator of MFU stays the count; counters speak of what was executed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ...crosscheck import CrossCheck, OtherProcess, crosscheck
+from ...hardware.counters.executed import datasheet_clock_hz, executed_flops_per_s, on_tensor_pipes
+from ...hardware.counters.samples import GpuProcess
+from ...hardware.nsight.audited import AuditedKernels
+from ...hardware.specs import DeviceSpec
+from ...waterfall import Waterfall, waterfall
+from ..metrics import StepAmounts, StepTime
+from ..training_side.hardware_watch import Measured
+
+
+@dataclass(kw_only=True)
+class StepSums:
+    """Sums over steps; what one step does not have is unknown for all of them."""
+
+    steps: int = 0
+    elapsed_s: float = 0.0
+    data_wait_s: float = 0.0
+    between_s: float = 0.0
+    forwards: int = 0
+    model_flops: float | None = 0.0
+    hardware_flops: float | None = 0.0
+    peak_flops: float | None = 0.0
+    """Σ seconds × peak: what the peak would have done."""
+    tokens: float | None = 0.0
+    useful_tokens: float | None = 0.0
+
+    def add(self, amounts: StepAmounts, time: StepTime) -> None:
+        """Take in a step whose `flops` are the counted ones."""
+        flops, elapsed_s = amounts.flops, time.elapsed_s
+        self.steps += time.steps
+        self.elapsed_s += elapsed_s or 0.0
+        self.data_wait_s += time.data_wait_s or 0.0
+        self.between_s += time.between_s or 0.0
+        self.forwards += time.forwards
+        peak = None if flops is None else flops.peak_flops_per_s
+        self.model_flops = _plus(self.model_flops, None if flops is None else flops.model_flops)
+        self.hardware_flops = _plus(self.hardware_flops, None if flops is None else flops.hardware_flops)
+        self.peak_flops = _plus(
+            self.peak_flops, None if peak is None or elapsed_s is None else peak * elapsed_s
+        )
+        self.tokens = _plus(self.tokens, amounts.tokens)
+        self.useful_tokens = _plus(self.useful_tokens, amounts.useful_tokens)
+
+    def merge(self, other: StepSums) -> None:
+        """Take in the sums over other steps."""
+        self.steps += other.steps
+        self.elapsed_s += other.elapsed_s
+        self.data_wait_s += other.data_wait_s
+        self.between_s += other.between_s
+        self.forwards += other.forwards
+        for name in ("model_flops", "hardware_flops", "peak_flops", "tokens", "useful_tokens"):
+            setattr(self, name, _plus(getattr(self, name), getattr(other, name)))
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every step had its FLOPs."""
+        return self.hardware_flops is not None
+
+    def per_s(self, name: str) -> float | None:
+        """One of the sums over the seconds."""
+        amount: float | None = getattr(self, name)
+        return None if amount is None or not self.elapsed_s else amount / self.elapsed_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepDetail:
+    """What is known of a typical step beyond its FLOPs, as shares of the executed FLOPs counted for it."""
+
+    dtype_shares: Mapping[str, float] = field(default_factory=dict)
+    """Of the model's FLOPs; empty where they are not known."""
+    attention_share: float | None = None
+    attention_executed_share: float | None = None
+    """What kernels execute that skip whole blocks of the mask, over the attention counted."""
+    tile_factor: float | None = None
+    """Of all that is not attention."""
+    few_channel_share: float | None = None
+    """Convolutions with fewer than eight input channels."""
+    grouped_share: float | None = None
+    grouped_padded_share: float | None = None
+    """Grouped products, and the same with the rows of each group rounded up to tiles, at most."""
+    unaligned_share: float | None = None
+    """16-bit products with a size that is no multiple of eight."""
+    uncounted: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HardwareFigures:
+    """What the silicon did in a window; None for what is not known."""
+
+    seconds: float
+    steps: int
+    executed_flops_per_s: float | None
+    executed_hfu: float | None
+    executed_over_activity: float | None
+    """The audit's correction of what the tensor pipe's activity reads; None: executed is an upper bound."""
+    clock_hz: float | None
+    clock_source: str
+    reported_clock_hz: float | None
+    power_w: float | None
+    energy_j_per_step: float | None
+    energy_j_per_million_tokens: float | None
+    tensor_active: float | None
+    sm_active: float | None
+    dram_active: float | None
+    check: CrossCheck | None
+    fall: Waterfall | None
+
+    def metrics(self) -> dict[str, float | str]:
+        """The `perf/` metrics of the window."""
+        rate = self.executed_flops_per_s
+        row: dict[str, float | str | None] = {
+            "perf/executed_tflops_per_gpu": None if rate is None else rate / 1e12,
+            "perf/executed_hfu": self.executed_hfu,
+            "perf/executed_over_activity": self.executed_over_activity,
+            "perf/sm_clock_mhz": None if self.clock_hz is None else self.clock_hz / 1e6,
+            "perf/clock_source": None if self.clock_hz is None else self.clock_source,
+            "perf/power_w": self.power_w,
+            "perf/energy_j_per_step": self.energy_j_per_step,
+            "perf/energy_j_per_million_tokens": self.energy_j_per_million_tokens,
+            "perf/tensor_active": self.tensor_active,
+            "perf/sm_active": self.sm_active,
+            "perf/dram_active": self.dram_active,
+            **({} if self.check is None else self.check.as_metrics()),
+            **({} if self.fall is None else self.fall.as_metrics()),
+        }
+        return {name: value for name, value in row.items() if value is not None}
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for the closing summary."""
+        check, fall = self.check, self.fall
+        plain = {name: getattr(self, name) for name in _PLAIN}
+        return {
+            **plain,
+            "executed_over_counted": None if check is None else check.executed_flops / check.counted_flops,
+            "executed_over_expected": None if check is None else check.ratio,
+            "limiter": None if fall is None else fall.limiter,
+            "advice": [] if fall is None else list(fall.advice()),
+            "waterfall": None if fall is None else fall.as_dict(),
+        }
+
+
+_PLAIN = (
+    "seconds steps executed_flops_per_s executed_hfu executed_over_activity clock_hz clock_source "
+    "reported_clock_hz power_w energy_j_per_step energy_j_per_million_tokens "
+    "tensor_active sm_active dram_active"
+).split()
+
+
+def figures_of(
+    sums: StepSums,
+    measured: Measured,
+    detail: StepDetail,
+    *,
+    spec: DeviceSpec | None,
+    audited: AuditedKernels | None,
+    world_size: int,
+    is_datasheet_peak: bool,
+) -> HardwareFigures:
+    """What a window comes to. `audited` corrects what activity reads; without, executed is an upper bound.
+    `is_datasheet_peak` is False where the user gave a peak of their own: the clock and the pipes' shares then
+    say nothing of it."""
+    window, executed = measured.window, None
+    correction = None if audited is None else audited.executed_over_activity
+    tells_all = on_tensor_pipes(detail.dtype_shares)
+    if tells_all:
+        executed = executed_flops_per_s(
+            window,
+            spec,
+            # The audit's ratio is over the rate of what was executed, which need not be the count's mix.
+            flops_by_dtype=detail.dtype_shares
+            if audited is None or correction is None
+            else audited.executed_by_dtype,
+            clock_hz=measured.clock_hz,
+            executed_over_activity=1.0 if correction is None else correction,
+        )
+    peak = sums.per_s("peak_flops")
+    power_w = window.power_w
+    if window.energy_j is not None and window.seconds > 0:
+        power_w = window.energy_j / window.seconds
+    # As all rates without a suffix: the job's, this rank's times the number of ranks.
+    energy_j = None if power_w is None else power_w * sums.elapsed_s * world_size
+    return HardwareFigures(
+        seconds=window.seconds,
+        steps=sums.steps,
+        executed_flops_per_s=executed,
+        executed_hfu=None if executed is None or not peak else executed / peak,
+        executed_over_activity=correction,
+        clock_hz=measured.clock_hz,
+        clock_source=measured.clock_source,
+        reported_clock_hz=window.sm_clock_hz,
+        power_w=power_w,
+        energy_j_per_step=None if energy_j is None or not sums.steps else energy_j / sums.steps,
+        energy_j_per_million_tokens=None
+        if energy_j is None or not sums.tokens
+        else energy_j / (sums.tokens * world_size) * 1e6,
+        tensor_active=window.tensor_active,
+        sm_active=window.sm_active,
+        dram_active=window.dram_active,
+        check=_check(sums, executed, detail, window.processes, is_upper_bound=correction is None),
+        fall=_fall(
+            sums,
+            measured,
+            executed,
+            detail,
+            spec if is_datasheet_peak and tells_all else None,
+            world_size=world_size,
+            left_out=None if is_datasheet_peak and tells_all else _why_left_out(is_datasheet_peak, tells_all),
+            is_upper_bound=correction is None,
+        ),
+    )
+
+
+def _check(
+    sums: StepSums,
+    executed: float | None,
+    detail: StepDetail,
+    processes: tuple[GpuProcess, ...] | None,
+    *,
+    is_upper_bound: bool,
+) -> CrossCheck | None:
+    counted = sums.hardware_flops
+    if counted is None or executed is None:
+        return None
+
+    def part(share: float | None) -> float | None:
+        return None if share is None else share * counted
+
+    return crosscheck(
+        counted,
+        executed * sums.elapsed_s,
+        attention_flops=part(detail.attention_share),
+        attention_executed_share=detail.attention_executed_share,
+        tile_factor=detail.tile_factor,
+        few_channel_flops=part(detail.few_channel_share),
+        grouped_flops=part(detail.grouped_share),
+        grouped_padded_flops=part(detail.grouped_padded_share),
+        unaligned_flops=part(detail.unaligned_share),
+        flops_by_dtype={dtype: share * counted for dtype, share in detail.dtype_shares.items()},
+        uncounted=detail.uncounted,
+        other_processes=_others(processes or ()),
+        is_upper_bound=is_upper_bound,
+    )
+
+
+def _others(processes: tuple[GpuProcess, ...]) -> list[OtherProcess]:
+    """Processes beside ours; none where ours is not seen: the driver may number them as the host does."""
+    own = os.getpid()
+    if all(process.pid != own for process in processes):
+        return []
+    return [OtherProcess(pid=p.pid, memory_bytes=p.memory_bytes) for p in processes if p.pid != own]
+
+
+def _fall(
+    sums: StepSums,
+    measured: Measured,
+    executed: float | None,
+    detail: StepDetail,
+    spec: DeviceSpec | None,
+    *,
+    world_size: int,
+    left_out: str | None,
+    is_upper_bound: bool,
+) -> Waterfall | None:
+    window, counted = measured.window, sums.per_s("hardware_flops")
+    busy = window.graphics_active if spec is not None else None
+    masked = None
+    if counted is not None and detail.attention_share and detail.attention_executed_share is not None:
+        skipped = 1 - detail.attention_executed_share
+        # Under the causal convention kernels execute more than was counted: no part of its own.
+        masked = counted * detail.attention_share * skipped if skipped > 0 else None
+    efficiency = None
+    if sums.tokens and sums.useful_tokens is not None:
+        efficiency = sums.useful_tokens / sums.tokens
+    fall = waterfall(
+        peak_flops_per_s=sums.per_s("peak_flops"),
+        model_flops_per_s=sums.per_s("model_flops"),
+        hardware_flops_per_s=counted,
+        executed_flops_per_s=executed,
+        datasheet_clock_hz=datasheet_clock_hz(spec),
+        mean_clock_hz=measured.clock_hz,
+        throttle=window.throttle,
+        gpu_busy_share=busy,
+        sm_active_share=window.sm_active if spec is not None else None,
+        tensor_active_share=window.tensor_active if spec is not None else None,
+        dram_active_share=window.dram_active,
+        data_wait_share=sums.data_wait_s / sums.elapsed_s if sums.elapsed_s else None,
+        between_steps_share=sums.between_s / sums.elapsed_s if sums.elapsed_s else None,
+        forwards_between_steps=sums.forwards,
+        # One GPU waits for nobody else: the rest is the host being late with launches.
+        launch_gap_share=1 - busy if busy is not None and world_size == 1 else None,
+        tile_factor=_over_everything(detail),
+        masked_flops_per_s=masked,
+        padding_efficiency=efficiency,
+        left_out=left_out,
+        world_size=world_size,
+    )
+    if fall is None or executed is None or not is_upper_bound:
+        return fall
+    return replace(fall, notes=(*fall.notes, _UPPER_BOUND_NOTE))
+
+
+_UPPER_BOUND_NOTE = (
+    "executed FLOPs are an upper bound without an audit (hybrid_mode.audit), and so is what was executed "
+    "beyond the count"
+)
+
+
+def _why_left_out(is_datasheet_peak: bool, tells_all: bool) -> str:
+    if not is_datasheet_peak:
+        return "the peak is not the datasheet's"
+    return "not all of the work is known to run on the tensor pipe (plain fp32 does not)"
+
+
+def _over_everything(detail: StepDetail) -> float | None:
+    """The tile factor of a whole step: attention has tiles of its own, which are not known."""
+    if detail.tile_factor is None or detail.attention_share is None:
+        return detail.tile_factor
+    return 1 + (detail.tile_factor - 1) * (1 - detail.attention_share)
+
+
+def _plus(total: float | None, amount: float | None) -> float | None:
+    return None if total is None or amount is None else total + amount

@@ -1,0 +1,162 @@
+"""The resolver's part of `hybrid`: steps between two cuts become a window, windows become the run's figures.
+
+The ratio of executed to counted FLOPs of the last window is what HFU of the following steps rests on, so
+that every step has one. Memory is constant: a run's counters are merged, not kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ...crosscheck import CrossCheck
+from ...hardware.counters.executed import has_rate
+from ...hardware.counters.windows import combine
+from ...hardware.nsight.audited import AuditedKernels
+from ...hardware.specs import DeviceSpec
+from ..metrics import StepAmounts, StepTime
+from ..training_side import hardware_watch
+from ..training_side.hardware_watch import Cut, HardwareWatch, Measured
+from .hardware_figures import HardwareFigures, StepDetail, StepSums, figures_of
+
+_WINDOWS_IN_TROUBLE = 2
+_DATASHEET = "datasheet"
+
+
+class HardwareWindows:
+    """Follows the steps of a run on the resolver's thread."""
+
+    def __init__(
+        self,
+        watch: HardwareWatch,
+        *,
+        spec: DeviceSpec | None,
+        audited: AuditedKernels | None,
+        world_size: int,
+        notice: Callable[[str], None],
+    ) -> None:
+        self._watch, self._spec, self._notice = watch, spec, notice
+        self._audited, self._world_size = audited, world_size
+        self._begin: Cut | None = None
+        self._sums = StepSums()
+        self._unread = self._disagreeing = 0
+        self._has_read = False
+        self._said: set[frozenset[str]] = set()
+        self._windows = self._left_out = 0
+        self._run_sums = StepSums()
+        self._run_measured: Measured | None = None
+        self._detail = StepDetail()
+        self._is_datasheet_peak = False
+        self.is_left_out = False
+        """Whether something went wrong in here, which was said: nothing more is taken in."""
+        self.tells_executed = has_rate(spec)
+        """Whether executed FLOPs can come of it at all; without, it tells of energy and activity."""
+        self.executed_ratio: float | None = None
+        """Executed over counted FLOPs of the last window."""
+        self.latest: HardwareFigures | None = None
+        """The last window, as long as the counters can be read."""
+
+    def can_take(self, cut: Cut) -> bool:
+        """Whether the window that ends here can be told whole; rows wait for that, a few seconds at most."""
+        return self._watch.has_read_past(cut) or not cut.ends_window
+
+    def add(
+        self, amounts: StepAmounts, time: StepTime, cut: Cut | None, detail: Callable[[], StepDetail]
+    ) -> None:
+        """Take in a step with its counted FLOPs, and the window that ends with it."""
+        self._sums.add(amounts, time)
+        if cut is None:
+            return
+        begin, sums = self._begin, self._sums
+        self._begin, self._sums = cut, StepSums()
+        if begin is None or not cut.ends_window:
+            return
+        measured = self._watch.measured(begin, cut)
+        if measured is None:
+            self._nothing_read()
+            return
+        self._unread, self._has_read = 0, True
+        self._detail = detail()
+        source = None if amounts.flops is None else amounts.flops.peak_source
+        self._is_datasheet_peak = bool(source and source.startswith(_DATASHEET))
+        self.latest = self._figures(sums, measured)
+        if sums.is_complete:
+            self._windows += 1
+            self._run_sums.merge(sums)
+            self._run_measured = (
+                measured if self._run_measured is None else merged(self._run_measured, measured)
+            )
+        else:
+            self._left_out += 1
+        self._compare(self.latest.check)
+
+    def leave_out(self) -> None:
+        """Take in no more, and let no old ratio stand for the present."""
+        self.is_left_out = True
+        self.executed_ratio = self.latest = None
+
+    def as_dict(self) -> dict[str, Any] | None:
+        """The run so far, for the closing summary; None before a first window of steps with FLOPs."""
+        if self._run_measured is None:
+            return None
+        figures = self._figures(self._run_sums, self._run_measured)
+        return {"windows": self._windows, "windows_left_out": self._left_out, **figures.as_dict()}
+
+    def why_nothing(self) -> str | None:
+        """At the end of a run: why the counters measured nothing; None where they did, or it was said."""
+        if self._has_read or self.is_left_out or self._unread >= _WINDOWS_IN_TROUBLE:
+            return None
+        if self._unread:
+            return f"hybrid mode: the one window of the run was not read: {self._why_unread()}"
+        needed_s = hardware_watch.SETTLE_S + hardware_watch.WINDOW_S
+        return (
+            f"hybrid mode: no {needed_s:.0f} seconds of steps without a pause, a compilation or a count, so "
+            "the counters measured nothing"
+        )
+
+    def _figures(self, sums: StepSums, measured: Measured) -> HardwareFigures:
+        return figures_of(
+            sums,
+            measured,
+            self._detail,
+            spec=self._spec,
+            audited=self._audited,
+            world_size=self._world_size,
+            is_datasheet_peak=self._is_datasheet_peak,
+        )
+
+    def _compare(self, check: CrossCheck | None) -> None:
+        """Take over the ratio of a window; a difference that lasts is said, each set of causes once."""
+        self.executed_ratio = None if check is None else check.executed_flops / check.counted_flops
+        if check is None:
+            return
+        self._disagreeing = 0 if check.agrees else self._disagreeing + 1
+        causes = frozenset(cause.key for cause in check.causes)
+        # One window alone may be a checkpoint or an evaluation.
+        if self._disagreeing >= _WINDOWS_IN_TROUBLE and causes not in self._said:
+            self._said.add(causes)
+            self._notice(f"hybrid mode: {check.notice}")
+
+    def _nothing_read(self) -> None:
+        self._unread += 1
+        if self._unread == _WINDOWS_IN_TROUBLE:
+            self.executed_ratio = self.latest = None
+            any_more = " any more, HFU comes from them no longer" if self._has_read else ""
+            self._notice(f"the hardware counters cannot be read{any_more}: {self._why_unread()}")
+
+    def _why_unread(self) -> str:
+        return self._watch.fault or "too little of a window was read"
+
+
+def merged(one: Measured, other: Measured) -> Measured:
+    """Two windows as one; the clock is the mean over their time."""
+    window = combine([one.window, other.window])
+    assert window is not None
+    clocks = [(m.clock_hz, m.window.seconds) for m in (one, other) if m.clock_hz is not None]
+    seconds = sum(s for _, s in clocks)
+    sources = (one.clock_source, other.clock_source)
+    return Measured(
+        window=window,
+        clock_hz=sum(clock * s for clock, s in clocks) / seconds if seconds else None,
+        clock_source=sources[0] if len(set(sources)) == 1 else " and ".join(sorted({*sources})),
+    )

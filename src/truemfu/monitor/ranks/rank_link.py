@@ -1,0 +1,293 @@
+"""Which rank of a job counts, and how the others get its count: without a collective, and nobody waits.
+
+    row thread        ask(key, structure) ──► COUNT │ WAITING │ received data │ NOTHING (estimate)
+    training thread   count_begins(step), then the count
+    row thread        publish(key, structure, data) ──► the job's key-value store ──► the others' `ask`
+
+Rank 0 counts its own structure of the model. Ranks with another structure elect one of them by an atomic
+addition in the store. All calls return at once: the store is used on a thread of its own (store_thread.py),
+and a missing key is never read, since that would block. Nothing is raised. What goes wrong is a note; it is
+a warning on rank 0 alone, the only rank that writes a log, and only where other ranks lose its count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from ...errors import one_line, warn_once
+from .count_exchange import COUNT, NOTHING, WAITING, Answer, Question
+from .count_log import CountLog
+from .store_thread import StoreCalls, StoreThread
+
+__all__ = ["COUNT", "NOTHING", "WAITING", "Answer", "LinkLimits", "RankLink"]
+
+_STOP_S = 0.5
+_LOOK_FOR_GROUP_S = 1.0
+_SHORTEST_PAUSE_S = 0.01
+_MAX_NOTES = 100
+_MAX_QUESTIONS = 64
+_MAX_WRITES = 256
+
+_created: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkLimits:
+    """How long what may take."""
+
+    answer_s: float = 120.0
+    """Until rank 0 has announced a key, and again until the counting rank has published it."""
+    stuck_s: float = 5.0
+    """How long one call of the store may take before the store is given up."""
+    read_s: float = 1.0
+    """How long `counted_after` waits for a fresh answer."""
+
+
+class RankLink:
+    """This process among the ranks of its job; made by `RankLink.current()`.
+
+    Links of one namespace are numbered in the order in which a process makes them, so that several monitors
+    of a job do not read each other's answers; the ranks have to make them in the same order.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        namespace: str = "monitor",
+        notice: Callable[[str], None] = warn_once,
+        limits: LinkLimits | None = None,
+    ) -> None:
+        self.rank, self.world_size = rank, world_size
+        self._prefix = f"truemfu/{namespace}/{next(_created[namespace])}"
+        self._notice = notice
+        self._notes: dict[str, None] = {}
+        self._limits = limits = limits or LinkLimits()
+        self._questions: dict[tuple[str, str], Question] = {}
+        self._writes: deque[Callable[[StoreCalls], None]] = deque(maxlen=_MAX_WRITES)
+        self._log = CountLog(f"{self._prefix}/counts")
+        self._read: threading.Event | None = None
+        self._no_group_since_s: float | None = None
+        self._thread = StoreThread(
+            world_size=world_size,
+            work=self._work,
+            own_limit_s=limits.stuck_s,
+            shared_limit_s=limits.answer_s + limits.stuck_s,
+        )
+
+    @classmethod
+    def current(
+        cls,
+        *,
+        namespace: str = "monitor",
+        notice: Callable[[str], None] = warn_once,
+        limits: LinkLimits | None = None,
+    ) -> RankLink:
+        """The rank as torch.distributed has it, else as RANK and WORLD_SIZE say (torchrun), else alone."""
+        if dist.is_available() and dist.is_initialized():
+            rank, world_size = dist.get_rank(), dist.get_world_size()
+        else:
+            rank, world_size = _launched(notice)
+        return cls(rank=rank, world_size=world_size, namespace=namespace, notice=notice, limits=limits)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that measures for all, and writes the log."""
+        return self.rank == 0
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What there was to say so far, warnings included."""
+        return tuple(self._notes.copy())
+
+    def note(self, text: str) -> None:
+        """Add a note that is no warning: for ranks that write no log."""
+        self._say(text)
+
+    def ask(self, key: str, structure: str) -> Answer:
+        """Row thread: what this rank does about a key; any number of times, answered at once.
+
+        Every answer but WAITING is final. Rank 0 counts always.
+        """
+        if self.world_size == 1:
+            return COUNT
+        question = self._questions.get((key, structure))
+        if question is None:
+            question = self._new_question(key, structure)
+        # Past the limit: the store thread waits for a connection that the training uses.
+        if question.answer is WAITING and (not self._is_usable() or question.late_s > self._limits.stuck_s):
+            self._give_up(question)
+        return question.answer
+
+    def publish(self, key: str, structure: str, data: dict[str, Any]) -> None:
+        """The counting rank: the form for all ranks with this structure; {}: it cannot be counted."""
+        if self.world_size == 1:
+            return
+        question = self._questions.get((key, structure)) or self._question(key, structure)
+        question.is_published = True
+        self._write(lambda calls: self._publish(question, data, calls))
+
+    def count_begins(self, step: int) -> None:
+        """Training thread: a count begins after this optimizer step; only appends to a queue."""
+        self._log.append(step)
+        if self.world_size > 1:
+            self._thread.wake()
+
+    def counted_after(self) -> frozenset[int]:
+        """Row thread: the steps after which some rank began a count, the newest few hundred.
+
+        Costs a round trip to the store, so ask once for several rows. Where that takes longer than
+        `limits.read_s`, and after `stop`, the answer is what was last known.
+        """
+        is_read = self._read is None or self._read.is_set()  # else an earlier question is still open
+        if self.world_size > 1 and self._is_usable() and is_read:
+            self._read = threading.Event()
+            self._thread.wake()
+            self._read.wait(self._limits.read_s)
+        return self._log.steps()
+
+    def stop(self, timeout_s: float = _STOP_S) -> None:
+        """End the store thread, after what is queued was written or `timeout_s` passed; no more warnings."""
+        if self.world_size > 1 and self._thread.is_usable:
+            for question in list(self._questions.values()):
+                if question.answer is COUNT and not question.is_published:
+                    self.publish(question.key, question.structure, {})  # else the others wait for it
+        self._thread.stop(timeout_s)
+
+    def _question(self, key: str, structure: str) -> Question:
+        return Question(link=self._prefix, key=key, structure=structure, limit_s=self._limits.answer_s)
+
+    def _new_question(self, key: str, structure: str) -> Question:
+        question = self._question(key, structure)
+        answered = [place for place, asked in self._questions.items() if asked.answer is not WAITING]
+        for place in answered[: max(0, len(self._questions) + 1 - _MAX_QUESTIONS)]:
+            del self._questions[place]
+        self._questions[key, structure] = question
+        if self.is_first:
+            question.settle(COUNT)
+            self._write(question.announce)
+        self._thread.wake()
+        return question
+
+    def _write(self, write: Callable[[StoreCalls], None]) -> None:
+        self._writes.append(write)
+        self._thread.wake()
+        if not self._thread.is_usable:
+            self._drop_writes()
+
+    def _is_usable(self) -> bool:
+        """Whether the store still answers; not for the training thread, since this may wait a moment."""
+        is_usable = self._thread.check()
+        if not is_usable:
+            self._drop_writes()
+        return is_usable
+
+    def _drop_writes(self) -> None:
+        """Forget what cannot be written any more, and say so once unless the run is over."""
+        failure, is_lost = self._thread.failure, bool(self._writes)
+        self._writes.clear()
+        if is_lost and failure is not None and not self._thread.is_stopped:
+            warns = self.is_first and self._thread.was_connected
+            self._say(f"{failure}; the FLOPs of other ranks are estimated", warns=warns)
+
+    def _give_up(self, question: Question) -> None:
+        if not question.settle(NOTHING) or self._thread.is_stopped:
+            return
+        if self._thread.failure is not None:
+            why = self._thread.failure
+        else:
+            what = "announced" if question.counter is None else "published"
+            why = f"{question.counter or 'rank 0'} {what} no count within {self._limits.answer_s:g} s"
+        self._say(f"{why}; the FLOPs of rank {self.rank} are estimated")
+
+    def _work(self, calls: StoreCalls | None, is_last: bool) -> float | None:
+        """Store thread: everything that is due; how many seconds until there may be more."""
+        if calls is None:
+            return self._without_group()
+        self._no_group_since_s = None
+        self._log.send(calls)
+        read = self._read
+        if read is not None and not read.is_set() and not is_last:
+            self._log.receive(calls)
+            read.set()
+        while self._writes:
+            self._writes[0](calls)
+            with contextlib.suppress(IndexError):  # cleared meanwhile
+                self._writes.popleft()
+        return None if is_last else self._poll_all(calls)
+
+    def _without_group(self) -> float | None:
+        if self._read is not None:
+            self._read.set()
+        if self._thread.was_connected:  # destroyed, as at the end of a run: nothing to warn of
+            self._writes.clear()
+            for question in self._open_questions():
+                question.settle(NOTHING)
+            return None
+        now_s = time.monotonic()
+        self._no_group_since_s = self._no_group_since_s or now_s
+        if now_s > self._no_group_since_s + self._limits.answer_s:
+            self._writes.clear()
+            self._thread.failure = "torch.distributed is not initialized"
+        return _LOOK_FOR_GROUP_S
+
+    def _open_questions(self) -> list[Question]:
+        return [question for question in list(self._questions.values()) if question.answer is WAITING]
+
+    def _poll_all(self, calls: StoreCalls) -> float | None:
+        for question in self._open_questions():
+            if question.next_poll_s > 0:
+                continue
+            try:
+                question.poll(calls)
+            except ValueError as error:
+                if question.settle(NOTHING):
+                    self._say(
+                        f"the count from another rank cannot be read ({one_line(error)}); "
+                        f"the FLOPs of rank {self.rank} are estimated"
+                    )
+            if question.counter == "this rank":
+                self._say(f"rank 0 has another model than rank {self.rank}, which counts its own")
+            if question.late_s > 0:
+                self._give_up(question)
+        pauses_s = [question.next_poll_s for question in self._open_questions()]
+        return max(_SHORTEST_PAUSE_S, min(pauses_s)) if pauses_s else None
+
+    def _publish(self, question: Question, data: dict[str, Any], calls: StoreCalls) -> None:
+        try:
+            question.publish(calls, data)
+        except (TypeError, ValueError) as error:  # not what JSON can hold
+            self._say(f"the count cannot be published ({one_line(error)}); other ranks estimate FLOPs")
+            question.publish(calls, {})
+
+    def _say(self, text: str, *, warns: bool = False) -> None:
+        if text in self._notes or len(self._notes) >= _MAX_NOTES:
+            return
+        self._notes[text] = None
+        if warns:
+            with contextlib.suppress(Exception):  # a filter may make errors of warnings
+                self._notice(text)
+
+
+def _launched(notice: Callable[[str], None]) -> tuple[int, int]:
+    """Rank and world size as a launcher such as torchrun sets them."""
+    told = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
+    if None in told.values():
+        return 0, 1
+    try:
+        rank, world_size = (int(value) for value in told.values() if value is not None)
+    except ValueError:
+        notice(f"RANK and WORLD_SIZE must be whole numbers; got {told}: taken as a single process")
+        return 0, 1
+    return rank, world_size

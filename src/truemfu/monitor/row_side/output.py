@@ -1,0 +1,269 @@
+"""Where rows go: the local log gets all of every step, the other trackers what was asked for.
+
+    every step           loss, learning rate, epoch, global_step (and dataset metrics where measured)
+    detailed_log_freq    also the gradient norm and everything under perf/, 30 s after the last at the latest;
+                         where that step has no row for them, with the next one that has
+    reduced_logging      the basics alone
+    logging_steps        no row at all in between
+    skip_wandb           no row for this step
+
+Only the first rank writes. A tracker that is not installed, raises or hangs loses its own rows and nothing
+else; what is lost is counted. The run's other files have lanes too: its folder may hang, and nobody waits for
+it for longer than `close` is given.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from ...errors import UsageError, one_line
+from ...provenance import library_versions, redacted_data
+from ...records import RUN_FILE
+from ...trackers.base import Tracker, check_tracker, known, make_tracker
+from ...trackers.file import JsonArrayFile
+from ...trackers.lane import Lane
+from ...trackers.names import rename
+from ...trackers.wandb import WandbTracker
+from ..config import MonitorConfig
+from ..training_side.step_note import StepPlace
+from .run_file import RunFile
+
+_BASICS = frozenset({"training/loss", "training/lr", "training/epoch", "global_step"})
+
+_REMOTE_FLUSH_S = 10.0
+"""A tracker may collect rows; nobody who watches a run waits longer for one."""
+_LOCAL_FLUSH_S = 0.5
+"""Rows get here up to nine seconds after their step, and are to be on disk within ten."""
+_RUN_FILE_S = 5.0
+"""For the run file, which is written when all trackers are closed, or have had their time."""
+
+
+class Output:
+    """The local log and the other trackers, each behind a lane of its own."""
+
+    def __init__(
+        self,
+        output_dir: Path,
+        log_file: str,
+        config: MonitorConfig,
+        trackers: Sequence[str | Tracker] | None,
+        *,
+        notice: Callable[[str], None],
+    ) -> None:
+        self._dir, self._config, self._notice = output_dir, config, notice
+        self.last_row: Mapping[str, Any] = {}
+        self.finish_rows: Callable[[], None] = lambda: None
+        """Works out what is not yet a row; called before a W&B run that the user ends is closed."""
+        self.close_at_exit: Callable[[], None] | None = None
+        """Closes the monitor; called, where set, when the process ends and W&B can still be written to."""
+        self.batch_shapes: Callable[[], list[dict[str, list[int]]]] = list
+        """The shapes of the batches so far."""
+        self._log = JsonArrayFile(output_dir / log_file, notice=notice)
+        self._local: Lane | None = None
+        self._remote: list[Lane] = []
+        self._run_file: Lane | None = None
+        self.other_files: list[Lane] = []
+        """Lanes of other files in the run's folder, which others start and give work."""
+        self._slow: set[Lane] = set()
+        self._is_written = self._has_wandb = False
+        self._details_are_due = False
+        self._unsaved = 0
+        self._started_at = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        self._wanted = _wanted(trackers, config)
+
+    def put_all(
+        self,
+        rows: Sequence[dict[str, Any]],
+        steps: Sequence[int],
+        skip_remote: Sequence[bool],
+        detailed: AbstractSet[int],
+    ) -> None:
+        """Hand finished rows to whoever wants them, without what is unknown; on the resolver's thread.
+
+        Each stands for so many `steps`. At the `detailed` ones the trackers' details are due.
+        """
+        rows = [known(row) if None in row.values() else row for row in rows]
+        if not rows:
+            return
+        self.last_row = rows[-1]
+        if self._local is not None:
+            self._local.put_all([(row["global_step"], row) for row in rows])
+            self._unsaved += len(rows)
+            if self._unsaved >= self._config.save_freq:
+                self._local.flush()
+                self._unsaved = 0
+        if self._remote:
+            for row, number, is_skipped in zip(rows, steps, skip_remote, strict=True):
+                place = StepPlace(row["global_step"], number)
+                self._details_are_due |= place.step in detailed
+                self._put_remote(place, row, is_skipped=bool(is_skipped))
+
+    def _put_remote(self, place: StepPlace, row: dict[str, Any], *, is_skipped: bool) -> None:
+        if not is_skipped and place.reaches(self._config.logging_steps or 1):
+            wanted = rename(self._for_remote(row), self._config.metric_names)
+            for lane in self._remote:
+                lane.put(place.step, wanted)
+
+    def _for_remote(self, row: dict[str, Any]) -> dict[str, Any]:
+        """All of the row where details are due, and they are until a row has gone out with them."""
+        is_reduced = self._config.reduced_logging
+        if self._details_are_due and not is_reduced:
+            self._details_are_due = False
+            return row
+        return {
+            key: value
+            for key, value in row.items()
+            if key in _BASICS or (key.startswith("dataset/") and not is_reduced)
+        }
+
+    def wake(self) -> None:
+        """Rows were put: let the lanes work; with the first ones the run itself is written down."""
+        if self._run_file is not None and not self._is_written:
+            self._is_written = True
+            self._run_file.put(0, {"batch_shapes": self.batch_shapes()})
+            self._run_file.flush()
+        for lane in self._lanes():
+            lane.wake()
+
+    def flush(self, timeout_s: float) -> None:
+        """Wait until every row put so far has been handed to its tracker and written.
+
+        A tracker other than the local log that did not do it in time is not waited for again until it has
+        caught up.
+        """
+        ends_s = time.monotonic() + timeout_s
+        for lane in self._lanes():
+            if lane.wait_until_idle(0):
+                self._slow.discard(lane)
+            lane.flush()
+        for lane in self._lanes():
+            if lane in self._slow or lane.wait_until_idle(max(ends_s - time.monotonic(), 0)):
+                continue
+            if lane is not self._local:
+                self._slow.add(lane)
+            self._notice(f"tracker {lane.name} did not take its rows within {timeout_s:.0f} s")
+
+    def write_local(self, timeout_s: float) -> None:
+        """Have every tracker write, and wait for the local log alone: the process is about to end."""
+        for lane in self._lanes():
+            lane.flush()
+        if self._local is not None:
+            self._local.wait_until_idle(timeout_s)
+
+    def _finish_rows_of(self, lane: Lane) -> None:
+        """The program ends the run that this lane writes to: the last chance, so it is waited for again."""
+        self._slow.discard(lane)
+        self.finish_rows()
+
+    def close(self, summarize: Callable[[], Mapping[str, Any]], timeout_s: float) -> None:
+        """Finish every tracker, and write the run beside the log with its summary, as it is after that."""
+        ends_s = time.monotonic() + timeout_s
+        summary: Mapping[str, Any] = {}
+        try:
+            summary = redacted_data(summarize())  # errors of trackers may hold an address with a password
+        except Exception as error:  # the rows are finished all the same
+            self._notice(f"the trackers get no summary: {one_line(error)}")
+        lanes = [*self._lanes(), *self.other_files]
+        for lane in lanes:
+            lane.ask_to_finish(summary)
+        for lane in lanes:
+            lane.close(summary, max(ends_s - time.monotonic(), 0))
+        if self._run_file is not None:
+            self._run_file.close(summarize(), _RUN_FILE_S)
+
+    def lost(self) -> list[str]:
+        """What did not reach a tracker or a file, or is there no more, in words."""
+        gone = self._log.rows_gone
+        files = [*([self._run_file] if self._run_file is not None else []), *self.other_files]
+        return [
+            *(
+                f"{lane.lost_rows:,} rows of tracker {lane.name}" + (f": {lane.error}" if lane.error else "")
+                for lane in self._lanes()
+                if lane.lost_rows or lane.error
+            ),
+            *(
+                [f"{gone:,} rows that were in {self._log.path.name}: it was cut or overwritten"]
+                if gone
+                else []
+            ),
+            *(f"what {lane.name} should hold: {lane.error}" for lane in files if lane.error),
+        ]
+
+    def _lanes(self) -> list[Lane]:
+        return [*([self._local] if self._local is not None else []), *self._remote]
+
+    def start(self, run_info: Mapping[str, Any]) -> None:
+        """Open the trackers, as the training begins: W&B must see what the user logs from the start."""
+        for tracker in self._wanted or ():
+            self._open(tracker)
+        run = self._run(run_info)
+        self._local = Lane(self._log, "file", flush_every_s=_LOCAL_FLUSH_S, notice=self._notice)
+        is_none_wanted = self._wanted == ()
+        if _wandb_is_active() and not is_none_wanted and not self._has_wandb:
+            self._open("wandb")
+        path = self._dir / RUN_FILE
+        self._run_file = Lane(RunFile(path, notice=self._notice), path.name, notice=self._notice)
+        for lane in (*self._lanes(), self._run_file):
+            lane.start(run)
+
+    def _open(self, wanted: str | Tracker) -> None:
+        """Put a tracker behind a lane; one that cannot be made is said and left out."""
+        name = wanted if isinstance(wanted, str) else type(wanted).__name__
+        try:
+            settings = {"address": self._config.prometheus_address} if wanted == "prometheus" else {}
+            tracker = make_tracker(wanted, self._dir, **settings)
+        except Exception as error:
+            self._notice(f"tracker {name} is left out: {one_line(error)}")
+            return
+        lane = Lane(tracker, name, flush_every_s=_REMOTE_FLUSH_S, notice=self._notice)
+        if isinstance(tracker, WandbTracker):
+            if self._has_wandb:
+                self._notice(f"tracker {name} is left out: one for W&B is there already")
+                return
+            self._has_wandb = True
+            tracker.before_end = lambda: self._finish_rows_of(lane)
+            tracker.at_exit = self.close_at_exit
+        self._remote.append(lane)
+
+    def _run(self, run_info: Mapping[str, Any]) -> dict[str, Any]:
+        from ... import __version__
+
+        return {
+            "truemfu_version": __version__,
+            "versions": library_versions(),
+            "python": ".".join(map(str, sys.version_info[:3])),
+            "started_at": self._started_at,
+            "log_file": self._log.path.name,
+            **run_info,
+        }
+
+
+def _wanted(
+    trackers: Sequence[str | Tracker] | None, config: MonitorConfig
+) -> tuple[str | Tracker, ...] | None:
+    """The trackers asked for, each once, None where nobody said; what is no tracker is an error already."""
+    if trackers is None:
+        trackers = config.trackers
+    if trackers is None:
+        return None
+    if isinstance(trackers, str) or not isinstance(trackers, Iterable):
+        got = repr(trackers) if isinstance(trackers, str) else type(trackers).__name__
+        raise UsageError(
+            f'trackers must be a list of names and trackers such as ["wandb"], or [] for none; got {got}'
+        )
+    wanted: dict[str | int, str | Tracker] = {}
+    for tracker in trackers:
+        check_tracker(tracker)
+        wanted[tracker if isinstance(tracker, str) else id(tracker)] = tracker
+    return tuple(wanted.values())
+
+
+def _wandb_is_active() -> bool:
+    """Whether the user has a W&B run open: it is used without being named."""
+    return getattr(sys.modules.get("wandb"), "run", None) is not None

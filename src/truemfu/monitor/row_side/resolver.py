@@ -1,0 +1,484 @@
+"""The monitor's own thread: turns noted steps into rows once the device has passed them, in order.
+
+    training thread ── StepNote ──► pending ──► resolver: time, FLOPs, values ──► a row ──► trackers' lanes
+
+It wakes every few seconds and does all that has come since, so that it takes Python's lock rarely. A step
+that ends a window of the hardware counters waits until they were read past it, unless somebody waits for its
+row; one whose FLOPs are to be counted waits until the training thread has done that. The training thread only
+appends to a queue of bounded length; if the resolver is held up, the oldest steps are dropped and counted as
+lost.
+
+The training thread sends the device values of a few seconds together. Where its next step does not come in
+time, they are sent from here (`send_held`), so that their steps are on disk ten seconds after.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import groupby
+from math import isfinite
+from typing import Any, NamedTuple
+
+import torch
+
+from ...errors import one_line
+from ...hardware.tiles import Shape
+from ...trackers.wake import Wake
+from ...utilization import ABOVE_ONE
+from ..hybrid.hardware_figures import StepDetail
+from ..hybrid.hardware_windows import HardwareWindows
+from ..metrics import NOTHING, StepAmounts, StepTime, Window, performance
+from ..notices import Notices
+from ..ranks.rank_link import RankLink
+from ..totals import Totals
+from ..training_side.batch_notes import BatchNote
+from ..training_side.between_steps import between
+from ..training_side.clock import CudaClock, HostClock, duration_s, leave_captures_alone
+from ..training_side.counts import Counts
+from ..training_side.datasets import dataset_metrics
+from ..training_side.hardware_watch import Cut
+from ..training_side.host_values import is_there, resolved
+from ..training_side.model_state import States
+from ..training_side.step_note import StepNote
+from ..training_side.watched import is_of_first_module
+from .audit_step import AuditStep
+from .flops_of_steps import Counting, StepFlops, state_of
+from .frequency import StepsOrSeconds
+from .given_flops import given_flops
+from .output import Output
+from .step_detail import StepDetails
+
+_MAX_PENDING = 10_000
+_WAKE_EVERY_S = 3.0
+_MOST_TOGETHER = 32
+"""So many rows are handed to the output at once, where more have come."""
+_ARRIVES_S = 0.2
+"""After that, what was sent from the device will be here."""
+_FAILING_S = 1.0
+_POLL_S = 0.005
+_TAKE_DOWN_S = 0.1
+
+
+class _Row(NamedTuple):
+    """A step that is worked out."""
+
+    metrics: dict[str, Any]
+    amounts: StepAmounts
+    took: StepTime
+    skip_remote: bool
+    is_detailed: bool
+
+
+class Resolver:
+    """Owns the thread, and hands each finished row to the output."""
+
+    def __init__(
+        self,
+        *,
+        clock: HostClock | CudaClock,
+        device: torch.device,
+        counting: Counting,
+        counts: Counts,
+        ranks: RankLink,
+        output: Output,
+        notices: Notices,
+        details: StepsOrSeconds,
+        measured_peak_flops_per_s: float | None,
+        audited_tiles: Mapping[Shape, float],
+        hardware: HardwareWindows | None,
+        audit: AuditStep | None,
+        send_held: Callable[[], bool],
+    ) -> None:
+        self._send_held = send_held
+        self._clock, self._device = clock, device
+        self._counting, self._counts, self._ranks = counting, counts, ranks
+        self._counted_after: frozenset[int] = frozenset()
+        self._output = output
+        self._notices = notices
+        self._details_are_due = details.is_due
+        self._measured_peak_flops_per_s = measured_peak_flops_per_s
+        self.hardware = hardware
+        self._audit = audit
+        self._details = StepDetails(counting, device, audited_tiles)
+        self._pending: deque[StepNote] = deque()
+        self._oldest: StepNote | None = None
+        self._wake = Wake()
+        self._stopping = False
+        self.is_awaited = False
+        """Whether somebody waits for rows: none of them waits for the counters."""
+        self._waits_for_counts = True
+        self._taken = self._done = 0
+        self._failing_since_s: float | None = None
+        self.window, self.totals = Window(), Totals()
+        self._last_amounts = self._last_executed = NOTHING
+        self.lost_steps = 0
+        """Those that waited for too long."""
+        self.failed_steps = 0
+        self.own_time_s = 0.0
+        self._is_log_read = False
+        self.profile_cost_s = 0.0
+        self._thread = threading.Thread(target=self._run, name="truemfu-resolver", daemon=True)
+        self._thread.start()
+
+    def put(self, note: StepNote) -> None:
+        """Hand a step over; never waits."""
+        self._taken += 1
+        self._pending.append(note)
+        if self._taken - self._done - self.lost_steps > _MAX_PENDING:
+            try:
+                self._pending.popleft()
+            except IndexError:  # the resolver took it at this very moment
+                return
+            self.lost_steps += 1
+
+    def wake(self) -> None:
+        """Work off now what has come, instead of in a few seconds."""
+        self._wake.set()
+
+    def finish_pending(self, timeout_s: float, meanwhile: Callable[[], object] | None = None) -> bool:
+        """Wait until every step handed over so far is a row; False if that took longer than allowed.
+
+        `meanwhile` runs the counts that rows wait for; what it takes is not part of the time allowed. Without
+        it they have the estimate.
+        """
+        wanted = self._taken
+        deadline = time.perf_counter() + timeout_s
+        try:
+            while self._done + self.lost_steps < wanted:
+                self.is_awaited, self._waits_for_counts = True, meanwhile is not None
+                self._wake.set()
+                now_s = time.perf_counter()
+                if now_s > deadline or not self._thread.is_alive() or self._fails_for_good(now_s):
+                    return False
+                if meanwhile is not None:
+                    meanwhile()
+                    deadline += time.perf_counter() - now_s
+                time.sleep(_POLL_S)
+            return True
+        finally:
+            self.is_awaited, self._waits_for_counts = False, True
+
+    def stop(self, timeout_s: float) -> None:
+        """End the thread."""
+        self._stopping = True
+        self._wake.set()
+        ends_s = time.perf_counter() + timeout_s
+        while self._thread.is_alive() and (left_s := ends_s - time.perf_counter()) > 0:
+            # An impatient second Ctrl-C: ending Python now would abort the process from inside torch.
+            with contextlib.suppress(KeyboardInterrupt):
+                self._thread.join(left_s)
+        # Joined is not gone: torch's state of the thread is taken down after that, and needs Python for it.
+        time.sleep(_TAKE_DOWN_S)
+
+    def _fails_for_good(self, now_s: float) -> bool:
+        since_s = self._failing_since_s
+        return since_s is not None and now_s - since_s > _FAILING_S
+
+    def _run(self) -> None:
+        try:
+            self._prepare()
+        except BaseException as error:
+            self._notices(f"the monitor's thread could not be prepared: {one_line(error)}")
+        is_sent = False
+        while not self._stopping:
+            began = time.thread_time()
+            try:
+                self._wake.wait(_ARRIVES_S if is_sent else _WAKE_EVERY_S)
+                is_sent = self._send_held()
+                self._drain()
+                self._failing_since_s = None
+            except BaseException as error:  # the device does not answer, or a model's code wants to exit
+                self._failing_since_s = self._failing_since_s or time.perf_counter()
+                self._notices(f"steps cannot be worked out: {one_line(error)}")
+            self.own_time_s += time.thread_time() - began
+
+    def _prepare(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # else this thread would open a context on device 0
+            leave_captures_alone()
+
+    @property
+    def stranded_steps(self) -> int:
+        """Steps that will not become rows any more: the thread has ended before them."""
+        return 0 if self._thread.is_alive() else self._taken - self._done - self.lost_steps
+
+    def _drain(self) -> None:
+        self._counts.keep()
+        self._is_log_read = False
+        with contextlib.suppress(Exception):  # a device that fails is said when a step cannot do without it
+            self._clock.look()
+        while self._work_off() == _MOST_TOGETHER:
+            pass
+
+    def _work_off(self) -> int:
+        """Work off the oldest steps that are ready, some of them together; how many those were."""
+        rows: list[_Row] = []
+        taken = 0
+        try:
+            while (
+                taken < _MOST_TOGETHER
+                and (oldest := self._oldest_pending()) is not None
+                and self._is_ready(oldest)
+            ):
+                self._oldest = None
+                taken += 1
+                try:
+                    rows.append(self._row(oldest))
+                except BaseException as error:
+                    self._not_logged(error)
+        finally:
+            if taken:
+                self._put(rows)
+                self._done += taken
+                self._output.wake()
+        return taken
+
+    def _put(self, rows: Sequence[_Row]) -> None:
+        """Hand rows to the output, and add them up: those with the same amounts together."""
+        try:
+            self._output.put_all(
+                [row.metrics for row in rows],
+                [row.took.steps for row in rows],
+                [row.skip_remote for row in rows],
+                {row.metrics["global_step"] for row in rows if row.is_detailed},
+            )
+            for _, alike in groupby(rows, key=lambda row: id(row.amounts)):
+                same = list(alike)
+                self.totals.add(same[0].amounts, [row.took for row in same])
+        except BaseException as error:
+            self._not_logged(error, len(rows))
+
+    def _oldest_pending(self) -> StepNote | None:
+        """What is to be worked out next."""
+        if self._oldest is None:
+            with contextlib.suppress(IndexError):
+                self._oldest = self._pending.popleft()
+        return self._oldest
+
+    def _not_logged(self, error: BaseException, steps: int = 1) -> None:
+        self.failed_steps += steps
+        self._notices(f"a step could not be worked out and is not logged: {one_line(error)}")
+
+    def _is_ready(self, note: StepNote) -> bool:
+        if not self._clock.has_passed(note.span.end):
+            return False
+        if not self._window_is_read(note):
+            return False
+        numbers = (note.loss, note.grad_norm, note.learning_rate, note.epoch, note.extras.mask_useful_tokens)
+        return (
+            all(map(is_there, numbers))
+            and all(batch.ready() for batch in note.batches.notes)
+            and all(copy.ready() for _, copy in note.extras.datasets)
+            and (
+                note.extras.given_flops is not None
+                or self._is_settled(note.states, note.batches.notes, measured=note.measured)
+            )
+        )
+
+    def _is_settled(self, states: States, batches: Sequence[BatchNote], *, measured: bool) -> bool:
+        """Whether no count is to come that a row should wait for."""
+        is_settled = self._counting.is_settled(states, batches, measured=measured)
+        return is_settled or not self._waits_for_counts
+
+    def _waited_for_a_count(self, step: int, steps: int) -> bool:
+        """Whether another rank may have counted in this step, or right before it: this one waited then."""
+        if self._ranks.world_size == 1:
+            return False
+        if not self._is_log_read:
+            self._counted_after, self._is_log_read = self._ranks.counted_after(), True
+        return any(step - steps <= counted <= step for counted in self._counted_after)
+
+    def _window_is_read(self, note: StepNote) -> bool:
+        """Whether the counters have told of the window that ends with this step, or need not."""
+        if note.extras.cut is None or self.hardware is None or self.hardware.is_left_out or self.is_awaited:
+            return True
+        try:
+            return self.hardware.can_take(note.extras.cut)
+        except Exception as error:
+            self._leave_windows_out(self.hardware, error)
+            return True
+
+    def _row(self, note: StepNote) -> _Row:
+        """What a step comes to, in the order of steps."""
+        place, batches = note.place, note.batches
+        notes = [] if batches.is_missing else batches.notes  # some are no measure of the step
+        is_warmup = note.warmup or self._waited_for_a_count(*place)
+        counted = self._amounts(notes, self._counted(note, notes), warmup=is_warmup)
+        mask_tokens = note.extras.mask_tokens
+        if mask_tokens is not None and counted.useful_tokens is None:
+            if counted.tokens in (None, mask_tokens):
+                mask_useful_tokens = resolved(note.extras.mask_useful_tokens)
+                counted = replace(counted, tokens=mask_tokens, useful_tokens=mask_useful_tokens)
+            else:
+                self._notices(
+                    f"attention_mask is not used where it does not fit, first at step {place.step}: it "
+                    f"has {mask_tokens:,} places and the step's micro-batches {counted.tokens:,} tokens",
+                    about="attention_mask",
+                )
+        took = StepTime(place.steps, duration_s(note.span), *between(*note.gap))
+        if self.hardware is not None:
+            detail = partial(self._details.of, note.states, notes, measured=note.measured)
+            self._add_to_window(self.hardware, counted, took, note.extras.cut, detail)
+        amounts = self._with_executed(counted, run_again=batches.run_again)
+        if self._audit is not None and self._audit.wants(note):
+            self._audit.write(self._counting, note)
+        metrics: dict[str, Any] = {
+            "global_step": place.step,
+            "training/loss": resolved(note.loss),
+            "training/lr": resolved(note.learning_rate),
+            "training/epoch": resolved(note.epoch),
+            "training/grad_norm": resolved(note.grad_norm),
+            **performance(amounts, took),
+        }
+        self._check(metrics)
+        is_detailed = self._details_are_due(place, note.span.end.host_s)
+        self.window.add_all([metrics])
+        if is_detailed:
+            metrics |= self._details_now()
+        if note.extras.datasets:
+            names = [name for pending, _ in note.extras.datasets for name in pending.names]
+            metrics |= dataset_metrics(names, torch.cat([copy.get() for _, copy in note.extras.datasets]))
+        return _Row(metrics, amounts, took, note.skip_remote, is_detailed)
+
+    def _check(self, metrics: Mapping[str, Any]) -> None:
+        loss = metrics["training/loss"]
+        if loss is not None and not isfinite(loss):
+            step = metrics["global_step"]
+            self._notices(f"the loss is {loss}, first at step {step}", about=f"loss {loss}")
+        if metrics.get("perf/mfu", 0.0) > 1 or metrics.get("perf/hfu", 0.0) > 1:
+            self._notices(ABOVE_ONE)
+
+    def _details_now(self) -> dict[str, Any]:
+        """What comes of several steps, after those that were taken in."""
+        row: dict[str, Any] = self.window.medians()
+        if self.hardware is not None and self.hardware.latest is not None:
+            row |= self.hardware.latest.metrics()
+        row["perf/memory_peak_bytes"] = peak_memory_bytes(self._device)
+        return row
+
+    def _amounts(self, batches: Sequence[BatchNote], flops: StepFlops | None, *, warmup: bool) -> StepAmounts:
+        """What a step worked off: that of the last one, where nothing differs."""
+        sized = _sized(batches)
+        amounts = StepAmounts(
+            samples=_sum([b.samples() for b in sized]),
+            tokens=_sum([b.template.tokens for b in sized]),
+            useful_tokens=_sum([resolved(b.useful_tokens) for b in sized]),
+            flops=flops,
+            warmup=warmup,
+            world_size=self._ranks.world_size,
+            measured_peak_flops_per_s=self._measured_peak_flops_per_s,
+        )
+        if amounts != self._last_amounts:
+            self._last_amounts = amounts
+        return self._last_amounts
+
+    def _with_executed(self, counted: StepAmounts, *, run_again: bool) -> StepAmounts:
+        executed = self._counting.with_executed(counted.flops, run_again=run_again)
+        if run_again and executed is not None and executed.hardware_flops is None:
+            self._notices(
+                "HFU is not known: a checkpoint around the whole model runs it again in the backward pass; "
+                "hybrid measures that, and profiler where the checkpoint is not reentrant"
+            )
+        if executed is counted.flops:
+            return counted
+        amounts = replace(counted, flops=executed)
+        if amounts != self._last_executed:
+            self._last_executed = amounts
+        return self._last_executed
+
+    def _add_to_window(
+        self,
+        hardware: HardwareWindows,
+        counted: StepAmounts,
+        took: StepTime,
+        cut: Cut | None,
+        detail: Callable[[], StepDetail],
+    ) -> None:
+        if hardware.is_left_out:
+            return
+        try:
+            hardware.add(counted, took, cut, detail)
+        except Exception as error:
+            self._leave_windows_out(hardware, error)
+            return
+        if hardware.tells_executed:
+            self._counting.executed_ratio = hardware.executed_ratio
+
+    @property
+    def notes(self) -> list[str]:
+        """What the figures rest on."""
+        return [*self._counts.notes, *self._details.notes]
+
+    def _leave_windows_out(self, hardware: HardwareWindows, error: Exception) -> None:
+        hardware.leave_out()
+        if hardware.tells_executed:
+            self._counting.executed_ratio = None
+        self._notices(f"the hardware counters are left out from now on: {one_line(error)}")
+
+    def _counted(self, note: StepNote, batches: Sequence[BatchNote]) -> StepFlops | None:
+        flops = None if note.extras.given_flops is None else self._given(note, note.extras.given_flops)
+        if flops is None:
+            flops = self._flops(note.states, batches, measured=note.measured)
+        if note.extras.profile is not None:
+            self.profile_cost_s += note.extras.profile.cost_s
+            self._counting.learn_executed(note.extras.profile, flops)
+        return flops
+
+    def _given(self, note: StepNote, flops: float) -> StepFlops | None:
+        first = next(iter(note.batches.notes), None)
+        try:
+            return self._notices.among(
+                lambda: given_flops(
+                    flops,
+                    state=None if first is None else state_of(note.states, first),
+                    autocast=None if first is None else first.template.autocast,
+                    device=self._device,
+                    peak_flops_per_s=self._counting.configured_peak_flops_per_s,
+                )
+            )
+        except Exception as error:
+            self._notices(f"flops= is not used: {one_line(error)}", about="flops")
+            return None
+
+    def _flops(self, states: States, batches: Sequence[BatchNote], *, measured: bool) -> StepFlops | None:
+        if not batches:
+            return None
+        try:
+            return self._notices.among(lambda: self._counting.step(states, batches, measured=measured))
+        except Exception as error:  # the rest of the row is known
+            self._notices(f"the FLOPs of a step could not be worked out, so it has no MFU: {one_line(error)}")
+            return None
+
+
+def _sized(batches: Sequence[BatchNote]) -> Sequence[BatchNote]:
+    """Those that tell the samples and tokens of a step: what was observed, else the first module's."""
+    slots = [batch.template.slot for batch in batches]
+    if None in slots:
+        return [batch for batch in batches if batch.template.slot is None]
+    known = [slot for slot in slots if slot is not None]
+    return [batch for batch, slot in zip(batches, known, strict=True) if is_of_first_module(slot, known)]
+
+
+def _sum(values: list[Any]) -> Any:
+    """The sum of what every micro-batch has; None where one has none, or there is none."""
+    return None if not values or any(v is None for v in values) else sum(values)
+
+
+def peak_memory_bytes(device: torch.device) -> int | None:
+    """The most memory in use so far: the allocator's on CUDA, the process's on a CPU; None elsewhere."""
+    if device.type == "cuda":
+        stats = torch.cuda.memory.memory_stats_as_nested_dict(device)
+        return int(stats["allocated_bytes"]["all"]["peak"])
+    if device.type != "cpu":
+        return None
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return None
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,64 @@
+"""The run file beside the log: what is true of the run, and at its end the summary.
+
+    start ─► what is known at the start
+    log   ─► what has become known with the first rows ─► flush: written, then once more with git's answer
+    finish ─► written with the summary
+
+It is a tracker behind a lane of its own: the run's folder may hang, and so may git.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ... import plain_files
+from ...commit import git_commit
+from ...provenance import command, library_versions, redacted_data
+
+
+class RunFile:
+    """A tracker that writes one JSON object, whole or not at all; a disk's error is said, and no more."""
+
+    def __init__(self, path: Path, *, notice: Callable[[str], None]) -> None:
+        self._path, self._notice = path, notice
+        self._run: dict[str, Any] = {}
+        self._is_new = False
+
+    def start(self, run: Mapping[str, Any]) -> None:
+        """Make the folder and keep what is known of the run; nothing is written before its first row."""
+        self._run = {"command": command(), **run}
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            self._notice(f"the output folder cannot be made, nothing is logged locally: {error}")
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Take what has become known of the run."""
+        self._run |= metrics
+        self._is_new = True
+
+    def flush(self) -> None:
+        """Write what is known, without git's answer where it has none yet, and then with it."""
+        if not self._is_new:
+            return
+        self._is_new = False
+        self._write(self._run)
+        if "git_commit" not in self._run:
+            self._run["git_commit"] = git_commit()
+            self._write(self._run)
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Write the run as it was at its end, and its summary."""
+        at_the_end = {key: summary.get(key, value) for key, value in self._run.items()}
+        self._write({**at_the_end, "versions": library_versions(), "summary": summary})
+
+    def _write(self, run: Mapping[str, Any]) -> None:
+        try:
+            text = msgspec.json.encode(redacted_data(run))
+            plain_files.replace(self._path, msgspec.json.format(text, indent=2))
+        except OSError as error:
+            self._notice(f"{self._path.name} could not be written: {error}")

@@ -1,0 +1,324 @@
+"""Step time without synchronising: marks on the device's own timeline, read when they have passed.
+
+    log_step n-1 ──► step n: forward, backward, optimizer ──► log_step n
+        mark ────────────── pause ⟨mark … mark⟩ ──────────────► mark
+
+A step lasts from the mark before it to its own, less the pauses in between. On CUDA a mark is a timing event
+that nobody waits for: its time is asked for later, by another thread, once it has passed. Elsewhere work ends
+when its call returns, and a mark is the host's clock.
+
+Where the device waits for the host, recording an event on every step is felt, and tells nothing that the
+host's clock does not. So while the device keeps up and the two agree on how long steps take, one mark in four
+seconds has an event; those between are placed by the host's clock, stretched so that from event to event the
+time is the device's:
+
+    event ── · ── · ── · ── · ── event      2 % apart in the mean of 32 steps, less than a quarter step behind
+    event ─ event ─ event ─ event ─ event   until that is known, and as soon as it is not so any more
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+import torch
+
+from ...hardware.counters.cycle_stamps import CUDA_DRIVER
+from ...torch_private import table
+from ...torch_private.watching import current_stream_data
+
+_CAPTURE_MODE_RELAXED = 2
+_EVENT_EVERY_S = 4.0
+"""Rows wait for the next event, and are to be on disk ten seconds after their step."""
+_STEPS_TO_AGREE = 32
+_APART = 0.02
+"""What host and device may differ by in the length of a step, on average."""
+_LAG_IN_STEPS = 0.25
+"""How far the device may be behind the host: further, and a long step would be taken for a later one."""
+_LAG_CHANGE_IN_STEPS = 0.25
+"""By how much it may fall behind, or get ahead, while not every step has an event."""
+_BOTH = "CUDA events, the host's clock between them while both agree"
+_MAX_EVENTS = 20_000
+"""More than the steps that wait to be worked out, should nobody ask for them."""
+
+
+class Mark:
+    """A moment: when the host was there, and the device, once the event beside it tells."""
+
+    __slots__ = ("device_s", "event", "host_s", "steps")
+
+    def __init__(self, host_s: float, event: torch.cuda.Event | None, device_s: float | None = None) -> None:
+        self.host_s, self.event, self.device_s = host_s, event, device_s
+        self.steps: int | None = None
+        """How many steps have ended by then, where one ends here; on marks with an event alone."""
+
+
+class HostClock:
+    """Marks of the host's clock, for devices whose work is done when the call returns."""
+
+    source = "host clock"
+    due_s = 0.0
+
+    def mark(self, now_s: float) -> Mark:
+        """This moment; whether a step ends in it makes no difference."""
+        return Mark(now_s, None, now_s)
+
+    moment = mark
+
+    def from_elsewhere(self) -> AbstractContextManager[bool]:
+        """For another thread than the training's: whether it may mark moments inside."""
+        return contextlib.nullcontext(True)
+
+    def skipped(self, steps: int) -> None:
+        """So many steps ended without a mark."""
+
+    def look(self) -> None:
+        """See how far the device is: always here."""
+
+    def has_passed(self, mark: Mark) -> bool:
+        """Whether the device has got as far as this mark."""
+        return True
+
+
+class CudaClock:
+    """Marks on a CUDA device's timeline; events are used again, so their number stays small.
+
+    `mark` is for the training thread, the rest for one other, which asks for marks in their order.
+    """
+
+    source = "CUDA events"
+
+    def __init__(self, device: torch.device, *, thins_out: bool = False) -> None:
+        self._device, self._thins_out = device, thins_out
+        self._free: list[torch.cuda.Event] = []
+        self._stream: torch.cuda.Stream | None = None
+        self._stream_data: tuple[int, int, int] | None = None
+        self._marked_s = self._every_s = 0.0
+        self.due_s = 0.0
+        """From when on a mark should have an event again; `mark` gives it one in any case."""
+        self._steps = 0
+        self._with_event: deque[Mark] = deque(maxlen=_MAX_EVENTS)
+        self._next: Mark | None = None
+        self._reached: deque[Mark] = deque(maxlen=_MAX_EVENTS)
+        """Events that have passed, from the last one before the next mark that will be asked for."""
+        self._apart: deque[float] = deque(maxlen=_STEPS_TO_AGREE)
+        self._steps_s: deque[float] = deque(maxlen=_STEPS_TO_AGREE)
+        self._step_s = self._behind_s = 0.0
+        self._lag_s = math.inf
+        """The device was seen no further behind than this; not known while it is behind."""
+
+    def mark(self, now_s: float) -> Mark:
+        """A moment in the work that is queued on the current stream, in which a step ends."""
+        self._steps += 1
+        return self._marked(now_s, self._steps)
+
+    def moment(self, now_s: float) -> Mark:
+        """A moment in which no step ends."""
+        return self._marked(now_s, None)
+
+    @contextlib.contextmanager
+    def from_elsewhere(self) -> Iterator[bool]:
+        """For another thread than the training's: whether it may mark moments inside.
+
+        What it queues there goes behind the training's work. A stream that is being captured is left alone.
+        """
+        if self._stream is None:
+            yield False
+            return
+        with torch.cuda.stream(self._stream):
+            yield not torch.cuda.is_current_stream_capturing()
+
+    def skipped(self, steps: int) -> None:
+        """So many steps ended without an event."""
+        self._steps += steps
+
+    def _marked(self, now_s: float, steps: int | None) -> Mark:
+        self._marked_s, self.due_s = now_s, now_s + self._every_s
+        mark = Mark(now_s, self._recorded())
+        mark.steps = steps
+        self._with_event.append(mark)
+        return mark
+
+    def has_passed(self, mark: Mark) -> bool:
+        """Whether the device has got as far as this mark, and its time is known."""
+        reached = self._reached
+        if not reached or reached[-1].host_s < mark.host_s:
+            self.look()
+            if not reached or reached[-1].host_s < mark.host_s:
+                return False
+        while len(reached) > 1 and reached[1].host_s <= mark.host_s:
+            reached.popleft()
+        if mark.device_s is None and reached[0].host_s <= mark.host_s:
+            mark.device_s = _between(reached[0], reached[min(1, len(reached) - 1)], mark.host_s)
+        return True
+
+    def look(self) -> None:
+        """See how far the device is, also where nobody asks yet: that tells how far it is behind."""
+        while self._reach_next():
+            pass
+
+    def _reach_next(self) -> bool:
+        """Go on to the next event, if the device is past it."""
+        if self._next is None:
+            if not self._with_event:
+                return False
+            self._next = self._with_event.popleft()
+        mark = self._next
+        assert mark.event is not None
+        if not mark.event.query():
+            if _age_s(mark) > _LAG_IN_STEPS * self._step_s:
+                self._mark_every_step()
+            return False
+        if not self._with_event and mark.steps is not None:
+            # The newest: the device is behind by less than its age. In a moment between steps somebody may
+            # have waited for the device, which tells nothing of how far behind it is while it trains.
+            self._lag_s = min(self._lag_s, _age_s(mark))
+        last = self._reached[-1] if self._reached else None
+        if last is None:
+            mark.device_s = 0.0
+        else:
+            assert last.event is not None
+            assert last.device_s is not None
+            seconds = float(last.event.elapsed_time(mark.event)) / 1e3
+            mark.device_s = last.device_s + seconds
+            if self._thins_out and last.steps is not None and mark.steps is not None:
+                self._compare(mark.host_s - last.host_s, seconds, mark.steps - last.steps)
+            self._free.append(last.event)
+            last.event = None
+        self._reached.append(mark)
+        self._next = None
+        return True
+
+    def _compare(self, host_s: float, device_s: float, steps: int) -> None:
+        """Decide by how long host and device took from event to event whether each step needs one."""
+        if device_s <= 0 or not steps:
+            return
+        self._steps_s.append(device_s / steps)
+        self._step_s = statistics.median(self._steps_s)
+        if self._every_s:
+            self._behind_s += device_s - host_s
+            if abs(self._behind_s) > _LAG_CHANGE_IN_STEPS * self._step_s:
+                self._mark_every_step()
+            return
+        self._apart.append(abs(device_s - host_s) / device_s)
+        agree = len(self._apart) == _STEPS_TO_AGREE and sum(self._apart) < _APART * _STEPS_TO_AGREE
+        if agree and self._lag_s < _LAG_IN_STEPS * self._step_s:
+            self._every_s, self._behind_s = _EVENT_EVERY_S, 0.0
+            self.due_s = self._marked_s + self._every_s
+            self.source = _BOTH
+
+    def _mark_every_step(self) -> None:
+        self._every_s, self.due_s = 0.0, self._marked_s
+        self._apart.clear()
+        self._lag_s = math.inf
+
+    def _recorded(self) -> torch.cuda.Event:
+        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
+        last = self._stream_data
+        if current_stream_data is None:
+            table.miss(table.CURRENT_STREAM)
+            self._stream = torch.cuda.current_stream(self._device)
+        elif self._stream is None or last is None or current_stream_data(last[1]) != last:
+            # Making an object for the stream each time would cost more than the mark.
+            self._stream = torch.cuda.current_stream(self._device)
+            self._stream_data = current_stream_data(self._stream.device_index)
+        event.record(self._stream)
+        return event
+
+
+def _age_s(mark: Mark) -> float:
+    return time.perf_counter() - mark.host_s
+
+
+def _between(begin: Mark, end: Mark, host_s: float) -> float:
+    """When the device was where the host was at this moment, between two marks whose times are known."""
+    assert begin.device_s is not None
+    assert end.device_s is not None
+    if end.host_s == begin.host_s:
+        return end.device_s
+    share = (host_s - begin.host_s) / (end.host_s - begin.host_s)
+    return begin.device_s + share * (end.device_s - begin.device_s)
+
+
+def leave_captures_alone() -> None:
+    """Let this thread ask for marks while another captures a CUDA graph.
+
+    By default a capture fails when any thread of the process asks whether an event has passed.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # no NVIDIA driver: nothing to tell it
+        mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
+        ctypes.CDLL(CUDA_DRIVER).cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+
+
+def clock_for(device: torch.device, *, thins_out: bool = False) -> HostClock | CudaClock:
+    """The clock that tells when this device has done its work; `thins_out`: not every step needs an event."""
+    return CudaClock(device, thins_out=thins_out) if device.type == "cuda" else HostClock()
+
+
+class Span(NamedTuple):
+    """The marks of one step: `begin` is None for a first step whose beginning nobody saw."""
+
+    begin: Mark | None
+    end: Mark
+    pauses: Sequence[tuple[Mark, Mark]]
+
+
+class StepClock:
+    """Marks where steps begin, pause and end; lives on the training thread."""
+
+    def __init__(self, clock: HostClock | CudaClock) -> None:
+        self.clock = clock
+        self._begin: Mark | None = None
+        self._pauses: Sequence[tuple[Mark, Mark]] = ()
+        self.unmarked_s: float | None = None
+        """When the first step ended that no event has followed yet; None where one has followed all."""
+
+    def begin(self) -> None:
+        """A first forward pass starts: the first step begins here, later ones where the last one ended."""
+        if self._begin is None:
+            self._begin = self.moment()
+
+    def moment(self) -> Mark:
+        """Now, by an event: the marks before it have their time as soon as the device is here."""
+        self.unmarked_s = None
+        return self.clock.moment(time.perf_counter())
+
+    def pause(self, begin: Mark) -> None:
+        """What ran from `begin` until now is no part of a step."""
+        self._pauses = (*self._pauses, (begin, self.moment()))
+
+    def end(self, now_s: float, *, exact: bool = True) -> Span:
+        """A step ends here, and the next one begins; if not `exact`, its mark may do without an event."""
+        begin, clock = self._begin, self.clock
+        if exact or now_s >= clock.due_s:
+            end = self._begin = clock.mark(now_s)
+            self.unmarked_s = None
+        else:
+            clock.skipped(1)
+            self.unmarked_s = self.unmarked_s or now_s
+            end = self._begin = Mark(now_s, None)
+        pauses, self._pauses = self._pauses, ()
+        return Span(begin, end, pauses)
+
+
+def duration_s(span: Span) -> float | None:
+    """How long a step took once its end has passed; None where its beginning was not seen, or asked for."""
+    if span.begin is None:
+        return None
+    seconds = seconds_between(span.begin, span.end)
+    for begin, end in span.pauses:
+        paused_s = seconds_between(begin, end)
+        seconds = None if seconds is None or paused_s is None else seconds - paused_s
+    return seconds
+
+
+def seconds_between(begin: Mark, end: Mark) -> float | None:
+    """Seconds of the device's time from one mark to another; None where that of one is not known."""
+    return None if begin.device_s is None or end.device_s is None else end.device_s - begin.device_s

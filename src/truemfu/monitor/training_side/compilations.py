@@ -1,0 +1,21 @@
+"""How many graphs torch.compile has made in this process: a step that adds one is no measure of speed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ...torch_private.watching import graph_counters
+
+_counters: Mapping[str, Mapping[str, int]] | None = None
+"""torch's own, once it has them."""
+
+
+def compilations() -> int:
+    """Graphs made so far."""
+    global _counters
+    if _counters is None:
+        _counters = graph_counters()
+        if _counters is None:
+            return 0
+    stats = _counters.get("stats")
+    return 0 if stats is None else stats.get("unique_graphs", 0)

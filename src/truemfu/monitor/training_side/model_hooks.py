@@ -1,0 +1,104 @@
+"""The hooks on all models that a monitor watches: put there by `attach`, gone after `detach`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from ...errors import one_line
+from ..notices import Notices
+from .attachment import Attachment
+from .batch_notes import Batch
+from .intake import is_tensor
+from .watched import Watched, WatchedModels
+
+
+class ModelHooks:
+    """`seen` gets each training batch of a watched module, `evaluated` is called without gradients."""
+
+    def __init__(
+        self,
+        seen: Callable[[Watched, Batch | None], None],
+        evaluated: Callable[[], None],
+        notices: Notices,
+    ) -> None:
+        self._seen, self._evaluated, self._notices = seen, evaluated, notices
+        self._models: WatchedModels | None = None
+        self._attachments: list[Attachment] = []
+        self.are_disabled = False
+        """Whether the caller gives each micro-batch by hand."""
+        self.see_whole_batches = True
+        """Whether a single module sees every batch whole, or none is watched."""
+
+    def attach(self, models: WatchedModels) -> None:
+        """Watch these models instead of others."""
+        self.detach()
+        self._models, self.see_whole_batches = models, models.is_one
+        for watched in models.modules:
+            if (module := watched.module) is not None:
+                self._attach(watched, module)
+
+    def _attach(self, watched: Watched, module: nn.Module) -> None:
+        try:
+            attachment = Attachment(module, functools.partial(self._seen, watched), self._evaluated)
+        except Exception as error:  # a scripted model takes no such hooks
+            self._notices(
+                f"the model cannot be watched, call monitor.observe(batch) for each micro-batch: "
+                f"{type(module).__name__}: {one_line(error)}"
+            )
+        else:
+            self._attachments.append(attachment)
+
+    def detach(self) -> None:
+        """Leave the models as they were."""
+        for attachment in self._attachments:
+            attachment.remove()
+        self._attachments = []
+
+    def disable(self) -> None:
+        """The caller gives each micro-batch by hand from now on."""
+        self.are_disabled = True
+
+    @property
+    def are_there(self) -> bool:
+        """Whether any model has a hook."""
+        return bool(self._attachments)
+
+    @property
+    def models(self) -> WatchedModels | None:
+        """Those that are watched, or were until they were detached."""
+        return self._models
+
+    @property
+    def first(self) -> nn.Module | None:
+        """The first model that was given."""
+        return None if self._models is None else self._models.first
+
+    @property
+    def roots(self) -> list[nn.Module]:
+        """The models that were given."""
+        return [] if self._models is None else self._models.roots
+
+    def device_with(self, tensors: Batch) -> torch.device:
+        """Where the training runs: on CUDA if anything of the watched modules or a batch is there."""
+        modules = [] if self._models is None else [watched.module for watched in self._models.modules]
+        parameters = [p for module in modules if module is not None for p in module.parameters()]
+        devices = [t.device for t in (*parameters, *tensors.values()) if is_tensor(t)]
+        on_cuda = [device for device in devices if device.type == "cuda"]
+        return next(iter((*on_cuda, *devices)), torch.device("cpu"))
+
+    def slot(self, watched: Watched) -> int:
+        """The number under which a forward pass of this module is filed now."""
+        assert self._models is not None
+        return self._models.slot(watched)
+
+    def were_compiled(self) -> bool:
+        """Whether a watched model was compiled after it was attached; it is then watched where it is called.
+
+        The step that found it so has no MFU; it has a compilation in it.
+        """
+        followed = [attachment.follow() for attachment in self._attachments]
+        return any(followed)

@@ -1,0 +1,109 @@
+"""The model as a forward pass found it, and what was counted of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from torch import nn
+
+from ...flops.closed_form.flop_model import FlopModel
+from ...flops.count.step_work import StepWork
+from ...flops.identity.identity import model_identity
+from ...flops.isolation.process_state import AutocastState
+from ...flops.shadow.shadow import unwrap
+from ...flops.shadow.snapshot import snapshot
+from ...flops.structure.estimate import Estimator
+from .batch_notes import Template
+from .fingerprint import fingerprint, structure
+
+_MAX_IDLE_CHANGES = 2
+
+
+@dataclass(eq=False, kw_only=True)
+class ModelState:
+    """A stand-in without data for the model as it was when a count became due, and what was fitted to it."""
+
+    number: int
+    """Which state of the model it is, counted from 0."""
+    fingerprint: tuple[int, int]
+    structure: str
+    model: nn.Module
+    forms: dict[AutocastState, FlopModel | None] = field(default_factory=dict)
+    """None for what cannot be counted."""
+    estimators: dict[AutocastState, Estimator | None] = field(default_factory=dict)
+    works: dict[Template, StepWork | str] = field(default_factory=dict)
+    """Micro-batches by shape where that was asked for, or why it is not known."""
+
+    idle_changes: int = 0
+    """How often in a row nothing but a number of the model had changed, and its count had not."""
+    forms_before: Mapping[AutocastState, FlopModel | None] = field(default_factory=dict)
+    """Those of the state before, where nothing but a number had changed since."""
+
+    def still_holds(self, model: nn.Module) -> bool:
+        """Whether the model is as it was; a number that only counts something is let be."""
+        now = fingerprint(model)
+        return now == self.fingerprint or (
+            now[0] == self.fingerprint[0] and self.idle_changes >= _MAX_IDLE_CHANGES
+        )
+
+    @classmethod
+    def of(cls, model: nn.Module, *, number: int, last: ModelState | None) -> ModelState:
+        """The model after it was in the state `last`; taken in its forward pass, in milliseconds."""
+        now = fingerprint(model)
+        before = last if last is not None and last.fingerprint[0] == now[0] else None
+        idle_changes = 0 if before is None else before._idle_changes_so_far()
+        forms = {} if before is None else dict(before.forms)
+        return cls(
+            number=number,
+            fingerprint=now,
+            structure=structure(model),
+            model=snapshot(model),
+            forms=forms if idle_changes >= _MAX_IDLE_CHANGES else {},
+            idle_changes=idle_changes,
+            forms_before=forms,
+        )
+
+    @cached_property
+    def identity(self) -> str | None:
+        """What tells this state from others in any process; None where its code cannot be read."""
+        return model_identity(self.model)
+
+    def _idle_changes_so_far(self) -> int:
+        if not self.forms_before or not self.forms:  # the first of its kind, or not yet counted
+            return self.idle_changes
+        is_same = all(
+            autocast in self.forms_before and _is_same_form(form, self.forms_before[autocast])
+            for autocast, form in self.forms.items()
+        )
+        return self.idle_changes + 1 if is_same else 0
+
+
+States = tuple[ModelState | None, ...]
+"""Those of all models of a step, by the slot their batches are filed under; None where one is not known."""
+
+
+def state_in(states: States, slot: int) -> ModelState | None:
+    """The state of one slot; None where none was taken yet."""
+    return states[slot] if slot < len(states) else None
+
+
+def _is_same_form(one: FlopModel | None, other: FlopModel | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one.export() == other.export()
+
+
+def facts_of(models: Sequence[nn.Module]) -> dict[str, Any] | None:
+    """Class and parameters of the models of a run, for its record; None without one."""
+    if not models:
+        return None
+    every = {id(p): p for model in models for p in model.parameters() if not nn.parameter.is_lazy(p)}
+    parameters = [(p.numel(), p.requires_grad) for p in every.values()]
+    return {
+        "name": ", ".join(type(unwrap(model)).__name__ for model in models),
+        "parameters": sum(count for count, _ in parameters),
+        "trainable_parameters": sum(count for count, is_trained in parameters if is_trained),
+    }

@@ -1,0 +1,232 @@
+"""SIGTERM and SIGHUP: rows are written first, then happens what would have happened without a monitor.
+
+    signal ─► Python's own C handler ─► a byte in a pipe ─► our thread: rows are written, 2 s at most
+                                     └► main thread, when it runs Python again: our handler waits for that
+
+- The default action ends the process by that signal. Our thread sees to it where the main thread stays in a
+  call, such as a collective whose other ranks are gone.
+- A handler that was set before is called after the rows are written; the run goes on if that returns.
+- A signal that is ignored, or handled by code that is not Python, is left alone.
+- A handler set after ours replaces it. If it calls ours as the one before it, rows are written and no more.
+- While the model is counted, signals are deferred (`flops/interruption.py`), ours too.
+
+The handler takes no lock: it may run in the middle of anything on the main thread, our own code included. It
+asks the thread and waits for a limited time; where it has interrupted a step that is being noted, it returns
+at once, and the thread sends the signal again when rows are written. Forked children get the handlers back
+that were there before. One watch serves all monitors of a process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, NamedTuple
+
+from ...flops.interruption import handler_behind_count
+
+LIMIT_S = 2.0
+"""A signal is held up by no more."""
+_FOR_WRITING_S = 1.8
+_TO_HANDLE_S = 0.1
+"""A main thread that runs Python has called its handler by then."""
+_POLL_S = 0.005
+_WATCHED = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+_END = 0
+"""In the pipe: no signal has this number."""
+
+WriteOut = Callable[[float], object]
+"""Writes rows within so many seconds, from a thread of ours."""
+
+
+class _Writer(NamedTuple):
+    write_out: WriteOut
+    is_held: Callable[[], bool]
+
+
+_writers: list[_Writer] = []
+_watch: _Watch | None = None
+_ending = threading.Lock()
+_masks = threading.local()
+
+
+def write_at_signals(write_out: WriteOut, is_held: Callable[[], bool]) -> Callable[[], None]:
+    """Have rows written when the process is asked to end, until what is returned is called.
+
+    `is_held` tells whether the thread that calls it holds what `write_out` needs. Handlers can be set on the
+    main thread alone: elsewhere this changes nothing.
+    """
+    global _watch
+    writer = _Writer(write_out, is_held)
+    _writers.append(writer)
+    if _watch is None and threading.current_thread() is threading.main_thread():
+        _watch = _Watch()
+
+    def leave() -> None:
+        global _watch
+        if writer in _writers:
+            _writers.remove(writer)
+        if not _writers and _watch is not None and threading.current_thread() is threading.main_thread():
+            _watch.end()
+            _watch = None
+
+    return leave
+
+
+class _Watch:
+    """Our handlers, and the thread that writes rows for them."""
+
+    def __init__(self) -> None:
+        self._pid, self._is_over = os.getpid(), False
+        self._written_from_s = -1.0
+        """When the last writing of rows began that is done."""
+        self._put_off: set[int] = set()
+        """Signals that came while the main thread held what is needed to write: they are sent again, once."""
+        self._sent_again: set[int] = set()
+        self._pipe = os.pipe()
+        os.set_blocking(self._pipe[1], False)
+        self._thread = threading.Thread(target=self._live, name="truemfu-signals", daemon=True)
+        self._thread.start()
+        self._handler = self._handle
+        self._before: dict[int, Any] = {}
+        for number in _WATCHED:
+            before = signal.getsignal(number)
+            if before not in (None, signal.SIG_IGN):
+                self._before[number] = before
+                signal.signal(number, self._handler)
+        other = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+        if other != -1:  # an event loop has it: rows are then written when the main thread runs Python
+            signal.set_wakeup_fd(other)
+
+    def end(self) -> None:
+        """Leave signals as they were; on the main thread."""
+        self._is_over = True
+        self._put_back()
+        with contextlib.suppress(OSError):
+            os.write(self._pipe[1], bytes((_END,)))
+        self._thread.join(LIMIT_S)
+        if not self._thread.is_alive():
+            self._close_pipe()
+        for number in self._put_off:  # the thread has ended before it got to them
+            signal.raise_signal(number)
+
+    def forked(self) -> None:
+        """In a forked child, which has the handlers and the pipe and not the thread."""
+        self._is_over = True
+        self._put_back()
+        self._close_pipe()
+
+    def _put_back(self) -> None:
+        for number, before in self._before.items():
+            if self._is_set(number):
+                signal.signal(number, before)
+        current = signal.set_wakeup_fd(-1)
+        if current not in (-1, self._pipe[1]):
+            signal.set_wakeup_fd(current)
+
+    def _close_pipe(self) -> None:
+        for fd in self._pipe:
+            os.close(fd)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        is_ours = handler_behind_count(number) == self._handler
+        is_written = number in self._sent_again
+        self._sent_again.discard(number)
+        if not (self._is_over or is_written):
+            asked_s = time.monotonic()
+            with contextlib.suppress(OSError):
+                if self._can_put_off(number):
+                    os.write(self._pipe[1], bytes((number,)))
+                    self._put_off.add(number)
+                    return
+                os.write(self._pipe[1], bytes((number,)))
+            while self._written_from_s < asked_s and time.monotonic() < asked_s + LIMIT_S:
+                time.sleep(_POLL_S)
+        before = self._before[number]
+        if callable(before):
+            before(number, frame)
+        elif is_ours:
+            _end_by(number)
+
+    def _can_put_off(self, number: int) -> bool:
+        """Whether the main thread is in a step of ours that will end, and a thread is there to send it again.
+
+        Not in the middle of a count, which defers signals itself.
+        """
+        is_held = any(writer.is_held() for writer in list(_writers))
+        return is_held and self._is_set(number) and self._thread.is_alive()
+
+    def _live(self) -> None:
+        """The thread: waits in a read, so that it costs nothing until a signal comes."""
+        try:
+            self._write_out_at_signals()
+        except BaseException:  # a program may close every descriptor it does not know
+            return
+
+    def _write_out_at_signals(self) -> None:
+        while (numbers := os.read(self._pipe[0], 64)) and _END not in numbers:
+            for number in self._before.keys() & set(numbers):
+                began_s, ends = time.monotonic(), self._is_set(number) and not callable(self._before[number])
+                place = _place_of_main_thread()
+                for writer in list(_writers):
+                    with contextlib.suppress(Exception):  # the process is about to end
+                        writer.write_out(began_s + _FOR_WRITING_S - time.monotonic())
+                self._written_from_s = began_s
+                if number in self._put_off:
+                    self._sent_again.add(number)
+                    self._put_off.discard(number)
+                    signal.pthread_kill(threading.main_thread().ident or 0, number)
+                elif ends:
+                    time.sleep(max(0.0, began_s + _TO_HANDLE_S - time.monotonic()))
+                    if self._is_set(number) and _place_of_main_thread() == place:
+                        _end_by(number)  # else it has run a handler, ours or another
+
+    def _is_set(self, number: int) -> bool:
+        return bool(signal.getsignal(number) == self._handler)
+
+
+def _place_of_main_thread() -> tuple[int, int] | None:
+    """Where it is in its Python code: the same as before where it has not run any since."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return None if frame is None else (id(frame), frame.f_lasti)
+
+
+def _end_by(number: int) -> None:
+    """Do what the signal does to a process without a handler; from any thread."""
+    if os.getpid() == 1 or not _ending.acquire(blocking=False):
+        return  # the first process of a container ignores signals without a handler
+    set_action = ctypes.CDLL(None).signal
+    set_action.argtypes, set_action.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+    set_action(number, None)
+    os.kill(os.getpid(), number)
+
+
+def _before_fork() -> None:
+    """Keep signals back until a child has its own handlers: the pipe would tell the parent of them."""
+    if _watch is not None:
+        _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
+
+
+def _after_fork() -> None:
+    if (before := getattr(_masks, "before", None)) is not None:
+        _masks.before = None
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _after_fork_in_child() -> None:
+    global _watch
+    if _watch is not None:
+        _watch.forked()
+        _watch = None
+        _writers.clear()
+    _after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child)

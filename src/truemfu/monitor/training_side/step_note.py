@@ -1,0 +1,73 @@
+"""What the training thread hands over for each step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ...flops.host_copy import HostCopy
+from ...flops.profiled.profiler import StepProfile
+from .batch_notes import StepBatches
+from .between_steps import Gap
+from .clock import Span
+from .datasets import PendingDatasetMetrics
+from .hardware_watch import Cut
+from .host_values import Number
+from .model_state import States
+
+WARMUP_STEPS = 3
+"""The first steps of a run, which are no measure of it."""
+
+
+class StepPlace(NamedTuple):
+    """Which step of a run it is."""
+
+    step: int
+    steps: int
+    """How many it stands for: more than one where those before it were not logged."""
+
+    def reaches(self, frequency: int) -> bool:
+        """Whether a multiple of this frequency lies between the last logged step and this one."""
+        return self.step % frequency < self.steps
+
+
+class StepExtras(NamedTuple):
+    """What only some steps have."""
+
+    mask_tokens: int | None = None
+    mask_useful_tokens: Number = None
+    given_flops: float | None = None
+    """What the caller says the step needs."""
+    profile: StepProfile | None = None
+    datasets: Sequence[tuple[PendingDatasetMetrics, HostCopy]] = ()
+    cut: Cut | None = None
+    """Where a window of the hardware counters ends with this step."""
+
+
+NO_EXTRAS = StepExtras()
+
+
+class StepNote(NamedTuple):
+    """All that is known of a step when `log_step` returns; numbers may still be on their way."""
+
+    step: int
+    steps: int
+    """How many it stands for."""
+    epoch: Number
+    loss: Number
+    grad_norm: Number
+    learning_rate: Number
+    batches: StepBatches
+    """Those of the step before, where they are the same; so are the states."""
+    states: States
+    measured: bool
+    warmup: bool
+    gap: Gap
+    span: Span
+    skip_remote: bool
+    extras: StepExtras
+
+    @property
+    def place(self) -> StepPlace:
+        """Which step of the run it is."""
+        return StepPlace(self.step, self.steps)

@@ -1,0 +1,112 @@
+"""After an out-of-memory: what does fit, from measurement.
+
+    finished experiments of one trainer, model, sequence and dtype ─► a batch that fits, one that does not
+        ─► between the two, probes (fresh workers, two steps each) by bisection
+        ─► not even a batch of 1: the next smaller reference model
+
+Without a probe to ask, only what finished experiments tell is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import msgspec
+
+from ...records import CaseResult, End, Memory, SweepCase
+from ..sizes import SIZES
+
+OUT_OF_MEMORY = (End.CUDA_OOM, End.HOST_OOM)
+
+_MAX_PROBES = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """Whether a case fits; None where the probe ended in another way, with the reason."""
+
+    fits: bool | None
+    memory: Memory | None = None
+    reason: str | None = None
+
+
+Prober = Callable[[SweepCase], Probe]
+
+
+def propose(results: Iterable[CaseResult], probe: Prober | None) -> Iterator[tuple[str, str]]:
+    """For each experiment that ran out of memory and has no answer yet: its name, and what fits, in words."""
+    groups: dict[tuple[str, str, int, str], list[CaseResult]] = {}
+    for result in results:
+        case = result.case
+        groups.setdefault((case.trainer, case.model, case.seq_len, case.dtype), []).append(result)
+    for group in groups.values():
+        unanswered = [result for result in group if result.end in OUT_OF_MEMORY and result.fits is None]
+        answer = _search(group, probe) if unanswered else None
+        if answer is not None:
+            yield from ((result.name, answer) for result in unanswered)
+
+
+def _search(group: list[CaseResult], probe: Prober | None) -> str | None:
+    """The largest batch that fits, as far as a few probes tell; None where nothing is known to fit."""
+    smallest_bad = min(
+        (result for result in group if result.end in OUT_OF_MEMORY), key=lambda result: result.case.batch_size
+    )
+    case, bad = smallest_bad.case, smallest_bad.case.batch_size
+    total_bytes = smallest_bad.memory.device_total_bytes if smallest_bad.memory else None
+    good, memory = 0, None
+    for result in group:
+        if result.end is End.OK and good < result.case.batch_size < bad:
+            good, memory = result.case.batch_size, result.memory
+    for remaining in range(_MAX_PROBES, -1, -1):
+        batch = _next_batch(good, bad, remaining)
+        if probe is None or batch is None:
+            break
+        answer = probe(msgspec.structs.replace(case, batch_size=batch))
+        if answer.fits is None:
+            known = _known(good, bad, memory, total_bytes) or f"batch {bad} does not fit"
+            return f"{known}; a probe of batch {batch} {answer.reason}"
+        if answer.fits:
+            good, memory = batch, answer.memory
+        else:
+            bad = batch
+    if good == 0 and bad == 1 and probe is not None:
+        return _smaller_model(case, probe, total_bytes)
+    return _known(good, bad, memory, total_bytes)
+
+
+def _next_batch(good: int, bad: int, remaining: int) -> int | None:
+    """Halfway between a batch that fits and one that does not; the very last try is a batch of 1."""
+    if remaining == 0:
+        return 1 if good == 0 and bad > 1 else None
+    return (good + bad) // 2 if bad - good > 1 else None
+
+
+def _known(good: int, bad: int, memory: Memory | None, total_bytes: int | None) -> str | None:
+    if good == 0:
+        return "not even a batch of 1 fits" if bad == 1 else None
+    return f"batch {good} fits{_measured(memory, total_bytes)}; batch {bad} does not"
+
+
+def _smaller_model(case: SweepCase, probe: Prober, total_bytes: int | None) -> str:
+    nothing = f"not even a batch of 1 of {case.model} fits at sequence length {case.seq_len}"
+    sizes = list(SIZES)
+    smaller = reversed(sizes[: sizes.index(case.model)]) if case.model in sizes else iter(())
+    for model in smaller:
+        answer = probe(msgspec.structs.replace(case, model=model, batch_size=1))
+        if answer.fits is None:
+            return f"{nothing}; a probe of {model} {answer.reason}"
+        if answer.fits:
+            return f"{nothing}; {model} at batch 1 does{_measured(answer.memory, total_bytes)}"
+    return nothing
+
+
+def _measured(memory: Memory | None, total_bytes: int | None) -> str:
+    if memory is None:
+        return ""
+    held = memory.allocated_bytes if memory.allocated_bytes is not None else memory.process_bytes
+    if held is None:
+        return ""
+    total = memory.device_total_bytes or total_bytes
+    of = f" of {total / 2**30:.1f} GiB" if total else ""
+    return f" (measured: {held / 2**30:.1f} GiB{of})"

@@ -1,0 +1,78 @@
+"""What became of an experiment, from its two copies on disk: results/<name>.json and the end of its log.
+
+    the file, with a checksum that matches ──────────────────► it
+    the file, without one (of an earlier version) ───────────► it, unless a log with a checksum differs
+    no file, or a damaged one, or the result of another ─────► the log's
+
+Whatever is wrong with either copy is said in one line.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...errors import RecordError
+from ...records import CaseResult, decode, has_checksum, read_file
+from .case_log import LogEnd, read_log_end
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """The result of an experiment, or why there is none."""
+
+    result: CaseResult | None = None
+    faults: tuple[str, ...] = ()
+    """What is wrong with its files, a line each."""
+    log_tail: tuple[str, ...] = ()
+    """The last lines of the log, where there is no result."""
+    is_of_another: bool = False
+    """Whether all there is are files that hold the result of another experiment."""
+
+
+def stored_result(name: str, file: Path, log: Path) -> Stored:
+    """The result of this experiment in its file, or else in its log."""
+    faults: list[str] = []
+    of_others: list[str] = []
+    written, is_sure = _in_file(file, faults)
+    written = _own(written, name, str(file), of_others)
+    if written is not None and is_sure:
+        return Stored(result=written)
+    end = read_log_end(log) if os.path.lexists(log) else LogEnd()
+    logged = _own(end.result, name, log.name, of_others)
+    if written is not None and logged is not None and written != logged:
+        taken = f"the result in {log.name}" if end.has_checksum else "the first"
+        faults.append(f"{file} and the last line of {log.name} differ: one is damaged, {taken} is taken")
+        written = logged if end.has_checksum else written
+    if written is None and logged is not None:
+        instead = f"read from {log.name} instead"
+        return Stored(result=logged, faults=tuple(f"{fault}; {instead}" for fault in faults + of_others))
+    if written is None and end.fault is not None:
+        faults.append(end.fault)
+    return Stored(
+        result=written,
+        faults=(*faults, *of_others),
+        log_tail=() if written is not None else end.tail,
+        is_of_another=written is None and bool(of_others) and not faults,
+    )
+
+
+def _in_file(file: Path, faults: list[str]) -> tuple[CaseResult | None, bool]:
+    """The result, and whether a checksum vouches for it."""
+    if not os.path.lexists(file):
+        return None, False
+    try:
+        data = read_file(file)
+        return decode(data, CaseResult, str(file)), has_checksum(data)
+    except RecordError as error:
+        faults.append(str(error))
+        return None, False
+
+
+def _own(found: CaseResult | None, name: str, where: str, of_others: list[str]) -> CaseResult | None:
+    """The result, unless it is another experiment's."""
+    if found is None or found.name == name:
+        return found
+    of_others.append(f"{where} holds the result of {found.name}")
+    return None

@@ -1,0 +1,93 @@
+"""What a trainer is, and which ones there are.
+
+    load_trainer("DPSGDTrainer") ─► the class ─► class(model, settings) ─► step(batch) ─► loss
+
+A trainer is any class with the two methods of `Trainer` and the attribute `private`; one of your own is named
+`package.module:Class`. It must train the very model it is given, in place: the gate (`gate.py`) compares
+that model's parameters before and after a step. A new trainer here is one class and one line in `TRAINERS`.
+
+Nothing here imports torch: a supervisor reads the names and starts at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from operator import attrgetter
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Protocol
+
+from ...errors import TruemfuError, UsageError, brief, closest, text_of
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+OPTIMIZERS = ("sgd", "adamw")
+
+
+class Unsupported(TruemfuError):
+    """This trainer cannot train this model (or not in this way); the message says why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerSettings:
+    """How to train. Clipping and noise are for trainers that are private."""
+
+    optimizer: str = "sgd"
+    """One of `OPTIMIZERS`."""
+    learning_rate: float = 1e-4
+    max_grad_norm: float = 1.0
+    """A private trainer scales each sample's gradient down to this norm."""
+    noise_multiplier: float = 1.0
+    """Standard deviation of the noise, in units of `max_grad_norm`."""
+    compile: bool = False
+
+
+class Trainer(Protocol):
+    """Trains a model, one step at a time."""
+
+    private: bool
+    """Whether it clips the gradient of each sample."""
+
+    def __init__(self, model: nn.Module, settings: TrainerSettings) -> None: ...
+
+    def step(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """One whole optimizer step; the mean loss, on the device, without waiting for it."""
+
+
+TRAINERS: Mapping[str, str] = MappingProxyType(
+    {
+        "StandardTrainer": "truemfu.sweep.trainers.standard:StandardTrainer",
+        "DPSGDTrainer": "truemfu.sweep.trainers.private:DPSGDTrainer",
+        "DPGhostClippingTrainer": "truemfu.sweep.trainers.private:DPGhostClippingTrainer",
+        "DPFastGradientClippingTrainer": "truemfu.sweep.trainers.private:DPFastGradientClippingTrainer",
+    }
+)
+
+NEEDS_OPACUS = frozenset(name for name, home in TRAINERS.items() if ".private_trainers:" in home)
+
+
+def load_trainer(name: str) -> type[Trainer]:
+    """The trainer of this name, or the class at `package.module:Class`."""
+    home = TRAINERS.get(name, name)
+    module_name, colon, class_name = home.partition(":")
+    if not (module_name and colon and class_name):
+        raise UsageError(
+            f"unknown trainer {brief(name)}{closest(name, TRAINERS)}: expected {', '.join(TRAINERS)} or "
+            "package.module:Class"
+        )
+    try:
+        found = attrgetter(class_name)(importlib.import_module(module_name))
+    except (ImportError, AttributeError) as error:
+        if isinstance(error, ImportError) and (error.name or "").split(".")[0] == "opacus":
+            raise UsageError(f'{name} needs Opacus: pip install "truemfu[dp]"') from error
+        raise UsageError(f"cannot import {brief(home)}: {text_of(error)}") from error
+    if not isinstance(found, type) or not callable(getattr(found, "step", None)):
+        raise UsageError(f"{name!r} is no trainer: expected a class with step(batch)")
+    if not isinstance(getattr(found, "private", None), bool):
+        raise UsageError(
+            f"{name!r} is no trainer: expected a class attribute `private`, True where it clips the gradient "
+            "of each sample"
+        )
+    return found

@@ -1,0 +1,123 @@
+"""One experiment in a process of its own, started by the supervisor (`launchers.local.WORKER`).
+
+    die with the supervisor ─► imports ─► one order on stdin ─► its own log ─► experiment ─┐
+                               (no CUDA)  (none: exit 0)                                   │
+        to the supervisor, to results/<name>.json, and the same as the log's last line ◄───┘
+
+Exit codes: 0 measured (a probe: answered), 1 failed, with the reason in the result, 2 no order at all.
+The worker may be started long before its order: until then it only imports.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import importlib
+import os
+import signal
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import NoReturn
+
+from ...plain_files import open_plain
+from ..process import ANSWER_NAME
+
+STARTED_AT_S = time.time()
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> int:
+    """Wait for an order, run it, say what became of it."""
+    _die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a KeyboardInterrupt is then one that a trainer raises
+    answer_file = _answer_file()
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's greetings
+    parser = argparse.ArgumentParser(prog="python -m truemfu.sweep.worker")
+    parser.add_argument("--import", dest="imports", action="append", default=[], metavar="NAME")
+    for name in parser.parse_args().imports:
+        with contextlib.suppress(ImportError):  # the trainer that needs it says so, in its result
+            importlib.import_module(name)
+
+    from torch import nn
+
+    from ...errors import RecordError
+    from ..order import decode_order
+    from ..trainers.base import TrainerSettings
+    from ..trainers.standard import make_optimizer
+    from .experiment import Experiment
+    from .worker_report import Voice
+
+    # Embeddings look up integers, which have no gradient: true for every model, and no news.
+    warnings.filterwarnings("ignore", message="Full backward hook is firing")
+
+    make_optimizer(nn.Linear(1, 1), TrainerSettings())  # loads a third of torch: better now than in the gate
+    line = sys.stdin.buffer.readline()
+    if not line.strip():
+        return 0
+    try:
+        order = decode_order(line)
+    except RecordError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    began_at_s = time.time()
+    _write_to(Path(order.log_path))
+    with contextlib.suppress(FileNotFoundError):  # the current folder may have been removed
+        sys.path.append(os.getcwd())  # a trainer or a factory there is found, behind installed packages
+    voice = Voice(answer_file)
+    experiment = Experiment(order, voice.say, started_at_s=STARTED_AT_S, began_at_s=began_at_s)
+    if order.purpose == "probe":
+        return 1 if experiment.probe() is None else 0
+    return voice.report(experiment.run(), Path(order.folder))
+
+
+def _die_with_parent() -> None:
+    """No worker outlives its supervisor, however that ends."""
+    if sys.platform != "linux":
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended while we asked
+        os._exit(1)
+
+
+def _answer_file() -> int | None:
+    """The descriptor the supervisor reads the result from, which no child of the trainer's inherits."""
+    given = os.environ.pop(ANSWER_NAME, "")
+    if not given.isdigit():
+        return None
+    os.set_inheritable(int(given), False)
+    return int(given)
+
+
+def _write_to(log_path: Path) -> None:
+    """From now on output goes to the case's own log, and nothing can be read any more."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    try:
+        log = open_plain(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW)
+    except OSError as error:
+        print(f"note: {log_path} cannot be written: {error.strerror}", flush=True)
+        return
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+
+
+def start() -> NoReturn:
+    """Work as a process of its own."""
+    code = main()
+    with contextlib.suppress(Exception):  # the log's disk may be full, or its streams closed
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)  # everything is written; taking torch and CUDA down in order takes longer than some steps
+
+
+if __name__ == "__main__":
+    start()

@@ -1,0 +1,184 @@
+"""The model of a case with real weights on its device, and the batches it is trained on.
+
+    1b                          the reference model of this size
+    path/config.json, path/     a Hugging Face configuration, random weights
+    package.module:factory      a callable that returns a module, or (module, batch)
+
+Batches come from a real (small) data loader, in this process, so that the wait for them is a real one too.
+Text with itself as labels is drawn anew for every batch from a seeded generator; any other batch is the same
+one every time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from ...errors import BatchError, UsageError
+from ...flops.models.example_batch import example_batch
+from ...flops.models.hf_config import BuildOptions, model_from_config, read_config
+from ...flops.models.model_view import BatchRequest, ModelView
+from ...flops.models.targets import Target, parse_dtype, resolve_target
+from ...records import SweepCase
+from ..content_hash import is_path
+from ..sizes import SIZES
+from .models import REFERENCE_MODELS, build_reference_model
+
+Batch = dict[str, Any]
+
+_TEXT = {"input_ids", "decoder_input_ids", "labels"}
+
+_BATCHES = 16
+"""Different batches before the loader begins again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaseModel:
+    """A model on its device and one batch for it, on the host."""
+
+    model: nn.Module
+    example: Batch
+    brought_batch: bool = False
+    """Whether the batch came from the user's factory."""
+
+
+def build_case_model(case: SweepCase, device: torch.device) -> CaseModel:
+    """The model of this case, with random weights from its seed, in its dtype, on `device`."""
+    torch.manual_seed(case.seed)
+    dtype = parse_dtype(case.dtype)
+    if case.model in SIZES:
+        return with_example(build_reference_model(case.model, device=device, dtype=dtype), case)
+    if is_path(case.model):
+        config = read_config(Path(case.model))
+        return with_example(model_from_config(config, BuildOptions(dtype=dtype), device=str(device)), case)
+    target = _resolved(case)
+    if not target.brought_batch:
+        return with_example(target.model.to(device), case)
+    if not isinstance(target.batch, Mapping):
+        raise BatchError(
+            f"{case.model!r} brought a {type(target.batch).__name__} as its batch: expected a mapping of the "
+            "model's arguments, with labels where there are any"
+        )
+    return CaseModel(model=target.model.to(device).train(), example=dict(target.batch), brought_batch=True)
+
+
+def with_example(model: nn.Module, case: SweepCase) -> CaseModel:
+    """A model with a batch made up for it, of the case's size."""
+    _keep_no_cache(model)
+    example = training_batch(model, BatchRequest(samples=case.batch_size, length=case.seq_len))
+    if example.keys() <= _TEXT:
+        _check_positions(model, case)
+    return CaseModel(model=model.train(), example=example)
+
+
+def training_batch(model: nn.Module, request: BatchRequest) -> Batch:
+    """A batch made up for the model; a decoder is given the labels, because the loss is computed outside."""
+    batch = example_batch(model, request)
+    labels = batch.get("labels")
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False) and labels is not None:
+        return {"decoder_input_ids": labels, **batch}
+    return batch
+
+
+def samples_of(batch: Batch) -> int:
+    """How many samples a batch holds: the length of its first tensor that has one."""
+    return next(len(value) for value in batch.values() if isinstance(value, Tensor) and value.dim() > 0)
+
+
+def count_target_of(case: SweepCase) -> Target:
+    """The same model and batch, for counting; without values where that can be had."""
+    target = _resolved(case)
+    if not isinstance(target.batch, Mapping) or ModelView(target.model).takes("labels"):
+        return target
+    without_labels = {name: value for name, value in target.batch.items() if name != "labels"}
+    return replace(target, batch=without_labels)  # they are for the trainer's loss
+
+
+def _resolved(case: SweepCase) -> Target:
+    request = BatchRequest(samples=case.batch_size, length=case.seq_len)
+    options = BuildOptions(dtype=parse_dtype(case.dtype))
+    return resolve_target(case.model, request, options, named=REFERENCE_MODELS)
+
+
+def endless_batches(built: CaseModel, case: SweepCase, device: torch.device) -> Iterator[Batch]:
+    """Batches on the device, without end, through a data loader; copies to a GPU do not wait."""
+    on_gpu = device.type == "cuda"
+    ids = built.example.get("input_ids")
+    all_tokens = isinstance(ids, Tensor) and all(value is ids for value in built.example.values())
+    loader: DataLoader[Any]
+    if all_tokens and not built.brought_batch:
+        loader = DataLoader(_Text(built, case), batch_size=case.batch_size, pin_memory=on_gpu, drop_last=True)
+    else:
+        loader = DataLoader(_OneBatch(built.example), batch_size=None, pin_memory=on_gpu)
+    while True:
+        for batch in loader:
+            yield to_device(batch, device)
+
+
+def to_device(batch: Mapping[str, Any], device: torch.device) -> Batch:
+    """The batch with its tensors on the device."""
+    return {
+        name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+        for name, value in batch.items()
+    }
+
+
+class _Text(Dataset[dict[str, Tensor]]):
+    """Random tokens: sample i is the same in every run with the same seed."""
+
+    def __init__(self, built: CaseModel, case: SweepCase) -> None:
+        self._size = _BATCHES * case.batch_size
+        view = ModelView(built.model)
+        # A configuration may give tokens a meaning of their own; without one all of them are ordinary.
+        known = torch.arange(view.vocab) if view.config is None else view.tokens(1 << 16).unique()
+        generator = torch.Generator().manual_seed(case.seed)
+        length = built.example["input_ids"].shape[1]
+        self._ids = known[torch.randint(len(known), (self._size, length), generator=generator)]
+        self._names = tuple(built.example)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return dict.fromkeys(self._names, self._ids[index])
+
+
+class _OneBatch(Dataset[Batch]):
+    """A batch that cannot be made anew, over and over."""
+
+    def __init__(self, batch: Batch) -> None:
+        self._batch = batch
+
+    def __len__(self) -> int:
+        return _BATCHES
+
+    def __getitem__(self, index: int) -> Batch:
+        if index >= _BATCHES:
+            raise IndexError(index)
+        return self._batch
+
+
+def _check_positions(model: nn.Module, case: SweepCase) -> None:
+    """Looking up a position that is not there would be an obscure error, on a GPU the end of the process."""
+    for name, module in model.named_modules():
+        own = name.rpartition(".")[2]
+        if isinstance(module, nn.Embedding) and (own == "wpe" or own.startswith(("pos", "embed_pos"))):
+            limit = min(module.num_embeddings, ModelView(model).max_length or module.num_embeddings)
+            if limit < case.seq_len:
+                raise UsageError(
+                    f"{case.model} knows {limit} positions ({name}): too few for a sequence length of "
+                    f"{case.seq_len}"
+                )
+
+
+def _keep_no_cache(model: nn.Module) -> None:
+    """Keys and values are kept for generation only; in training they would be memory held for nothing."""
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "use_cache", None):
+        config.use_cache = False

@@ -1,0 +1,91 @@
+"""Where an experiment runs: device, driver, versions, host; and the memory it has taken."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import re
+import resource
+import socket
+import sys
+from pathlib import Path
+
+import torch
+
+from ... import __version__
+from ...provenance import library_versions
+from ...records import Environment, Memory
+from ..process import peak_memory_bytes
+
+_PACKAGES = ("opacus", "transformers")
+
+
+def environment(device: torch.device, git_commit: str | None) -> Environment:
+    """What there is to know of this process' surroundings."""
+    versions = {"truemfu": __version__, **library_versions(_PACKAGES)}
+    on_gpu = device.type == "cuda"
+    return Environment(
+        device_name=torch.cuda.get_device_name(device) if on_gpu else cpu_name(),
+        python=platform.python_version(),
+        versions=versions,
+        host=socket.gethostname(),
+        git_commit=git_commit,
+        driver=_driver() if on_gpu else None,
+    )
+
+
+def memory(device: torch.device) -> Memory:
+    """The peaks so far."""
+    if device.type != "cuda" or not torch.cuda.is_initialized():
+        return Memory(process_bytes=process_peak_bytes())
+    return Memory(
+        allocated_bytes=torch.cuda.max_memory_allocated(device),
+        reserved_bytes=torch.cuda.max_memory_reserved(device),
+        process_bytes=process_peak_bytes(),
+        device_total_bytes=torch.cuda.get_device_properties(device).total_memory,
+    )
+
+
+def forget_peaks(device: torch.device) -> None:
+    """From now on peaks are those to come; the host's only where the system lets us (Linux)."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets VmHWM, nothing else
+
+
+def process_peak_bytes() -> int:
+    """The most resident memory this process has held."""
+    found = peak_memory_bytes(os.getpid())
+    if found is not None:
+        return found
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def cpu_name() -> str:
+    """The processor as the system calls it."""
+    try:
+        found = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return found[1].strip() if found else platform.processor() or platform.machine() or "CPU"
+
+
+def _driver() -> str | None:
+    """The version of NVIDIA's kernel driver, from NVML where its bindings are installed."""
+    try:
+        import pynvml
+    except ImportError:
+        pass
+    else:
+        try:
+            pynvml.nvmlInit()
+            return str(pynvml.nvmlSystemGetDriverVersion())
+        except pynvml.NVMLError as error:
+            print(f"note: NVML does not answer: {error}")
+    try:
+        return Path("/sys/module/nvidia/version").read_text(encoding="ascii").strip()
+    except OSError:
+        return None

@@ -1,0 +1,186 @@
+"""Is this trainer's gradient the one its name promises? Asked on a small model before anything is timed.
+
+    small model, 3 samples × 5 tokens
+        ├─► one sample at a time, plain autograd ─► (private: clip each) ─► mean ──► expected change
+        └─► the trainer, one step: SGD, large learning rate, no noise ────────────► change it made
+                                                            largest relative difference ≤ 1e-4: passed
+
+The clipping norm is the median of the samples' own norms, so that some are clipped and some are not. Samples
+and tokens differ in number: per-sample gradients that go wrong along the other axis do so silently when the
+two are equal. Everything runs in fp32, on the case's device.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import ModelError, UsageError, one_line
+from ...records import Gate, SweepCase
+from ..failures import is_out_of_memory
+from ..trainers.base import Trainer, TrainerSettings, Unsupported
+from ..trainers.standard import losses_by_sample
+from .case_model import Batch, to_device
+from .environment import forget_peaks
+from .gradient_check_model import GateModel, cut, gate_model
+
+TOLERANCE = 1e-4
+
+NO_NUMBER = sys.float_info.max
+"""The relative error of a step that makes NaN: JSON knows no infinity."""
+
+# A parameter whose change is a smaller share of the whole is measured against this share: rounding alone
+# is a large part of a gradient that cancels to zero (the bias of attention's keys).
+_SMALLEST_SHARE = 1e-2
+
+# A power of two, so that nothing is rounded, and so large that the old weights do not drown the change.
+_LEARNING_RATE = 1024.0
+
+_SEED = 0
+
+Changes = dict[str, Tensor]
+
+
+def check_trainer(trainer_class: type[Trainer], case: SweepCase, device: torch.device) -> Gate:
+    """Compare one step of the trainer with a per-sample loop; random state and memory peaks are put back."""
+    with _undisturbed(device):
+        return _check(trainer_class, case, gate_model(case, device), device)
+
+
+def _check(trainer_class: type[Trainer], case: SweepCase, small: GateModel, device: torch.device) -> Gate:
+    model, private = small.model, trainer_class.private
+    batch = to_device(small.batch, device)
+    if private and small.stands_in and case.batch_size == case.seq_len:
+        raise Unsupported(
+            f"{trainer_class.__name__} cannot be checked on {case.model} itself, and gradients that go wrong "
+            f"do so silently where batch and sequence are equal: take another one than {case.seq_len}"
+        )
+    gradients, dependent = _loop(model, batch, small.samples)
+    max_grad_norm = 1.0
+    if private and dependent:
+        raise Unsupported(
+            f"{trainer_class.__name__} cannot train {case.model}: no sample has a gradient of its own, "
+            f"because {dependent}"
+        )
+    if dependent:
+        expected = _whole_batch(model, batch)
+    else:
+        norms = torch.stack([_norm(own) for own in gradients])
+        max_grad_norm = norms.median().item()
+        scales = (max_grad_norm / norms).clamp(max=1.0) if private else torch.ones_like(norms)
+        expected = {
+            name: sum((own[name] * scale for own, scale in zip(gradients, scales, strict=True)), start=zero)
+            / -len(gradients)
+            for name, zero in ((name, torch.zeros_like(value)) for name, value in gradients[0].items())
+        }
+    if _norm(expected) == 0:
+        raise ModelError(f"the loss of {small.name} has no gradient: nothing can be trained, or checked")
+    settings = TrainerSettings(
+        optimizer="sgd",
+        learning_rate=_LEARNING_RATE,
+        max_grad_norm=max_grad_norm,
+        noise_multiplier=0.0,
+        compile=case.compile,
+    )
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    torch.manual_seed(_SEED)
+    try:
+        loss: object = trainer_class(model, settings).step(batch)
+    except NotImplementedError as error:
+        raise Unsupported(f"{trainer_class.__name__} cannot train {small.name}: {error}") from error
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise UsageError(f"{case.trainer}: step(batch) must return the mean loss, as a tensor of one number")
+    after = dict(model.named_parameters())
+    made = {name: (after[name].detach() - before[name]) / _LEARNING_RATE for name in expected}
+    relative_error = _difference(made, expected)
+    return Gate(
+        passed=relative_error <= TOLERANCE,
+        relative_error=relative_error,
+        tolerance=TOLERANCE,
+        model=small.name,
+        batch_size=small.samples,
+        seq_len=small.length,
+        clipped=private,
+        stands_in=small.stands_in,
+    )
+
+
+def _loop(model: nn.Module, batch: Batch, samples: int) -> tuple[list[Changes], str | None]:
+    """Each sample's own gradient, or why it has none: its loss alone is not its loss in the batch."""
+    with torch.no_grad():
+        together = losses_by_sample(model, batch)
+    gradients, alone = [], []
+    for index in range(samples):
+        try:
+            loss = losses_by_sample(model, cut(batch, samples, slice(index, index + 1))).mean()
+        except Exception as error:  # the batch as a whole has just been understood
+            if is_out_of_memory(error):
+                raise
+            return [], f"one alone raises {one_line(error)}"
+        alone.append(loss.detach())
+        gradients.append(_gradient(model, loss))
+    if not torch.allclose(torch.stack(alone), together, rtol=1e-3, atol=1e-5):
+        return [], "its loss alone is not its loss in the batch (batch normalisation, or something random?)"
+    return gradients, None
+
+
+def _whole_batch(model: nn.Module, batch: Batch) -> Changes:
+    torch.manual_seed(_SEED)  # as before the trainer's step: what is drawn at random is the same
+    gradient = _gradient(model, losses_by_sample(model, batch).mean())
+    return {name: -value for name, value in gradient.items()}
+
+
+def _gradient(model: nn.Module, loss: Tensor) -> Changes:
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+    return {
+        name: torch.zeros_like(parameter) if gradient is None else gradient
+        for (name, parameter), gradient in zip(trained.items(), found, strict=True)
+    }
+
+
+def _norm(changes: Changes) -> Tensor:
+    """Of all parameters together."""
+    norm: Tensor = torch.stack([value.norm() for value in changes.values()]).norm()
+    return norm
+
+
+def _difference(made: Changes, expected: Changes) -> float:
+    """The largest relative difference of any parameter; `NO_NUMBER` where one has become NaN or infinite."""
+    whole = _norm(expected)
+    worst = torch.stack(
+        [
+            (made[name] - value).norm() / torch.maximum(value.norm(), _SMALLEST_SHARE * whole)
+            for name, value in expected.items()
+        ]
+    ).max()
+    return worst.item() if worst.isfinite() else NO_NUMBER
+
+
+@contextmanager
+def _undisturbed(device: torch.device) -> Iterator[None]:
+    """Full fp32 inside; afterwards random state, memory, its peaks and compiled code are those of no gate.
+
+    A gate that fails leaves the peaks for its result.
+    """
+    on_gpu = device.type == "cuda"
+    products, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        with torch.random.fork_rng(devices=[device] if on_gpu else []):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(products)
+        torch.backends.cudnn.allow_tf32 = convolutions
+    gc.collect()  # wrapped models refer to themselves
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()  # having seen two shapes, it would compile the case's model for any shape
+    if on_gpu:
+        torch.cuda.empty_cache()
+    forget_peaks(device)

@@ -1,0 +1,229 @@
+"""The small model a trainer is checked on: of the same kind as the case's, in fp32, without dropout.
+
+    a reference size          two layers of the reference model
+    a Hugging Face config     the same architecture, shrunk
+    a factory                 its own model, if that is small
+
+Where none of these can be had, it is the reference model, and its name says so.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from ...errors import one_line
+from ...flops.models.hf_config import BuildOptions, model_from_config, read_config
+from ...flops.models.model_view import BatchRequest
+from ...records import SweepCase
+from ..content_hash import is_path
+from ..failures import is_out_of_memory
+from ..sizes import SIZES, ModelSize
+from ..trainers.standard import losses_by_sample
+from .case_model import Batch, build_case_model, samples_of, to_device, training_batch
+from .models import ReferenceModel, parameter_count
+
+_DROPOUTS = (
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
+    *(nn.AlphaDropout, nn.FeatureAlphaDropout),
+)
+
+_SAMPLES, _LENGTH = 3, 5
+_SMALL = ModelSize(vocab=50, hidden=32, layers=2, heads=4)
+_MAX_PARAMETERS = 20_000_000
+_SEED = 0
+_WEIGHT_STD = 0.2
+_HEAD_WIDTH = 8  # so small for the sake of large vocabularies
+
+# What configurations call their sizes.
+_LAYERS = (
+    "num_hidden_layers",
+    "n_layer",
+    "num_layers",
+    "num_decoder_layers",
+    "encoder_layers",
+    "decoder_layers",
+    "max_window_layers",
+)
+_HEADS = ("num_attention_heads", "n_head", "num_heads", "encoder_attention_heads", "decoder_attention_heads")
+_WIDTHS = ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim")
+_INNER_WIDTHS = (
+    "intermediate_size",
+    "n_inner",
+    "d_ff",
+    "ffn_dim",
+    "moe_intermediate_size",
+    "encoder_ffn_dim",
+    "decoder_ffn_dim",
+)
+_PARTS = (
+    "head_dim",
+    "d_kv",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_rope_head_dim",
+    "qk_nope_head_dim",
+    "qk_head_dim",
+    "v_head_dim",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateModel:
+    """A small model, a batch for it on the host, and its name for people."""
+
+    name: str
+    model: nn.Module
+    batch: Batch
+    stands_in: bool = False
+    """Whether it is of another kind than the case's, because that cannot be had small."""
+
+    @property
+    def samples(self) -> int:
+        """Samples in the batch."""
+        return samples_of(self.batch)
+
+    @property
+    def length(self) -> int:
+        """Tokens of a sample, or whatever its second dimension is."""
+        return next((v.shape[1] for v in self.batch.values() if isinstance(v, Tensor) and v.dim() > 1), 1)
+
+
+def gate_model(case: SweepCase, device: torch.device) -> GateModel:
+    """The small model for this case, on the device."""
+    torch.manual_seed(_SEED)
+    if case.model in SIZES:
+        return _reference(device)
+    if not is_path(case.model):
+        return _from_factory(case, device)
+    config, reasons = _with_defaults(read_config(Path(case.model))), []
+    for shrunk in _shrunk(config):
+        try:
+            without_weights = model_from_config(shrunk, BuildOptions(dtype=torch.float32))
+            if parameter_count(without_weights) > _MAX_PARAMETERS:
+                reasons.append(f"{parameter_count(without_weights):,} parameters")
+                continue
+            model = model_from_config(shrunk, BuildOptions(dtype=torch.float32), device=str(device))
+            batch = training_batch(model, BatchRequest(samples=_SAMPLES, length=_LENGTH, images=0))
+            losses_by_sample(model, to_device(batch, device))
+        except Exception as error:  # a shrunk configuration may not hang together; the name says what came
+            if is_out_of_memory(error):
+                raise
+            reasons.append(one_line(error))
+            continue
+        return _without_dropout(GateModel(name=f"{case.model}, shrunk", model=model, batch=_repeated(batch)))
+    return _reference(device, f" ({case.model} cannot be made small: {reasons[-1]})")
+
+
+def _reference(device: torch.device, why: str = "") -> GateModel:
+    model = ReferenceModel(_SMALL, device=device, dtype=torch.float32)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:  # larger than at the start of a training: so attention matters to the loss
+            nn.init.normal_(parameter, std=_WEIGHT_STD)
+    batch = training_batch(model, BatchRequest(samples=_SAMPLES, length=_LENGTH))
+    return GateModel(
+        name=f"reference model, 2 layers{why}", model=model, batch=_repeated(batch), stands_in=bool(why)
+    )
+
+
+def _from_factory(case: SweepCase, device: torch.device) -> GateModel:
+    small = msgspec.structs.replace(case, batch_size=_SAMPLES, seq_len=_LENGTH, dtype="fp32")
+    built = build_case_model(small, torch.device("cpu"))
+    if parameter_count(built.model) > _MAX_PARAMETERS:
+        return _reference(device, f" ({case.model} has {parameter_count(built.model):,} parameters)")
+    batch = _few_samples(built.example) if built.brought_batch else _repeated(built.example)
+    return _without_dropout(GateModel(name=case.model, model=built.model.to(device), batch=batch))
+
+
+def _few_samples(batch: Batch) -> Batch:
+    """The first three samples, or two where three would be as many as tokens."""
+    lengths = {value.shape[1] for value in batch.values() if isinstance(value, Tensor) and value.dim() > 1}
+    return cut(batch, samples_of(batch), slice(_SAMPLES if _SAMPLES not in lengths else _SAMPLES - 1))
+
+
+def cut(batch: Batch, samples: int, which: slice) -> Batch:
+    """These samples of the batch; tensors that are not one entry per sample belong to all of them."""
+    return {
+        name: value[which].contiguous()
+        if isinstance(value, Tensor) and value.dim() > 0 and len(value) == samples
+        else value
+        for name, value in batch.items()
+    }
+
+
+def _repeated(batch: Batch) -> Batch:
+    """The first sample becomes one token over and over: its gradient is larger than that of the others."""
+    ids = batch.get("input_ids")
+    if ids is None or ids.dim() != 2:
+        return batch
+    changed = ids.clone()
+    changed[0] = ids[0, 0]
+    labels = {"labels": changed} if batch.get("labels") is ids else {}
+    return {**batch, "input_ids": changed, **labels}
+
+
+def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration with every number in it, also those its author left to transformers.
+
+    What transformers does not know stays as it is: building the model says so.
+    """
+    if importlib.util.find_spec("transformers") is None:
+        return config
+    from transformers import CONFIG_MAPPING
+
+    kind = config.get("model_type")
+    return dict(CONFIG_MAPPING[kind].from_dict(config).to_dict()) if kind in CONFIG_MAPPING else config
+
+
+def _shrunk(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The configuration with little of everything, then with few layers alone; nested ones alike."""
+    heads = next((config[key] for key in _HEADS if config.get(key)), 4)
+    few_heads = min(int(heads), 4)
+    width = _HEAD_WIDTH * few_heads
+    key_heads = int(config.get("num_key_value_heads") or heads)
+    small = {
+        **dict.fromkeys(_LAYERS, 2),
+        **dict.fromkeys(_HEADS, few_heads),
+        **dict.fromkeys(_WIDTHS, width),
+        **dict.fromkeys(_INNER_WIDTHS, 2 * width),
+        **dict.fromkeys(_PARTS, _HEAD_WIDTH),
+        "num_key_value_heads": max(1, few_heads * key_heads // int(heads)),
+        "first_k_dense_replace": 1,
+    }
+    layers = {key: value for key, value in small.items() if "layer" in key}
+    for changes in (small, layers):
+        yield _replaced(config, changes)
+
+
+def _replaced(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    changed: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            changed[key] = _replaced(value, changes) if key.endswith("_config") else dict(value)
+        elif key in changes and value is not None:
+            changed[key] = changes[key]
+        elif key == "layer_types" and isinstance(value, list):
+            changed[key] = value[:2]
+        elif "drop" in key and isinstance(value, float):
+            changed[key] = 0.0
+        else:
+            changed[key] = value
+    return changed
+
+
+def _without_dropout(small: GateModel) -> GateModel:
+    """A loop and a step can only be compared where nothing is drawn at random."""
+    for module in small.model.modules():
+        if isinstance(module, _DROPOUTS):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+    return small

@@ -1,0 +1,164 @@
+"""The timed pass, and the count of what a step does.
+
+    warm up ─► steps in chunks: mark, step, mark, step, … ─► wait for the device ─► stable? ─► next chunk
+                        nothing waits inside a chunk
+
+A step lasts from the end of the one before it to its own end, so the wait for its batch is in it. Marks are
+CUDA events on a GPU and the host's clock elsewhere. Peaks of memory are read before anything is counted or
+profiled.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from ...convention import Attention, Convention
+from ...flops.count.count import count_step
+from ...flops.flop_count import FlopCount
+from ...flops.models.targets import count_target
+from ...monitor.training_side.clock import StepClock, clock_for, duration_s
+from ...records import Flops, StepTimes, SweepCase
+from ...utilization import calculate_mfu, ideal_flops_per_s
+from ..trainers.base import Trainer
+from .case_model import Batch, count_target_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimedPass:
+    """The timed steps: how long they took, what they lost, and how long they waited for data."""
+
+    steps: StepTimes
+    losses: list[float]
+    data_wait_s: float
+
+
+def warm_up(trainer: Trainer, batches: Iterator[Batch], steps: int, device: torch.device) -> None:
+    """Steps that nobody times: kernels are chosen, memory is taken, code is compiled."""
+    for _ in range(steps):
+        trainer.step(next(batches))
+    synchronize(device)
+
+
+def time_steps(
+    trainer: Trainer, batches: Iterator[Batch], case: SweepCase, device: torch.device
+) -> TimedPass:
+    """Steps until their median is stable, or as many as the case allows."""
+    times_s: list[float] = []
+    waits_s: list[float] = []
+    losses: list[Tensor] = []
+    began_s, planned = time.perf_counter(), case.min_steps
+    clock = clock_for(device)
+    while planned > 0:
+        marks = StepClock(clock)
+        marks.begin()
+        spans = []
+        for _ in range(planned):
+            asked_s = time.perf_counter()
+            batch = next(batches)
+            waits_s.append(time.perf_counter() - asked_s)
+            losses.append(trainer.step(batch).detach())
+            spans.append(marks.end(time.perf_counter()))
+        synchronize(device)
+        for span in spans:
+            has_passed = clock.has_passed(span.end)
+            assert has_passed
+        times_s += [seconds for span in spans if (seconds := duration_s(span)) is not None]
+        planned = _more_steps(times_s, case, time.perf_counter() - began_s)
+    return TimedPass(
+        steps=step_times(times_s, case.target_spread, clock.source),
+        losses=torch.stack([loss.float().reshape(()) for loss in losses]).tolist(),
+        data_wait_s=statistics.median(waits_s),
+    )
+
+
+def _more_steps(times_s: list[float], case: SweepCase, elapsed_s: float) -> int:
+    """How many further steps to time: as many as so far, within what the case allows; 0 when stable."""
+    error = median_error(times_s)
+    if error is not None and error <= case.target_spread:
+        return 0
+    left_s = case.max_timed_s - elapsed_s
+    affordable = int(left_s / max(statistics.median(times_s), 1e-9))
+    return max(0, min(len(times_s), case.max_steps - len(times_s), affordable))
+
+
+def step_times(times_s: list[float], target_spread: float, source: str) -> StepTimes:
+    """The steps with their statistics."""
+    ordered = sorted(times_s)
+    error = median_error(times_s)
+    return StepTimes(
+        times_s=times_s,
+        median_s=statistics.median(ordered),
+        mean_s=statistics.fmean(ordered),
+        p10_s=_quantile(ordered, 0.1),
+        p90_s=_quantile(ordered, 0.9),
+        relative_error=error,
+        source=source,
+        stable=error is not None and error <= target_spread,
+    )
+
+
+def median_error(times_s: list[float]) -> float | None:
+    """The median's standard error over the median, whatever the distribution; None below five steps.
+
+    Of n sorted values, those at ranks n/2 ± √n/2 enclose the true median two times in three (the number of
+    values below it is binomial, with a standard deviation of √n/2); half their distance is the error.
+    """
+    count = len(times_s)
+    if count < 5:
+        return None
+    ordered = sorted(times_s)
+    reach = math.sqrt(count) / 2 / count
+    half_width_s = (_quantile(ordered, 0.5 + reach) - _quantile(ordered, 0.5 - reach)) / 2
+    return half_width_s / statistics.median(ordered)
+
+
+def _quantile(ordered: list[float], share: float) -> float:
+    """The value below which this share of a sorted list lies, between neighbours where it falls there."""
+    place = share * (len(ordered) - 1)
+    below = math.floor(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+
+
+def count_work(
+    trainer: Trainer, batch: Batch, case: SweepCase, device: torch.device, step_time_s: float
+) -> Flops:
+    """The model's FLOPs, counted apart from any trainer, and those this trainer executes in a real step."""
+    convention = Convention(attention=cast(Attention, case.attention))  # checked there
+    needed = count_target(count_target_of(case), convention=convention, backward=True)
+    executed = count_step(trainer.step, batch, convention=convention)
+    peak, peak_source = ideal_flops_per_s(needed.by_dtype, device)
+    return Flops(
+        model_flops=needed.model_flops,
+        hardware_flops=executed.hardware_flops,
+        model_method=needed.method,
+        hardware_method=executed.method,
+        attention=convention.attention,
+        peak_flops_per_s=peak,
+        peak_source=peak_source,
+        mfu=calculate_mfu(needed.model_flops, step_time_s, peak),
+        hfu=calculate_mfu(executed.hardware_flops, step_time_s, peak),
+        uncounted=_uncounted(needed, executed),
+    )
+
+
+def _uncounted(*counts: FlopCount) -> dict[str, int]:
+    calls: dict[str, int] = {}
+    for count in counts:
+        for name, number in count.uncounted.items():
+            calls[name] = max(number, calls.get(name, 0))
+    return calls
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what was asked of it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

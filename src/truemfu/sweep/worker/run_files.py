@@ -1,0 +1,124 @@
+"""What an experiment leaves in runs/<name>/: the profiler's trace and TensorBoard's events.
+
+Both are written when everything has been timed. Neither is worth an experiment: where one cannot be written,
+a note says why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from ... import plain_files
+from ...errors import UsageError, one_line
+from ...records import Measured, SweepCase
+from ...trackers.base import make_tracker
+from ...utilization import share_of_peak
+from ..trainers.base import Trainer
+from .case_model import Batch
+from .measure import synchronize
+
+
+def clear_run_folder(folder: Path) -> str | None:
+    """Empty the folder: what an earlier run of the same experiment left is not this one's; a note if not."""
+    try:
+        plain_files.remove(folder)
+        folder.mkdir(parents=True)
+    except OSError as error:
+        return f"{folder.name} cannot be written to: {error.strerror or error}"
+    return None
+
+
+def write_trace(
+    trainer: Trainer, batches: Iterator[Batch], case: SweepCase, device: torch.device, path: Path
+) -> tuple[int, str | None]:
+    """Profile some steps and write their trace, gzipped: the steps it holds, and a note if fewer than asked.
+
+    The limit is on the JSON inside, which is what a viewer has to load. A trace above it is made again with
+    as many steps as fit.
+    """
+    plain = path.with_name(path.name.removesuffix(".gz"))
+    steps, note = case.profiled_steps, None
+    try:
+        while steps > 0:
+            _profile(trainer, batches, steps, device, plain)
+            size = plain.stat().st_size
+            if size <= case.max_trace_bytes:
+                _compress(plain, path)
+                return steps, note
+            fewer = min(steps - 1, steps * case.max_trace_bytes // size)
+            note = (
+                f"{fewer or 'no'} of {case.profiled_steps} steps in the trace: {steps} take "
+                f"{size:,} bytes, more than {case.max_trace_bytes:,}"
+            )
+            steps = fewer
+    except Exception as error:  # what has been timed stays timed
+        with contextlib.suppress(OSError):
+            plain_files.remove(path)
+        return 0, f"no trace: {one_line(error)}"
+    finally:
+        with contextlib.suppress(OSError):
+            plain_files.remove(plain)
+    return 0, note
+
+
+def _profile(
+    trainer: Trainer, batches: Iterator[Batch], steps: int, device: torch.device, path: Path
+) -> None:
+    activities = [ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities) as profiler:
+        for step in range(steps):
+            with record_function(f"ProfilerStep#{step}"):  # the name by which tools find steps
+                trainer.step(next(batches))
+        synchronize(device)
+    profiler.export_chrome_trace(str(path))
+
+
+def _compress(plain: Path, path: Path) -> None:
+    """Gzip the trace. torch says nothing when the disk was full: a whole trace ends with its bracket."""
+    with plain.open("rb") as source:
+        source.seek(-min(64, plain.stat().st_size), 2)
+        if not source.read().rstrip().endswith(b"}"):
+            raise OSError(f"{plain.name} is cut short")
+        source.seek(0)
+        with gzip.open(path, "wb", compresslevel=6) as target:
+            shutil.copyfileobj(source, target)
+
+
+def write_events(folder: Path, name: str, measured: Measured, losses: list[float]) -> str | None:
+    """One row of scalars per timed step, for TensorBoard; a note where they cannot be written."""
+    try:
+        tracker = make_tracker("tensorboard", folder)
+        tracker.start({"experiment": name})
+        flops = measured.flops
+        for step, (seconds, loss) in enumerate(zip(measured.steps.times_s, losses, strict=True), start=1):
+            mfu = None if flops is None else share_of_peak(flops.model_flops, seconds, flops.peak_flops_per_s)
+            hfu = (
+                None
+                if flops is None
+                else share_of_peak(flops.hardware_flops, seconds, flops.peak_flops_per_s)
+            )
+            tracker.log(
+                step,
+                {
+                    "training/loss": loss,
+                    "perf/step_time": seconds,
+                    "perf/tokens_per_second": measured.tokens_per_step / seconds,
+                    "perf/mfu": mfu,
+                    "perf/hfu": hfu,
+                },
+            )
+        tracker.finish({"median_step_time_s": measured.steps.median_s})
+    except UsageError as error:
+        return f"no TensorBoard events: {error}"
+    except Exception as error:  # what has been measured stays measured
+        return f"TensorBoard events cannot be written: {one_line(error)}"
+    return None
