@@ -42,8 +42,8 @@ from benchmarks.flops_accuracy import ask_2_5n, ask_6n
 from truemfu import __version__, count_flops
 from truemfu.flops.models.example_batch import example_batch
 from truemfu.flops.models.model_view import BatchRequest
-from truemfu.flops.shadow.shadow import unwrap
 from truemfu.flops.structure.estimate import Estimator
+from truemfu.flops.wrappers import unwrap
 
 CALLS = 300
 _TEXT = {"vocab_size": 131, "hidden_size": 60, "num_hidden_layers": 3, "max_position_embeddings": 128}

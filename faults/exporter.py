@@ -15,9 +15,9 @@ from pathlib import Path
 
 from truemfu.errors import UsageError
 from truemfu.trackers import prometheus_server
-from truemfu.trackers.base import make_tracker
 from truemfu.trackers.prometheus import PrometheusTracker
 from truemfu.trackers.prometheus_server import MOST_CONNECTIONS, parse_address
+from truemfu.trackers.table import make_tracker
 
 from .attack import Attack
 from .names import check_one_line

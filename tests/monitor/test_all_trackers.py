@@ -23,7 +23,7 @@ from tests.wandb_records import history
 
 from truemfu import TrainingMonitor
 from truemfu.errors import TruemfuWarning
-from truemfu.trackers.base import TRACKERS
+from truemfu.trackers.table import TRACKERS, KnownTracker
 from truemfu.trackers.wandb import WandbTracker
 
 pytest.importorskip("wandb")
@@ -236,7 +236,7 @@ def test_a_tracker_that_cannot_be_made_is_left_out_and_the_others_get_their_rows
     def broken(folder: Path) -> Any:
         raise KeyError("no home")
 
-    monkeypatch.setitem(TRACKERS, "mlflow", broken)
+    monkeypatch.setitem(TRACKERS, "mlflow", KnownTracker("mlflow", broken))
     kept = Kept()
     monitor = monitor_of(tmp_path, "mlflow", kept)
     with pytest.warns(TruemfuWarning, match="tracker mlflow is left out: KeyError: 'no home'"):

@@ -10,8 +10,9 @@ from types import ModuleType
 import pytest
 
 from truemfu.errors import UsageError
-from truemfu.trackers.base import TRACKERS, Names, make_tracker
+from truemfu.trackers.base import Names
 from truemfu.trackers.file import JsonArrayFile
+from truemfu.trackers.table import TRACKERS, make_tracker
 
 
 def test_the_trackers_are_these() -> None:
@@ -77,7 +78,7 @@ def test_names_that_come_out_alike_stay_apart_and_each_keeps_its_own() -> None:
 
 def test_making_every_tracker_imports_none_of_their_packages(tmp_path: Path) -> None:
     code = (
-        "import sys\nfrom pathlib import Path\nfrom truemfu.trackers.base import TRACKERS, make_tracker\n"
+        "import sys\nfrom pathlib import Path\nfrom truemfu.trackers.table import TRACKERS, make_tracker\n"
         f"for name in TRACKERS: make_tracker(name, Path({str(tmp_path)!r}))\n"
         "heavy = {'wandb', 'tensorboard', 'mlflow', 'trackio', 'prometheus_client', 'torch'}\n"
         "print(*heavy & set(sys.modules))"

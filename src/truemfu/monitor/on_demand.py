@@ -27,8 +27,9 @@ import torch
 from torch import nn
 
 from ..errors import ModelError, TruemfuError, UsageError, closest, one_line, warn_once
+from ..flops.arguments import check_call
 from ..flops.closed_form.flop_model import FlopModel
-from ..flops.count.count import check_call, count_flops, warn_uncounted
+from ..flops.count.count import count_flops, warn_uncounted
 from ..flops.count.loss import loss_of
 from ..flops.flop_count import FlopCount
 from ..flops.isolation.process_state import AutocastState, autocast_state, uncompiled, untouched_casts
@@ -37,9 +38,10 @@ from ..flops.isolation.shared_state import untouched_globals
 from ..flops.models.example_batch import example_batch
 from ..flops.models.model_view import BatchRequest
 from ..flops.profiled.profiler import StepProfiler
-from ..flops.shadow.shadow import Shadow, has_values, unwrap
+from ..flops.shadow.shadow import Shadow
 from ..flops.shadow.snapshot import snapshot
 from ..flops.structure.estimate import estimate_flops
+from ..flops.wrappers import has_values, unwrap
 from ..hardware.detect import get_gpu_peak_flops, known_spec, override_flops_per_s
 from ..torch_private.dispatch import check_counts, disable_modes
 from ..torch_private.trees import tree_map_only

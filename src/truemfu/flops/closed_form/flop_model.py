@@ -25,13 +25,14 @@ from torch import nn
 
 from ...convention import Convention
 from ...errors import UsageError, warn_once
+from ..arguments import check_call
 from ..attention.windows import Windows
-from ..count.count import check_call, run_counted, warn_uncounted
+from ..count.count import run_counted, warn_uncounted
 from ..count.step_work import StepWork, work_of
 from ..count.tally import Tally
 from ..flop_count import FlopCount
 from ..host_copy import place_of
-from ..shadow.shadow import unwrap
+from ..wrappers import unwrap
 from .batch_kind import PER_SHAPE, PER_VALUES, Kind, KindData
 from .calibration import Calibration, NoClosedForm
 from .calibration_batch import BatchMaker

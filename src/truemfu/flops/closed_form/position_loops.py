@@ -21,7 +21,7 @@ from ..attention.windows import Windows
 from ..count.count import run_counted
 from ..count.tally import Tally
 from ..flop_count import FlopCount
-from ..shadow.shadow import unwrap
+from ..wrappers import unwrap
 from .calibration import Calibration, NoClosedForm
 from .calibration_batch import BatchMaker
 from .config_numbers import chunk_sizes

@@ -8,7 +8,7 @@ import re
 from torch import nn
 
 from ...errors import BatchError, ModelError, TruemfuError, one_line
-from ..shadow.shadow import unwrap
+from ..wrappers import unwrap
 
 
 def is_about_fake_tensors(error: Exception) -> bool:

@@ -24,6 +24,7 @@ from ..flop_count import FlopCount
 from ..interruption import was_interrupted
 from ..isolation.process_state import uncompiled, untouched_casts
 from .calls import follow_modules, following_calls
+from .counted_step import CountedStep
 from .tally import Tally
 
 _SAMPLES, _LENGTH, _INPUTS, _WIDTH, _HEADS = 2, 4, 3, 8, 2
@@ -164,11 +165,10 @@ def _example() -> torch.Tensor:
 
 
 def _on_fake_tensors() -> FlopCount:
-    from .count import run_counted  # it calls this check
-
     with disable_modes(), torch.inference_mode(False):
         model, x = _Known(), _example()
-    tally, method, _ = run_counted(model, (x,), convention=Convention(), backward=True, loss_fn=None)
+    step = CountedStep(model, (x,), {}, Convention(), backward=True, loss_fn=None, documents=None, place=None)
+    tally, method, _ = step.run()
     return tally.result(method=method)
 
 

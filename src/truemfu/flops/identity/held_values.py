@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from ..wrappers import is_left_out
 from .code_packages import home_of, is_read, package_of
 
 OF_TORCH = frozenset({*vars(nn.Module()), "_compiled_call_impl"})
@@ -100,16 +101,6 @@ def global_hooks() -> Iterator[Any]:
     home = nn.modules.module
     for name in ("_global_forward_pre_hooks", "_global_forward_hooks"):
         yield from (hook for hook in getattr(home, name).values() if not is_left_out(hook))
-
-
-def is_left_out(hook: Any) -> bool:
-    """Whether a hook watches the run (marked `_truemfu_skip`, itself or its object), or gathers shards."""
-    target = getattr(hook, "func", hook)
-    home = getattr(target, "__module__", "") or ""
-    bound_to = getattr(target, "__self__", None)
-    is_sharding = "_fsdp" in home or "_fsdp" in type(bound_to).__module__
-    is_watching = hasattr(target, "_truemfu_skip") or hasattr(bound_to, "_truemfu_skip")
-    return is_sharding or is_watching or home.startswith(("torch.distributed.tensor", "truemfu."))
 
 
 def _items(mapping: Mapping[Any, Any]) -> Iterator[Any]:

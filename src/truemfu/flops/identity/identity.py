@@ -26,7 +26,7 @@ from torch.nn.parameter import is_lazy
 from ... import __version__
 from ..operators import formulas as _formulas  # registers truemfu's own formulas
 from ..registry import MODULE_FORMULAS, OPERATOR_FORMULAS
-from ..shadow.shadow import beneath_fsdp, unwrap
+from ..wrappers import beneath_fsdp, unwrap
 from .code_digest import name_of, pack
 from .code_packages import is_read, version_of
 from .compiled_code import Unreadable, is_compiled

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..shadow.shadow import unwrap
+from ..wrappers import unwrap
 from .code_names import NotImported, cells_of, composed_in, globals_in, names_in, references, texts_in
 from .code_packages import home_of, is_read
 from .held_values import GETTERS, OF_TORCH, forward_hooks, global_hooks, parts_of

@@ -32,10 +32,9 @@ from torch import nn
 
 from ...errors import ModelError
 from ...torch_private.trees import tree_map
-from ..batch import is_readable
-from ..identity.held_values import is_left_out
 from ..interruption import supervision
 from ..registry import module_formula
+from ..wrappers import beneath_fsdp, is_left_out, unwrap
 
 Maker = Callable[[torch.Tensor, torch.dtype, "torch.device | None"], torch.Tensor]
 """Makes what stands for a tensor, with this dtype, on this device (None: its own). See `likeness.py`."""
@@ -54,34 +53,6 @@ _HEAP_TYPE = 1 << 9  # set for classes made by a class statement
 _MAX_CONTAINER = 100_000
 _ITERATORS = frozenset({"builtins", "itertools"})
 """Where iterators come from whose position a copy can have to itself."""
-
-
-def is_compiled_wrapper(model: nn.Module | None) -> bool:
-    """Whether this is what `torch.compile` makes of a module; its class is not imported for that."""
-    return type(model).__name__ == "OptimizedModule"
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """The module inside DDP, DataParallel and `torch.compile` wrappers."""
-    while True:
-        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-            model = model.module
-        elif is_compiled_wrapper(model) and isinstance(model._orig_mod, nn.Module):
-            model = model._orig_mod
-        else:
-            return model
-
-
-def has_values(model: nn.Module) -> bool:
-    """Whether a model could be copied with its values: nothing of it is on the meta device, fake or sharded.
-
-    A snapshot answers for the model it was taken of.
-    """
-    known: bool | None = getattr(model, "_truemfu_had_values", None)
-    if known is not None:
-        return known
-    tensors = (*model.parameters(), *model.buffers())
-    return all(is_readable(t) and not hasattr(t, "device_mesh") for t in tensors)
 
 
 class Shadow:
@@ -377,16 +348,6 @@ def is_plain_object(cls: type) -> bool:
         and not issubclass(base, (enum.Enum, BaseException, type))
         for base in bases
     )
-
-
-def beneath_fsdp(module: nn.Module) -> tuple[type[nn.Module], torch.dtype | None]:
-    """The class beneath FSDP2's, and the dtype FSDP2 computes in (None: the parameters' own)."""
-    cls = type(module)
-    bases = cls.__bases__
-    if len(bases) != 2 or bases[0].__name__ != "FSDPModule":
-        return cls, None
-    policy = module._get_fsdp_state()._mp_policy  # type: ignore[operator]
-    return bases[1], policy.param_dtype
 
 
 def _cast_inputs(dtype: torch.dtype) -> Callable[..., Any]:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from .shadow import Shadow, has_values
+from ..wrappers import has_values
+from .shadow import Shadow
 from .tensor_makers import stand_in
 
 

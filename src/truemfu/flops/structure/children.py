@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ..shadow.shadow import unwrap
+from ..wrappers import unwrap
 from . import kinds
 from .convolution import CONVOLUTIONS, is_gate, pool_by_function
 from .kinds import Linear

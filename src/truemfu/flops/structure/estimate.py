@@ -17,10 +17,10 @@ from typing import Any
 from torch import nn
 
 from ...convention import Convention
-from ..count.count import check_call, check_options
+from ..arguments import check_call, check_options
 from ..flop_count import FlopCount
-from ..shadow.shadow import unwrap
 from ..splits import LazySplit, with_ancestors
+from ..wrappers import unwrap
 from .batch_sizes import BatchReader
 from .streams import Quantity
 from .walk import Walk

@@ -25,10 +25,11 @@ from typing import Any
 from ...errors import UsageError, one_line
 from ...provenance import library_versions, redacted_data
 from ...records import RUN_FILE
-from ...trackers.base import Tracker, check_tracker, known, make_tracker
+from ...trackers.base import Tracker, known
 from ...trackers.file import JsonArrayFile
 from ...trackers.lane import Lane
 from ...trackers.names import rename
+from ...trackers.table import check_tracker, make_tracker
 from ...trackers.wandb import WandbTracker
 from ..config import MonitorConfig
 from ..training_side.step_note import StepPlace

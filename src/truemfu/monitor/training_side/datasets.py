@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from ...errors import warn_once
 from ...flops.batch import is_readable
-from ...flops.shadow.shadow import unwrap
+from ...flops.wrappers import unwrap
 
 EXTRA_BYTES = 256 * 2**20
 """The most memory that a pass takes beside its inputs and a few numbers per token."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ...flops.shadow.shadow import unwrap
+from ...flops.wrappers import unwrap
 
 _MAX_TEXT = 40
 

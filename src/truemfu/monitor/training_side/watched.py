@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from ...errors import UsageError
-from ...flops.shadow.shadow import unwrap
+from ...flops.wrappers import unwrap
 
 _CONDITIONS = 2
 """Trained or frozen."""

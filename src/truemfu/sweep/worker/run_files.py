@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from ... import plain_files
 from ...errors import UsageError, one_line
 from ...records import Measured, SweepCase
-from ...trackers.base import make_tracker
+from ...trackers.table import make_tracker
 from ...utilization import share_of_peak
 from ..trainers.base import Trainer
 from .case_model import Batch

@@ -1,0 +1,196 @@
+"""One step of a model's shadow under a tally: on fake tensors, or on real copies where those will not do.
+
+    model, batch ──► shadow ──► forward, loss, backward ──► Tally
+
+What the count changes in the process is put back: random states, global values, autocast, gradients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...convention import Convention
+from ...errors import TruemfuError, one_line
+from ...torch_private.dispatch import FakeTensorMode, check_fake_tensors, disable_modes
+from ...torch_private.trees import tree_flatten
+from ..interruption import OtherCountRuns, TimeIsUp, supervision, was_interrupted
+from ..isolation.process_state import flex_attention_anywhere, quiet_fake_tensors, uncompiled, untouched_casts
+from ..isolation.random_states import own_random_draws
+from ..isolation.shared_state import untouched_globals
+from ..shadow.shadow import Maker, Shadow
+from ..shadow.tensor_makers import FakeLikeness, real_copy
+from ..shadow.values import Following
+from ..structure.estimate import Estimator
+from ..wrappers import has_values
+from .calls import follow_modules, following_calls
+from .explain import explain, is_about_fake_tensors
+from .kernel_launches import watched_launches
+from .loss import loss_of
+from .tally import Tally
+
+FAKE, REAL = "count on fake tensors", "count on real CPU copies"
+_MAX_REAL_BYTES = 4 << 30
+_PACE_EDGE = 512
+
+
+class CountedStep:
+    """One step of a model's shadow, ready to be run on fake tensors or on real copies."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        convention: Convention,
+        backward: bool,
+        loss_fn: Callable[[Any], torch.Tensor] | None,
+        documents: list[list[int]] | None,
+        place: torch.device | None,
+    ) -> None:
+        self.place = place
+        self.model, self.args, self.kwargs = model, args, kwargs
+        self.convention, self.backward, self.loss_fn = convention, backward, loss_fn
+        self.documents = documents
+
+    def run(self) -> tuple[Tally, str, tuple[str, ...]]:
+        """The step's tally, how it was run, and what to know of it."""
+        try:
+            tally, following = self.run_fake()
+        except TruemfuError:
+            raise
+        except Exception as error:
+            if was_interrupted():
+                raise
+            fake_error = error
+        else:
+            return tally, FAKE, tuple(f"{assumed} was assumed" for assumed in following.assumptions)
+        if not has_values(self.model) or self.real_bytes() > _MAX_REAL_BYTES:
+            raise explain(fake_error, self.model) from fake_error
+        if self.would_take_too_long():
+            raise TimeIsUp
+        try:
+            tally = self.run_real()
+        except TruemfuError:
+            raise
+        except Exception as error:
+            if was_interrupted():
+                raise
+            told = error if is_about_fake_tensors(fake_error) else fake_error
+            raise explain(told, self.model) from error
+        return tally, REAL, (f"fake tensors would not do ({one_line(fake_error)})",)
+
+    def real_bytes(self) -> int:
+        """What real copies of parameters, buffers and batch would take."""
+        inputs = tree_flatten((self.args, self.kwargs))[0]
+        tensors = [*self.model.parameters(), *self.model.buffers(), *inputs]
+        return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
+
+    def would_take_too_long(self) -> bool:
+        """Whether real copies, by the estimate and this processor's pace, would run past the time limit."""
+        supervised = supervision()
+        if supervised is None or math.isinf(supervised.left_s):
+            return False
+        try:
+            estimated = Estimator(self.model, convention=self.convention)(self.kwargs or self.args)
+        except TruemfuError:  # the limit is checked at each operator as well
+            return False
+        return estimated.hardware_flops / cpu_flops_per_s() > supervised.left_s
+
+    def run_fake(self) -> tuple[Tally, Following]:
+        check_fake_tensors()
+        fake_mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+        following = Following(fake_mode)
+        tally = Tally(self.convention, documents=self.documents, following=following)
+        with flex_attention_anywhere(), quiet_fake_tensors():
+            self._run(FakeLikeness(fake_mode, on_read=tally.note_own_values), tally, fake_mode)
+        return tally, following
+
+    def run_real(self) -> Tally:
+        generator = torch.Generator().manual_seed(torch.initial_seed())
+        tally = Tally(self.convention, documents=self.documents, generator=generator)
+        tally.note_own_values()
+        self._run(real_copy, tally, contextlib.nullcontext())
+        return tally
+
+    @torch.inference_mode(False)
+    def _run(self, make: Maker, tally: Tally, fake_mode: contextlib.AbstractContextManager[Any]) -> None:
+        with _one_at_a_time():
+            self._run_in_turn(make, tally, fake_mode)
+
+    def _run_in_turn(
+        self, make: Maker, tally: Tally, fake_mode: contextlib.AbstractContextManager[Any]
+    ) -> None:
+        try:
+            with disable_modes():  # a mode around the count must not see it
+                self._run_alone(make, tally, fake_mode)
+        finally:
+            for parameter, grad in tally.strangers.values():
+                parameter.grad = grad
+
+    def _run_alone(
+        self, make: Maker, tally: Tally, fake_mode: contextlib.AbstractContextManager[Any]
+    ) -> None:
+        shadow = Shadow(make)
+        model = shadow.model(self.model)
+        shadow.place = self.place or shadow.place
+        if isinstance(make, FakeLikeness):
+            make.on_read = None  # from here on it makes what the model is given, not what it holds
+        args, kwargs = shadow.tree(self.args), shadow.tree(self.kwargs)
+        loss_fn = shadow.tree(self.loss_fn)
+        follow_modules(model, tally)
+        tally.sets_gradients_back = True
+        untouched = untouched_globals(self.model, self.loss_fn)
+        with untouched, own_random_draws(self.model) as drawn, untouched_casts(), uncompiled():
+            try:
+                with fake_mode, watched_launches(tally), following_calls(tally, stand_in=True), tally:
+                    self._forward_and_backward(model, args, kwargs, loss_fn, tally)
+            finally:
+                if tally.has_drawn:
+                    drawn.add("torch")
+
+    def _forward_and_backward(
+        self, model: nn.Module, args: Any, kwargs: Any, loss_fn: Any, tally: Tally
+    ) -> None:
+        with torch.set_grad_enabled(self.backward):
+            output = model(*args, **kwargs)
+            if not self.backward:
+                return
+            loss = loss_of(output, loss_fn)
+        with torch.autograd.set_multithreading_enabled(False), tally.final_backward():
+            loss.backward()
+
+
+_lock = threading.RLock()
+
+
+@contextlib.contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """What a count sets and restores belongs to the process. A supervised count does not wait for another."""
+    if not _lock.acquire(blocking=supervision() is None):
+        raise OtherCountRuns
+    try:
+        yield
+    finally:
+        _lock.release()
+
+
+@functools.cache
+def cpu_flops_per_s() -> float:
+    """The pace at which this processor multiplies small matrices: what a model's layers reach at best."""
+    matrix = torch.ones(_PACE_EDGE, _PACE_EDGE, device="cpu", dtype=torch.float32)
+    seconds = []
+    with disable_modes(), torch.no_grad():
+        for _ in range(4):  # the first one starts threads
+            began_s = time.perf_counter()
+            torch.mm(matrix, matrix)
+            seconds.append(time.perf_counter() - began_s)
+    return 2 * _PACE_EDGE**3 / min(seconds)
