@@ -1,4 +1,4 @@
-"""The layout the design draws: imports go one way, and the README's tree shows every file."""
+"""The layout: imports go one way, between folders and between rooms, and the drawn tree shows every file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PACKAGE = ROOT / "src" / "truemfu"
 
 # A module imports from its own folder and from stations before its own.
 STATIONS = (
-    ("text",),
+    ("text", "lazy"),
     ("errors",),
     ("torch_versions",),
     ("convention",),
@@ -32,6 +32,27 @@ STATIONS = (
     ("__main__",),
 )
 RANK = {name: rank for rank, names in enumerate(STATIONS) for name in names}
+
+# The same inside a folder that has rooms: a room imports from rooms before it. What a folder holds itself is
+# either shared by its rooms or puts them together, so it is not in the order; no circle may go through it.
+ROOMS = {
+    "flops": (
+        ("shadow",),
+        ("attention",),
+        ("operators",),
+        ("identity",),
+        ("isolation",),
+        ("structure",),
+        ("count", "profiled"),
+        ("closed_form",),
+        ("models",),
+    ),
+    "hardware": (("counters",), ("ceiling", "nsight")),
+    "monitor": (("ranks",), ("training_side",), ("hybrid",), ("row_side",)),
+    "sweep": (("trainers",), ("launchers", "worker"), ("supervisor",)),
+}
+WITH_A_FACE = ("flops",)
+"""Folders of which other folders import what the folder itself offers, and none of its modules."""
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 
 
@@ -39,8 +60,14 @@ def station(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def imported_stations(path: Path) -> set[str]:
-    """The stations a module imports from, inside functions too; imports for type checkers alone are free."""
+def name_of(path: Path) -> tuple[str, ...]:
+    """The name of a module below the package, in parts; that of a folder for its __init__.py."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return parts[:-1] if parts[-1] == "__init__" else parts
+
+
+def imported(path: Path) -> set[tuple[str, ...]]:
+    """The modules of the package that a module imports, inside functions too; not those for types alone."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
@@ -54,22 +81,36 @@ def imported_stations(path: Path) -> set[str]:
             above = package[: len(package) - node.level + 1] if node.level else ()
             base = (*above, *(node.module or "").split(".")) if node.module else above
             names |= {(*base, alias.name) for alias in node.names}
-    return {name[1] for name in names if name[0] == "truemfu" and len(name) > 1 and name[1] in RANK}
+    return {_module(name[1:]) for name in names if name[0] == "truemfu" and len(name) > 1}
 
 
-def readme_tree() -> set[str]:
-    """The paths in the README's tree of the source, put together from its indentation."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    found = re.search(r"^( *)src/truemfu/.*\n((?:\1  .*\n|\n)+)", readme, re.MULTILINE)
-    assert found, "the README has no tree of src/truemfu/"
+def _module(name: tuple[str, ...]) -> tuple[str, ...]:
+    """The module that a dotted name is or is in."""
+    while name and not (
+        (PACKAGE.joinpath(*name)).is_dir() or PACKAGE.joinpath(*name).with_suffix(".py").exists()
+    ):
+        name = name[:-1]
+    return name
+
+
+def imported_stations(path: Path) -> set[str]:
+    """The stations a module imports from."""
+    return {name[0] for name in imported(path) if name and name[0] in RANK}
+
+
+def drawn_tree() -> set[str]:
+    """The paths in the tree of docs/architecture.md, put together from its indentation."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    found = re.search(r"^src/truemfu/.*\n((?:  .*\n|\n)+)", text, re.MULTILINE)
+    assert found, "docs/architecture.md has no tree of src/truemfu/"
     paths: set[str] = set()
     folders: list[str] = []
-    for line in found[2].splitlines():
+    for line in found[1].splitlines():
         if not line.strip():
             continue
-        depth = (len(line) - len(line.lstrip()) - len(found[1])) // 2 - 1
+        depth = (len(line) - len(line.lstrip())) // 2 - 1
         name = line.split()[0]
-        assert len(line.split()) > 1, f"{name} has no comment in the README's tree"
+        assert len(line.split()) > 1, f"{name} has no comment in docs/architecture.md"
         if name.endswith("/"):
             folders[depth:] = [name]
         else:
@@ -85,21 +126,62 @@ def test_imports_go_one_way(path: Path) -> None:
     assert not backwards, f"{own} must not import from {sorted(backwards)}"
 
 
+@pytest.mark.parametrize("folder", ROOMS)
+def test_rooms_import_from_rooms_before_them(folder: str) -> None:
+    rank = {room: place for place, rooms in enumerate(ROOMS[folder]) for room in rooms}
+    found = {
+        path.name for path in (PACKAGE / folder).iterdir() if path.is_dir() and path.name != "__pycache__"
+    }
+    assert set(rank) == found
+    backwards = {
+        (path.parent.name, name[1])
+        for path in (PACKAGE / folder).rglob("*/*.py")
+        for name in imported(path)
+        if name[:1] == (folder,) and len(name) > 2
+        if name[1] != path.parent.name and rank[name[1]] >= rank[path.parent.name]
+    }
+    assert not backwards
+
+
+@pytest.mark.parametrize("folder", WITH_A_FACE)
+def test_other_folders_import_what_a_folder_offers(folder: str) -> None:
+    past_the_face = {
+        (str(path.relative_to(PACKAGE)), ".".join(name))
+        for path in MODULES
+        if station(path) != folder
+        for name in imported(path)
+        if name[:1] == (folder,) and len(name) > 1
+    }
+    assert not past_the_face
+
+
+def test_no_imports_go_in_a_circle() -> None:
+    left = {name_of(path): imported(path) - {name_of(path)} for path in MODULES}
+    while leaves := {name for name, needed in left.items() if not needed & set(left)}:
+        for name in leaves:
+            del left[name]
+    assert not left
+
+
 def test_the_test_sees_imports_that_go_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("test_layout.PACKAGE", tmp_path)
-    (tmp_path / "flops").mkdir()
+    for folder in ("flops", "sweep", "report"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "sweep" / "models.py").touch()
+    (tmp_path / "cli.py").touch()
     module = tmp_path / "flops" / "x.py"
     module.write_text(
         "def f():\n    from ..sweep.models import SIZES\n    import truemfu.cli\n    from .. import report\n"
     )
+    assert imported(module) == {("sweep", "models"), ("cli",), ("report",)}
     assert imported_stations(module) == {"sweep", "cli", "report"}
 
 
-def test_every_source_file_is_in_the_tree_of_the_readme() -> None:
+def test_every_source_file_is_in_the_tree_of_the_architecture() -> None:
     files = {
         str(path.relative_to(PACKAGE))
         for path in PACKAGE.rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
         if path.name != "__init__.py" or path.stat().st_size > 0
     }
-    assert readme_tree() == files
+    assert drawn_tree() == files

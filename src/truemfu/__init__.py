@@ -5,16 +5,22 @@ The public names, nothing else. They load on first use, so `import truemfu` does
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from .lazy import lazy_names
 
 if TYPE_CHECKING:
     from .convention import Convention
     from .errors import BatchError, ModelError, TruemfuError, TruemfuWarning, UsageError
-    from .flops.closed_form.flop_model import FlopModel
-    from .flops.count.count import count_flops, count_step, profile_model_flops
-    from .flops.flop_count import FlopCount
-    from .flops.registry import register_formula, register_module
+    from .flops import (
+        FlopCount,
+        FlopModel,
+        count_flops,
+        count_step,
+        profile_model_flops,
+        register_formula,
+        register_module,
+    )
     from .hardware.detect import get_gpu_peak_flops
     from .monitor.monitor import TrainingMonitor
     from .monitor.on_demand import calculate_mfu_with_profiler, calculate_precise_mfu
@@ -29,13 +35,13 @@ _HOMES = {
     "TruemfuError": "errors",
     "TruemfuWarning": "errors",
     "UsageError": "errors",
-    "FlopModel": "flops.closed_form.flop_model",
-    "count_flops": "flops.count.count",
-    "count_step": "flops.count.count",
-    "profile_model_flops": "flops.count.count",
-    "FlopCount": "flops.flop_count",
-    "register_formula": "flops.registry",
-    "register_module": "flops.registry",
+    "FlopModel": "flops",
+    "count_flops": "flops",
+    "count_step": "flops",
+    "profile_model_flops": "flops",
+    "FlopCount": "flops",
+    "register_formula": "flops",
+    "register_module": "flops",
     "get_gpu_peak_flops": "hardware.detect",
     "TrainingMonitor": "monitor.monitor",
     "calculate_mfu_with_profiler": "monitor.on_demand",
@@ -68,13 +74,4 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

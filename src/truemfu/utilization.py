@@ -21,7 +21,7 @@ from .hardware.detect import known_peak, known_spec, override_flops_per_s
 if TYPE_CHECKING:
     import torch
 
-    from .flops.flop_count import FlopCount
+    from .flops import FlopCount
 
 ABOVE_ONE = (
     "a utilisation above 1 was measured and is reported as it is; likely causes: a wrong peak (another chip, "

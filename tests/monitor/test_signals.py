@@ -349,7 +349,8 @@ def test_the_wakeup_descriptor_of_an_event_loop_is_left_alone(tmp_path: Path, no
         with TrainingMonitor(tmp_path, model=model) as monitor:
             train(monitor, model, range(1, 4))
             signal.raise_signal(signal.SIGTERM)
-            assert os.read(read, 8) == b"\x0f"
+            # A child of this process may end meanwhile, which is a signal too where it has a handler.
+            assert os.read(read, 8).count(b"\x0f") == 1
             assert steps_in(tmp_path) == [1, 2, 3]
     finally:
         assert signal.set_wakeup_fd(-1) == write

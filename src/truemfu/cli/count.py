@@ -14,8 +14,7 @@ from .console import debug_option, json_option, output, percent, print_json, say
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..flops.flop_count import FlopCount
-    from ..flops.models.targets import Target
+    from ..flops import FlopCount, Target
 
 
 @click.command(short_help="FLOPs of one training step, exact, without a GPU.")
@@ -74,9 +73,7 @@ def count(
     """
     from ..convention import Convention
     from ..errors import UsageError
-    from ..flops.models.hf_config import BuildOptions
-    from ..flops.models.model_view import BatchRequest
-    from ..flops.models.targets import count_target, parse_dtype, resolve_target
+    from ..flops import BatchRequest, BuildOptions, count_target, parse_dtype, resolve_target
     from ..sweep.worker.models import REFERENCE_MODELS, parameter_count
 
     if depth < 0:

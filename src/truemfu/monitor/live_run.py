@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from ..errors import one_line
-from ..flops.host_copy import HostCopy
+from ..flops import HostCopy
 from ..hardware.counters.executed import executed_method, has_rate
 from ..hardware.detect import spec_of
 from ..hardware.nsight.audited import AuditedKernels

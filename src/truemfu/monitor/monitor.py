@@ -23,8 +23,7 @@ from typing import Any
 import torch
 
 from ..errors import UsageError, one_line
-from ..flops.host_copy import HostCopy, start_host_copy
-from ..flops.interruption import deliver
+from ..flops import HostCopy, deliver, start_host_copy
 from ..hardware.detect import override_flops_per_s
 from ..hardware.nsight.audited import read_audit
 from ..records import RUN_FILE

@@ -27,21 +27,28 @@ import torch
 from torch import nn
 
 from ..errors import ModelError, TruemfuError, UsageError, closest, one_line, warn_once
-from ..flops.arguments import check_call
-from ..flops.closed_form.flop_model import FlopModel
-from ..flops.count.count import count_flops, warn_uncounted
-from ..flops.count.loss import loss_of
-from ..flops.flop_count import FlopCount
-from ..flops.isolation.process_state import AutocastState, autocast_state, uncompiled, untouched_casts
-from ..flops.isolation.random_states import own_random_draws
-from ..flops.isolation.shared_state import untouched_globals
-from ..flops.models.example_batch import example_batch
-from ..flops.models.model_view import BatchRequest
-from ..flops.profiled.profiler import StepProfiler
-from ..flops.shadow.shadow import Shadow
-from ..flops.shadow.snapshot import snapshot
-from ..flops.structure.estimate import estimate_flops
-from ..flops.wrappers import has_values, unwrap
+from ..flops import (
+    AutocastState,
+    BatchRequest,
+    FlopCount,
+    FlopModel,
+    Shadow,
+    StepProfiler,
+    autocast_state,
+    check_call,
+    count_flops,
+    estimate_flops,
+    example_batch,
+    has_values,
+    loss_of,
+    own_random_draws,
+    snapshot,
+    uncompiled,
+    untouched_casts,
+    untouched_globals,
+    unwrap,
+    warn_uncounted,
+)
 from ..hardware.detect import get_gpu_peak_flops, known_spec, override_flops_per_s
 from ..torch_private.dispatch import check_counts, disable_modes
 from ..torch_private.trees import tree_map_only

@@ -37,7 +37,7 @@ from ..registry import module_formula
 from ..wrappers import beneath_fsdp, is_left_out, unwrap
 
 Maker = Callable[[torch.Tensor, torch.dtype, "torch.device | None"], torch.Tensor]
-"""Makes what stands for a tensor, with this dtype, on this device (None: its own). See `likeness.py`."""
+"""Makes what stands for a tensor, with this dtype, on this device (None: its own). See `tensor_makers.py`."""
 
 _PLAIN = frozenset((str, bytes, int, float, bool, complex, type(None), torch.dtype, torch.device, torch.Size))
 _SHARED = (str, bytes, int, float, bool, complex, type, types.ModuleType, torch.dtype, torch.device)

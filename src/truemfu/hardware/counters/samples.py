@@ -1,9 +1,9 @@
 """What a GPU did over a stretch of time, as the chip's own counters tell: the values.
 
     CounterSource.read ─► CounterSample ─┬─► CounterWindow (one interval) ─► combine, between ─► CounterWindow
-    (NVML, or Replay)     CounterSample ─┘              counter_windows.py
+    (NVML, or Replay)     CounterSample ─┘              windows.py
 
-The driver is behind `nvml.py`, the thread in `sampler.py`, recorded traces in `counter_trace.py`. So a trace
+The driver is behind `nvml.py`, the thread in `sampler.py`, recorded traces in `trace.py`. So a trace
 goes through every path that a real chip does.
 
 A share is a number from 0 to 1. What the chip, the driver or our permission does not tell is None. Times are

@@ -1,7 +1,7 @@
 """Nsight Compute: where it is, how it is called, and what an audited process tells of its step.
 
-    command ─► ncu_command ─► ncu runs it ─► report ─► table_command ─► CSV (`nsight_csv`) ─┐
-          the process marks a step, writes its StepCount ───────────────────────────────────┴─► `nsight_audit`
+    command ─► ncu_command ─► ncu runs it ─► report ─► table_command ─► CSV (`csv_output`) ─┐
+          the process marks a step, writes its StepCount ───────────────────────────────────┴─► `audit`
 
 Collecting replays every kernel, 0.2 to 0.4 s each, so a step of a few layers is what to audit. Clocks and
 caches are left alone: operations do not depend on them.

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from ...errors import one_line
-from ...flops.count.step_work import StepWork
+from ...flops import StepWork
 from ...hardware.nsight.command import COUNT_VARIABLE, ProductWork, StepCount
 from ...records import write_record
 from ..ranks.rank_link import RankLink

@@ -20,13 +20,7 @@ from typing import Any
 import torch
 
 from ...errors import one_line
-from ...flops.closed_form.flop_model import FlopModel
-from ...flops.closed_form.form import CLOSED_FORM
-from ...flops.count.step_work import StepWork
-from ...flops.flop_count import FlopCount
-from ...flops.isolation.process_state import AutocastState
-from ...flops.profiled.profiler import StepProfile
-from ...flops.structure.estimate import Estimator
+from ...flops import CLOSED_FORM, AutocastState, Estimator, FlopCount, FlopModel, StepProfile, StepWork
 from ...utilization import ideal_flops_per_s
 from ..config import MonitorConfig
 from ..ranks.rank_link import COUNT, NOTHING, WAITING, RankLink

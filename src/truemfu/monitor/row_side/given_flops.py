@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ...flops.isolation.process_state import AutocastState
+from ...flops import AutocastState
 from ...hardware.detect import get_gpu_peak_flops, known_spec, override_flops_per_s
 from ..training_side.model_state import ModelState
 from .flops_of_steps import StepFlops

@@ -11,8 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from ...flops.count.step_work import StepWork
-from ...flops.flop_count import FlopCount
+from ...flops import FlopCount, StepWork
 from ...hardware.tiles import Shape, mean_tile_factor
 from ..hybrid.hardware_figures import StepDetail
 from ..training_side.batch_notes import BatchNote

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...flops.wrappers import unwrap
+from ...flops import unwrap
 from ...torch_private.watching import CALL, compiled_call
 from .batch_notes import Batch
 

@@ -15,9 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...flops.batch import CUMULATIVE, GRIDS, documents_of
-from ...flops.host_copy import HostCopy, start_host_copy
-from ...flops.isolation.process_state import AutocastState, autocast_state
+from ...flops import CUMULATIVE, GRIDS, AutocastState, HostCopy, autocast_state, documents_of, start_host_copy
 from ...torch_private.trees import tree_flatten, tree_leaves, tree_map
 from ...torch_private.watching import (
     functorch_level,

@@ -25,20 +25,21 @@ import torch
 
 from ...convention import Convention
 from ...errors import TruemfuError, TruemfuWarning, one_line
-from ...flops.closed_form.flop_model import PER_VALUES, FlopModel
-from ...flops.count.count import uncounted_notice
-from ...flops.flop_count import FlopCount
-from ...flops.host_copy import start_host_copy
-from ...flops.interruption import (
+from ...flops import (
+    PER_VALUES,
+    AutocastState,
     Fetched,
+    FlopCount,
+    FlopModel,
     OtherCountRuns,
     SignalArrived,
     Supervision,
     TimeIsUp,
     ValuesPending,
+    live,
+    start_host_copy,
+    uncounted_notice,
 )
-from ...flops.isolation.process_state import AutocastState
-from ...flops.shadow.tensor_makers import live
 from ..config import MonitorConfig
 from ..ranks.rank_link import RankLink
 from .batch_notes import BatchNote

@@ -26,8 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...errors import warn_once
-from ...flops.batch import is_readable
-from ...flops.wrappers import unwrap
+from ...flops import is_readable, unwrap
 
 EXTRA_BYTES = 256 * 2**20
 """The most memory that a pass takes beside its inputs and a few numbers per token."""

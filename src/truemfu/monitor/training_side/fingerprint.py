@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ...flops.wrappers import unwrap
+from ...flops import unwrap
 
 _MAX_TEXT = 40
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from ...flops.host_copy import HostCopy
+from ...flops import HostCopy
 from ...torch_private.watching import tells_versions, version_of
 
 _LONGEST_WAIT_S = 3.0

@@ -15,7 +15,7 @@ from torch import nn
 
 from ...convention import Convention
 from ...errors import closest, one_line
-from ...flops.profiled.profiler import StepProfile, StepProfiler
+from ...flops import StepProfile, StepProfiler
 from ..config import MonitorConfig
 from ..notices import Notices
 from .fingerprint import has_uninitialized, is_tensor_parallel

@@ -9,13 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ...flops.closed_form.flop_model import FlopModel
-from ...flops.count.step_work import StepWork
-from ...flops.identity.identity import model_identity
-from ...flops.isolation.process_state import AutocastState
-from ...flops.shadow.snapshot import snapshot
-from ...flops.structure.estimate import Estimator
-from ...flops.wrappers import unwrap
+from ...flops import AutocastState, Estimator, FlopModel, StepWork, model_identity, snapshot, unwrap
 from .batch_notes import Template
 from .fingerprint import fingerprint, structure
 

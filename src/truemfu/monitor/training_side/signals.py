@@ -29,7 +29,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, NamedTuple
 
-from ...flops.interruption import handler_behind_count
+from ...flops import handler_behind_count
 
 LIMIT_S = 2.0
 """A signal is held up by no more."""

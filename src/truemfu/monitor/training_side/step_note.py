@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ...flops.host_copy import HostCopy
-from ...flops.profiled.profiler import StepProfile
+from ...flops import HostCopy, StepProfile
 from .batch_notes import StepBatches
 from .between_steps import Gap
 from .clock import Span

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from ...errors import UsageError
-from ...flops.wrappers import unwrap
+from ...flops import unwrap
 
 _CONDITIONS = 2
 """Trained or frozen."""

@@ -65,7 +65,7 @@ TRAINERS: Mapping[str, str] = MappingProxyType(
     }
 )
 
-NEEDS_OPACUS = frozenset(name for name, home in TRAINERS.items() if ".private_trainers:" in home)
+NEEDS_OPACUS = frozenset(name for name, home in TRAINERS.items() if ".private:" in home)
 
 
 def load_trainer(name: str) -> type[Trainer]:

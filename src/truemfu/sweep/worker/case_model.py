@@ -21,10 +21,17 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from ...errors import BatchError, UsageError
-from ...flops.models.example_batch import example_batch
-from ...flops.models.hf_config import BuildOptions, model_from_config, read_config
-from ...flops.models.model_view import BatchRequest, ModelView
-from ...flops.models.targets import Target, parse_dtype, resolve_target
+from ...flops import (
+    BatchRequest,
+    BuildOptions,
+    ModelView,
+    Target,
+    example_batch,
+    model_from_config,
+    parse_dtype,
+    read_config,
+    resolve_target,
+)
 from ...records import SweepCase
 from ..content_hash import is_path
 from ..sizes import SIZES

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import one_line
-from ...flops.models.hf_config import BuildOptions, model_from_config, read_config
-from ...flops.models.model_view import BatchRequest
+from ...flops import BatchRequest, BuildOptions, model_from_config, read_config
 from ...records import SweepCase
 from ..content_hash import is_path
 from ..failures import is_out_of_memory

@@ -21,9 +21,7 @@ import torch
 from torch import Tensor
 
 from ...convention import Attention, Convention
-from ...flops.count.count import count_step
-from ...flops.flop_count import FlopCount
-from ...flops.models.targets import count_target
+from ...flops import FlopCount, count_step, count_target
 from ...monitor.training_side.clock import StepClock, clock_for, duration_s
 from ...records import Flops, StepTimes, SweepCase
 from ...utilization import calculate_mfu, ideal_flops_per_s
