@@ -34,9 +34,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     families = [family for family in FAMILIES if chosen.family is None or family.name in chosen.family]
     if chosen.only is not None:
         name, _, index = chosen.only.partition(":")
-        family = next(family for family in FAMILIES if family.name == name)
-        number, attack = family.chosen(chosen.seed, is_short=False)[int(index)]
-        print(f"{name}:{number}  {attack.name}", file=sys.stderr)
+        attacks = {
+            (family.name, str(number)): attack
+            for family in FAMILIES
+            for number, attack in (family.chosen(chosen.seed, is_short=False) if family.name == name else ())
+        }
+        attack = attacks.get((name, index))
+        if attack is None:
+            known = f"0 to {len(attacks) - 1}" if attacks else ", ".join(family.name for family in FAMILIES)
+            parser.error(f"--only takes FAMILY:INDEX, such as kills:0; got {chosen.only!r} (known: {known})")
+        print(f"{name}:{index}  {attack.name}", file=sys.stderr)
         run_here(attack)
         return 0
     if chosen.list:

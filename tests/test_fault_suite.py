@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from faults.__main__ import main
 from faults.attack import Attack, Family, run_all
 from faults.families import FAMILIES
 
@@ -35,6 +36,16 @@ def test_no_attack_of_the_short_form_gets_through(family: str) -> None:
     assert done.returncode == 0, done.stderr[-6000:]
     (outcome,) = json.loads(done.stdout)
     assert outcome["survived"] == outcome["tried"] > 0
+
+
+@pytest.mark.parametrize("only", ["nothing", "names:x", "names:99999"])
+def test_an_attack_that_does_not_exist_is_one_clear_line(
+    only: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--only", only])
+    assert ended.value.code == 2
+    assert f"--only takes FAMILY:INDEX, such as kills:0; got {only!r}" in capsys.readouterr().err
 
 
 def hangs(folder: Path) -> None:

@@ -216,6 +216,26 @@ def test_a_second_sigterm_ends_a_count_that_runs_no_operator(tmp_path: Path) -> 
     assert ended(run, signal.SIGTERM)[0] == -signal.SIGTERM
 
 
+IN_A_STEP = (
+    """
+with monitor._turn:  # as in the middle of log_step
+    signal.raise_signal(signal.SIGTERM)
+"""
+    + FOREVER
+)
+
+
+def test_a_signal_in_a_step_is_not_lost_where_the_program_has_closed_our_descriptors(tmp_path: Path) -> None:
+    end = "print('closing', flush=True); os.closerange(3, 256)" + IN_A_STEP
+    assert ended(started(tmp_path, end=end), 0, within_s=3.0)[0] == -signal.SIGTERM
+
+
+def test_a_signal_in_a_step_is_held_up_by_a_log_that_hangs_for_two_seconds_at_most(tmp_path: Path) -> None:
+    before = "from truemfu.trackers.file import JsonArrayFile as F; F.flush = lambda self: time.sleep(60)"
+    run = started(tmp_path, before=before, end=IN_A_STEP)
+    assert ended(run, 0)[0] == -signal.SIGTERM
+
+
 def test_a_signal_during_a_count_ends_the_count_then_rows_are_written(tmp_path: Path) -> None:
     """The model's second forward pass is the count's."""
     before = "\n".join(
