@@ -3,7 +3,7 @@
 This is the referee of the counter, so it shares nothing with it: no import of truemfu, no counting mode,
 no run of the model. Each function reads a configuration and the shapes of a batch (and, where sequences
 are packed, the position ids that say so) and adds up the architecture's products. The rules are those of
-the README, "What is counted":
+docs/counting.md, "What is counted":
 
 - a product of M×K by K×N is 2·M·K·N; elementwise work, embeddings, norms and softmax are nothing;
 - backward is what the gradients need: one product for a trained weight, one for an input that needs a

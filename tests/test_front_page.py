@@ -1,0 +1,133 @@
+"""The front page: pictures and tables come from the committed results, and every link leads somewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from benchmarks import readme_figures as figures
+
+from truemfu.cli import cli
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for pattern in ("*.md", "docs/*.md", "benchmarks/*.md")
+    for path in ROOT.glob(pattern)
+)
+
+
+def read(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+README = read("README.md")
+
+
+def anchors(page: str) -> set[str]:
+    """The anchors of a page's headings, by GitHub's rule."""
+    text = re.sub(r"^```.*?^```", "", page, flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def printed_run(name: str) -> str:
+    """The closing summary of one run, as it stands in the results file: it ends with the run's name."""
+    text = read("benchmarks/results/hardware_truth_training.txt")
+    summary = re.search(rf"^truemfu\n((?:  .+\n)+?)  {re.escape(name)}: [\d.]+ ms$", text, re.MULTILINE)
+    assert summary is not None
+    return summary[1]
+
+
+@pytest.mark.parametrize("scheme", figures.SCHEMES)
+def test_the_picture_is_what_its_script_makes(scheme: str) -> None:
+    path = f"docs/pictures/waterfall-{scheme}.svg"
+    assert read(path) == figures.draw(figures.read_waterfall(), scheme)
+    assert path in README
+
+
+def test_the_waterfall_ends_at_the_mfu_and_passes_the_hfu_that_the_run_printed() -> None:
+    measured, printed = figures.read_waterfall(), printed_run(figures.RUN)
+    assert f"MFU, median            {measured.mfu:.1f}%\n" in printed
+    assert re.search(rf"executed, by counters .+ HFU {measured.hfu:.1f}%, ", printed)
+    assert sum(measured.parts.values()) == pytest.approx(100)
+    skipped, beyond = measured.parts["masked_attention"], measured.parts["other_executed"]
+    recomputed = measured.parts["recomputation"]
+    parts = f"{measured.mfu} + {recomputed} recomputed − {-skipped} skipped + {beyond} not counted"
+    assert f"{parts} = {measured.hfu}" in " ".join(README.split())
+
+
+def test_the_accuracy_table_is_that_of_the_results_with_date_and_versions() -> None:
+    assert figures.accuracy_table() in README
+    results = figures.accuracy_results()
+    assert len(results["tools"]) == 11
+    below = " ".join(README.partition("## Accuracy")[2].partition("\n## ")[0].split()).lower()
+    named = [f"{name} {version}" for name, version in results["versions"].items() if name != "truemfu"]
+    assert [text for text in (*named, results["date"], results["machine"]) if text not in below] == []
+
+
+def test_the_overhead_is_that_of_the_newest_results() -> None:
+    assert figures.overhead_table() in read("docs/monitor.md")
+    source, runs = figures.overhead_runs()
+    limited_by_gpu = runs["ReferenceModel 8x1024 eager"]["overhead"]
+    launch_bound = runs["LlamaForCausalLM 4x512 eager"]["own_costs"]
+    line = " ".join(README.partition("## Overhead")[2].partition("\n## ")[0].split())
+    low, high = (figures.percent(end) for end in limited_by_gpu["interval_95"])
+    assert f"{figures.percent(limited_by_gpu['median'])} % (95 %: {low} … {high} %)" in line
+    assert f"{launch_bound['mean_us']:.0f} µs of the training thread" in line
+    for page in (line, read("docs/monitor.md").partition("## Overhead")[2]):
+        assert source.split()[0] in page
+
+
+def test_the_front_page_is_short_and_in_order() -> None:
+    assert len(README.splitlines()) <= 150
+    parts = [
+        "<picture>",
+        "pip install",
+        "```diff",
+        "| counter |",
+        "| | H100",
+        "## Overhead",
+        "make demo",
+        "make test",
+    ]
+    places = [README.index(part) for part in [*parts, "    src/truemfu/", "## Documentation"]]
+    assert places == sorted(places)
+    added = re.findall(r"^\+(.+)$", README.partition("```diff\n")[2].partition("```")[0], re.MULTILINE)
+    assert len(added) == 3
+
+
+def test_the_tree_on_the_front_page_names_folders_that_are_there() -> None:
+    tree = re.search(r"^    src/truemfu/\n((?:      .+\n)+)", README, re.MULTILINE)
+    assert tree is not None
+    lines = tree[1].splitlines()
+    assert len(lines) < 20
+    package, outer, shown = ROOT / "src" / "truemfu", "", set()
+    for line in lines:
+        name, phrase = line.split(maxsplit=1)
+        outer = name if line.startswith(" " * 6 + name) else outer
+        path = package / name if name == outer else package / outer / name
+        assert path.is_dir(), f"{path} is not a folder"
+        assert phrase
+        shown.add(path)
+    folders = {path for path in package.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert folders <= shown
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_leads_to_a_file_and_a_heading_that_are_there(page: str) -> None:
+    targets = re.findall(r"\]\(([^)\s]+)\)|(?:src|srcset)=\"([^\"]+)\"", read(page))
+    for target in ("".join(pair) for pair in targets):
+        if "://" in target:
+            continue
+        name, _, anchor = target.partition("#")
+        path = (ROOT / page).parent / name if name else ROOT / page
+        assert path.exists(), f"{page}: {target}"
+        if anchor:
+            assert anchor in anchors(path.read_text(encoding="utf-8")), f"{page}: {target}"
+
+
+@pytest.mark.parametrize("command", sorted(cli.commands))
+def test_every_command_is_on_the_page_of_commands(command: str) -> None:
+    assert f"| `truemfu {command}" in read("docs/commands.md")
