@@ -19,6 +19,7 @@ from ...hardware.counters.executed import datasheet_clock_hz, executed_flops_per
 from ...hardware.counters.samples import GpuProcess
 from ...hardware.nsight.audited import AuditedKernels
 from ...hardware.specs import DeviceSpec
+from ...utilization import rate_over_peak
 from ...waterfall import Waterfall, WaterfallInputs, waterfall
 from ..metrics import StepAmounts, StepTime
 from ..training_side.hardware_watch import Measured
@@ -189,7 +190,6 @@ def figures_of(
             clock_hz=measured.clock_hz,
             executed_over_activity=1.0 if correction is None else correction,
         )
-    peak = sums.per_s("peak_flops")
     power_w = window.power_w
     if window.energy_j is not None and window.seconds > 0:
         power_w = window.energy_j / window.seconds
@@ -199,7 +199,7 @@ def figures_of(
         seconds=window.seconds,
         steps=sums.steps,
         executed_flops_per_s=executed,
-        executed_hfu=None if executed is None or not peak else executed / peak,
+        executed_hfu=rate_over_peak(executed, sums.per_s("peak_flops")),
         executed_over_activity=correction,
         clock_hz=measured.clock_hz,
         clock_source=measured.clock_source,
