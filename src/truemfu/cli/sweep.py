@@ -219,10 +219,12 @@ def _run(config: SweepConfig, folder: Path, rerun: str, as_json: bool) -> int:
     from ..report.load import LoadedSweep, load_sweep, with_results
     from ..report.render import json_text
     from ..report.summary import summarize
+    from ..sweep.paths import SweepFolder
     from ..sweep.supervisor.runner import run_sweep
     from .live import progress
     from .summarize import show_summary
 
+    files = SweepFolder(folder)
     with progress() as listener:
         outcome = run_sweep(config, folder, rerun=rerun, listener=listener)
     try:
@@ -232,7 +234,7 @@ def _run(config: SweepConfig, folder: Path, rerun: str, as_json: bool) -> int:
             raise
         found = LoadedSweep(source=folder, record=None, entries=(), notes=(str(error),))
     summary = summarize(with_results(found, outcome.results))
-    page = _write_page(folder, summary)
+    page = _write_page(files.page, summary)
     with until_nobody_reads():
         if as_json:
             say(json_text(summary), nl=False)
@@ -241,8 +243,8 @@ def _run(config: SweepConfig, folder: Path, rerun: str, as_json: bool) -> int:
             # What an interrupted experiment did until then is not told apart.
             harness = f", {outcome.harness_s:.1f} s of it outside the experiments"
             say(f"\ntime:   {outcome.wall_s:.1f} s{'' if outcome.interrupted else harness}")
-            say(f"logs:   {folder / 'logs'}")
-            say(f"traces: tensorboard --logdir {shlex.quote(str(folder / 'runs'))} (or Perfetto)")
+            say(f"logs:   {files.logs}")
+            say(f"traces: tensorboard --logdir {shlex.quote(str(files.runs))} (or Perfetto)")
             if page is not None:
                 say(f"report: {page}")
     if outcome.interrupted:
@@ -252,11 +254,10 @@ def _run(config: SweepConfig, folder: Path, rerun: str, as_json: bool) -> int:
     return 0 if all(result.end is End.OK for result in outcome.results) else 1
 
 
-def _write_page(folder: Path, summary: SweepSummary) -> Path | None:
+def _write_page(page: Path, summary: SweepSummary) -> Path | None:
     from ..plain_files import what_is_there
     from ..report.sweep_page import write_sweep_page
 
-    page = folder / "report.html"
     if (instead := what_is_there(page)) is not None:
         say(f"warning: no report: {page} is {instead}, not a file", err=True)
         return None

@@ -60,7 +60,7 @@ def run_sweep(
     config = parse(as_mapping(config))
     device = resolve_device(config.device, config.gpus)
     config = resolved(config, device)
-    places = slots(config, device, SweepFolder(folder), command)
+    places = slots(config, device, SweepFolder(folder.absolute()), command)
     there, record, lock = claim(folder, config, start_over=rerun == "all")
     try:
         sweep = _Sweep(config, there, record, lock, listener)
