@@ -17,7 +17,7 @@ from truemfu import plain_files
 from truemfu.errors import RecordError, UsageError
 from truemfu.plain_files import is_name
 from truemfu.records import SweepRecord, read_record
-from truemfu.sweep.cases import resolved
+from truemfu.sweep.cases import cases_of, resolved
 from truemfu.sweep.config import TEST_CONFIG, override
 from truemfu.sweep.paths import SweepFolder, claim
 
@@ -26,7 +26,7 @@ PACKAGE = Path(truemfu.__file__).parent
 
 def take(root: Path, *, start_over: bool = False, **settings: Any) -> tuple[SweepFolder, SweepRecord]:
     config = resolved(override(TEST_CONFIG, **{"trainers": ["StandardTrainer"], **settings}), "cpu")
-    folder, record, lock = claim(root, config, start_over=start_over)
+    folder, record, lock = claim(root, config, cases_of(config, "cpu"), start_over=start_over)
     lock.release()
     return folder, record
 
@@ -204,11 +204,12 @@ def test_a_record_that_is_none_is_refused_and_can_be_replaced(tmp_path: Path) ->
 
 def test_two_supervisors_cannot_share_a_folder(tmp_path: Path) -> None:
     config = resolved(TEST_CONFIG, "cpu")
-    _, _, lock = claim(tmp_path, config, start_over=False)
+    cases = cases_of(config, "cpu")
+    _, _, lock = claim(tmp_path, config, cases, start_over=False)
     with pytest.raises(UsageError, match=rf"another sweep is at work in .* \(process {os.getpid()}\)"):
-        claim(tmp_path, config, start_over=True)
+        claim(tmp_path, config, cases, start_over=True)
     lock.release()
-    claim(tmp_path, config, start_over=False)[2].release()
+    claim(tmp_path, config, cases, start_over=False)[2].release()
 
 
 def test_the_longest_name_leaves_room_for_every_file(tmp_path: Path) -> None:

@@ -116,21 +116,17 @@ def sweep(
     A sweep that was stopped goes on where it was when called again. Exit codes: 0 every experiment succeeded,
     1 one did not, 2 the call was wrong and nothing was started, 130 interrupted.
     """
-    from ..sweep.cases import cases_of, resolved
+    from ..sweep.cases import cases_of
     from ..sweep.gpus import resolve_device
-    from ..sweep.paths import claim
 
     config = _config(mode, config_path, flags)
     folder = folder or Path(FOLDERS[mode])
-    device = resolve_device(config.device, config.gpus)
     if dry_run:
-        _list(cases_of(config, device), as_json)
+        _list(cases_of(config, resolve_device(config.device, config.gpus)), as_json)
         return 0
     if mode == "test" and rerun is None:
         # A test is always run anew, but the folder of another sweep is started over only when asked for.
-        *_, lock = claim(folder, resolved(config, device), start_over=False)
-        lock.release()
-        rerun = "all"
+        return _run(config, folder, "all", as_json, start_over=False)
     return _run(config, folder, rerun or "none", as_json)
 
 
@@ -213,7 +209,9 @@ def _list(cases: dict[str, SweepCase], as_json: bool) -> None:
     console.print(f"experiments: {len(cases)}; none was started")
 
 
-def _run(config: SweepConfig, folder: Path, rerun: str, as_json: bool) -> int:
+def _run(
+    config: SweepConfig, folder: Path, rerun: str, as_json: bool, *, start_over: bool | None = None
+) -> int:
     from ..errors import UsageError
     from ..records import End
     from ..report.load import LoadedSweep, load_sweep, with_results
@@ -226,7 +224,7 @@ def _run(config: SweepConfig, folder: Path, rerun: str, as_json: bool) -> int:
 
     files = SweepFolder(folder)
     with progress() as listener:
-        outcome = run_sweep(config, folder, rerun=rerun, listener=listener)
+        outcome = run_sweep(config, folder, rerun=rerun, start_over=start_over, listener=listener)
     try:
         found = load_sweep(folder)
     except UsageError as error:  # an experiment has destroyed the folder: its results are still at hand

@@ -198,11 +198,12 @@ def _holds(path: Path, record: SweepRecord) -> bool:
 
 
 def claim(
-    root: Path, config: SweepConfig, *, start_over: bool
+    root: Path, config: SweepConfig, cases: Mapping[str, SweepCase], *, start_over: bool
 ) -> tuple[SweepFolder, SweepRecord, FolderLock]:
     """Make the folder this sweep's, or continue the one that is there; a UsageError where neither can be.
 
-    `config` has no `auto` left in it. `start_over` replaces a sweep of other settings, and its files.
+    `config` has no `auto` left in it, and `cases` are its cases. `start_over` replaces a sweep of other
+    settings, and its files.
     """
     folder = SweepFolder(root.absolute())
     if folder.root.exists() and not folder.root.is_dir():
@@ -221,7 +222,7 @@ def claim(
     except OSError as error:
         raise UsageError(f"cannot write to {folder.root}: {error.strerror}; give another folder") from error
     try:
-        record = _record_for(folder, config, start_over)
+        record = _record_for(folder, config, cases, start_over)
         write_record(folder.record, record)
     except OSError as error:
         lock.release()
@@ -250,12 +251,14 @@ def _only_a_lock(path: Path) -> bool:
     return [entry.name for entry in path.iterdir()] == [_LOCK_FILE]
 
 
-def _record_for(folder: SweepFolder, config: SweepConfig, start_over: bool) -> SweepRecord:
+def _record_for(
+    folder: SweepFolder, config: SweepConfig, cases: Mapping[str, SweepCase], start_over: bool
+) -> SweepRecord:
     fresh = SweepRecord(
         sweep_id=uuid.uuid4().hex,
         created_at_s=time.time(),
         truemfu_version=__version__,
-        cases=list(cases_of(config, config.device)),
+        cases=list(cases),
         config=as_mapping(config),
     )
     if not os.path.lexists(folder.record):
@@ -263,7 +266,7 @@ def _record_for(folder: SweepFolder, config: SweepConfig, start_over: bool) -> S
     try:
         there = read_record(folder.record, SweepRecord)
         try:
-            joined = _joined(folder, there, config)
+            joined = _joined(folder, there, config, cases)
         except (TypeError, msgspec.ValidationError) as error:
             raise RecordError(f"{folder.record} holds no matrix of a sweep: {one_line(error)}") from error
     except (RecordError, UsageError):
@@ -279,7 +282,9 @@ def _record_for(folder: SweepFolder, config: SweepConfig, start_over: bool) -> S
     )
 
 
-def _joined(folder: SweepFolder, there: SweepRecord, config: SweepConfig) -> SweepConfig:
+def _joined(
+    folder: SweepFolder, there: SweepRecord, config: SweepConfig, cases: Mapping[str, SweepCase]
+) -> SweepConfig:
     """The matrix that holds both sweeps, or a UsageError that says why there is none."""
     new = as_mapping(config)
     for key, value in new.items():
@@ -288,7 +293,7 @@ def _joined(folder: SweepFolder, there: SweepRecord, config: SweepConfig) -> Swe
     axes = {key: _union(there.config.get(key) or [], new[key]) for key in _AXES}
     joined = msgspec.convert({**new, **axes}, SweepConfig)
     together = cases_of(joined, config.device)
-    for name, case in _cases_there(there, config).items() | cases_of(config, config.device).items():
+    for name, case in _cases_there(there, config).items() | cases.items():
         if together.get(name) != case:
             differing = together[name].trainer if name in together else "none"
             raise _another_sweep(folder, f"trainer of {name}", differing, case.trainer)
