@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from truemfu.waterfall import Waterfall, waterfall
+from truemfu.waterfall import Waterfall, WaterfallInputs, waterfall
 
 PEAK, CLOCK = 989.4e12, 1830e6
 
@@ -30,7 +30,7 @@ def fall(**values: Any) -> Waterfall:
         "tile_factor": 1.0,
         "padding_efficiency": 1.0,
     }
-    result = waterfall(**{**given, **values})
+    result = waterfall(WaterfallInputs(**{**given, **values}))
     assert result is not None
     return result
 
@@ -211,7 +211,9 @@ def test_unknown_padding_stays_in_what_is_useful() -> None:
 
 
 def test_a_count_alone_explains_nothing_and_still_adds_up() -> None:
-    result = waterfall(peak_flops_per_s=PEAK, model_flops_per_s=0.4 * PEAK, hardware_flops_per_s=0.5 * PEAK)
+    result = waterfall(
+        WaterfallInputs(peak_flops_per_s=PEAK, model_flops_per_s=0.4 * PEAK, hardware_flops_per_s=0.5 * PEAK)
+    )
     assert result is not None
     assert shares(result) == pytest.approx({"unexplained": 0.5, "recomputation": 0.1, "useful": 0.4})
 
@@ -232,12 +234,12 @@ def test_causal_kernels_under_the_full_convention_are_a_negative_part() -> None:
 
 @pytest.mark.parametrize("peak", [None, 0.0, -1.0, math.nan, math.inf])
 def test_no_peak_no_waterfall(peak: float | None) -> None:
-    assert waterfall(peak_flops_per_s=peak, model_flops_per_s=1e12) is None
+    assert waterfall(WaterfallInputs(peak_flops_per_s=peak, model_flops_per_s=1e12)) is None
 
 
 @pytest.mark.parametrize("model", [None, -1.0, math.nan, math.inf])
 def test_no_model_flops_no_waterfall(model: float | None) -> None:
-    assert waterfall(peak_flops_per_s=PEAK, model_flops_per_s=model) is None
+    assert waterfall(WaterfallInputs(peak_flops_per_s=PEAK, model_flops_per_s=model)) is None
 
 
 @pytest.mark.parametrize(
@@ -324,20 +326,22 @@ def test_the_parts_add_up_to_the_peak(
     tile_factor: float | None,
 ) -> None:
     result = waterfall(
-        peak_flops_per_s=PEAK,
-        model_flops_per_s=model,
-        hardware_flops_per_s=hardware,
-        executed_flops_per_s=executed,
-        masked_flops_per_s=masked,
-        datasheet_clock_hz=CLOCK,
-        mean_clock_hz=clock,
-        gpu_busy_share=busy,
-        sm_active_share=sm,
-        tensor_active_share=tensor,
-        data_wait_share=data_wait,
-        launch_gap_share=launch_gap,
-        tile_factor=tile_factor,
-        padding_efficiency=padding,
+        WaterfallInputs(
+            peak_flops_per_s=PEAK,
+            model_flops_per_s=model,
+            hardware_flops_per_s=hardware,
+            executed_flops_per_s=executed,
+            masked_flops_per_s=masked,
+            datasheet_clock_hz=CLOCK,
+            mean_clock_hz=clock,
+            gpu_busy_share=busy,
+            sm_active_share=sm,
+            tensor_active_share=tensor,
+            data_wait_share=data_wait,
+            launch_gap_share=launch_gap,
+            tile_factor=tile_factor,
+            padding_efficiency=padding,
+        )
     )
     assert result is not None
     assert sum(part.share for part in result.parts) == pytest.approx(1, abs=1e-9)

@@ -5,6 +5,7 @@
     ├── BatchError               the batch does not fit the model, or says too little
     ├── RecordError              a file that should hold one of our records does not
     ├── CounterError             the hardware's counters cannot be read, now or at all
+    │   ├── NvmlMissing          nvidia-ml-py is not installed
     │   └── ReplayEnded          a recorded trace has no more samples
     └── UsageError               a wrong argument: an unknown name, size, dtype, device
 
@@ -51,6 +52,10 @@ class RecordError(TruemfuError):
 
 class CounterError(TruemfuError):
     """The counters cannot be read, now or at all; the message says why in one line."""
+
+
+class NvmlMissing(CounterError):
+    """nvidia-ml-py, by which an NVIDIA GPU is asked, is not installed."""
 
 
 class ReplayEnded(CounterError):

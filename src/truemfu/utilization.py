@@ -47,10 +47,16 @@ def calculate_mfu(
 
 def share_of_peak(flops: float | None, seconds: float | None, peak_flops_per_s: float | None) -> float | None:
     """`flops / (seconds × peak)` as `calculate_mfu` gives it, without its warning."""
-    if flops is None or seconds is None or peak_flops_per_s is None:
+    if flops is None or seconds is None:
         return None
-    achieved_flops_per_s = _rate(flops, seconds)
-    return None if achieved_flops_per_s is None else _rate(achieved_flops_per_s, peak_flops_per_s)
+    return rate_over_peak(_rate(flops, seconds), peak_flops_per_s)
+
+
+def rate_over_peak(flops_per_s: float | None, peak_flops_per_s: float | None) -> float | None:
+    """`flops_per_s / peak`: the division behind every utilisation in this package; None as above."""
+    if flops_per_s is None or peak_flops_per_s is None:
+        return None
+    return _rate(flops_per_s, peak_flops_per_s)
 
 
 def _rate(amount: float, per: float) -> float | None:

@@ -129,46 +129,64 @@ class Waterfall:
         return asdict(self)
 
 
-def waterfall(
-    *,
-    peak_flops_per_s: float | None,
-    model_flops_per_s: float | None,
-    hardware_flops_per_s: float | None = None,
-    executed_flops_per_s: float | None = None,
-    datasheet_clock_hz: float | None = None,
-    mean_clock_hz: float | None = None,
-    throttle: Mapping[str, float] | None = None,
-    gpu_busy_share: float | None = None,
-    sm_active_share: float | None = None,
-    tensor_active_share: float | None = None,
-    dram_active_share: float | None = None,
-    data_wait_share: float | None = None,
-    between_steps_share: float | None = None,
-    forwards_between_steps: int = 0,
-    launch_gap_share: float | None = None,
-    tile_factor: float | None = None,
-    masked_flops_per_s: float | None = None,
-    padding_efficiency: float | None = None,
-    left_out: str | None = None,
-    world_size: int = 1,
-) -> Waterfall | None:
+@dataclass(frozen=True, kw_only=True)
+class WaterfallInputs:
+    """What is known about one window on one device; None is unknown. All rates are over the same seconds.
+
+    Shares are of the window's time or cycles, from 0 to 1.
+    """
+
+    peak_flops_per_s: float | None
+    """The peak that every part is a share of."""
+    model_flops_per_s: float | None
+    """Counted model FLOPs per second: the numerator of MFU."""
+    hardware_flops_per_s: float | None = None
+    """Counted FLOPs per second with recomputation: the numerator of HFU."""
+    executed_flops_per_s: float | None = None
+    """Measured FLOPs per second, by counters or Nsight Compute."""
+    datasheet_clock_hz: float | None = None
+    """The SM clock at which the datasheet states its peak."""
+    mean_clock_hz: float | None = None
+    """The SM clock in the mean over the window."""
+    throttle: Mapping[str, float] | None = None
+    """The share of the time for which each reason limited the clock, as in `CounterWindow.throttle`."""
+    gpu_busy_share: float | None = None
+    """Cycles in which a kernel ran; `sm_active_share` is used where this is unknown."""
+    sm_active_share: float | None = None
+    """Cycles in which an SM had work, in the mean over all SMs."""
+    tensor_active_share: float | None = None
+    """Cycles in which the tensor pipe was active."""
+    dram_active_share: float | None = None
+    """Cycles in which device memory was read or written; used for advice only."""
+    data_wait_share: float | None = None
+    """Time for which training waited for its data loader."""
+    between_steps_share: float | None = None
+    """Time between steps that is not data wait: evaluation, checkpoints."""
+    forwards_between_steps: int = 0
+    """Forward passes without gradients that were seen between steps."""
+    launch_gap_share: float | None = None
+    """Time without a kernel because the host had not launched the next one."""
+    tile_factor: float | None = None
+    """FLOPs with matrices padded to whole tiles, over those without padding: at least 1."""
+    masked_flops_per_s: float | None = None
+    """Attention FLOPs per second counted under the full convention that the kernels skipped."""
+    padding_efficiency: float | None = None
+    """The share of tokens that are not padding."""
+    left_out: str | None = None
+    """Why clock, busy share and tensor activity are not given although known: they do not apply to this
+    peak."""
+    world_size: int = 1
+    """The number of ranks. With several, communication kernels keep a GPU busy without tensor work."""
+
+
+def waterfall(inputs: WaterfallInputs) -> Waterfall | None:
     """The waterfall of one window on one device; None without a peak or without the model's FLOP/s.
-
-    `model_flops_per_s` and `hardware_flops_per_s` are counted (the numerators of MFU and HFU),
-    `executed_flops_per_s` is measured, all over the same seconds; `masked_flops_per_s` is what was counted of
-    attention under the full convention and skipped by its kernels. `throttle` says which share of the time
-    each reason held the clock back, as `CounterWindow.throttle` does. Without `gpu_busy_share`,
-    `sm_active_share` stands for it. Data wait, other time between steps and launch gaps are shares
-    of the time; `forwards_between_steps` forward passes without gradients were seen between steps.
-
-    `left_out` is why clock, busy share and tensor activity are not given, where they are known and do not
-    speak of this peak. With several ranks, communication kernels keep a GPU busy without tensor work.
 
     A value that cannot be right (negative, not finite, a share above 1) is left out and noted.
     """
     known = _Known()
-    peak = known.amount("peak", peak_flops_per_s)
-    model = known.amount("model FLOP/s", model_flops_per_s)
+    peak = known.amount("peak", inputs.peak_flops_per_s)
+    model = known.amount("model FLOP/s", inputs.model_flops_per_s)
     if not peak or model is None or not math.isfinite(m := model / peak):
         return None
 
@@ -176,26 +194,30 @@ def waterfall(
         amount = known.amount(what, flops_per_s)
         return None if amount is None else known.amount(what, amount / peak)
 
-    clock, sheet_clock = known.amount("mean clock", mean_clock_hz), known.amount("clock", datasheet_clock_hz)
+    clock = known.amount("mean clock", inputs.mean_clock_hz)
+    sheet_clock = known.amount("clock", inputs.datasheet_clock_hz)
     g = clock / sheet_clock if clock and sheet_clock else None
-    busy, sm = known.share("GPU busy", gpu_busy_share), known.share("SM activity", sm_active_share)
-    b, t = busy if busy is not None else sm, known.share("tensor activity", tensor_active_share)
+    busy = known.share("GPU busy", inputs.gpu_busy_share)
+    sm = known.share("SM activity", inputs.sm_active_share)
+    b = busy if busy is not None else sm
+    t = known.share("tensor activity", inputs.tensor_active_share)
     if b is not None and t is not None and t > b:
         if t - b > _OVERSHOOT:
             known.notes.append(
                 f"tensor activity of {100 * t:.1f} % is above the busy share of {100 * b:.1f} %"
             )
         b = t
-    e, h = of_peak("executed FLOP/s", executed_flops_per_s), of_peak("hardware FLOP/s", hardware_flops_per_s)
+    e = of_peak("executed FLOP/s", inputs.executed_flops_per_s)
+    h = of_peak("hardware FLOP/s", inputs.hardware_flops_per_s)
     if h is not None and h < m * (1 - 1e-9):
         known.notes.append("fewer FLOPs were counted as executed than as the model's: left out")
         h = None
-    s = of_peak("masked FLOP/s", masked_flops_per_s)
-    tau = known.amount("tile factor", tile_factor)
+    s = of_peak("masked FLOP/s", inputs.masked_flops_per_s)
+    tau = known.amount("tile factor", inputs.tile_factor)
     if tau is not None and tau < 1:
         known.notes.append(f"a tile factor of {tau:g} is below 1: left out")
         tau = None
-    p = known.share("padding efficiency", padding_efficiency)
+    p = known.share("padding efficiency", inputs.padding_efficiency)
     gt = None if g is None or t is None else g * t
     if e is not None and gt is not None and e > gt + 2 * _OVERSHOOT:
         known.notes.append(
@@ -217,25 +239,25 @@ def waterfall(
 
     inner: dict[str, tuple[Part, ...]] = {}
     if g is not None and b is not None:
-        waits = {"data_wait": ("waiting for data", known.share("data wait", data_wait_share))}
-        if (between := known.share("time between steps", between_steps_share)) is not None:
-            waits["between_steps"] = (_between_steps(forwards_between_steps), between)
-        waits["launch_gaps"] = ("gaps between launches", known.share("launch gaps", launch_gap_share))
+        waits = {"data_wait": ("waiting for data", known.share("data wait", inputs.data_wait_share))}
+        if (between := known.share("time between steps", inputs.between_steps_share)) is not None:
+            waits["between_steps"] = (_between_steps(inputs.forwards_between_steps), between)
+        waits["launch_gaps"] = ("gaps between launches", known.share("launch gaps", inputs.launch_gap_share))
         inner["idle"] = _of_which("idle", g * (1 - b), waits, g)
         if t is not None and busy is not None and sm is not None:
             empty = {"unfilled": ("SMs empty while a kernel ran", max(0.0, b - max(sm, t)))}
             inner["no_tensor"] = _of_which("no_tensor", g * (b - t), empty, g)
-    reasons = _reasons(throttle or {})
+    reasons = _reasons(inputs.throttle or {})
     values = (g, b, t, e, tau, h, m, p)
     missing = {key for key, value in zip(_MISSING, values, strict=True) if value is None}
     return Waterfall(
-        parts=_parts(steps, inner, {**_NAMES, "clock": _clock_name(g, reasons)}, missing, left_out),
+        parts=_parts(steps, inner, {**_NAMES, "clock": _clock_name(g, reasons)}, missing, inputs.left_out),
         peak_flops_per_s=peak,
         throttle_reasons=reasons,
-        dram_active_share=known.share("DRAM activity", dram_active_share),
+        dram_active_share=known.share("DRAM activity", inputs.dram_active_share),
         notes=tuple(known.notes),
-        world_size=world_size,
-        left_out=left_out,
+        world_size=inputs.world_size,
+        left_out=inputs.left_out,
     )
 
 

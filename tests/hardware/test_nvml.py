@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import math
 import re
 import sys
@@ -23,10 +24,11 @@ from tests.hardware.fake_nvml import (
 )
 from tests.hardware.recorded import EVERY_50_MS, MATMUL, played, rows_of, says_nothing, window_of
 
-from truemfu.errors import CounterError, TruemfuWarning
+import truemfu
+from truemfu.errors import CounterError, NvmlMissing, TruemfuWarning
 from truemfu.hardware.counters import gpm as gpm_module
 from truemfu.hardware.counters import nvml as nvml_module
-from truemfu.hardware.counters.nvml import NvmlSource
+from truemfu.hardware.counters.nvml import NvmlSource, driver_version, gpu_names
 from truemfu.hardware.counters.sampler import Sampler
 from truemfu.hardware.counters.samples import ACTIVITIES, CounterSample, GpuInfo, GpuProcess
 
@@ -409,6 +411,43 @@ def test_no_driver_and_no_module_are_one_line(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(sys.modules, "pynvml", None)
     with pytest.raises(CounterError, match=r"pip install 'truemfu\[nvidia\]'"):
         NvmlSource()
+
+
+def test_one_question_opens_nvml_and_closes_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = FakeNvml(gpus=2)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    assert gpu_names() == ["NVIDIA H200", "NVIDIA H200"]
+    assert driver_version() == "580.1"
+    assert (nvml.calls.count("nvmlInit"), nvml.calls.count("nvmlShutdown")) == (2, 2)
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(nvmlShutdown=UNKNOWN_ERROR))
+    assert driver_version() == "580.1"
+
+
+@pytest.mark.parametrize("call", ["nvmlInit", "nvmlDeviceGetCount", "nvmlDeviceGetName"])
+def test_a_question_that_fails_is_one_line_and_leaves_nvml_closed(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvml = FakeNvml(**{call: UNKNOWN_ERROR})
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    with pytest.raises(CounterError, match=r"^NVML does not answer: NVML error 999$"):
+        gpu_names()
+    assert nvml.calls.count("nvmlShutdown") == (call != "nvmlInit")
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    with pytest.raises(NvmlMissing):
+        gpu_names()
+
+
+def test_no_other_module_opens_nvml() -> None:
+    package = Path(truemfu.__file__).parent
+    imported = {
+        str(file.relative_to(package))
+        for file in package.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if (isinstance(node, ast.alias) and node.name == "pynvml")
+        or (isinstance(node, ast.ImportFrom) and node.module == "pynvml")
+        or (isinstance(node, ast.Constant) and node.value == "pynvml")
+    }
+    assert imported == {"hardware/counters/nvml.py"}
 
 
 def test_the_real_module_has_every_name_we_call() -> None:

@@ -9,14 +9,14 @@ import pytest
 
 from truemfu.records import RunHardware
 from truemfu.report.waterfall_view import WaterfallView, points, view_of
-from truemfu.waterfall import waterfall
+from truemfu.waterfall import WaterfallInputs, waterfall
 
 PEAK = 1000e12
 
 
 def hardware(**given: Any) -> RunHardware:
     """Through JSON, as it comes from disk."""
-    fall = waterfall(peak_flops_per_s=PEAK, **given)
+    fall = waterfall(WaterfallInputs(peak_flops_per_s=PEAK, **given))
     assert fall is not None
     block = {"waterfall": fall.as_dict(), "limiter": fall.limiter, "advice": fall.advice()}
     return msgspec.json.decode(msgspec.json.encode(block), type=RunHardware)

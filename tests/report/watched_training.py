@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from truemfu import TrainingMonitor
-from truemfu.waterfall import waterfall
+from truemfu.waterfall import WaterfallInputs, waterfall
 
 GPU_PEAK_FLOPS_PER_S = 989.4e12
 RUN_STEPS = 20
@@ -48,18 +48,20 @@ def train_watched(folder: Path) -> None:
 def hardware_block(**changed: Any) -> dict[str, Any]:
     """As a monitor with counters writes it."""
     fall = waterfall(
-        peak_flops_per_s=GPU_PEAK_FLOPS_PER_S,
-        model_flops_per_s=0.38 * GPU_PEAK_FLOPS_PER_S,
-        hardware_flops_per_s=0.43 * GPU_PEAK_FLOPS_PER_S,
-        executed_flops_per_s=0.437 * GPU_PEAK_FLOPS_PER_S,
-        datasheet_clock_hz=1.83e9,
-        mean_clock_hz=1.716e9,
-        throttle={"power_limit": 0.8},
-        gpu_busy_share=0.93,
-        sm_active_share=0.846,
-        tensor_active_share=0.472,
-        data_wait_share=0.03,
-        padding_efficiency=0.9,
+        WaterfallInputs(
+            peak_flops_per_s=GPU_PEAK_FLOPS_PER_S,
+            model_flops_per_s=0.38 * GPU_PEAK_FLOPS_PER_S,
+            hardware_flops_per_s=0.43 * GPU_PEAK_FLOPS_PER_S,
+            executed_flops_per_s=0.437 * GPU_PEAK_FLOPS_PER_S,
+            datasheet_clock_hz=1.83e9,
+            mean_clock_hz=1.716e9,
+            throttle={"power_limit": 0.8},
+            gpu_busy_share=0.93,
+            sm_active_share=0.846,
+            tensor_active_share=0.472,
+            data_wait_share=0.03,
+            padding_efficiency=0.9,
+        )
     )
     assert fall is not None
     block = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import shutil
@@ -11,17 +12,21 @@ from typing import Any
 
 import pytest
 
+import truemfu
 from truemfu import plain_files
 from truemfu.errors import RecordError, UsageError
+from truemfu.plain_files import is_name
 from truemfu.records import SweepRecord, read_record
-from truemfu.sweep.cases import resolved
+from truemfu.sweep.cases import cases_of, resolved
 from truemfu.sweep.config import TEST_CONFIG, override
 from truemfu.sweep.paths import SweepFolder, claim
+
+PACKAGE = Path(truemfu.__file__).parent
 
 
 def take(root: Path, *, start_over: bool = False, **settings: Any) -> tuple[SweepFolder, SweepRecord]:
     config = resolved(override(TEST_CONFIG, **{"trainers": ["StandardTrainer"], **settings}), "cpu")
-    folder, record, lock = claim(root, config, start_over=start_over)
+    folder, record, lock = claim(root, config, cases_of(config, "cpu"), start_over=start_over)
     lock.release()
     return folder, record
 
@@ -199,8 +204,32 @@ def test_a_record_that_is_none_is_refused_and_can_be_replaced(tmp_path: Path) ->
 
 def test_two_supervisors_cannot_share_a_folder(tmp_path: Path) -> None:
     config = resolved(TEST_CONFIG, "cpu")
-    _, _, lock = claim(tmp_path, config, start_over=False)
+    cases = cases_of(config, "cpu")
+    _, _, lock = claim(tmp_path, config, cases, start_over=False)
     with pytest.raises(UsageError, match=rf"another sweep is at work in .* \(process {os.getpid()}\)"):
-        claim(tmp_path, config, start_over=True)
+        claim(tmp_path, config, cases, start_over=True)
     lock.release()
-    claim(tmp_path, config, start_over=False)[2].release()
+    claim(tmp_path, config, cases, start_over=False)[2].release()
+
+
+def test_the_longest_name_leaves_room_for_every_file(tmp_path: Path) -> None:
+    longest = max(("x" * length for length in range(256)), key=lambda name: len(name) * is_name(name))
+    folder = SweepFolder(tmp_path)
+    for path in (folder.trace, folder.log, folder.result, folder.marker, folder.progress):
+        file = path(longest)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+
+
+def test_no_other_module_spells_a_name_of_the_folder() -> None:
+    folder = SweepFolder(Path("x"))
+    names = {path.name for path in (*folder.parts, folder.record, folder.page)}
+    spelled = {
+        f"{file.relative_to(PACKAGE)}: {node.value}"
+        for file in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and names & {*Path(node.value).parts}
+    }
+    assert {line.partition(":")[0] for line in spelled} == {"sweep/paths.py"}, sorted(spelled)

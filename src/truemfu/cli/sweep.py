@@ -116,21 +116,17 @@ def sweep(
     A sweep that was stopped goes on where it was when called again. Exit codes: 0 every experiment succeeded,
     1 one did not, 2 the call was wrong and nothing was started, 130 interrupted.
     """
-    from ..sweep.cases import cases_of, resolved
+    from ..sweep.cases import cases_of
     from ..sweep.gpus import resolve_device
-    from ..sweep.paths import claim
 
     config = _config(mode, config_path, flags)
     folder = folder or Path(FOLDERS[mode])
-    device = resolve_device(config.device, config.gpus)
     if dry_run:
-        _list(cases_of(config, device), as_json)
+        _list(cases_of(config, resolve_device(config.device, config.gpus)), as_json)
         return 0
     if mode == "test" and rerun is None:
         # A test is always run anew, but the folder of another sweep is started over only when asked for.
-        *_, lock = claim(folder, resolved(config, device), start_over=False)
-        lock.release()
-        rerun = "all"
+        return _run(config, folder, "all", as_json, start_over=False)
     return _run(config, folder, rerun or "none", as_json)
 
 
@@ -213,18 +209,22 @@ def _list(cases: dict[str, SweepCase], as_json: bool) -> None:
     console.print(f"experiments: {len(cases)}; none was started")
 
 
-def _run(config: SweepConfig, folder: Path, rerun: str, as_json: bool) -> int:
+def _run(
+    config: SweepConfig, folder: Path, rerun: str, as_json: bool, *, start_over: bool | None = None
+) -> int:
     from ..errors import UsageError
     from ..records import End
     from ..report.load import LoadedSweep, load_sweep, with_results
     from ..report.render import json_text
     from ..report.summary import summarize
+    from ..sweep.paths import SweepFolder
     from ..sweep.supervisor.runner import run_sweep
     from .live import progress
     from .summarize import show_summary
 
+    files = SweepFolder(folder)
     with progress() as listener:
-        outcome = run_sweep(config, folder, rerun=rerun, listener=listener)
+        outcome = run_sweep(config, folder, rerun=rerun, start_over=start_over, listener=listener)
     try:
         found = load_sweep(folder)
     except UsageError as error:  # an experiment has destroyed the folder: its results are still at hand
@@ -232,7 +232,7 @@ def _run(config: SweepConfig, folder: Path, rerun: str, as_json: bool) -> int:
             raise
         found = LoadedSweep(source=folder, record=None, entries=(), notes=(str(error),))
     summary = summarize(with_results(found, outcome.results))
-    page = _write_page(folder, summary)
+    page = _write_page(files.page, summary)
     with until_nobody_reads():
         if as_json:
             say(json_text(summary), nl=False)
@@ -241,8 +241,8 @@ def _run(config: SweepConfig, folder: Path, rerun: str, as_json: bool) -> int:
             # What an interrupted experiment did until then is not told apart.
             harness = f", {outcome.harness_s:.1f} s of it outside the experiments"
             say(f"\ntime:   {outcome.wall_s:.1f} s{'' if outcome.interrupted else harness}")
-            say(f"logs:   {folder / 'logs'}")
-            say(f"traces: tensorboard --logdir {shlex.quote(str(folder / 'runs'))} (or Perfetto)")
+            say(f"logs:   {files.logs}")
+            say(f"traces: tensorboard --logdir {shlex.quote(str(files.runs))} (or Perfetto)")
             if page is not None:
                 say(f"report: {page}")
     if outcome.interrupted:
@@ -252,11 +252,10 @@ def _run(config: SweepConfig, folder: Path, rerun: str, as_json: bool) -> int:
     return 0 if all(result.end is End.OK for result in outcome.results) else 1
 
 
-def _write_page(folder: Path, summary: SweepSummary) -> Path | None:
+def _write_page(page: Path, summary: SweepSummary) -> Path | None:
     from ..plain_files import what_is_there
     from ..report.sweep_page import write_sweep_page
 
-    page = folder / "report.html"
     if (instead := what_is_there(page)) is not None:
         say(f"warning: no report: {page} is {instead}, not a file", err=True)
         return None

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from ..errors import CounterError, UsageError
+from ..errors import CounterError, NvmlMissing, UsageError
 from ..hardware.counters.sampler import Sampler
 from ..hardware.counters.samples import CounterSource
 from ..hardware.counters.trace import Recorder, Replay
@@ -158,13 +158,12 @@ def readings(sampler: Sampler, *, whole: bool = False) -> list[Reading]:
 def _open(replay_from: Path | None, *, energy: bool) -> CounterSource:
     if replay_from is not None:
         return Replay(replay_from)
-    try:
-        import pynvml  # noqa: F401
-    except ImportError:
-        raise UsageError("truemfu top needs nvidia-ml-py: pip install 'truemfu[nvidia]'") from None
     from ..hardware.counters.nvml import NvmlSource
 
-    return NvmlSource(energy=energy)
+    try:
+        return NvmlSource(energy=energy)
+    except NvmlMissing:
+        raise UsageError("truemfu top needs nvidia-ml-py: pip install 'truemfu[nvidia]'") from None
 
 
 def _once(sampler: Sampler, interval_s: float, *, replayed: bool, as_json: bool) -> None:

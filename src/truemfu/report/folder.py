@@ -6,19 +6,19 @@ from pathlib import Path
 
 from ..errors import UsageError
 from ..records import LOG_FILE, RUN_FILE
+from ..sweep.paths import LOGS, PAGE_FILE, RECORD_FILE, RESULTS, SweepFolder
 from .load import LoadedSweep, files_of_sweep, load_sweep
 from .run_load import LoadedRun, holds_run, load_run
 
-_SWEEP_FILE = "sweep.json"
 _A_RUN = f"a run ({RUN_FILE}, {LOG_FILE})"
-_A_SWEEP = f"a sweep ({_SWEEP_FILE}, logs, results)"
+_A_SWEEP = f"a sweep ({RECORD_FILE}, {LOGS}, {RESULTS})"
 
 
 def load_folder(source: Path) -> LoadedRun | LoadedSweep:
     """Read what lies in `source`: the folder of a run or of a sweep, or a file of its own."""
     if source.name in (RUN_FILE, LOG_FILE) and source.is_file():
         return load_run(source.parent)
-    if source.name == _SWEEP_FILE and source.is_file():
+    if source.name == RECORD_FILE and source.is_file():
         return load_sweep(source.parent)
     if not source.is_dir():
         what = "is a file" if source.exists() else "does not exist"
@@ -27,10 +27,11 @@ def load_folder(source: Path) -> LoadedRun | LoadedSweep:
     sweep = _sweep(source) if not is_run or _may_hold_sweep(source) else None
     if is_run and sweep is not None:
         run_file = next(name for name in (RUN_FILE, LOG_FILE) if (source / name).is_file())
-        parts = [name for name in ("results", "logs") if (source / name).is_dir()] or [_SWEEP_FILE]
+        files = SweepFolder(source)
+        parts = [part for part in (files.results, files.logs) if part.is_dir()] or [files.record]
         raise UsageError(
             f"{source} holds {_A_RUN} and {_A_SWEEP}: give {source / run_file} for the run, "
-            f"{' or '.join(str(source / name) for name in parts)} for the sweep"
+            f"{' or '.join(map(str, parts))} for the sweep"
         )
     if sweep is not None:
         return sweep
@@ -42,10 +43,10 @@ def load_folder(source: Path) -> LoadedRun | LoadedSweep:
 def page_path(source: Path, found: LoadedRun | LoadedSweep) -> Path:
     """Where the page lies if nothing else is said; `report.html` of a folder with a sweep is the sweep's."""
     if source.is_dir():
-        return source / "report.html"
+        return source / PAGE_FILE
     folder = source.parent
     beside_sweep = isinstance(found, LoadedRun) and _may_hold_sweep(folder) and _sweep(folder) is not None
-    return folder / ("run_report.html" if beside_sweep else "report.html")
+    return folder / ("run_report.html" if beside_sweep else PAGE_FILE)
 
 
 def refuse_what_is_read(path: Path, found: LoadedRun | LoadedSweep) -> None:
@@ -60,7 +61,8 @@ def refuse_what_is_read(path: Path, found: LoadedRun | LoadedSweep) -> None:
 
 def _may_hold_sweep(folder: Path) -> bool:
     """Whether a look is worth it; many a training script has a folder `logs` of its own."""
-    return (folder / _SWEEP_FILE).is_file() or any((folder / name).is_dir() for name in ("logs", "results"))
+    files = SweepFolder(folder)
+    return files.record.is_file() or files.logs.is_dir() or files.results.is_dir()
 
 
 def _sweep(folder: Path) -> LoadedSweep | None:

@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..errors import RecordError, UsageError
-from ..plain_files import names_in
 from ..records import CaseResult, End, SweepRecord, read_record
 from ..sweep.cases import short_names
+from ..sweep.paths import LOGS, RECORD_FILE, RESULTS, SweepFolder
 from ..sweep.supervisor.stored import stored_result
 
 NOT_RUN = "not run"
@@ -59,14 +59,6 @@ class LoadedSweep:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Files:
-    record: Path
-    logs: Path
-    results: Path
-    running: Path
-
-
-@dataclass(frozen=True, kw_only=True)
 class _Missing:
     reason: str
     begun: bool
@@ -84,7 +76,7 @@ def load_sweep(source: Path | str) -> LoadedSweep:
     found = {name: _outcome(name, files, notes) for name in _names(files, record)}
     strangers = _leave_out_strangers(found, record, notes)
     if not found:
-        expected = f"{source} holds no sweep: expected logs (*.log), results (*.json) or a sweep.json"
+        expected = f"{source} holds no sweep: expected {LOGS} (*.log), {RESULTS} (*.json) or a {RECORD_FILE}"
         raise UsageError("; ".join([expected, *notes]))
     if strangers:
         notes.append(f"left out, no experiments: {', '.join(strangers)}")
@@ -100,9 +92,9 @@ def files_of_sweep(source: Path) -> list[Path]:
     files = _files(source)
     return [
         files.record,
-        *(files.results / f"{name}.json" for name in names_in(files.results, ".json")),
-        *(files.logs / f"{name}.log" for name in names_in(files.logs, ".log")),
-        *(files.running / f"{name}.json" for name in names_in(files.running, ".json")),
+        *map(files.result, files.result_names()),
+        *map(files.log, files.log_names()),
+        *files.markers().values(),
     ]
 
 
@@ -125,24 +117,21 @@ def entry_of(result: CaseResult) -> Entry:
     )
 
 
-def _files(source: Path) -> _Files:
+def _files(source: Path) -> SweepFolder:
     """Where each kind of file lies; a kind that is not there is a path at which nothing is."""
     if not source.is_dir():
         what = "is a file" if source.exists() else "does not exist"
-        raise UsageError(f"{source} {what}: expected the folder of a sweep, or its logs or results folder")
-    root = source
-    if source.resolve().name in ("logs", "results") and os.path.lexists(
-        source.resolve().parent / "sweep.json"
-    ):
-        root = source.resolve().parent
-    of_root = _Files(
-        record=root / "sweep.json", logs=root / "logs", results=root / "results", running=root / "running"
-    )
-    if os.path.lexists(of_root.record) or of_root.logs.is_dir() or of_root.results.is_dir():
-        return of_root
-    if names_in(source, ".log"):
-        return replace(of_root, logs=source)
-    return replace(of_root, results=source)
+        raise UsageError(
+            f"{source} {what}: expected the folder of a sweep, or its {LOGS} or {RESULTS} folder"
+        )
+    around = SweepFolder(source.resolve().parent)
+    if source.resolve() in (around.logs, around.results) and os.path.lexists(around.record):
+        return around
+    files = SweepFolder(source)
+    if os.path.lexists(files.record) or files.logs.is_dir() or files.results.is_dir():
+        return files
+    only_logs = SweepFolder(source, logs=source)
+    return only_logs if only_logs.log_names() else SweepFolder(source, results=source)
 
 
 def _record(path: Path, notes: list[str]) -> SweepRecord | None:
@@ -155,21 +144,21 @@ def _record(path: Path, notes: list[str]) -> SweepRecord | None:
         return None
 
 
-def _names(files: _Files, record: SweepRecord | None) -> list[str]:
+def _names(files: SweepFolder, record: SweepRecord | None) -> list[str]:
     """Every experiment that was asked for or left a file, in the order of the matrix."""
     names = dict.fromkeys(record.cases if record is not None else ())
-    for name in names_in(files.results, ".json") + names_in(files.logs, ".log"):
+    for name in files.result_names() + files.log_names():
         names.setdefault(name)
     return list(names)
 
 
-def _outcome(name: str, files: _Files, notes: list[str]) -> CaseResult | _Missing:
-    stored = stored_result(name, files.results / f"{name}.json", files.logs / f"{name}.log")
+def _outcome(name: str, files: SweepFolder, notes: list[str]) -> CaseResult | _Missing:
+    stored = stored_result(name, files.result(name), files.log(name))
     if stored.result is not None:
         notes += stored.faults
         return stored.result
     reasons = [*stored.faults]
-    if os.path.lexists(files.running / f"{name}.json"):
+    if os.path.lexists(files.marker(name)):
         reasons.append("still running, or its supervisor ended before it did")
     if not reasons:
         return _Missing(reason="asked for, but never begun", begun=False)

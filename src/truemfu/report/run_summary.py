@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from ..records import RunHardware, RunSummary, WaterfallPart, WaterfallRecord
-from ..waterfall import USEFUL, Part, between_steps_notes, waterfall
+from ..waterfall import USEFUL, Part, WaterfallInputs, between_steps_notes, waterfall
 from .run_load import LastWindow, LogRow
 
 _LOSS = "perf/loss/"
@@ -131,21 +131,23 @@ def _parts(shares: Mapping[str, float]) -> list[WaterfallPart]:
 def _every_part(*, is_clock_gain: bool, has_between_steps: bool) -> dict[str, Part]:
     """Every part there can be by its key: those of a waterfall of which everything is known."""
     fall = waterfall(
-        peak_flops_per_s=1.0,
-        model_flops_per_s=0.1,
-        hardware_flops_per_s=0.2,
-        executed_flops_per_s=0.2,
-        datasheet_clock_hz=1.0,
-        mean_clock_hz=1.5 if is_clock_gain else 0.5,
-        gpu_busy_share=0.9,
-        sm_active_share=0.8,
-        tensor_active_share=0.7,
-        data_wait_share=0.0,
-        between_steps_share=0.0 if has_between_steps else None,
-        launch_gap_share=0.0,
-        tile_factor=1.0,
-        masked_flops_per_s=0.0,
-        padding_efficiency=1.0,
+        WaterfallInputs(
+            peak_flops_per_s=1.0,
+            model_flops_per_s=0.1,
+            hardware_flops_per_s=0.2,
+            executed_flops_per_s=0.2,
+            datasheet_clock_hz=1.0,
+            mean_clock_hz=1.5 if is_clock_gain else 0.5,
+            gpu_busy_share=0.9,
+            sm_active_share=0.8,
+            tensor_active_share=0.7,
+            data_wait_share=0.0,
+            between_steps_share=0.0 if has_between_steps else None,
+            launch_gap_share=0.0,
+            tile_factor=1.0,
+            masked_flops_per_s=0.0,
+            padding_efficiency=1.0,
+        )
     )
     assert fall is not None
     return {part.key: part for part in fall.parts}

@@ -7,15 +7,14 @@ CUDA_VISIBLE_DEVICES is respected: its entries, as they are written, are the GPU
 
 from __future__ import annotations
 
-import importlib
 import os
 import platform
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
 
-from ..errors import UsageError
+from ..errors import CounterError, UsageError
+from ..hardware.counters.nvml import gpu_names
 
 _ASK_TIMEOUT_S = 30.0
 
@@ -76,21 +75,9 @@ def _names() -> list[str]:
 
 def _names_by_nvml() -> list[str] | None:
     try:
-        pynvml: Any = importlib.import_module("pynvml")
-    except ImportError:
+        return gpu_names()
+    except CounterError:  # the Python package is not there, or the driver
         return None
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        # The package is there, the driver is not.
-        return None
-    try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        return [_text(pynvml.nvmlDeviceGetName(handle)) for handle in handles]
-    except pynvml.NVMLError:
-        return None
-    finally:
-        pynvml.nvmlShutdown()
 
 
 def _names_by_tool() -> list[str] | None:
@@ -111,10 +98,6 @@ def _names_by_tool() -> list[str] | None:
         if answer.returncode == 0
         else None
     )
-
-
-def _text(name: str | bytes) -> str:
-    return name.decode() if isinstance(name, bytes) else name
 
 
 def _cpu_name() -> str:

@@ -3,11 +3,12 @@
     sweep.json                  which experiments belong here, with which settings
     logs/<name>.log             what the worker printed; the last line is its result
     results/<name>.json         its result
-    runs/<name>/                TensorBoard events and the profiler's trace
+    runs/<name>/                TensorBoard events and the profiler's trace, <name>.pt.trace.json.gz
     running/lock                held by the one supervisor at work here
     running/<name>.json         an experiment in progress: its process and token
     running/<name>.progress     the phases it has reached
     running/slot-<n>.log        what a worker printed before it was given an experiment
+    report.html                 the page about all of them
 
 Whose folder it is: one that has no sweep.json may hold anything but these names. One that has a sweep.json is
 continued as long as experiments differ in trainer, batch and sequence alone, which their names show: the same
@@ -46,6 +47,12 @@ _AXES = ("trainers", "batch_sizes", "seq_lengths")
 _FREE = (*_AXES, "timeout_s", "memory_limit_gib", "prune", "find_fit", "gpus")
 
 
+RECORD_FILE = "sweep.json"
+PAGE_FILE = "report.html"
+LOGS, RESULTS, RUNS, RUNNING = "logs", "results", "runs", "running"
+_LOCK_FILE = "lock"
+
+
 class RunningCase(msgspec.Struct, frozen=True, kw_only=True):
     """An experiment in progress, for whoever finds it after its supervisor has died."""
 
@@ -57,15 +64,19 @@ class RunningCase(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SweepFolder:
-    """The folder of one sweep; the only place that knows what its files are called."""
+    """The paths of one sweep's files. No other module builds one from its parts.
 
-    def __init__(self, root: Path) -> None:
-        self.root = root.absolute()
-        self.record = self.root / "sweep.json"
-        self.logs = self.root / "logs"
-        self.results = self.root / "results"
-        self.runs = self.root / "runs"
-        self.running = self.root / "running"
+    `logs` and `results` are given by a reader who has a copy of that folder alone, under any name.
+    """
+
+    def __init__(self, root: Path, *, logs: Path | None = None, results: Path | None = None) -> None:
+        self.root = root
+        self.record = root / RECORD_FILE
+        self.page = root / PAGE_FILE
+        self.logs = root / LOGS if logs is None else logs
+        self.results = root / RESULTS if results is None else results
+        self.runs = root / RUNS
+        self.running = root / RUNNING
 
     @property
     def parts(self) -> tuple[Path, ...]:
@@ -89,6 +100,9 @@ class SweepFolder:
     def run(self, name: str) -> Path:
         return self.runs / name
 
+    def trace(self, name: str) -> Path:
+        return self.run(name) / f"{name}.pt.trace.json.gz"
+
     def marker(self, name: str) -> Path:
         return self.running / f"{name}.json"
 
@@ -97,6 +111,14 @@ class SweepFolder:
 
     def slot_log(self, slot: str) -> Path:
         return self.running / f"slot-{slot}.log"
+
+    def log_names(self) -> list[str]:
+        """The experiments that have a log."""
+        return plain_files.names_in(self.logs, ".log")
+
+    def result_names(self) -> list[str]:
+        """The experiments that have a result file."""
+        return plain_files.names_in(self.results, ".json")
 
     def markers(self) -> dict[str, Path]:
         """The experiments whose supervisor has not said that they ended, by name."""
@@ -108,7 +130,7 @@ class FolderLock:
 
     def __init__(self, folder: SweepFolder) -> None:
         self._folder = folder
-        self._path = folder.running / "lock"
+        self._path = folder.running / _LOCK_FILE
         self._file = self._take()
 
     def renew(self) -> None:
@@ -176,13 +198,14 @@ def _holds(path: Path, record: SweepRecord) -> bool:
 
 
 def claim(
-    root: Path, config: SweepConfig, *, start_over: bool
+    root: Path, config: SweepConfig, cases: Mapping[str, SweepCase], *, start_over: bool
 ) -> tuple[SweepFolder, SweepRecord, FolderLock]:
     """Make the folder this sweep's, or continue the one that is there; a UsageError where neither can be.
 
-    `config` has no `auto` left in it. `start_over` replaces a sweep of other settings, and its files.
+    `config` has no `auto` left in it, and `cases` are its cases. `start_over` replaces a sweep of other
+    settings, and its files.
     """
-    folder = SweepFolder(root)
+    folder = SweepFolder(root.absolute())
     if folder.root.exists() and not folder.root.is_dir():
         raise UsageError(f"{folder.root} is a file, not a folder: give another folder")
     for part in folder.parts:
@@ -199,7 +222,7 @@ def claim(
     except OSError as error:
         raise UsageError(f"cannot write to {folder.root}: {error.strerror}; give another folder") from error
     try:
-        record = _record_for(folder, config, start_over)
+        record = _record_for(folder, config, cases, start_over)
         write_record(folder.record, record)
     except OSError as error:
         lock.release()
@@ -218,22 +241,24 @@ def _refuse_strangers(folder: SweepFolder) -> None:
             raise UsageError(f"cannot read {path}: {error.strerror}; give another folder") from error
         if taken and not _only_a_lock(path):
             raise UsageError(
-                f"{folder.root} holds {path.name}/, which is not of a sweep (there is no sweep.json): give "
-                "another folder"
+                f"{folder.root} holds {path.name}/, which is not of a sweep (there is no {RECORD_FILE}): "
+                "give another folder"
             )
 
 
 def _only_a_lock(path: Path) -> bool:
     """What a sweep leaves that was refused after it had taken the lock."""
-    return [entry.name for entry in path.iterdir()] == ["lock"]
+    return [entry.name for entry in path.iterdir()] == [_LOCK_FILE]
 
 
-def _record_for(folder: SweepFolder, config: SweepConfig, start_over: bool) -> SweepRecord:
+def _record_for(
+    folder: SweepFolder, config: SweepConfig, cases: Mapping[str, SweepCase], start_over: bool
+) -> SweepRecord:
     fresh = SweepRecord(
         sweep_id=uuid.uuid4().hex,
         created_at_s=time.time(),
         truemfu_version=__version__,
-        cases=list(cases_of(config, config.device)),
+        cases=list(cases),
         config=as_mapping(config),
     )
     if not os.path.lexists(folder.record):
@@ -241,7 +266,7 @@ def _record_for(folder: SweepFolder, config: SweepConfig, start_over: bool) -> S
     try:
         there = read_record(folder.record, SweepRecord)
         try:
-            joined = _joined(folder, there, config)
+            joined = _joined(folder, there, config, cases)
         except (TypeError, msgspec.ValidationError) as error:
             raise RecordError(f"{folder.record} holds no matrix of a sweep: {one_line(error)}") from error
     except (RecordError, UsageError):
@@ -257,7 +282,9 @@ def _record_for(folder: SweepFolder, config: SweepConfig, start_over: bool) -> S
     )
 
 
-def _joined(folder: SweepFolder, there: SweepRecord, config: SweepConfig) -> SweepConfig:
+def _joined(
+    folder: SweepFolder, there: SweepRecord, config: SweepConfig, cases: Mapping[str, SweepCase]
+) -> SweepConfig:
     """The matrix that holds both sweeps, or a UsageError that says why there is none."""
     new = as_mapping(config)
     for key, value in new.items():
@@ -266,7 +293,7 @@ def _joined(folder: SweepFolder, there: SweepRecord, config: SweepConfig) -> Swe
     axes = {key: _union(there.config.get(key) or [], new[key]) for key in _AXES}
     joined = msgspec.convert({**new, **axes}, SweepConfig)
     together = cases_of(joined, config.device)
-    for name, case in _cases_there(there, config).items() | cases_of(config, config.device).items():
+    for name, case in _cases_there(there, config).items() | cases.items():
         if together.get(name) != case:
             differing = together[name].trainer if name in together else "none"
             raise _another_sweep(folder, f"trainer of {name}", differing, case.trainer)

@@ -1,4 +1,8 @@
-"""The one door to NVIDIA's driver: NVML's calls turned into `CounterSample`.
+"""The only module that opens NVML, NVIDIA's driver library: its calls turned into `CounterSample`.
+
+    NvmlSource          every GPU, read again and again
+    gpu_names           one question each; NVML is open for its length alone
+    driver_version
 
 No root, no daemon, no CUDA context: the library that nvidia-smi uses, which lets go of the interpreter's lock
 for the length of each call. What a GPU or driver cannot tell is asked for once and None from then on; what
@@ -7,14 +11,15 @@ goes wrong otherwise (a GPU off the bus, a driver that is being replaced) fails 
 Activity comes from GPM (`gpm.py`): the driver compares two samples, so the first read has none, and renews
 them ten times a second, so a read that comes too soon says `fresh=False` and nothing else.
 
-nvidia-ml-py (module `pynvml`) is imported on opening; the extra is `nvidia`.
+nvidia-ml-py (module `pynvml`) is imported on opening; the extra is `nvidia`. torch is never imported.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import PurePath
 from types import MappingProxyType
@@ -22,7 +27,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ...errors import CounterError, warn_once
+from ...errors import CounterError, NvmlMissing, warn_once
 from .gpm import NEVER, Compared, Gpm
 from .samples import CounterSample, GpuInfo, GpuProcess
 
@@ -295,11 +300,40 @@ class _Gpu:
         return CounterError(f"GPU {self._index} ({self._info.name}): {what}: {problem}")
 
 
+def gpu_names() -> list[str]:
+    """The name of each GPU in this machine, in the order of the PCI bus; a CounterError where NVML fails."""
+    with _one_question() as nvml:
+        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+        names = [nvml.nvmlDeviceGetName(handle) for handle in handles]
+    return [name.decode() if isinstance(name, bytes) else name for name in names]  # bytes: an old module's
+
+
+def driver_version() -> str:
+    """The version of the driver; a CounterError where NVML fails."""
+    with _one_question() as nvml:
+        return str(nvml.nvmlSystemGetDriverVersion())
+
+
+@contextmanager
+def _one_question() -> Iterator[Any]:
+    """NVML, opened and closed again. The library counts, so nobody else's is closed with it."""
+    nvml = _module()
+    try:
+        nvml.nvmlInit()
+        try:
+            yield nvml
+        finally:
+            with suppress(nvml.NVMLError):  # the answer is there
+                nvml.nvmlShutdown()
+    except nvml.NVMLError as problem:
+        raise CounterError(f"NVML does not answer: {problem}") from None
+
+
 def _module() -> Any:
     try:
         import pynvml
     except ImportError:
-        raise CounterError(
+        raise NvmlMissing(
             "reading a GPU's counters needs nvidia-ml-py: pip install 'truemfu[nvidia]'"
         ) from None
     return pynvml

@@ -19,7 +19,8 @@ from ...hardware.counters.executed import datasheet_clock_hz, executed_flops_per
 from ...hardware.counters.samples import GpuProcess
 from ...hardware.nsight.audited import AuditedKernels
 from ...hardware.specs import DeviceSpec
-from ...waterfall import Waterfall, waterfall
+from ...utilization import rate_over_peak
+from ...waterfall import Waterfall, WaterfallInputs, waterfall
 from ..metrics import StepAmounts, StepTime
 from ..training_side.hardware_watch import Measured
 
@@ -189,7 +190,6 @@ def figures_of(
             clock_hz=measured.clock_hz,
             executed_over_activity=1.0 if correction is None else correction,
         )
-    peak = sums.per_s("peak_flops")
     power_w = window.power_w
     if window.energy_j is not None and window.seconds > 0:
         power_w = window.energy_j / window.seconds
@@ -199,7 +199,7 @@ def figures_of(
         seconds=window.seconds,
         steps=sums.steps,
         executed_flops_per_s=executed,
-        executed_hfu=None if executed is None or not peak else executed / peak,
+        executed_hfu=rate_over_peak(executed, sums.per_s("peak_flops")),
         executed_over_activity=correction,
         clock_hz=measured.clock_hz,
         clock_source=measured.clock_source,
@@ -288,27 +288,29 @@ def _fall(
     if sums.tokens and sums.useful_tokens is not None:
         efficiency = sums.useful_tokens / sums.tokens
     fall = waterfall(
-        peak_flops_per_s=sums.per_s("peak_flops"),
-        model_flops_per_s=sums.per_s("model_flops"),
-        hardware_flops_per_s=counted,
-        executed_flops_per_s=executed,
-        datasheet_clock_hz=datasheet_clock_hz(spec),
-        mean_clock_hz=measured.clock_hz,
-        throttle=window.throttle,
-        gpu_busy_share=busy,
-        sm_active_share=window.sm_active if spec is not None else None,
-        tensor_active_share=window.tensor_active if spec is not None else None,
-        dram_active_share=window.dram_active,
-        data_wait_share=sums.data_wait_s / sums.elapsed_s if sums.elapsed_s else None,
-        between_steps_share=sums.between_s / sums.elapsed_s if sums.elapsed_s else None,
-        forwards_between_steps=sums.forwards,
-        # One GPU waits for nobody else: the rest is the host being late with launches.
-        launch_gap_share=1 - busy if busy is not None and world_size == 1 else None,
-        tile_factor=_over_everything(detail),
-        masked_flops_per_s=masked,
-        padding_efficiency=efficiency,
-        left_out=left_out,
-        world_size=world_size,
+        WaterfallInputs(
+            peak_flops_per_s=sums.per_s("peak_flops"),
+            model_flops_per_s=sums.per_s("model_flops"),
+            hardware_flops_per_s=counted,
+            executed_flops_per_s=executed,
+            datasheet_clock_hz=datasheet_clock_hz(spec),
+            mean_clock_hz=measured.clock_hz,
+            throttle=window.throttle,
+            gpu_busy_share=busy,
+            sm_active_share=window.sm_active if spec is not None else None,
+            tensor_active_share=window.tensor_active if spec is not None else None,
+            dram_active_share=window.dram_active,
+            data_wait_share=sums.data_wait_s / sums.elapsed_s if sums.elapsed_s else None,
+            between_steps_share=sums.between_s / sums.elapsed_s if sums.elapsed_s else None,
+            forwards_between_steps=sums.forwards,
+            # One GPU waits for nobody else: the rest is the host being late with launches.
+            launch_gap_share=1 - busy if busy is not None and world_size == 1 else None,
+            tile_factor=_over_everything(detail),
+            masked_flops_per_s=masked,
+            padding_efficiency=efficiency,
+            left_out=left_out,
+            world_size=world_size,
+        )
     )
     if fall is None or executed is None or not is_upper_bound:
         return fall

@@ -16,7 +16,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -48,22 +48,27 @@ def run_sweep(
     folder: Path,
     *,
     rerun: str = "none",
+    start_over: bool | None = None,
     listener: Listener,
     command: Sequence[str] = WORKER,
 ) -> SweepOutcome:
     """Run every experiment of the matrix that has no result yet; a UsageError before anything has started.
 
-    `rerun` is one of `resume.RERUN`; `command` starts a worker.
+    `rerun` is one of `resume.RERUN`. `start_over` is whether a sweep of other settings in the folder is
+    replaced; None: with rerun "all" it is. `command` starts a worker.
     """
     began = time.monotonic()
     check_rerun(rerun)
     config = parse(as_mapping(config))
     device = resolve_device(config.device, config.gpus)
     config = resolved(config, device)
-    places = slots(config, device, SweepFolder(folder), command)
-    there, record, lock = claim(folder, config, start_over=rerun == "all")
+    cases = cases_of(config, device)
+    places = slots(config, device, SweepFolder(folder.absolute()), command)
+    there, record, lock = claim(
+        folder, config, cases, start_over=rerun == "all" if start_over is None else start_over
+    )
     try:
-        sweep = _Sweep(config, there, record, lock, listener)
+        sweep = _Sweep(config, cases, there, record, lock, listener)
         with _stopped_by_signals(sweep.stop):
             sweep.run(places, rerun)
         wall_s = time.monotonic() - began
@@ -83,6 +88,7 @@ class _Sweep:
     def __init__(
         self,
         config: SweepConfig,
+        cases: Mapping[str, SweepCase],
         folder: SweepFolder,
         record: SweepRecord,
         folder_lock: FolderLock,
@@ -96,7 +102,7 @@ class _Sweep:
         self._folder_lock = folder_lock
         self._sweep_id = record.sweep_id
         self._listener = listener
-        self._cases = cases_of(config, config.device)
+        self._cases = cases
         limit = config.memory_limit_gib
         self._memory_limit_bytes = None if limit is None else int(limit * 2**30)
         around = surroundings(device_name(config.device), self._memory_limit_bytes)

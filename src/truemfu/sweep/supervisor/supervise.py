@@ -170,11 +170,11 @@ def save(folder: SweepFolder, result: CaseResult) -> CaseResult:
     try:
         write_record(file, result)
     except OSError as error:
-        problems.append(f"results/{result.name}.json could not be written: {error.strerror}")
+        problems.append(f"{file.relative_to(folder.root)} could not be written: {error.strerror}")
     try:
         seal_log(log, result)
     except OSError as error:
-        problems.append(f"logs/{result.name}.log could not be written: {error.strerror}")
+        problems.append(f"{log.relative_to(folder.root)} could not be written: {error.strerror}")
     return msgspec.structs.replace(result, notes=result.notes + problems) if problems else result
 
 

@@ -46,6 +46,7 @@ def main() -> int:
 
     from ...errors import RecordError
     from ..order import decode_order
+    from ..paths import SweepFolder
     from ..trainers.base import TrainerSettings
     from ..trainers.standard import make_optimizer
     from .experiment import Experiment
@@ -71,7 +72,7 @@ def main() -> int:
     experiment = Experiment(order, voice.say, started_at_s=STARTED_AT_S, began_at_s=began_at_s)
     if order.purpose == "probe":
         return 1 if experiment.probe() is None else 0
-    return voice.report(experiment.run(), Path(order.folder))
+    return voice.report(experiment.run(), SweepFolder(Path(order.folder)).result(order.name))
 
 
 def _die_with_parent() -> None:

@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 
 from ... import __version__
+from ...errors import CounterError, NvmlMissing
+from ...hardware.counters.nvml import driver_version
 from ...provenance import library_versions
 from ...records import Environment, Memory
 from ..process import peak_memory_bytes
@@ -76,15 +78,11 @@ def cpu_name() -> str:
 def _driver() -> str | None:
     """The version of NVIDIA's kernel driver, from NVML where its bindings are installed."""
     try:
-        import pynvml
-    except ImportError:
-        pass
-    else:
-        try:
-            pynvml.nvmlInit()
-            return str(pynvml.nvmlSystemGetDriverVersion())
-        except pynvml.NVMLError as error:
-            print(f"note: NVML does not answer: {error}")
+        return driver_version()
+    except NvmlMissing:
+        pass  # the extra is not installed: the file below knows it too
+    except CounterError as error:
+        print(f"note: {error}")
     try:
         return Path("/sys/module/nvidia/version").read_text(encoding="ascii").strip()
     except OSError:

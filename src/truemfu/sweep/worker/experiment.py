@@ -33,6 +33,7 @@ from ...records import (
 )
 from ..failures import end_of, is_out_of_memory
 from ..order import WorkerOrder
+from ..paths import SweepFolder
 from ..progress import Progress, append_progress
 from ..trainers.base import Trainer, TrainerSettings, load_trainer
 from .case_model import Batch, CaseModel, build_case_model, endless_batches, samples_of
@@ -118,8 +119,9 @@ class Experiment:
 
     def _run(self) -> tuple[End, str | None]:
         case, device = self._case, self._device
-        folder = Path(self._order.folder) / "runs" / self._order.name
-        self._note(clear_run_folder(folder))
+        files = SweepFolder(Path(self._order.folder))
+        run_folder, trace = files.run(self._order.name), files.trace(self._order.name)
+        self._note(clear_run_folder(run_folder))
         self._look_around()
         trainer_class = load_trainer(case.trainer)
         self._begin(Phase.GATE)
@@ -150,7 +152,6 @@ class Experiment:
         if idle is not None:
             return End.INCORRECT, f"the steps of {case.trainer} do not train: {idle}"
 
-        trace = folder / f"{self._order.name}.pt.trace.json.gz"
         self._begin(Phase.PROFILED)
         steps, trace_note = write_trace(trainer, batches, case, device, trace)
         samples, tokens = _samples_and_tokens(built.example)
@@ -162,11 +163,11 @@ class Experiment:
             flops=flops,
             data_wait_s=timed.data_wait_s,
             final_loss=timed.losses[-1],
-            trace=f"runs/{self._order.name}/{trace.name}" if steps else None,
+            trace=str(trace.relative_to(files.root)) if steps else None,
             trace_note=trace_note,
         )
         self._begin(Phase.DONE)
-        self._note(write_events(folder, self._order.name, self._measured, timed.losses))
+        self._note(write_events(run_folder, self._order.name, self._measured, timed.losses))
         return End.OK, None
 
     def _look_around(self) -> None:

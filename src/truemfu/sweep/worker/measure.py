@@ -24,7 +24,7 @@ from ...convention import Attention, Convention
 from ...flops import FlopCount, count_step, count_target
 from ...monitor.training_side.clock import StepClock, clock_for, duration_s
 from ...records import Flops, StepTimes, SweepCase
-from ...utilization import calculate_mfu, ideal_flops_per_s
+from ...utilization import Utilization, calculate_mfu
 from ..trainers.base import Trainer
 from .case_model import Batch, count_target_of
 
@@ -133,17 +133,17 @@ def count_work(
     convention = Convention(attention=cast(Attention, case.attention))  # checked there
     needed = count_target(count_target_of(case), convention=convention, backward=True)
     executed = count_step(trainer.step, batch, convention=convention)
-    peak, peak_source = ideal_flops_per_s(needed.by_dtype, device)
+    used = Utilization.of(needed, step_time_s, device=device)
     return Flops(
         model_flops=needed.model_flops,
         hardware_flops=executed.hardware_flops,
         model_method=needed.method,
         hardware_method=executed.method,
         attention=convention.attention,
-        peak_flops_per_s=peak,
-        peak_source=peak_source,
-        mfu=calculate_mfu(needed.model_flops, step_time_s, peak),
-        hfu=calculate_mfu(executed.hardware_flops, step_time_s, peak),
+        peak_flops_per_s=used.peak_flops_per_s,
+        peak_source=used.peak_source,
+        mfu=used.mfu,
+        hfu=calculate_mfu(executed.hardware_flops, step_time_s, used.peak_flops_per_s),
         uncounted=_uncounted(needed, executed),
     )
 

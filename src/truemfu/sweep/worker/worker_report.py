@@ -31,11 +31,11 @@ class Voice:
         with contextlib.suppress(OSError):
             plain_files.write_all(self._log, text.encode(errors="replace") + b"\n")
 
-    def report(self, result: CaseResult, folder: Path) -> int:
-        """Hand the result over, write it and say it in the log, the JSON last; the worker's exit code."""
+    def report(self, result: CaseResult, file: Path) -> int:
+        """Hand the result over, write it to `file` and say it in the log, the JSON last; the exit code."""
         handed_over = self._hand_over(encode(result))
         try:
-            write_record(folder / "results" / f"{result.name}.json", result)
+            write_record(file, result)
             handed_over = True
         except OSError as error:
             self.say(f"note: the result cannot be written: {error.strerror or error}")
