@@ -8,7 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+import truemfu
 from truemfu.records import SweepCase
+from truemfu.sweep import content_hash as content_hash_module
 from truemfu.sweep.content_hash import content_hash, find_module, surroundings
 
 CASE = SweepCase(trainer="StandardTrainer", model="tiny", batch_size=2, seq_len=32)
@@ -86,3 +88,11 @@ def test_a_module_in_the_current_folder_hides_no_installed_one(
         assert mine is not None
         assert Path(torch.origin or "").parent != tmp_path
         assert Path(mine.origin or "").parent == tmp_path
+
+
+def test_the_supervisors_own_files_decide_no_result_and_are_all_there() -> None:
+    package = Path(truemfu.__file__).parent / "sweep"
+    assert all((package / name).exists() for name in content_hash_module._SUPERVISOR)
+    measured = {str(file.relative_to(package.parent)) for file in content_hash_module._own_sources()}
+    assert {"sweep/worker/measure.py", "sweep/trainers/private.py", "flops/count/tally.py"} <= measured
+    assert not [name for name in measured if name.startswith(("sweep/supervisor", "sweep/launchers"))]
