@@ -15,7 +15,7 @@ NEWEST_TORCH  ?=
 NEWEST_VENV   := .venv-$(or $(NEWEST_TORCH),newest)
 NEWEST_STAMP  := $(NEWEST_VENV)/.installed
 
-.PHONY: help setup demo test faults lint format test-oldest test-newest bench clean
+.PHONY: help setup demo test test-all faults lint format test-oldest test-newest bench clean
 
 help:           ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1 # /p' $(MAKEFILE_LIST) | awk -F' # ' '{printf "make %-12s %s\n", $$1, $$2}'
@@ -30,8 +30,11 @@ $(STAMP): pyproject.toml constraints-dev.txt
 demo: setup     ## every trainer once on this machine, the summary, and out/demo/report.html
 	$(BIN)/python examples/demo.py
 
-test: setup     ## the tests
-	$(BIN)/python -m pytest -n 2
+test: setup     ## the tests, in about ten minutes on two cores
+	$(BIN)/python -m pytest -n 2 -m "not long"
+
+test-all: test  ## and the long ones: real workers, ranks, trackers, kills, faults
+	$(BIN)/python -m pytest -n 2 -m long
 
 faults: setup   ## every attack of the fault suite, in about ten minutes; FAULTS="--seed 1" for others
 	$(BIN)/python -W ignore -m faults $(FAULTS)

@@ -18,6 +18,45 @@ if (
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _FOREVER_S = 240
+LONG = (
+    # real workers, one process for each experiment
+    "tests/sweep/test_worker.py",
+    "tests/sweep/test_runner.py",
+    "tests/test_compat_sweep.py",
+    "tests/test_cli_sweep.py",
+    "tests/sweep/test_supervise.py::test_a_hang_is_ended_at_its_time_limit_even_if_it_ignores_term",
+    # real Opacus on every model
+    "tests/sweep/test_gate.py",
+    # real ranks
+    "tests/monitor/test_job.py",
+    "tests/monitor/test_ranks.py",
+    # real trackers, all at once
+    "tests/monitor/test_all_trackers.py",
+    # a process for each private name of torch, and for each attack
+    "tests/test_torch_private.py::test_without_a_name",
+    "tests/test_fault_suite.py::test_no_attack_of_the_short_form",
+    # processes that are killed or asked to end, and what they have on disk some seconds later
+    "tests/monitor/test_signals.py",
+    "tests/monitor/test_faults.py::test_an_impatient_second_interrupt",
+    "tests/monitor/test_faults.py::test_a_run_that_ends_while_it_counts",
+    "tests/monitor/test_faults.py::test_a_process_killed_after_it_counted",
+    "tests/monitor/test_faults.py::test_a_process_ends_as_it_would_have",
+)
+"""Tests for `make test-all` alone, by the beginning of their name; `make test` is to take ten minutes."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.nodeid.startswith(LONG):
+            item.add_marker("long")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """A name in LONG that is no test's any more is an error, where all tests were collected."""
+    if session.config.args == session.config.getini("testpaths") and not session.config.option.markexpr:
+        unknown = [name for name in LONG if not any(item.nodeid.startswith(name) for item in session.items)]
+        if unknown:
+            raise pytest.UsageError(f"tests/conftest.py: LONG names tests that do not exist: {unknown}")
 
 
 @pytest.fixture
