@@ -125,7 +125,7 @@ class EagerAttention:
         self._resolve = resolve
         self._rescale = rescale
 
-    def see(self, packet: Any, args: tuple[Any, ...], out: Any, entry: Any) -> None:
+    def record(self, packet: Any, args: tuple[Any, ...], out: Any, entry: Any) -> None:
         """Look at one operator of the forward pass; `entry` is its line in the tally, if it is a product."""
         if packet in _PRODUCTS and entry is not None:
             self._see_product(packet, args, out, entry)

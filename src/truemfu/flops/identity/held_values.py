@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from ..wrappers import is_left_out
+from ..wrappers import is_not_model_work
 from .code_packages import home_of, is_read, package_of
 
 OF_TORCH = frozenset({*vars(nn.Module()), "_compiled_call_impl"})
@@ -93,14 +93,14 @@ def attributes_of(value: Any) -> dict[str, Any]:
 def forward_hooks(module: nn.Module) -> Iterator[Any]:
     """Hooks of a module that run in a count: not those that watch the run, nor those that gather shards."""
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        yield from (hook for hook in hooks.values() if not is_left_out(hook))
+        yield from (hook for hook in hooks.values() if not is_not_model_work(hook))
 
 
 def global_hooks() -> Iterator[Any]:
     """Hooks on all modules of the process that run in a count."""
     home = nn.modules.module
     for name in ("_global_forward_pre_hooks", "_global_forward_hooks"):
-        yield from (hook for hook in getattr(home, name).values() if not is_left_out(hook))
+        yield from (hook for hook in getattr(home, name).values() if not is_not_model_work(hook))
 
 
 def _items(mapping: Mapping[Any, Any]) -> Iterator[Any]:

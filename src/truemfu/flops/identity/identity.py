@@ -26,7 +26,7 @@ from torch.nn.parameter import is_lazy
 from ... import __version__
 from ..operators import formulas as _formulas  # registers truemfu's own formulas
 from ..registry import MODULE_FORMULAS, OPERATOR_FORMULAS
-from ..wrappers import beneath_fsdp, unwrap
+from ..wrappers import unwrap, unwrap_fsdp
 from .code_digest import name_of, pack
 from .code_packages import is_read, version_of
 from .compiled_code import Unreadable, is_compiled
@@ -85,7 +85,7 @@ class _Identity:
         if not is_new:
             return b"again " + number
         _check_forward(module)
-        cls, dtype = beneath_fsdp(module)
+        cls, dtype = unwrap_fsdp(module)
         self._values.packages.add(cls.__module__.partition(".")[0])
         own = {name: value for name, value in vars(module).items() if name not in OF_TORCH}
         tensors = [

@@ -41,7 +41,7 @@ def factors(name: str, args: Sequence[Any]) -> Sequence[Any]:
     return args[1:] if name in _BIAS_FIRST else args
 
 
-def ask_formula(
+def apply_formula(
     name: str, formula: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
 ) -> int | RecurrentWork | AttentionWork:
     """The work a formula finds; what goes wrong in it is said with the operator's name."""

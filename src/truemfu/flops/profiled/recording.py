@@ -25,7 +25,7 @@ from ..operators.dtype_names import dtype_name
 from ..operators.formulas import RecurrentWork
 from ..operators.matrix_work import (
     INDEX_DTYPES,
-    ask_formula,
+    apply_formula,
     does_matrix_work,
     factors,
     is_torch_own,
@@ -201,7 +201,7 @@ class _Reading:
         if name in KERNELS:
             return work_of_kernel(name, call.by_name)
         args, kwargs = call.operands
-        return ask_formula(name, OPERATOR_FORMULAS[name], args, kwargs, LazyResult(call))
+        return apply_formula(name, OPERATOR_FORMULAS[name], args, kwargs, LazyResult(call))
 
     def _flops(self, event: Any, work: Any, place: Place) -> tuple[int, int] | None:
         """(needed, executed) of one call; None where the recording says too little."""
