@@ -64,7 +64,7 @@ def travelled(fitted: FlopModel) -> Any:
 
 @pytest.fixture(autouse=True)
 def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(truemfu.errors, "_said", set())
+    monkeypatch.setattr(truemfu.errors, "_already_warned", set())
 
 
 @pytest.fixture

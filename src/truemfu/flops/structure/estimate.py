@@ -4,7 +4,7 @@
     batch ──► Sizes, from shapes ──────────► × ──► FlopCount
 
 `count_flops` runs the model on fake tensors and is exact; this reads modules, shapes and configuration, and
-is right where a forward does what its modules suggest. docs/estimate.md has its error on every public case.
+is right if a forward does what its modules suggest. docs/estimate.md has its error on every public case.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ _DEFAULT = Convention()
 def estimate_flops(
     model: nn.Module, batch: Mapping[str, Any] | tuple[Any, ...], *, convention: Convention = _DEFAULT
 ) -> FlopCount:
-    """FLOPs of one training step of `model` on `batch`, as far as the model's structure tells."""
+    """FLOPs of one training step of `model` on `batch`, estimated from the model's structure."""
     return Estimator(model, convention=convention)(batch)
 
 
 class Estimator:
-    """FLOPs of a training step as a function of the batch, read off the model's modules.
+    """FLOPs of a training step as a function of the batch, derived from the model's modules.
 
-    What is trained, checkpointed and cast by autocast is read when the estimator is made; the model is not
-    touched. A batch on a GPU is not read, only its shapes.
+    What is trained, checkpointed and cast by autocast is read at construction; the model is not changed. Of a
+    batch on a GPU, only the shapes are read.
     """
 
     def __init__(self, model: nn.Module, *, convention: Convention = _DEFAULT) -> None:
@@ -55,7 +55,7 @@ class Estimator:
         self._read = BatchReader(inner, walk)
         self._notes = tuple(walk.notes)
         if not any(work.backward for work in self._works):
-            self._notes += ("nothing that is multiplied is trained: there is no backward",)
+            self._notes += ("no weight of a product is trained: there is no backward",)
         places: dict[Quantity, int] = {}
         forward: defaultdict[int, int] = defaultdict(int)
         backward: defaultdict[int, int] = defaultdict(int)
@@ -96,7 +96,7 @@ class Estimator:
 
 
 class _Splits:
-    """The splits of an estimate, worked out when somebody looks."""
+    """The splits of an estimate, computed on first access."""
 
     def __init__(self, works: Sequence[Work], units: Sequence[int]) -> None:
         self._works, self._units = works, units
