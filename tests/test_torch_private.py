@@ -297,7 +297,7 @@ def test_what_torch_tells_is_tried_out(tells: Any) -> None:
     thread.start()
     thread.join()
     assert found == [True, True]
-    assert table.said == {}
+    assert table.missing == {}
 
 
 def test_names_are_tried_out_wherever_the_package_is_first_imported() -> None:

@@ -73,7 +73,7 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 def original_device(tensor: torch.Tensor) -> torch.device:
     """The device a tensor is on in the run that is counted; the CPU if it is not recorded."""
-    place: torch.device | None = getattr(tensor, "_truemfu_device", None)
-    if place is not None:
-        return place
+    device: torch.device | None = getattr(tensor, "_truemfu_device", None)
+    if device is not None:
+        return device
     return torch.device("cpu") if tensor.device.type == "meta" else tensor.device

@@ -127,7 +127,7 @@ ATTRIBUTES: dict[str, str] = {
 }
 """What is lost without attributes of torch's objects; each such error fails at most one count."""
 
-said: dict[str, str] = {}
+missing: dict[str, str] = {}
 """The names found missing so far, and what is lost: for the summary of a run."""
 
 _VERSION = tuple(int(number) for number in torch.__version__.split(".")[:2])
@@ -147,11 +147,11 @@ def reason(path: str) -> str:
 
 def miss(path: str) -> None:
     """Record a missing name that the caller can do without: warn once, unless this torch predates it."""
-    if path in said or NAMES[path].since > _VERSION:
+    if path in missing or NAMES[path].since > _VERSION:
         return
-    said[path] = reason(path)
+    missing[path] = reason(path)
     with contextlib.suppress(TruemfuWarning):  # a filter may turn warnings into errors, during training
-        warn_once(said[path])
+        warn_once(missing[path])
 
 
 def require(*paths: str) -> None:

@@ -135,9 +135,9 @@ def mask_of_function(
     cannot be evaluated for all indices at once.
     """
     indices = []
-    for place, n in enumerate(shape):
+    for dim, n in enumerate(shape):
         index = make(n)
-        indices.append(index.reshape([-1 if i == place else 1 for i in range(4)]))
+        indices.append(index.reshape([-1 if i == dim else 1 for i in range(4)]))
     try:
         allowed = function(*indices)
     except Exception:  # a user's function may fail in any way; the caller adds a note that it was not read

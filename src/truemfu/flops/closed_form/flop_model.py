@@ -147,7 +147,7 @@ class FlopModel:
             "attention": self.convention.attention,
             "backward": self._backward,
             "has_loss_fn": self._loss_fn is not None,
-            "kinds": [kind.export() for kind in self._kinds if kind.layout.can_travel],
+            "kinds": [kind.export() for kind in self._kinds if kind.layout.is_exportable],
         }
 
     @property
@@ -169,7 +169,7 @@ class FlopModel:
         """
         batch = _arguments(batch)
         if isinstance(batch, (Mapping, tuple, list)):
-            for kind, sizes in self._kinds_but_for_numbers(batch):
+            for kind, sizes in self._kinds_with_any_numbers(batch):
                 known = kind.known(sizes, self.convention)
                 if known is not None:
                     return known
@@ -201,7 +201,7 @@ class FlopModel:
         return {} if form is None else form.written()
 
     def _count(self, batch: Any) -> FlopCount:
-        found = self._find(batch) or self._find_beyond(batch)
+        found = self._find(batch) or self._find_beyond_seen_numbers(batch)
         if found is None:
             check_call(self._model, batch)
             kind = self._calibrate(batch)
@@ -209,7 +209,7 @@ class FlopModel:
         kind, sizes = found
         count = kind.known(sizes, self.convention)
         if count is None:
-            tally, method, notes = self._run_whole(kind, batch, sizes)
+            tally, method, notes = self._run_with_values(kind, batch, sizes)
             count = tally.result(method=f"{method}, {kind.method}", notes=(*notes, *kind.notes))
             warn_uncounted(count)
             kind.store(sizes, count)
@@ -229,22 +229,22 @@ class FlopModel:
                     return kind, sizes
         return None
 
-    def _find_beyond(self, batch: Any) -> tuple[Kind, dict[str, Any]] | None:
+    def _find_beyond_seen_numbers(self, batch: Any) -> tuple[Kind, dict[str, Any]] | None:
         """The kind of a batch whose free numbers are far from those seen, if they still change nothing."""
         if not isinstance(batch, (Mapping, tuple, list)):
             return None
         count = None
-        for kind, sizes in self._kinds_but_for_numbers(batch):
+        for kind, sizes in self._kinds_with_any_numbers(batch):
             known = kind.known(sizes, self.convention)
             if known is None:
                 continue
-            count = count or self._run_whole(kind, batch, sizes)[0].result(method="")
+            count = count or self._run_with_values(kind, batch, sizes)[0].result(method="")
             if (known.forward, known.backward) == (count.forward, count.backward):
-                kind.layout = kind.layout.with_wider(batch)
+                kind.layout = kind.layout.with_wider_ranges(batch)
                 return kind, sizes
         return None
 
-    def _kinds_but_for_numbers(self, batch: Any) -> Iterator[tuple[Kind, dict[str, Any]]]:
+    def _kinds_with_any_numbers(self, batch: Any) -> Iterator[tuple[Kind, dict[str, Any]]]:
         """The kinds that match a batch with any free numbers, and its sizes in each."""
         for kind in self._kinds:
             sizes = kind.layout.quick_sizes(batch, any_number=True) if kind.layout.free else None
@@ -270,7 +270,9 @@ class FlopModel:
             del self._kinds[0]
         return kind
 
-    def _run_whole(self, kind: Kind, batch: Any, sizes: dict[str, Any]) -> tuple[Tally, str, tuple[str, ...]]:
+    def _run_with_values(
+        self, kind: Kind, batch: Any, sizes: dict[str, Any]
+    ) -> tuple[Tally, str, tuple[str, ...]]:
         """One counted step on a batch; integer tensors without values are generated."""
         return self._run(BatchMaker(unwrap(self._model), batch).own(kind.layout, sizes))
 
@@ -295,7 +297,7 @@ class FlopModel:
             raise UsageError("this export of a FlopModel cannot be read: its terms nest too deeply") from None
         except UsageError as error:
             raise UsageError(f"this export of a FlopModel cannot be read: {error}") from None
-        ours = [kind.layout.export() for kind in self._kinds if kind.layout.can_travel]
+        ours = [kind.layout.export() for kind in self._kinds if kind.layout.is_exportable]
         self._kinds += [kind for kind in kinds if kind.layout.export() not in ours]
         del self._kinds[:-_MAX_KINDS]
 

@@ -154,7 +154,7 @@ class Layout:
         values = {key: (self.constants[key], other.constants[key]) for key in keys}
         return self._with(free={**self.free, **{key: (min(two), max(two)) for key, two in values.items()}})
 
-    def with_wider(self, batch: Any) -> Layout:
+    def with_wider_ranges(self, batch: Any) -> Layout:
         """The same layout with its free ranges extended to this batch's numbers.
 
         They extend as far again beyond the number, so that a growing one is checked ever more rarely.
@@ -270,7 +270,7 @@ class Layout:
             found["grids"] = [grid for key in self.grids for grid in grids_of(batch, key)]
 
     @property
-    def can_travel(self) -> bool:
+    def is_exportable(self) -> bool:
         """Whether all arguments other than tensors are plain data, so that the layout can be exported."""
         return all(_is_plain(value) for value in self.constants.values())
 

@@ -72,13 +72,13 @@ def stored_attributes_in(code: types.CodeType) -> tuple[str, ...]:
     return _named_by(code, _ATTRIBUTE_STORES)
 
 
-def _named_by(code: types.CodeType, wanted: dict[int, int]) -> tuple[str, ...]:
+def _named_by(code: types.CodeType, instructions: dict[int, int]) -> tuple[str, ...]:
     """The names that certain instructions use, in order."""
     found: dict[str, None] = {}
     for inner in codes(code):
         content = inner.co_code
         operations = content[::2]
-        for operation, shift in wanted.items():
+        for operation, shift in instructions.items():
             at = operations.find(operation)
             while at >= 0:
                 number, scale, before = content[2 * at + 1], 8, at - 1

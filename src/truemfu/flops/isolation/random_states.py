@@ -47,7 +47,7 @@ def own_random_draws(model: nn.Module) -> Iterator[set[str]]:
             if name in before and not _is_same(before[name], get())
         }
         if changed:
-            ours = changed if is_alone() else drawn | _mentioned(model)
+            ours = changed if is_alone() else drawn | _generators_in_code(model)
             for name, (put, state) in changed.items():
                 if name in ours:
                     put(state)
@@ -105,6 +105,6 @@ def is_alone() -> bool:
     return all(t.ident == here or t.name.startswith(_OWN_THREADS) for t in threading.enumerate())
 
 
-def _mentioned(model: nn.Module) -> set[str]:
+def _generators_in_code(model: nn.Module) -> set[str]:
     found = set(random_generators_used(model))
     return found | {"cuda"} if "torch" in found else found

@@ -157,7 +157,7 @@ class _Saved:
     """The saved content of a model's shared locations, as it was before a count."""
 
     def __init__(self, locations: _Locations) -> None:
-        self._places = locations
+        self._locations = locations
         self._is_plain: dict[type, bool] = {}
         self._contents: dict[int, tuple[Any, list[Any]]] = {}
         self._modules = set(sys.modules)
@@ -218,7 +218,7 @@ class _Saved:
                 cache.cache_clear()
         for namespace, name, old in self._globals:
             now = namespace.get(name, _MISSING)
-            written = (id(namespace), name) in self._places.written
+            written = (id(namespace), name) in self._locations.written
             if _is_changed(old, now) and (written or is_ours or _is_of_a_count(now)):
                 _restore_name(namespace.__setitem__, namespace.__delitem__, name, old)
         for cell, old in self._cells:
@@ -230,7 +230,7 @@ class _Saved:
                 old, now = before.get(name, _MISSING), vars(cls).get(name, _MISSING)
                 if not _is_changed(old, now) or _is_special(name):
                     continue
-                if name in self._places.stored or is_ours or _is_of_a_count(now):
+                if name in self._locations.stored or is_ours or _is_of_a_count(now):
                     put = functools.partial(type.__setattr__, cls)
                     _restore_name(put, functools.partial(type.__delattr__, cls), name, old)
         for container, old_entries in self._contents.values():

@@ -175,8 +175,8 @@ def _visual_tokens(view: ModelView, image: Batch) -> int:
     with torch.no_grad(), torch.device("meta" if view.on_meta else "cpu"):
         try:
             whole: Any = view.model
-            asked = whole if hasattr(whole, "get_image_features") else whole.base_model
-            features = asked.get_image_features(**image)
+            owner = whole if hasattr(whole, "get_image_features") else whole.base_model
+            features = owner.get_image_features(**image)
         except Exception as error:
             raise BatchError(
                 f"{type(view.model).__name__} does not show how many tokens an image takes: "
@@ -190,11 +190,11 @@ def _visual_tokens(view: ModelView, image: Batch) -> int:
 
 def _contrasted(view: ModelView, request: BatchRequest) -> Batch:
     ids = view.tokens(request.samples, view.length(request))
-    return {"input_ids": ids, "pixel_values": view.pictures(request.samples, request), "return_loss": True}
+    return {"input_ids": ids, "pixel_values": view.images(request.samples, request), "return_loss": True}
 
 
 def _image_and_text(view: ModelView, request: BatchRequest) -> Batch:
-    return {**_text(view, request), "pixel_values": view.pictures(request.samples, request)}
+    return {**_text(view, request), "pixel_values": view.images(request.samples, request)}
 
 
 def _spectrogram(view: ModelView, request: BatchRequest) -> Batch:
@@ -223,7 +223,7 @@ def _audio(view: ModelView, request: BatchRequest) -> Batch:
 
 
 def _images(view: ModelView, request: BatchRequest) -> Batch:
-    batch: Batch = {"pixel_values": view.pictures(request.samples, request)}
+    batch: Batch = {"pixel_values": view.images(request.samples, request)}
     if not view.takes("labels"):
         return batch
     if view.takes("decoder_input_ids"):

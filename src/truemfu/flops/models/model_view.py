@@ -121,7 +121,7 @@ class ModelView:
             return int(size[0]), int(size[-1])
         return int(size), int(size)
 
-    def pictures(self, count: int, request: BatchRequest) -> Tensor:
+    def images(self, count: int, request: BatchRequest) -> Tensor:
         height, width = self.image_edges(request)
         return self.floats(count, self.channels, height, width)
 

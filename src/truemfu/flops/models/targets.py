@@ -82,7 +82,7 @@ class Target:
     @property
     def tensor_shapes(self) -> dict[str, list[int]]:
         """The same as plain data; tensors of a tuple are named by their index."""
-        return {name or str(place): list(t.shape) for place, (name, t) in enumerate(self._tensors())}
+        return {name or str(i): list(t.shape) for i, (name, t) in enumerate(self._tensors())}
 
     def _tensors(self) -> list[tuple[str, Tensor]]:
         if isinstance(self.batch, Mapping):

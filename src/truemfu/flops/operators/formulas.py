@@ -284,16 +284,16 @@ class RecurrentWork:
         weights = iter(range(1, len(edges) - 2, stride))
         total = 0
         for layer in self.layers:
-            wanted = []
+            needs_gradient = []
             for d in layer:
                 start = next(weights)
                 own = edges[start : start + stride]
                 total += d.by_input * own[0] + d.by_state * own[1] + d.projection * own[-1]
-                wanted.append(below or any(own) or hidden_grad)
-                if wanted[-1]:
+                needs_gradient.append(below or any(own) or hidden_grad)
+                if needs_gradient[-1]:
                     state = d.by_state if hidden_grad else d.by_state - d.first
                     total += d.by_input * below + d.projection + state
-            below = any(wanted)
+            below = any(needs_gradient)
         return total
 
     def executed_backward_flops(self) -> int:

@@ -83,10 +83,10 @@ def live(tensor: torch.Tensor) -> torch.Tensor:
 
 def real_copy(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device | None) -> torch.Tensor:
     """The same values in CPU memory; zeros for a meta tensor."""
-    wanted, tensor = tensor.requires_grad, live(tensor)
+    needs_gradient, tensor = tensor.requires_grad, live(tensor)
     if tensor.is_meta:
-        return torch.zeros_like(tensor, device="cpu", dtype=dtype, requires_grad=wanted)
-    return host_copy(tensor).to(dtype).requires_grad_(wanted)
+        return torch.zeros_like(tensor, device="cpu", dtype=dtype, requires_grad=needs_gradient)
+    return host_copy(tensor).to(dtype).requires_grad_(needs_gradient)
 
 
 class FakeTensorMaker:
@@ -97,15 +97,15 @@ class FakeTensorMaker:
 
     def __call__(self, tensor: torch.Tensor, dtype: torch.dtype, device: torch.device | None) -> torch.Tensor:
         """A leaf with this tensor's metadata and without its data; small values stay readable."""
-        wanted = tensor.requires_grad
+        needs_gradient = tensor.requires_grad
         if _is_sharded(tensor):  # here it has its full size
             shape, stride = tensor.shape, torch.empty(tensor.shape, device="meta").stride()
         elif _is_plain(tensor):
             shape, stride = tensor.shape, tensor.stride()
         else:
             made = self._mode.from_tensor(tensor.detach(), static_shapes=True)
-            return made.requires_grad_(wanted)
-        bare = torch.empty_strided(shape, stride, dtype=dtype, device="meta", requires_grad=wanted)
+            return made.requires_grad_(needs_gradient)
+        bare = torch.empty_strided(shape, stride, dtype=dtype, device="meta", requires_grad=needs_gradient)
         fake: torch.Tensor = FakeTensor(self._mode, bare, device or original_device(tensor))
         if not _is_sharded(tensor) and _has_small_value(tensor):
             values, on_read = tensor.detach(), self.on_read

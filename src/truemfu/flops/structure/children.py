@@ -39,17 +39,17 @@ def visit_children(walk: Walk, module: nn.Module, path: str, flow: Flow) -> Flow
     """Visit a module's children in order, with the usual exceptions."""
     children = _runnable(module)
     is_list = isinstance(module, (nn.ModuleList, nn.Sequential))
-    repeated = isinstance(module, nn.ModuleList) or (is_list and _has_twins(children))
+    repeated = isinstance(module, nn.ModuleList) or (is_list and _has_equal_blocks(children))
     if repeated and "expert" in path and len(children) > 1:
         return expert_list(walk, module, path, flow)
     normed_first = [c for n, c in children.items() if _BEFORE.search(n) and module_types.is_norm(c)]
     before = flow = flow.trained(any(map(module_types.is_trained, normed_first)))
-    decoder = _decoder_beside_encoder(children)
+    decoder = _decoder_with_encoder(children)
     pools, finished, seen = list(pools_in(type(module).forward)), [flow], set[str]()
-    for place, (name, child) in enumerate(children.items()):
+    for index, (name, child) in enumerate(children.items()):
         if id(child) in walk.visited and not is_list and not module_types.is_embedding(child):
             continue  # another name of a layer registered elsewhere
-        branch = _is_branch(name, child, flow, list(children.values())[place + 1 :])
+        branch = _is_branch(name, child, flow, list(children.values())[index + 1 :])
         same_input = any(name in group and group & seen for group in _SAME_INPUT)
         if name == decoder:
             walk.memory, taken = flow, Flow(Stream(TARGET))
@@ -59,8 +59,8 @@ def visit_children(walk: Walk, module: nn.Module, path: str, flow: Flow) -> Flow
             taken = _matching(child, flow, [before] if is_list else finished)
         start, was_dead = len(walk.works), walk.dead
         if repeated:
-            walk.blocks.append(place)
-            walk.dead = walk.live_layers is not None and place >= walk.live_layers % (len(children) + 1)
+            walk.blocks.append(index)
+            walk.dead = walk.live_layers is not None and index >= walk.live_layers % (len(children) + 1)
         after = _visit_child(walk, module, child, f"{path}.{name}" if path else name, taken)
         if repeated:
             walk.blocks.pop()
@@ -161,7 +161,7 @@ def _fits(linear: Linear, flow: Flow) -> bool:
     return rest == 0 and isqrt(ratio) ** 2 == ratio
 
 
-def _decoder_beside_encoder(children: Mapping[str, nn.Module]) -> str | None:
+def _decoder_with_encoder(children: Mapping[str, nn.Module]) -> str | None:
     """The name of a decoder that attends to a sibling encoder."""
     if not any(name.endswith("encoder") for name in children):
         return None
@@ -171,7 +171,7 @@ def _decoder_beside_encoder(children: Mapping[str, nn.Module]) -> str | None:
     return next(decoders, None)
 
 
-def _has_twins(children: Mapping[str, nn.Module]) -> bool:
+def _has_equal_blocks(children: Mapping[str, nn.Module]) -> bool:
     """Whether several children are blocks of the same class."""
     classes = Counter(type(c) for c in children.values() if c._modules)
     return any(n > 1 for n in classes.values())

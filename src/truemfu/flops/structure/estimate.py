@@ -56,35 +56,34 @@ class Estimator:
         self._notes = tuple(walk.notes)
         if not any(work.backward for work in self._works):
             self._notes += ("no weight of a product is trained: there is no backward",)
-        places: dict[Quantity, int] = {}
+        indices: dict[Quantity, int] = {}
         forward: defaultdict[int, int] = defaultdict(int)
         backward: defaultdict[int, int] = defaultdict(int)
         recompute: defaultdict[int, int] = defaultdict(int)
-        counted_at = []
+        counted_indices = []
         for work in self._works:
-            counted = places.setdefault(work.counted, len(places))
-            executed = places.setdefault(work.executed, len(places))
-            counted_at.append(counted)
+            counted = indices.setdefault(work.counted, len(indices))
+            executed = indices.setdefault(work.executed, len(indices))
+            counted_indices.append(counted)
             forward[counted] += work.forward
             backward[counted] += work.backward
             recompute[counted] -= work.forward + work.backward
             recompute[executed] += work.forward + work.executed_backward + work.again
-        self._counted_at = tuple(counted_at)
-        self._quantities = tuple(quantity.of for quantity in places)
+        self._counted_indices = tuple(counted_indices)
+        self._quantities = tuple(quantity.of for quantity in indices)
         self._forward, self._backward, self._recompute = (
-            [(place, flops) for place, flops in sums.items() if flops]
-            for sums in (forward, backward, recompute)
+            [(i, flops) for i, flops in sums.items() if flops] for sums in (forward, backward, recompute)
         )
 
     def __call__(self, batch: Mapping[str, Any] | Sequence[Any]) -> FlopCount:
         """The estimate for one batch, from its shapes."""
         sizes = self._read(batch)
         values = [of(sizes) for of in self._quantities]
-        splits = _Splits(self._works, [values[place] for place in self._counted_at])
+        splits = _Splits(self._works, [values[i] for i in self._counted_indices])
         return FlopCount(
-            forward=sum([flops * values[place] for place, flops in self._forward]),
-            backward=sum([flops * values[place] for place, flops in self._backward]),
-            recompute=sum([flops * values[place] for place, flops in self._recompute]),
+            forward=sum([flops * values[i] for i, flops in self._forward]),
+            backward=sum([flops * values[i] for i, flops in self._backward]),
+            recompute=sum([flops * values[i] for i, flops in self._recompute]),
             by_module=LazySplit(splits, "by_module"),
             by_operator=LazySplit(splits, "by_operator"),
             by_dtype=LazySplit(splits, "by_dtype"),

@@ -101,7 +101,7 @@ def recur(walk: Walk, module: nn.RNNBase, path: str, flow: Flow) -> Flow:
     dtype = walk.dtype(module, next(module.parameters()))
     fused = walk.device_type == "cuda" or (isinstance(module, nn.LSTM) and not module.proj_size)
     for layer in range(module.num_layers):
-        wanted = below
+        needs_gradient = below
         for end in (f"l{layer}", f"l{layer}_reverse")[: 1 + module.bidirectional]:
             named = {name: p for name, p in module.named_parameters() if name.endswith("_" + end)}
             weights = {name[7:9]: p for name, p in named.items() if name.startswith("weight")}
@@ -117,8 +117,8 @@ def recur(walk: Walk, module: nn.RNNBase, path: str, flow: Flow) -> Flow:
                 )
             done = 2 * forward if (below or trained) and fused else backward
             walk.add(path, "recurrent", dtype, rows, forward, backward, executed_backward=done)
-            wanted = wanted or trained
-        below = wanted
+            needs_gradient = needs_gradient or trained
+        below = needs_gradient
     width = (module.proj_size or module.hidden_size) * (1 + module.bidirectional)
     return replace(flow, width=width, needs=below)
 

@@ -224,7 +224,7 @@ class Walk:
 
         It stops there if autograd saves nothing after that product: no normalisation, no dropout.
         """
-        again, spared = self.works[start:], -1
+        again, skipped = self.works[start:], -1
         if not whole and again and again[-1].kind == "linear":
             inside, _, last = again[-1].module.removeprefix(path + ".").rpartition(".")
             holder = module.get_submodule(inside)
@@ -233,7 +233,7 @@ class Walk:
             normed = bool(inside) and any(c is not None and module_types.is_norm(c) for c in later)
             ends = any(_AFTER.search(name) for name, _ in module.named_children())
             if not (normed or ends or module_types.has_dropout(holder)):
-                spared = len(self.works) - 1
+                skipped = len(self.works) - 1
         for i, work in enumerate(again, start):
-            if i != spared:
+            if i != skipped:
                 self.works[i] = replace(work, again=work.forward)
