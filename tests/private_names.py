@@ -187,9 +187,9 @@ def result_of(case: dict[str, str]) -> dict[str, Any]:
             alone, _ = train(variant, None)
             watched, told = train(variant, Path(folder) / variant)
             result[variant] = {"is_identical": alone == watched, **told}
-    from truemfu.torch_private.table import said
+    from truemfu.torch_private.table import missing
 
-    return {**result, "missed": sorted(said)}
+    return {**result, "missed": sorted(missing)}
 
 
 def main() -> None:

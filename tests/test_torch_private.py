@@ -284,7 +284,7 @@ def test_an_error_in_the_check_is_no_verdict(monkeypatch: pytest.MonkeyPatch) ->
     assert count_flops(nn.Linear(4, 4), (torch.zeros(2, 4),)).forward == 64
 
 
-@pytest.mark.parametrize("tells", [watching.tells_backward, watching.tells_functorch])
+@pytest.mark.parametrize("tells", [watching.detects_backward, watching.detects_functorch])
 def test_what_torch_tells_is_tried_out(tells: Any) -> None:
     assert tells.__wrapped__()
     with torch.no_grad(), torch.autograd.graph.save_on_cpu():
@@ -297,7 +297,7 @@ def test_what_torch_tells_is_tried_out(tells: Any) -> None:
     thread.start()
     thread.join()
     assert found == [True, True]
-    assert table.said == {}
+    assert table.missing == {}
 
 
 def test_names_are_tried_out_wherever_the_package_is_first_imported() -> None:
@@ -306,6 +306,6 @@ def test_names_are_tried_out_wherever_the_package_is_first_imported() -> None:
         "with torch.inference_mode(), torch.device('meta'), torch.autocast('cpu'):\n"
         "    import truemfu.monitor.monitor\n"
         "    from truemfu.torch_private import watching as w\n"
-        "assert w.tells_versions and w._sees\n"
+        "assert w.detects_overwrites and w._sees\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

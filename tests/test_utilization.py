@@ -15,7 +15,7 @@ from truemfu.utilization import Utilization, calculate_mfu
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(errors, "_said", set())
+    monkeypatch.setattr(errors, "_already_warned", set())
     monkeypatch.delenv("TRUEMFU_PEAK_TFLOPS", raising=False)
 
 

@@ -2,16 +2,16 @@
 
     TruemfuError                 anything we raise on purpose; its text is one clear line
     ├── ModelError               the model cannot be built, run or differentiated
-    ├── BatchError               the batch does not fit the model, or says too little
+    ├── BatchError               the batch does not fit the model, or lacks something that is needed
     ├── RecordError              a file that should hold one of our records does not
     ├── CounterError             the hardware's counters cannot be read, now or at all
     │   ├── NvmlMissing          nvidia-ml-py is not installed
     │   └── ReplayEnded          a recorded trace has no more samples
     └── UsageError               a wrong argument: an unknown name, size, dtype, device
 
-    TruemfuWarning               said once, then never again for the same text
+    TruemfuWarning               issued once per text and process
 
-`UsageError` is a `ValueError` too, so code that knows nothing of us still catches it.
+`UsageError` is also a `ValueError`, so code that does not know this package still catches it.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _MAX_VALUE = 80
 class TruemfuError(Exception):
     """Base of all errors raised on purpose: the message is one line meant for the user.
 
-    Whatever it quotes (a value of a configuration, a file name), `str` of it is printable and of bounded
-    length: Python itself may be what shows it.
+    Its `str` is printable and of bounded length, including anything it quotes (a configuration value, a file
+    name), because Python itself may print it.
     """
 
     def __str__(self) -> str:
@@ -43,15 +43,15 @@ class ModelError(TruemfuError):
 
 
 class BatchError(TruemfuError):
-    """The batch does not fit the model, or does not say what is needed."""
+    """The batch does not fit the model, or lacks something that is needed."""
 
 
 class RecordError(TruemfuError):
-    """A file that should hold one of our records does not; the message names it and says why."""
+    """A file that should hold one of our records does not; the message names the file and the reason."""
 
 
 class CounterError(TruemfuError):
-    """The counters cannot be read, now or at all; the message says why in one line."""
+    """The counters cannot be read, now or at all; the message gives the reason in one line."""
 
 
 class NvmlMissing(CounterError):
@@ -63,23 +63,23 @@ class ReplayEnded(CounterError):
 
 
 class UsageError(TruemfuError, ValueError):
-    """An argument is wrong; the message says what was expected, what came, what to do."""
+    """An argument is wrong; the message states what was expected, what was given and what to do."""
 
 
 class TruemfuWarning(UserWarning):
-    """Something the user should know; each text is said once in a process."""
+    """Something the user should know; each text is issued once per process."""
 
     def __str__(self) -> str:
         return message_of(super().__str__())
 
 
 def message_of(text: str) -> str:
-    """A text for the user, which may quote anything, as one printable line of bounded length."""
+    """Text for the user, which may quote anything, as one printable line of bounded length."""
     return shortened(printable(" ".join(text.split())), _MAX_MESSAGE)
 
 
 def one_line(error: BaseException) -> str:
-    """An error as one line of bounded length; the words alone where they are ours."""
+    """An error as one line of bounded length; our own errors without their type name."""
     text = message_of(text_of(error))
     if not isinstance(error, TruemfuError):
         text = f"{type(error).__name__}: {text}" if text else type(error).__name__
@@ -87,7 +87,7 @@ def one_line(error: BaseException) -> str:
 
 
 def text_of(error: BaseException) -> str:
-    """What an error says of itself; one that fails at that is still named by its type."""
+    """An error's message; if its `str` raises, a text that names the second error's type."""
     try:
         return str(error)
     except Exception as second:
@@ -100,26 +100,26 @@ _BRIEF.maxstring = _BRIEF.maxother = _BRIEF.maxlong = _MAX_VALUE
 
 
 def brief(value: object) -> str:
-    """A value as an error message quotes it: bounded in time and length, for a bomb of YAML aliases too."""
+    """A value as quoted in an error message: bounded in time and length, even for a YAML alias bomb."""
     try:
         text = _BRIEF.repr(value)
-    except ValueError:  # a number of more digits than Python writes out
+    except ValueError:  # an integer with more digits than Python converts
         text = f"a very long {type(value).__name__}"
     return shortened(" ".join(text.split()), _MAX_VALUE)
 
 
-_said: set[str] = set()
+_already_warned: set[str] = set()
 
 
 def warn_once(message: str) -> None:
-    """Warn with `message` unless this process has said it already.
+    """Warn with `message` unless this process has already done so.
 
-    Only a warning that a filter has turned into an error leaves it. A closed or failing stderr and a handler
-    of warnings that raises are no fault of the caller, who may be a training step.
+    The only exception that propagates is a warning that a filter turns into an error. A closed or failing
+    stderr, or a warning handler that raises, must not affect the caller, which may be a training step.
     """
-    if message in _said:
+    if message in _already_warned:
         return
-    _said.add(message)
+    _already_warned.add(message)
     try:
         warnings.warn(message, TruemfuWarning, stacklevel=3)
     except (TruemfuWarning, KeyboardInterrupt):

@@ -421,7 +421,7 @@ def test_a_fitted_model_refuses_what_the_model_would(batch: Any, words: list[str
 def test_profiling_what_cannot_be_counted_gives_none_and_says_why(model: Any, batch: Any) -> None:
     from truemfu import errors
 
-    errors._said.clear()
+    errors._already_warned.clear()
     with pytest.warns(TruemfuWarning, match="no FLOPs for this model: ") as caught:
         assert profile_model_flops(model, batch) is None
     assert len(caught) == 1

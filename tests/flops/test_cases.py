@@ -105,7 +105,7 @@ def test_experts_on_another_device_count_as_on_the_cpu(name):
     model, batch = case(name).build().to(torch.bfloat16), case(name).batch(samples=2, length=24)
     here = count_flops(model, batch)
     for tensor in (*model.parameters(), *model.buffers(), *batch.values()):
-        tensor._truemfu_place = torch.device("meta")
+        tensor._truemfu_device = torch.device("meta")
     there = count_flops(model, batch)
     assert (there.method, there.notes) == ("count on fake tensors", here.notes)
     assert (there.forward, there.backward) == (here.forward, here.backward)

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
 from truemfu import Convention, ModelError, UsageError, count_flops
-from truemfu.errors import BatchError, TruemfuWarning, _said
+from truemfu.errors import BatchError, TruemfuWarning, _already_warned
 from truemfu.flops import structure
 from truemfu.flops.structure.estimate import Estimator, estimate_flops
 
@@ -103,7 +103,9 @@ def test_the_result_says_how_it_was_found():
     estimate = estimate_flops(model, batch, convention=Convention(attention="causal"))
     assert estimate.method == "estimate"
     assert estimate.convention == Convention(attention="causal")
-    assert estimate.notes == ("a fused attention kernel is assumed, whose backward makes the scores again",)
+    assert estimate.notes == (
+        "a fused attention kernel is assumed, whose backward computes the scores again",
+    )
     assert set(estimate.by_operator) == {"linear", "attention"}
     assert not estimate.uncounted
 
@@ -119,7 +121,7 @@ def test_forward_alone_is_left_where_nothing_is_trained():
     whole = estimate_flops(model, batch)
     estimate = estimate_flops(model.requires_grad_(False), batch)
     assert (estimate.forward, estimate.backward, estimate.recompute) == (whole.forward, 0, 0)
-    assert estimate.notes == ("nothing that is multiplied is trained: there is no backward",)
+    assert estimate.notes == ("no weight of a product is trained: there is no backward",)
 
 
 def frozen_prefix(model: Any) -> None:
@@ -371,7 +373,7 @@ def test_layers_run_in_a_loop_are_counted_as_often_and_that_is_said():
     ids = torch.ones(2, 12, dtype=torch.long)
     batch = {"input_ids": ids, "labels": ids}
     assert_equal_to_the_count(model, batch)
-    assert "1 layers are taken to run 4 times" in estimate_flops(model, batch).notes
+    assert "1 layers are assumed to run 4 times" in estimate_flops(model, batch).notes
 
 
 def test_what_structure_does_not_show_is_named_and_the_rest_is_counted():
@@ -443,7 +445,7 @@ def test_images_whose_grids_cannot_be_read_are_taken_as_equally_large():
     read = Estimator(model)(batch)
     unread = Estimator(model)({**batch, "image_grid_thw": batch["image_grid_thw"].to("meta")})
     assert parts(unread) == parts(read)
-    assert "images in pixel_values are taken as equally large: their grids were not read" in unread.notes
+    assert "images in pixel_values are assumed to be equally large: their grids were not read" in unread.notes
 
 
 def test_documents_whose_lengths_cannot_be_read_are_taken_as_equally_long():
@@ -453,7 +455,7 @@ def test_documents_whose_lengths_cannot_be_read_are_taken_as_equally_long():
     unread = estimate_flops(model, {**batch, "cu_seqlens": ends.to("meta")})
     assert parts(read) == parts(unread)
     assert unread.notes[-1] == (
-        "3 packed documents are taken as equally long: their lengths are not on the CPU"
+        "3 packed documents are assumed to be equally long: their lengths are not on the CPU"
     )
 
 
@@ -462,7 +464,7 @@ def test_positions_that_cannot_be_read_leave_each_row_one_document():
     unread = estimate_flops(model, {**batch, "position_ids": batch["position_ids"].to("meta")})
     del batch["position_ids"]
     assert parts(unread) == parts(estimate_flops(model, batch))
-    assert unread.notes[-1] == "each row is taken as one document: its positions are not on the CPU"
+    assert unread.notes[-1] == "each row counts as one document: its position ids are not on the CPU"
 
 
 def test_a_batch_without_images_leaves_the_tower_out():
@@ -474,8 +476,8 @@ def test_images_of_unknown_size_count_as_576_patches_with_one_warning():
     model, batch = built("llava")
     batch["pixel_values"] = [object(), object()]
     estimator = Estimator(model)
-    _said.clear()
-    with pytest.warns(TruemfuWarning, match="size of the images in pixel_values cannot be told: 576 visual"):
+    _already_warned.clear()
+    with pytest.warns(TruemfuWarning, match="size of the images in pixel_values is unknown: 576 visual"):
         estimate = estimator(batch)
     assert estimator(batch).forward == estimate.forward
     width = 2 * 40 * 72 + 2 * 72 * 72
@@ -499,7 +501,7 @@ class Nothing(nn.Module):
 
 
 def test_a_model_of_which_nothing_is_known_is_an_error():
-    with pytest.raises(ModelError, match=r"no layer of Nothing is known.*count_flops"):
+    with pytest.raises(ModelError, match=r"Nothing has no known layer.*count_flops"):
         Estimator(Nothing())
 
 

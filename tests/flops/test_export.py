@@ -64,7 +64,7 @@ def travelled(fitted: FlopModel) -> Any:
 
 @pytest.fixture(autouse=True)
 def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(truemfu.errors, "_said", set())
+    monkeypatch.setattr(truemfu.errors, "_already_warned", set())
 
 
 @pytest.fixture
@@ -198,13 +198,13 @@ def nested(data: Any) -> Any:
         (changed("more", 1), "unknown field `more`"),
         (changed("kinds.0.form.parts.0", ["forward"]), r"cannot be read: .*parts"),
         (changed("kinds.0.form.parts.0.0", "sideways"), r"Invalid enum value 'sideways'"),
-        (changed("kinds.0.form.parts.0.4", [[1, 99]]), "names a term beyond the"),
-        (changed("kinds.0.form.parts.0.4", [[1, -1]]), "names a term beyond the"),
-        (changed("kinds.0.form.parts.0.4", [["1/0", 0]]), "'1/0' is no constant"),
-        (changed("kinds.0.form.parts.0.4", [["two", 0]]), "'two' is no constant"),
-        (changed("kinds.0.form.terms.0", ["size", "breadth"]), "needs 'breadth', which the batch has not"),
-        (changed("kinds.0.form.terms.0", ["documents"]), "needs 'documents', which the batch has not"),
-        (changed("kinds.0.form.terms.0", ["eval", "1"]), "describes no term"),
+        (changed("kinds.0.form.parts.0.4", [[1, 99]]), "refers to a term that does not exist"),
+        (changed("kinds.0.form.parts.0.4", [[1, -1]]), "refers to a term that does not exist"),
+        (changed("kinds.0.form.parts.0.4", [["1/0", 0]]), "'1/0' is not a constant"),
+        (changed("kinds.0.form.parts.0.4", [["two", 0]]), "'two' is not a constant"),
+        (changed("kinds.0.form.terms.0", ["size", "breadth"]), "needs 'breadth', which the batch lacks"),
+        (changed("kinds.0.form.terms.0", ["documents"]), "needs 'documents', which the batch lacks"),
+        (changed("kinds.0.form.terms.0", ["eval", "1"]), "is not a term"),
         (changed("kinds.0.layout.tensors.0.2", ["samples", 1.5]), "cannot be read: Expected"),
         (nested, "nest too deeply"),
     ],

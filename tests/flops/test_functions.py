@@ -49,7 +49,7 @@ class _Head(nn.Module):
 
 @pytest.fixture(autouse=True)
 def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(errors, "_said", set())
+    monkeypatch.setattr(errors, "_already_warned", set())
 
 
 def batch(rows: int = ROWS) -> tuple[Tensor, Tensor]:
@@ -460,7 +460,7 @@ def named(model: nn.Module, given: tuple[Any, ...]) -> dict[str, int]:
         lambda: count_flops(model, given),
         lambda: count_step(lambda: model(*given).sum().backward()),
     ):
-        errors._said.clear()
+        errors._already_warned.clear()
         with pytest.warns(TruemfuWarning, match="are not counted"):
             found.append(dict(count().uncounted))
     assert found[0] == found[1]

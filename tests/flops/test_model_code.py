@@ -22,7 +22,7 @@ from tests.flops.identity_models import MODELS, llama
 from torch import manual_seed as seed_all_of_torch
 from torch import nn
 
-from truemfu.flops.identity.model_code import functions_of, mentions
+from truemfu.flops.identity.model_code import functions_of, random_generators_used
 
 helpers = types.ModuleType("own_walked_helpers")
 exec("def by_attribute(x):\n    return deeper(x)\n\ndef deeper(x):\n    return x\n", vars(helpers))
@@ -336,19 +336,19 @@ def by_none(self: Any, x: Any) -> Any:
     ],
 )
 def test_shared_random_numbers_are_seen(model: nn.Module, expected: set[str]) -> None:
-    assert mentions(model) == expected
+    assert random_generators_used(model) == expected
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "bert", "t5", "hand-written"])
 def test_ordinary_models_mention_none(name: str) -> None:
-    assert mentions(MODELS[name]()) == frozenset()
+    assert random_generators_used(MODELS[name]()) == frozenset()
 
 
 def test_more_code_than_is_read_could_mention_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("truemfu.flops.identity.model_code.MAX_FUNCTIONS", 5)
     model = Walked()
     assert len(list(functions_of(model))) == 5
-    assert mentions(model) == {"python", "numpy", "torch"}
+    assert random_generators_used(model) == {"python", "numpy", "torch"}
 
 
 def test_nothing_is_imported_for_a_walk() -> None:

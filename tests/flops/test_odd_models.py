@@ -704,7 +704,7 @@ def test_a_step_that_runs_counts_what_it_executes(c: Case) -> None:
 
 def _elsewhere(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, said to be on a device that is not the CPU; `meta` stands for a GPU where there is none."""
-    tensor._truemfu_place = torch.device("meta")
+    tensor._truemfu_device = torch.device("meta")
     return tensor
 
 

@@ -25,11 +25,11 @@ FP8 = torch.float8_e4m3fn
 
 @pytest.fixture(autouse=True)
 def _warnings_said_anew() -> Iterator[None]:
-    said = set(errors._said)
-    errors._said.clear()
+    said = set(errors._already_warned)
+    errors._already_warned.clear()
     yield
-    errors._said.clear()
-    errors._said.update(said)
+    errors._already_warned.clear()
+    errors._already_warned.update(said)
 
 
 class Apply(nn.Module):

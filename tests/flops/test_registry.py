@@ -32,14 +32,14 @@ BEFORE = 2 * ROWS * IN * IN
 
 @pytest.fixture(autouse=True)
 def _registry_as_before() -> Iterator[None]:
-    operators, modules, said = dict(OPERATOR_FORMULAS), dict(MODULE_FORMULAS), set(errors._said)
-    errors._said.clear()
+    operators, modules, said = dict(OPERATOR_FORMULAS), dict(MODULE_FORMULAS), set(errors._already_warned)
+    errors._already_warned.clear()
     yield
     for kept, now in ((operators, OPERATOR_FORMULAS), (modules, MODULE_FORMULAS)):
         now.clear()
         now.update(kept)
-    errors._said.clear()
-    errors._said.update(said)
+    errors._already_warned.clear()
+    errors._already_warned.update(said)
 
 
 # Operators live as long as the process: each is defined once, here.

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from truemfu import Convention, FlopModel, count_flops, register_module
 from truemfu.errors import ModelError
-from truemfu.flops.host_copy import host_copy, place_of, start_host_copy
+from truemfu.flops.host_copy import host_copy, original_device, start_host_copy
 from truemfu.flops.interruption import Fetched, Supervision
 from truemfu.flops.isolation.process_state import autocast_state
 from truemfu.flops.registry import MODULE_FORMULAS
@@ -122,7 +122,7 @@ def test_parameters_of_a_snapshot_say_what_they_stand_for() -> None:
         assert stand_in.stride() == parameter.stride()
     assert taken.weight.sharding == ["rows"]
     assert taken.weight.sharding is not model.weight.sharding
-    with pytest.raises(ModelError, match="a parameter of a snapshot, which is there to be counted only"):
+    with pytest.raises(ModelError, match="a parameter of a snapshot, which can only be counted"):
         taken(X.bfloat16())
 
 
@@ -321,7 +321,7 @@ def test_a_host_copy_of_a_cpu_tensor_is_a_copy_and_there_at_once() -> None:
     source.zero_()
     assert copy.ready()
     assert copy.get().tolist() == [[0, 1, 2], [3, 4, 5]]
-    assert place_of(copy.get()) == torch.device("cpu")
+    assert original_device(copy.get()) == torch.device("cpu")
     assert host_copy(source).tolist() == [[0, 0, 0], [0, 0, 0]]
 
 
@@ -354,7 +354,7 @@ def test_a_host_copy_does_not_synchronise(cuda: torch.device) -> None:
     assert values.tolist() == torch.arange(1000).reshape(10, 100).tolist()
     assert late.get().tolist() == torch.arange(1000).reshape(10, 100).t().tolist()
     assert values.device.type == "cpu"
-    assert place_of(values) == cuda
+    assert original_device(values) == cuda
 
 
 @pytest.mark.gpu

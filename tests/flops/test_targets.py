@@ -384,7 +384,9 @@ def test_a_batch_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
     file.write_text(
         json.dumps({"model_type": "vit", "architectures": ["ViTForImageClassification"], **sizes})
     )
-    with pytest.raises(BatchError, match=r"^a batch of this size cannot be made: RuntimeError: ") as caught:
+    with pytest.raises(
+        BatchError, match=r"^a batch of this size cannot be created: RuntimeError: "
+    ) as caught:
         resolve_target(str(file), BatchRequest(samples=1, image_size=2**31 - 1))
     assert len(str(caught.value)) <= 600
 

@@ -79,7 +79,7 @@ def test_a_product_with_one_is_the_term_itself() -> None:
     ids=str,
 )
 def test_what_describes_no_term_is_refused(data: Any) -> None:
-    with pytest.raises(UsageError, match="describes no term of a closed form"):
+    with pytest.raises(UsageError, match="is not a term of a closed form"):
         terms.term_of(data)
 
 

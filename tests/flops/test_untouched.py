@@ -237,7 +237,7 @@ def test_a_kernel_never_gets_a_null_pointer(monkeypatch: pytest.MonkeyPatch) -> 
             return out
 
     POINTERS.clear()
-    monkeypatch.setattr(errors, "_said", set())
+    monkeypatch.setattr(errors, "_already_warned", set())
     with pytest.warns(TruemfuWarning, match="torch.Tensor.data_ptr"):
         count = count_flops(ByHand(), (X,))
     assert 0 not in POINTERS

@@ -53,7 +53,7 @@ def test_a_window_smaller_than_the_sequence_is_noted_with_its_share_of_the_pairs
     assert about_windows(count.notes) == [
         "attention counts all pairs, also those outside a sliding window: in 4 of 4 attention layers a token "
         f"sees at most 20 tokens (itself and those before it), and the mask allows {share:.1%} of the pairs "
-        "of sequences of 100 tokens; the causal convention counts those alone"
+        "of sequences of 100 tokens; the causal convention counts only those"
     ]
     causal = count_flops(model, given, convention=Convention(attention="causal"))
     full, allowed = (

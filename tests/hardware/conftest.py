@@ -13,7 +13,7 @@ from truemfu import errors
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(errors, "_said", set())
+    monkeypatch.setattr(errors, "_already_warned", set())
     monkeypatch.delenv("TRUEMFU_PEAK_TFLOPS", raising=False)
     precision = torch.get_float32_matmul_precision()
     yield

@@ -11,11 +11,11 @@ import truemfu.errors
 
 @pytest.fixture(autouse=True)
 def nothing_said() -> Iterator[None]:
-    before = set(truemfu.errors._said)
-    truemfu.errors._said.clear()
+    before = set(truemfu.errors._already_warned)
+    truemfu.errors._already_warned.clear()
     yield
-    truemfu.errors._said.clear()
-    truemfu.errors._said.update(before)
+    truemfu.errors._already_warned.clear()
+    truemfu.errors._already_warned.update(before)
 
 
 @pytest.fixture(autouse=True)

@@ -108,7 +108,7 @@ def file(folder: Path, text: str, name: str = "config.yaml") -> Path:
 
 @pytest.fixture(autouse=True)
 def _nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("truemfu.errors._said", set())
+    monkeypatch.setattr("truemfu.errors._already_warned", set())
 
 
 def test_every_key_of_a_yaml_file_is_read(tmp_path: Path) -> None:

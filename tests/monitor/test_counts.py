@@ -638,7 +638,7 @@ class WithCounter(Net):
 def test_a_buffer_that_is_only_written_to_is_not_read(looks: bool) -> None:
     model = WithCounter(looks)
     form = closed_form.FlopModel.fit(model, (torch.ones(4, 8),))
-    assert form.reads_own_values is looks
+    assert form.reads_model_values is looks
     assert int(model.batches) == 3
     assert form((torch.ones(5, 8),)).method == "closed form"
 

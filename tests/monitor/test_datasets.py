@@ -23,7 +23,7 @@ from truemfu.monitor.training_side.datasets import EXTRA_BYTES, DatasetMetrics, 
 
 @pytest.fixture(autouse=True)
 def _nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("truemfu.errors._said", set())
+    monkeypatch.setattr("truemfu.errors._already_warned", set())
 
 
 def mixed_batch(

@@ -1,13 +1,13 @@
-"""Counting FLOPs: what other folders use of it. Names load on first use.
+"""FLOP counting: the names that other folders may import. They load on first use.
 
-batch, flop_count, ...   what the rooms share
-shadow/                  the model's stand-in on tensors without data
-attention/, operators/   how many FLOPs an operator does
-identity/, isolation/    which model this is; what a count leaves as it was
-structure/               an estimate from the modules, nothing is run
+batch, flop_count, ...   shared by the folders below
+shadow/                  a copy of the model on tensors without data
+attention/, operators/   FLOPs of one operator
+identity/, isolation/    a digest of the model; process state that a count preserves
+structure/               an estimate from the modules, without running them
 count/                   one step, counted
-profiled/                one real step, from torch.profiler's recording
-closed_form/             counts as a function of the batch
+profiled/                one real step, from a torch.profiler recording
+closed_form/             counts as a function of the batch sizes
 models/                  models and batches from a name or a configuration
 """
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
         TimeIsUp,
         ValuesPending,
         deliver,
-        handler_behind_count,
+        user_handler,
     )
     from .isolation.process_state import AutocastState, autocast_state, uncompiled, untouched_casts
     from .isolation.random_states import own_random_draws
@@ -80,7 +80,7 @@ _HOMES = {
     "TimeIsUp": "interruption",
     "ValuesPending": "interruption",
     "deliver": "interruption",
-    "handler_behind_count": "interruption",
+    "user_handler": "interruption",
     "AutocastState": "isolation.process_state",
     "autocast_state": "isolation.process_state",
     "uncompiled": "isolation.process_state",
@@ -143,7 +143,6 @@ __all__ = [
     "documents_of",
     "estimate_flops",
     "example_batch",
-    "handler_behind_count",
     "has_values",
     "is_readable",
     "live",
@@ -164,6 +163,7 @@ __all__ = [
     "untouched_casts",
     "untouched_globals",
     "unwrap",
+    "user_handler",
     "warn_uncounted",
 ]
 

@@ -1,4 +1,4 @@
-"""What a count is asked for: the model, its batch and the options, checked before anything runs."""
+"""Checks a count's arguments (model, batch, options) before anything runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .wrappers import unwrap
 
 
 def check_options(convention: Any, backward: Any, loss_fn: Any) -> None:
-    """The options of a count, or a clear error."""
+    """Raise UsageError for an invalid option of a count."""
     if not isinstance(convention, Convention):
         raise UsageError(
             f"convention must be a Convention, such as Convention(attention='causal'); got {convention!r}"
@@ -26,7 +26,7 @@ def check_options(convention: Any, backward: Any, loss_fn: Any) -> None:
 
 
 def check_forward(model: nn.Module) -> None:
-    """A container of modules can be attached, but not run."""
+    """Raise ModelError for a model without a forward method, such as a container of modules."""
     called = unwrap(model)
     if getattr(called.forward, "__func__", None) is nn.Module.forward:
         raise ModelError(
@@ -46,14 +46,14 @@ def check_call(model: Any, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]
     name = type(model).__name__
     if isinstance(model, torch.jit.ScriptModule):
         raise ModelError(
-            f"{name} is TorchScript, which cannot be counted: pass the nn.Module it was made from"
+            f"{name} is TorchScript, which cannot be counted: pass the nn.Module it was compiled from"
         )
     if "_parameters" not in vars(model):
         raise ModelError(f"{name} is not initialised: its __init__ must call super().__init__()")
     if any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules()):
         raise ModelError(
-            f"{name} is sharded by FullyShardedDataParallel, which keeps flat pieces of parameters: count "
-            "the model before wrapping it, or shard it with fully_shard"
+            f"{name} is sharded by FullyShardedDataParallel, which flattens its parameters: count the model "
+            "before wrapping it, or shard it with fully_shard"
         )
     if any(nn.parameter.is_lazy(p) for p in model.parameters()):
         raise ModelError(f"{name} has uninitialised parameters: run one batch through its lazy layers first")

@@ -1,4 +1,4 @@
-"""What a batch holds that only its values tell: packed documents and image grids."""
+"""Packed documents and image grids of a batch, which only its values show."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ CUMULATIVE = ("cu_seqlens", "cu_seq_lens", "cu_seq_lens_q", "cu_seq_lens_k", "cu
 """Arguments that hold cumulative lengths of packed documents."""
 
 GRIDS = {"image_grid_thw": "pixel_values", "video_grid_thw": "pixel_values_videos"}
-"""Arguments that hold image grids (t, h, w) in patches, and those that hold their patches."""
+"""Arguments that hold image grids (t, h, w) in patches, and the arguments that hold those patches."""
 
 
 def is_readable(tensor: Any) -> bool:
-    """Whether a tensor has values."""
+    """Whether this is a tensor whose values can be read."""
     return (
         isinstance(tensor, torch.Tensor)
         and not tensor.is_meta
@@ -38,9 +38,9 @@ def grids_of(batch: Mapping[str, Any], key: str) -> list[tuple[int, int, int]]:
 
 
 def documents_of(batch: Any) -> list[list[int]] | None:
-    """The lengths of the documents packed into each row, or None where nothing says that rows are packed.
+    """The lengths of the documents packed into each row, or None if nothing shows that rows are packed.
 
-    A batch may hold others: `model(batch)` has one in its first place.
+    Batches inside the batch are searched too: `model(batch)` has one as its first argument.
     """
     if isinstance(batch, Mapping):
         found = documents_in(batch)
@@ -54,10 +54,10 @@ def documents_of(batch: Any) -> list[list[int]] | None:
 
 
 def documents_in(batch: Mapping[Any, Any]) -> list[list[int]] | None:
-    """Likewise from the arguments themselves, whatever else they hold.
+    """The same from this mapping's own arguments, without batches inside it.
 
-    Read from cumulative lengths, or from positions: a document starts wherever a position does not follow
-    the one before.
+    Read from cumulative lengths, or from position ids: a document starts wherever a position id is not the
+    previous one plus one.
     """
     for key in CUMULATIVE:
         if is_readable(batch.get(key)) and batch[key].dim() == 1:
@@ -77,11 +77,11 @@ def documents_in(batch: Mapping[Any, Any]) -> list[list[int]] | None:
 
 
 def lengths_of_positions(positions: torch.Tensor, *, has_mask: bool = False) -> list[int]:
-    """Lengths of the stretches in which each position is the one before plus one.
+    """Lengths of the runs in which each position id is the previous one plus one.
 
-    Padding is often given position 1, place after place. So a lone place with another position than 0 is no
-    document: it belongs to the one before, at the beginning of a row to the one behind. Where the batch has a
-    mask for its padding, that holds for position 0 as well.
+    Padding tokens often all have position id 1. So a run of one token whose id is not 0 is not a document: it
+    belongs to the document before it, or at the start of a row to the one after it. If the batch has a
+    padding mask, the same holds for id 0.
     """
     starts = [0, *torch.nonzero(positions.diff() != 1).flatten().add(1).tolist()]
     firsts = positions[starts].tolist() if positions.numel() else []
@@ -100,7 +100,7 @@ def lengths_of_positions(positions: torch.Tensor, *, has_mask: bool = False) -> 
 
 
 def digest_of(batch: Any) -> str:
-    """What tells the integers of two batches apart: a hash of all that can be read."""
+    """A hash of a batch's integer tensors: shapes, and values where they can be read."""
     digest = hashlib.blake2b(digest_size=16)
     for tensor in tree_leaves(batch):
         if isinstance(tensor, torch.Tensor) and not tensor.is_floating_point() and not tensor.is_complex():

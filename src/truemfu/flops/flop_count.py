@@ -1,4 +1,4 @@
-"""The result of a count: integers, what they stand for and how they were found."""
+"""The result of a count: integers, what they cover and how they were obtained."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class FlopCount:
 
     `by_module` (path → integer, a module includes its children, "" is the whole model), `by_operator` and
     `by_dtype` split `model_flops`. `uncounted` names operators that may do matrix work and have no
-    formula, and calls by which tensors leave torch, with the number of calls; `notes` says, in sentences,
-    what the reader must know to trust the number.
+    formula, and calls that export tensors from torch, with the number of calls; `notes` states, in sentences,
+    what limits the accuracy of the count.
     """
 
     forward: int

@@ -1,9 +1,9 @@
-"""A tensor's values on the host without anybody waiting for the device.
+"""Copies a tensor's values to the host without blocking the training thread.
 
 start_host_copy(tensor)   on the training thread: enqueues a copy and returns at once
-    .ready()              whether the values have arrived: asks, never waits
-    .get()                the values, on whatever thread has the time to wait for them
-host_copy(tensor)         the values now; a supervised count ends instead of waiting (`ValuesPending`)
+    .ready()              whether the values have arrived; never waits
+    .get()                the values; waits, so for threads other than the training thread
+host_copy(tensor)         the values now; a supervised count stops instead of waiting (`ValuesPending`)
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _POLL_S = 0.001
 
 
 class HostCopy:
-    """Values on their way to the host; a CPU tensor's are there at once, as a copy.
+    """An asynchronous copy of a tensor to the host; a CPU tensor is copied immediately.
 
-    What `get` returns is a CPU tensor that remembers where the values came from (`place_of`), so that a count
-    later takes it for the tensor it stands for.
+    `get` returns a CPU tensor that records the device the values came from (`original_device`), so that a
+    later count treats it as the tensor it was copied from.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -36,30 +36,30 @@ class HostCopy:
         else:
             self._values = source.cpu() if source.device.type != "cpu" else source.clone()
         if source.device.type != "cpu":
-            self._values._truemfu_place = source.device  # type: ignore[attr-defined]
+            self._values._truemfu_device = source.device  # type: ignore[attr-defined]
         if tensor.requires_grad:
             self._values.requires_grad_()
 
     def ready(self) -> bool:
         """Whether `get` would return at once."""
         if self._arrived is not None and self._arrived.query():
-            self._arrived = None  # the values in it need not ask the driver again
+            self._arrived = None  # the driver need not be queried again
         return self._arrived is None
 
     def get(self) -> torch.Tensor:
-        """The values; asks again and again until they are there, and sleeps in between."""
+        """The values; polls until they have arrived, sleeping in between."""
         while not self.ready():
             time.sleep(_POLL_S)
         return self._values
 
 
 def start_host_copy(tensor: torch.Tensor) -> HostCopy:
-    """Begin to copy a tensor's values to the host, behind what the current stream has been given so far."""
+    """Enqueue a copy of a tensor's values to the host on the current stream."""
     return HostCopy(tensor)
 
 
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A CPU copy of a tensor's values; under supervision it ends the count rather than wait for a device."""
+    """A CPU copy of a tensor's values; a supervised count stops rather than wait for the device."""
     supervised = supervision()
     if tensor.is_cuda and supervised is not None and supervised.fetched is not None:
         return supervised.fetched.get(tensor)
@@ -67,13 +67,13 @@ def host_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Likewise, to be read only: a CPU tensor's own values are not copied."""
+    """The same for reading only: a CPU tensor is returned as it is, without a copy."""
     return tensor.detach() if tensor.device.type == "cpu" else host_copy(tensor)
 
 
-def place_of(tensor: torch.Tensor) -> torch.device:
-    """The device a tensor stands on in the run that is counted; without one, the CPU."""
-    place: torch.device | None = getattr(tensor, "_truemfu_place", None)
-    if place is not None:
-        return place
+def original_device(tensor: torch.Tensor) -> torch.device:
+    """The device a tensor is on in the run that is counted; the CPU if it is not recorded."""
+    device: torch.device | None = getattr(tensor, "_truemfu_device", None)
+    if device is not None:
+        return device
     return torch.device("cpu") if tensor.device.type == "meta" else tensor.device

@@ -1,17 +1,16 @@
-"""What may end a count before it is done: its time limit, a signal, values that are still on the device.
+"""Stops a count early: at its time limit, on a signal, or when it needs values still on the device.
 
-    with Supervision(limit_s=60) as supervision:     on the thread that trains, between two steps
+    with Supervision(limit_s=60) as supervision:     on the training thread, between two steps
         FlopModel.fit(snapshot, batch)
     supervision.signals                              those that arrived meanwhile, for the caller to deliver
 
-A count sets state of torch and puts it back. An exception out of a signal handler could arrive between the
-two, so handlers are deferred: a signal is noted, the count ends at its next operator, all state is restored,
-and only then does the handler run. Signals that are ignored by default, such as SIGCHLD, end no count.
-Ctrl-C or SIGTERM that arrives a second time is handled at once: code that runs no operator must be
-interruptible too.
+A count changes state of torch and restores it. An exception from a signal handler could arrive in between, so
+handlers are deferred: the signal is recorded, the count stops at its next operator, all state is restored,
+and only then does the handler run. Signals that are ignored by default, such as SIGCHLD, do not stop a count.
+A second Ctrl-C or SIGTERM is handled at once, so that code that runs no operator can be interrupted too.
 
-`CountStopped` and its kin are no `Exception`: neither our own fallbacks nor a model's `except Exception` take
-them for a failure of the model.
+`CountStopped` and its subclasses derive from BaseException, so that neither our own fallbacks nor a model's
+`except Exception` treat them as a failure of the model.
 """
 
 from __future__ import annotations
@@ -31,27 +30,27 @@ _URGENT = (signal.SIGINT, signal.SIGTERM)
 _HARMLESS = {
     getattr(signal, name) for name in ("SIGCHLD", "SIGCONT", "SIGURG", "SIGWINCH") if hasattr(signal, name)
 }
-"""Signals that are ignored by default, such as the one for the end of a child: no count ends at these."""
+"""Signals that are ignored by default, such as the one for a child's exit; they do not stop a count."""
 
 
 class CountStopped(BaseException):
-    """A supervised count ends here, for a reason that is not the model's."""
+    """A supervised count stops here, for a reason outside the model."""
 
 
 class TimeIsUp(CountStopped):
-    """The count would take, or took, longer than it may."""
+    """The count took, or would take, longer than its limit."""
 
 
 class SignalArrived(CountStopped):
-    """A signal waits to be handled."""
+    """A signal is waiting to be handled."""
 
 
 class OtherCountRuns(CountStopped):
-    """Another thread counts, and what a count sets belongs to the process: try again later."""
+    """Another thread is counting, and a count changes state of the whole process: try again later."""
 
 
 class ValuesPending(CountStopped):
-    """Values that the count needs are on their way from the device: try again when they have arrived."""
+    """The count needs values that are still being copied from the device: try again when they arrive."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__()
@@ -59,21 +58,21 @@ class ValuesPending(CountStopped):
 
 
 class Fetched:
-    """Copies of device tensors for counts that must not wait; kept from one attempt to the next."""
+    """Copies of device tensors for counts that must not wait; stored from one attempt to the next."""
 
     def __init__(self, start_copy: Callable[[torch.Tensor], Any]) -> None:
         self._start_copy = start_copy
         self._copies: dict[tuple[Any, ...], Any] = {}
 
     def start(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Begin to copy these, unless that has begun."""
+        """Start copying these tensors, unless already started."""
         for tensor in tensors:
             key = _memory_of(tensor)
             if key not in self._copies:
                 self._copies[key] = self._start_copy(tensor)
 
     def get(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The values; ValuesPending until they have arrived."""
+        """The values; raises ValuesPending until they have arrived."""
         self.start([tensor])
         copy = self._copies[_memory_of(tensor)]
         if not copy.ready():
@@ -81,7 +80,7 @@ class Fetched:
         return copy.get()  # type: ignore[no-any-return]
 
     def ready(self) -> bool:
-        """Whether everything that was asked for has arrived."""
+        """Whether all requested values have arrived."""
         return all(copy.ready() for copy in self._copies.values())
 
 
@@ -90,10 +89,10 @@ def _memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 class Supervision:
-    """Ends the counts inside it at its limits; one at a time on a thread.
+    """Stops the counts inside it at its limits; one at a time on a thread.
 
-    Where signals keep arriving, a count would never be done: it need not `end_at_signals`. They are then
-    handled when it is over.
+    Without `end_at_signals` signals are handled after the count, which could otherwise never finish where
+    they keep arriving.
     """
 
     def __init__(
@@ -101,24 +100,24 @@ class Supervision:
     ) -> None:
         self._limit_s, self.fetched, self._end_at_signals = limit_s, fetched, end_at_signals
         self.signals: list[int] = []
-        """Signals that arrived and were not handled yet, each once, in their order."""
+        """Signals that arrived and are not handled yet, each once, in order of arrival."""
         self.raised: BaseException | None = None
-        """What a handler raised that ran in the middle: it is not the model's."""
+        """What a handler raised during the count; not an error of the model."""
         self.is_late = False
-        """Whether the time limit has ended the count, whatever a model's own code made of that."""
+        """Whether the time limit has stopped the count, even if the model's code caught the exception."""
         self._ends_s = math.inf
-        self._is_to_end = False
+        self._must_stop = False
         self._handlers: dict[int, Any] = {}
         self._token: contextvars.Token[Supervision | None] | None = None
 
     @property
     def left_s(self) -> float:
-        """How much longer the count may take."""
+        """Seconds left before the time limit."""
         return self._ends_s - time.perf_counter()
 
     def check(self) -> None:
-        """End the count if it is time to; called at each operator."""
-        if self._is_to_end:
+        """Stop the count if a signal or the time limit demands it; called at each operator."""
+        if self._must_stop:
             raise SignalArrived
         if time.perf_counter() > self._ends_s:
             self.is_late = True
@@ -127,34 +126,34 @@ class Supervision:
     def __enter__(self) -> Supervision:
         self._ends_s = time.perf_counter() + self._limit_s
         self._token = _current.set(self)
-        if threading.current_thread() is threading.main_thread():  # handlers run, and are set, there alone
+        if threading.current_thread() is threading.main_thread():  # handlers are set and run only there
             try:
                 for number in signal.valid_signals():
                     handler = signal.getsignal(number)
                     if callable(handler):
                         self._handlers[number] = handler
-                        signal.signal(number, self._note)
+                        signal.signal(number, self._on_signal)
             except BaseException:  # a handler ran in between
-                self._put_back()
+                self._restore_handlers()
                 raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._put_back()
+        self._restore_handlers()
 
-    def _put_back(self) -> None:
-        """Set all handlers as they were, also where one of them runs and raises meanwhile."""
+    def _restore_handlers(self) -> None:
+        """Restore all handlers, even if one of them runs and raises meanwhile."""
         try:
             while self._handlers:
                 number, handler = next(iter(self._handlers.items()))
-                if signal.getsignal(number) == self._note:  # else the model has set a handler of its own
+                if signal.getsignal(number) == self._on_signal:  # else the model has set a handler of its own
                     signal.signal(number, handler)
                 del self._handlers[number]
         finally:
             if self._handlers:
-                self._put_back()
+                self._restore_handlers()
             elif self._token is not None:
                 token, self._token = self._token, None
                 _current.reset(token)
@@ -163,10 +162,10 @@ class Supervision:
         """The handler that runs after the count."""
         return self._handlers.get(number)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number not in self.signals:
             self.signals.append(number)
-            self._is_to_end |= self._end_at_signals and number not in _HARMLESS
+            self._must_stop |= self._end_at_signals and number not in _HARMLESS
         elif number in _URGENT and number in self._handlers:
             self.signals.remove(number)
             try:
@@ -176,15 +175,15 @@ class Supervision:
                 raise
 
 
-def handler_behind_count(number: int) -> Any:
-    """The handler of a signal, also while a count defers it."""
+def user_handler(number: int) -> Any:
+    """The user's handler of a signal, also while a count defers it."""
     handler = signal.getsignal(number)
     count = getattr(handler, "__self__", None)
     return count.deferred(number) if isinstance(count, Supervision) else handler
 
 
 def deliver(signals: list[int]) -> None:
-    """Let the handlers run that were deferred; what they raise passes through, and the rest stays listed."""
+    """Run the deferred handlers; if one raises, that propagates and the remaining signals stay listed."""
     while signals:
         signal.raise_signal(signals.pop(0))
 
@@ -193,11 +192,11 @@ _current: contextvars.ContextVar[Supervision | None] = contextvars.ContextVar("s
 
 
 def supervision() -> Supervision | None:
-    """The supervision that this thread counts under; None for a count that nothing limits."""
+    """The supervision of counts on this thread; None for a count without limits."""
     return _current.get()
 
 
 def was_interrupted() -> bool:
-    """Whether a signal handler raised in the middle of this count: an error is then its own."""
-    watched = supervision()
-    return watched is not None and watched.raised is not None
+    """Whether a signal handler raised during this count, which explains any error."""
+    current = supervision()
+    return current is not None and current.raised is not None

@@ -1,7 +1,7 @@
-"""Splits of a count by module, operator and dtype, worked out when somebody looks.
+"""Splits of a count by module, operator and dtype, computed on first access.
 
-A monitor asks for a count every step and looks at its splits now and then, so they must cost nothing until
-then. A `LazySplit` is the mapping a `FlopCount` holds meanwhile.
+A monitor requests a count every step and reads its splits only now and then, so until then they must cost
+nothing. A `FlopCount` holds each of them as a `LazySplit`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Protocol
 
 
 class Splits(Protocol):
-    """All splits of one count; an implementation keeps what it has worked out."""
+    """All splits of one count; implementations cache what they have computed."""
 
     @property
     def by_module(self) -> dict[str, int]: ...
@@ -25,7 +25,7 @@ class Splits(Protocol):
 
 
 class LazySplit(Mapping[str, int]):
-    """One split, by its name, as a mapping."""
+    """The split of this name, as a mapping."""
 
     __slots__ = ("_name", "_splits")
 
@@ -49,7 +49,7 @@ class LazySplit(Mapping[str, int]):
 
 
 def with_ancestors(own: dict[str, int]) -> dict[str, int]:
-    """Each module's own FLOPs added to all modules that contain it; "" contains them all."""
+    """FLOPs per module including its children, from each module's own FLOPs; "" is the whole model."""
     total: defaultdict[str, int] = defaultdict(int)
     total[""] = 0
     for path, flops in own.items():

@@ -1,4 +1,4 @@
-"""What is around a model: wrappers of torch, FSDP2's class, hooks that do none of its work."""
+"""Wrappers around a model: those of torch, FSDP2's class, and hooks that are not part of its work."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .batch import is_readable
 
 
 def is_compiled_wrapper(model: nn.Module | None) -> bool:
-    """Whether this is what `torch.compile` makes of a module; its class is not imported for that."""
+    """Whether this is a module returned by `torch.compile`; tested without importing its class."""
     return type(model).__name__ == "OptimizedModule"
 
 
@@ -27,9 +27,9 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def has_values(model: nn.Module) -> bool:
-    """Whether a model could be copied with its values: nothing of it is on the meta device, fake or sharded.
+    """Whether a model can be copied with its values: no tensor is on the meta device, fake or sharded.
 
-    A snapshot answers for the model it was taken of.
+    For a snapshot, whether that held for the model it was taken from.
     """
     known: bool | None = getattr(model, "_truemfu_had_values", None)
     if known is not None:
@@ -38,8 +38,8 @@ def has_values(model: nn.Module) -> bool:
     return all(is_readable(t) and not hasattr(t, "device_mesh") for t in tensors)
 
 
-def beneath_fsdp(module: nn.Module) -> tuple[type[nn.Module], torch.dtype | None]:
-    """The class beneath FSDP2's, and the dtype FSDP2 computes in (None: the parameters' own)."""
+def unwrap_fsdp(module: nn.Module) -> tuple[type[nn.Module], torch.dtype | None]:
+    """The class that FSDP2 wraps, and the dtype FSDP2 computes in (None: the parameters' own)."""
     cls = type(module)
     bases = cls.__bases__
     if len(bases) != 2 or bases[0].__name__ != "FSDPModule":
@@ -48,8 +48,8 @@ def beneath_fsdp(module: nn.Module) -> tuple[type[nn.Module], torch.dtype | None
     return bases[1], policy.param_dtype
 
 
-def is_left_out(hook: Any) -> bool:
-    """Whether a hook watches the run (marked `_truemfu_skip`, itself or its object), or gathers shards."""
+def is_not_model_work(hook: Any) -> bool:
+    """Whether a hook only observes the run (it or its object is marked `_truemfu_skip`) or gathers shards."""
     target = getattr(hook, "func", hook)
     home = getattr(target, "__module__", "") or ""
     bound_to = getattr(target, "__self__", None)

@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 from ..records import UPPER_BOUND
 from ..text import printable
-from ..torch_private.table import said as missed
+from ..torch_private.table import missing as missed
 from ..waterfall import between_steps_notes, evaluations
 from .config import MonitorConfig
 from .totals import Totals

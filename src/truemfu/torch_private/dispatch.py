@@ -1,7 +1,7 @@
-"""What a count needs of torch: modes that see operators, fake tensors, and where autograd is.
+"""Names of torch that a count needs: modes that intercept operators, fake tensors, autograd's position.
 
-Without fake tensors a count runs on real copies. Without the rest it is refused: `check_counts` names what is
-missing.
+Without fake tensors a count runs on real copies. Without the other names it is refused: `check_counts`
+reports what is missing.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _REQUIRED = (
 
 
 def check_counts() -> None:
-    """ModelError where torch lacks a name without which a count would be wrong or impossible."""
+    """Raise ModelError if torch lacks a name without which a count would be wrong or impossible."""
     table.require(*_REQUIRED)
 
 
 def check_fake_tensors() -> None:
-    """NotImplementedError where there are no fake tensors: real copies serve instead."""
+    """Raise NotImplementedError if torch has no fake tensors: real copies are used instead."""
     for path in (table.FAKE_TENSOR, table.FAKE_MODE):
         if table.get(path) is ABSENT:
             table.miss(path)
@@ -40,11 +40,11 @@ def check_fake_tensors() -> None:
 
 
 class _NoFakeTensor(torch.Tensor):
-    """Nothing is one."""
+    """Replaces FakeTensor if torch does not have it; no tensor is an instance."""
 
 
 class _NoMode:
-    """In the place of a mode that torch does not have."""
+    """Replaces a mode that torch does not have."""
 
     supports_higher_order_operators = True
 
@@ -53,7 +53,7 @@ class _NoMode:
 
 
 @contextlib.contextmanager
-def _as_it_is() -> Iterator[None]:
+def _unchanged() -> Iterator[None]:
     yield
 
 
@@ -72,9 +72,9 @@ def _refusing(path: str) -> Callable[[], Any]:
 current_autograd_node: Callable[[], Any] = _or(table.AUTOGRAD_NODE, _refusing(table.AUTOGRAD_NODE))
 current_graph_task_id: Callable[[], int] = _or(table.GRAPH_TASK, _refusing(table.GRAPH_TASK))
 next_sequence_nr: Callable[[], int] = _or(table.SEQUENCE_NUMBER, _refusing(table.SEQUENCE_NUMBER))
-"""The number the next autograd node of this thread will get."""
+"""The number that the next autograd node of this thread will get."""
 top_saved_tensors_hooks: Callable[[bool], Any] | None = _or(table.TOP_HOOKS, None)
-"""The innermost hooks on saved tensors, or None; itself None where torch does not tell."""
+"""Returns the innermost saved-tensor hooks, or None; is itself None if torch does not have it."""
 _disabled_torch_function: Any = table.get(table.DISABLE_FUNCTION)
 if TYPE_CHECKING:
     from torch._ops import OpOverload
@@ -86,7 +86,7 @@ else:
     FakeTensor = _or(table.FAKE_TENSOR, _NoFakeTensor)
     FakeTensorMode = _or(table.FAKE_MODE, _NoMode)
     TorchDispatchMode = _or(table.DISPATCH_MODE, _NoMode)
-    disable_modes = _or(table.DISABLE_MODES, _as_it_is)
+    disable_modes = _or(table.DISABLE_MODES, _unchanged)
 
 __all__ = [
     "FakeTensor", "FakeTensorMode", "OpOverload", "TorchDispatchMode", "check_counts",
@@ -97,7 +97,7 @@ __all__ = [
 
 
 def disable_torch_function() -> contextlib.AbstractContextManager[Any]:
-    """No mode sees the calls of torch that are made inside; operators are seen as ever."""
+    """No function mode intercepts the torch calls made inside; operators are intercepted as usual."""
     if _disabled_torch_function is ABSENT:
         table.miss(table.DISABLE_FUNCTION)
         return contextlib.nullcontext()
@@ -106,20 +106,20 @@ def disable_torch_function() -> contextlib.AbstractContextManager[Any]:
 
 @functools.cache
 def dispatch_guard() -> Callable[[], Any] | None:
-    """While the object it makes exists, no mode sees what runs; None where torch has no such thing.
+    """Returns objects during whose lifetime no mode intercepts operators; None if torch lacks them.
 
-    It is tried out: a mode that sees its own work again would never end.
+    It is tested first: a mode that intercepts its own operators would never end.
     """
     guard = table.get(table.DISABLE_DISPATCH)
     if guard is not ABSENT:
         seen: list[Any] = []
 
-        class Seeing(TorchDispatchMode):
+        class Probe(TorchDispatchMode):
             def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
                 seen.append(func)
                 return func(*args, **(kwargs or {}))
 
-        with disable_modes(), Seeing():  # type: ignore[no-untyped-call]
+        with disable_modes(), Probe():  # type: ignore[no-untyped-call]
             held = guard()
             torch.empty(0, device="meta")
             del held
@@ -132,6 +132,6 @@ def dispatch_guard() -> Callable[[], Any] | None:
 
 
 def flex_attention_operators() -> list[Any]:
-    """The operators of flex attention, forward and backward; none where torch has them elsewhere."""
+    """The operators of flex attention, forward and backward; empty if torch has them elsewhere."""
     found = [table.get(path) for path in (table.FLEX_FORWARD, table.FLEX_BACKWARD)]
     return [] if ABSENT in found else found

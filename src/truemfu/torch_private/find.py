@@ -1,4 +1,4 @@
-"""Looks a name of torch up; the one place that does, so that a test can take any name away."""
+"""Looks up a private name of torch; only here, so that a test can remove any name."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import sys
 from typing import Any
 
 ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "ABSENT"})()
-"""In the place of a name that this version of torch does not have."""
+"""The result for a name that this version of torch does not have."""
 
 
 def find(path: str, *, load: bool = True) -> Any:
-    """What is at `module:attribute.attribute`, or ABSENT; without `load` only in a loaded module."""
+    """The object at `module:attribute.attribute`, or ABSENT; without `load` only from a loaded module."""
     home, _, names = path.partition(":")
     value: Any = sys.modules.get(home)
     if value is None:

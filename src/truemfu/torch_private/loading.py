@@ -1,7 +1,7 @@
-"""torch's DataLoader: when a thread asks one for its next batch, and when it has it.
+"""torch's DataLoader: when a thread requests its next batch, and when it has received it.
 
-All iterators of DataLoaders share one `__next__`, which nothing in torch lets others listen to. It is
-replaced while anybody listens, and put back after.
+All DataLoader iterators share one `__next__`, for which torch has no hook. It is replaced while there are
+listeners, and restored afterwards.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from .find import ABSENT
 
 
 class Listener(Protocol):
-    """Is called on the thread that asks; must not raise."""
+    """Called on the thread that requests a batch; must not raise."""
 
     def wait_begins(self) -> None:
-        """A loader is asked."""
+        """A batch is requested from a loader."""
 
     def wait_ends(self, *, has_batch: bool) -> None:
-        """It has answered with a batch, or raised."""
+        """The loader has returned a batch, or raised."""
 
 
 _listeners: tuple[Listener, ...] = ()
@@ -29,28 +29,30 @@ _original: Any = None
 
 
 def listen(listener: Listener) -> Callable[[], None]:
-    """Call it for each batch of any DataLoader, until what is returned is called."""
+    """Call the listener for each batch of any DataLoader; the returned function ends that."""
     global _listeners, _ours, _original
-    kind = table.get(table.LOADER_ITERATOR)
-    if kind is ABSENT or not callable(vars(kind).get("__next__")):
+    iterator_class = table.get(table.LOADER_ITERATOR)
+    if iterator_class is ABSENT or not callable(vars(iterator_class).get("__next__")):
         table.miss(table.LOADER_ITERATOR)
         return lambda: None
-    if not _listeners and kind.__next__ is not _ours:  # still there where it could not be put back
-        _original = kind.__next__
-        _ours = kind.__next__ = _heard(_original)
+    if (
+        not _listeners and iterator_class.__next__ is not _ours
+    ):  # ours is still there if it could not be restored
+        _original = iterator_class.__next__
+        _ours = iterator_class.__next__ = _with_listeners(_original)
     _listeners = (*_listeners, listener)
 
-    def leave() -> None:
+    def stop() -> None:
         global _listeners, _ours
         _listeners = tuple(other for other in _listeners if other is not listener)
-        if not _listeners and kind.__next__ is _ours:  # else somebody has put theirs around ours
-            kind.__next__ = _original
+        if not _listeners and iterator_class.__next__ is _ours:  # else other code has wrapped ours
+            iterator_class.__next__ = _original
             _ours = None
 
-    return leave
+    return stop
 
 
-def _heard(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _with_listeners(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def __next__(self: Any) -> Any:
         listeners = _listeners
         for listener in listeners:

@@ -1,4 +1,4 @@
-"""What a profiled step needs of torch: whether another profiler is at work, and the schemas of operators."""
+"""Names of torch that a profiled step needs: whether another profiler is active, and operators' schemas."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _REQUIRED = (table.PROFILER_ENABLED, table.PROFILER_STEPS, table.PROFILER_FLAG, 
 
 
 def is_profiler_in_use() -> bool:
-    """Whether a profiler of somebody else records, or may be warming up; UsageError where nobody can tell.
+    """Whether another profiler is recording or may be warming up; raises UsageError if that is unknown.
 
-    A torch.profiler with a schedule prepares its recording a step before. Ours in between would undo that,
-    and then the process crashes in torch when theirs ends. All that tells of one is the count of steps it
-    registers when it is made and drops when its `with` block ends.
+    A torch.profiler with a schedule prepares its recording one step earlier. Starting ours in between would
+    undo that, and the process would crash in torch when the other one ends. The only sign of one is the step
+    count that it registers when created and removes when its `with` block ends.
     """
     found = [table.get(path) for path in _REQUIRED]
     for path, value in zip(_REQUIRED, found, strict=True):
@@ -31,21 +31,21 @@ def is_profiler_in_use() -> bool:
 
 
 def after_failed_start() -> None:
-    """Undo what a profiler has noted that could not start."""
+    """Clear the state of a profiler that failed to start."""
     table.get(table.PROFILER_STOP)()
 
 
 @functools.cache
 def _working(path: str) -> Any:
-    """The name, tried out on an operator that will not change; UsageError where it is not what it was."""
+    """The object of a name, tested on an operator that will not change; raises UsageError if it fails."""
     found = table.get(path)
     try:
         if path == table.SCHEMAS:
             works = found is not ABSENT and [len(s.arguments) for s in found("aten::mm")][:1] == [2]
         else:
-            kind = "CompositeImplicitAutograd"
-            works = found is not ABSENT and found("aten::linear", kind) and not found("aten::mm", kind)
-    except Exception:  # whatever it is now, it is not used
+            key = "CompositeImplicitAutograd"
+            works = found is not ABSENT and found("aten::linear", key) and not found("aten::mm", key)
+    except Exception:  # it has changed, so it is not used
         works = False
     if not works:
         table.miss(path)
@@ -58,6 +58,6 @@ def schemas_of(name: str) -> tuple[Any, ...]:
     return tuple(_working(table.SCHEMAS)(name))
 
 
-def is_made_of_others(overload: str) -> bool:
-    """Whether an operator is made of others before autograd sees it."""
+def is_decomposed(overload: str) -> bool:
+    """Whether an operator is decomposed into others before autograd."""
     return bool(_working(table.HAS_KERNEL)(overload, "CompositeImplicitAutograd"))

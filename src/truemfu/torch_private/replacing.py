@@ -1,4 +1,4 @@
-"""Names of torch that a count puts something else in the place of, for as long as it lasts."""
+"""Replaces names of torch for the duration of a count."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .find import ABSENT
 
 @contextlib.contextmanager
 def replaced(path: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """Have `make(what is there)` in the place of a module's name inside; nothing for a module not loaded."""
+    """Replace a module's name by `make(original)` inside the context; does nothing if it is not loaded."""
     home, _, name = path.partition(":")
     module: Any = sys.modules.get(home)
     original = table.get(path, load=False)

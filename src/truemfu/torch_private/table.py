@@ -1,11 +1,11 @@
 """Every private name of torch that this package uses, and what is lost without it.
 
 No other package imports a private name of torch. A missing one costs speed or detail and one warning, the
-first time something needs it; a count that cannot do without is refused, and FLOPs are estimated. A name that
-is there without its effect is caught by a probe beside its use, or by `flops/count/self_check.py`.
+first time it is needed; a count that requires it is refused, and FLOPs are estimated. A name that still
+exists but no longer works is detected by a probe next to its use, or by `flops/count/self_check.py`.
 
-`NAMES` are looked up by `find.py`; all were seen in torch 2.6 to 2.15, unless `since` says otherwise.
-`ATTRIBUTES` belong to objects that torch hands out, and are read from them directly.
+`NAMES` are looked up by `find.py`; all exist in torch 2.6 to 2.15, unless `since` states otherwise.
+`ATTRIBUTES` belong to objects that torch returns, and are read from them directly.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from . import find as lookup
 from .find import ABSENT
 
 _NOT_COUNTED = "models cannot be counted: FLOPs are estimated"
-_NOT_PROFILED = "no step is profiled: HFU rests on the count"
+_NOT_PROFILED = "no step is profiled: HFU is based on the count"
 _ON_COPIES = "models are counted on real copies, which is slower and needs memory"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Private:
-    """A private name: where it is, what is lost without it, and the first torch that has it."""
+    """A private name: where it is, what is lost without it, and the first torch version that has it."""
 
     path: str
     lost: str
@@ -35,7 +35,7 @@ class Private:
 
     @property
     def name(self) -> str:
-        """The name as it is written in code."""
+        """The name as written in code."""
         return self.path.replace(":", ".")
 
 
@@ -86,29 +86,29 @@ NAMES: dict[str, Private] = {
         (AUTOGRAD_NODE, _NOT_COUNTED, (2, 6)),
         (GRAPH_TASK, _NOT_COUNTED, (2, 6)),
         (TOP_HOOKS, "counts take longer", (2, 7)),
-        (RUN_BACKWARD, "tensors that leave torch in a backward pass are not named", (2, 6)),
+        (RUN_BACKWARD, "tensors exported from torch in a backward pass are not reported", (2, 6)),
         (DISABLE_FUNCTION, "counts take longer", (2, 6)),
         (DISABLE_DISPATCH, "counts take longer", (2, 6)),
         (FLEX_FORWARD, "flex attention cannot be counted: its FLOPs are estimated", (2, 6)),
         (FLEX_BACKWARD, "flex attention cannot be counted: its FLOPs are estimated", (2, 6)),
         (FLEX_CHECK, "flex attention on a CPU cannot be counted", (2, 6)),
-        (WRAPPER_SUBCLASS, "tensors on the meta device stand for the weights of a snapshot", (2, 6)),
+        (WRAPPER_SUBCLASS, "the weights of a snapshot are tensors on the meta device", (2, 6)),
         (DEFAULT_GENERATOR, "a model that seeds torch disturbs other threads while it is counted", (2, 6)),
-        *((PYTREE + name, "containers of other libraries are not looked into", (2, 6)) for name in _TREES),
+        *((PYTREE + name, "containers of other libraries are not searched", (2, 6)) for name in _TREES),
         (SCHEMAS, _NOT_PROFILED, (2, 6)),
         (HAS_KERNEL, _NOT_PROFILED, (2, 6)),
         (PROFILER_ENABLED, _NOT_PROFILED, (2, 6)),
         (PROFILER_STEPS, _NOT_PROFILED, (2, 6)),
         (PROFILER_FLAG, _NOT_PROFILED, (2, 6)),
         (PROFILER_STOP, _NOT_PROFILED, (2, 6)),
-        (FUNCTORCH_LEVEL, "batches inside vmap cannot be told from others: there is no MFU", (2, 6)),
+        (FUNCTORCH_LEVEL, "batches inside vmap cannot be recognised: there is no MFU", (2, 6)),
         (ANY_AUTOCAST, "autocast is looked up for each device, which is slower", (2, 6)),
-        (CURRENT_STREAM, "the stream is looked up anew for each step, which is slower", (2, 6)),
-        (COUNTERS, "steps in which torch.compile was at work are not marked", (2, 6)),
-        (COMPILED_CALL, "a model that Module.compile has compiled is not watched: it has no MFU", (2, 6)),
-        (DEFAULT_STORE, "ranks are neither compared nor told of each other's counts", (2, 6)),
+        (CURRENT_STREAM, "the stream is looked up again for each step, which is slower", (2, 6)),
+        (COUNTERS, "steps in which torch.compile ran are not marked", (2, 6)),
+        (COMPILED_CALL, "a model compiled with Module.compile is not observed: it has no MFU", (2, 6)),
+        (DEFAULT_STORE, "ranks are not compared and do not share their counts", (2, 6)),
         (VERSION, "numbers on the device are copied at once, which is slower", (2, 6)),
-        (LOADER_ITERATOR, "waiting for data is known only of loaders given to monitor.data", (2, 6)),
+        (LOADER_ITERATOR, "waiting for data is measured only for loaders given to monitor.data", (2, 6)),
         (SCALED_MM, "the fp8 rate of this device cannot be measured", (2, 6)),
         (INT_MM, "the int8 rate of this device cannot be measured", (2, 6)),
     )
@@ -116,46 +116,46 @@ NAMES: dict[str, Private] = {
 
 ATTRIBUTES: dict[str, str] = {
     "_buffers _modules _parameters": "of a module: it can be neither counted nor estimated",
-    "_forward_hooks _forward_pre_hooks": "of a module: it is watched by a hook, and not estimated",
+    "_forward_hooks _forward_pre_hooks": "of a module: it is observed by a hook, and not estimated",
     "_orig_mod": "of a compiled module: it is counted with its wrapper, or not at all",
     "_get_fsdp_state _mp_policy": "of a module sharded by FSDP: it can be neither counted nor estimated",
     "_schema": "of an operator: models cannot be counted",
     "_sequence_nr": "of an autograd node: models cannot be counted",
-    "_nested_tensor_size": "of a nested tensor: products of such are not counted",
+    "_nested_tensor_size": "of a nested tensor: its products are not counted",
     "_cdata": "of a storage: counts take longer",
-    "_is_param": "of a tensor, written to: fake tensors are then no parameters to `isinstance`",
+    "_is_param": "of a tensor, written to: fake tensors are then not parameters for `isinstance`",
 }
-"""What is lost without attributes of torch's objects; each such error ends one count, if anything."""
+"""What is lost without attributes of torch's objects; each such error fails at most one count."""
 
-said: dict[str, str] = {}
-"""What was missed so far, by name: for the summary of a run."""
+missing: dict[str, str] = {}
+"""The names found missing so far, and what is lost: for the summary of a run."""
 
 _VERSION = tuple(int(number) for number in torch.__version__.split(".")[:2])
 
 
 def get(path: str, *, load: bool = True) -> Any:
-    """The object of a name in the table; ABSENT, and no warning yet, where torch does not have it."""
+    """The object of a name in the table; ABSENT, without a warning yet, if torch does not have it."""
     assert path in NAMES
     return lookup.find(path, load=load)
 
 
 def reason(path: str) -> str:
-    """One line on a name that is missing, or no longer does what it did."""
+    """One line about a name that is missing or no longer works."""
     private = NAMES[path]
     return f"torch {torch.__version__} has no usable {private.name}: {private.lost}"
 
 
 def miss(path: str) -> None:
-    """Something needs this name and goes on without: warn once, unless this torch is too old to have it."""
-    if path in said or NAMES[path].since > _VERSION:
+    """Record a missing name that the caller can do without: warn once, unless this torch predates it."""
+    if path in missing or NAMES[path].since > _VERSION:
         return
-    said[path] = reason(path)
-    with contextlib.suppress(TruemfuWarning):  # a filter may make errors of warnings, and a training runs
-        warn_once(said[path])
+    missing[path] = reason(path)
+    with contextlib.suppress(TruemfuWarning):  # a filter may turn warnings into errors, during training
+        warn_once(missing[path])
 
 
 def require(*paths: str) -> None:
-    """ModelError where one of these is missing."""
+    """Raise ModelError if one of these is missing."""
     for path in paths:
         if get(path) is ABSENT:
             raise ModelError(reason(path))

@@ -1,6 +1,6 @@
 """Nested containers: torch's own functions for them, or plain ones for dicts, lists and tuples.
 
-torch's know more kinds, those that libraries have registered. Without them such an object is a leaf.
+torch's functions also handle containers that libraries have registered. Without them, these are leaves.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _found = [table.get(path) for path in table.NAMES if path.startswith(table.PYTRE
 
 
 def _flatten(tree: Any) -> tuple[list[Any], Any]:
-    kind = type(tree)
+    cls = type(tree)
     keys: tuple[Any, ...] | None
     if isinstance(tree, dict):
         parts, keys = list(tree.values()), tuple(tree)
-    elif isinstance(tree, (list, tuple)) and kind is not torch.Size:
+    elif isinstance(tree, (list, tuple)) and cls is not torch.Size:
         parts, keys = list(tree), None
     else:
         return [tree], None
@@ -32,23 +32,23 @@ def _flatten(tree: Any) -> tuple[list[Any], Any]:
         inner, spec = _flatten(part)
         leaves += inner
         specs.append((len(inner), spec))
-    return leaves, (kind, keys, tuple(specs))
+    return leaves, (cls, keys, tuple(specs))
 
 
 def _unflatten(leaves: Any, spec: Any) -> Any:
     leaves = list(leaves)
     if spec is None:
         return leaves[0]
-    kind, keys, specs = spec
+    cls, keys, specs = spec
     parts = []
     for count, inner in specs:
         parts.append(_unflatten(leaves[:count], inner))
         leaves = leaves[count:]
     if keys is not None:
         return dict(zip(keys, parts, strict=True))
-    if hasattr(kind, "_fields"):
-        return kind(*parts)
-    return parts if issubclass(kind, list) else tuple(parts)
+    if hasattr(cls, "_fields"):
+        return cls(*parts)
+    return parts if issubclass(cls, list) else tuple(parts)
 
 
 def _leaves(tree: Any) -> list[Any]:
@@ -60,12 +60,12 @@ def _map(function: Callable[[Any], Any], tree: Any) -> Any:
     return _unflatten(map(function, leaves), spec)
 
 
-def _map_only(kind: Any, function: Callable[[Any], Any], tree: Any) -> Any:
-    return _map(lambda leaf: function(leaf) if isinstance(leaf, kind) else leaf, tree)
+def _map_only(cls: Any, function: Callable[[Any], Any], tree: Any) -> Any:
+    return _map(lambda leaf: function(leaf) if isinstance(leaf, cls) else leaf, tree)
 
 
 def _works() -> bool:
-    """Whether torch's functions take apart, change and put together what they should."""
+    """Whether torch's functions flatten, map and unflatten correctly."""
     flatten, unflatten, leaves, change, change_only = _found
     tree = {"a": [1, (2.0, "x")]}
     try:
@@ -76,12 +76,12 @@ def _works() -> bool:
             and change(str, tree) == {"a": ["1", ("2.0", "x")]}
             and change_only(int, str, tree) == {"a": ["1", (2.0, "x")]}
         )
-    except Exception:  # whatever they are now, they are not used
+    except Exception:  # they have changed, so they are not used
         return False
 
 
 knows_all = ABSENT not in _found and _works()
-"""Whether containers that libraries have registered are known."""
+"""Whether containers that libraries have registered are handled."""
 
 if TYPE_CHECKING:
     from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
@@ -93,18 +93,18 @@ else:
 
 
 def check_leaves(leaves: list[Any]) -> None:
-    """ModelError where a leaf may hold tensors that only torch's own functions would find."""
+    """Raise ModelError if a leaf may hold tensors that only torch's own functions would find."""
     if knows_all:
         return
-    table.miss(_culprit())
+    table.miss(_missing_name())
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor) or not hasattr(leaf, "__dict__"):
             continue
         if any(isinstance(value, torch.Tensor) for value in vars(leaf).values()):
-            raise ModelError(f"{type(leaf).__name__} holds tensors; {table.reason(_culprit())}")
+            raise ModelError(f"{type(leaf).__name__} holds tensors; {table.reason(_missing_name())}")
 
 
-def _culprit() -> str:
+def _missing_name() -> str:
     paths = [path for path in table.NAMES if path.startswith(table.PYTREE)]
     return next((path for path, found in zip(paths, _found, strict=True) if found is ABSENT), paths[0])
 

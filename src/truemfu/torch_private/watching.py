@@ -1,6 +1,6 @@
-"""What a monitor needs of torch on the training thread: where autograd, vmap and autocast are, and calls.
+"""Names of torch that a monitor needs on the training thread: the state of autograd, vmap, autocast; calls.
 
-Each name is tried out before it is relied on: one that torch keeps without its effect counts as missing.
+Each name is tested before use: one that still exists but no longer works counts as missing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _found = {
 
 
 def _works(probe: Callable[..., bool], *args: Any) -> bool:
-    """What trying a name out comes to; one that raises is none that works, and no import fails for it."""
+    """The result of a probe; False if it raises, so that an import never fails."""
     try:
         return probe(*args)
     except Exception:
@@ -43,11 +43,11 @@ def _in_node() -> int:
     return -1 if _found[table.AUTOGRAD_NODE]() is None else 0
 
 
-def _nowhere() -> int:
+def _no_backward() -> int:
     return -1
 
 
-def _nobody() -> None:
+def _no_level() -> None:
     return None
 
 
@@ -57,22 +57,22 @@ def _any_autocast() -> bool:
 
 
 def _sees_autocast(is_any: Callable[[], bool]) -> bool:
-    """Whether it tells a thread with autocast from one without."""
+    """Whether `is_any` distinguishes a thread with autocast from one without."""
     before = torch.is_autocast_enabled("cpu")
     try:
         torch.set_autocast_enabled("cpu", True)
-        told = [is_any()]
+        results = [is_any()]
         torch.set_autocast_enabled("cpu", False)
-        told.append(is_any())
+        results.append(is_any())
     finally:
         torch.set_autocast_enabled("cpu", before)
-    return told == [True, torch.is_autocast_enabled("cuda")]
+    return results == [True, torch.is_autocast_enabled("cuda")]
 
 
 def _backward_number() -> Callable[[], int]:
     if _found[table.GRAPH_TASK] is not ABSENT:
         return _found[table.GRAPH_TASK]  # type: ignore[no-any-return]
-    return _nowhere if _found[table.AUTOGRAD_NODE] is ABSENT else _in_node
+    return _no_backward if _found[table.AUTOGRAD_NODE] is ABSENT else _in_node
 
 
 def _or(path: str, instead: Any) -> Any:
@@ -80,63 +80,63 @@ def _or(path: str, instead: Any) -> Any:
 
 
 backward_number: Callable[[], int] = _backward_number()
-"""Which backward pass this thread is in; -1 in none. Only where `tells_backward`."""
-functorch_level: Callable[[], Any] = _or(table.FUNCTORCH_LEVEL, _nobody)
-"""The innermost vmap or its kin around this; None outside. Only where `tells_functorch`."""
+"""The number of the backward pass this thread is in; -1 outside. Only valid if `detects_backward`."""
+functorch_level: Callable[[], Any] = _or(table.FUNCTORCH_LEVEL, _no_level)
+"""The innermost active vmap or other functorch transform; None outside. Only valid if `detects_functorch`."""
 _sees = _found[table.ANY_AUTOCAST] is not ABSENT and _works(_sees_autocast, _found[table.ANY_AUTOCAST])
 is_any_autocast: Callable[[], bool] = _found[table.ANY_AUTOCAST] if _sees else _any_autocast
 
 
 @functools.cache
-def tells_backward() -> bool:
-    """Whether a forward pass inside a backward pass, which a checkpoint runs again, can be told."""
-    told: list[int] = []
+def detects_backward() -> bool:
+    """Whether a forward pass inside a backward pass, run by a checkpoint, can be recognised."""
+    seen: list[int] = []
     with disable_modes(), torch.inference_mode(False), torch.enable_grad():
         leaf = torch.zeros((), device="cpu", dtype=torch.float32, requires_grad=True)
-        leaf.register_hook(lambda gradient: told.append(backward_number()))
+        leaf.register_hook(lambda gradient: seen.append(backward_number()))
         outside = backward_number()
         leaf.clone().backward()
-    is_new = outside == -1 or outside != told[0] or backward_number is _in_node
-    if told[0] not in (None, -1) and is_new:
+    is_new = outside == -1 or outside != seen[0] or backward_number is _in_node
+    if seen[0] not in (None, -1) and is_new:
         return True
     table.miss(table.GRAPH_TASK)
     return False
 
 
 @functools.cache
-def tells_functorch() -> bool:
-    """Whether a forward pass inside vmap and its kin can be told."""
-    told: list[Any] = []
+def detects_functorch() -> bool:
+    """Whether a forward pass inside vmap or another functorch transform can be recognised."""
+    seen: list[Any] = []
 
-    def ask(x: torch.Tensor) -> torch.Tensor:
-        told.append(functorch_level())
+    def probe(x: torch.Tensor) -> torch.Tensor:
+        seen.append(functorch_level())
         return x
 
     try:
         with disable_modes():
-            torch.func.vmap(ask)(torch.zeros(1, device="cpu"))
-    except RuntimeError:  # not under hooks on saved tensors, which vmap refuses
+            torch.func.vmap(probe)(torch.zeros(1, device="cpu"))
+    except RuntimeError:  # vmap refuses to run under saved-tensor hooks
         return True
-    if told[0] is not None:
+    if seen[0] is not None:
         return True
     table.miss(table.FUNCTORCH_LEVEL)
     return False
 
 
 current_stream_data: Callable[[int], Any] | None = _or(table.CURRENT_STREAM, None)
-"""What tells one stream from another, without an object for it; None where it is made each time."""
+"""Identifies the current stream without creating an object; None if torch lacks it."""
 
 CALL = "_compiled_call_impl"
-"""Where a module keeps what is to be called instead of its own `_call_impl`."""
+"""The attribute in which a module stores the callable that replaces its `_call_impl`."""
 
 
 def compiled_call(model: nn.Module) -> Any:
-    """What `Module.compile` has made of a model and torch calls instead of it; None where there is none."""
+    """The compiled callable that `Module.compile` has set on a model; None if there is none."""
     return model.__dict__.get(CALL) if _found[table.COMPILED_CALL] is not ABSENT else None
 
 
 def miss_compiled_calls() -> None:
-    """A forward pass was not seen: say so where it may be one of a model that `Module.compile` compiled."""
+    """Warn about an unobserved forward pass, if it may be one of a model compiled with `Module.compile`."""
     if _found[table.COMPILED_CALL] is ABSENT:
         table.miss(table.COMPILED_CALL)
 
@@ -156,8 +156,8 @@ def _version_of() -> Callable[[torch.Tensor], int] | None:
 
 
 _known_version = _version_of()
-tells_versions = _known_version is not None
-"""Whether a tensor that was written over can be told."""
+detects_overwrites = _known_version is not None
+"""Whether an overwritten tensor can be recognised."""
 
 
 def _no_version(tensor: torch.Tensor) -> int:
@@ -166,11 +166,11 @@ def _no_version(tensor: torch.Tensor) -> int:
 
 
 version_of: Callable[[torch.Tensor], int] = _known_version or _no_version
-"""A number that changes when a tensor is written over; RuntimeError for an inference tensor."""
+"""A number that changes when a tensor is overwritten; raises RuntimeError for an inference tensor."""
 
 
 def graph_counters() -> Any:
-    """The counters of torch.compile, once that is loaded: a mapping of mappings; else None."""
+    """The counters of torch.compile, a mapping of mappings, once it is loaded; else None."""
     found = table.get(table.COUNTERS, load=False)
     if hasattr(found, "get"):
         return found
@@ -180,7 +180,7 @@ def graph_counters() -> Any:
 
 
 def default_store() -> Any:
-    """The store of the default process group; None where its backend has none."""
+    """The store of the default process group; None if its backend has none."""
     found = table.get(table.DEFAULT_STORE)
     if found is ABSENT:
         raise RuntimeError(table.reason(table.DEFAULT_STORE))

@@ -1,4 +1,4 @@
-"""Attention written out in plain operators: which products are scores, and which mask they met.
+"""Attention in plain operators: finds which products are scores, and which masks apply to them.
 
 Eager attention is two batched products with a softmax between them. To count it by document, or by the pairs
 a mask allows, the products must be recognised:
@@ -6,7 +6,7 @@ a mask allows, the products must be recognised:
     bmm ──► (scale, mask, bias, reshape …) ──► softmax ──► (dropout, cast …) ──► bmm
     scores        masks are collected            resolved: pairs known          values
 
-Tags travel on the tensors as attributes; a product that never meets a softmax stays an ordinary product.
+Tags are attributes of the tensors; a product whose result never enters a softmax stays an ordinary product.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from ..shadow.values import Value, value_of
 aten = torch.ops.aten
 
 Scale = Callable[[int], tuple[int, int]]
-"""Turns the FLOPs of a product over all pairs into those (needed, executed) for the pairs that count."""
+"""Converts the FLOPs of a product over all pairs to (needed, executed) FLOPs for the pairs that count."""
 
 MASKED_SCORE = -1e4
-"""An additive mask blocks a pair where it is at most this."""
+"""An additive mask blocks a pair if its value is at most this."""
 
 _PRODUCTS = {aten.bmm, aten.baddbmm, aten.mm, aten.addmm}
 _SOFTMAX = {aten._softmax, aten._safe_softmax}
-_TURN = {aten.transpose, aten.permute, aten.t}
-_PASS_ON = _TURN | {
+_TRANSPOSING = {aten.transpose, aten.permute, aten.t}
+_PROPAGATING = _TRANSPOSING | {
     aten.view,
     aten._unsafe_view,
     aten.reshape,
@@ -60,9 +60,9 @@ _WRITE = {aten.index_put, aten.index_put_}
 
 @dataclass
 class Scores:
-    """A product that may turn out to be attention scores, and the masks met on the way to a softmax.
+    """A product that may turn out to be attention scores, and the masks applied before a softmax.
 
-    A mask of None is one that could not be read.
+    A mask of None could not be read.
     """
 
     entry: Any
@@ -71,14 +71,14 @@ class Scores:
 
 @dataclass
 class Probabilities:
-    """The result of a softmax over scores; once they meet the values, both products are attention's."""
+    """The result of a softmax over scores; once multiplied by the values, both products are attention."""
 
     scores: Any
     scale: Scale
 
 
 def tag_of(tensor: Any) -> Scores | Probabilities | None:
-    """What is known of a tensor's part in attention."""
+    """The tensor's role in attention, if any is known."""
     return getattr(tensor, "_truemfu_attention", None)
 
 
@@ -88,7 +88,7 @@ def _tag(tensor: Any, tag: Scores | Probabilities) -> None:
 
 
 def readable(tensor: Any) -> Value | None:
-    """The value of a tensor: of a fake one where it is known, of a real one always."""
+    """The value of a tensor: always for a real one, if known for a fake one."""
     if not isinstance(tensor, torch.Tensor):
         return None
     if (value := value_of(tensor)) is not None:
@@ -99,7 +99,7 @@ def readable(tensor: Any) -> Value | None:
 
 
 def allowed_by(mask: Any) -> Value | None:
-    """True where a mask lets a pair through: a boolean mask as it is, an additive one where it is not hugely
+    """True where a mask allows a pair: a boolean mask itself, an additive one where it is not hugely
     negative."""
     if not isinstance(mask, torch.Tensor):
         return None
@@ -115,7 +115,7 @@ def allowed_by(mask: Any) -> Value | None:
 
 
 class EagerAttention:
-    """Follows products through a forward pass; `resolve` is asked for the pairs once a softmax is met."""
+    """Follows products through a forward pass; `resolve` gives the pairs when scores enter a softmax."""
 
     def __init__(
         self,
@@ -125,34 +125,34 @@ class EagerAttention:
         self._resolve = resolve
         self._rescale = rescale
 
-    def see(self, packet: Any, args: tuple[Any, ...], out: Any, entry: Any) -> None:
-        """Look at one operator of the forward pass; `entry` is its line in the tally, if it is a product."""
+    def record(self, packet: Any, args: tuple[Any, ...], out: Any, entry: Any) -> None:
+        """Record one operator of the forward pass; `entry` is its entry in the tally, if it is a product."""
         if packet in _PRODUCTS and entry is not None:
-            self._see_product(packet, args, out, entry)
+            self._record_product(packet, args, out, entry)
         elif packet in _SOFTMAX:
             tag = tag_of(args[0])
             if isinstance(tag, Scores):
                 shape = tuple(args[0].shape)
-                turned = args[1] not in (-1, len(shape) - 1)
-                masks: list[Value | None] = [None] * len(tag.masks) if turned else tag.masks
+                is_other_dim = args[1] not in (-1, len(shape) - 1)
+                masks: list[Value | None] = [None] * len(tag.masks) if is_other_dim else tag.masks
                 _tag(out, Probabilities(tag.entry, self._resolve(shape, masks)))
         elif packet in _ADD:
-            self._see_add(args, out)
+            self._record_add(args, out)
         elif packet in _FILL:
-            self._see_mask(args[0], args[1], args[2], out, blocked_where=True)
+            self._record_mask(args[0], args[1], args[2], out, blocked_where=True)
         elif packet in _WRITE:
             condition = _whole_mask(args[1], args[0])
             if condition is not None:
-                self._see_mask(args[0], condition, args[2], out, blocked_where=True)
+                self._record_mask(args[0], condition, args[2], out, blocked_where=True)
         elif packet is aten.where and len(args) == 3:
             if _lowest(args[1]):
-                self._see_mask(args[2], args[0], args[1], out, blocked_where=True)
+                self._record_mask(args[2], args[0], args[1], out, blocked_where=True)
             else:
-                self._see_mask(args[1], args[0], args[2], out, blocked_where=False)
-        elif packet in _PASS_ON:
-            self._pass_on(packet, args, out)
+                self._record_mask(args[1], args[0], args[2], out, blocked_where=False)
+        elif packet in _PROPAGATING:
+            self._propagate(packet, args, out)
 
-    def _see_product(self, packet: Any, args: tuple[Any, ...], out: Any, entry: Any) -> None:
+    def _record_product(self, packet: Any, args: tuple[Any, ...], out: Any, entry: Any) -> None:
         biased = packet in (aten.baddbmm, aten.addmm)
         operands = args[1:3] if biased else args[:2]
         probabilities = next((t for a in operands if isinstance(t := tag_of(a), Probabilities)), None)
@@ -167,18 +167,18 @@ class EagerAttention:
             scores.masks.append(allowed)
         _tag(out, scores)
 
-    def _pass_on(self, packet: Any, args: tuple[Any, ...], out: Any) -> None:
+    def _propagate(self, packet: Any, args: tuple[Any, ...], out: Any) -> None:
         sources = args[0] if isinstance(args[0], (list, tuple)) else args[:2]
         tag = next((t for a in sources if (t := tag_of(a)) is not None), None)
         target = out[0] if isinstance(out, (tuple, list)) else out
-        if isinstance(tag, Scores) and packet in _TURN and tag.masks:
-            tag = Scores(tag.entry, [None] * len(tag.masks))  # masks of another orientation
+        if isinstance(tag, Scores) and packet in _TRANSPOSING and tag.masks:
+            tag = Scores(tag.entry, [None] * len(tag.masks))  # the masks have another orientation
         if tag is not None:
             _tag(target, tag)
         elif hasattr(args[0], "_truemfu_allowed") and target.shape == args[0].shape:
             target._truemfu_allowed = args[0]._truemfu_allowed
 
-    def _see_add(self, args: tuple[Any, ...], out: Any) -> None:
+    def _record_add(self, args: tuple[Any, ...], out: Any) -> None:
         for one, other in ((args[0], args[1]), (args[1], args[0])):
             tag = tag_of(one)
             if isinstance(tag, Scores):
@@ -188,7 +188,7 @@ class EagerAttention:
                 return
             if isinstance(tag, Probabilities):
                 return
-        # an unknown bias plus a known mask, added to the scores later: keep the mask in view
+        # an unknown bias plus a known mask, added to the scores later: attach the mask to the sum
         for one, other in ((args[0], args[1]), (args[1], args[0])):
             if (
                 isinstance(one, torch.Tensor)
@@ -201,7 +201,7 @@ class EagerAttention:
                 out._truemfu_allowed = allowed
                 return
 
-    def _see_mask(self, masked: Any, condition: Any, fill: Any, out: Any, *, blocked_where: bool) -> None:
+    def _record_mask(self, masked: Any, condition: Any, fill: Any, out: Any, *, blocked_where: bool) -> None:
         tag = tag_of(masked)
         if tag is not None:
             _tag(out, tag)
@@ -215,7 +215,7 @@ class EagerAttention:
 
 
 def _whole_mask(indices: Any, tensor: torch.Tensor) -> torch.Tensor | None:
-    """The boolean mask of `tensor[..., mask] = value`, if it is one and covers the last dimensions."""
+    """The boolean mask in `tensor[..., mask] = value`, if there is one and it covers the last dimensions."""
     masks = [index for index in indices if index is not None]
     if len(masks) != 1 or masks[0].dtype is not torch.bool or indices[-1] is None:
         return None
@@ -224,7 +224,7 @@ def _whole_mask(indices: Any, tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _lowest(fill: Any) -> bool:
-    """Whether a number, or a tensor of one, is so low that no softmax lets it through."""
+    """Whether a number, or a tensor of one, is so low that a softmax makes it zero."""
     if isinstance(fill, torch.Tensor):
         known = readable(fill) if fill.numel() == 1 else None
         if known is None:

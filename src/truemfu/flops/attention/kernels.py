@@ -1,10 +1,10 @@
-"""Attention kernels: which arguments mean what, and how many pairs of query and key count.
+"""Attention kernels: the meaning of their arguments, and how many query-key pairs count.
 
     kernel call ──► AttentionWork ──► pairs of the convention ──► FLOPs needed, FLOPs executed
 
 Forward is two products for each pair (scores, values). Backward needs up to four: the values' gradient, the
-probabilities', the queries' and the keys'; a fused kernel executes all four and the scores once more. What
-it executes beyond the need is recomputation.
+probabilities', the queries' and the keys'; a fused kernel executes all four and recomputes the scores. What
+it executes beyond what is needed is recomputation.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .pairs import FULL, Band
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionWork:
-    """One call of an attention kernel, as far as shapes and flags tell.
+    """One call of an attention kernel, as described by its shapes and flags.
 
     `mask` is the tensor given to the kernel (boolean: True is allowed; float: added to the scores),
     `mask_function` a flex-attention mask of (sample, head, query, key), `cumulative` the cumulative lengths
@@ -43,11 +43,11 @@ class AttentionWork:
         return 2 * pairs * self.heads * (self.qk_dim + self.v_dim)
 
     def needed_backward_flops(self, pairs: int, *, q: bool, k: bool, v: bool) -> int:
-        """Products that the gradients asked for need: dV, dP (for q or k), dQ, dK."""
+        """Products that the requested gradients need: dV, dP (for q or k), dQ, dK."""
         return 2 * pairs * self.heads * (self.v_dim * (v + (q or k)) + self.qk_dim * (q + k))
 
     def executed_backward_flops(self, pairs: int) -> int:
-        """What a fused kernel does: the scores again and all four products."""
+        """What a fused kernel executes: the scores again and all four products."""
         return 2 * pairs * self.heads * (3 * self.qk_dim + 2 * self.v_dim)
 
 
@@ -97,7 +97,7 @@ def _first(call: Mapping[str, Any], *names: str) -> Any:
 
 
 def _band(call: Mapping[str, Any]) -> Band:
-    """The band of the kernel's own flags; an unbounded side of a window is None or −1."""
+    """The band given by the kernel's own flags; an unbounded side of a window is None or −1."""
     # the memory-efficient kernel's custom_mask_type: 0 none, 1 causal top left, 2 causal bottom right
     causal = bool(_first(call, "is_causal", "causal") or call.get("custom_mask_type"))
     window = call.get("window_size")
@@ -114,7 +114,7 @@ def _band(call: Mapping[str, Any]) -> Band:
 
 
 def work_of_kernel(name: str, call: Mapping[str, Any]) -> AttentionWork:
-    """What one call of a kernel of the table does; `call` maps the schema's names to the arguments."""
+    """The work of one call of a kernel in the table; `call` maps the schema's names to the arguments."""
     kernel = KERNELS[name]
     q, k, v = _first(call, "query", "q"), _first(call, "key", "k"), _first(call, "value", "v")
     length, head = (2, 1) if kernel.heads_first else (q.dim() - 3, q.dim() - 2)
@@ -138,7 +138,7 @@ def work_of_kernel(name: str, call: Mapping[str, Any]) -> AttentionWork:
 
 
 def work_of_flex(name: str, args: Sequence[Any]) -> AttentionWork:
-    """What one flex-attention call does; the block mask's tuple ends with the mask's function."""
+    """The work of one flex-attention call; the block mask's tuple ends with the mask function."""
     backward = name.endswith("backward")
     q, k, v = args[:3]
     block_mask = next(a for a in reversed(args) if isinstance(a, tuple) and a and callable(a[-1]))

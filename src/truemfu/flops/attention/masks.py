@@ -1,8 +1,8 @@
-"""How many pairs of an attention call count: what the convention, the masks and the documents say together.
+"""How many pairs of an attention call count, given the convention, the masks and the documents.
 
     scores of (samples, heads, queries, keys), masks, documents ──► pairs needed, pairs executed
 
-The two differ only for packed rows: a dense kernel also executes the pairs between documents.
+These differ only for packed rows: a dense kernel also executes the pairs between documents.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from ...torch_private.dispatch import disable_modes
 from ..shadow.values import Value
 from .pairs import FULL, Band, band_of_mask, document_ids
 
-NO_BAND = "an attention mask is no band: the pairs it allows were counted one by one"
-UNREAD = "an attention mask could not be read: all its pairs are counted"
+NOT_A_BAND = "an attention mask is neither causal nor a window: the pairs it allows were counted one by one"
+MASK_NOT_READ = "an attention mask could not be read: all its pairs are counted"
 
 
 class PairCounter:
-    """Counts pairs for one run. `bands` are those met, `notes` what the reader must know.
+    """Counts pairs for one run. `bands` are those found, `notes` what limits the accuracy.
 
     `documents` are the lengths of packed documents, sample by sample, or None; `windows` the sliding windows
-    that modules declare, by path: a mask over short documents does not show them.
+    that modules declare, by path, which a mask over short documents does not show.
     """
 
     def __init__(self, convention: Convention, documents: Sequence[Sequence[int]] | None) -> None:
@@ -39,7 +39,7 @@ class PairCounter:
         self.masks_matter = packed or self._causal
 
     def packed(self, q_lengths: Sequence[int], k_lengths: Sequence[int], heads: int, band: Band) -> int:
-        """Pairs of sequences that a kernel is given apart from each other."""
+        """Pairs of sequences that are given to a kernel separately."""
         band = band if self._causal else FULL
         self.bands.add(band)
         return heads * sum(band.pairs(q, k) for q, k in zip(q_lengths, k_lengths, strict=True))
@@ -51,7 +51,7 @@ class PairCounter:
         if not self.masks_matter:
             return prod(shape), prod(shape)
         if any(mask is None for mask in masks):
-            self.notes[UNREAD] = None
+            self.notes[MASK_NOT_READ] = None
         with disable_modes(), torch.no_grad():
             allowed = _intersection([m.tensor() for m in masks if m is not None], shape)
             return self._count(shape, allowed, band, self.windows.get(module))
@@ -76,7 +76,7 @@ class PairCounter:
         for head in allowed.unbind(1):
             found = self._band_of(head, documents, window)
             if found is None:
-                self.notes[NO_BAND] = None
+                self.notes[NOT_A_BAND] = None
                 pairs = each * int(head.expand(samples, -1, -1).sum())
                 needed, executed = needed + pairs, executed + pairs
             else:
@@ -100,7 +100,7 @@ class PairCounter:
     def _band_of(
         self, allowed: torch.Tensor, documents: Sequence[Sequence[int]] | None, window: int | None
     ) -> Band | None:
-        """The band of one head, read off the sample that shows most of it."""
+        """The band of one head, from the sample with the most allowed pairs."""
         fullest = int(allowed.flatten(1).sum(1).argmax())
         lengths = documents[fullest] if documents else [allowed.shape[-1]]
         found = band_of_mask(allowed[fullest], lengths)
@@ -111,7 +111,7 @@ class PairCounter:
     def _documents_of(
         self, samples: int, q_len: int, k_len: int, allowed: torch.Tensor | None
     ) -> Sequence[Sequence[int]] | None:
-        """The batch's documents where this attention keeps them apart, else None."""
+        """The batch's documents if this attention separates them, else None."""
         documents = self.documents
         if documents is None or allowed is None or q_len != k_len or samples % len(documents):
             return None
@@ -129,18 +129,18 @@ class PairCounter:
 def mask_of_function(
     function: Callable[..., Any], shape: Sequence[int], make: Callable[[int], torch.Tensor]
 ) -> torch.Tensor | None:
-    """What a flex-attention mask function allows, as (samples or 1, heads or 1, queries, keys).
+    """The pairs that a flex-attention mask function allows, as (samples or 1, heads or 1, queries, keys).
 
-    `make(n)` gives the integers below n, as tensors of the kind the function works on. None if the function
+    `make(n)` returns the integers below n, as tensors that the function can work on. None if the function
     cannot be evaluated for all indices at once.
     """
     indices = []
-    for place, n in enumerate(shape):
+    for dim, n in enumerate(shape):
         index = make(n)
-        indices.append(index.reshape([-1 if i == place else 1 for i in range(4)]))
+        indices.append(index.reshape([-1 if i == dim else 1 for i in range(4)]))
     try:
         allowed = function(*indices)
-    except Exception:  # anything may be wrong with a user's function; the caller notes that it was not read
+    except Exception:  # a user's function may fail in any way; the caller adds a note that it was not read
         return None
     return allowed if isinstance(allowed, torch.Tensor) else None
 
@@ -161,7 +161,7 @@ def _within(band: Band, q_len: int, k_len: int) -> torch.Tensor:
 
 
 def _intersection(masks: Sequence[torch.Tensor], shape: Sequence[int]) -> torch.Tensor | None:
-    """What all masks allow, as (samples or 1, heads or 1, queries, keys)."""
+    """The pairs that all masks allow, as (samples or 1, heads or 1, queries, keys)."""
     together: torch.Tensor | None = None
     for mask in masks:
         while mask.dim() > len(shape) and mask.shape[0] == 1:

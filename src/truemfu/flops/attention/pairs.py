@@ -1,7 +1,7 @@
-"""How many pairs of query and key an attention mask allows: exact integers, no tensors kept.
+"""How many query-key pairs an attention mask allows: exact integers, no tensors stored.
 
 A mask that depends only on the distance between query and key is a `Band`: full, causal, sliding window in
-one direction or both. The band is what a closed form needs: its pairs follow for every length.
+one direction or both. A closed form needs the band, which gives the pairs for every length.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Band:
     ahead: int | None = None
 
     def pairs(self, q_len: int, k_len: int | None = None) -> int:
-        """Pairs allowed between q_len queries and k_len keys (as many, unless given), first aligned to first.
+        """Pairs allowed between q_len queries and k_len keys (default: q_len), aligned at the first position.
 
         For a square the excluded pairs are two triangles: L² − T(L−1−behind) − T(L−1−ahead), with
         T(n) = n(n+1)/2.
@@ -50,9 +50,9 @@ class Band:
         )
 
     def blocked_pairs(self, q_len: int, k_len: int, block: int = 128) -> int:
-        """Pairs in the square blocks that hold an allowed one: what a fused kernel works through.
+        """Pairs in the square blocks that contain an allowed one: what a fused kernel executes.
 
-        A block lies across the band's edge, or overhangs the last query or key, and is executed whole.
+        Blocks that cross the band's edge or extend past the last query or key are executed completely.
         """
         blocks = 0
         for first in range(0, q_len, block):
@@ -68,17 +68,17 @@ FULL, CAUSAL = Band(), Band(ahead=0)
 
 
 def document_ids(documents: Sequence[int], length: int) -> Any:
-    """For each position the index of its document, as a tensor of `length` integers."""
+    """The index of each position's document, as a tensor of `length` integers."""
     import torch
 
     return torch.repeat_interleave(torch.arange(len(documents)), torch.tensor(documents))[:length]
 
 
 def band_of_mask(allowed: Any, documents: Sequence[int]) -> Band | None:
-    """The band behind a boolean (queries × keys) mask, looking past padding and document borders.
+    """The band of a boolean (queries × keys) mask, ignoring padding and document borders.
 
-    Keys that no query sees are padding, and so are the queries at their places. Returns None for a mask
-    that is no band (a prefix, blocks, a tree).
+    Keys that no query sees are padding, and so are the queries at the same positions. Returns None for a mask
+    that is not a band (a prefix, blocks, a tree).
     """
     import torch
 

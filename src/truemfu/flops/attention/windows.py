@@ -1,4 +1,4 @@
-"""Sliding windows under the convention that counts all pairs: what a note tells of the pairs outside them."""
+"""Notes on the pairs outside sliding windows, for the convention that counts all pairs."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def sliding_window(config: Any, module: nn.Module) -> int | None:
 
 
 class Windows:
-    """The sliding windows of a model's attention layers, as far as their modules tell.
+    """The sliding windows of a model's attention layers, as stated by their modules.
 
     An attention layer is a module that states whether it `is_causal`, or its own `sliding_window`. Under a
-    convention that counts the pairs inside the window alone there is nothing to note.
+    convention that counts only the pairs inside the window there are no notes.
     """
 
     def __init__(self, model: nn.Module, convention: Convention) -> None:
@@ -50,11 +50,11 @@ class Windows:
                 self._bands[Band(behind=window - 1, ahead=0 if is_causal else window - 1)] += 1
 
     def notes_for_batch(self, batch: Any) -> tuple[str, ...]:
-        """What to know of the count of this batch."""
+        """Notes on the count of this batch."""
         return self._notes(_lengths_of(batch)) if self._bands else ()
 
     def notes_for_sizes(self, sizes: Mapping[str, Any]) -> tuple[str, ...]:
-        """Likewise of a batch of these sizes."""
+        """Notes on the count of a batch of these sizes."""
         if not self._bands:
             return ()
         documents = sizes.get("documents") or [[sizes.get("length", 0)]]
@@ -67,7 +67,7 @@ class Windows:
             f"attention counts all pairs, also those outside a sliding window: in {layers} of {self._layers} "
             f"attention layers a token sees at most {band.behind + 1:,} tokens {_side(band)}, and the mask "
             f"allows {sum(map(band.pairs, lengths)) / every:.1%} of the pairs of sequences of "
-            f"{_up_to(lengths)} tokens; the causal convention counts those alone"
+            f"{_up_to(lengths)} tokens; the causal convention counts only those"
             for band, layers in sorted(self._bands.items())
             if band.behind is not None and band.behind + 1 < longest
         )

@@ -19,12 +19,12 @@ PER_VALUES = f"{PER_SHAPE} and values"
 _VALUES_MATTER = (
     "the work may depend on the values of a batch (a mask, labels, a number), not on its shapes alone"
 )
-_MAX_SHAPES_KEPT = 1024
+_MAX_SHAPES_STORED = 1024
 _MAX_SHAPES_EXPORTED = 64
 
 
 class ShapeData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The count of one shape as it travels to another process."""
+    """The count of one shape, as exported to another process."""
 
     sizes: str
     forward: int
@@ -39,7 +39,7 @@ class ShapeData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class KindData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A kind as it travels to another process; `form` is None where there is none."""
+    """A batch kind, as exported to another process; `form` is None if there is no closed form."""
 
     layout: LayoutData
     form: FormData | None
@@ -47,49 +47,49 @@ class KindData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Kind:
-    """One kind of batch; `form` is None for a model whose work is no function of the sizes."""
+    """One kind of batch; `form` is None for a model whose work is not a function of the sizes."""
 
     def __init__(self, layout: Layout, form: Form | None) -> None:
         self.layout, self.form = layout, form
-        self._kept: OrderedDict[str, FlopCount] = OrderedDict()
+        self._counts: OrderedDict[str, FlopCount] = OrderedDict()
 
     @property
     def method(self) -> str:
-        """How batches of this kind are counted where there is no closed form."""
+        """How batches of this kind are counted if there is no closed form."""
         return PER_VALUES if self.layout.by_values else PER_SHAPE
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What to know of such a count."""
+        """Notes on such a count."""
         return (_VALUES_MATTER,) if self.layout.by_values else ()
 
     @property
-    def told(self) -> str:
-        """Both in a sentence."""
+    def description(self) -> str:
+        """The method and the notes in one sentence."""
         return "; ".join((self.method, *self.notes))
 
-    def is_the_same_but_for(self, other: Kind) -> frozenset[str | int]:
-        """Numbers that set two kinds apart though their work is the same: a step counter, a divisor."""
+    def irrelevant_numbers(self, other: Kind) -> frozenset[str | int]:
+        """Numbers that differ between two kinds whose work is the same: a step counter, a divisor."""
         if self.form is None or other.form is None:
             return frozenset()
-        apart = self.layout.numbers_apart(other.layout)
-        return apart if apart and self.form.export() == other.form.export() else frozenset()
+        differing = self.layout.differing_numbers(other.layout)
+        return differing if differing and self.form.export() == other.form.export() else frozenset()
 
     def known(self, sizes: Sizes, convention: Convention) -> FlopCount | None:
-        """The count for these sizes; None where they have to be counted first."""
+        """The count for these sizes; None if they have to be counted first."""
         if self.form is not None:
             return self.form.count(sizes, convention)
-        return self._kept.get(_written(sizes))
+        return self._counts.get(_as_key(sizes))
 
-    def keep(self, sizes: Sizes, count: FlopCount) -> None:
-        """Remember the count of a shape."""
-        self._kept[_written(sizes)] = count
-        if len(self._kept) > _MAX_SHAPES_KEPT:
-            self._kept.popitem(last=False)
+    def store(self, sizes: Sizes, count: FlopCount) -> None:
+        """Store the count of a shape."""
+        self._counts[_as_key(sizes)] = count
+        if len(self._counts) > _MAX_SHAPES_STORED:
+            self._counts.popitem(last=False)
 
     def export(self) -> dict[str, Any]:
-        """Plain data from which `from_export` makes an equal kind; of many shapes the latest."""
-        latest = list(self._kept.items())[-_MAX_SHAPES_EXPORTED:]
+        """Plain data from which `from_export` makes an equal kind, with only the latest shapes."""
+        latest = list(self._counts.items())[-_MAX_SHAPES_EXPORTED:]
         return {
             "layout": self.layout.export(),
             "form": None if self.form is None else self.form.export(),
@@ -109,11 +109,11 @@ class Kind:
         for shape in data.shapes:
             fields = msgspec.structs.asdict(shape)
             sizes = fields.pop("sizes")
-            kind._kept[sizes] = FlopCount(convention=convention, **fields)
+            kind._counts[sizes] = FlopCount(convention=convention, **fields)
         return kind
 
 
-def _written(sizes: Sizes) -> str:
+def _as_key(sizes: Sizes) -> str:
     return json.dumps(sizes, sort_keys=True)
 
 

@@ -1,7 +1,7 @@
-"""A few counts at other sizes, and the terms that explain them all.
+"""A few counts at other sizes, and the terms that fit them all.
 
 example ──► counts at small sizes without common factors, one long ──► terms for every part ──► Form
-                                                                          └─ none, or not the example's own
+                                                                          └─ none fit, or not the example's
                                                                              FLOPs ──► NoClosedForm
 """
 
@@ -24,14 +24,14 @@ from ..count.tally import Entry, Tally
 from . import terms as vocabulary
 from .calibration_batch import BatchMaker
 from .config_numbers import chunk_sizes, limits, merge_size, window_sizes
-from .example_check import OwnValues
+from .example_check import ExampleCheck
 from .form import CLOSED_FORM, Form, Part
 from .layout import Layout
 from .matcher import Fit, Matcher, polynomial_families, products
 from .terms import ONE, Sizes, Term
 
 Run = Callable[[Any], tuple[Tally, str, tuple[str, ...]]]
-"""Counts one step on a batch: the tally, how it was run, what to know of it."""
+"""Counts one step on a batch: returns the tally, the method and the notes."""
 
 _SMALL = {
     "samples": (2, 3, 5, 4, 7, 6, 3),
@@ -50,7 +50,7 @@ _GRIDS = (
 )
 _SHORT, _LONG = 5, 1031
 _EXTREMES = {1: _SHORT, 2: _LONG}
-"""Calibrations with a length far from the others: where the work changes with the length, no term fits."""
+"""Calibrations with a length far from the others: no term fits if the work changes in kind."""
 _SLOW_S = 5.0
 
 
@@ -59,7 +59,7 @@ class NoClosedForm(Exception):
 
 
 class Calibration:
-    """Finds the closed form for batches like an example; on sequences of these `lengths`, where given."""
+    """Finds the closed form for batches like an example, on sequences of these `lengths` if given."""
 
     def __init__(
         self,
@@ -72,22 +72,22 @@ class Calibration:
     ) -> None:
         self._lengths = lengths
         self.layout = layout
-        """The kind of the batch; a size that turns out not to vary is fixed on the way."""
+        """The layout of the batch; sizes that turn out not to vary become fixed during calibration."""
         self._model, self._batch, self._count = model, batch, run
         self._maker = BatchMaker(model, batch)
         self._own = layout.sizes(batch)
         self._limits = limits(model)
         self._runs: list[tuple[Sizes, Tally]] = []
-        self._said: tuple[str, ...] = ()
+        self._notes: tuple[str, ...] = ()
         self._unmatched: set[str] = set()
 
     def form(self) -> Form:
-        """The closed form, or NoClosedForm."""
+        """The closed form; raises NoClosedForm if there is none."""
         if self.layout.clash is not None:
             raise NoClosedForm(self.layout.clash)
         try:
             return self._form()
-        except (TruemfuError, IndexError) as error:  # of batches that are made up: the example may do
+        except (TruemfuError, IndexError) as error:  # of a generated batch: the example may work
             raise NoClosedForm(one_line(error)) from None
 
     def _form(self) -> Form:
@@ -105,25 +105,27 @@ class Calibration:
             if fits is not None and (len(self._runs) > 4 or (_is_simple(fits) and not self._is_spatial)):
                 counted = self._runs[0][1].result(method=CLOSED_FORM)
                 warn_uncounted(counted)
-                notes = (*counted.notes, *self._said)
+                notes = (*counted.notes, *self._notes)
                 return self._compared(Form(fits, uncounted=counted.uncounted, notes=notes), first_s)
         raise NoClosedForm(f"no term fits {', '.join(sorted(self._unmatched)[:3])}")
 
     def values_matter(self) -> bool:
-        """Whether other values in a batch like the example are other work; in doubt they are."""
-        return self._own_values.matter() or self.layout.clash is not None
+        """Whether the work depends on the values in a batch like the example; True if in doubt."""
+        return self._example_check.values_matter() or self.layout.clash is not None
 
     @cached_property
-    def _own_values(self) -> OwnValues:
-        """Asked for when the layout is final."""
-        return OwnValues(self._maker, self.layout, self._own, lambda batch: self._count(batch)[0])
+    def _example_check(self) -> ExampleCheck:
+        """Created only when the layout is final."""
+        return ExampleCheck(self._maker, self.layout, self._own, lambda batch: self._count(batch)[0])
 
     def _compared(self, form: Form, first_s: float) -> Form:
-        """The form if it holds for the example itself; else NoClosedForm."""
+        """The form if it holds for the example itself; else raises NoClosedForm."""
         if "length" in self._own and self._is_slow(self._own["length"], first_s):
-            return form.with_note("the closed form was not compared with the example, which takes too long")
+            return form.with_note(
+                "the closed form was not compared with the example, which would take too long to count"
+            )
         try:
-            reason = self._own_values.contradict(form)
+            reason = self._example_check.contradiction(form)
         except TruemfuError as error:
             return form.with_note(f"the closed form was not compared with the example ({one_line(error)})")
         if reason is not None:
@@ -132,16 +134,16 @@ class Calibration:
 
     @property
     def _is_spatial(self) -> bool:
-        """Sizes shrink through strides: small numbers, which need more calibrations to tell terms apart."""
+        """Whether strides shrink the sizes: small sizes take more calibrations to distinguish terms."""
         return bool({"height", "width", "frames"} & set(self.layout.names))
 
     def _first_run(self) -> float:
-        """Find out which sizes can change at all; the seconds of the first run that worked."""
+        """Find out which sizes can vary; returns the seconds taken by the first run that succeeded."""
         began = time.perf_counter()
         if self._try(self._plan(0)):
             return time.perf_counter() - began
         if not self._try(self._own, keep=False):
-            raise NoClosedForm("batches of other sizes cannot be made from the example")
+            raise NoClosedForm("batches of other sizes cannot be generated from the example")
         changed = self._plan(0)
         for name in self.layout.names:
             if not self._try({**self._own, name: changed[name]}, keep=False):
@@ -151,7 +153,7 @@ class Calibration:
         return time.perf_counter() - began
 
     def _is_slow(self, length: int, first_s: float) -> bool:
-        """Whether a model loops over positions in Python, so that sequences of this length take minutes."""
+        """Whether the model loops over positions in Python, so that this length would take minutes."""
         (first, first_tally), (second, second_tally) = self._runs[:2]
         calls = [len(tally.entries) + tally.operators for tally in (first_tally, second_tally)]
         growth = (calls[1] - calls[0]) / ((second["length"] - first["length"]) or 1)
@@ -167,11 +169,11 @@ class Calibration:
     def _run(self, sizes: Sizes, *, keep: bool = True) -> None:
         tally, _, notes = self._count(self._maker.make(self.layout, sizes))
         if keep:
-            self._said = notes
+            self._notes = notes
             self._runs.append((sizes, tally))
 
     def _plan(self, index: int, extreme: int | None = None) -> dict[str, Any]:
-        """Sizes for a calibration: small and without common factors, unless the length is to be extreme."""
+        """Sizes for a calibration: small and without common factors, except for an `extreme` length."""
         sizes: dict[str, Any] = {}
         for name in self.layout.names:
             if name == "length" and self._lengths is not None:
@@ -185,7 +187,7 @@ class Calibration:
             sizes["grids"] = [(t, h * merge, w * merge) for t, h, w in _GRIDS[index]]
         has_ends = any(key in CUMULATIVE for key in self.layout.tensors)
         if has_ends and self._own.get("samples") == 1:
-            sizes["samples"] = 1  # cumulative lengths know no rows
+            sizes["samples"] = 1  # cumulative lengths have no rows
         if "length" in sizes:
             longest, long = self._limits["length"], extreme == _LONG
             if extreme == _SHORT:
@@ -207,7 +209,7 @@ class Calibration:
         runs = [sizes for sizes, _ in self._runs]
         matcher = Matcher(runs, *self._terms(runs))
         fits, left = _match_parts(matcher, self._parts(lambda e: (e.phase, e.module, e.operator, e.dtype)))
-        if left:  # which of two equivalent operators runs may depend on the sizes: take them together
+        if left:  # which of two equivalent operators runs may depend on the sizes: match them together
             again = {(phase, module) for phase, module, _, _ in left}
             fits = {part: fit for part, fit in fits.items() if part[:2] not in again}
             together = self._parts(
@@ -219,7 +221,7 @@ class Calibration:
         return None if left else fits
 
     def _parts(self, key: Callable[[Entry], Part | None]) -> dict[Part, tuple[list[int], list[int]]]:
-        """FLOPs needed and executed by each part in each run."""
+        """The FLOPs that each part needs and executes in each run."""
         count = len(self._runs)
         parts: defaultdict[Part, tuple[list[int], list[int]]] = defaultdict(
             lambda: ([0] * count, [0] * count)
@@ -232,7 +234,7 @@ class Calibration:
         return parts
 
     def _terms(self, runs: Sequence[Sizes]) -> tuple[list[Term], list[list[Term]]]:
-        """Every term that batches of this kind may need, and the sums worth trying."""
+        """Every term that batches of this kind may need, and the families of sums to try."""
         names = self.layout.names
         outer = [ONE]
         for name in ("samples", "images"):
@@ -274,7 +276,7 @@ class Calibration:
 def _match_parts(
     matcher: Matcher, parts: Mapping[Part, tuple[list[int], list[int]]]
 ) -> tuple[dict[Part, tuple[Fit, Fit]], list[Part]]:
-    """The parts that terms were found for, and those that none fits."""
+    """The fits of the parts that have one, and the parts without."""
     fits: dict[Part, tuple[Fit, Fit]] = {}
     left: list[Part] = []
     for part, (needed, executed) in parts.items():
@@ -301,10 +303,10 @@ def _cut(length: int, seed: int) -> list[int]:
 
 @lru_cache(maxsize=64)
 def _uneven(name: str, own: int) -> list[int]:
-    """Sizes of images or sounds whose halves, quarters … are odd as often as even.
+    """Sizes of images or audio whose halves, quarters … are odd as often as even.
 
     Strides halve a size and round. If all calibrations were even at some depth, a layer before the stride
-    could not be told from one behind it.
+    could not be distinguished from one after it.
     """
     draw = random.Random(f"{name} {own}")
     while True:

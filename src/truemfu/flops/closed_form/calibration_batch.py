@@ -1,4 +1,4 @@
-"""Batches of other sizes, made from one example: integers have real values, floating-point tensors none."""
+"""Generates batches of other sizes from an example; only integer tensors have values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .layout import Layout, arguments_of
 
 @dataclass(frozen=True)
 class Visual:
-    """How images appear among the tokens: `token` stands for `tokens_per_unit` of a patch or an image."""
+    """How images appear among the tokens: each patch or image is `tokens_per_unit` tokens of id `token`."""
 
     pixels: str
     grid: str | None
@@ -29,7 +29,7 @@ class Visual:
 
 
 class BatchMaker:
-    """Makes batches like an example, of other sizes."""
+    """Generates batches like an example, of other sizes."""
 
     def __init__(self, model: nn.Module, batch: Any) -> None:
         self._example = arguments_of(batch)
@@ -60,7 +60,7 @@ class BatchMaker:
         return Visual(pixels, grid, int(token), start, Fraction(len(found), int(units)))
 
     def _visual_by_config(self, pixels: str, grid: str | None, token: int) -> Visual | None:
-        """Likewise where the tokens cannot be looked at: as many for an image as the configuration says."""
+        """The same if the tokens cannot be read: the configuration gives the number per image."""
         if grid is not None:
             tokens_per_unit = Fraction(1, merge_size(self._model) ** 2)
         else:
@@ -76,14 +76,14 @@ class BatchMaker:
         return _call(layout, self._made(layout, sizes))
 
     def own(self, layout: Layout, sizes: Mapping[str, Any]) -> Any:
-        """The example itself; the integers that it has no values for are made up."""
+        """The example itself; integer tensors without values are generated."""
         return _call(layout, self._filled(layout, sizes))
 
     def other(self, layout: Layout, sizes: Mapping[str, Any]) -> Any:
-        """The example with other values where a model's work is likely to hang on them.
+        """The example with other values where a model's work is likely to depend on them.
 
-        A mask without padding gets some, tokens lose their labels, a number alone in a tensor is another.
-        None where there is no such tensor.
+        A mask without padding gets some, tokens lose their labels, a scalar tensor gets another number.
+        None if there is no such tensor.
         """
         filled = self._filled(layout, sizes)
         changed = {
@@ -119,7 +119,7 @@ class BatchMaker:
         ]
         try:
             made = self._made(layout, sizes) if without else {}
-        except IndexError:  # no room for the placeholders of its images
+        except IndexError:  # the row is too short for the placeholders of its images
             made = {}
         return {**self._example, **{key: made[key] for key in without if key in made}}
 
@@ -152,11 +152,11 @@ class BatchMaker:
             if documents and layout.is_longest(key):
                 made[key] = max(n for row in documents for n in row)
         for visual in self.visuals:
-            self._place(visual, made, sizes)
+            self._insert_placeholders(visual, made, sizes)
         return made
 
     def _filler(self, key: Key) -> int:
-        """An integer that is valid where the example's are, and is no placeholder of an image."""
+        """An integer that is valid for this argument and is not an image placeholder."""
         example = self._example[key]
         if not is_readable(example) or example.dtype is torch.bool or str(key).endswith("type_ids"):
             return 0
@@ -164,8 +164,8 @@ class BatchMaker:
         usual = [n for n in on_host(example.flatten()[:4096]).tolist() if n not in special and n >= 0]
         return usual[0] if usual else 0
 
-    def _place(self, visual: Visual, made: dict[Key, Any], sizes: Mapping[str, Any]) -> None:
-        """Put the placeholders of the images into the tokens, image by image, row by row."""
+    def _insert_placeholders(self, visual: Visual, made: dict[Key, Any], sizes: Mapping[str, Any]) -> None:
+        """Insert the image placeholders into the tokens, image by image, row by row."""
         ids = made["input_ids"]
         if visual.grid is not None:
             units = [t * h * w for t, h, w in sizes["grids"]]
@@ -187,7 +187,7 @@ class BatchMaker:
             ends[row] = at + count + 2
 
     def tokens_for(self, sizes: Mapping[str, Any]) -> int:
-        """The length a row needs for its images' placeholders and a little text."""
+        """The row length needed for the image placeholders and a little text."""
         rows, need = int(sizes.get("samples", 1)), [8] * int(sizes.get("samples", 1))
         for visual in self.visuals:
             units = (

@@ -1,6 +1,6 @@
-"""What the dimensions of a batch's tensors mean: which are samples, which a length, an image's height.
+"""The meaning of the dimensions of a batch's tensors: samples, length, an image's height and so on.
 
-It follows from the argument's name where models agree on it, else from its dtype and number of dimensions.
+It follows from the argument's name if that is a common one, else from its dtype and number of dimensions.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _BY_DIMS: Mapping[tuple[bool, int], tuple[str | None, ...]] = {  # (floating poi
 
 
 class DimensionNames:
-    """Finds out what the dimensions of an example's tensors mean."""
+    """Names the dimensions of an example's tensors."""
 
     def __init__(self, config: Any, tensors: Mapping[Key, torch.Tensor], is_mapping: bool) -> None:
         self._config, self._tensors, self._is_mapping = config, tensors, is_mapping
@@ -51,8 +51,8 @@ class DimensionNames:
     def _length_of_flat_row(self) -> int | None:
         """How many tokens are packed into one row without a dimension for samples, if they are."""
         tokens = self._tensors.get("input_ids")
-        says_documents = any(key in self._tensors for key in (*CUMULATIVE, "position_ids"))
-        return int(tokens.shape[0]) if tokens is not None and tokens.dim() == 1 and says_documents else None
+        has_documents = any(key in self._tensors for key in (*CUMULATIVE, "position_ids"))
+        return int(tokens.shape[0]) if tokens is not None and tokens.dim() == 1 and has_documents else None
 
     def dims(self, key: Key) -> tuple[str | int, ...]:
         shape = tuple(int(n) for n in self._tensors[key].shape)

@@ -1,7 +1,7 @@
-"""What only a user's own batch shows of a model: work that depends on values, or on sizes nobody thought of.
+"""Checks a closed form against the user's example batch: work may depend on values, or on sizes not varied.
 
-A calibration counts batches that are made up: ones in their masks, one token everywhere. Here the example is
-counted as it is, and with other values in the places that models look at.
+A calibration counts generated batches: their masks are all ones, all their tokens the same. Here the example
+itself is counted, and the same with other values in the arguments that models tend to read.
 """
 
 from __future__ import annotations
@@ -20,31 +20,34 @@ from .layout import Layout
 from .terms import Sizes
 
 Flops = tuple[int, int]
-"""Forward and backward: what is executed beyond them hangs on kernels, which a mask may decide."""
+"""Forward and backward; recompute is left out, since it depends on the kernel, which a mask may change."""
 
 
-class OwnValues:
-    """The FLOPs of an example, and of batches of its sizes with other values; counted when asked for."""
+class ExampleCheck:
+    """The FLOPs of an example, and of batches of its sizes with other values; counted on first use."""
 
     def __init__(
         self, maker: BatchMaker, layout: Layout, sizes: Sizes, count: Callable[[Any], Tally]
     ) -> None:
         self._maker, self._layout, self._sizes, self._count = maker, layout, sizes, count
 
-    def contradict(self, form: Form) -> str | None:
-        """Why a closed form is not this model's; None where it is."""
+    def contradiction(self, form: Form) -> str | None:
+        """Why a closed form does not describe this model; None if it does."""
         expected = _flops(form.count(self._sizes, Convention()))
         changed = self._changed
         if expected == (self._own if changed is None else changed):
             return None
         if self._own != expected:
-            return f"what fits other batches gives this one {sum(expected):,} FLOPs, not {sum(self._own):,}"
-        return None if changed is None else "other values in a batch of the same sizes are other work"
+            return (
+                f"the form fitted to other batches gives {sum(expected):,} FLOPs for this one, "
+                f"not {sum(self._own):,}"
+            )
+        return None if changed is None else "its work depends on the values in a batch, not only on its sizes"
 
-    def matter(self) -> bool:
-        """Whether other values in a batch of the same sizes are other work; in doubt they are.
+    def values_matter(self) -> bool:
+        """Whether the work depends on the values in a batch, not only on its sizes; True if in doubt.
 
-        An example that cannot be counted at all is an error.
+        Raises if the example itself cannot be counted.
         """
         own = self._own
         try:
@@ -59,7 +62,7 @@ class OwnValues:
 
     @cached_property
     def _changed(self) -> Flops | None:
-        """With other values; None where there is nothing to change, or the model does not take them."""
+        """The FLOPs with other values; None if nothing can be changed or the model rejects the change."""
         batch = self._maker.other(self._layout, self._sizes)
         try:
             return None if batch is None else self._flops_of(batch)

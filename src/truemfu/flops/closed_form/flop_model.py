@@ -1,15 +1,15 @@
-"""A count turned into a function of the batch: fitted once, exact for later shapes, in microseconds.
+"""A count as a function of the batch: fitted once, exact for later shapes, in microseconds.
 
     example ──► a few counts at other sizes ──► each part matched to a term, exactly ──► FlopModel
                                                    └─ no term fits ──► counted once per shape (and values,
-                                                                       where they matter), and says so
+                                                                       if they matter), with a warning
 
-A part is what one operator does in one module and phase. Its FLOPs in every calibration must equal a constant
-times a term of the batch's sizes (samples × length, samples × length², patches …), or a short sum of such;
-integers, no rounding, with more calibrations than unknowns. `calibration.py` makes the counts, `terms.py` is
-the vocabulary, `form.py` the result.
+A part is the work of one operator in one module and phase. Its FLOPs in every calibration must equal a
+constant times a term of the batch's sizes (samples × length, samples × length², patches …), or a short sum of
+such products; in integers, without rounding, with more calibrations than unknowns. `calibration.py` runs the
+counts, `terms.py` is the vocabulary, `form.py` the result.
 
-What was fitted in one process serves in another: `export()` gives plain data, `from_export` takes it.
+A fit can be reused in another process: `export()` returns plain data, `from_export` reads it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ..count.count import run_counted, warn_uncounted
 from ..count.step_work import StepWork, work_of
 from ..count.tally import Tally
 from ..flop_count import FlopCount
-from ..host_copy import place_of
+from ..host_copy import original_device
 from ..wrappers import unwrap
 from .batch_kind import PER_SHAPE, PER_VALUES, Kind, KindData
 from .calibration import Calibration, NoClosedForm
@@ -49,7 +49,7 @@ _SCALARS = (bool, int, float, str, type(None))
 
 
 class _ModelData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A FlopModel as it travels to another process."""
+    """A FlopModel, as exported to another process."""
 
     version: int
     attention: str
@@ -63,14 +63,14 @@ class FlopModel:
 
     Exact for other numbers of samples, lengths, packed documents, numbers and sizes of images. The first
     batch of another kind (other keys, packed instead of not, an input that needs a gradient) is calibrated
-    when it comes. A model whose work is no function of these sizes is counted once for each shape; `closed`
-    tells which. Padding is work like any other, unless the model leaves it out: where other values (a mask,
-    labels, a task's number) turn out to be other work, each batch is counted with its own.
+    when it arrives. A model whose work is not a function of these sizes is counted once per shape; `closed`
+    is then False. Padding counts as work unless the model skips it: if the work depends on other values
+    (a mask, labels, a task's number), each batch is counted with its own values.
 
-    Only shapes are read, and the values of packed positions, cumulative lengths and image grids: have these
-    on the CPU where waiting for the device matters; all else may lie on the meta device, and is then taken to
-    be whole (no padding, a label for each token). Where values matter, all integers are read. Not for use
-    from two threads at once.
+    Only shapes are read, and the values of packed positions, cumulative lengths and image grids: put these
+    on the CPU if the caller must not wait for the device. All other tensors may be on the meta device, and
+    are then taken to be complete (no padding, a label for each token). If values matter, all integers are
+    read. Not thread-safe.
     """
 
     def __init__(
@@ -87,8 +87,8 @@ class FlopModel:
         self._kinds: list[Kind] = []
         self._repeated: dict[tuple[Any, ...], FlopCount] = {}
         self._latest: tuple[tuple[Any, ...] | None, StepWork] | None = None
-        self.reads_own_values = False
-        """Whether a count has read values that the model itself holds: with others it may be another."""
+        self.reads_model_values = False
+        """Whether a count has read values stored in the model: with other values it may differ."""
 
     @classmethod
     def fit(
@@ -100,7 +100,7 @@ class FlopModel:
         backward: bool = True,
         loss_fn: Callable[[Any], torch.Tensor] | None = None,
     ) -> FlopModel:
-        """Calibrate on batches like this one, on no device; the model is not touched."""
+        """Calibrate on batches like this one; uses no device and does not change the model."""
         check_call(model, batch)
         fitted = cls(model, convention=convention, backward=backward, loss_fn=loss_fn)
         fitted._calibrate(_arguments(batch))
@@ -110,10 +110,10 @@ class FlopModel:
     def from_export(
         cls, model: nn.Module, data: Any, *, loss_fn: Callable[[Any], torch.Tensor] | None = None
     ) -> FlopModel:
-        """What `export()` gave in another process, for the same model here: the same counts, nothing counted.
+        """The FlopModel that `export()` described in another process, for the same model, without counting.
 
-        A batch of a kind that was not exported is calibrated when it comes. A loss function cannot travel:
-        pass the one that the export was counted with, if it was with one.
+        A batch of a kind that was not exported is calibrated when it arrives. A loss function cannot be
+        exported: pass the one that the export was counted with, if any.
         """
         read = _read(data)
         if read.has_loss_fn != (loss_fn is not None):
@@ -127,7 +127,7 @@ class FlopModel:
         return adopting
 
     def adopt(self, data: Any) -> None:
-        """Take over the kinds of batches that `export()` of another process has and this one has not."""
+        """Add the batch kinds in another process's `export()` that this FlopModel does not have."""
         read = _read(data)
         theirs = (read.attention, read.backward, read.has_loss_fn)
         ours = (self.convention.attention, self._backward, self._loss_fn is not None)
@@ -140,14 +140,14 @@ class FlopModel:
     def export(self) -> dict[str, Any]:
         """Everything fitted so far as plain data, ready for JSON.
 
-        Left out are kinds of batches with arguments that are neither tensors nor plain values.
+        Batch kinds with arguments that are neither tensors nor plain values are left out.
         """
         return {
             "version": _EXPORT_VERSION,
             "attention": self.convention.attention,
             "backward": self._backward,
             "has_loss_fn": self._loss_fn is not None,
-            "kinds": [kind.export() for kind in self._kinds if kind.layout.can_travel],
+            "kinds": [kind.export() for kind in self._kinds if kind.layout.is_exportable],
         }
 
     @property
@@ -156,20 +156,20 @@ class FlopModel:
         return all(kind.form is not None for kind in self._kinds)
 
     def knows(self, batch: Mapping[str, Any] | tuple[Any, ...]) -> bool:
-        """Whether `f(batch)` answers at once, without counting. Itself it takes microseconds."""
+        """Whether `f(batch)` returns without counting. This check takes microseconds."""
         if _key(batch) in self._repeated:
             return True
         found = self._find(_arguments(batch))
         return found is not None and found[0].known(found[1], self.convention) is not None
 
     def provisional(self, batch: Mapping[str, Any] | tuple[Any, ...]) -> FlopCount | None:
-        """The count of a batch that is known but for numbers which made no difference so far; else None.
+        """The count of a batch that is known except for numbers that made no difference so far; else None.
 
-        A call looks again at such a number when it has gone far from those seen.
+        A call checks such a number again once it is far from those seen.
         """
         batch = _arguments(batch)
         if isinstance(batch, (Mapping, tuple, list)):
-            for kind, sizes in self._kinds_but_for_numbers(batch):
+            for kind, sizes in self._kinds_with_any_numbers(batch):
                 known = kind.known(sizes, self.convention)
                 if known is not None:
                     return known
@@ -188,7 +188,7 @@ class FlopModel:
         return count
 
     def step_work(self, batch: Mapping[str, Any] | tuple[Any, ...]) -> StepWork:
-        """The same step by the shapes of its products; of the batch just counted without another count."""
+        """The same step by the shapes of its products; not counted again if this batch was counted last."""
         batch = _arguments(batch)
         key = _key(batch)
         if self._latest is not None and key is not None and self._latest[0] == key:
@@ -196,12 +196,12 @@ class FlopModel:
         return work_of(self._run(batch)[0])
 
     def formulas(self) -> dict[str, str]:
-        """The closed forms of the first kind of batch, written out, for forward, backward and recompute."""
+        """The closed form of the first batch kind as text, for forward, backward and recompute."""
         form = self._kinds[0].form
         return {} if form is None else form.written()
 
     def _count(self, batch: Any) -> FlopCount:
-        found = self._find(batch) or self._find_beyond(batch)
+        found = self._find(batch) or self._find_beyond_seen_numbers(batch)
         if found is None:
             check_call(self._model, batch)
             kind = self._calibrate(batch)
@@ -209,10 +209,10 @@ class FlopModel:
         kind, sizes = found
         count = kind.known(sizes, self.convention)
         if count is None:
-            tally, method, notes = self._run_whole(kind, batch, sizes)
+            tally, method, notes = self._run_with_values(kind, batch, sizes)
             count = tally.result(method=f"{method}, {kind.method}", notes=(*notes, *kind.notes))
             warn_uncounted(count)
-            kind.keep(sizes, count)
+            kind.store(sizes, count)
         outside = self._windows.notes_for_sizes(sizes)
         return replace(count, notes=(*count.notes, *outside)) if outside else count
 
@@ -221,7 +221,7 @@ class FlopModel:
         return Windows(unwrap(self._model), self.convention)
 
     def _find(self, batch: Any) -> tuple[Kind, dict[str, Any]] | None:
-        """The kind of this batch and its sizes, if there is one yet."""
+        """The kind of this batch and its sizes, if it is already known."""
         if isinstance(batch, (Mapping, tuple, list)):
             for kind in self._kinds:
                 sizes = kind.layout.quick_sizes(batch)
@@ -229,23 +229,23 @@ class FlopModel:
                     return kind, sizes
         return None
 
-    def _find_beyond(self, batch: Any) -> tuple[Kind, dict[str, Any]] | None:
+    def _find_beyond_seen_numbers(self, batch: Any) -> tuple[Kind, dict[str, Any]] | None:
         """The kind of a batch whose free numbers are far from those seen, if they still change nothing."""
         if not isinstance(batch, (Mapping, tuple, list)):
             return None
         count = None
-        for kind, sizes in self._kinds_but_for_numbers(batch):
+        for kind, sizes in self._kinds_with_any_numbers(batch):
             known = kind.known(sizes, self.convention)
             if known is None:
                 continue
-            count = count or self._run_whole(kind, batch, sizes)[0].result(method="")
+            count = count or self._run_with_values(kind, batch, sizes)[0].result(method="")
             if (known.forward, known.backward) == (count.forward, count.backward):
-                kind.layout = kind.layout.with_wider(batch)
+                kind.layout = kind.layout.with_wider_ranges(batch)
                 return kind, sizes
         return None
 
-    def _kinds_but_for_numbers(self, batch: Any) -> Iterator[tuple[Kind, dict[str, Any]]]:
-        """The kinds of a batch whatever its free numbers are, and its sizes in each."""
+    def _kinds_with_any_numbers(self, batch: Any) -> Iterator[tuple[Kind, dict[str, Any]]]:
+        """The kinds that match a batch with any free numbers, and its sizes in each."""
         for kind in self._kinds:
             sizes = kind.layout.quick_sizes(batch, any_number=True) if kind.layout.free else None
             if sizes is not None:
@@ -256,36 +256,38 @@ class FlopModel:
         calibration = Calibration(model, Layout.of(getattr(model, "config", None), batch), batch, self._run)
         try:
             form = calibration.form()
-            kind = Kind(calibration.layout, form)  # sizes may have been fixed on the way
+            kind = Kind(calibration.layout, form)  # sizes may have been fixed during calibration
         except NoClosedForm as reason:
             layout = calibration.layout
             kind = Kind(layout.with_values() if calibration.values_matter() else layout, None)
-            warn_once(f"{type(model).__name__} has no closed form ({reason}): {kind.told}")
+            warn_once(f"{type(model).__name__} has no closed form ({reason}): {kind.description}")
         for other in self._kinds:
-            if apart := other.is_the_same_but_for(kind):
-                other.layout = other.layout.with_free(apart, kind.layout)
+            if irrelevant := other.irrelevant_numbers(kind):
+                other.layout = other.layout.with_free(irrelevant, kind.layout)
                 return other
         self._kinds.append(kind)
         if len(self._kinds) > _MAX_KINDS:
             del self._kinds[0]
         return kind
 
-    def _run_whole(self, kind: Kind, batch: Any, sizes: dict[str, Any]) -> tuple[Tally, str, tuple[str, ...]]:
-        """One counted step on a batch; integers that it has no values for are made up."""
+    def _run_with_values(
+        self, kind: Kind, batch: Any, sizes: dict[str, Any]
+    ) -> tuple[Tally, str, tuple[str, ...]]:
+        """One counted step on a batch; integer tensors without values are generated."""
         return self._run(BatchMaker(unwrap(self._model), batch).own(kind.layout, sizes))
 
     def _run(self, batch: Any) -> tuple[Tally, str, tuple[str, ...]]:
-        """One counted step; the batch stands where the model is, wherever its tensors are."""
+        """One counted step; the batch is taken to be on the model's device."""
         tally, method, notes = run_counted(
             self._model,
             batch,
             convention=self.convention,
             backward=self._backward,
             loss_fn=self._loss_fn,
-            place=device_of(self._model),
+            device=device_of(self._model),
         )
         self._latest = _key(batch), work_of(tally)
-        self.reads_own_values = self.reads_own_values or tally.reads_own_values
+        self.reads_model_values = self.reads_model_values or tally.reads_model_values
         return tally, method, notes
 
     def _add(self, data: _ModelData) -> None:
@@ -295,7 +297,7 @@ class FlopModel:
             raise UsageError("this export of a FlopModel cannot be read: its terms nest too deeply") from None
         except UsageError as error:
             raise UsageError(f"this export of a FlopModel cannot be read: {error}") from None
-        ours = [kind.layout.export() for kind in self._kinds if kind.layout.can_travel]
+        ours = [kind.layout.export() for kind in self._kinds if kind.layout.is_exportable]
         self._kinds += [kind for kind in kinds if kind.layout.export() not in ours]
         del self._kinds[:-_MAX_KINDS]
 
@@ -314,12 +316,12 @@ def _read(data: Any) -> _ModelData:
 
 
 def _arguments(batch: Any) -> Any:
-    """A lone tensor is the only positional argument."""
+    """The batch, with a single tensor as the only positional argument."""
     return (batch,) if isinstance(batch, torch.Tensor) else batch
 
 
 def _key(batch: Any) -> tuple[Any, ...] | None:
-    """What decides the work of a plain batch: shapes, dtypes, gradients, scalars. None where values do."""
+    """What determines the work of a plain batch: shapes, dtypes, gradients, scalars. None if values do."""
     if isinstance(batch, Mapping):
         items: Any = batch.items()
     elif isinstance(batch, (tuple, list)):
@@ -342,6 +344,6 @@ def _key(batch: Any) -> tuple[Any, ...] | None:
 
 
 def device_of(model: nn.Module) -> torch.device | None:
-    """Where a model is, or the stand-in of one was."""
+    """The device of a model, or of the model that a snapshot was taken from."""
     parameter = next(iter(model.parameters()), None)
-    return None if parameter is None else place_of(parameter)
+    return None if parameter is None else original_device(parameter)

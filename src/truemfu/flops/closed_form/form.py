@@ -1,7 +1,7 @@
 """The closed form of one kind of batch: for each part of the work two short sums of terms.
 
-A part is what one operator does in one module and phase. Its sums say what it needs and what it executes. The
-totals are added up once; the splits by module, operator and dtype are worked out when somebody looks.
+A part is the work of one operator in one module and phase. One sum gives the FLOPs it needs, the other those
+it executes. The totals are added up once; the splits by module, operator and dtype are computed on access.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from .terms import Sizes, Term, TermData, term_of
 CLOSED_FORM = "closed form"
 
 Part = tuple[str, str, str, str]  # phase, module, operator, dtype
-_SumData = list[tuple[int | str, int]]  # a constant ("3/2" for a fraction) and the place of its term
+_SumData = list[tuple[int | str, int]]  # a constant ("3/2" for a fraction) and the index of its term
 
 
 class PartData(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A part as it travels to another process; `executed` is None where it equals `needed`."""
+    """A part, as exported to another process; `executed` is None if it equals `needed`."""
 
     phase: Literal["forward", "backward", "recompute"]
     module: str
@@ -39,7 +39,7 @@ class PartData(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
 
 class FormData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A closed form as it travels to another process."""
+    """A closed form, as exported to another process."""
 
     terms: list[Any]
     parts: list[PartData]
@@ -48,7 +48,7 @@ class FormData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Form:
-    """FLOPs as sums of terms, with what was noticed while they were counted."""
+    """FLOPs as sums of terms, with the uncounted operators and notes of the counts they were fitted to."""
 
     def __init__(
         self,
@@ -72,13 +72,13 @@ class Form:
                     if term.data not in index:
                         index[term.data] = len(self._terms)
                         self._terms.append(term)
-                    place = index[term.data]
+                    i = index[term.data]
                     if not is_needed:
-                        totals["recompute"][place] += constant
+                        totals["recompute"][i] += constant
                     elif phase != "recompute":
-                        totals[phase][place] += constant
-                        totals["recompute"][place] -= constant
-                        dtypes[dtype][place] += constant
+                        totals[phase][i] += constant
+                        totals["recompute"][i] -= constant
+                        dtypes[dtype][i] += constant
         self._index = index
         self._dtypes = {name: [(i, _whole(c)) for i, c in sums.items() if c] for name, sums in dtypes.items()}
         self._functions = [term.of for term in self._terms]
@@ -105,21 +105,21 @@ class Form:
         )
 
     def with_note(self, note: str) -> Form:
-        """The same with one thing more to know of it."""
+        """The same form with one more note."""
         return Form(self._fits, uncounted=self._uncounted, notes=(*self._notes, note))
 
     def by_dtype(self, values: list[int]) -> dict[str, int]:
-        """The model's FLOPs by dtype, from sums made beforehand: every step's peak asks for them."""
+        """The model's FLOPs by dtype, from sums prepared in advance: every step's peak needs them."""
         return {name: int(sum([c * values[i] for i, c in sums])) for name, sums in self._dtypes.items()}
 
     def split(self, values: list[int]) -> Iterator[tuple[Part, int]]:
-        """What each part of the model's FLOPs comes to."""
+        """Each part of the model's FLOPs."""
         for part, (needed, _) in self._fits.items():
             if part[0] != "recompute":
                 yield part, int(sum(c * values[self._index[t.data]] for c, t in needed))
 
     def written(self) -> dict[str, str]:
-        """The sums in words."""
+        """The sums as text."""
         return {
             phase: " + ".join(f"{c}·{self._terms[i].name}" for i, c in sums) or "0"
             for phase, sums in self._totals.items()
@@ -157,12 +157,12 @@ class Form:
             try:
                 term.of(example)
             except KeyError as missing:
-                raise UsageError(f"the term {term.name} needs {missing}, which the batch has not") from None
+                raise UsageError(f"the term {term.name} needs {missing}, which the batch lacks") from None
 
         def fit(sums: _SumData) -> Fit:
-            if not all(0 <= place < len(terms) for _, place in sums):
-                raise UsageError(f"a sum names a term beyond the {len(terms)} there are")
-            return tuple((_constant(c), terms[place]) for c, place in sums)
+            if not all(0 <= i < len(terms) for _, i in sums):
+                raise UsageError(f"a sum refers to a term that does not exist: there are {len(terms)}")
+            return tuple((_constant(c), terms[i]) for c, i in sums)
 
         fits: dict[Part, tuple[Fit, Fit]] = {
             (p.phase, p.module, p.operator, p.dtype): (
@@ -175,15 +175,15 @@ class Form:
 
 
 class _Splits:
-    """The splits of a count, worked out when somebody looks."""
+    """The splits of a count, computed on first access."""
 
     def __init__(self, form: Form, values: list[int]) -> None:
         self._form, self._values = form, values
 
-    def _summed(self, place: int) -> dict[str, int]:
+    def _summed(self, field: int) -> dict[str, int]:
         sums: defaultdict[str, int] = defaultdict(int)
         for part, flops in self._form.split(self._values):
-            sums[part[place]] += flops
+            sums[part[field]] += flops
         return dict(sums)
 
     @cached_property
@@ -207,4 +207,4 @@ def _constant(written: int | str) -> Fraction:
     try:
         return Fraction(written)
     except (ValueError, ZeroDivisionError):
-        raise UsageError(f"{written!r} is no constant of a closed form") from None
+        raise UsageError(f"{written!r} is not a constant of a closed form") from None

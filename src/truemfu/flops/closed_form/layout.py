@@ -1,10 +1,10 @@
-"""The kind of a batch: which arguments it has, and which of their dimensions vary together.
+"""The layout of a batch: which arguments it has, and which of their dimensions vary together.
 
     example ──► Layout: input_ids is (samples, length), pixel_values is (images, 3, 24, 24) …
-    Layout.quick_sizes(batch)  the sizes of another batch of the same kind, or None if it is of another
+    Layout.quick_sizes(batch)  the sizes of another batch of the same layout, or None if its layout differs
 
-Sizes come from shapes alone where they tell. Packed documents and image grids are read from values, which
-must lie on the CPU for that to be free: reading a CUDA tensor waits for the device.
+Sizes come from shapes alone where possible. Packed documents and image grids are read from values, which
+must be on the CPU for that to be free: reading a CUDA tensor waits for the device.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..batch import CUMULATIVE, GRIDS, digest_of, documents_in, grids_of, is_rea
 from .dimension_names import DimensionNames, Key
 
 READ_BY_VALUE = frozenset({*CUMULATIVE, *GRIDS, "position_ids"})
-"""Arguments whose values decide the work of a batch."""
+"""Arguments whose values determine the work of a batch."""
 
 _PLAIN = (bool, int, float, str, type(None))
 Range = tuple[int | float, int | float]
@@ -31,7 +31,7 @@ _NONE: Mapping[Key, Range] = {}
 class TensorLayout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """One tensor of a batch: each dimension is a name, if it varies, or a number.
 
-    Names that begin with "_" are no sizes of their own: they follow from documents or grids.
+    Names that begin with "_" are not independent sizes: they follow from documents or grids.
     """
 
     key: Key
@@ -45,7 +45,7 @@ class TensorLayout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 
 
 class LayoutData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A layout as it travels to another process."""
+    """A layout, as exported to another process."""
 
     is_mapping: bool
     is_packed: bool
@@ -57,12 +57,12 @@ class LayoutData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Layout:
-    """The kind of a batch: tensors with their dimensions, other arguments with their values.
+    """The layout of a batch: tensors with their dimensions, other arguments with their values.
 
     `free` are numbers among the other arguments that were found to make no difference to the work, each with
-    the least and the largest value it may have before it is looked at again. Where the work
-    hangs on the integers in the tensors, `by_values`, they are one of the sizes. A batch that is passed
-    whole, `model(batch)`, is looked `inside`: the place of its only argument.
+    the smallest and the largest value it may have before it is checked again. If the work depends on the
+    integers in the tensors, `by_values`, their digest is one of the sizes. For a batch that is passed as one
+    dict, `model(batch)`, `inside` is the key or index of that argument.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Layout:
         clash: str | None = None,
     ) -> None:
         self.clash = clash
-        """Why the dimensions of the example have no common names; each is then a size of its own."""
+        """Why the dimensions of the example have no common names; each is then a separate size."""
         self.is_mapping, self.is_packed = is_mapping, is_packed
         self.by_values, self.inside = by_values, inside
         self.tensors, self.constants, self.free = tensors, constants, free
@@ -110,10 +110,10 @@ class Layout:
         for key, value in tensors.items():
             if value.is_nested:
                 raise BatchError(
-                    f"{key!r} is a nested tensor, whose rows have their own lengths: it has no closed form, "
+                    f"{key!r} is a nested tensor, whose rows differ in length: it has no closed form, "
                     "count each batch with count_flops"
                 )
-        inside = place_of_whole(batch)
+        inside = key_of_inner_batch(batch)
         is_mapping = inside is not None or isinstance(batch, Mapping)
         names = DimensionNames(config, tensors, is_mapping)
         layout = cls(
@@ -141,7 +141,7 @@ class Layout:
         }
 
     def with_fixed(self, name: str, size: int) -> Layout:
-        """The same where this size cannot change after all: the model takes it only as it is."""
+        """The same layout with this size fixed: the model accepts no other."""
         return self._with(
             tensors={
                 key: msgspec.structs.replace(t, dims=tuple(size if d == name else d for d in t.dims))
@@ -150,14 +150,14 @@ class Layout:
         )
 
     def with_free(self, keys: frozenset[Key], other: Layout) -> Layout:
-        """The same where these numbers make no difference, as another layout that has others shows."""
+        """The same layout with these numbers free: another layout with other values has the same work."""
         values = {key: (self.constants[key], other.constants[key]) for key in keys}
         return self._with(free={**self.free, **{key: (min(two), max(two)) for key, two in values.items()}})
 
-    def with_wider(self, batch: Any) -> Layout:
-        """The same where this batch's free numbers make no difference either.
+    def with_wider_ranges(self, batch: Any) -> Layout:
+        """The same layout with its free ranges extended to this batch's numbers.
 
-        What lies as far beyond is let be too, so that a number that grows is looked at ever more rarely.
+        They extend as far again beyond the number, so that a growing one is checked ever more rarely.
         """
         arguments = arguments_of(batch)
         return self._with(
@@ -165,15 +165,15 @@ class Layout:
         )
 
     def with_values(self) -> Layout:
-        """The same where the integers in the tensors make a difference."""
+        """The same layout where the work depends on the integers in the tensors."""
         return self._with(by_values=True)
 
     def _with(self, **changed: Any) -> Layout:
         same = ("is_mapping", "is_packed", "tensors", "constants", "free", "by_values", "inside")
         return Layout(**{**{name: getattr(self, name) for name in same}, **changed})
 
-    def numbers_apart(self, other: Layout) -> frozenset[Key]:
-        """The numbers that set two layouts apart; empty where something else does, or nothing."""
+    def differing_numbers(self, other: Layout) -> frozenset[Key]:
+        """The numbers in which two layouts differ; empty if they differ in anything else, or not at all."""
         alike = all(
             getattr(self, name) == getattr(other, name)
             for name in ("is_mapping", "is_packed", "inside", "by_values", "tensors")
@@ -185,11 +185,11 @@ class Layout:
         return frozenset(apart) if all(type(value) in (int, float) for value in both) else frozenset()
 
     def is_longest(self, key: Key) -> bool:
-        """Whether an argument is the length of the longest document: it follows from the documents."""
+        """Whether an argument is the length of the longest document, which follows from the documents."""
         return self.is_packed and type(self.constants.get(key)) is int and "max" in str(key)
 
     def sizes(self, batch: Any) -> dict[str, Any]:
-        """The sizes of a batch of this kind; a BatchError where they are unknown or contradict each other."""
+        """The sizes of a batch of this layout; raises BatchError if they are unknown or contradictory."""
         batch = batch if self.inside is None else batch[self.inside]
         found = self._named_sizes(batch)
         for key in self._without_values(batch):
@@ -212,11 +212,11 @@ class Layout:
         return found
 
     def quick_sizes(self, batch: Any, *, any_number: bool = False) -> dict[str, Any] | None:
-        """The sizes of a batch, in microseconds; None for a batch of another kind.
+        """The sizes of a batch, in microseconds; None for a batch of another layout.
 
-        `any_number`: whatever its free numbers are.
+        With `any_number`, free numbers may have any value.
         """
-        if place_of_whole(batch) != self.inside:
+        if key_of_inner_batch(batch) != self.inside:
             return None
         batch = batch if self.inside is None else batch[self.inside]
         if self.is_mapping:
@@ -255,7 +255,7 @@ class Layout:
         return found
 
     def _without_values(self, batch: Any) -> Iterator[str]:
-        """Arguments that must be read and cannot be. Positions may be missing: they are taken to go on."""
+        """Arguments that must be read and cannot be; unreadable position ids count as consecutive."""
         for key in self._values_read:
             if key != "position_ids" and not is_readable(batch[key]):
                 yield str(key)
@@ -270,8 +270,8 @@ class Layout:
             found["grids"] = [grid for key in self.grids for grid in grids_of(batch, key)]
 
     @property
-    def can_travel(self) -> bool:
-        """Whether the arguments that are no tensors are plain data."""
+    def is_exportable(self) -> bool:
+        """Whether all arguments other than tensors are plain data, so that the layout can be exported."""
         return all(_is_plain(value) for value in self.constants.values())
 
     def export(self) -> dict[str, Any]:
@@ -302,21 +302,21 @@ class Layout:
 
 
 def arguments_of(batch: Any) -> dict[Key, Any]:
-    """A batch as a mapping, positional arguments by their place; what one that is passed whole holds."""
-    place = place_of_whole(batch)
-    if place is not None:
-        batch = batch[place]
+    """A batch as a mapping, positional arguments by index; for a dict passed as one argument, its items."""
+    key = key_of_inner_batch(batch)
+    if key is not None:
+        batch = batch[key]
     return dict(batch) if isinstance(batch, Mapping) else dict(enumerate(batch))
 
 
-def place_of_whole(batch: Any) -> Key | None:
-    """Where a batch is passed whole, as the only argument (`model(batch)`): its place; else None."""
+def key_of_inner_batch(batch: Any) -> Key | None:
+    """The key or index of a batch passed as one dict, the only argument (`model(batch)`); else None."""
     if len(batch) != 1:
         return None
-    place: Key = next(iter(batch)) if isinstance(batch, Mapping) else 0
-    whole = batch[place]
-    is_batch = type(whole) is dict and bool(whole) and all(type(key) is str for key in whole)
-    return place if is_batch else None
+    key: Key = next(iter(batch)) if isinstance(batch, Mapping) else 0
+    inner = batch[key]
+    is_batch = type(inner) is dict and bool(inner) and all(type(name) is str for name in inner)
+    return key if is_batch else None
 
 
 def _is_within(value: float, low: float, high: float) -> bool:
@@ -344,7 +344,7 @@ def _same(value: Any, constant: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether JSON gives a value back as it is."""
+    """Whether a value survives a round trip through JSON."""
     if type(value) is list:
         return all(map(_is_plain, value))
     if type(value) is dict:

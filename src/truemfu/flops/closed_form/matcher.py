@@ -1,6 +1,6 @@
-"""Matching the parts of a count to terms, exactly: a constant that fits every calibration, or none.
+"""Matches the parts of a count to terms, exactly: with a constant that fits every calibration, or not at all.
 
-First one term alone, then short sums. Integers and fractions only, with more calibrations than unknowns.
+Single terms come first, then short sums; in integers and fractions, with more calibrations than unknowns.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Fit = tuple[tuple[Fraction, Term], ...]
 
 
 class Matcher:
-    """Finds terms for the parts of a count: first one term alone, then sums from the given families."""
+    """Finds terms for the parts of a count: single terms first, then sums from the given families."""
 
     def __init__(
         self, runs: Sequence[Sizes], terms: Iterable[Term], families: Iterable[Sequence[Term]]

@@ -1,11 +1,10 @@
 """Models that loop over positions in Python: short sequences give the exact count of long ones.
 
-    two short forward passes ──► operators per position ──► too many at the length asked for?
+    two short forward passes ──► operators per position ──► too many at the requested length?
                                                               └─► closed form from short sequences ──► count
 
-Each operator of a count takes some 0.1 ms, so a scan that is written as a loop (a state-space model without
-its kernels) would take minutes. Its work is the same at each position, which the fit has to show, part by
-part.
+Each operator of a count takes about 0.1 ms, so a scan that is written as a loop (a state-space model without
+its kernels) would take minutes. Its work is the same at each position, which the fit confirms part by part.
 """
 
 from __future__ import annotations
@@ -29,17 +28,17 @@ from .layout import Layout
 
 _PROBED = (2, 3)
 _LENGTHS = (5, 3, 4, 7, 11, 9, 13)
-"""Without common factors, and none of them long."""
+"""Short lengths without common factors."""
 _MAX_OPERATORS = 60_000
-"""Of a forward pass; beyond it the closed form is quicker."""
+"""Operators of a forward pass beyond which the closed form is quicker."""
 
 
 def count_by_short_sequences(
     model: nn.Module, batch: Any, *, convention: Convention, backward: bool
 ) -> FlopCount | None:
-    """The count of a batch whose positions are too many to loop over; None where it can be counted directly.
+    """The count of a batch with too many positions to loop over; None if it can be counted directly.
 
-    Also None where short sequences do not show the work of long ones: chunks of positions, or no closed form.
+    Also None if short sequences do not predict the work of long ones: chunks of positions, no closed form.
     """
     inner = unwrap(model)
     layout = Layout.of(getattr(inner, "config", None), batch)
@@ -68,7 +67,7 @@ def count_by_short_sequences(
 def _loops(
     maker: BatchMaker, layout: Layout, sizes: Mapping[str, Any], count: Callable[[Any], Tally]
 ) -> bool:
-    """Whether the operators of a forward pass grow with the length, to too many."""
+    """Whether the number of operators grows with the length and exceeds the limit."""
     if sizes["length"] <= _PROBED[-1]:
         return False
     short, longer = (count(maker.make(layout, {**sizes, "length": n})).operators for n in _PROBED)

@@ -1,9 +1,9 @@
-"""The vocabulary of closed forms: functions of a batch's sizes that FLOPs are sums of.
+"""The vocabulary of closed forms: functions of a batch's sizes whose weighted sums are FLOPs.
 
 A dense layer is a constant times samples × length, attention a constant times samples × length², a
-convolution a constant times samples × height × width after so many strides. Each such function is a `Term`.
+convolution a constant times samples × height × width after its strides. Each such function is a `Term`.
 
-A term is described by plain data, from which the function is made, here or in another process:
+A term is described by plain data, from which its function is built, here or in another process:
 
     ["size", "length"]                                  one of the batch's sizes
     ["chunks", "length", 64]                            how many chunks of 64 a size fills
@@ -27,10 +27,10 @@ from ..attention.pairs import Band
 from ..operators.conv_sizes import SizeStep
 
 Sizes = Mapping[str, Any]
-"""What is known of a batch: sizes by name, and the lists "documents" and "grids" where it has them."""
+"""The sizes of a batch by name, and the lists "documents" and "grids" if it has them."""
 
 TermData = tuple[Any, ...]
-"""What a term is: its kind and its arguments; lists in JSON."""
+"""A term as data: its type and its arguments; lists in JSON."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def grid_terms(windows: Iterable[int]) -> list[Term]:
 
 
 def after_step(step: SizeStep, source: Term) -> Term:
-    """The size that a convolution or pooling makes of another size."""
+    """The output size of a convolution or pooling with this input size."""
     of = source.of
     return Term(
         ("conv", *astuple(step), source.data),
@@ -139,12 +139,12 @@ def after_step(step: SizeStep, source: Term) -> Term:
 
 
 def term_of(data: Any) -> Term:
-    """The term that plain data describes, as it was or as JSON gives it back."""
+    """The term that plain data describes, as exported or as read back from JSON."""
     try:
-        kind, *arguments = data if isinstance(data, (list, tuple)) else ()
-        return _MAKERS[kind](*arguments)
+        term_type, *arguments = data if isinstance(data, (list, tuple)) else ()
+        return _MAKERS[term_type](*arguments)
     except (TypeError, ValueError, KeyError):
-        raise UsageError(f"{data!r:.120} describes no term of a closed form") from None
+        raise UsageError(f"{data!r:.120} is not a term of a closed form") from None
 
 
 def _name(value: Any) -> str:
@@ -186,7 +186,7 @@ _MAKERS: Mapping[str, Callable[..., Term]] = {
     "window pairs": lambda window: window_pairs(_whole(window, 1)),
     "conv": lambda *step_and_source: after_step(_step(*step_and_source[:-1]), term_of(step_and_source[-1])),
     "product": lambda *factors: reduce(Term.times, map(term_of, factors)),
-    **{kind: lambda term=term: term for kind, term in _OF_GRIDS.items()},
+    **{term_type: lambda term=term: term for term_type, term in _OF_GRIDS.items()},
 }
 
 
@@ -195,10 +195,10 @@ def size_chains(
     runs: Sequence[Sizes],
     calls: Sequence[Sequence[Sequence[tuple[int, int, SizeStep]]]],
 ) -> tuple[list[Term], list[Term]]:
-    """The sizes, and the areas, that convolutions and poolings make of these sizes, as terms.
+    """The sizes and areas that convolutions and poolings produce from these sizes, as terms.
 
-    `calls` are the recorded calls of each run, in order. A step whose input is a known size in every run
-    makes its output a known size too; the sizes of one call multiply to its area.
+    `calls` are the recorded calls of each run, in order. If a step's input is a known size in every run, so
+    is its output; the sizes of one call multiply to its area.
     """
     known: dict[tuple[int, ...], Term] = {}
     areas: dict[TermData, Term] = {}

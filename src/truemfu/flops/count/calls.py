@@ -1,4 +1,4 @@
-"""What a count sees of a step before it turns into operators: which module runs, and a few calls whole."""
+"""What a count records above the level of operators: which module runs, and a few torch calls as a whole."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from ..shadow.values import attach, value_of
 from .tally import Tally
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-_EXITS = {
+_MEMORY_EXPORTS = {
     torch.Tensor.numpy: "torch.Tensor.numpy",
     torch.Tensor.__array__: "torch.Tensor.__array__",
     torch.Tensor.__dlpack__: "torch.Tensor.__dlpack__",
     torch.Tensor.data_ptr: "torch.Tensor.data_ptr",
     torch.Tensor.__cuda_array_interface__.__get__: "torch.Tensor.__cuda_array_interface__",
 }
-"""Calls that hand a tensor's memory to code outside torch, and what they are called in `uncounted`."""
-_PLAIN = torch.empty(0, device="cpu")
+"""Calls that pass a tensor's memory to code outside torch, and their names in `uncounted`."""
+_PLAIN_TENSOR = torch.empty(0, device="cpu")
 _RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 
 
 def follow_modules(model: nn.Module, tally: Tally) -> None:
-    """Tell the tally which module runs; the model is a shadow, so its hooks are ours to set."""
+    """Report to the tally which module runs; the model is a shadow, so hooks may be registered on it."""
     for path, module in model.named_modules():
         window = getattr(module, "sliding_window", None)
         if isinstance(window, int):
@@ -51,7 +51,7 @@ def follow_modules(model: nn.Module, tally: Tally) -> None:
 
 @contextlib.contextmanager
 def following_modules(tally: Tally) -> Iterator[None]:
-    """The same for modules that are not ours: hooks on all modules of the process, while it lasts.
+    """The same for modules of the user: global module hooks, for the duration of the context.
 
     A module is named by the attribute path from the outermost module that was called.
     """
@@ -79,14 +79,14 @@ def following_modules(tally: Tally) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def following_calls(tally: Tally, *, stand_in: bool = False) -> Iterator[None]:
-    """Tell the tally of calls, those in a backward pass too: torch suspends a mode while it handles a call,
-    and the call that runs a backward pass lasts as long as that."""
-    calls, here = Calls(tally, stand_in=stand_in), threading.get_ident()
+def following_calls(tally: Tally, *, on_shadow: bool = False) -> Iterator[None]:
+    """Report torch calls to the tally, also during a backward pass: torch suspends a mode while it handles a
+    call, and the call that runs the backward pass lasts until that pass is over."""
+    calls, here = Calls(tally, on_shadow=on_shadow), threading.get_ident()
 
     def followed(run_backward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            is_suspended = threading.get_ident() == here and not has_torch_function((_PLAIN,))
+            is_suspended = threading.get_ident() == here and not has_torch_function((_PLAIN_TENSOR,))
             with calls if is_suspended else contextlib.nullcontext():
                 return run_backward(*args, **kwargs)
 
@@ -97,32 +97,32 @@ def following_calls(tally: Tally, *, stand_in: bool = False) -> Iterator[None]:
 
 
 class Calls(TorchFunctionMode):
-    """Sees a few torch calls whole, before they turn into operators.
+    """Intercepts a few torch calls before they are split into operators.
 
-    `scaled_dot_product_attention` before torch pads head sizes for its kernels; constructors and exports that
-    read a tensor's memory directly, which fake tensors do not have; exports of any tensor, after which torch
-    sees no more of the work; and, where the run may `stand_in` for the real one, attention on nested tensors,
-    which few devices have kernels for.
+    These are `scaled_dot_product_attention`, before torch pads head sizes for its kernels; constructors and
+    exports that read a tensor's memory, which fake tensors do not have; exports of any tensor, after which
+    torch no longer sees the work; and, if `on_shadow`, attention on nested tensors, for which few devices
+    have kernels.
     """
 
-    def __init__(self, tally: Tally, *, stand_in: bool = False) -> None:
+    def __init__(self, tally: Tally, *, on_shadow: bool = False) -> None:
         super().__init__()
         self._tally = tally
-        self._stand_in = stand_in
+        self._on_shadow = on_shadow
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func is nn.functional.scaled_dot_product_attention:
             q = args[0] if args else kwargs["query"]
             v = args[2] if len(args) > 2 else kwargs["value"]
-            if self._stand_in and q.is_nested:
+            if self._on_shadow and q.is_nested:
                 return _attention_by_document(*args, **kwargs)
             with self._tally.sdpa_head_dims(q.shape[-1], v.shape[-1]):
                 return func(*args, **kwargs)
         if func in (torch.tensor, torch.as_tensor) and args and not isinstance(args[0], torch.Tensor):
             return self._from_numbers(func, args, kwargs)
-        if (name := _EXITS.get(func)) is not None:
-            self._tally.leave(name, args[0])
+        if (name := _MEMORY_EXPORTS.get(func)) is not None:
+            self._tally.record_export(name, args[0])
             if isinstance(args[0], FakeTensor):
                 return _array_of(func, args[0])
         if func in _RECURRENT and any(isinstance(t, FakeTensor) for t in tree_flatten(args)[0]):
@@ -132,13 +132,13 @@ class Calls(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _from_numbers(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """A tensor of given numbers; torch would make it on the device itself, and wait for that copy."""
+        """A tensor of given numbers; torch would create it on the device and wait for the copy."""
         numbers = _plain_numbers(args[0]) if isinstance(args[0], (list, tuple)) else args[0]
         if func is torch.as_tensor and len(args) > 2:
             args, kwargs["device"] = args[:2], args[2]
         given = kwargs.get("device")
         device = torch.get_default_device() if given is None else torch.device(given)
-        if not self._stand_in or device.type in ("cpu", "meta"):
+        if not self._on_shadow or device.type in ("cpu", "meta"):
             return func(numbers, *args[1:], **kwargs)
         needs_gradient = kwargs.pop("requires_grad", False)
         made = func(numbers, *args[1:], **{**kwargs, "device": "cpu"}).to(device)
@@ -146,7 +146,7 @@ class Calls(TorchFunctionMode):
 
 
 def _array_of(func: Any, fake: torch.Tensor) -> Any:
-    """An array of what is known of a fake tensor; for the rest its memory would have to be there."""
+    """A NumPy array of a fake tensor's known values; RuntimeError if they are not known."""
     is_index = not (fake.is_floating_point() or fake.is_complex())
     if func not in (torch.Tensor.numpy, torch.Tensor.__array__) or not (is_index or value_of(fake)):
         raise RuntimeError("code outside torch reads a tensor's memory")
@@ -156,7 +156,7 @@ def _array_of(func: Any, fake: torch.Tensor) -> Any:
 
 
 def _recurrent(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """A recurrent layer on fake tensors: cuDNN's own kernel would look at the weights' storage."""
+    """A recurrent layer on fake tensors, without cuDNN, whose kernel would access the weights' storage."""
     if args[0].device.type != "cuda":
         return func(*args, **kwargs)
     with torch.backends.cudnn.flags(enabled=False):
@@ -164,7 +164,7 @@ def _recurrent(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _attention_by_document(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-    """Attention on jagged tensors of (samples, heads, ragged length, head size), sample after sample."""
+    """Attention on jagged tensors of (samples, heads, ragged length, head size), one sample at a time."""
     offsets = query.transpose(1, 2).offsets()
     parts = []
     for tensor in (query, key, value):
@@ -180,7 +180,7 @@ def _attention_by_document(query: Any, key: Any, value: Any, *args: Any, **kwarg
 
 
 def _plain_numbers(values: Any) -> Any:
-    """Nested lists with the scalar fake tensors in them read."""
+    """Nested lists in which fake tensors are replaced by their values."""
     if isinstance(values, FakeTensor):
         return values.tolist() if values.dim() else values.item()
     if isinstance(values, (list, tuple)):

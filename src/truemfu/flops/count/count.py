@@ -41,12 +41,12 @@ def count_flops(
     backward: bool = True,
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
 ) -> FlopCount:
-    """FLOPs of one training step of `model` on `batch`, exact, on no device and without touching the model.
+    """FLOPs of one training step of `model` on `batch`, exact; uses no device and does not change the model.
 
     `batch` is a mapping of keyword arguments or a tuple of positional ones, as the model takes it; its
-    tensors may be real, meta or fake. The loss is `loss_fn(output)` where given, else the output's `.loss`,
-    else the sum of its floating-point tensors that need a gradient. `backward=False` counts the forward
-    pass alone, without gradients.
+    tensors may be real, meta or fake. The loss is `loss_fn(output)` if given, else the output's `.loss`,
+    else the sum of its floating-point tensors that need a gradient. `backward=False` counts only the forward
+    pass, without gradients.
     """
     tally, method, notes = run_counted(
         model, batch, convention=convention, backward=backward, loss_fn=loss_fn
@@ -61,11 +61,10 @@ def count_flops(
 def count_step(
     fn: Callable[..., Any], *args: Any, convention: Convention = _DEFAULT, **kwargs: Any
 ) -> FlopCount:
-    """FLOPs that `fn(*args, **kwargs)` executes: a whole training step, a private trainer's, anything.
+    """FLOPs that `fn(*args, **kwargs)` executes: a whole training step of any trainer, or any other callable.
 
-    The callable runs for real, once, with all its effects; compiled code inside runs eagerly for this call
-    and stays compiled. What runs in a backward pass counts as backward, what a checkpoint runs again as
-    recompute.
+    The callable runs once, with all its effects; compiled code inside runs eagerly for this call and stays
+    compiled. What runs in a backward pass counts as backward, what a checkpoint runs again as recompute.
     """
     if not callable(fn):
         raise UsageError(f"count_step takes a callable and its arguments; got {type(fn).__name__}")
@@ -88,23 +87,23 @@ def count_step(
 
 
 def profile_model_flops(model: nn.Module, batch_example: Mapping[str, Any] | tuple[Any, ...]) -> float | None:
-    """Forward and backward FLOPs for a real batch; None, and one warning that says why, if there are none."""
+    """Forward and backward FLOPs for a real batch; None, and one warning with the reason, if it fails."""
     try:
         return float(count_flops(model, batch_example).model_flops)
-    except Exception as error:  # a training run must not stop for want of a number
+    except Exception as error:  # a failed count must not stop a training run
         warn_once(f"no FLOPs for this model: {error}")
         return None
 
 
 def warn_uncounted(count: FlopCount) -> None:
-    """One warning that names the operators nobody has a formula for."""
+    """Warn once about operators that may do matrix work and have no formula."""
     text = uncounted_notice(count)
     if text is not None:
         warn_once(text)
 
 
 def uncounted_notice(count: FlopCount) -> str | None:
-    """What there is to say about operators without a formula; None where all have one."""
+    """A message that names the operators without a formula; None if there are none."""
     if not count.uncounted:
         return None
     names = ", ".join(f"{name} ({calls}×)" for name, calls in sorted(count.uncounted.items()))
@@ -121,11 +120,11 @@ def run_counted(
     convention: Convention,
     backward: bool,
     loss_fn: Callable[[Any], torch.Tensor] | None,
-    place: torch.device | None = None,
+    device: torch.device | None = None,
 ) -> tuple[Tally, str, tuple[str, ...]]:
-    """Run one step of the model's shadow under a tally: the tally, how it was run, and what to know of it.
+    """Run one step of the model's shadow under a tally: returns the tally, the method and the notes.
 
-    `place` is the device a made-up batch stands for, where its own tensors are elsewhere.
+    `device` is where a generated batch would be in training, if its tensors are elsewhere.
     """
     check_options(convention, backward, loss_fn)
     args, kwargs = check_call(model, batch)
@@ -133,4 +132,4 @@ def run_counted(
     warn_if_untested()
     check_counts()
     check_known_model()
-    return CountedStep(model, args, kwargs, convention, backward, loss_fn, documents_of(batch), place).run()
+    return CountedStep(model, args, kwargs, convention, backward, loss_fn, documents_of(batch), device).run()

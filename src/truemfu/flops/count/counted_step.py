@@ -1,8 +1,8 @@
-"""One step of a model's shadow under a tally: on fake tensors, or on real copies where those will not do.
+"""One step of a model's shadow under a tally: on fake tensors, or on real copies if that fails.
 
     model, batch ──► shadow ──► forward, loss, backward ──► Tally
 
-What the count changes in the process is put back: random states, global values, autocast, gradients.
+Process state that the count changes is restored: random states, global values, autocast, gradients.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..isolation.process_state import flex_attention_anywhere, quiet_fake_tensor
 from ..isolation.random_states import own_random_draws
 from ..isolation.shared_state import untouched_globals
 from ..shadow.shadow import Maker, Shadow
-from ..shadow.tensor_makers import FakeLikeness, real_copy
+from ..shadow.tensor_makers import FakeTensorMaker, real_copy
 from ..shadow.values import Following
 from ..structure.estimate import Estimator
 from ..wrappers import has_values
@@ -39,7 +39,7 @@ from .tally import Tally
 
 FAKE, REAL = "count on fake tensors", "count on real CPU copies"
 _MAX_REAL_BYTES = 4 << 30
-_PACE_EDGE = 512
+_BENCHMARK_SIZE = 512
 
 
 class CountedStep:
@@ -54,15 +54,15 @@ class CountedStep:
         backward: bool,
         loss_fn: Callable[[Any], torch.Tensor] | None,
         documents: list[list[int]] | None,
-        place: torch.device | None,
+        device: torch.device | None,
     ) -> None:
-        self.place = place
+        self.device = device
         self.model, self.args, self.kwargs = model, args, kwargs
         self.convention, self.backward, self.loss_fn = convention, backward, loss_fn
         self.documents = documents
 
     def run(self) -> tuple[Tally, str, tuple[str, ...]]:
-        """The step's tally, how it was run, and what to know of it."""
+        """The step's tally, the method and the notes."""
         try:
             tally, following = self.run_fake()
         except TruemfuError:
@@ -84,18 +84,18 @@ class CountedStep:
         except Exception as error:
             if was_interrupted():
                 raise
-            told = error if is_about_fake_tensors(fake_error) else fake_error
-            raise explain(told, self.model) from error
-        return tally, REAL, (f"fake tensors would not do ({one_line(fake_error)})",)
+            cause = error if is_about_fake_tensors(fake_error) else fake_error
+            raise explain(cause, self.model) from error
+        return tally, REAL, (f"counting on fake tensors failed ({one_line(fake_error)})",)
 
     def real_bytes(self) -> int:
-        """What real copies of parameters, buffers and batch would take."""
+        """The bytes that real copies of parameters, buffers and batch would take."""
         inputs = tree_flatten((self.args, self.kwargs))[0]
         tensors = [*self.model.parameters(), *self.model.buffers(), *inputs]
         return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
 
     def would_take_too_long(self) -> bool:
-        """Whether real copies, by the estimate and this processor's pace, would run past the time limit."""
+        """Whether a run on real copies is estimated to exceed the time limit on this processor."""
         supervised = supervision()
         if supervised is None or math.isinf(supervised.left_s):
             return False
@@ -111,29 +111,29 @@ class CountedStep:
         following = Following(fake_mode)
         tally = Tally(self.convention, documents=self.documents, following=following)
         with flex_attention_anywhere(), quiet_fake_tensors():
-            self._run(FakeLikeness(fake_mode, on_read=tally.note_own_values), tally, fake_mode)
+            self._run(FakeTensorMaker(fake_mode, on_read=tally.mark_model_values_read), tally, fake_mode)
         return tally, following
 
     def run_real(self) -> Tally:
         generator = torch.Generator().manual_seed(torch.initial_seed())
         tally = Tally(self.convention, documents=self.documents, generator=generator)
-        tally.note_own_values()
+        tally.mark_model_values_read()
         self._run(real_copy, tally, contextlib.nullcontext())
         return tally
 
     @torch.inference_mode(False)
     def _run(self, make: Maker, tally: Tally, fake_mode: contextlib.AbstractContextManager[Any]) -> None:
         with _one_at_a_time():
-            self._run_in_turn(make, tally, fake_mode)
+            self._run_without_modes(make, tally, fake_mode)
 
-    def _run_in_turn(
+    def _run_without_modes(
         self, make: Maker, tally: Tally, fake_mode: contextlib.AbstractContextManager[Any]
     ) -> None:
         try:
             with disable_modes():  # a mode around the count must not see it
                 self._run_alone(make, tally, fake_mode)
         finally:
-            for parameter, grad in tally.strangers.values():
+            for parameter, grad in tally.outside_parameters.values():
                 parameter.grad = grad
 
     def _run_alone(
@@ -141,17 +141,17 @@ class CountedStep:
     ) -> None:
         shadow = Shadow(make)
         model = shadow.model(self.model)
-        shadow.place = self.place or shadow.place
-        if isinstance(make, FakeLikeness):
-            make.on_read = None  # from here on it makes what the model is given, not what it holds
+        shadow.device = self.device or shadow.device
+        if isinstance(make, FakeTensorMaker):
+            make.on_read = None  # from here on it converts the model's inputs, not its own tensors
         args, kwargs = shadow.tree(self.args), shadow.tree(self.kwargs)
         loss_fn = shadow.tree(self.loss_fn)
         follow_modules(model, tally)
-        tally.sets_gradients_back = True
+        tally.restores_outside_gradients = True
         untouched = untouched_globals(self.model, self.loss_fn)
         with untouched, own_random_draws(self.model) as drawn, untouched_casts(), uncompiled():
             try:
-                with fake_mode, watched_launches(tally), following_calls(tally, stand_in=True), tally:
+                with fake_mode, watched_launches(tally), following_calls(tally, on_shadow=True), tally:
                     self._forward_and_backward(model, args, kwargs, loss_fn, tally)
             finally:
                 if tally.has_drawn:
@@ -174,7 +174,7 @@ _lock = threading.RLock()
 
 @contextlib.contextmanager
 def _one_at_a_time() -> Iterator[None]:
-    """What a count sets and restores belongs to the process. A supervised count does not wait for another."""
+    """Let one count run at a time, since it changes process state; a supervised one does not wait."""
     if not _lock.acquire(blocking=supervision() is None):
         raise OtherCountRuns
     try:
@@ -185,12 +185,12 @@ def _one_at_a_time() -> Iterator[None]:
 
 @functools.cache
 def cpu_flops_per_s() -> float:
-    """The pace at which this processor multiplies small matrices: what a model's layers reach at best."""
-    matrix = torch.ones(_PACE_EDGE, _PACE_EDGE, device="cpu", dtype=torch.float32)
+    """The rate at which this processor multiplies small matrices: an upper bound for a model's layers."""
+    matrix = torch.ones(_BENCHMARK_SIZE, _BENCHMARK_SIZE, device="cpu", dtype=torch.float32)
     seconds = []
     with disable_modes(), torch.no_grad():
         for _ in range(4):  # the first one starts threads
             began_s = time.perf_counter()
             torch.mm(matrix, matrix)
             seconds.append(time.perf_counter() - began_s)
-    return 2 * _PACE_EDGE**3 / min(seconds)
+    return 2 * _BENCHMARK_SIZE**3 / min(seconds)

@@ -1,7 +1,7 @@
-"""What the products inside a custom `autograd.Function` are for, by data flow.
+"""Assigns the products inside a custom `autograd.Function` to a phase, by data flow.
 
-Autograd runs a Function as one node: what it multiplies inside, and when, is up to its author. So each
-product is filed by where its operands come from and where its result goes:
+Autograd runs a Function as one node: what it multiplies inside, and when, is up to its author. So the phase
+of each product follows from where its operands come from and where its result goes:
 
     in forward    reaches an output                               forward
                   reaches only a gradient that backward returns   backward, computed early
@@ -11,9 +11,9 @@ product is filed by where its operands come from and where its result goes:
                   tensor that outlives the call (`main_grad`)     backward
                   anything else                                   recompute
 
-Contents are followed by storage, so views share theirs and writes in place add to it. A Triton kernel is
-taken to read and write all its arguments. After tensors have left torch otherwise (NumPy, pointers), the rest
-of that backward is not judged and counts as backward.
+Contents are tracked per storage, so views share them and in-place writes add to them. A Triton kernel is
+assumed to read and write all its arguments. After tensors have been exported in another way (NumPy,
+pointers), the rest of that backward is not analysed and counts as backward.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ _UNWRITTEN = frozenset(("aten::empty", "aten::empty_like", "aten::new_empty", "a
 
 
 class Product(Protocol):
-    """A counted call; `phase` is what it was for."""
+    """A counted call; `phase` is forward, backward or recompute."""
 
     phase: str
 
 
 class _Content:
-    """What a storage holds: the products it was made from (one bit each), whether it depends on the incoming
-    gradient, and whether no operator has written to it, so that something unseen must have."""
+    """What a storage holds: the products it was computed from (one bit each), whether it depends on the
+    incoming gradient, and whether no operator has written to it, so that unseen code must have."""
 
     __slots__ = ("gradient", "products", "unwritten")
 
@@ -59,33 +59,33 @@ class _Content:
 
 
 class _Run:
-    """One call of a Function's backward; `products` are those it has made so far."""
+    """One call of a Function's backward; `products` are those it has run so far."""
 
     def __init__(self, node: Any) -> None:
         self.node = node
         self.products = 0
-        self.is_judged = True
+        self.is_analysed = True
 
 
 def is_custom(node: Any) -> bool:
-    """Whether an autograd node is a Function written in Python; those that checkpoint are left out."""
+    """Whether an autograd node is a Function written in Python, other than those of checkpointing."""
     return isinstance(node, BackwardCFunction) and "Checkpoint" not in type(node).__name__
 
 
 def in_function() -> bool:
     """Whether a Function's forward or backward is among the callers."""
-    forwards = {getattr(kind.forward, "__code__", None) for kind in _kinds(torch.autograd.Function)}
-    return any(frame.f_code in _BACKWARD or frame.f_code in forwards for frame in _callers())
+    forwards = {getattr(cls.forward, "__code__", None) for cls in _subclasses(torch.autograd.Function)}
+    return any(frame.f_code in _BACKWARD or frame.f_code in forwards for frame in _calling_frames())
 
 
-def _kinds(kind: Any) -> Iterator[Any]:
-    for below in kind.__subclasses__():
-        yield below
-        yield from _kinds(below)
+def _subclasses(cls: Any) -> Iterator[Any]:
+    for subclass in cls.__subclasses__():
+        yield subclass
+        yield from _subclasses(subclass)
 
 
 class DataFlow:
-    """Follows what Functions compute, and files their products once it is known what they were for."""
+    """Tracks what Functions compute, and sets the phase of their products as soon as it is known."""
 
     def __init__(self) -> None:
         self._contents: weakref.WeakKeyDictionary[Any, _Content] = weakref.WeakKeyDictionary()
@@ -94,24 +94,24 @@ class DataFlow:
         """Products run without gradients that no later operator of the forward pass has used."""
         self._runs: list[_Run] = []
 
-    def see(self, name: str, func: Any, args: Any, kwargs: Any, out: Any, product: Product | None) -> None:
-        """An operator has run."""
+    def record(self, name: str, func: Any, args: Any, kwargs: Any, out: Any, product: Product | None) -> None:
+        """Record an operator that has run."""
         if current_graph_task_id() == -1:
-            self._see_forward(name, func, args, kwargs, out, product)
+            self._record_forward(name, func, args, kwargs, out, product)
             return
         node = current_autograd_node()
         if is_custom(node):
             run = self._run_of(node)
             if run is not None:
-                self._see_backward(run, name, func, args, kwargs, out, product)
+                self._record_backward(run, name, func, args, kwargs, out, product)
         elif self._runs:  # a backward pass inside a Function's own: what it computes are gradients
             made = self._made_from(name, func, args, kwargs)
             made.gradient = True
             self._write(name, func, args, kwargs, out, made)
 
-    def launched(self, arguments: Sequence[Any], product: Product | None) -> None:
-        """A kernel was launched that no dispatcher sees: it may read and write any of these."""
-        run = self._run_here()
+    def record_launch(self, arguments: Sequence[Any], product: Product | None) -> None:
+        """Record a kernel launched outside the dispatcher: it may read and write any of these arguments."""
+        run = self._current_run()
         if current_graph_task_id() == -1 and torch.is_grad_enabled():
             self._use(arguments)
         elif run is not None or product is not None or self._unused:
@@ -120,13 +120,13 @@ class DataFlow:
             for storage in filter(None, map(_storage, arguments)):
                 self._contents[storage] = _Content(made.products, made.gradient)
 
-    def lost(self) -> None:
-        """A tensor has left torch: what comes of it is not known."""
-        run = self._run_here()
+    def record_export(self) -> None:
+        """Record that a tensor was exported from torch: what is computed from it is unknown."""
+        run = self._current_run()
         if run is not None:
-            run.is_judged = False
+            run.is_analysed = False
 
-    def _see_forward(
+    def _record_forward(
         self, name: str, func: Any, args: Any, kwargs: Any, out: Any, product: Product | None
     ) -> None:
         if torch.is_grad_enabled():
@@ -137,12 +137,12 @@ class DataFlow:
             self._write(name, func, args, kwargs, out, made)
 
     def _use(self, tree: Any) -> None:
-        """The forward pass goes on with these: the products in them have reached an output."""
+        """Record that the forward pass uses these: the products in them have reached an output."""
         if self._unused:
             for content in self._read(tree):
                 self._unused &= ~content.products
 
-    def _see_backward(
+    def _record_backward(
         self, run: _Run, name: str, func: Any, args: Any, kwargs: Any, out: Any, product: Product | None
     ) -> None:
         made = self._made_from(name, func, args, kwargs)
@@ -152,17 +152,17 @@ class DataFlow:
         made.unwritten = name in _UNWRITTEN
         self._write(name, func, args, kwargs, out, made)
 
-    def _run_here(self) -> _Run | None:
-        """The backward of a Function that is running now."""
+    def _current_run(self) -> _Run | None:
+        """The Function's backward that is running now, if any."""
         node = current_autograd_node() if current_graph_task_id() != -1 else None
         return self._run_of(node) if is_custom(node) else None
 
     def _run_of(self, node: Any) -> _Run | None:
-        """The run of this node; None where torch computes something around the Function's own code."""
+        """The run of this node; None while torch computes something outside the Function's own code."""
         for run in reversed(self._runs):
             if run.node is node:
                 return run
-        frame = next((frame for frame in _callers() if frame.f_code in _BACKWARD), None)
+        frame = next((frame for frame in _calling_frames() if frame.f_code in _BACKWARD), None)
         if frame is None or frame.f_locals["self"] is not node:
             return None
         for incoming in tree_leaves(frame.f_locals["args"]):
@@ -179,7 +179,7 @@ class DataFlow:
         return run
 
     def _close(self, run: _Run, returned: Iterable[Any]) -> None:
-        """A Function's backward has returned these gradients: file what did not go into one of them."""
+        """Set the phase of products that are not in the gradients returned by a Function's backward."""
         while self._runs and self._runs.pop() is not run:
             pass  # an inner one that ended in an exception
         needed = dropped = 0
@@ -189,28 +189,28 @@ class DataFlow:
                     dropped |= content.products
                 else:
                     needed |= content.products
-        self._file(needed & self._unused & ~run.products, "backward")
-        self._file(dropped & self._unused & ~run.products & ~needed, "recompute")
-        if run.is_judged:
-            kept = self._alive() & ~dropped
-            self._file(run.products & ~needed & ~kept, "recompute")
+        self._set_phase(needed & self._unused & ~run.products, "backward")
+        self._set_phase(dropped & self._unused & ~run.products & ~needed, "recompute")
+        if run.is_analysed:
+            alive = self._alive() & ~dropped
+            self._set_phase(run.products & ~needed & ~alive, "recompute")
 
     def _alive(self) -> int:
-        """The products in tensors that still exist: a gradient may be added to one, and not returned."""
+        """The products in tensors that still exist: a gradient may be added to one and not returned."""
         products = 0
         for content in list(self._contents.values()):
             products |= content.products
         return products
 
-    def _file(self, bits: int, phase: str) -> None:
+    def _set_phase(self, bits: int, phase: str) -> None:
         while bits:
             number = bits.bit_length() - 1
             self._products[number].phase = phase
             bits &= ~(1 << number)
 
     def _add(self, run: _Run | None, product: Product | None, made: _Content, is_gradient: bool) -> None:
-        """A product has run, in this call of a Function's backward or in a forward pass without gradients: it
-        is in what was made. `is_gradient`: one of its operands depends on the incoming gradient."""
+        """Record a product, run in this call of a Function's backward or in a forward pass without gradients,
+        as part of `made`. `is_gradient`: one of its operands depends on the incoming gradient."""
         if product is None or product.phase != ("forward" if run is None else "backward"):
             return
         bit = 1 << len(self._products)
@@ -220,7 +220,7 @@ class DataFlow:
             self._unused |= bit
         else:
             run.products |= bit
-            if run.is_judged and not is_gradient:
+            if run.is_analysed and not is_gradient:
                 product.phase = "recompute"
 
     def _read(self, tree: Any) -> Iterator[_Content]:
@@ -231,7 +231,7 @@ class DataFlow:
                 yield content
 
     def _made_from(self, name: str, func: Any, args: Any, kwargs: Any) -> _Content:
-        """What the result of an operator is made from: all it reads."""
+        """The content of an operator's result: that of everything it reads."""
         targets = _targets(func)
         given = [value for key, value in kwargs.items() if key not in targets]
         made = _Content()
@@ -244,7 +244,7 @@ class DataFlow:
         return self._contents.setdefault(storage, _Content())
 
     def _write(self, name: str, func: Any, args: Any, kwargs: Any, out: Any, made: _Content) -> None:
-        """An operator's results, or what it has written to, are made from this."""
+        """Set the content of an operator's results, or of the tensors it has written to."""
         is_empty = not (made.products or made.gradient or made.unwritten)
         if isinstance(func, OpOverload) and func._schema.is_mutable:
             is_replaced = name in _OVERWRITING or bool(_targets(func))
@@ -268,7 +268,7 @@ class DataFlow:
                 self._contents[storage] = _Content(made.products, made.gradient, made.unwritten)
 
 
-def _callers() -> Iterator[FrameType]:
+def _calling_frames() -> Iterator[FrameType]:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame
@@ -276,7 +276,7 @@ def _callers() -> Iterator[FrameType]:
 
 
 def _storage(thing: Any) -> Any:
-    """A tensor's storage, which its views share; None for what has none."""
+    """A tensor's storage, which its views share; None for anything without one."""
     if not isinstance(thing, torch.Tensor):
         return None
     try:
@@ -287,7 +287,7 @@ def _storage(thing: Any) -> Any:
 
 @functools.cache
 def _targets(func: Any) -> frozenset[str]:
-    """The arguments for results (`out=`): what was in them before is not read."""
+    """The arguments that receive results (`out=`), whose previous content is not read."""
     arguments = func._schema.arguments if isinstance(func, OpOverload) else ()
     return frozenset(a.name for a in arguments if a.kwarg_only and a.alias_info and a.alias_info.is_write)
 

@@ -1,4 +1,4 @@
-"""Error wording: what a failed count says, on one line, about the model or the batch."""
+"""Turns the error of a failed count into one line about the model or the batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..wrappers import unwrap
 
 
 def is_about_fake_tensors(error: Exception) -> bool:
-    """Whether an error comes from running without data, and says nothing to the user."""
+    """Whether an error is caused by fake tensors, and so means nothing to the user."""
     home = type(error).__module__
     text = str(error).lower()
     return (
@@ -41,7 +41,7 @@ def _arguments(model: nn.Module) -> str:
 
 
 def _came_from_torch(error: Exception) -> bool:
-    """Whether torch refused an operation, rather than the model's own code: shapes or dtypes do not fit."""
+    """Whether torch raised the error, not the model's own code: shapes or dtypes do not match."""
     trace = error.__traceback__
     home = ""
     while trace is not None:

@@ -1,7 +1,7 @@
-"""Triton kernels, which are launched past torch's dispatcher: seen by name, and not run on fake tensors.
+"""Triton kernels, which bypass torch's dispatcher: recorded by name, and skipped on fake tensors.
 
-A kernel is launched as `kernel[grid](*arguments)`. While a count lasts, that tells the tally first. Fake
-tensors have no memory to launch anything on: the kernel is passed over, and what it may have written is
+A kernel is launched as `kernel[grid](*arguments)`. During a count, that call first reports the launch to the
+tally. Fake tensors have no memory for a kernel to run on: it is skipped, and what it may have written is
 unknown.
 """
 
@@ -19,7 +19,7 @@ from .tally import Tally
 
 @contextlib.contextmanager
 def watched_launches(tally: Tally) -> Iterator[None]:
-    """Tell the tally of each Triton kernel that this thread launches inside."""
+    """Report to the tally each Triton kernel that this thread launches inside the context."""
     jit = sys.modules.get("triton.runtime.jit")
     interface: Any = getattr(jit, "KernelInterface", None)
     original = getattr(interface, "__getitem__", None)
@@ -34,7 +34,7 @@ def watched_launches(tally: Tally) -> Iterator[None]:
             return launch
 
         def watched(*args: Any, **kwargs: Any) -> Any:
-            tally.launch(f"triton::{_name(kernel)}", args, kwargs)
+            tally.record_launch(f"triton::{_name(kernel)}", args, kwargs)
             if any(isinstance(argument, FakeTensor) for argument in (*args, *kwargs.values())):
                 return None
             with tally.inside_launch():
@@ -50,7 +50,7 @@ def watched_launches(tally: Tally) -> Iterator[None]:
 
 
 def _name(kernel: Any) -> str:
-    """The name of the function that a kernel was made from, beneath autotuning and heuristics."""
+    """The name of a kernel's Python function, inside any autotuning and heuristics wrappers."""
     while not hasattr(kernel, "__name__") and hasattr(kernel, "fn"):
         kernel = kernel.fn
     return str(getattr(kernel, "__name__", type(kernel).__name__))

@@ -1,4 +1,4 @@
-"""The number a counted step differentiates: the user's loss, the model's own, or the sum of the outputs."""
+"""The scalar that a counted step differentiates: the user's loss, the model's own, or the sum of outputs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...torch_private.trees import check_leaves, tree_flatten
 
 
 def loss_of(output: Any, loss_fn: Callable[[Any], torch.Tensor] | None) -> torch.Tensor:
-    """The loss as one number that can be differentiated, or a clear error."""
+    """The loss as a differentiable scalar; raises ModelError if there is none."""
     if loss_fn is not None:
         try:
             loss = loss_fn(output)
@@ -28,8 +28,8 @@ def loss_of(output: Any, loss_fn: Callable[[Any], torch.Tensor] | None) -> torch
         loss = own if isinstance(own, torch.Tensor) else _sum_of_outputs(output)
     if not loss.requires_grad:
         raise ModelError(
-            "the loss needs no gradient: no parameter that requires one reaches it "
-            "(count with backward=False, or unfreeze something)"
+            "the loss needs no gradient: it does not depend on any parameter that requires one "
+            "(count with backward=False, or unfreeze a parameter)"
         )
     if loss.is_complex():
         raise ModelError(f"the loss must be a real number; it is {loss.dtype}")
@@ -37,7 +37,7 @@ def loss_of(output: Any, loss_fn: Callable[[Any], torch.Tensor] | None) -> torch
 
 
 def _sum_of_outputs(output: Any) -> torch.Tensor:
-    kind = type(output).__name__
+    type_name = type(output).__name__
     if dataclasses.is_dataclass(output):
         output = [getattr(output, field.name) for field in dataclasses.fields(output)]
     elif not isinstance(output, (torch.Tensor, tuple, list, dict)) and hasattr(output, "__dict__"):
@@ -47,7 +47,7 @@ def _sum_of_outputs(output: Any) -> torch.Tensor:
     tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
     if not tensors:
         raise ModelError(
-            f"the model returned {kind} without a tensor in it: a training step needs an "
+            f"the model returned {type_name} without a tensor in it: a training step needs an "
             "output to differentiate (or pass loss_fn)"
         )
     needed = [t for t in tensors if t.requires_grad and (t.is_floating_point() or t.is_complex())]

@@ -1,10 +1,10 @@
-"""A known model, counted before the first real count of a process and compared with integers by hand.
+"""A self-check before the first count of a process: a known model must give FLOPs that were computed by hand.
 
-Names that a new version of torch lacks are found by looking (`torch_private/`). A name that it still has, but
-that no longer does what it did, shows only in what is counted. So a small model that has each thing once that
-a count could get wrong is counted on fake tensors, and run as it is: matrix products, a frozen weight, a
-checkpoint of either kind, a custom Function, attention, a value that is read. Where the count is another,
-counting is refused.
+Private names that a new version of torch lacks are detected by lookup (`torch_private/`). A name that still
+exists but behaves differently shows only in the counts. So a small model with one instance of everything that
+a count could get wrong is counted on fake tensors and in a real run: matrix products, a frozen weight, both
+kinds of checkpoint, a custom Function, attention, a value that is read. If a count differs, counting is
+refused.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _PAIRED = 2 * _SAMPLES * _LENGTH * _LENGTH * _WIDTH
 
 FORWARD = _NARROW + 5 * _WIDE + 2 * _PAIRED
 BACKWARD = _NARROW + 9 * _WIDE + 4 * _PAIRED
-"""`first` has no input to differentiate, `frozen` no weight; all other products have two gradients."""
+"""`first` has no gradient for its input, `frozen` none for its weight; all other products have both."""
 RECOMPUTE = 4 * _WIDE + _PAIRED
-"""What checkpoints and a Function run again, and the scores once more in the backward pass of fused
-attention."""
+"""What checkpoints and a Function recompute, and the scores that fused attention recomputes in its backward
+pass."""
 BY_MODULE = {
     "": FORWARD + BACKWARD,
     "first": 2 * _NARROW,
@@ -49,13 +49,13 @@ BY_MODULE = {
     "one": 3 * _WIDE,
     "two": 3 * _WIDE,
     "three": 3 * _WIDE,
-    "own": 3 * _WIDE,
+    "function_layer": 3 * _WIDE,
     "attention": 6 * _PAIRED,
 }
 
 
 class _Layer(nn.Module):
-    """A linear layer that draws no random numbers when it is made."""
+    """A linear layer whose initialisation draws no random numbers."""
 
     def __init__(self, inputs: int, *, is_trained: bool = True) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class _Layer(nn.Module):
 
 
 class _Product(torch.autograd.Function):
-    """A product that is computed again in the backward pass, where shapes do not tell it from a gradient."""
+    """A product that is recomputed in the backward pass, where its shapes are those of a gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -81,7 +81,7 @@ class _Product(torch.autograd.Function):
         return torch.mm(grad, weight.t()), torch.mm(x.t(), grad)
 
 
-class _Own(_Layer):
+class _FunctionLayer(_Layer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         product: torch.Tensor = _Product.apply(x.flatten(0, 1), self.weight)  # type: ignore[no-untyped-call]
         return product.reshape(x.shape)
@@ -94,42 +94,42 @@ class _Attention(nn.Module):
             return nn.functional.scaled_dot_product_attention(heads, heads, heads)
 
 
-class _Known(nn.Module):
-    """Each thing once that a count could get wrong."""
+class _KnownModel(nn.Module):
+    """One instance of everything that a count could get wrong."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.frozen = _Layer(_INPUTS), _Layer(_WIDTH, is_trained=False)
         self.one, self.two, self.three = _Layer(_WIDTH), _Layer(_WIDTH), _Layer(_WIDTH)
-        self.own, self.attention = _Own(_WIDTH), _Attention()
+        self.function_layer, self.attention = _FunctionLayer(_WIDTH), _Attention()
         self.register_buffer("samples", torch.tensor(_SAMPLES, device="cpu"))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         samples: Any = self.samples
         x = self.frozen(self.first(x[: int(samples)]).tanh())
-        x = _again(lambda y: self.two(self.one(y).tanh()).tanh(), x, is_reentrant=False)
-        x = _again(lambda y: self.three(y).tanh(), x, is_reentrant=True)
-        attended: torch.Tensor = self.attention(self.own(x))
+        x = _checkpointed(lambda y: self.two(self.one(y).tanh()).tanh(), x, is_reentrant=False)
+        x = _checkpointed(lambda y: self.three(y).tanh(), x, is_reentrant=True)
+        attended: torch.Tensor = self.attention(self.function_layer(x))
         return attended
 
 
-def _again(stretch: Any, x: torch.Tensor, *, is_reentrant: bool) -> torch.Tensor:
-    ran: torch.Tensor = checkpoint(stretch, x, use_reentrant=is_reentrant, preserve_rng_state=False)
+def _checkpointed(region: Any, x: torch.Tensor, *, is_reentrant: bool) -> torch.Tensor:
+    ran: torch.Tensor = checkpoint(region, x, use_reentrant=is_reentrant, preserve_rng_state=False)
     return ran
 
 
 _state = threading.local()
 _verdict: str | None = None
-"""What is wrong with the count of the known model; empty where nothing is, None before the check."""
+"""How the count of the known model is wrong; empty if it is right, None before the check."""
 
 
 def check_known_model() -> None:
-    """Count the known model, once per process; ModelError where its FLOPs come out otherwise."""
+    """Count the known model, once per process; raise ModelError if its FLOPs are wrong."""
     global _verdict
     if _verdict is None and not getattr(_state, "is_checking", False):
         _state.is_checking = True
         try:
-            _verdict = _compared()
+            _verdict = _first_difference()
         except Exception as error:
             if was_interrupted():
                 raise
@@ -144,9 +144,9 @@ def _refusal(what: str) -> str:
     return f"this version of torch ({torch.__version__}) counts a known model wrongly: {what}"
 
 
-def _compared() -> str:
-    """What is wrong, in one line, or nothing."""
-    for count in (_on_fake_tensors, _as_it_runs):
+def _first_difference() -> str:
+    """The first difference, in one line; empty if there is none."""
+    for count in (_on_fake_tensors, _in_a_real_run):
         found = count()
         by_module = {name: found.by_module.get(name, 0) for name in BY_MODULE}
         for what, counted, known in (
@@ -166,17 +166,19 @@ def _example() -> torch.Tensor:
 
 def _on_fake_tensors() -> FlopCount:
     with disable_modes(), torch.inference_mode(False):
-        model, x = _Known(), _example()
-    step = CountedStep(model, (x,), {}, Convention(), backward=True, loss_fn=None, documents=None, place=None)
+        model, x = _KnownModel(), _example()
+    step = CountedStep(
+        model, (x,), {}, Convention(), backward=True, loss_fn=None, documents=None, device=None
+    )
     tally, method, _ = step.run()
     return tally.result(method=method)
 
 
-def _as_it_runs() -> FlopCount:
-    """The same step for real, in a backward pass that might be differentiated: what `count_step` sees."""
+def _in_a_real_run() -> FlopCount:
+    """The same step in a real run, with a backward pass that might be differentiated, as in `count_step`."""
     tally = Tally(Convention())
     with disable_modes(), torch.inference_mode(False), torch.enable_grad(), untouched_casts(), uncompiled():
-        model, x = _Known(), _example()
+        model, x = _KnownModel(), _example()
         follow_modules(model, tally)
         with torch.autograd.set_multithreading_enabled(False), following_calls(tally), tally:
             model(x).sum().backward()

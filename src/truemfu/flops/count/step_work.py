@@ -1,8 +1,8 @@
-"""What a step's kernels are given: the shapes of its products, and its attention block by block.
+"""The work of a step by shape: its matrix products, and its attention in whole blocks.
 
-A count says how many FLOPs a step needs and executes by arithmetic. What silicon executes depends on shapes
-too: tiles overhang the edges of a product, and an attention kernel works through whole blocks of its mask.
-A count that ran has all of it: here it is summed up by shape, for the cross-check and the waterfall.
+A count gives the FLOPs that a step needs and executes by arithmetic. What the GPU executes also depends on
+shapes: tiles extend past the edges of a product, and an attention kernel processes whole blocks of its mask.
+A completed count contains the shapes: here they are summed up for the cross-check and the waterfall.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _GROUP_TILE = 128
 class StepWork:
     """One step, in executed FLOPs by the convention of the count.
 
-    `attention` is that of fused kernels, `attention_blocked` the same when they skip no less than whole
-    blocks of 128 × 128 of their mask, None where a mask does not tell; `other` has no shape here:
+    `attention` is that of fused kernels, `attention_blocked` the same if they skip only whole blocks of
+    128 × 128 of their mask (None if the mask is not known); `other` is work without a shape here:
     convolutions, recurrent cells, grouped and registered products. Of these, `few_channels` are convolutions
-    with fewer than eight input channels, which kernels pad, and `grouped` grouped products, which come to
-    `grouped_padded` at most when the rows of each group are rounded up to tiles of 128.
+    with fewer than eight input channels, which kernels pad, and `grouped` are grouped products, which become
+    at most `grouped_padded` when the rows of each group are rounded up to tiles of 128.
     """
 
     products: Mapping[tuple[str, Shape], int]
@@ -46,7 +46,7 @@ class StepWork:
 
     @property
     def unaligned(self) -> int:
-        """Of 16-bit products with a size that is no multiple of eight."""
+        """FLOPs of 16-bit products with a size that is not a multiple of eight."""
         return sum(
             flops
             for (dtype, shape), flops in self.products.items()

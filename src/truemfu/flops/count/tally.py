@@ -1,10 +1,10 @@
-"""The counting mode: sees every operator of a step, adds up its FLOPs and says what they were for.
+"""The counting mode: intercepts every operator of a step and adds up its FLOPs by phase.
 
     operator ──► formula ──► needed, executed ──► forward | backward | recompute, module, operator, dtype
 
 What runs outside the backward pass is forward. Inside it, what runs with gradients enabled is the forward of
-a checkpointed stretch run again: recomputation. The rest is backward, of which a fused kernel may execute
-more than autograd needs; the surplus is recomputation too. Inside a custom Function the data flow decides
+a checkpointed region run again: recomputation. The rest is backward; where a fused kernel executes more than
+autograd needs, the surplus is recomputation too. Inside a custom Function the data flow decides
 (`data_flow.py`).
 """
 
@@ -52,7 +52,7 @@ from ..operators.conv_sizes import SizeStep, size_steps
 from ..operators.dtype_names import dtype_name
 from ..operators.formulas import RecurrentWork
 from ..operators.matrix_work import (
-    ask_formula,
+    apply_formula,
     does_matrix_work,
     factors,
     groups_and_rows,
@@ -60,7 +60,7 @@ from ..operators.matrix_work import (
     may_be_matrix_work,
 )
 from ..registry import OPERATOR_FORMULAS
-from ..shadow.fake_kernels import STAND_INS
+from ..shadow.fake_kernels import FAKE_KERNELS
 from ..shadow.values import Following, FollowingMode, Value
 from ..splits import with_ancestors
 from .data_flow import DataFlow, in_function, is_custom
@@ -71,10 +71,10 @@ _SAME_DTYPE = _PRODUCTS | frozenset(f"aten::{n}" for n in "mv addmv dot".split()
 
 
 def _checkpoint_is_running() -> bool:
-    """Whether `torch.utils.checkpoint` is running a stretch again: it does so to unpack a tensor it saved.
+    """Whether `torch.utils.checkpoint` is recomputing a region, which it does to unpack a tensor it saved.
 
-    Meanwhile there are hooks on the tensors saved, its own or, on top of them, those of a checkpoint inside
-    the stretch; so most operators need no look at their callers.
+    Meanwhile saved-tensor hooks are active: its own, or on top of them those of a checkpoint inside the
+    region. So for most operators the callers need not be searched.
     """
     if top_saved_tensors_hooks is None:
         table.miss(table.TOP_HOOKS)
@@ -92,7 +92,7 @@ class Entry:
     """One counted call: what was needed, what was executed, and where.
 
     `shape` is (m, n, k) of a plain product, else None. `blocked` is what a fused attention kernel
-    (`is_attention`) executes when it skips no less than whole blocks of the mask; None where nobody knows.
+    (`is_attention`) executes if it skips only whole blocks of the mask; None if unknown.
     `channels` are the input channels of a convolution without groups, `groups` the matrices of a grouped
     product and the rows (or columns) they share: (matrices, rows); else None.
     """
@@ -126,19 +126,19 @@ class Entry:
 
 
 class Tally(TorchDispatchMode):
-    """Adds up the FLOPs of everything that runs while it is entered.
+    """Adds up the FLOPs of everything that runs while the mode is active.
 
     `documents` are the lengths of packed documents, sample by sample, or None. `following` runs operators
-    on fake tensors; without it they run as they are, on whatever device they live, and those that draw random
-    numbers do so from `generator`, where one is given.
+    on fake tensors; without it they run unchanged, on their own devices, and those that draw random numbers
+    use `generator` if one is given.
     """
 
     supports_higher_order_operators = True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Torch wraps a mode's dispatch so that it is not compiled, at a price for every operator; here the
-        compiler is off anyway."""
+        """Torch wraps a mode's dispatch so that it is not compiled, at a cost per operator; during a count
+        the compiler is disabled anyway."""
         return False
 
     def __init__(
@@ -154,16 +154,16 @@ class Tally(TorchDispatchMode):
         self.pairs = PairCounter(convention, documents)
         self.entries: list[Entry] = []
         self.operators = 0
-        self.sets_gradients_back = False
-        self.strangers: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
-        """Leaves outside the model that took part, reached through globals, and their gradients before."""
+        self.restores_outside_gradients = False
+        self.outside_parameters: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        """Parameters outside the model that the step used, through globals, and their previous gradients."""
         self.uncounted: Counter[str] = Counter()
         self.size_steps: list[list[tuple[int, int, SizeStep]]] = []
         self._following, self._generator = following, generator
         self.has_drawn = False
-        """Whether an operator drew from the process's generator, not from that of this count."""
-        self.reads_own_values = False
-        """Whether values that the model itself holds, its buffers, were read."""
+        """Whether an operator drew from the process's generator instead of this count's own."""
+        self.reads_model_values = False
+        """Whether values stored in the model, such as its buffers, were read."""
         self._flow = DataFlow()
         self._is_launching = False
         self._supervision = supervision()
@@ -177,17 +177,17 @@ class Tally(TorchDispatchMode):
         self._true_dims: dict[str, tuple[int, int]] = {}
         self._eager = EagerAttention(self._resolve_eager, self._rescale) if self.pairs.masks_matter else None
 
-    def note_own_values(self) -> None:
-        """Values that the model itself holds were read: what they are may decide the count."""
-        self.reads_own_values = True
+    def mark_model_values_read(self) -> None:
+        """Record that values stored in the model were read: the count may depend on them."""
+        self.reads_model_values = True
 
     def enter_module(self, path: str) -> None:
-        """A module's forward begins."""
+        """Record that a module's forward begins."""
         self._paths.append(path)
         self._mark(path)
 
     def leave_module(self) -> None:
-        """The module's forward has ended, by return or exception."""
+        """Record that the module's forward has ended, by return or exception."""
         self._paths.pop()
         self._mark(self._paths[-1])
 
@@ -197,7 +197,7 @@ class Tally(TorchDispatchMode):
 
     @contextmanager
     def sdpa_head_dims(self, qk_dim: int, v_dim: int) -> Iterator[None]:
-        """The true head sizes of an attention call: kernels may see them padded to a multiple of eight."""
+        """The true head sizes of an attention call; kernels may get them padded to a multiple of eight."""
         self._head_dims.append((qk_dim, v_dim))
         try:
             yield
@@ -205,7 +205,7 @@ class Tally(TorchDispatchMode):
             self._head_dims.pop()
 
     def _module_of(self, node: Any) -> str:
-        """The module whose forward made this autograd node: nodes are numbered in order of creation."""
+        """The module whose forward created this autograd node: nodes are numbered in order of creation."""
         return self._start_paths[max(0, bisect_right(self._starts, node._sequence_nr()) - 1)]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -215,17 +215,17 @@ class Tally(TorchDispatchMode):
             self._supervision.check()
         if current_graph_task_id() == -1:
             return self._run(func, args, kwargs or {})
-        with disable_torch_function():  # in a backward pass it would see the calls made here as well
+        with disable_torch_function():  # in a backward pass it would intercept the calls made here as well
             return self._run(func, args, kwargs or {})
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator and count it."""
         self.operators += 1
-        self._note_strangers(args)
+        self._save_outside_gradients(args)
         name = _name(func)
-        stand_in = STAND_INS.get(name) if self._following is not None else None
-        if stand_in is not None:
-            out = stand_in(*args, **kwargs)
+        fake_kernel = FAKE_KERNELS.get(name) if self._following is not None else None
+        if fake_kernel is not None:
+            out = fake_kernel(*args, **kwargs)
         elif self._following is not None and isinstance(func, OpOverload):
             out = self._following.run(func, args, kwargs)
         elif self._generator is not None and _draws(func):
@@ -233,7 +233,7 @@ class Tally(TorchDispatchMode):
         else:
             out = func(*args, **kwargs)
         entry = self._count(name, func, args, kwargs, out)
-        self._flow.see(name, func, args, kwargs, out, entry)
+        self._flow.record(name, func, args, kwargs, out, entry)
         if ("pool" in name or name == "aten::convolution") and (steps := size_steps(name, args, out)):
             self.size_steps.append(steps)
         if (
@@ -241,42 +241,42 @@ class Tally(TorchDispatchMode):
             and isinstance(func, OpOverload)
             and self._phase(current_autograd_node()) != "backward"
         ):
-            self._eager.see(func.overloadpacket, args, out, entry)
+            self._eager.record(func.overloadpacket, args, out, entry)
         return out
 
     def _drawn(self, func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
-        """An operator that draws random numbers, with a generator of our own if it takes one."""
+        """Run an operator that draws random numbers, with our own generator if it accepts one."""
         if kwargs.get("generator") is not None:
             return func(*args, **kwargs)
         try:
             return func.overloadpacket(*args, **{**kwargs, "generator": self._generator})
-        except (TypeError, RuntimeError):  # it takes none, or not this device's
+        except (TypeError, RuntimeError):  # it accepts no generator, or none of this device
             self.has_drawn = True
             return func(*args, **kwargs)
 
-    def _note_strangers(self, args: Iterable[Any]) -> None:
-        """Remember the gradients of parameters from outside the model: this step would add to them."""
+    def _save_outside_gradients(self, args: Iterable[Any]) -> None:
+        """Save the gradients of parameters outside the model, since this step would add to them."""
         for argument in args:
-            kind = type(argument)
-            if kind is list or kind is tuple:
-                self._note_strangers(argument)
+            cls = type(argument)
+            if cls is list or cls is tuple:
+                self._save_outside_gradients(argument)
             elif (
-                kind is not FakeTensor
+                cls is not FakeTensor
                 and isinstance(argument, torch.Tensor)
                 and argument.requires_grad
                 and argument.is_leaf
-                and id(argument) not in self.strangers
+                and id(argument) not in self.outside_parameters
             ):
-                self.strangers[id(argument)] = (argument, argument.grad)
-                if self.sets_gradients_back:
+                self.outside_parameters[id(argument)] = (argument, argument.grad)
+                if self.restores_outside_gradients:
                     argument.grad = None  # else the count would add to it in place
 
     def _phase(self, node: Any) -> str:
-        """What an operator that runs now is for.
+        """The phase of an operator that runs now.
 
-        Inside a backward pass a checkpoint that runs its stretch again shows among the callers, or by its
-        node. The products of a custom Function are filed by their data flow, later. Otherwise gradients are
-        enabled there by other ways of recomputing, or as the pass is to be differentiated itself
+        Inside a backward pass, a checkpoint that recomputes its region is found among the callers or by its
+        node. The phase of a custom Function's products is set later, by data flow. Otherwise gradients are
+        enabled there by other ways of recomputing, or because the pass itself is to be differentiated
         (`create_graph`), which `final_backward` rules out.
         """
         if current_graph_task_id() == -1:
@@ -289,41 +289,41 @@ class Tally(TorchDispatchMode):
 
     @contextmanager
     def final_backward(self) -> Iterator[None]:
-        """The backward pass inside is not to be differentiated: what enables gradients there recomputes."""
+        """A context whose backward pass is not differentiated: gradients enabled there mean recompute."""
         self._final_backward = True
         try:
             yield
         finally:
             self._final_backward = False
 
-    def launch(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """A kernel of this name is launched past the dispatcher, with these arguments."""
+    def record_launch(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Record a kernel of this name, launched outside the dispatcher with these arguments."""
         arguments, entry = [*args, *kwargs.values()], None
         if name in OPERATOR_FORMULAS:
             entry = self._count(name, None, args, kwargs, None)
         else:
             self.uncounted[name] += 1
-        self._flow.launched(arguments, entry)
+        self._flow.record_launch(arguments, entry)
         if self._following is not None:
-            self._following.launched(arguments)
+            self._following.record_launch(arguments)
 
     @contextmanager
     def inside_launch(self) -> Iterator[None]:
-        """A launched kernel takes its arguments' pointers inside."""
+        """A context in which a launched kernel reads its arguments' pointers; these are not exports."""
         self._is_launching = True
         try:
             yield
         finally:
             self._is_launching = False
 
-    def leave(self, name: str, tensor: torch.Tensor) -> None:
-        """A tensor leaves torch by a call of this name: numbers inside a model may be factors of a product
-        that is not seen; integers are indices, and a single number is no factor."""
+    def record_export(self, name: str, tensor: torch.Tensor) -> None:
+        """Record a tensor exported from torch by this call: inside a model it may become a factor of a
+        product that torch does not see. Integers are indices, and a single number is not a factor."""
         is_number = tensor.is_floating_point() or tensor.is_complex()
         if self._is_launching:
             return
         if is_number and tensor.numel() > 1 and (len(self._paths) > 1 or in_function()):
-            self._flow.lost()
+            self._flow.record_export()
             self.uncounted[name] += 1
 
     def _count(self, name: str, func: Any, args: Any, kwargs: Any, out: Any) -> Entry | None:
@@ -333,7 +333,7 @@ class Tally(TorchDispatchMode):
         elif name in ("higher_order::flex_attention", "higher_order::flex_attention_backward"):
             work = attention_kernels.work_of_flex(name, args)
         elif (formula := OPERATOR_FORMULAS.get(name)) is not None:
-            work = ask_formula(name, formula, args, kwargs, out)
+            work = apply_formula(name, formula, args, kwargs, out)
         else:
             if does_matrix_work(name) or may_be_matrix_work(name, args, kwargs, out):
                 self.uncounted[name] += 1
@@ -342,7 +342,7 @@ class Tally(TorchDispatchMode):
             return None
         if name in _SAME_DTYPE and self._following is not None:
             left, right = factors(name, args)[:2]
-            if left.dtype is not right.dtype:  # fake tensors let pass what a real product refuses
+            if left.dtype is not right.dtype:  # fake tensors accept this, a real product does not
                 raise RuntimeError(f"{name} of {left.dtype} and {right.dtype}: a product needs one dtype")
         node = current_autograd_node()
         phase = self._phase(node)
@@ -381,7 +381,7 @@ class Tally(TorchDispatchMode):
             if self._head_dims:
                 self._true_dims[module] = self._head_dims[-1]
                 work = _with_head_dims(work, *self._head_dims[-1])
-            elif module in self._true_dims:  # run again by a checkpoint, where only the kernel is seen
+            elif module in self._true_dims:  # recomputed by a checkpoint, where only the kernel is seen
                 work = _with_head_dims(work, *self._true_dims[module])
             if torch.is_grad_enabled():
                 self._forward_work[next_sequence_nr() - 1] = work
@@ -420,7 +420,7 @@ class Tally(TorchDispatchMode):
         return self.pairs.dense(shape, masks, work.band, module)
 
     def _evaluated(self, function: Callable[..., Any], shape: Sequence[int], device: Any) -> Value | None:
-        """A flex-attention mask, worked out on real indices or on fake ones whose values are known."""
+        """A flex-attention mask, computed on real indices or on fake ones whose values are known."""
         indices = partial(torch.arange, device=device)
         if self._following is None:
             with disable_modes():
@@ -431,7 +431,7 @@ class Tally(TorchDispatchMode):
         return None if allowed is None else readable(allowed)
 
     def _resolve_eager(self, shape: Sequence[int], masks: Sequence[Value | None]) -> Scale:
-        """Scores of this shape met a softmax: how their plain FLOPs become needed and executed ones."""
+        """For scores of this shape that enter a softmax: converts plain FLOPs to needed and executed ones."""
         needed, executed = self.pairs.dense(shape, masks, FULL, self._paths[-1])
         whole = prod(shape)
 
@@ -441,7 +441,7 @@ class Tally(TorchDispatchMode):
         return scale
 
     def _rescale(self, entry: Entry, scale: Scale) -> None:
-        """A product has turned out to belong to attention: so do its gradients, later."""
+        """Rescale a product that turns out to belong to attention, and its gradients later."""
         entry.needed, entry.executed = scale(entry.needed)
         if entry.sequence is not None:
             self._scales[entry.sequence] = scale
@@ -477,7 +477,7 @@ class Tally(TorchDispatchMode):
 
 @functools.cache
 def _name(func: Any) -> str:
-    """An operator's name without its overload: `aten::mm`; one that holds functions is `higher_order::`."""
+    """An operator's name without its overload: `aten::mm`; `higher_order::…` if it takes functions."""
     if isinstance(func, OpOverload):
         return str(func.name()).partition(".")[0]
     return f"higher_order::{func.name()}" if hasattr(func, "name") else str(func)
@@ -494,7 +494,7 @@ def _dtype(name: str, operand: Any) -> str:
 
 
 def _blocked_flops(work: AttentionWork) -> int | None:
-    """What a kernel executes that works through whole blocks; a mask that is a function has its own."""
+    """What a kernel executes that processes whole blocks; None for a mask function with its own blocks."""
     if work.mask_function is not None:
         return None
     if work.cumulative is None:
@@ -522,14 +522,14 @@ def _with_head_dims(work: AttentionWork, qk_dim: int, v_dim: int) -> AttentionWo
 def _lengths(cumulative: torch.Tensor) -> list[int]:
     value = readable(cumulative)
     if value is None:
-        raise RuntimeError("cumulative lengths of packed sequences are not known")
+        raise RuntimeError("the cumulative lengths of packed sequences are unknown")
     with disable_modes():
         ends = [int(n) for n in value.tensor().tolist()]
     return [b - a for a, b in itertools.pairwise(ends)]
 
 
 def _count_flex_attention() -> None:
-    """In versions of torch in which an operator that holds functions wants a rule for each kind of mode."""
+    """Register this mode's rule, which some versions of torch require for operators that take functions."""
 
     def rule(operator: Any) -> Callable[..., Any]:
         return lambda mode, *args, **kwargs: mode.__torch_dispatch__(operator, (), args, kwargs)
@@ -539,5 +539,5 @@ def _count_flex_attention() -> None:
 
 
 if not hasattr(TorchDispatchMode, "supports_higher_order_operators"):
-    with contextlib.suppress(Exception):  # without a rule, the operator itself says so when it is counted
+    with contextlib.suppress(Exception):  # without a rule, the operator itself raises when it is counted
         _count_flex_attention()

@@ -1,4 +1,4 @@
-"""Code as bytes that are the same in every process: bytecode, names and constants, no files and lines."""
+"""Code as bytes that are the same in every process: bytecode, names and constants, no files or lines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .code_names import codes
 
 
 def pack(*parts: bytes) -> bytes:
-    """One digest of some bytes in order."""
+    """One digest of several byte strings in order."""
     framed = [piece for part in parts for piece in (len(part).to_bytes(8, "little"), part)]
     return hashlib.sha256(b"".join(framed)).digest()
 
@@ -24,7 +24,7 @@ def name_of(thing: Any) -> bytes:
 
 @functools.lru_cache(maxsize=16384)
 def code_digest(code: types.CodeType) -> bytes:
-    """The bytes of a code and those inside it."""
+    """The digest of a code object and the code objects inside it."""
     return pack(*(part for inner in codes(code) for part in _parts(inner)))
 
 
@@ -43,7 +43,7 @@ def _parts(code: types.CodeType) -> list[bytes]:
 
 
 def _constant(constant: Any) -> bytes:
-    """A constant as it is written in the source."""
+    """A constant as written in the source."""
     if isinstance(constant, tuple):
         return pack(b"tuple", *map(_constant, constant))
     if isinstance(constant, frozenset):

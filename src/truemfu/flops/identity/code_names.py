@@ -1,6 +1,6 @@
-"""What the code of one function names: globals, attributes of modules among them, and what it imports.
+"""The names in the code of one function: globals, attributes of modules among them, and imports.
 
-The bytecode is not interpreted. A name counts wherever it stands, so more is found than a call would reach.
+The bytecode is not interpreted. A name counts wherever it occurs, so more is found than a call would reach.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LOADS = {
     )
     if name in dis.opmap
 }
-"""Instructions that read a global, and by how many bits the number of its name is shifted."""
+"""Instructions that read a global, and by how many bits the index of its name is shifted."""
 _GLOBAL_STORES = {dis.opmap["STORE_GLOBAL"]: 0, dis.opmap["DELETE_GLOBAL"]: 0}
 _ATTRIBUTE_STORES = {dis.opmap["STORE_ATTR"]: 0, dis.opmap["DELETE_ATTR"]: 0}
 _COMPOSING = frozenset({"BUILD_STRING", "BINARY_OP", "BINARY_ADD"})
@@ -35,13 +35,13 @@ _MISSING = object()
 
 
 class NotImported(str):
-    """The name of a module that a function would import, and nobody has imported yet."""
+    """The name of a module that a function would import and that is not imported yet."""
 
     __slots__ = ()
 
 
 def codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """A code and those of the functions, comprehensions and classes written inside it."""
+    """A code object and those of the functions, comprehensions and classes inside it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -50,35 +50,35 @@ def codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 @functools.lru_cache(maxsize=16384)
 def names_in(code: types.CodeType) -> tuple[str, ...]:
-    """Every name that a code and those inside it use for globals, attributes and imports, in order."""
+    """Every name that a code object and those inside it use for globals, attributes and imports, in order."""
     return tuple(dict.fromkeys(name for inner in codes(code) for name in inner.co_names))
 
 
 @functools.lru_cache(maxsize=16384)
 def globals_in(code: types.CodeType) -> tuple[str, ...]:
-    """The names that a code and those inside it read as globals, in order."""
+    """The names that a code object and those inside it read as globals, in order."""
     return _named_by(code, _LOADS)
 
 
 @functools.lru_cache(maxsize=16384)
 def stored_globals_in(code: types.CodeType) -> tuple[str, ...]:
-    """The names that a code and those inside it bind as globals: what a `global` statement allows."""
+    """The names that a code object and those inside it bind as globals, by a `global` statement."""
     return _named_by(code, _GLOBAL_STORES)
 
 
 @functools.lru_cache(maxsize=16384)
 def stored_attributes_in(code: types.CodeType) -> tuple[str, ...]:
-    """The attributes that a code and those inside it write."""
+    """The attributes that a code object and those inside it write."""
     return _named_by(code, _ATTRIBUTE_STORES)
 
 
-def _named_by(code: types.CodeType, wanted: dict[int, int]) -> tuple[str, ...]:
+def _named_by(code: types.CodeType, instructions: dict[int, int]) -> tuple[str, ...]:
     """The names that certain instructions use, in order."""
     found: dict[str, None] = {}
     for inner in codes(code):
         content = inner.co_code
         operations = content[::2]
-        for operation, shift in wanted.items():
+        for operation, shift in instructions.items():
             at = operations.find(operation)
             while at >= 0:
                 number, scale, before = content[2 * at + 1], 8, at - 1
@@ -92,7 +92,7 @@ def _named_by(code: types.CodeType, wanted: dict[int, int]) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=16384)
 def composed_in(code: types.CodeType) -> tuple[str, ...]:
-    """Pieces of names that a code puts together for `getattr`: `run_` of `getattr(self, f"run_{mode}")`."""
+    """Parts of names that a code object composes for `getattr`: `run_` in `getattr(self, f"run_{mode}")`."""
     found: dict[str, None] = {}
     for inner in codes(code):
         if "getattr" not in inner.co_names:
@@ -113,7 +113,7 @@ def composed_in(code: types.CodeType) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=16384)
 def texts_in(code: types.CodeType) -> tuple[str, ...]:
-    """Constants that could be names of attributes, for `getattr`."""
+    """Constants that could be attribute names for `getattr`."""
     texts = (c for inner in codes(code) for c in inner.co_consts if isinstance(c, str) and c.isidentifier())
     return tuple(dict.fromkeys(texts))
 
@@ -128,9 +128,9 @@ def cells_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def references(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """What a function's names stand for now: globals, attributes of its modules, imported things.
+    """What a function's names refer to now: globals, attributes of its modules, imported objects.
 
-    Of a function that reads the environment, also the variables that could be meant.
+    For a function that reads the environment, also the variables that it may read.
     """
     names = names_in(function.__code__)
     known = function.__globals__
@@ -151,7 +151,7 @@ def references(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def _loaded(imports: tuple[tuple[str, tuple[str, ...]], ...]) -> Iterator[str]:
-    """The modules that imports reach: the named one, and those among what is taken from it."""
+    """The modules that imports reach: the named one, and modules among the names imported from it."""
     for name, taken in imports:
         yield name
         if not taken:  # `import a.b` gives `a`
@@ -160,9 +160,9 @@ def _loaded(imports: tuple[tuple[str, tuple[str, ...]], ...]) -> Iterator[str]:
 
 
 def _attributes(path: str, module: types.ModuleType, names: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-    """Attributes of a module, and of modules among them, that a code names; nothing is imported for that.
+    """Attributes of a module, and of modules among them, that a code object names; imports nothing.
 
-    Of torch and other modules whose code is not read, only functions that somebody has put there.
+    For torch and other modules whose code is not read, only functions that other code has patched in.
     """
     waiting = [(path, module)]
     seen = set()
@@ -185,12 +185,12 @@ def _attributes(path: str, module: types.ModuleType, names: tuple[str, ...]) -> 
 
 @functools.lru_cache(maxsize=16384)
 def _imports_of(code: types.CodeType, package: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """The full names of modules that a code imports while it runs, each with what is taken from it."""
+    """The full names of modules that a code object imports when run, each with the names imported from it."""
     found: dict[tuple[str, tuple[str, ...]], None] = {}
     for inner in codes(code):
         if _IMPORT not in inner.co_code[::2]:
             continue
-        before: list[Any] = [0, None]  # the level of a relative import and what is taken are loaded before it
+        before: list[Any] = [0, None]  # a relative import's level and the imported names are loaded first
         for instruction in dis.get_instructions(inner):
             if instruction.opname == "IMPORT_NAME":
                 level, taken = before

@@ -1,7 +1,7 @@
 """Which package code comes from, whether its code is read, and which version of it is installed.
 
-Code of torch, the standard library, numpy and training frameworks is not read: their version stands for it.
-All other code is, down to the helpers of a model.
+Code of torch, the standard library, numpy and training frameworks is not read: their version represents it.
+All other code is read, down to the helpers of a model.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FRAMEWORKS = frozenset(
         "urllib3", "wandb", "yaml",
     }
 )  # fmt: skip
-"""Packages whose objects and code are known by their version."""
+"""Packages whose objects and code are represented by their version."""
 
 
 def package_of(module_name: str | None) -> str:
@@ -38,14 +38,14 @@ def home_of(function: types.FunctionType) -> str:
 
 
 def is_read(module_name: str | None) -> bool:
-    """Whether code of a module is read, rather than known by the version of its package."""
+    """Whether code of a module is read, rather than represented by the version of its package."""
     package = package_of(module_name)
     return package not in FRAMEWORKS and not is_standard(package)
 
 
 @functools.lru_cache(maxsize=4096)
 def is_standard(package: str) -> bool:
-    """Whether a top-level package is the standard library's, and no file of the user's of the same name."""
+    """Whether a top-level package belongs to the standard library and is not a user's file of that name."""
     if package not in sys.stdlib_module_names or package == "__main__":
         return False
     file = getattr(sys.modules.get(package), "__file__", None)
@@ -59,7 +59,7 @@ def is_standard(package: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def version_of(package: str) -> str | None:
-    """The version of a top-level package; None where it has none."""
+    """The version of a top-level package; None if it has none."""
     own = getattr(sys.modules.get(package), "__version__", None)
     if isinstance(own, str):
         return str(own)

@@ -1,4 +1,4 @@
-"""What has no Python code or attributes to read: functions and objects of C, C++, Cython and Rust."""
+"""Functions and objects of C, C++, Cython and Rust, which have no Python code or attributes to read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _POINTER_BYTES = 8
 
 
 class Unreadable(Exception):
-    """Something that could steer the model cannot be read."""
+    """Something that could affect the model's work cannot be read."""
 
 
 def is_compiled(value: Any) -> bool:
@@ -38,12 +38,12 @@ def is_compiled(value: Any) -> bool:
 
 
 def is_builtin(value: Any) -> bool:
-    """Whether a value is a function or descriptor of C: its name and what it is bound to say all."""
+    """Whether a value is a C function or descriptor, fully identified by its name and what it is bound to."""
     return isinstance(value, _BUILTINS)
 
 
 def check_visible(cls: type) -> None:
-    """Raise `Unreadable` for a class whose objects keep something outside Python's attributes."""
+    """Raise `Unreadable` for a class whose objects store state outside Python attributes."""
     for base in cls.__mro__[:-1]:
         parent = base.__base__ or object
         slots = vars(base).get("__slots__", ())

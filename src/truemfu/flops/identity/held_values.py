@@ -1,4 +1,4 @@
-"""What modules and objects hold, read without running their code: attributes, hooks, parts of containers."""
+"""The contents of modules and objects, read without running their code: attributes, hooks, items."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any
 
 from torch import nn
 
-from ..wrappers import is_left_out
+from ..wrappers import is_not_model_work
 from .code_packages import home_of, is_read, package_of
 
 OF_TORCH = frozenset({*vars(nn.Module()), "_compiled_call_impl"})
-"""Attributes that every module has to itself."""
+"""Attributes that every module has."""
 GETTERS = (operator.itemgetter, operator.attrgetter, operator.methodcaller)
-"""Functions of C that tell what they were made with when they are pickled."""
+"""C function objects that reveal their arguments when they are pickled."""
 
 
 def parts_of(value: Any) -> Iterator[Any]:
-    """What a value is made of, where functions or modules could be among it."""
+    """The parts of a value, if functions or modules could be among them."""
     if isinstance(value, types.MethodType):
         yield from (value.__func__, value.__self__)
     elif isinstance(value, (functools.partial, functools.partialmethod)):
@@ -52,9 +52,9 @@ def parts_of(value: Any) -> Iterator[Any]:
 
 
 def has_parts(value: Any) -> bool:
-    """Whether an object's attributes can steer a forward: it is the user's own, plain data, or can be called.
+    """Whether an object's attributes can affect a forward: it is the user's own, plain data, or callable.
 
-    Trainers, loggers, threads, process groups and the like are known by their class.
+    Trainers, loggers, threads, process groups and the like are represented by their class.
     """
     home = type(value).__module__
     if is_read(home) or (callable(value) and not isinstance(value, (type, *_CALLABLES))):
@@ -73,7 +73,7 @@ _CALLABLES = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, f
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
-    """The attributes of an object, of slots too, without running code of it."""
+    """The attributes of an object, including slots, without running its code."""
     try:
         found = dict(object.__getattribute__(value, "__dict__"))
     except (AttributeError, TypeError):
@@ -91,20 +91,20 @@ def attributes_of(value: Any) -> dict[str, Any]:
 
 
 def forward_hooks(module: nn.Module) -> Iterator[Any]:
-    """Hooks of a module that run in a count: not those that watch the run, nor those that gather shards."""
+    """Hooks of a module that run in a count: not those that only observe the run or gather shards."""
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        yield from (hook for hook in hooks.values() if not is_left_out(hook))
+        yield from (hook for hook in hooks.values() if not is_not_model_work(hook))
 
 
 def global_hooks() -> Iterator[Any]:
-    """Hooks on all modules of the process that run in a count."""
+    """Global module hooks that run in a count."""
     home = nn.modules.module
     for name in ("_global_forward_pre_hooks", "_global_forward_hooks"):
-        yield from (hook for hook in getattr(home, name).values() if not is_left_out(hook))
+        yield from (hook for hook in getattr(home, name).values() if not is_not_model_work(hook))
 
 
 def _items(mapping: Mapping[Any, Any]) -> Iterator[Any]:
-    """Keys and values; of a dictionary as it is, whatever its class does to reading."""
+    """Keys and values; for a dict subclass, without its own access methods."""
     if isinstance(mapping, dict):
         yield from dict.keys(mapping)
         yield from dict.values(mapping)

@@ -1,4 +1,4 @@
-"""Which model this is, for a count that is to be used again: the same text for the same work in any process.
+"""The identity of a model, for counts that are reused: the same text for the same work in any process.
 
     structure, parameters, buffers, switches and attributes of all modules ─┐
     code of every forward, its helpers and hooks, and the values they name ─┤
@@ -7,8 +7,8 @@
     truemfu's own sources that count, and torch's switches ─────────────────┘
 
 Values of parameters and buffers are not part of it; those of other tensors and arrays are. A false difference
-costs a new count; a false match would be a wrong number. So what cannot be read makes the identity None, and
-the count is not kept.
+costs a new count; a false match would give a wrong number. So if anything cannot be read, the identity is
+None and the count is not stored.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.nn.parameter import is_lazy
 from ... import __version__
 from ..operators import formulas as _formulas  # registers truemfu's own formulas
 from ..registry import MODULE_FORMULAS, OPERATOR_FORMULAS
-from ..wrappers import beneath_fsdp, unwrap
+from ..wrappers import unwrap, unwrap_fsdp
 from .code_digest import name_of, pack
 from .code_packages import is_read, version_of
 from .compiled_code import Unreadable, is_compiled
@@ -39,13 +39,13 @@ _OWN_SOURCES = ("flops", "convention.py")
 
 
 def model_identity(model: nn.Module, *also: Any) -> str | None:
-    """A SHA-256 that differs whenever the FLOPs of a step with the same batch could; None: not to be kept.
+    """A SHA-256 that differs whenever the FLOPs of a step on the same batch could; None if unreadable.
 
-    `also` takes what belongs to the step beside the model, such as a loss function. Never raises.
+    `also` are other parts of the step than the model, such as a loss function. Never raises.
     """
     try:
         return _Identity(unwrap(model)).digest(also).hex()
-    except Exception:  # any object may misbehave when looked at: then the count is not kept
+    except Exception:  # any object may raise when inspected: the count is then not stored
         return None
 
 
@@ -68,7 +68,7 @@ class _Identity:
             self._formulas(),
             self._code(code),
         ]
-        return pack(*parts, _surroundings(), self._versions())
+        return pack(*parts, _process_state(), self._versions())
 
     def _number(self, thing: Any) -> tuple[bytes, bool]:
         """The number of a module or tensor, and whether it is a new one."""
@@ -79,13 +79,13 @@ class _Identity:
         return b"%d" % self._numbers[id(thing)], is_new
 
     def _module(self, wrapped: nn.Module) -> bytes:
-        """A module and those below it."""
+        """A module and its descendants."""
         module = unwrap(wrapped)
         number, is_new = self._number(module)
         if not is_new:
             return b"again " + number
         _check_forward(module)
-        cls, dtype = beneath_fsdp(module)
+        cls, dtype = unwrap_fsdp(module)
         self._values.packages.add(cls.__module__.partition(".")[0])
         own = {name: value for name, value in vars(module).items() if name not in OF_TORCH}
         tensors = [
@@ -99,7 +99,7 @@ class _Identity:
             for name, child in module._modules.items()
             for part in (name.encode(), b"None" if child is None else self._module(child))
         ]
-        # Children come before attributes, so that an attribute that leads to a module finds its number.
+        # Children come before attributes, so that an attribute that refers to a module finds its number.
         return pack(
             number,
             name_of(cls),
@@ -133,7 +133,7 @@ class _Identity:
         return name_of(formula) if is_ours else self._values.of(formula)
 
     def _code(self, code: ModelCode) -> bytes:
-        """Functions with what their names stand for, and the members of classes that these reach."""
+        """Functions with what their names refer to, and the class members that these reach."""
         of = self._values.of
         functions = []
         for function in code.functions:
@@ -150,7 +150,7 @@ class _Identity:
 
 
 def _check_forward(module: nn.Module) -> None:
-    """Raise `Unreadable` where a module does not run Python."""
+    """Raise `Unreadable` if a module's forward is not Python code."""
     if isinstance(module, torch.jit.ScriptModule):
         raise Unreadable(f"{type(module).__name__} is TorchScript")
     for attributes in (vars(module), *map(vars, type(module).__mro__)):
@@ -160,8 +160,8 @@ def _check_forward(module: nn.Module) -> None:
             return
 
 
-def _surroundings() -> bytes:
-    """What a count depends on beside the model: versions, our own sources, switches of torch."""
+def _process_state() -> bytes:
+    """What a count depends on besides the model: versions, our own sources, torch's switches."""
     cuda = torch.backends.cuda
     switches = (
         cuda.flash_sdp_enabled(),
@@ -181,7 +181,7 @@ def _surroundings() -> bytes:
 
 
 def _switch(home: Any, name: str) -> str:
-    """A switch of torch; some releases warn or raise where it was set by its newer name."""
+    """A switch of torch; some releases warn or raise if it was set by its newer name."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -192,7 +192,7 @@ def _switch(home: Any, name: str) -> str:
 
 @functools.lru_cache(maxsize=1)
 def _own_sources() -> bytes:
-    """Digest of the files that count: a changed counter never uses what an earlier one found."""
+    """Digest of truemfu's counting sources, so that counts of another version are never reused."""
     package = Path(__file__).parents[2]
     files: list[Path] = []
     for source in _OWN_SOURCES:

@@ -2,9 +2,9 @@
 
     modules ──► their classes, hooks and attributes ──► functions ──► what their code names ──► functions …
 
-A method is taken if its name occurs in any code found so far, whatever object it is called on. So the walk
-finds more than a step runs. It misses what no name leads to: code behind a C library, and classes of objects
-that only exist while a step runs and that no code found names.
+A method is included if its name occurs in any code found so far, on any object. So the walk finds more than a
+step runs. It misses code that no name leads to: code called by a C library, and classes of objects that exist
+only during a step and are not named in the code found.
 """
 
 from __future__ import annotations
@@ -51,19 +51,19 @@ _ALWAYS = frozenset({"forward", "backward", "setup_context", "vjp", "jvp"})
 
 
 def functions_of(model: nn.Module) -> Iterator[types.FunctionType]:
-    """Each Python function once that the model's forward and backward can run, helpers included.
+    """Every Python function, once, that the model's forward and backward can run, helpers included.
 
-    Left out are torch, numpy, the standard library, training frameworks and truemfu itself. At most
+    Excludes torch, numpy, the standard library, training frameworks and truemfu itself. At most
     `MAX_FUNCTIONS`.
     """
     yield from ModelCode(model).functions
 
 
-def mentions(model: nn.Module) -> frozenset[str]:
-    """Which generators of random numbers that the process shares the model's code may draw from or set.
+def random_generators_used(model: nn.Module) -> frozenset[str]:
+    """Which shared random generators of the process the model's code may draw from or set.
 
-    A subset of "python", "numpy" and "torch". Drawing from torch's generator is not a mention, only seeding
-    it, setting its state or forking it. All three where there is more code than the walk reads.
+    A subset of "python", "numpy" and "torch". Drawing from torch's generator does not count, only seeding it,
+    setting its state or forking it. All three if there is more code than the walk reads.
     """
     code = ModelCode(model)
     return frozenset(code.generators) if code.is_complete else GENERATORS
@@ -73,13 +73,13 @@ class ModelCode:
     """The walk over a model's code and what it found. Its order is the same in every process."""
 
     def __init__(self, model: nn.Module, *also: Any) -> None:
-        """Walk from the model, and from other functions or objects that take part in a step."""
+        """Walk from the model, and from other functions or objects that are part of a step."""
         self.members: list[tuple[type, str, Any]] = []
-        """Attributes of classes that the code can reach, as they stand in the class."""
+        """Class attributes that the code can reach, as defined in the class."""
         self.classes: dict[type, None] = {}
         self.generators: set[str] = set()
         self.references: dict[int, list[tuple[str, Any]]] = {}
-        """What the names in each function stand for, by the function's id."""
+        """What the names in each function refer to, by the function's id."""
         self.is_complete = True
         """Whether all code was read; False past `MAX_FUNCTIONS` or `MAX_VALUES`."""
         self._functions: dict[int, types.FunctionType] = {}
@@ -87,19 +87,19 @@ class ModelCode:
         self._pieces: set[str] = set()
         self._unnamed: dict[str, list[tuple[type, Any]]] = {}
         self._built: set[type] = set()
-        self._seen: dict[int, Any] = {}  # holds what was seen, so that no id is used twice
+        self._seen: dict[int, Any] = {}  # keeps the objects alive, so that no id is reused
         self._waiting: collections.deque[Any] = collections.deque([unwrap(model), *also])
         self._operators = _operators_in_python()
         for hooks in global_hooks():
             self._push(hooks)
         while self._waiting and self.is_complete:
-            self._look_at(self._waiting.popleft())
+            self._visit(self._waiting.popleft())
             if not self._waiting:
                 self._name_composed()
         for name, members in self._unnamed.items():
             for cls, value in members:
                 if issubclass(cls, nn.Module) and _is_code(value):
-                    self._note_member(cls, name, value)  # not followed: only a change of it is noticed
+                    self._record_member(cls, name, value)  # not followed: only a change of it is detected
 
     @property
     def functions(self) -> tuple[types.FunctionType, ...]:
@@ -108,7 +108,7 @@ class ModelCode:
 
     @property
     def seen(self) -> tuple[Any, ...]:
-        """Every object that the walk came by."""
+        """Every object that the walk visited."""
         return tuple(self._seen.values())
 
     def _push(self, value: Any) -> None:
@@ -119,7 +119,7 @@ class ModelCode:
         for value in values:
             self._push(value)
 
-    def _look_at(self, value: Any) -> None:
+    def _visit(self, value: Any) -> None:
         if id(value) in self._seen:
             return
         self._seen[id(value)] = value
@@ -132,11 +132,11 @@ class ModelCode:
         elif isinstance(value, type):
             self._class(value, is_called=True)
         elif isinstance(value, (torch.Tensor, types.ModuleType)):
-            self._note_generator(value)
+            self._record_generator(value)
             if isinstance(value, torch.Tensor):
                 self._class(type(value), is_called=False)
         else:
-            self._note_generator(value)
+            self._record_generator(value)
             if isinstance(value, GETTERS):
                 self._name(_names_in_getter(value))
             self._push_all(parts_of(value))
@@ -160,7 +160,7 @@ class ModelCode:
         self._push(getattr(function, "__wrapped__", None))
         self._push_all(value for _, value in cells_of(function))
         if not is_read(home_of(function)):  # a decorator of torch, or a function of its own
-            self._note_generator(function)
+            self._record_generator(function)
             return
         if len(self._functions) >= MAX_FUNCTIONS:
             self.is_complete = False
@@ -174,7 +174,7 @@ class ModelCode:
         self.references[id(function)] = found = list(references(function))
         for _, value in found:
             if isinstance(value, (types.ModuleType, NotImported)):
-                self._note_module(value, names)
+                self._record_random_module(value, names)
             else:
                 self._push(value)
         if "ops" in names:
@@ -186,7 +186,7 @@ class ModelCode:
             self._push_all(value for value in known if isinstance(value, types.FunctionType))
 
     def _name(self, names: Iterable[str]) -> None:
-        """Take the members of classes that have these names."""
+        """Include the class members with these names."""
         for name in names:
             if name not in self._names:
                 self._names.add(name)
@@ -194,16 +194,16 @@ class ModelCode:
                     self._member(cls, name, value)
 
     def _name_composed(self) -> None:
-        """Take members whose name a `getattr` could put together, such as `_forward_` with a mode behind."""
+        """Include members whose name a `getattr` could compose, such as `_forward_` followed by a mode."""
         pieces = tuple(self._pieces)
         self._name([name for name in self._unnamed if name.startswith(pieces) or name.endswith(pieces)])
 
     def _class(self, cls: type, *, is_called: bool) -> None:
-        """Take those members of a class that can run, now or once a name leads to them."""
+        """Include the members of a class that can run, now or once their name is found."""
         if is_called and cls not in self._built:
             self._built.add(cls)
-            # A forward names classes of modules to test for them, and hardly builds one: not followed.
-            take = self._note_member if issubclass(cls, nn.Module) else self._member
+            # A forward names module classes in isinstance tests and rarely builds one: not followed.
+            take = self._record_member if issubclass(cls, nn.Module) else self._member
             for base in cls.__mro__:
                 if is_read_class(base):
                     for name in sorted(_BUILDING & vars(base).keys()):
@@ -224,29 +224,29 @@ class ModelCode:
                     self._member(base, name, value)
                 elif type(value) in _SCALARS:
                     if not is_special:
-                        self._note_member(base, name, value)
+                        self._record_member(base, name, value)
                 else:
                     self._unnamed.setdefault(name, []).append((base, value))
 
-    def _note_member(self, cls: type, name: str, value: Any) -> None:
+    def _record_member(self, cls: type, name: str, value: Any) -> None:
         self.members.append((cls, name, value))
 
     def _member(self, cls: type, name: str, value: Any) -> None:
-        self._note_member(cls, name, value)
+        self._record_member(cls, name, value)
         self._push(value)
 
-    def _note_module(self, module: types.ModuleType | NotImported, names: tuple[str, ...]) -> None:
-        """Remember a module of random numbers that a function names."""
+    def _record_random_module(self, module: types.ModuleType | NotImported, names: tuple[str, ...]) -> None:
+        """Record a random number module that a function names."""
         name = module if isinstance(module, NotImported) else module.__name__
         if name == "random":
             self.generators.add("python")
         elif name.startswith("numpy.random") or (name == "numpy" and "random" in names):
             self.generators.add("numpy")
 
-    def _note_generator(self, value: Any) -> None:
-        """Remember a shared generator of random numbers, or a function of one."""
+    def _record_generator(self, value: Any) -> None:
+        """Record a shared random generator, or a method of one."""
         if isinstance(value, types.ModuleType):
-            self._note_module(value, ())
+            self._record_random_module(value, ())
             return
         if isinstance(value, types.FunctionType):
             if home_of(value).startswith("torch") and value.__name__ in _TORCH_SEEDS:
@@ -267,7 +267,7 @@ _BOUND = (types.MethodType, types.BuiltinMethodType)
 
 
 def is_read_class(cls: type) -> bool:
-    """Whether the code of a class is read; of classes that torch makes of a graph it is, too."""
+    """Whether the code of a class is read, which includes classes that torch generates from a graph."""
     forward = vars(cls).get("forward")
     return is_read(cls.__module__) or (
         isinstance(forward, types.FunctionType) and issubclass(cls, nn.Module) and is_read(home_of(forward))

@@ -1,6 +1,6 @@
-"""Objects of the standard library and of frameworks that steer no forward, or are known by their text.
+"""Objects of the standard library and of frameworks that do not affect a forward, or that a text represents.
 
-Objects of other classes are read attribute by attribute. One that is neither read nor named here has hidden
+Objects of other classes are read attribute by attribute. One that is neither read nor listed here has hidden
 state, and a model that holds it has no identity.
 """
 
@@ -60,7 +60,7 @@ _HARMLESS_PACKAGES = frozenset(
         "truemfu", "urllib3", "wandb",
     }
 )  # fmt: skip
-"""Trainers, trackers, progress bars and files: a model may hold them, but they do not steer its forward."""
+"""Trainers, trackers, progress bars and files: a model may hold them, but they do not affect its forward."""
 _BY_TEXT = (
     datetime.date,
     datetime.time,
@@ -84,7 +84,7 @@ _BY_TEXT = (
 
 
 def text_of(value: Any) -> str | None:
-    """What says all about a value, where a text does; None for other values."""
+    """A text that fully represents a value; None for values without one."""
     if isinstance(value, _BY_TEXT):
         return str(value)
     home = type(value).__module__
@@ -95,8 +95,8 @@ def text_of(value: Any) -> str | None:
     return None
 
 
-def is_harmless(value: Any) -> bool:
-    """Whether an object steers no forward by what it holds: its class says all."""
+def has_no_effect(value: Any) -> bool:
+    """Whether an object's contents cannot affect a forward, so that its class represents it."""
     cls = type(value)
     home = cls.__module__
     return (

@@ -1,7 +1,7 @@
 """The values of small arrays, and of tensors that are neither parameters nor buffers, as bytes.
 
 Values are read where that is cheap. A larger array, or a tensor on another device, is `Unreadable`: its shape
-alone does not say what a forward does with it.
+alone does not determine what a forward does with it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
 
 
 def array_bytes(value: Any) -> bytes | None:
-    """The bytes of a number or of an array of numbers that is no tensor; None for anything else."""
+    """The bytes of a number or of an array of numbers that is not a tensor; None for anything else."""
     if isinstance(value, (decimal.Decimal, fractions.Fraction)):
         return pack(name_of(type(value)), str(value).encode())
     if isinstance(value, (bytearray, memoryview, array.array)):
@@ -42,25 +42,25 @@ def _numpy_bytes(value: Any) -> bytes:
     if value.dtype.hasobject:
         raise Unreadable("an array of objects")
     _check_size(value.nbytes, MAX_ARRAY_BYTES)
-    kind = f"{value.dtype.descr} {value.shape}"
-    return pack(name_of(type(value)), kind.encode(), value.tobytes())
+    metadata = f"{value.dtype.descr} {value.shape}"
+    return pack(name_of(type(value)), metadata.encode(), value.tobytes())
 
 
 def tensor_digest(tensor: torch.Tensor) -> bytes:
-    """The bytes of a tensor: everything but its values."""
-    kind = f"{type(tensor).__qualname__} {tensor.dtype} {tensor.requires_grad} {tensor.device.type}"
+    """The digest of a tensor without its values."""
+    metadata = f"{type(tensor).__qualname__} {tensor.dtype} {tensor.requires_grad} {tensor.device.type}"
     if tensor.is_nested:
-        return pack(b"nested", kind.encode(), b"%d" % tensor.dim())
+        return pack(b"nested", metadata.encode(), b"%d" % tensor.dim())
     mesh = getattr(tensor, "device_mesh", None)
     split = "" if mesh is None else f"{getattr(tensor, 'placements', None)} {tuple(mesh.shape)}"
-    return pack(b"tensor", kind.encode(), repr(tuple(tensor.shape)).encode(), split.encode())
+    return pack(b"tensor", metadata.encode(), repr(tuple(tensor.shape)).encode(), split.encode())
 
 
 def valued_digest(tensor: torch.Tensor) -> bytes:
-    """The bytes of a tensor with its values; of a weight, and of one that has no values, without."""
+    """The digest of a tensor with its values; without them for a weight or a tensor that has none."""
     is_weight = tensor.requires_grad or isinstance(tensor, nn.Parameter)
-    stands_for = getattr(tensor, "_truemfu_of", None)  # a tensor of a snapshot
-    source = tensor if stands_for is None else stands_for()
+    original = getattr(tensor, "_truemfu_of", None)  # a tensor of a snapshot
+    source = tensor if original is None else original()
     if is_weight or isinstance(source, FakeTensor) or (source is not None and source.is_meta):
         return tensor_digest(tensor)
     is_plain = type(tensor) in _PLAIN_TENSORS and tensor.layout is torch.strided and not tensor.is_nested

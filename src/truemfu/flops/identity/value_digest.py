@@ -1,10 +1,10 @@
-"""Any value that can steer a model as bytes that are the same in every process.
+"""Any value that can affect a model's work, as bytes that are the same in every process.
 
-Nothing of it comes from `hash`, `id`, `repr` of an unknown object or the order of a set. Weights and buffers
-are known by shape and dtype, other tensors and arrays by their values, code by its bytecode and constants,
-objects by their class and attributes. What belongs to a process or a run and steers no forward (locks,
-loggers, generators, weak references, addresses in texts, times of day) is known by its type alone.
-`Unreadable` is raised for everything else: it could steer a forward and cannot be read.
+Nothing depends on `hash`, `id`, `repr` of an unknown object or the order of a set. Weights and buffers are
+represented by shape and dtype, other tensors and arrays by their values, code by its bytecode and constants,
+objects by their class and attributes. State of a process or a run that does not affect a forward (locks,
+loggers, generators, weak references, addresses in texts, times of day) is represented by its type alone.
+`Unreadable` is raised for everything else, which could affect a forward and cannot be read.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .code_names import NotImported, cells_of
 from .code_packages import home_of, is_read, package_of, source_path, version_of
 from .compiled_code import Unreadable, check_visible, is_builtin, is_compiled
 from .held_values import GETTERS, attributes_of, has_parts
-from .run_objects import is_harmless, text_of
+from .run_objects import has_no_effect, text_of
 from .value_bytes import array_bytes, tensor_digest, valued_digest
 
 MAX_VALUES = 1_000_000
@@ -52,11 +52,11 @@ _LABELS = {
     "PeftConfigMixin": frozenset({"base_model_name_or_path", "revision"}),
     "Module": frozenset({"_is_hf_initialized"}),
 }
-"""Attributes of libraries' classes that say where a model came from: a restart loads it from a checkpoint."""
+"""Attributes of library classes that state where a model came from; a restart loads it from a checkpoint."""
 _LIBRARIES = ("transformers", "peft", "torch")
 _MIN_HASH = 1 << 32
 _ORDERED_ITEMS = 32
-"""A longer dictionary is a table, and may have been filled in the order of a set."""
+"""A longer dictionary is a lookup table, and may have been filled in the order of a set."""
 _CONTAINERS = (list, tuple, collections.deque)
 _HELD = (nn.Module, torch.Tensor)
 
@@ -64,8 +64,8 @@ _HELD = (nn.Module, torch.Tensor)
 class ValueDigest:
     """Turns values into bytes.
 
-    Modules and tensors of the model get numbers as they are met. `registered` are the ids of its parameters
-    and buffers, whose values are never read.
+    Modules and tensors of the model are numbered in the order they are found. `registered` are the ids of its
+    parameters and buffers, whose values are never read.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class ValueDigest:
         registered: frozenset[int],
     ) -> None:
         self.packages: set[str] = set()
-        """Top-level packages that code was taken from."""
+        """Top-level packages of the code found."""
         self._numbers = numbers
         self._module_digest = module_digest
         self._registered = registered
@@ -115,7 +115,7 @@ class ValueDigest:
         return pack(*parts)
 
     def function(self, function: types.FunctionType) -> bytes:
-        """The bytes of a function: its code, defaults, and what it closes over, not what its names mean."""
+        """The bytes of a function: its code, defaults and closure, not what its names refer to."""
         home = home_of(function)
         self.packages.add(package_of(home))
         cells = [part for name, value in cells_of(function) for part in (name.encode(), self.of(value))]
@@ -147,7 +147,7 @@ class ValueDigest:
             return self._not_imported(value)
         if isinstance(value, enum.Enum):
             return pack(b"enum", name_of(type(value)), str(value.name).encode(), self.of(value.value))
-        if isinstance(value, (bool, int, float, complex, str, bytes)):  # of a class of its own
+        if isinstance(value, (bool, int, float, complex, str, bytes)):  # an instance of a subclass
             plain: Any = next(kind for kind in (int, float, complex, str, bytes) if isinstance(value, kind))
             return pack(name_of(type(value)), _SCALARS[plain](plain(value)))
         return self._callable(value) or self._container(value) or self._object(value)
@@ -161,7 +161,7 @@ class ValueDigest:
         return tensor_digest(value) if id(value) in self._registered else valued_digest(value)
 
     def _callable(self, value: Any) -> bytes | None:
-        """Functions and what wraps them."""
+        """Functions and their wrappers."""
         if isinstance(value, types.FunctionType):
             return self.function(value)
         if isinstance(value, types.MethodType):
@@ -187,7 +187,7 @@ class ValueDigest:
         return self._builtin(value) if is_compiled(value) and text_of(value) is None else None
 
     def _builtin(self, value: Any) -> bytes:
-        """A function of a C library: known by its name and the version of its package."""
+        """A function of a C library: represented by its name and the version of its package."""
         if not is_builtin(value) and not isinstance(getattr(value, "__name__", None), str):
             raise Unreadable(f"an object of {name_of(type(value)).decode()} is called and not read")
         owner = getattr(value, "__self__", None)
@@ -250,12 +250,12 @@ class ValueDigest:
             check_visible(cls)
             return pack(b"object", name_of(cls), self.attributes(attributes_of(value), cls))
         inner = attributes_of(value).get("__wrapped__")
-        if inner is None and not is_harmless(value):
+        if inner is None and not has_no_effect(value):
             raise Unreadable(f"an object of {name_of(cls).decode()} is not read")
         return pack(b"opaque", name_of(cls), b"" if inner is None else self.of(inner))
 
     def _context_variable(self, value: contextvars.ContextVar[Any]) -> bytes:
-        """Its value in this thread, and the one it has where nobody has set it."""
+        """Its value in this thread, and its default."""
         found = [b"context variable", value.name.encode()]
         for run in (contextvars.copy_context().run, contextvars.Context().run):
             try:
@@ -265,14 +265,14 @@ class ValueDigest:
         return pack(*found)
 
     def _generator(self, value: types.GeneratorType[Any, Any, Any]) -> bytes:
-        """One that has not begun, as a context manager holds: its code and arguments."""
+        """A generator that has not started, as in a context manager: its code and arguments."""
         if inspect.getgeneratorstate(value) != inspect.GEN_CREATED:
             raise Unreadable("a generator that has begun")
         local = inspect.getgeneratorlocals(value)
         return pack(b"generator", code_digest(value.gi_code), self.attributes(local, type(value)))
 
     def _not_imported(self, module_name: str) -> bytes:
-        """A module that a function would import: its version, or its file where it has none."""
+        """A module that a function would import: its version, or its file if it has none."""
         package = package_of(module_name)
         if not is_read(package) or version_of(package) is not None:
             self.packages.add(package)
@@ -292,7 +292,7 @@ def _labels_of(cls: type) -> frozenset[str]:
 
 
 def _is_of_this_process(name: str, value: Any) -> bool:
-    """Whether an attribute is ours, a hash, or tensors kept for later: none is a setting of the model."""
+    """Whether an attribute is ours, a hash, or cached tensors: none of these is a setting of the model."""
     if type(value) is int:
         return name.endswith("_hash") and abs(value) >= _MIN_HASH
     if isinstance(value, dict) and name.endswith(("cache", "cached")):
@@ -301,12 +301,12 @@ def _is_of_this_process(name: str, value: Any) -> bool:
 
 
 def _is_constant(item: Any) -> bool:
-    """Whether an element of a set is a setting; a set of anything else is a register that fills up."""
+    """Whether an element of a set is a setting; a set of anything else is a registry that grows."""
     return isinstance(item, (str, bytes, int, float, bool, tuple, frozenset, enum.Enum, torch.dtype))
 
 
 def _float(value: float) -> bytes:
-    """A number; a time of day, which no setting of a model is, is only known to be one."""
+    """A number; one that looks like a time of day is not a setting, so its value is left out."""
     low, high = _TIME_OF_DAY_S
     return b"time of day" if low < value < high and value % 1 else repr(value).encode()
 
@@ -316,7 +316,7 @@ def _text(value: str) -> bytes:
 
 
 def _dtype(value: torch.dtype) -> bytes:
-    """As its name alone: a configuration may hold a dtype or the text."""
+    """Only its name: a configuration may hold a dtype or its name."""
     return str(value).removeprefix("torch.").encode()
 
 

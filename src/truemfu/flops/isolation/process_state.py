@@ -1,7 +1,7 @@
-"""What a count finds around it and leaves as it was: autocast, the compiler, torch's checks and messages.
+"""Process state that a count preserves: autocast, the compiler, torch's checks and messages.
 
-A count runs in its own turn, between two steps: nothing trains meanwhile, and whatever state of the process
-it changes is restored before the training goes on. Random states are in `random_states.py`.
+A count runs between two steps: nothing trains meanwhile, and any process state that it changes is restored
+before training continues. Random states are in `random_states.py`.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _AUTOCAST_DEVICES = ("cuda", "cpu")
 
 @dataclass(frozen=True, kw_only=True)
 class AutocastState:
-    """What a thread has set for itself around a forward pass, and a count of it later must know."""
+    """Thread-local settings around a forward pass, which a later count of it must apply."""
 
     dtypes: tuple[tuple[str, bool, torch.dtype], ...]
     """Device type, whether autocast is on for it, and the dtype it casts to."""
     default_device: torch.device
-    """Where tensors are made that do not say where."""
+    """The default device of new tensors."""
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """This thread inside the same state; unlike leaving `torch.autocast`, leaving it clears no cache."""
+        """Apply this state to the current thread; unlike `torch.autocast`, it clears no cache on exit."""
         before = autocast_state()
         self._set()
         device = self.default_device
@@ -49,7 +49,7 @@ class AutocastState:
 
 
 def autocast_state() -> AutocastState:
-    """The state of this thread: to be asked for inside the model's forward, where it is as in training."""
+    """The state of this thread; call it inside the model's forward, to get the state used in training."""
     return AutocastState(
         dtypes=tuple(
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
@@ -61,14 +61,14 @@ def autocast_state() -> AutocastState:
 
 @contextlib.contextmanager
 def uncompiled() -> Iterator[None]:
-    """Compiled code runs eagerly inside, and is as compiled as before afterwards."""
+    """Compiled code runs eagerly inside the context and stays compiled."""
     with torch.compiler.set_stance("force_eager"):
         yield
 
 
 @contextlib.contextmanager
 def untouched_casts() -> Iterator[None]:
-    """Autocast caches nothing inside, and what it had cached stays: the outermost region clears that."""
+    """Autocast caches nothing inside the context, and its cache is preserved for the outermost region."""
     cached = torch.is_autocast_cache_enabled()
     torch.autocast_increment_nesting()
     torch.set_autocast_cache_enabled(False)
@@ -81,7 +81,7 @@ def untouched_casts() -> Iterator[None]:
 
 @contextlib.contextmanager
 def flex_attention_anywhere() -> Iterator[None]:
-    """Let flex attention take CPU tensors that need gradients: fake tensors need no kernel."""
+    """Let flex attention accept CPU tensors that need gradients, since fake tensors need no kernel."""
     with replaced(FLEX_CHECK, _only_on_other_threads):
         yield
 
@@ -97,9 +97,9 @@ def _only_on_other_threads(check: Any) -> Any:
 
 @contextlib.contextmanager
 def quiet_fake_tensors() -> Iterator[None]:
-    """Torch logs a traceback for every operator that fails on fake tensors; our error is one line.
+    """Suppress the traceback that torch logs for every operator that fails on fake tensors.
 
-    Messages of other threads pass.
+    Messages of other threads are not suppressed.
     """
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     here = threading.get_ident()

@@ -1,13 +1,13 @@
-"""Random draws of a count that leave the process's generators as they would be without it.
+"""Keeps the process's random generators as they would be without a count.
 
-A count draws from a generator of its own where torch lets it, so most counts change no generator at all. What
-changed nevertheless is put back, but only where the count changed it: another thread (a loader that fetches
-ahead) may have drawn meanwhile, and must not draw the same numbers twice.
+A count draws from its own generator where torch allows it, so most counts change no shared generator. If one
+changed nevertheless, it is restored, but only if the count changed it: another thread (a prefetching loader)
+may have drawn meanwhile, and must not draw the same numbers twice.
 
     unchanged                                   nothing to do
-    changed, no other thread could draw         put back
-    changed, and the model's code draws there   put back
-    changed otherwise                           another thread's draws: left alone
+    changed, no other thread could draw         restored
+    changed, and the model's code draws there   restored
+    changed otherwise                           another thread's draws: left as it is
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from torch import nn
 
 from ...torch_private.replacing import replaced
 from ...torch_private.table import DEFAULT_GENERATOR
-from ..identity.model_code import mentions
+from ..identity.model_code import random_generators_used
 
 _OWN_THREADS = "truemfu"
 
 
 @contextlib.contextmanager
 def own_random_draws(model: nn.Module) -> Iterator[set[str]]:
-    """Random states of every device and library are afterwards as without what runs inside.
+    """Restore the random states of every device and library after the code inside has run.
 
-    Yields a set to which the caller adds what it knows to have been drawn from: "torch", "cuda".
+    Yields a set to which the caller adds the generators it knows to have been used: "torch", "cuda".
     """
     before = {name: get() for name, (get, _) in _generators().items()}
     drawn: set[str] = set()
@@ -47,7 +47,7 @@ def own_random_draws(model: nn.Module) -> Iterator[set[str]]:
             if name in before and not _is_same(before[name], get())
         }
         if changed:
-            ours = changed if is_alone() else drawn | _mentioned(model)
+            ours = changed if is_alone() else drawn | _generators_in_code(model)
             for name, (put, state) in changed.items():
                 if name in ours:
                     put(state)
@@ -55,14 +55,14 @@ def own_random_draws(model: nn.Module) -> Iterator[set[str]]:
 
 @contextlib.contextmanager
 def _own_generator() -> Iterator[None]:
-    """`torch.get_rng_state`, `set_rng_state`, `manual_seed` and `fork_rng` of this thread mean another
-    generator: a checkpoint sets the random state back and forth, and models seed it."""
+    """Let `torch.get_rng_state`, `set_rng_state`, `manual_seed` and `fork_rng` use a separate generator on
+    this thread: a checkpoint saves and restores the random state, and models seed it."""
     with replaced(DEFAULT_GENERATOR, _ByThread):
         yield
 
 
 class _ByThread:
-    """Stands for a generator: another one for the thread that made this, the generator itself for others."""
+    """Replaces a generator: by a separate one on the creating thread, by the original on other threads."""
 
     def __init__(self, process_wide: Any) -> None:
         self._process_wide, self._thread = process_wide, threading.get_ident()
@@ -78,7 +78,7 @@ _Access = tuple[Callable[[], Any], Callable[[Any], Any]]
 
 
 def _generators() -> dict[str, _Access]:
-    """How to read and to set the state of each generator that the process shares."""
+    """How to read and set the state of each generator that the process shares."""
     found: dict[str, _Access] = {
         "torch": (torch.default_generator.get_state, torch.default_generator.set_state),
         "python": (random.getstate, random.setstate),
@@ -100,11 +100,11 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def is_alone() -> bool:
-    """Whether no other thread of Python's runs that could have drawn."""
+    """Whether no other Python thread is running that could have drawn."""
     here = threading.get_ident()
     return all(t.ident == here or t.name.startswith(_OWN_THREADS) for t in threading.enumerate())
 
 
-def _mentioned(model: nn.Module) -> set[str]:
-    found = set(mentions(model))
+def _generators_in_code(model: nn.Module) -> set[str]:
+    found = set(random_generators_used(model))
     return found | {"cuda"} if "torch" in found else found

@@ -1,18 +1,18 @@
-"""What a model's code shares with the training besides the model: global, class-level and cached values.
+"""Restores values that a model's code shares with the training outside the model: globals, class attributes,
+caches.
 
-A count runs a shadow of the model, but the shadow's code is the model's own. A cache of masks, a list of
-auxiliary losses or a counter on a class would keep what the count put there: fake tensors, or tensors whose
-graph is gone. So the places the code can reach are noted before a count and restored after it.
+A count runs a shadow of the model, but with the model's own code. A cache of masks, a list of auxiliary
+losses or a counter on a class would keep what the count stored there: fake tensors, or tensors whose graph is
+freed. So the locations that the code can reach are saved before a count and restored after it.
 
     lru_cache and cache            cleared if the count added entries other than plain values
     global and closed-over names   bound to the same objects again
     attributes of classes          the same
-    containers and plain objects   the old content put back into the same object
+    containers and plain objects   the old content restored in the same object
 
-Entries are compared by identity; no code of the model runs. Functions, classes and modules that appeared are
-kept: they come from imports inside a forward, which happen only once. Where another thread runs, a change may
-be its own: there, a place is restored only if it holds tensors of a count or if only the model's code writes
-to it.
+Entries are compared by identity; no code of the model runs. New functions, classes and modules are kept: they
+come from imports inside a forward, which happen only once. If another thread is running, a change may be its
+own: a location is then restored only if it holds tensors of a count or if only the model's code writes to it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from ..shadow.shadow import CACHE, is_plain_object
 from .random_states import is_alone
 
 MAX_ENTRIES = 10_000
-"""Containers larger than this, with what is nested in them, are not noted beyond it."""
+"""The most entries saved of a container, including nested ones."""
 
 _CONTAINERS = frozenset(
     (
@@ -57,22 +57,22 @@ _CODE = (
 )  # fmt: skip
 _VALUES = (str, bytes, int, float, bool, complex, type(None), torch.dtype, torch.device)
 _OF_CACHES = frozenset({"object", "_lru_list_elem"})
-"""Types of what an lru_cache holds for itself."""
+"""Types of an lru_cache's internal objects."""
 _MISSING = object()
 
 
 @contextlib.contextmanager
 def untouched_globals(model: nn.Module, *also: Any) -> Iterator[None]:
-    """What the model's code, and that of `also`, shares with the training is afterwards as before."""
-    picture = _Picture(_places_of(model, *also))
+    """Restore afterwards the values that the code of the model and of `also` shares with the training."""
+    saved = _Saved(_locations_of(model, *also))
     try:
         yield
     finally:
-        picture.restore()
+        saved.restore()
 
 
-class _Places:
-    """Where the code of a model could leave something; nothing in here keeps the model alive."""
+class _Locations:
+    """The locations that a model's code can write to; holds no strong reference to the model."""
 
     def __init__(self, code: ModelCode) -> None:
         self.functions = [weakref.ref(function) for function in code.functions]
@@ -83,62 +83,64 @@ class _Places:
             if isinstance(cache, CACHE) and is_read(cache.__module__)
         ]
         self.names: list[tuple[weakref.ref[Any], str]] = []
-        """Global names to look at: a function in whose globals they are, or their module."""
+        """Global names to save: with a function that has them among its globals, or with their module."""
         self.written: set[tuple[int, str]] = set()
-        """Of these, by the id of the namespace, what the code binds anew."""
+        """Those of them that the code rebinds, by the id of the namespace."""
         self.stored: set[str] = set()
-        """Attributes that the code writes, whatever the object."""
+        """Attributes that the code writes, on any object."""
         seen: set[tuple[int, str]] = set()
         for function in code.functions:
-            self._look_at(function, code, seen)
+            self._add_names_of(function, code, seen)
 
-    def _look_at(self, function: types.FunctionType, code: ModelCode, seen: set[tuple[int, str]]) -> None:
+    def _add_names_of(
+        self, function: types.FunctionType, code: ModelCode, seen: set[tuple[int, str]]
+    ) -> None:
         known = function.__globals__
         bound = stored_globals_in(function.__code__)
         stored = stored_attributes_in(function.__code__)
         self.stored.update(stored)
         self.written.update((id(known), name) for name in bound)
         found: list[tuple[Any, dict[str, Any], str]] = [(function, known, name) for name in bound]
-        found += [(function, known, name) for name in globals_in(function.__code__) if _is_kept(known, name)]
+        found += [(function, known, name) for name in globals_in(function.__code__) if _is_data(known, name)]
         for _, module in code.references[id(function)]:
             if isinstance(module, types.ModuleType) and is_read(module.__name__):
                 own = vars(module)
                 self.written.update((id(own), name) for name in stored if name in own)
                 names = names_in(function.__code__)
-                found += [(module, own, name) for name in names if _is_kept(own, name)]
+                found += [(module, own, name) for name in names if _is_data(own, name)]
         for home, namespace, name in found:
             if (id(namespace), name) not in seen:
                 seen.add((id(namespace), name))
                 self.names.append((weakref.ref(home), name))
 
 
-def _is_kept(namespace: dict[str, Any], name: str) -> bool:
-    """Whether a global name stands for something that can be written to or replaced."""
+def _is_data(namespace: dict[str, Any], name: str) -> bool:
+    """Whether the value of a global name can be modified or replaced."""
     return name in namespace and not isinstance(namespace[name], _CODE)
 
 
-_last: tuple[tuple[Callable[[], Any], ...], _Places] | None = None
-"""One calibration counts the same model several times, and the walk takes longer than noting the places."""
+_last: tuple[tuple[Callable[[], Any], ...], _Locations] | None = None
+"""Cached because one calibration counts the same model several times, and the walk takes longest."""
 
 
-def _places_of(*roots: Any) -> _Places:
+def _locations_of(*roots: Any) -> _Locations:
     global _last
     known = _last
-    if known is not None and _leads_to(known[0], roots):
+    if known is not None and _refers_to(known[0], roots):
         return known[1]
-    places = _Places(ModelCode(*roots))
-    _last = tuple(map(_weakly, roots)), places
-    return places
+    locations = _Locations(ModelCode(*roots))
+    _last = tuple(map(_weakly, roots)), locations
+    return locations
 
 
-def _leads_to(references: tuple[Callable[[], Any], ...], roots: tuple[Any, ...]) -> bool:
+def _refers_to(references: tuple[Callable[[], Any], ...], roots: tuple[Any, ...]) -> bool:
     return len(references) == len(roots) and all(
         r() is root for r, root in zip(references, roots, strict=True)
     )
 
 
 def _weakly(value: Any) -> Callable[[], Any]:
-    """A reference that keeps nothing alive; to what has none, one that is never the same."""
+    """A weak reference; for an object that does not support them, a function that never returns it."""
     if value is None:
         return _nothing
     try:
@@ -151,26 +153,26 @@ def _nothing() -> None:
     return None
 
 
-class _Picture:
-    """The places of a model's code as they are before a count."""
+class _Saved:
+    """The saved content of a model's shared locations, as it was before a count."""
 
-    def __init__(self, places: _Places) -> None:
-        self._places = places
+    def __init__(self, locations: _Locations) -> None:
+        self._locations = locations
         self._is_plain: dict[type, bool] = {}
         self._contents: dict[int, tuple[Any, list[Any]]] = {}
         self._modules = set(sys.modules)
-        self._misses = [(c, c.cache_info().misses) for c in _alive(places.caches)]
+        self._misses = [(c, c.cache_info().misses) for c in _alive(locations.caches)]
         self._globals: list[tuple[dict[str, Any], str, Any]] = []
         self._cells: list[tuple[types.CellType, Any]] = []
-        self._attributes = [(cls, dict(vars(cls))) for cls in _alive(places.classes)]
+        self._attributes = [(cls, dict(vars(cls))) for cls in _alive(locations.classes)]
         roots: list[Any] = []
-        for home, name in places.names:
+        for home, name in locations.names:
             owner = home()
             if owner is not None:
                 namespace = owner.__globals__ if isinstance(owner, types.FunctionType) else vars(owner)
                 self._globals.append((namespace, name, namespace.get(name, _MISSING)))
                 roots.append(self._globals[-1][2])
-        for function in _alive(places.functions):
+        for function in _alive(locations.functions):
             roots += (function.__dict__, function.__defaults__, function.__kwdefaults__)
             if function.__closure__:
                 self._cells += zip(function.__closure__, map(_content_of, function.__closure__), strict=True)
@@ -178,10 +180,10 @@ class _Picture:
         for _, attributes in self._attributes:
             roots += (value for name, value in attributes.items() if not _is_special(name))
         for root in roots:
-            self._note(root)
+            self._save(root)
 
-    def _note(self, root: Any) -> None:
-        """Note the content of a container or plain object, and of those in it."""
+    def _save(self, root: Any) -> None:
+        """Save the content of a container or plain object, and of those in it."""
         waiting, room = [root], MAX_ENTRIES
         while waiting:
             value = waiting.pop()
@@ -207,7 +209,7 @@ class _Picture:
         return getattr(value, "__dict__", None) if self._is_plain[kind] else None
 
     def restore(self) -> None:
-        """Put back what the count changed."""
+        """Restore what the count changed."""
         alone = is_alone()
         imported = any(map(is_read, sys.modules.keys() - self._modules))
         is_ours = alone and not imported
@@ -216,9 +218,9 @@ class _Picture:
                 cache.cache_clear()
         for namespace, name, old in self._globals:
             now = namespace.get(name, _MISSING)
-            written = (id(namespace), name) in self._places.written
+            written = (id(namespace), name) in self._locations.written
             if _is_changed(old, now) and (written or is_ours or _is_of_a_count(now)):
-                _put_back(namespace.__setitem__, namespace.__delitem__, name, old)
+                _restore_name(namespace.__setitem__, namespace.__delitem__, name, old)
         for cell, old in self._cells:
             now = _content_of(cell)
             if _is_changed(old, now) and (is_ours or _is_of_a_count(now)):
@@ -228,9 +230,9 @@ class _Picture:
                 old, now = before.get(name, _MISSING), vars(cls).get(name, _MISSING)
                 if not _is_changed(old, now) or _is_special(name):
                     continue
-                if name in self._places.stored or is_ours or _is_of_a_count(now):
+                if name in self._locations.stored or is_ours or _is_of_a_count(now):
                     put = functools.partial(type.__setattr__, cls)
-                    _put_back(put, functools.partial(type.__delattr__, cls), name, old)
+                    _restore_name(put, functools.partial(type.__delattr__, cls), name, old)
         for container, old_entries in self._contents.values():
             added = _added(container, old_entries)
             if added is None or (added and all(isinstance(value, _CODE) for value in added)):
@@ -255,11 +257,11 @@ def _content_of(cell: types.CellType) -> Any:
 
 
 def _is_changed(old: Any, now: Any) -> bool:
-    """Whether a name was bound anew, other than to code that an import brought in."""
+    """Whether a name was rebound, other than to code from an import."""
     return old is not now and not isinstance(now, _CODE) and not (old is _MISSING and now is _MISSING)
 
 
-def _put_back(put: Callable[[str, Any], Any], delete: Callable[[str], Any], name: str, old: Any) -> None:
+def _restore_name(put: Callable[[str, Any], Any], delete: Callable[[str], Any], name: str, old: Any) -> None:
     if old is _MISSING:
         delete(name)
     else:
@@ -279,7 +281,7 @@ def _key(container: Any, entry: Any) -> Any:
 
 
 def _added(container: Any, old_entries: list[Any]) -> list[Any] | None:
-    """Values that a container has now and had not before; None where its content is the same."""
+    """Values that a container has now and did not have before; None if its content is the same."""
     entries = _entries(container)
     keys = [_key(container, entry) for entry in entries]
     old_keys = [_key(container, entry) for entry in old_entries]
@@ -304,7 +306,7 @@ def _fill(container: Any, entries: list[Any]) -> None:
 
 
 def _is_of_a_count(root: Any) -> bool:
-    """Whether a value is or holds what only a count makes: a fake tensor, or one with a graph behind it."""
+    """Whether a value is or contains something only a count makes: a fake tensor, or one with a graph."""
     waiting: list[Any] = [root]
     seen: set[int] = set()
     while waiting and len(seen) < MAX_ENTRIES:
@@ -327,7 +329,7 @@ def _is_of_a_count(root: Any) -> bool:
 
 
 def _holds_plain_values(cache: Any) -> bool:
-    """Whether all that a cache holds is the same in a count and in the training: numbers, names, code."""
+    """Whether everything in a cache is the same in a count and in training: numbers, names, code."""
     own = {id(cache.__wrapped__), id(cache.__dict__), id(type(cache))}
     waiting = [value for value in gc.get_referents(cache) if id(value) not in own]
     seen = 0
@@ -336,7 +338,7 @@ def _holds_plain_values(cache: Any) -> bool:
         seen += 1
         if isinstance(value, (tuple, frozenset)) or type(value) is list:
             waiting += value
-        elif type(value) is dict:  # the cache's own; of a bounded cache it holds links, which are listed too
+        elif type(value) is dict:  # the cache's own; in a bounded cache it holds links, which are listed too
             waiting += value.values()
         elif not isinstance(value, (*_VALUES, *_CODE)) and type(value).__name__ not in _OF_CACHES:
             return False

@@ -1,18 +1,18 @@
-"""The inputs a model takes for one training step, made up from its signature and its configuration.
+"""Generates the inputs of a model for one training step from its signature and its configuration.
 
-A table of kinds, most specific first, each with the arguments that give it away:
+A table of input types, most specific first, each recognised by its arguments:
 
     images as patches with a grid   Qwen2-VL and its descendants, GLM-4V
     images among the tokens         LLaVA, Gemma 3, PaliGemma, Idefics 3, InternVL …
     image and text, contrasted      CLIP, SigLIP
     image and text                  BLIP, GIT
     spectrogram in, text out        Whisper
-    sound                           wav2vec 2.0, HuBERT, AST
-    pictures                        ViT, ResNet, ConvNeXt …
+    audio                           wav2vec 2.0, HuBERT, AST
+    images                          ViT, ResNet, ConvNeXt …
     text                            causal, masked, encoder-decoder
 
 Integers are real tensors with valid values, because models read them (placeholders, grids). For a model on
-the meta device everything in floating point lies there too: nobody needs its values.
+the meta device, floating-point tensors are there too, since their values are not needed.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _CTC_LABELS = 8
 
 
 def example_batch(model: nn.Module, request: BatchRequest) -> Batch:
-    """Keyword arguments for one training step of `model`, with labels where it takes them."""
+    """Keyword arguments for one training step of `model`, with labels if it takes them."""
     view = ModelView(model)
-    for kind in _KINDS:
-        if view.takes(*kind.arguments) and kind.fits(view, request):
-            return kind.make(view, request)
+    for input_type in _INPUT_TYPES:
+        if view.takes(*input_type.arguments) and input_type.fits(view, request):
+            return input_type.make(view, request)
     raise UsageError(
-        f"no batch can be made up for {type(model).__name__}: let the factory return (module, batch)"
+        f"no batch can be generated for {type(model).__name__}: let the factory return (module, batch)"
     )
 
 
@@ -49,7 +49,7 @@ def _classes(view: ModelView, *shape: int) -> Tensor:
 
 
 def _labelled(view: ModelView, batch: Batch, samples: int) -> Batch:
-    """Add the labels the head of a text model asks for."""
+    """Add the labels that the head of a text model expects."""
     ids = batch["input_ids"]
     if view.takes("start_positions", "end_positions"):
         edges = torch.zeros(samples, dtype=torch.long, device="cpu")
@@ -81,7 +81,7 @@ def _text(view: ModelView, request: BatchRequest) -> Batch:
 
 
 def _with_placeholders(view: ModelView, request: BatchRequest, tokens_per_image: int) -> Tensor:
-    """Tokens of which each sample gives `tokens_per_image` to each of its images."""
+    """Tokens with `tokens_per_image` placeholders for each image of each sample."""
     token, length = view.image_token, view.length(request)
     marks = (getattr(view.config, name, None) for name in ("vision_start_token_id", "vision_end_token_id"))
     start, end = ([mark] if isinstance(mark, int) and mark < view.vocab else [] for mark in marks)
@@ -98,7 +98,7 @@ def _with_placeholders(view: ModelView, request: BatchRequest, tokens_per_image:
 
 
 def _image_text(view: ModelView, ids: Tensor, images: Batch) -> Batch:
-    """Tokens with placeholders, labels on the text alone, and the images themselves."""
+    """Tokens with placeholders, labels only on the text, and the images themselves."""
     is_image = ids.eq(-1 if view.image_token is None else view.image_token)
     batch: Batch = {"input_ids": ids, **images}
     if view.takes("labels"):
@@ -125,7 +125,7 @@ def _grid(view: ModelView, request: BatchRequest) -> Batch:
 
 
 def _images_among_tokens(view: ModelView, request: BatchRequest) -> Batch:
-    """One feature per placeholder, and as many layouts of the pixels as there were authors."""
+    """One feature per placeholder; the layout of the pixels depends on the model."""
     height, width = view.image_edges(request)
     count = request.samples * request.images
     sizes = torch.tensor([[height, width]] * count, device="cpu")
@@ -151,7 +151,7 @@ def _shuffled(config: Any, height: int, width: int) -> int:
     return (height // patch) * (width // patch) // int(config.scale_factor) ** 2
 
 
-# Models whose towers read their pixels' values, so that they cannot be asked on the meta device. Their
+# Models whose towers read pixel values, so that the meta device cannot give their number of tokens. Their
 # pixel_values have the shape (samples, images, channels, height, width).
 _TOKENS_PER_IMAGE: Mapping[str, Callable[[Any, int, int], int]] = {
     "idefics2": lambda config, height, width: int(config.perceiver_config.resampler_n_latents),
@@ -161,7 +161,7 @@ _TOKENS_PER_IMAGE: Mapping[str, Callable[[Any, int, int], int]] = {
 
 
 def _crops(view: ModelView, height: int, width: int) -> int:
-    """Crops of one image, the overview included, for the models that cut it up to fit their tower."""
+    """Crops of one image, including the overview, for models that split it to fit their tower."""
     pinpoints = getattr(view.config, "image_grid_pinpoints", None)
     if not pinpoints:
         return 0
@@ -171,15 +171,15 @@ def _crops(view: ModelView, height: int, width: int) -> int:
 
 
 def _visual_tokens(view: ModelView, image: Batch) -> int:
-    """Tokens one image becomes, asked of the model itself: its image features have that many rows."""
+    """The number of tokens of one image: the rows of the image features that the model computes."""
     with torch.no_grad(), torch.device("meta" if view.on_meta else "cpu"):
         try:
             whole: Any = view.model
-            asked = whole if hasattr(whole, "get_image_features") else whole.base_model
-            features = asked.get_image_features(**image)
+            owner = whole if hasattr(whole, "get_image_features") else whole.base_model
+            features = owner.get_image_features(**image)
         except Exception as error:
             raise BatchError(
-                f"{type(view.model).__name__} does not say how many tokens an image takes: "
+                f"{type(view.model).__name__} does not show how many tokens an image takes: "
                 f"{type(error).__name__}: {error}"
             ) from error
     features = getattr(features, "pooler_output", features)
@@ -188,13 +188,13 @@ def _visual_tokens(view: ModelView, image: Batch) -> int:
     return int(features.flatten(0, -2).shape[0])
 
 
-def _side_by_side(view: ModelView, request: BatchRequest) -> Batch:
+def _contrasted(view: ModelView, request: BatchRequest) -> Batch:
     ids = view.tokens(request.samples, view.length(request))
-    return {"input_ids": ids, "pixel_values": view.pictures(request.samples, request), "return_loss": True}
+    return {"input_ids": ids, "pixel_values": view.images(request.samples, request), "return_loss": True}
 
 
-def _picture_and_text(view: ModelView, request: BatchRequest) -> Batch:
-    return {**_text(view, request), "pixel_values": view.pictures(request.samples, request)}
+def _image_and_text(view: ModelView, request: BatchRequest) -> Batch:
+    return {**_text(view, request), "pixel_values": view.images(request.samples, request)}
 
 
 def _spectrogram(view: ModelView, request: BatchRequest) -> Batch:
@@ -207,7 +207,7 @@ def _spectrogram(view: ModelView, request: BatchRequest) -> Batch:
     return {**batch, "labels" if view.takes("labels") else "decoder_input_ids": ids}
 
 
-def _sound(view: ModelView, request: BatchRequest) -> Batch:
+def _audio(view: ModelView, request: BatchRequest) -> Batch:
     bins, frames = getattr(view.config, "num_mel_bins", None), getattr(view.config, "max_length", None)
     if isinstance(bins, int) and isinstance(frames, int):
         batch: Batch = {"input_values": view.floats(request.samples, frames, bins)}
@@ -222,8 +222,8 @@ def _sound(view: ModelView, request: BatchRequest) -> Batch:
     return {**batch, "labels": _classes(view, request.samples)}
 
 
-def _pictures(view: ModelView, request: BatchRequest) -> Batch:
-    batch: Batch = {"pixel_values": view.pictures(request.samples, request)}
+def _images(view: ModelView, request: BatchRequest) -> Batch:
+    batch: Batch = {"pixel_values": view.images(request.samples, request)}
     if not view.takes("labels"):
         return batch
     if view.takes("decoder_input_ids"):
@@ -236,8 +236,8 @@ def _pictures(view: ModelView, request: BatchRequest) -> Batch:
 
 
 @dataclass(frozen=True)
-class _Kind:
-    """A kind of model: the forward arguments that give it away, and how its batch is made."""
+class _InputType:
+    """An input type: the forward arguments that identify it, and how its batch is generated."""
 
     arguments: tuple[str, ...]
     make: Callable[[ModelView, BatchRequest], Batch]
@@ -252,13 +252,13 @@ def _no_tokens(view: ModelView, request: BatchRequest) -> bool:
     return not view.takes("input_ids")
 
 
-_KINDS = (
-    _Kind(("input_ids", "pixel_values", "image_grid_thw"), _grid, _has_images),
-    _Kind(("input_ids", "pixel_values"), _images_among_tokens, _has_images),
-    _Kind(("input_ids", "pixel_values", "return_loss"), _side_by_side),
-    _Kind(("input_features",), _spectrogram, _no_tokens),
-    _Kind(("input_values",), _sound, _no_tokens),
-    _Kind(("input_ids", "pixel_values"), _picture_and_text, lambda view, request: request.images > 0),
-    _Kind(("pixel_values",), _pictures, _no_tokens),
-    _Kind(("input_ids",), _text, lambda view, request: not view.takes("input_features")),
+_INPUT_TYPES = (
+    _InputType(("input_ids", "pixel_values", "image_grid_thw"), _grid, _has_images),
+    _InputType(("input_ids", "pixel_values"), _images_among_tokens, _has_images),
+    _InputType(("input_ids", "pixel_values", "return_loss"), _contrasted),
+    _InputType(("input_features",), _spectrogram, _no_tokens),
+    _InputType(("input_values",), _audio, _no_tokens),
+    _InputType(("input_ids", "pixel_values"), _image_and_text, lambda view, request: request.images > 0),
+    _InputType(("pixel_values",), _images, _no_tokens),
+    _InputType(("input_ids",), _text, lambda view, request: not view.takes("input_features")),
 )

@@ -1,7 +1,7 @@
 """Models from Hugging Face configurations: plain data in, a module out, without weights or network.
 
-A configuration is read as JSON and never runs code of a repository; what transformers does not know is one
-clear error.
+A configuration is read as JSON, and no code of a repository is run; a model that transformers does not know
+gives one clear error.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 from ...errors import ModelError, TruemfuError, UsageError, closest, one_line
 from ...plain_files import read_given
 
-# In the order in which a configuration without (known) `architectures` looks for its training head.
+# In the order in which a training head is chosen for a configuration without (known) `architectures`.
 _AUTO_CLASSES = (
     "AutoModelForImageTextToText",
     "AutoModelForSpeechSeq2Seq",
@@ -35,7 +35,7 @@ _AUTO_CLASSES = (
 
 @dataclass(frozen=True, kw_only=True)
 class BuildOptions:
-    """How to build the model. `dtype=None` is bf16, except for a factory, whose model stays as it is."""
+    """How to build the model. `dtype=None` is bf16, except for a factory, whose model is left unchanged."""
 
     dtype: torch.dtype | None = None
     attn_implementation: str | None = None
@@ -49,7 +49,7 @@ def read_config(path: Path) -> dict[str, Any]:
         content = json.loads(read_given(file).decode(), object_hook=_special_float)
     except FileNotFoundError:
         raise UsageError(f"no config.json in {path}") from None
-    except (OSError, ValueError) as error:  # also a number of thousands of digits
+    except (OSError, ValueError) as error:  # ValueError also for an integer of thousands of digits
         raise ModelError(f"{file} is not a readable JSON file: {error}") from error
     except RecursionError:
         raise ModelError(f"{file} is not a readable JSON file: it is nested too deeply") from None
@@ -66,7 +66,7 @@ def _special_float(found: dict[str, Any]) -> Any:
 def model_from_config(
     config: Mapping[str, Any] | Any, options: BuildOptions | None = None, *, device: str = "meta"
 ) -> nn.Module:
-    """The model a configuration (plain data, or a transformers object) describes, in training mode."""
+    """The model that a configuration (plain data, or a transformers object) describes, in training mode."""
     options = options or BuildOptions()
     transformers = _transformers()
     try:
@@ -85,7 +85,7 @@ def model_from_config(
         raise ModelError(f"the configuration does not build a model: {one_line(error)}") from error
     if not isinstance(model, nn.Module):
         raise ModelError(f"the configuration builds a {type(model).__name__}, not a PyTorch module")
-    # Parameters made with the legacy torch.Tensor(n) constructor ignore the device context.
+    # Parameters created with the legacy torch.Tensor(n) constructor ignore the device context.
     return model.to(device).train()
 
 
@@ -120,7 +120,7 @@ def _model_class(transformers: Any, config: Any) -> Any:
 
 
 def _fill_in(config: Any, model_class: Any) -> None:
-    """Tokens a training step asks for and a bare configuration may leave out; FLOPs do not depend on them."""
+    """Set token ids that a training step needs and a configuration may omit; FLOPs do not depend on them."""
     names = ["pad_token_id", "decoder_start_token_id"] if getattr(config, "is_encoder_decoder", False) else []
     if model_class.__name__.endswith("ForSequenceClassification"):
         names.append("pad_token_id")

@@ -1,4 +1,4 @@
-"""What a model tells about its inputs, and how large a batch to make."""
+"""What a model's signature and configuration show about its inputs, and the requested batch size."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from ...errors import BatchError, UsageError
 
 DEFAULT_LENGTH = 512
 _LARGEST_SIZE = 2**31 - 1
-"""Of a dimension: what is larger is a slip, and two of them together overflow torch's 64 bits."""
+"""Of a dimension: anything larger is a mistake, and two such sizes overflow torch's 64 bits."""
 _MOST_TOKENS = 2**28
-"""Of a batch: tokens are made with their values, 2 GiB of them at most."""
+"""Of a batch: tokens are generated with values, at most 2 GiB of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchRequest:
     """How large a batch: samples, tokens per sample, images per sample and their edge in pixels.
 
-    `length` and `image_size` are the model's own where they are `None`; a model of text and images
-    counts text alone with `images=0`.
+    `length` and `image_size` default to the model's own if `None`; with `images=0` a model of text and images
+    is counted on text only.
     """
 
     samples: int
@@ -51,7 +51,7 @@ class BatchRequest:
 
 
 class ModelView:
-    """What can be read off a model: its forward arguments, its configuration, its dtype and device."""
+    """A model's forward arguments, configuration, dtype and device."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -70,7 +70,7 @@ class ModelView:
         return type(self.model).__name__.endswith(endings)
 
     def floats(self, *shape: int) -> Tensor:
-        """Without values for a model without values, else random: some models drop an image of zeros."""
+        """Without values for a model without values, else random: some models drop an all-zero image."""
         if self.on_meta:
             return torch.empty(shape, dtype=self.dtype, device="meta")
         generator = torch.Generator().manual_seed(0)
@@ -85,9 +85,7 @@ class ModelView:
         embeddings = (m.num_embeddings for m in self.model.modules() if isinstance(m, nn.Embedding))
         size = next(embeddings, None)
         if size is None:
-            raise UsageError(
-                f"{type(self.model).__name__} takes input_ids but has no vocabulary to draw from"
-            )
+            raise UsageError(f"{type(self.model).__name__} takes input_ids but states no vocabulary size")
         return size
 
     @property
@@ -104,7 +102,7 @@ class ModelView:
 
     @property
     def max_length(self) -> int | None:
-        """Positions of the text side, where the configuration limits them."""
+        """Positions of the text side, if the configuration limits them."""
         for config in (self.config, self.text):
             for name in ("max_target_positions", "max_position_embeddings", "n_positions", "n_ctx"):
                 limit = getattr(config, name, None)
@@ -123,7 +121,7 @@ class ModelView:
             return int(size[0]), int(size[-1])
         return int(size), int(size)
 
-    def pictures(self, count: int, request: BatchRequest) -> Tensor:
+    def images(self, count: int, request: BatchRequest) -> Tensor:
         height, width = self.image_edges(request)
         return self.floats(count, self.channels, height, width)
 
@@ -136,7 +134,7 @@ class ModelView:
         return 3
 
     def tokens(self, *shape: int) -> Tensor:
-        """Ordinary tokens, the same in every run: none with a meaning of its own, padding included."""
+        """Ordinary tokens, the same in every run: no special tokens and no padding."""
         special = {
             value
             for config in (self.config, self.text)

@@ -1,6 +1,6 @@
-"""The MODEL argument of `truemfu count`, turned into a module and a batch for one training step.
+"""Resolves the MODEL argument of `truemfu count` to a module and a batch for one training step.
 
-    1b                          a name the caller knows (the reference models)
+    1b                          a name known to the caller (the reference models)
     path/config.json, path/     a Hugging Face configuration: built on the meta device, without weights
     package.module:factory      a callable that returns a module, or (module, batch)
 
@@ -47,9 +47,9 @@ NamedModels = Mapping[str, Callable[[torch.dtype], nn.Module]]
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """A model to count and the batch to count it on, which a factory may have brought along.
+    """A model to count and the batch to count it on, which a factory may have returned.
 
-    `with_values` builds the same on the CPU with real, random weights, where that is possible.
+    `with_values` builds the same on the CPU with real, random weights, if that is possible.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Target:
 
     @property
     def length(self) -> int | None:
-        """Tokens per sample, where the batch holds tokens."""
+        """Tokens per sample, if the batch holds tokens."""
         for name, tensor in self._tensors():
             if tensor.dim() == 2 and not tensor.is_floating_point() and name in _TOKENS:
                 return tensor.shape[1]
@@ -74,15 +74,15 @@ class Target:
 
     @property
     def shapes(self) -> str:
-        """The tensors by name, for people: `input_ids 4×512, labels 4×512`."""
+        """The tensors by name, for display: `input_ids 4×512, labels 4×512`."""
         return ", ".join(
             f"{name} {'×'.join(map(str, t.shape)) or '()'}".strip() for name, t in self._tensors()
         )
 
     @property
     def tensor_shapes(self) -> dict[str, list[int]]:
-        """The same as plain data; tensors of a tuple are named by their place."""
-        return {name or str(place): list(t.shape) for place, (name, t) in enumerate(self._tensors())}
+        """The same as plain data; tensors of a tuple are named by their index."""
+        return {name or str(i): list(t.shape) for i, (name, t) in enumerate(self._tensors())}
 
     def _tensors(self) -> list[tuple[str, Tensor]]:
         if isinstance(self.batch, Mapping):
@@ -112,9 +112,9 @@ def resolve_target(
     *,
     named: NamedModels | None = None,
 ) -> Target:
-    """Model and batch for what the user typed; `named` are the models known by a plain name.
+    """Model and batch for the user's MODEL argument; `named` are the models with a plain name.
 
-    Such a model is built on the meta device, in a dtype.
+    These are built on the meta device, in a given dtype.
     """
     options = options or BuildOptions()
     named = named or {}
@@ -142,7 +142,7 @@ def resolve_target(
 
 
 def _exists(text: str) -> bool:
-    """Whether this is a file or folder; what cannot be the name of one (too long, a NUL in it) is none."""
+    """Whether this is a file or folder; False for an invalid path (too long, or with a NUL)."""
     try:
         return Path(text).exists()
     except (OSError, ValueError):
@@ -150,7 +150,7 @@ def _exists(text: str) -> bool:
 
 
 def count_target(target: Target, *, convention: Convention, backward: bool) -> FlopCount:
-    """Count it. A model that cannot run without values is built again with them, if it is small enough."""
+    """Count a target. A model that cannot run without values is rebuilt with them if it is small enough."""
     try:
         known = count_by_short_sequences(target.model, target.batch, convention=convention, backward=backward)
         if known is not None:
@@ -183,7 +183,7 @@ def _example(model: nn.Module, request: BatchRequest) -> Any:
     except TruemfuError:
         raise
     except (RuntimeError, MemoryError) as error:
-        raise BatchError(f"a batch of this size cannot be made: {one_line(error)}") from error
+        raise BatchError(f"a batch of this size cannot be created: {one_line(error)}") from error
 
 
 def _from_factory(text: str, dtype: torch.dtype | None) -> tuple[nn.Module, Any]:

@@ -1,8 +1,8 @@
-"""How convolutions and poolings change the size of an image or a sound: what a closed form needs to follow.
+"""How convolutions and poolings change the size of an image or audio input, for closed forms.
 
 The FLOPs of a convolution network are sums over its layers of (output height × output width), and each size
-follows from the one before by a floor. Recording the steps of a run lets another input's sizes be worked out
-without running anything.
+follows from the previous one by a rounded division. From the steps recorded in one run, another input's sizes
+can be computed without running anything.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class SizeStep:
-    """One spatial dimension through one convolution or pooling window."""
+    """The effect of one convolution or pooling on one spatial dimension."""
 
     kernel: int
     stride: int
@@ -25,7 +25,7 @@ class SizeStep:
     ceil_mode: bool = False
 
     def __call__(self, size: int) -> int:
-        """The output's size along this dimension, by torch's rule."""
+        """The output size along this dimension, by torch's rule."""
         reach = self.dilation * (self.kernel - 1)
         if self.transposed:
             return (size - 1) * self.stride - 2 * self.padding + reach + self.output_padding + 1

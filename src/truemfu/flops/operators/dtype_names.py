@@ -1,4 +1,4 @@
-"""How counts spell the dtype a product runs in: bf16, tf32, fp8. Peaks are looked up by these names."""
+"""The dtype names in counts: bf16, tf32, fp8. Peaks are looked up by these names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NAMES = {
 
 
 def dtype_name(dtype: torch.dtype, device_type: str, *, convolution: bool) -> str:
-    """The name of what a product of this dtype runs in on such a device; torch's own where we have none."""
+    """The name of the dtype that a product of this dtype runs in on such a device; else torch's own name."""
     if dtype is torch.float32 and device_type == "cuda":
         return _float32_on_cuda(convolution)
     known = _NAMES.get(dtype)
@@ -28,7 +28,7 @@ def dtype_name(dtype: torch.dtype, device_type: str, *, convolution: bool) -> st
 
 
 def _float32_on_cuda(convolution: bool) -> str:
-    """fp32 or tf32, as torch's settings and the device decide."""
+    """fp32 or tf32, depending on torch's settings and the device."""
     if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < 8:
         return "fp32"
     if convolution:

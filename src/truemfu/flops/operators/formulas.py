@@ -1,11 +1,11 @@
 """FLOPs of the operators that do matrix work: one decorated function each.
 
 A product of M×K by K×N is 2·M·K·N. Convolutions count every output element with the whole kernel
-(positions in the padding included, as the hardware does them). Formulas see shapes alone. Attention kernels
-stand in `attention.py`, since how many pairs of query and key count depends on the convention, the mask and
-the documents in the batch, which no operator knows.
+(including positions in the padding, which the hardware computes). Formulas use only shapes. Attention kernels
+are in `attention/`, since how many query-key pairs count depends on the convention, the mask and the batch's
+documents, which are not operator arguments.
 
-Left out on purpose: elementwise work, normalisation, softmax, reductions, embeddings.
+Deliberately left out: elementwise work, normalisation, softmax, reductions, embeddings.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from ..registry import register_formula
 
-# Operators that do matrix work of a kind this package does not count, or cannot see into: they appear in
-# `uncounted` when they run.
+# Operators whose matrix work this package does not count or cannot inspect: they appear in `uncounted` when
+# they run.
 MATRIX_WORK_WITHOUT_FORMULA = frozenset(
     f"aten::{name}"
     for name in (
@@ -41,7 +41,7 @@ MATRIX_WORK_WITHOUT_FORMULA = frozenset(
 
 
 def _row(a: Any) -> int:
-    """The numbers in a row of a product's first factor: an element of a dtype such as fp4 may hold two."""
+    """The number of values in a row of a product's first factor: an fp4 element, for example, holds two."""
     return int(a.shape[-1]) * (2 if str(a.dtype).endswith("_x2") else 1)
 
 
@@ -71,7 +71,7 @@ def bmm(a: Any, b: Any, *_: Any, out: Any, **__: Any) -> int:
 
 @register_formula("aten::baddbmm", "aten::baddbmm_", "aten::addbmm", "aten::addbmm_")
 def baddbmm(bias: Any, a: Any, b: Any, *_: Any, out: Any, **__: Any) -> int:
-    """B products of M×K by K×N; `addbmm` sums them, which changes nothing here."""
+    """B products of M×K by K×N; `addbmm` also sums them, which does not count."""
     return int(a.shape[0]) * _mm(a, b)
 
 
@@ -89,13 +89,13 @@ def addmv(bias: Any, a: Any, vector: Any, *_: Any, out: Any, **__: Any) -> int:
 
 @register_formula("aten::linear", "aten::mkldnn_linear", "mkl::_mkl_linear", "mkldnn::_linear_pointwise")
 def linear(x: Any, weight: Any, *_: Any, out: Any, **__: Any) -> int:
-    """Rows of x by the transposed N×K weight. Seen whole only on nested tensors and in compiled code."""
+    """Rows of x by the transposed N×K weight. Recorded as such only for nested tensors and compiled code."""
     return int(2 * x.numel() * weight.shape[0])
 
 
 @register_formula("aten::linear_backward")
 def linear_backward(x: Any, grad: Any, weight: Any, output_mask: Sequence[bool], *, out: Any) -> int:
-    """One product for the input's gradient, one for the weight's, as asked."""
+    """One product for the input's gradient, one for the weight's, as requested by `output_mask`."""
     return int(2 * x.numel() * weight.shape[0]) * (int(output_mask[0]) + int(output_mask[1]))
 
 
@@ -108,13 +108,13 @@ def _matmul(a: Any, b: Any) -> int:
 
 @register_formula("aten::matmul")
 def matmul(a: Any, b: Any, *, out: Any, **__: Any) -> int:
-    """Each element of `a` meets a row of `b`. Seen whole only on nested tensors, sample by sample."""
+    """Each element of `a` is multiplied by a row of `b`. Recorded only for nested tensors, per sample."""
     return _matmul(a, b)
 
 
 @register_formula("aten::matmul_backward")
 def matmul_backward(grad: Any, a: Any, b: Any, mask: Sequence[bool], *, out: Any) -> int:
-    """As the forward product, once for each gradient asked."""
+    """The forward product, once for each requested gradient."""
     return _matmul(a, b) * (int(mask[0]) + int(mask[1]))
 
 
@@ -168,13 +168,13 @@ def weight_int8pack_mm(x: Any, weight: Any, *_: Any, out: Any) -> int:
     "bitsandbytes::int8_scaled_mm",
 )
 def packed_weight_mm(x: Any, *_: Any, out: Any, **__: Any) -> int:
-    """M×K by a packed weight whose N is read off the result."""
+    """M×K by a packed weight whose N is taken from the result."""
     return int(2 * x.numel() * out.shape[-1])
 
 
 @register_formula("aten::_grouped_mm", "aten::_scaled_grouped_mm", "aten::_scaled_grouped_mm_v2")
 def grouped_mm(a: Any, b: Any, *_: Any, out: Any, **__: Any) -> int:
-    """Groups of rows, each with its own matrix: every row meets one matrix only.
+    """Groups of rows, each with its own matrix: every row is multiplied by one matrix only.
 
     2-D by 3-D: T rows of K by G matrices of K×N, 2·T·K·N. 3-D by 2-D: the mirror image. 2-D by 2-D: the
     groups split K, one M×N product per group, 2·M·K·N in all. 3-D by 3-D: G full products.
@@ -190,7 +190,7 @@ def transformers_grouped_mm(a: Any, b: Any, *_: Any, out: Any, **__: Any) -> int
 
 
 def _convolution(x: Any, weight: Any, y: Any, transposed: bool) -> int:
-    """Each element on the narrow side meets one kernel of `weight.shape[1:]`.
+    """Each element on the narrow side is multiplied by one kernel of `weight.shape[1:]`.
 
     The weight is (C_out, C_in/groups, k…), or (C_in, C_out/groups, k…) when transposed; in both cases its
     trailing sizes are the work of one output (or, transposed, input) element.
@@ -248,14 +248,14 @@ def backend_convolution_transpose(x: Any, weight: Any, *_: Any, out: Any, **__: 
 
 
 #
-# Forward: at each step the input meets W_ih and the state meets W_hh. Backward needs a gradient of both
-# weights, of the input where something below wants it, and of the state at every step but the first (at the
-# first only where the initial state itself needs one). `RecurrentWork` tells these parts apart.
+# Forward: at each step the input is multiplied by W_ih and the state by W_hh. Backward needs the gradients of
+# both weights, of the input if a layer below needs it, and of the state at every step but the first (at the
+# first only if the initial state itself needs one). `RecurrentWork` keeps these parts separate.
 
 
 class Direction(NamedTuple):
-    """FLOPs of one direction of one recurrent layer over all steps: products with W_ih, W_hh and, where the
-    state is projected, W_hr; `first` is the state's product at the first step alone."""
+    """FLOPs of one direction of one recurrent layer over all steps: products with W_ih, W_hh and, if the
+    state is projected, W_hr; `first` is the state's product at the first step only."""
 
     by_input: int
     by_state: int
@@ -276,7 +276,7 @@ class RecurrentWork:
     def needed_backward_flops(self, edges: Sequence[bool]) -> int:
         """What autograd would compute on the same layers written out step by step.
 
-        `edges` says which inputs of the kernel need a gradient: the sequence, the tensors of each layer and
+        `edges` states which inputs of the kernel need a gradient: the sequence, the tensors of each layer and
         direction (W_ih and W_hh first, W_hr last), the initial hidden state, the initial cell state.
         """
         below, hidden_grad = edges[0], edges[-2]
@@ -284,20 +284,20 @@ class RecurrentWork:
         weights = iter(range(1, len(edges) - 2, stride))
         total = 0
         for layer in self.layers:
-            wanted = []
+            needs_gradient = []
             for d in layer:
                 start = next(weights)
                 own = edges[start : start + stride]
                 total += d.by_input * own[0] + d.by_state * own[1] + d.projection * own[-1]
-                wanted.append(below or any(own) or hidden_grad)
-                if wanted[-1]:
+                needs_gradient.append(below or any(own) or hidden_grad)
+                if needs_gradient[-1]:
                     state = d.by_state if hidden_grad else d.by_state - d.first
                     total += d.by_input * below + d.projection + state
-            below = any(wanted)
+            below = any(needs_gradient)
         return total
 
     def executed_backward_flops(self) -> int:
-        """What the kernel computes: every gradient, wanted or not."""
+        """What the kernel computes: every gradient, needed or not."""
         return 2 * self.forward_flops()
 
 

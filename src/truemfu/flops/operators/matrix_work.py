@@ -1,6 +1,6 @@
-"""Which operators multiply matrices, with or without a formula, and how a formula is asked.
+"""Which operators multiply matrices, with or without a formula, and how a formula is called.
 
-What runs (`tally.py`) and what torch.profiler recorded (`recording.py`) are judged alike, so it stands here.
+Shared by `tally.py`, for operators that run, and `recording.py`, for those that torch.profiler recorded.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..attention.kernels import AttentionWork
 from .formulas import MATRIX_WORK_WITHOUT_FORMULA, RecurrentWork
 
 INDEX_DTYPES = (torch.int64, torch.int32, torch.int16, torch.bool)
-"""Tensors of these are taken for indices or masks, not for factors of a product."""
+"""Tensors of these dtypes are taken to be indices or masks, not factors of a product."""
 
 _OWN_LIBRARIES = frozenset(
     "aten prim prims profiler inductor rngprims debugprims c10d _c10d_functional c10d_functional "
@@ -37,14 +37,14 @@ def is_torch_own(name: str) -> bool:
 
 
 def factors(name: str, args: Sequence[Any]) -> Sequence[Any]:
-    """A product's arguments from its first factor on: some take what they add before it."""
+    """A product's arguments from its first factor on: some operators take an addend before it."""
     return args[1:] if name in _BIAS_FIRST else args
 
 
-def ask_formula(
+def apply_formula(
     name: str, formula: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
 ) -> int | RecurrentWork | AttentionWork:
-    """The work a formula finds; what goes wrong in it is said with the operator's name."""
+    """The work that a formula returns; raises UsageError with the operator's name if it fails."""
     kwargs = {key: value for key, value in kwargs.items() if key != "out"}
     try:
         work = formula(*args, **kwargs, out=out)
@@ -56,8 +56,8 @@ def ask_formula(
 
 
 def does_matrix_work(name: str) -> bool:
-    """Whether an operator of torch's own multiplies matrices in a way no formula covers."""
-    if name.startswith("higher_order::"):  # control flow: what its branches do is not seen
+    """Whether one of torch's operators multiplies matrices in a way that no formula covers."""
+    if name.startswith("higher_order::"):  # control flow: the work of its branches is not seen
         return True
     packed = name.startswith(
         ("quantized::linear", "quantized::conv", "mkldnn::_convolution", "mkldnn::_linear")
@@ -66,9 +66,9 @@ def does_matrix_work(name: str) -> bool:
 
 
 def may_be_matrix_work(name: str, args: Any, kwargs: Any, out: Any) -> bool:
-    """Whether an operator from outside torch could multiply matrices: two or more tensors of two or more
-    dimensions go in, not all of the result's shape unless they could be queries, keys and values; integers
-    of 16 bits and more are indices."""
+    """Whether an operator from outside torch could multiply matrices: it takes two or more tensors of two or
+    more dimensions, not all of the result's shape unless they could be queries, keys and values; integers of
+    16 bits and more are indices."""
     if is_torch_own(name):
         return False
     inputs = [
@@ -84,7 +84,7 @@ def may_be_matrix_work(name: str, args: Any, kwargs: Any, out: Any) -> bool:
 
 
 def input_channels(arguments: Mapping[str, Any]) -> int | None:
-    """Of a convolution or its backward, by the arguments' names; None with groups or transposed."""
+    """The input channels of a convolution or its backward; None if it has groups or is transposed."""
     weight = arguments.get("weight")
     if not isinstance(weight, torch.Tensor) or arguments.get("transposed") or arguments.get("groups", 1) != 1:
         return None
@@ -92,7 +92,7 @@ def input_channels(arguments: Mapping[str, Any]) -> int | None:
 
 
 def groups_and_rows(arguments: Mapping[str, Any]) -> tuple[int, int] | None:
-    """The groups of a grouped product and the size they split, by the arguments' names; None without a split.
+    """The number of groups of a grouped product and the size they split; None if they split no dimension.
 
     2-D by 3-D splits the rows of the left factor, 3-D by 2-D the columns of the right, 2-D by 2-D the inner
     dimension.

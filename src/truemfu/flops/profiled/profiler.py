@@ -1,15 +1,15 @@
-"""FLOPs of a real step by torch.profiler: its operators, our formulas.
+"""FLOPs of a real step from torch.profiler: its recorded operators, our formulas.
 
     start ──► the caller's own step ──► stop ──► recorded operators ──► formulas ──► FlopCount
-       on the training thread, C++ alone         anywhere, later
+       on the training thread, only in C++       on any thread, later
 
-`with_flops` of torch.profiler itself knows no attention kernel, no grouped product and miscounts grouped
-convolutions, so only its recording is used: operators with the sizes, dtypes and numbers they were called
-with, on the CPU side, which is where operators of every device are recorded. Nothing synchronises.
+`with_flops` of torch.profiler itself has no formula for attention kernels or grouped products and miscounts
+grouped convolutions, so only its recording is used: operators with the sizes, dtypes and numbers they were
+called with, on the CPU side, where operators of every device are recorded. Nothing synchronises.
 
-What it sees is what ran, compiled code included; what it cannot see it names in `uncounted`. It does not see
-values, so it can read no attention mask, and it does not see which gradients autograd asked of a fused
-kernel. Both are said in `notes`.
+It counts what ran, including compiled code; what it cannot see is named in `uncounted`. It has no values, so
+it cannot read attention masks, nor which gradients autograd requested from a fused kernel. Both are stated in
+`notes`.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _DEFAULT = Convention()
 
 
 class StepProfiler:
-    """Measures one real step, in two halves, so that the caller owns the step.
+    """Measures one real step, in two calls, so that the caller runs the step.
 
-    `start` and `stop` belong on the training thread, right before and after the step; `stop` belongs into
-    a `finally`, for until then the profiler runs.
+    Call `start` and `stop` on the training thread, right before and after the step; put `stop` into a
+    `finally`, since the profiler runs until then.
     """
 
     def __init__(self, convention: Convention = _DEFAULT) -> None:
@@ -44,14 +44,14 @@ class StepProfiler:
         self._start_s = 0.0
 
     def start(self) -> None:
-        """Begin to record; UsageError where a profiler is running already, which is left alone."""
+        """Start recording; raises UsageError if another profiler is running, which is left alone."""
         began_s = time.perf_counter()
         if self._profile is not None:
-            raise UsageError("this StepProfiler is recording already: call stop() before the next start()")
+            raise UsageError("this StepProfiler is already recording: call stop() before the next start()")
         if is_profiler_in_use():
             raise UsageError(
-                "another torch.profiler is set up or recording in this process, and two at once cannot: "
-                "measure a step outside of its `with` block"
+                "another torch.profiler is set up or recording in this process, and only one can be active: "
+                "measure a step outside its `with` block"
             )
         profile = torch_profiler.profile(use_cpu=True, record_shapes=True, use_kineto=True)
         try:
@@ -63,7 +63,7 @@ class StepProfiler:
         self._start_s = time.perf_counter() - began_s
 
     def stop(self) -> StepProfile:
-        """End the recording, also after a step that failed; what it holds is worked out later."""
+        """Stop recording, also after a step that failed; the recording is evaluated later."""
         began_s = time.perf_counter()
         if self._profile is None:
             raise UsageError("this StepProfiler is not recording: call start() before the step")
@@ -73,13 +73,13 @@ class StepProfiler:
         try:
             profile.__exit__(None, None, None)
         except RuntimeError as error:
-            raise UsageError(f"the recording was ended by somebody else: {error}") from error
+            raise UsageError(f"other code has stopped the recording: {error}") from error
         cost_s = self._start_s + time.perf_counter() - began_s
         return StepProfile(profile.kineto_results, self._convention, cost_s)
 
 
 class StepProfile:
-    """What was recorded of one step; `cost_s` is what recording took from the training thread beside it."""
+    """The recording of one step; `cost_s` is the training thread's time spent on starting and stopping it."""
 
     def __init__(self, recording: Any, convention: Convention, cost_s: float) -> None:
         self.cost_s = cost_s
@@ -88,7 +88,7 @@ class StepProfile:
         self._count: FlopCount | None = None
 
     def count(self) -> FlopCount:
-        """The FLOPs of the step, on any thread; the recording is dropped as soon as it is read."""
+        """The FLOPs of the step, on any thread; the recording is freed as soon as it is read."""
         if self._count is None:
             recording, self._recording = self._recording, None
             self._count = read_recording(recording, self._convention)
@@ -98,7 +98,7 @@ class StepProfile:
 def profile_step(
     fn: Callable[..., Any], *args: Any, convention: Convention = _DEFAULT, **kwargs: Any
 ) -> FlopCount:
-    """FLOPs that `fn(*args, **kwargs)` executes, run for real, once, with all its effects, and recorded."""
+    """FLOPs that `fn(*args, **kwargs)` executes; it runs once, with all its effects, and is recorded."""
     if not callable(fn):
         raise UsageError(f"profile_step takes a callable and its arguments; got {type(fn).__name__}")
     profiler = StepProfiler(convention)

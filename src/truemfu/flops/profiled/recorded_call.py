@@ -1,8 +1,8 @@
-"""One operator as torch.profiler recorded it, turned back into a call that a formula can be asked about.
+"""One operator recorded by torch.profiler, converted back to a call that a formula can be applied to.
 
-The profiler keeps sizes and dtypes of tensors and the values of numbers; here they become the operator's
-arguments by name, with tensors on the meta device in place of the real ones. It keeps no results: where a
-formula asks for one, the operator runs on the meta device.
+The profiler records sizes and dtypes of tensors and the values of numbers; here they become the operator's
+arguments by name, with tensors on the meta device instead of the real ones. It does not record results: if a
+formula reads one, the operator runs on the meta device.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from ...torch_private.profiling import is_made_of_others, schemas_of
+from ...torch_private.profiling import is_decomposed, schemas_of
 
 
 def is_tensor(recorded: Any) -> bool:
-    """Whether a recorded argument stands for a tensor."""
+    """Whether a recorded argument represents a tensor."""
     return hasattr(recorded, "storage_data_ptr")
 
 
@@ -29,19 +29,19 @@ def tensors_of(inputs: Sequence[Any]) -> list[Any]:
 
 
 def has_data(inputs: Sequence[Any]) -> bool:
-    """Whether an operator ran on tensors with memory behind them.
+    """Whether an operator ran on tensors with memory.
 
-    It did not where a compiler traced it, where a model is on the meta device, and where a tensor is only a
-    wrapper (DTensor, vmap, quantised weights), whose real operators are recorded beneath.
+    It did not if a compiler traced it, if a model is on the meta device, or if a tensor is only a wrapper
+    (DTensor, vmap, quantised weights), whose real operators are recorded below it.
     """
     return all(t.storage_data_ptr is not None or prod(t.sizes) == 0 for t in tensors_of(inputs))
 
 
-def stand_in(recorded: Any) -> Any:
-    """A tensor of the recorded size and dtype on the meta device; anything else as it is."""
+def meta_argument(recorded: Any) -> Any:
+    """A tensor of the recorded size and dtype on the meta device; anything else unchanged."""
     if is_tensor(recorded):
         return torch.empty(recorded.sizes, dtype=recorded.dtype, device="meta")
-    return [stand_in(r) for r in recorded] if isinstance(recorded, list) else recorded
+    return [meta_argument(r) for r in recorded] if isinstance(recorded, list) else recorded
 
 
 @lru_cache(maxsize=1024)
@@ -51,29 +51,29 @@ def _schemas(name: str) -> tuple[Any, ...]:
 
 @lru_cache(maxsize=4096)
 def is_composite(name: str, arguments: int) -> bool:
-    """Whether an operator called so is made of others before autograd sees it: its parts are recorded."""
+    """Whether this call is decomposed into other operators before autograd, which are then recorded."""
     overloads = [s.overload_name for s in _schemas(name) if len(s.arguments) == arguments]
     return any(_is_composite(f"{name}.{overload}".rstrip(".")) for overload in overloads)
 
 
 def _is_composite(overload: str) -> bool:
     try:
-        return is_made_of_others(overload)
-    except RuntimeError:  # an operator of TorchScript alone
+        return is_decomposed(overload)
+    except RuntimeError:  # an operator of TorchScript only
         return False
 
 
 class RecordedCall:
     """A recorded operator and its arguments.
 
-    `inputs` are those of the profiler's event tree, which leaves lists of numbers out; `lists` gives the
-    arguments once more with these lists alone.
+    `inputs` are those of the profiler's event tree, which omits lists of numbers; `lists` returns the
+    arguments with only these lists.
     """
 
     def __init__(self, name: str, inputs: Sequence[Any], lists: Callable[[], Sequence[Any]]) -> None:
         self.name = name
         self._schema = next((s for s in _schemas(name) if _fits(s, inputs)), None)
-        values = [stand_in(i) for i in inputs]
+        values = [meta_argument(i) for i in inputs]
         if self._schema is not None and any(
             value is None and "List" in str(argument.type)
             for value, argument in zip(values, self._schema.arguments, strict=True)
@@ -92,7 +92,7 @@ class RecordedCall:
 
     @property
     def operands(self) -> tuple[list[Any], dict[str, Any]]:
-        """Positional and keyword arguments as a caller writes them: nothing that equals its default."""
+        """Positional and keyword arguments as a caller writes them, without defaults."""
         if self._schema is None:
             return self._values, {}
         args: list[Any] = []
@@ -110,7 +110,7 @@ class RecordedCall:
         return args, kwargs
 
     def result(self) -> Any:
-        """What the operator returns, as far as shapes go."""
+        """The operator's result, on the meta device."""
         assert self._schema is not None
         library, _, operator = self.name.partition("::")
         packet = getattr(getattr(torch.ops, library), operator)
@@ -121,7 +121,7 @@ class RecordedCall:
 
 
 class LazyResult:
-    """Stands for an operator's result; worked out when a formula looks at it, which few do."""
+    """An operator's result, computed only when a formula reads it, which few do."""
 
     def __init__(self, call: RecordedCall) -> None:
         self._call = call
@@ -137,7 +137,7 @@ class LazyResult:
 
 
 def _fits(schema: Any, inputs: Sequence[Any]) -> bool:
-    """Whether recorded arguments are those of this overload: as many, and tensors where it takes tensors."""
+    """Whether recorded arguments match this overload: the same number, and tensors where it takes tensors."""
     return len(schema.arguments) == len(inputs) and all(
         "Tensor" in str(argument.type)
         if is_tensor(value)

@@ -1,11 +1,11 @@
-"""What torch.profiler recorded of a step, read with our formulas.
+"""Applies our formulas to the recording of a step by torch.profiler.
 
     events of all threads ──► operators ──► formula ──► forward | backward | recompute
 
-A product is recorded several times over: `aten::linear` calls `aten::addmm`, `aten::convolution` calls the
-backend's own. It counts once, at the outermost operator that a formula knows, where a dispatch mode would see
-it. What autograd's nodes run is backward; what runs there with
-gradients enabled is a checkpointed stretch of the forward pass run again, so recomputation.
+A product is recorded several times: `aten::linear` calls `aten::addmm`, `aten::convolution` calls the
+backend's own. It counts once, at the outermost operator with a formula, where a dispatch mode would see it.
+What autograd nodes run is backward; what runs there with gradients enabled is a checkpointed region of the
+forward pass that is run again, so recomputation.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..operators.dtype_names import dtype_name
 from ..operators.formulas import RecurrentWork
 from ..operators.matrix_work import (
     INDEX_DTYPES,
-    ask_formula,
+    apply_formula,
     does_matrix_work,
     factors,
     is_torch_own,
@@ -33,7 +33,7 @@ from ..operators.matrix_work import (
 )
 from ..registry import OPERATOR_FORMULAS
 from .recorded_call import LazyResult, RecordedCall, has_data, is_composite, is_tensor, tensors_of
-from .recorded_place import COMPILING, NODE, Place, is_call, is_function, place_of_node
+from .recorded_phase import COMPILING, NODE, EventContext, context_of_node, is_call, is_function
 
 METHOD = "torch.profiler"
 
@@ -43,16 +43,14 @@ _COMPILED = "CompiledFunction"
 _TRITON_TEMPLATE = "triton_tem_"
 _REPLAYS = frozenset(("cudaGraphLaunch", "cuGraphLaunch", "hipGraphLaunch"))
 
-_ALL_GRADIENTS = "every gradient of a fused attention kernel was taken as needed"
+_ALL_GRADIENTS = "all gradients of a fused attention kernel count as needed"
 _MASK_NOT_READ = "an attention mask was not read: documents packed into one row count as one sequence"
-_PLAIN_ATTENTION = "attention in plain operators, where there is any, is counted with all its pairs"
-_RECURRENT_GRADIENTS = (
-    "every gradient of a recurrent kernel but that of its initial state was taken as needed"
-)
-_COMPILED_NOW = "code was compiled in the measured step: what the compiler ran is left out"
-_COMPILED_CODE = "recomputation inside compiled code counts as backward: it cannot be told apart"
+_PLAIN_ATTENTION = "attention in plain operators, if there is any, is counted with all its pairs"
+_RECURRENT_GRADIENTS = "all gradients of a recurrent kernel count as needed, except that of its initial state"
+_COMPILED_NOW = "code was compiled during the measured step: what the compiler ran is left out"
+_COMPILED_CODE = "recomputation inside compiled code counts as backward: they cannot be distinguished"
 _OWN_BACKWARD = (
-    "recomputation inside a custom Function's backward counts as backward: it cannot be told apart"
+    "recomputation inside a custom Function's backward counts as backward: they cannot be distinguished"
 )
 _PACKED = "attention over packed sequences is not counted: their lengths are not recorded"
 
@@ -63,7 +61,7 @@ def read_recording(recording: Any, convention: Convention) -> FlopCount:
 
 
 class _Reading:
-    """Goes through one recording and adds up."""
+    """Walks through one recording and adds up its FLOPs."""
 
     def __init__(self, recording: Any, convention: Convention) -> None:
         self._recording = recording
@@ -81,7 +79,7 @@ class _Reading:
     def count(self) -> FlopCount:
         roots = self._recording.experimental_event_tree()
         for root in sorted(roots, key=lambda event: event.start_time_ns):  # forward before backward
-            self._visit(root, Place())
+            self._visit(root, EventContext())
         if not self._calls:
             raise UsageError("no operator was recorded: the step ran nothing, or another profiler took over")
         return FlopCount(
@@ -97,100 +95,100 @@ class _Reading:
             notes=(*self._pairs.notes, *self._notes),
         )
 
-    def _visit(self, event: Any, place: Place) -> int:
-        """Count an event and what is beneath it; how many products were found, counted or not."""
+    def _visit(self, event: Any, context: EventContext) -> int:
+        """Count an event and those below it; returns how many products were found, counted or not."""
         name: str = event.name
         if COMPILING in name:
             self._notes[_COMPILED_NOW] = None
             return 0
         if name.startswith(NODE):
-            found = self._beneath(event, place_of_node(event))
+            found = self._visit_children(event, context_of_node(event))
             if found and is_function(event):
                 self._notes[_OWN_BACKWARD] = None
             return found
         if name.startswith(_TRITON_TEMPLATE) or name in _REPLAYS:
-            return self._miss(name)
+            return self._add_uncounted(name)
         if not is_call(event):
-            return self._beneath(event, place)
+            return self._visit_children(event, context)
         self._calls += 1
         if event.extra_fields.sequence_number >= 0:
-            place = replace(place, phase=place.enabled)
-        return self._operator(event, place) if "::" in name else self._function(event, place)
+            context = replace(context, phase=context.enabled)
+        return self._operator(event, context) if "::" in name else self._function(event, context)
 
-    def _beneath(self, event: Any, place: Place) -> int:
-        return sum([self._visit(child, place) for child in event.children])
+    def _visit_children(self, event: Any, context: EventContext) -> int:
+        return sum([self._visit(child, context) for child in event.children])
 
-    def _miss(self, name: str) -> int:
+    def _add_uncounted(self, name: str) -> int:
         self._uncounted[name] += 1
         return 1
 
-    def _function(self, event: Any, place: Place) -> int:
-        """A function with its own gradient, compiled or written by hand: its operators are beneath.
+    def _function(self, event: Any, context: EventContext) -> int:
+        """A custom Function, compiled or written by hand, with its operators below it.
 
-        One that takes two or more matrices and beneath which nothing was found may run kernels nobody sees.
+        One that takes two or more matrices and has no products below it may run unrecorded kernels.
         """
-        found = self._beneath(event, place)
+        found = self._visit_children(event, context)
         if event.name.startswith(_COMPILED):
             self._notes[_COMPILED_CODE] = None
             return found
         inputs = event.extra_fields.inputs
         has_gradient = event.extra_fields.sequence_number >= 0  # else it is a step of torch's dispatcher
         unseen = has_gradient and has_data(inputs) and _may_multiply(inputs)
-        return self._miss(event.name) if unseen and not found else found
+        return self._add_uncounted(event.name) if unseen and not found else found
 
-    def _operator(self, event: Any, place: Place) -> int:
+    def _operator(self, event: Any, context: EventContext) -> int:
         name, inputs = event.name, event.extra_fields.inputs
         if name == _SDPA and is_tensor(inputs[0]) and is_tensor(inputs[2]):  # nested tensors are not recorded
-            place = replace(place, head_dims=(inputs[0].sizes[-1], inputs[2].sizes[-1]))
+            context = replace(context, head_dims=(inputs[0].sizes[-1], inputs[2].sizes[-1]))
         elif name in _SOFTMAX and self._pairs.masks_matter:
             self._notes[_PLAIN_ATTENTION] = None
         known = name in KERNELS or name in OPERATOR_FORMULAS
         if not known and _is_without_products(name, len(inputs)):
-            return self._beneath(event, place) if event.children and not has_data(inputs) else 0
+            return self._visit_children(event, context) if event.children and not has_data(inputs) else 0
         if not has_data(inputs):
-            return self._beneath(event, place)
+            return self._visit_children(event, context)
         if not known and not does_matrix_work(name):
-            return self._beneath(event, place) or self._stranger(event)
+            return self._visit_children(event, context) or self._unknown_operator(event)
         # a composite operator, and one under autocast, calls the operator that does the work
-        calls_on = is_composite(name, len(inputs)) or any(child.name == name for child in event.children)
-        if calls_on and (found := self._beneath(event, place)):
+        calls_others = is_composite(name, len(inputs)) or any(child.name == name for child in event.children)
+        if calls_others and (found := self._visit_children(event, context)):
             return found
-        if event.correlation_id == place.stopped:
+        if event.correlation_id == context.stopped:
             return 1
-        return self._product(event, place) if known else self._miss(name)
+        return self._product(event, context) if known else self._add_uncounted(name)
 
-    def _stranger(self, event: Any) -> int:
-        """An operator that no formula knows and beneath which nothing was found."""
+    def _unknown_operator(self, event: Any) -> int:
+        """An operator without a formula and without products below it."""
         name, inputs = event.name, event.extra_fields.inputs
         if is_torch_own(name) or not _may_multiply(inputs):
             return 0
         call = self._call(event)
         args, kwargs = call.operands
         try:
-            suspect = may_be_matrix_work(name, args, kwargs, call.result())
-        except Exception:  # it cannot run without data, so what it takes has to do
-            suspect = True
-        return self._miss(name) if suspect else 0
+            is_suspect = may_be_matrix_work(name, args, kwargs, call.result())
+        except Exception:  # it cannot run without data: decide by its inputs alone
+            is_suspect = True
+        return self._add_uncounted(name) if is_suspect else 0
 
-    def _product(self, event: Any, place: Place) -> int:
+    def _product(self, event: Any, context: EventContext) -> int:
         name, inputs = event.name, event.extra_fields.inputs
         try:
-            flops = self._flops(event, self._work(event), place)
-        except Exception as error:  # what the formula asks for is not recorded, such as nested tensors
-            if found := self._beneath(event, place):
+            flops = self._flops(event, self._work(event), context)
+        except Exception as error:  # the formula needs something not recorded, such as nested tensors
+            if found := self._visit_children(event, context):
                 return found
             self._notes[f"{name} is not counted: {one_line(error)}"] = None
             flops = None
         if flops is None:
-            return self._miss(name)
+            return self._add_uncounted(name)
         needed, executed = flops
         operand = factors(name, inputs)[0]
         if is_tensor(operand) and operand.dtype.is_complex:
             needed, executed = 4 * needed, 4 * executed
-        if place.phase == "recompute":
+        if context.phase == "recompute":
             self._totals["recompute"] += executed
         elif executed:
-            self._totals[place.phase] += needed
+            self._totals[context.phase] += needed
             self._totals["recompute"] += executed - needed
             self._by_operator[name.replace("::", ".")] += needed
             self._by_dtype[_dtype(name, operand)] += needed
@@ -201,12 +199,12 @@ class _Reading:
         if name in KERNELS:
             return work_of_kernel(name, call.by_name)
         args, kwargs = call.operands
-        return ask_formula(name, OPERATOR_FORMULAS[name], args, kwargs, LazyResult(call))
+        return apply_formula(name, OPERATOR_FORMULAS[name], args, kwargs, LazyResult(call))
 
-    def _flops(self, event: Any, work: Any, place: Place) -> tuple[int, int] | None:
-        """(needed, executed) of one call; None where the recording says too little."""
+    def _flops(self, event: Any, work: Any, context: EventContext) -> tuple[int, int] | None:
+        """(needed, executed) of one call; None if the recording lacks what is needed."""
         if isinstance(work, AttentionWork):
-            return self._attention(event, work, place)
+            return self._attention(event, work, context)
         if isinstance(work, RecurrentWork):
             if not work.backward:
                 return work.forward_flops(), work.forward_flops()
@@ -216,11 +214,11 @@ class _Reading:
             return needed, max(needed, work.executed_backward_flops())
         return int(work), int(work)
 
-    def _attention(self, event: Any, work: AttentionWork, place: Place) -> tuple[int, int] | None:
+    def _attention(self, event: Any, work: AttentionWork, context: EventContext) -> tuple[int, int] | None:
         if work.cumulative is not None and any(c is not None and c.numel() > 2 for c in work.cumulative):
             self._notes[_PACKED] = None
             return None
-        work = self._with_true_dims(event, work, place)
+        work = self._with_true_dims(event, work, context)
         if work.mask is not None and not self._pairs.masks_matter:
             self._notes[_MASK_NOT_READ] = None
         shape = (work.samples, work.heads, work.q_len, work.k_len)
@@ -234,12 +232,12 @@ class _Reading:
             work.executed_backward_flops(1) // work.heads * executed,
         )
 
-    def _with_true_dims(self, event: Any, work: AttentionWork, place: Place) -> AttentionWork:
-        """SDPA pads head sizes to a multiple of eight for some kernels; what it was called with counts."""
+    def _with_true_dims(self, event: Any, work: AttentionWork, context: EventContext) -> AttentionWork:
+        """The work with the head sizes given to SDPA, which some kernels get padded to a multiple of 8."""
         dims = (work.qk_dim, work.v_dim)
-        true_dims = place.head_dims or dims
-        if work.backward and self._true_dims and place.node is not None:
-            node = self._raw(place.node)
+        true_dims = context.head_dims or dims
+        if work.backward and self._true_dims and context.node is not None:
+            node = self._raw(context.node)
             true_dims = self._true_dims.get((node.fwd_thread_id(), node.sequence_nr()), dims)
         elif true_dims != dims:
             raw = self._raw(event)
@@ -251,7 +249,7 @@ class _Reading:
         return RecordedCall(event.name, inputs, lambda: self._raw(event).concrete_inputs())
 
     def _raw(self, event: Any) -> Any:
-        """The event as it is outside the tree, with lists of numbers and the thread of the forward pass."""
+        """The event outside the tree, which has lists of numbers and the thread of the forward pass."""
         if not self._raw_events:
             self._raw_events = {raw.correlation_id(): raw for raw in self._recording.events()}
         return self._raw_events[event.correlation_id]
@@ -259,13 +257,13 @@ class _Reading:
 
 @lru_cache(maxsize=4096)
 def _is_without_products(name: str, arguments: int) -> bool:
-    """Whether an operator is one of torch's own, whole for autograd, that multiplies no matrices."""
+    """Whether an operator is one of torch's own, not decomposed before autograd, without matrix products."""
     return is_torch_own(name) and not is_composite(name, arguments) and not does_matrix_work(name)
 
 
 def _may_multiply(inputs: Sequence[Any]) -> bool:
-    """Whether recorded arguments could be factors of a product: two or more matrices, not all alike, or
-    what could be queries, keys and values."""
+    """Whether recorded arguments could be factors of a product: two or more matrices, not all of one shape,
+    or possible queries, keys and values."""
     matrices = [t for t in tensors_of(inputs) if len(t.sizes) >= 2 and t.dtype not in INDEX_DTYPES]
     if len(matrices) >= 3 and all(len(t.sizes) >= 3 for t in matrices):
         return True

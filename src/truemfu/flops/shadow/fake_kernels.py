@@ -1,4 +1,4 @@
-"""Shapes of operators that torch itself cannot run on fake tensors, or only for some dtypes.
+"""Shape functions of operators that torch cannot run on fake tensors, or only for some dtypes.
 
 Each takes the operator's arguments and returns an empty tensor of the result's shape.
 """
@@ -18,7 +18,7 @@ def grouped_mm(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """torch's own takes bfloat16 alone; real kernels take more."""
+    """torch's own accepts only bfloat16; real kernels accept more dtypes."""
     rows, columns = a.shape[-2], b.shape[-1]
     if a.dim() == 2 and b.dim() == 2:
         assert offs is not None
@@ -30,4 +30,4 @@ def grouped_mm(
     return a.new_empty(shape, dtype=out_dtype or a.dtype)
 
 
-STAND_INS: Mapping[str, Callable[..., Any]] = {"aten::_grouped_mm": grouped_mm}
+FAKE_KERNELS: Mapping[str, Callable[..., Any]] = {"aten::_grouped_mm": grouped_mm}

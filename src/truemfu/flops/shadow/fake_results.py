@@ -1,9 +1,9 @@
-"""Operators on fake tensors, worked out once for each combination of shapes and repeated from memory.
+"""Caches the results of operators on fake tensors, one per combination of shapes.
 
-A model has few kinds of layers and many of each, so the same operator meets the same shapes again and again.
-Torch's fake tensors remember that too, but spend most of a count's time on looking it up. Here only the plain
-case is remembered: dense tensors in, dense tensors out, each either new or a view of the first argument.
-Everything else goes to torch every time.
+A model has few kinds of layers and many of each, so the same operator gets the same shapes again and again.
+Torch's fake tensors have a cache too, but its lookup takes most of a count's time. Here only the plain case
+is cached: dense tensors in, dense tensors out, each either new or a view of the first argument. Everything
+else goes to torch every time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _Plan = tuple[type | None, tuple[Any, ...]]
 
 
 class FakeResults:
-    """Runs operators under one fake mode, from memory where it can."""
+    """Runs operators under one fake mode, from the cache where possible."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode, self._guard = mode, dispatch_guard()
@@ -46,9 +46,9 @@ class FakeResults:
         plan = self._plans[known]
         if plan is None:
             return func(*args, **kwargs)
-        kind, parts = plan
+        container, parts = plan
         made = [self._make(part, args[0], views) if type(part) is tuple else part for part in parts]
-        return made[0] if kind is None else kind(made)
+        return made[0] if container is None else container(made)
 
     def _make(self, part: _Tensor, base: torch.Tensor, views: bool) -> torch.Tensor:
         shape, stride, dtype, device, offset = part
@@ -67,7 +67,7 @@ class FakeResults:
 
 @functools.cache
 def _views(func: Any) -> bool | None:
-    """Whether an operator's result is a view of its first argument; None if results are not remembered."""
+    """Whether an operator's result is a view of its first argument; None if its results are not cached."""
     schema = func._schema
     if func.namespace != "aten" or schema.is_mutable or _VALUE_TAGS & set(func.tags):
         return None
@@ -79,10 +79,10 @@ def _views(func: Any) -> bool | None:
 
 
 def _describe(arguments: Any, key: list[Any], views: bool) -> bool:
-    """Add to the key all that a result can depend on; False where an argument is out of the ordinary."""
+    """Add to the key everything a result can depend on; False if an argument is not of a cacheable type."""
     for argument in arguments:
-        kind = type(argument)
-        if kind is FakeTensor:
+        cls = type(argument)
+        if cls is FakeTensor:
             dtype = argument.dtype
             plain = argument.layout is torch.strided and not dtype.is_complex and argument.constant is None
             if not plain or argument.is_neg():
@@ -92,9 +92,9 @@ def _describe(arguments: Any, key: list[Any], views: bool) -> bool:
             )
             if views:
                 key.append(argument.storage_offset())
-        elif kind in _CONSTANTS:
-            key.append((kind, argument))
-        elif kind is list or kind is tuple:
+        elif cls in _CONSTANTS:
+            key.append((cls, argument))
+        elif cls is list or cls is tuple:
             key.append(len(argument))
             if not _describe(argument, key, views):
                 return False
@@ -104,7 +104,7 @@ def _describe(arguments: Any, key: list[Any], views: bool) -> bool:
 
 
 def _plan(out: Any, args: tuple[Any, ...], views: bool) -> _Plan | None:
-    """How to make this result again; None if that takes more than shapes."""
+    """How to recreate this result; None if that takes more than shapes."""
     parts = list(out) if isinstance(out, (tuple, list)) else [out]
     planned: list[Any] = []
     for part in parts:
@@ -139,7 +139,7 @@ def _shares(part: FakeTensor, args: tuple[Any, ...], parts: list[Any]) -> tuple[
 
 
 def _memory(tensor: torch.Tensor) -> int | None:
-    """What tells one storage from another; without it all are taken for one, and nothing is remembered."""
+    """The identity of a storage; None, the same for all, if torch has none, and then nothing is cached."""
     return getattr(tensor.untyped_storage(), "_cdata", None)
 
 

@@ -1,13 +1,13 @@
-"""A model's shadow: the same modules on tensors that have shapes and no data, sharing nothing that changes.
+"""A model's shadow: a copy of its modules on tensors with shapes and no data, sharing no mutable state.
 
 Counting runs the shadow, never the model: no parameter, gradient, buffer, hook, mode flag or compiled code of
-the model is touched, even if the count fails half-way. Each module becomes a shell of the same class with its
+the model is changed, even if the count fails half-way. Each module becomes a shell of the same class with its
 own dictionaries; parameters and buffers become fake tensors; containers, closures, bound methods and plain
-objects on the way are rebuilt to lead to the shadow's modules and tensors, so that writing to them leaves no
-trace; what belongs to a framework or a C library is shared.
+objects are copied with references to the shadow's modules and tensors, so that writes to them do not reach
+the model; objects of a framework or a C library are shared.
 
-Wrappers are taken off: DDP and DataParallel, `torch.compile`, FSDP2 (a sharded parameter has its full size
-here). So nothing starts a collective, and nothing compiled is disturbed.
+Wrappers are removed: DDP and DataParallel, `torch.compile`, FSDP2 (a sharded parameter has its full size
+here). So no collective starts, and no compiled code is invalidated.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from ...errors import ModelError
 from ...torch_private.trees import tree_map
 from ..interruption import supervision
 from ..registry import module_formula
-from ..wrappers import beneath_fsdp, is_left_out, unwrap
+from ..wrappers import is_not_model_work, unwrap, unwrap_fsdp
 
 Maker = Callable[[torch.Tensor, torch.dtype, "torch.device | None"], torch.Tensor]
-"""Makes what stands for a tensor, with this dtype, on this device (None: its own). See `tensor_makers.py`."""
+"""Makes a tensor's replacement, with this dtype, on this device (None: its own). See `tensor_makers.py`."""
 
 _PLAIN = frozenset((str, bytes, int, float, bool, complex, type(None), torch.dtype, torch.device, torch.Size))
 _SHARED = (str, bytes, int, float, bool, complex, type, types.ModuleType, torch.dtype, torch.device)
@@ -46,21 +46,21 @@ _FRAMEWORKS = {
     "mlflow", "tensorboard", "numpy", "datasets", "ray",
 }  # fmt: skip
 _OF_TORCH = frozenset(vars(nn.Module()))
-"""Attributes that every module has to itself."""
+"""Attributes that every module has."""
 CACHE = type(functools.lru_cache(lambda: None))
-"""What `functools.lru_cache` makes of a function."""
-_HEAP_TYPE = 1 << 9  # set for classes made by a class statement
+"""The type of a function decorated with `functools.lru_cache`."""
+_HEAP_TYPE = 1 << 9  # set for classes defined by a class statement
 _MAX_CONTAINER = 100_000
 _ITERATORS = frozenset({"builtins", "itertools"})
-"""Where iterators come from whose position a copy can have to itself."""
+"""Modules of iterators that can be copied together with their position."""
 
 
 class Shadow:
-    """Makes the shadow of a model and of whatever the model is called with; `make` decides on its tensors."""
+    """Makes the shadow of a model and of its arguments; `make` replaces the tensors."""
 
     def __init__(self, make: Maker) -> None:
-        self.place: torch.device | None = None
-        """Where tensors made from here on stand, if not where they are."""
+        self.device: torch.device | None = None
+        """The device of tensors made from here on; None: that of the tensor they replace."""
         self._make = make
         self._supervision = supervision()
         self._memo: dict[int, Any] = {}
@@ -75,13 +75,13 @@ class Shadow:
         return shadow
 
     def tree(self, thing: Any) -> Any:
-        """The shadow of anything: modules and tensors are replaced, what could be written to is copied."""
+        """The shadow of any object: modules and tensors are replaced, mutable objects are copied."""
         if type(thing) in _PLAIN or isinstance(thing, _SHARED):
             return thing
         if type(thing) in weakref.ProxyTypes:
             return weakref.proxy(self.tree(thing.__repr__.__self__))
-        for kind, make in _MAKERS:
-            if isinstance(thing, kind):
+        for types_handled, make in _MAKERS:
+            if isinstance(thing, types_handled):
                 return self._once(thing, functools.partial(make, self))
         if type(thing).__module__ in _ITERATORS and isinstance(thing, Iterator):
             return self._once(thing, self._iterator)
@@ -96,8 +96,8 @@ class Shadow:
         return self._memo[id(thing)]
 
     def tensor(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """What stands for a tensor; for a parameter one too, with the attributes it carries."""
-        made = self._make(tensor, dtype or tensor.dtype, self.place)
+        """A tensor's replacement; for a parameter, a parameter with the same extra attributes."""
+        made = self._make(tensor, dtype or tensor.dtype, self.device)
         if made is not tensor and isinstance(tensor, nn.Parameter):
             if type(made) is torch.Tensor:
                 made = nn.Parameter(made, requires_grad=tensor.requires_grad)
@@ -117,7 +117,7 @@ class Shadow:
             )
         if self._supervision is not None:
             self._supervision.check()
-        cls, fsdp_dtype = beneath_fsdp(module)
+        cls, fsdp_dtype = unwrap_fsdp(module)
         inherited, self._param_dtype = self._param_dtype, fsdp_dtype or self._param_dtype
         shell: nn.Module = object.__new__(cls)
         _copy_slots(module, shell, self.tree)
@@ -157,19 +157,19 @@ class Shadow:
         return self.tree(parameter)  # type: ignore[no-any-return]
 
     def _hooks(self, name: str, hooks: dict[Any, Any]) -> dict[Any, Any]:
-        """Hooks run in a count, for they may change the work, but on copies of what they close over.
+        """Hooks run in a count, since they may change the work, but on copies of what they close over.
 
-        Left out: hooks of FSDP and tensor parallelism (their collectives), hooks on backward and state dicts,
-        which do no work of the step, and hooks marked `_truemfu_skip` (themselves or the object they are
-        bound to), which watch the run.
+        Left out: hooks of FSDP and tensor parallelism (their collectives), backward and state-dict hooks,
+        which do none of the step's work, and hooks marked `_truemfu_skip` (themselves or the object they are
+        bound to), which only observe the run.
         """
-        kept = type(hooks)()
+        copied = type(hooks)()
         if "state_dict" in name or "backward" in name:
-            return kept
+            return copied
         for key, hook in hooks.items():
-            if not is_left_out(hook):
-                kept[key] = self.tree(hook)
-        return kept
+            if not is_not_model_work(hook):
+                copied[key] = self.tree(hook)
+        return copied
 
     def _container(self, thing: Any) -> Any:
         if len(thing) > _MAX_CONTAINER or isinstance(thing, torch.Size):
@@ -181,7 +181,7 @@ class Shadow:
             return type(thing)(*items) if hasattr(thing, "_fields") else type(thing)(items)
         try:
             made = copy.copy(thing)
-        except Exception:  # a container of its own making that cannot be copied is shared
+        except Exception:  # a custom container that cannot be copied is shared
             return thing
         self._memo[id(thing)] = made
         if isinstance(thing, dict):
@@ -198,7 +198,7 @@ class Shadow:
         return method if unchanged else types.MethodType(function, owner)
 
     def _builtin_method(self, method: Any) -> Any:
-        """A generator's own method draws from the copy of the generator, not from the training's numbers."""
+        """A method of a random generator draws from the copy of the generator, not from the training's."""
         owner = getattr(method, "__self__", None)
         is_generator = isinstance(owner, random.Random) or type(owner).__module__.startswith("numpy.random")
         return getattr(self.tree(owner), method.__name__) if is_generator else method
@@ -213,9 +213,9 @@ class Shadow:
         return made
 
     def _function(self, function: types.FunctionType) -> Any:
-        """A function with copies of what it closes over and of its defaults; a plain one is shared.
+        """A function with copies of its closure and defaults; one without either is shared.
 
-        Of a compiled function, the one that was compiled.
+        For a compiled function, the original one.
         """
         compiled_from = getattr(function, "_torchdynamo_orig_callable", None)
         if compiled_from is not None and not getattr(function, "_torchdynamo_disable", False):
@@ -239,10 +239,10 @@ class Shadow:
         return made
 
     def _object(self, thing: Any) -> Any:
-        """A copy of an object of a plain Python class, so that what is written to it stays with us."""
+        """A copy of an object of a plain Python class, so that writes do not reach the original."""
         try:
             shell = object.__new__(type(thing))
-        except TypeError:  # built by a C type after all
+        except TypeError:  # its base is a C type after all
             return thing
         self._memo[id(thing)] = shell
         _copy_slots(thing, shell, self.tree)
@@ -251,14 +251,14 @@ class Shadow:
         return shell
 
     def _cached_function(self, cached: Any) -> Any:
-        """The same function with a cache of its own, which starts empty."""
+        """The same function with a separate, empty cache."""
         parameters = cached.cache_parameters()
         return functools.lru_cache(**parameters)(self.tree(cached.__wrapped__))
 
     def _iterator(self, iterator: Iterator[Any]) -> Any:
         """An iterator at the same position, with copies of the iterators it reads from."""
         try:
-            with warnings.catch_warnings():  # itertools warn that copies of them end with Python 3.14
+            with warnings.catch_warnings():  # itertools warns that copying ends with Python 3.14
                 warnings.simplefilter("ignore", DeprecationWarning)
                 reduced: Any = iterator.__reduce__()
                 make, args, *state = reduced
@@ -270,7 +270,7 @@ class Shadow:
         return made
 
     def _queue(self, thing: queue.Queue[Any]) -> Any:
-        """A queue with the same items; where the training would wait for another thread, the count ends."""
+        """A queue with the same items; where the training would wait for another thread, the count fails."""
         if type(thing) not in (queue.Queue, queue.LifoQueue, queue.PriorityQueue):
             return thing
         made = type(thing)(thing.maxsize)
@@ -303,15 +303,15 @@ class Shadow:
 
 
 class _Uncopied:
-    """Stands for an iterator or queue that has no copy: a count that would advance it ends with an error."""
+    """Replaces an iterator or queue that cannot be copied: a count that would advance it fails."""
 
-    def __init__(self, place: str, kind: str) -> None:
-        self.place, self.kind = place, kind
+    def __init__(self, attribute: str, type_name: str) -> None:
+        self.attribute, self.type_name = attribute, type_name
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise ModelError(
-            f"{self.place} is a {self.kind}, which a count would advance: it cannot be copied, so "
-            "the training would miss what the count takes from it"
+            f"{self.attribute} is a {self.type_name}, which a count would advance: it cannot be copied, so "
+            "the training would lose the items that the count consumes"
         )
 
     def __iter__(self) -> Any:
@@ -320,7 +320,7 @@ class _Uncopied:
     __next__ = __await__ = send = throw = get = get_nowait = put = put_nowait = _refuse
 
     def close(self) -> None:
-        """Nothing to close; the generator itself stays as it is."""
+        """Nothing to close; the original generator is left as it is."""
 
 
 def _copy_of_generator(generator: torch.Generator) -> torch.Generator:
@@ -338,7 +338,7 @@ def _copy_slots(thing: Any, shell: Any, tree: Callable[[Any], Any]) -> None:
 
 
 def is_plain_object(cls: type) -> bool:
-    """Whether objects of a class are the user's own: written in Python, no framework's, no enumeration."""
+    """Whether objects of a class are the user's own: written in Python, not of a framework, not an enum."""
     if cls.__module__.split(".")[0] in sys.stdlib_module_names - {"__main__"}:
         return False
     bases = [base for base in cls.__mro__ if base is not object and base.__module__ != "typing"]
@@ -377,4 +377,4 @@ _MAKERS: tuple[tuple[type | tuple[type, ...], Callable[[Shadow, Any], Any]], ...
     (threading.local, Shadow._thread_local),
     ((types.GeneratorType, types.CoroutineType, queue.SimpleQueue), Shadow._uncopied),
 )
-"""How each type is copied. No attribute of a Shadow: it would refer to itself, and so keep the model."""
+"""How each type is copied. Not an attribute of Shadow: that reference cycle would keep the model alive."""

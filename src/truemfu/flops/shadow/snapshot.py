@@ -1,10 +1,10 @@
-"""A model as it is at this moment, to be counted later.
+"""A model as it is now, to be counted later.
 
     in the forward pass:      taken = snapshot(model)             milliseconds, nothing runs
     at the end of a step:     FlopModel.fit(taken, batch)
 
-Training changes a model while it goes on: flags, frozen weights, hooks, attributes. A snapshot shares none of
-that. Its parameters are stand-ins without memory; buffers, whose values may steer a model, are the live ones.
+Training changes a model as it runs: flags, frozen weights, hooks, attributes. A snapshot shares none of them.
+Its parameters are placeholders without memory; its buffers, whose values may affect the work, are shared.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from torch import nn
 
 from ..wrappers import has_values
 from .shadow import Shadow
-from .tensor_makers import stand_in
+from .tensor_makers import placeholder
 
 
 def snapshot(model: nn.Module) -> nn.Module:
     """The model as it is now: `count_flops` and `FlopModel.fit` count it as they would the model itself.
 
-    Wrappers are taken off (DDP, FSDP2, `torch.compile`). Only good for counting: it cannot run.
+    Wrappers are removed (DDP, FSDP2, `torch.compile`). It is only for counting: it cannot run.
     """
-    taken = Shadow(stand_in).model(model)
+    taken = Shadow(placeholder).model(model)
     vars(taken)["_truemfu_had_values"] = has_values(model)
     return taken

@@ -1,12 +1,11 @@
-"""What stands for a tensor in a shadow: a fake tensor, a real copy on the CPU, or a stand-in.
+"""Replacements of a tensor in a shadow: a fake tensor, a real copy on the CPU, or a placeholder.
 
-    fake_tensor   runs under a count; knows the values of small tensors that are no weights
-    real_copy     for models that cannot do without values
-    stand_in      shape, stride, dtype, device and need of a gradient: all a count asks of a weight; knows the
-                  weight it stands for, as long as that exists, for counts that cannot do without values
+    FakeTensorMaker   fake tensors, for counts; the values of small tensors other than weights stay readable
+    real_copy         CPU copies, for models that need values
+    placeholder       shape, stride, dtype, device and requires_grad, which is all a count needs of a weight;
+                      refers weakly to the weight, for counts that need its values
 
-Each is made by a function of the tensor, the dtype it should have, and the device it should stand on (None:
-its own).
+Each is called with the tensor, the new dtype and the new device (None: the tensor's own).
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ from ...torch_private import table
 from ...torch_private.dispatch import FakeTensor, FakeTensorMode
 from ...torch_private.find import ABSENT
 from ..batch import is_readable
-from ..host_copy import host_copy, place_of
+from ..host_copy import host_copy, original_device
 from .values import Value, attach
 
 _MAX_BUFFER_VALUE = 1 << 24
 _COMMON = (torch.Tensor, nn.Parameter)
 
 
-class StandIn(torch.Tensor):
-    """A tensor that says what it is like and can do nothing: no memory is behind it."""
+class PlaceholderTensor(torch.Tensor):
+    """A tensor with metadata only: it has no memory, and operators on it fail."""
 
     _truemfu_unreadable = True
     _truemfu_of: weakref.ref[torch.Tensor]
@@ -40,39 +39,41 @@ class StandIn(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        raise ModelError(f"{func} was called on a parameter of a snapshot, which is there to be counted only")
+        raise ModelError(f"{func} was called on a parameter of a snapshot, which can only be counted")
 
 
-def stand_in(tensor: torch.Tensor, dtype: torch.dtype, place: torch.device | None) -> torch.Tensor:
-    """For a weight a stand-in; whatever else may hold a value is kept as it is, not copied."""
+def placeholder(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device | None) -> torch.Tensor:
+    """A placeholder for a weight; any tensor whose value may be needed is returned as it is, not copied."""
     sharded = _is_sharded(tensor)
     if not sharded and (not _is_plain(tensor) or nn.parameter.is_lazy(tensor) or _has_small_value(tensor)):
         return tensor
-    made = _bare(tensor.shape, None if sharded else tensor.stride(), dtype, place or place_of(tensor))
+    made = _bare(tensor.shape, None if sharded else tensor.stride(), dtype, device or original_device(tensor))
     made.requires_grad_(tensor.requires_grad)
     made._truemfu_of = getattr(tensor, "_truemfu_of", None) or weakref.ref(tensor)
     return made
 
 
 def _bare(
-    shape: torch.Size, stride: tuple[int, ...] | None, dtype: torch.dtype, place: torch.device
-) -> StandIn:
-    """A stand-in of this look; where torch cannot make one without memory, on the meta device."""
+    shape: torch.Size, stride: tuple[int, ...] | None, dtype: torch.dtype, device: torch.device
+) -> PlaceholderTensor:
+    """A placeholder of this shape; on the meta device if torch cannot make one without memory."""
     make = table.get(table.WRAPPER_SUBCLASS)
-    made = None if make is ABSENT else make(StandIn, shape, strides=stride, dtype=dtype, device=place)
-    if isinstance(made, StandIn) and made.device == place:
+    made = (
+        None if make is ABSENT else make(PlaceholderTensor, shape, strides=stride, dtype=dtype, device=device)
+    )
+    if isinstance(made, PlaceholderTensor) and made.device == device:
         return made
     table.miss(table.WRAPPER_SUBCLASS)
     if stride is None:
         stride = torch.empty(shape, device="meta").stride()
-    meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta").as_subclass(StandIn)
-    meta._truemfu_place = place  # type: ignore[attr-defined]
+    meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta").as_subclass(PlaceholderTensor)
+    meta._truemfu_device = device  # type: ignore[attr-defined]
     return meta
 
 
 def live(tensor: torch.Tensor) -> torch.Tensor:
-    """The weight that a stand-in stands for; any other tensor is its own."""
-    if not isinstance(tensor, StandIn):
+    """The weight that a placeholder represents; any other tensor is returned as it is."""
+    if not isinstance(tensor, PlaceholderTensor):
         return tensor
     weight = tensor._truemfu_of()
     if weight is None:
@@ -80,32 +81,32 @@ def live(tensor: torch.Tensor) -> torch.Tensor:
     return weight
 
 
-def real_copy(tensor: torch.Tensor, dtype: torch.dtype, place: torch.device | None) -> torch.Tensor:
-    """The same values in CPU memory; zeros for a tensor that has none."""
-    wanted, tensor = tensor.requires_grad, live(tensor)
+def real_copy(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device | None) -> torch.Tensor:
+    """The same values in CPU memory; zeros for a meta tensor."""
+    needs_gradient, tensor = tensor.requires_grad, live(tensor)
     if tensor.is_meta:
-        return torch.zeros_like(tensor, device="cpu", dtype=dtype, requires_grad=wanted)
-    return host_copy(tensor).to(dtype).requires_grad_(wanted)
+        return torch.zeros_like(tensor, device="cpu", dtype=dtype, requires_grad=needs_gradient)
+    return host_copy(tensor).to(dtype).requires_grad_(needs_gradient)
 
 
-class FakeLikeness:
-    """Makes fake tensors of one mode; `on_read` is called whenever the values of one are asked for."""
+class FakeTensorMaker:
+    """Makes fake tensors of one mode; `on_read` is called whenever the values of one are read."""
 
     def __init__(self, mode: FakeTensorMode, *, on_read: Callable[[], None] | None = None) -> None:
         self._mode, self.on_read = mode, on_read
 
-    def __call__(self, tensor: torch.Tensor, dtype: torch.dtype, place: torch.device | None) -> torch.Tensor:
-        """A leaf like this tensor, without its data; small values stay readable."""
-        wanted = tensor.requires_grad
-        if _is_sharded(tensor):  # here it has its whole size
+    def __call__(self, tensor: torch.Tensor, dtype: torch.dtype, device: torch.device | None) -> torch.Tensor:
+        """A leaf with this tensor's metadata and without its data; small values stay readable."""
+        needs_gradient = tensor.requires_grad
+        if _is_sharded(tensor):  # here it has its full size
             shape, stride = tensor.shape, torch.empty(tensor.shape, device="meta").stride()
         elif _is_plain(tensor):
             shape, stride = tensor.shape, tensor.stride()
         else:
             made = self._mode.from_tensor(tensor.detach(), static_shapes=True)
-            return made.requires_grad_(wanted)
-        bare = torch.empty_strided(shape, stride, dtype=dtype, device="meta", requires_grad=wanted)
-        fake: torch.Tensor = FakeTensor(self._mode, bare, place or place_of(tensor))
+            return made.requires_grad_(needs_gradient)
+        bare = torch.empty_strided(shape, stride, dtype=dtype, device="meta", requires_grad=needs_gradient)
+        fake: torch.Tensor = FakeTensor(self._mode, bare, device or original_device(tensor))
         if not _is_sharded(tensor) and _has_small_value(tensor):
             values, on_read = tensor.detach(), self.on_read
 
@@ -119,24 +120,24 @@ class FakeLikeness:
 
 
 def _is_sharded(tensor: torch.Tensor) -> bool:
-    """A DTensor: a piece of a tensor that is spread over devices."""
+    """Whether this is a DTensor: a shard of a tensor distributed over devices."""
     return type(tensor) not in _COMMON and hasattr(tensor, "_spec") and hasattr(tensor, "device_mesh")
 
 
 def _has_small_value(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's values may steer the model and can be kept: no weights, nothing large."""
+    """Whether a tensor's values may affect control flow and can be stored: not a weight, not large."""
     is_weight = tensor.requires_grad or isinstance(tensor, nn.Parameter)
     return not is_weight and is_readable(tensor) and tensor.numel() <= _MAX_BUFFER_VALUE
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """A strided tensor of torch's own, or a Parameter (subclasses of Parameter carry their extras along)."""
-    kind = type(tensor)
-    return kind is StandIn or (
+    """Whether this is one of torch's own strided tensors or a Parameter, subclasses of which are accepted."""
+    cls = type(tensor)
+    return cls is PlaceholderTensor or (
         tensor.layout is torch.strided
         and (
-            kind in _COMMON
+            cls in _COMMON
             or (isinstance(tensor, (nn.Parameter, FakeTensor)) and not hasattr(tensor, "__tensor_flatten__"))
         )
-        and (kind in _COMMON or not hasattr(tensor, "_spec"))
+        and (cls in _COMMON or not hasattr(tensor, "_spec"))
     )

@@ -1,13 +1,13 @@
-"""Values behind fake tensors: what lets a model run on shapes alone and still take its real path.
+"""Values of fake tensors: they let a model run on shapes alone and still take the same path as a real run.
 
-Fake tensors know no values, so a model that asks for one (a mask that is all ones, the size of an image, the
-tokens of an expert) fails on them. Here integers keep their values: a tensor made from known ones is known
-too, worked out on the CPU only when somebody asks. Only what hangs on weights is unknown. Where a model asks
-for such a value, a plausible one is assumed and its origin remembered: the choice of experts is spread
-evenly, a comparison is false. A count that hangs on an assumption says so.
+Fake tensors have no values, so a model that reads one (whether a mask is all ones, the size of an image, the
+tokens of an expert) fails on them. Here integers keep their values: a tensor computed from known ones is
+known too, evaluated on the CPU only when it is read. Only values that depend on weights are unknown. Where a
+model reads one of these, a plausible value is assumed and its origin recorded: the choice of experts is
+spread evenly, a comparison is false. A count that depends on an assumption has a note about it.
 
-    batch, arange, shapes ──► known, lazily ──► item(), nonzero(), x[mask] answered as in a real run
-    weights, activations  ──► unknown       ──► assumed when asked, and said
+    batch, arange, shapes ──► known, lazily ──► item(), nonzero(), x[mask] as in a real run
+    weights, activations  ──► unknown       ──► assumed when read, and reported in a note
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from .fake_results import FakeResults
 aten = torch.ops.aten
 
 MAX_ELEMENTS = 1 << 27
-"""Values of more elements than this are not worked out."""
+"""Values with more elements than this are not computed."""
 
 _MAX_FLOAT_FACTORY = 1 << 20
 _NUMBERS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Value:
-    """The real tensor behind a fake one, worked out on first use.
+    """The real values of a fake tensor, computed on first use.
 
-    `assumed` says what was made up, if anything. Views share their base's `root`, so that writing something
-    unknown through one of them makes all of them unknown.
+    `assumed` describes what was assumed, if anything. Views share their base's `root`, so that writing an
+    unknown value through one of them makes all of them unknown.
     """
 
     __slots__ = (
@@ -64,13 +64,13 @@ class Value:
             self.root.has_views = True
         self.unknown = False
         self.is_fill = False
-        """Whether this is a fresh tensor of one number, as kernels get to write their results to."""
+        """Whether this is a newly filled tensor, such as kernels are given to write their results to."""
         self.is_rate = False
-        """Whether it was drawn between 0 and 1, to be compared with a rate."""
+        """Whether it was drawn between 0 and 1, as for a comparison with a dropout rate."""
 
     @property
     def is_unread(self) -> bool:
-        """Whether nobody has asked for this value yet, and no other shares its memory."""
+        """Whether this value has not been read yet and no other value shares its memory."""
         return self._tensor is None and self.root is self and not self.has_views
 
     def tensor(self) -> torch.Tensor:
@@ -83,18 +83,18 @@ class Value:
 
 
 def value_of(tensor: Any) -> Value | None:
-    """The value behind a fake tensor, if it is known or assumed."""
+    """The value of a fake tensor, if it is known or assumed."""
     value: Value | None = getattr(tensor, "_truemfu_value", None)
     return None if value is None or value.root.unknown else value
 
 
 def _value(tensor: torch.Tensor) -> Value | None:
-    """Likewise for any tensor: a real one, such as a literal in the model's code, is known as it is."""
+    """The same for any tensor: a real one, such as a literal in the model's code, is always known."""
     return value_of(tensor) if isinstance(tensor, FakeTensor) else Value(lambda: on_host(tensor))
 
 
 def attach(tensor: torch.Tensor, value: Value) -> None:
-    """Remember the value behind a fake tensor."""
+    """Attach a value to a fake tensor."""
     tensor._truemfu_value = value  # type: ignore[attr-defined]
 
 
@@ -139,34 +139,34 @@ _DYNAMIC = {
 }
 _COMPARISONS = {aten.lt.Scalar, aten.le.Scalar, aten.gt.Scalar, aten.ge.Scalar}
 _TRUTH = {aten.equal.default, aten.is_nonzero.default, aten.allclose.default}
-_ANSWERED = {aten._local_scalar_dense.default} | _TRUTH | _DYNAMIC
-_LOOKED_AT = {aten.index.Tensor, aten.embedding.default}
+_READS_VALUES = {aten._local_scalar_dense.default} | _TRUTH | _DYNAMIC
+_CHECKED = {aten.index.Tensor, aten.embedding.default}
 
 
 @functools.cache
 def _traits(func: Any) -> tuple[bool, bool, bool]:
-    """Of an operator: whether it is handled here in its own way, whether it writes into an argument, and
-    whether nothing is to be followed once one of its inputs is unknown."""
+    """For an operator: whether it needs special handling here, whether it writes into an argument, and
+    whether its results are unknown as soon as one of its inputs is."""
     mutable = func._schema.is_mutable
-    ends = not mutable and func not in _RANKING and func not in _CHOICE and func not in _LIKE
-    return func in _ANSWERED or func in _LOOKED_AT, mutable, ends and func not in _FACTORIES
+    needs_all = not mutable and func not in _RANKING and func not in _CHOICE and func not in _LIKE
+    return func in _READS_VALUES or func in _CHECKED, mutable, needs_all and func not in _FACTORIES
 
 
 def _has_unknown(arguments: Iterable[Any]) -> bool:
     """Whether a fake tensor among these, or in a list among them, has no value."""
     for argument in arguments:
-        kind = type(argument)
-        if kind is FakeTensor:
+        cls = type(argument)
+        if cls is FakeTensor:
             value = argument.__dict__.get("_truemfu_value")
             if value is None or value.root.unknown:
                 return True
-        elif (kind is list or kind is tuple) and _has_unknown(argument):
+        elif (cls is list or cls is tuple) and _has_unknown(argument):
             return True
     return False
 
 
 def _check_rows(weight: torch.Tensor, ids: torch.Tensor) -> None:
-    """Looking up a row that is not there fails in a real run; fake tensors would let it pass."""
+    """Raise IndexError for an embedding row that does not exist, as a real run would; fake tensors do not."""
     value = value_of(ids)
     if value is None or value.assumed or ids.device.type != "cpu" or not ids.numel():
         return
@@ -187,13 +187,13 @@ def _draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Ten
 
 
 def _histogram(source: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """`histc`, which takes integers on a GPU alone: as float64 they fall into the same bins."""
+    """`histc`, which accepts integers only on a GPU: as float64 they fall into the same bins."""
     exact = source if source.is_floating_point() else source.double()
     return torch.histc(exact, *args, **kwargs).to(source.dtype)
 
 
-def _forget(tensors: Iterable[torch.Tensor]) -> None:
-    """Something unknown was written into these."""
+def _mark_unknown(tensors: Iterable[torch.Tensor]) -> None:
+    """Mark these as unknown: an unknown value was written into them."""
     for tensor in tensors:
         if (value := value_of(tensor)) is not None:
             value.root.unknown = True
@@ -204,7 +204,7 @@ def _numel(out: Any) -> int:
 
 
 class FollowingMode(TorchDispatchMode):
-    """Runs whatever is inside on fake tensors with their values followed, and counts nothing."""
+    """Runs operators on fake tensors and follows their values, without counting."""
 
     def __init__(self, following: Following) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -224,35 +224,35 @@ class Following:
         self._pending: weakref.WeakSet[Value] = weakref.WeakSet()
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """One operator, as the model sees it."""
-        special, mutable, ends = _traits(func)
+        """Run one operator; returns what the model gets."""
+        special, mutable, needs_all = _traits(func)
         if special:
-            if func in _ANSWERED:
-                return self._answer(func, args, kwargs)
+            if func in _READS_VALUES:
+                return self._run_on_values(func, args, kwargs)
             if func is aten.index.Tensor:
                 args = self._integer_indices(args)
             else:
                 _check_rows(args[0], args[1])
         if mutable and args and type(args[0]) is torch.Tensor and "out" not in kwargs:
-            return args[0]  # a real tensor from outside the model is not ours to write to
+            return args[0]  # a real tensor from outside the model must not be written to
         out = self._results.run(func, args, kwargs)
         if func is aten.lift_fresh.default and isinstance(out, FakeTensor):
-            # Its value is ours to follow, on the CPU: torch would run what meets only such tensors for real,
-            # on the device that the model asks for.
+            # Its value is followed here, on the CPU: torch would run operators on only such tensors for real,
+            # on the device that the model requests.
             out.constant = None
-        if not (ends and (_has_unknown(args) or _has_unknown(kwargs.values()))):
+        if not (needs_all and (_has_unknown(args) or _has_unknown(kwargs.values()))):
             self._follow(func, args, kwargs, out)
         return out
 
-    def launched(self, arguments: Iterable[Any]) -> None:
-        """A kernel was passed over that would have had these: the fresh ones are taken for its results."""
+    def record_launch(self, arguments: Iterable[Any]) -> None:
+        """Record a kernel that was skipped: its newly filled arguments are taken to be its results."""
         values = [value for argument in arguments if (value := value_of(argument)) is not None]
         for value in values:
             if value.root.is_fill:
                 value.root.unknown = True
 
-    def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An operator whose result, or its shape, is a matter of values."""
+    def _run_on_values(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator whose result, or the shape of it, depends on values."""
         if func in _DYNAMIC:
             return self._dynamic(func, args, kwargs)
         if func in _TRUTH:
@@ -260,10 +260,10 @@ class Following:
             with disable_modes():
                 return func(*real_args, **real_kwargs)
         with disable_modes():
-            return self._ask(args[0]).item()
+            return self._read_value(args[0]).item()
 
-    def _ask(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The value of a tensor that the model reads: known, or assumed and noted."""
+    def _read_value(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The value of a tensor that the model reads: known, or assumed and recorded."""
         if not isinstance(tensor, FakeTensor):
             return tensor
         value = value_of(tensor)
@@ -277,7 +277,7 @@ class Following:
         return value.tensor()
 
     def _real(self, tree: Any) -> Any:
-        return tree_map_only(torch.Tensor, self._ask, tree)
+        return tree_map_only(torch.Tensor, self._read_value, tree)
 
     def _fake(self, real: torch.Tensor, device: torch.device, assumed: str | None) -> torch.Tensor:
         with self.fake_mode:
@@ -286,17 +286,17 @@ class Following:
         return fake
 
     def _dynamic(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An operator whose result's shape depends on values: work it out, then forget what is unknown."""
+        """Run an operator whose result's shape depends on values, on known or assumed values."""
         tensors = [a for a in tree_flatten((args, kwargs))[0] if isinstance(a, torch.Tensor)]
         device = tensors[0].device
         if func is aten.masked_select.default:
             shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
-            asked = self._ask(args[1])
+            mask = self._read_value(args[1])
             with disable_modes():
-                places = asked.expand(shape).nonzero().unbind(1)
-            picked = [self._fake(place, device, None) for place in places]
+                indices = mask.expand(shape).nonzero().unbind(1)
+            fake_indices = [self._fake(index, device, None) for index in indices]
             source = self.run(aten.expand.default, (args[0], shape), {})
-            return self.run(aten.index.Tensor, (source, picked), {})
+            return self.run(aten.index.Tensor, (source, fake_indices), {})
         real_args, real_kwargs = self._real(args), self._real(kwargs)
         assumed = next((v.assumed for t in tensors if (v := value_of(t)) and v.assumed), None)
         with disable_modes(), torch.no_grad():
@@ -304,7 +304,7 @@ class Following:
         return tree_map_only(torch.Tensor, lambda t: self._fake(t, device, assumed), out)
 
     def _integer_indices(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Replace boolean indices, whose result has no shape of its own, by the integers they stand for."""
+        """Replace boolean indices, whose result shape depends on values, by equivalent integer ones."""
         tensor, indices = args[0], args[1]
         if not any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices):
             return args
@@ -348,7 +348,7 @@ class Following:
         known = [v for v in values if v is not None]
         assumed = next((v.assumed for v in known if v.assumed), None)
         if func in _COMPARISONS and known[0].is_rate and not 0 < args[1] < 1:
-            assumed = None  # every draw gives the same answer: a layer that is dropped at rate 0, say
+            assumed = None  # every draw gives the same result: a layer dropped at rate 0, for example
         aliases = schema is not None and any(r.alias_info is not None for r in schema.returns)
         whole: list[Any] = []
 
@@ -406,7 +406,7 @@ class Following:
         positions: list[int],
         values: list[Value | None],
     ) -> None:
-        """An operator that writes into an argument: write into the known value too, or forget it."""
+        """For an operator that writes into an argument: update the known value, or mark it unknown."""
         written = [
             kwargs.get(a.name, args[i] if i < len(args) else None)
             for i, a in enumerate(schema.arguments)
@@ -415,12 +415,12 @@ class Following:
         tensors = [t for t in tree_flatten(written)[0] if isinstance(t, torch.Tensor)]
         seeded = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
         if seeded or any(v is None for v in values):
-            _forget(tensors)
+            _mark_unknown(tensors)
             return
         known = [value for value in values if value is not None]
         written_to = value_of(tensors[0]) if len(tensors) == 1 else None
         if written_to is not None and written_to.is_unread:
-            # A counter in a buffer, say: reading it now would wait for the device, and nobody may ever ask.
+            # For example a counter in a buffer: reading it waits for the device, and may never be needed.
             def after_writing() -> torch.Tensor:
                 before = written_to.tensor().clone()
                 self._write(func, flat, spec, positions, [before if v is written_to else v for v in known])
@@ -429,19 +429,19 @@ class Following:
             assumed = next((value.assumed for value in known if value.assumed), None)
             attach(tensors[0], Value(after_writing, assumed))
             return
-        for pending in list(self._pending):  # what was derived from the old content must be worked out first
+        for pending in list(self._pending):  # values derived from the old content must be computed first
             pending.tensor()
         self._pending.clear()
         try:
             self._write(func, flat, spec, positions, known)
-        except NotImplementedError:  # it has no kernel for a CPU
-            _forget(tensors)
+        except NotImplementedError:  # it has no CPU kernel
+            _mark_unknown(tensors)
 
     @staticmethod
     def _write(
         func: Any, flat: list[Any], spec: Any, positions: list[int], values: Sequence[Value | torch.Tensor]
     ) -> None:
-        """Run an operator that writes on real tensors."""
+        """Run an in-place operator on the real tensors."""
         real = list(flat)
         for position, value in zip(positions, values, strict=True):
             real[position] = value.tensor() if isinstance(value, Value) else value

@@ -1,8 +1,8 @@
-"""Attention from structure: projections, products of queries, keys and values, what backward needs of them.
+"""Attention from structure: projections, products of queries, keys and values, and their backward.
 
 The products' sizes follow from the projections: the queries' output is heads × head size, the output
-projection's input is heads × value size, however many heads share a key. Which kernel runs decides only what
-is recomputed: a fused one makes the scores again in backward, and every gradient, needed or not.
+projection's input is heads × value size, however many heads share a key. The kernel determines only what is
+recomputed: a fused one computes the scores again in backward, and every gradient, needed or not.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import nn
 
 from ..attention.pairs import CAUSAL, FULL, Band
 from ..attention.windows import sliding_window
-from . import kinds
+from . import module_types
 from .source import names_in
 from .streams import TOKENS, CrossPairs, Quantity, Rows, SelfPairs
 
@@ -22,20 +22,22 @@ if TYPE_CHECKING:
     from .walk import Walk
     from .work import Flow
 
-FUSED_NOTE = "a fused attention kernel is assumed, whose backward makes the scores again"
+FUSED_NOTE = "a fused attention kernel is assumed, whose backward computes the scores again"
 
 
 def attend(walk: Walk, module: nn.Module, path: str, flow: Flow) -> Flow:
-    """An attention whose projections are layers: each reads the input, keys of cross-attention the memory."""
+    """Attention whose projections are layers: each reads the input, keys of cross-attention the memory."""
     memory = _memory(walk, path, flow, module)
     children = {name: child for name, child in module._modules.items() if child is not None}
-    for name in [n for n, c in children.items() if kinds.role(n) is None and kinds.has_convolution(c)]:
+    for name in [
+        n for n, c in children.items() if module_types.role(n) is None and module_types.has_convolution(c)
+    ]:
         memory = walk.visit(children.pop(name), f"{path}.{name}", flow)  # keys and values of fewer positions
     flows: dict[str, Flow] = {}
     outputs = []
     for name, child in children.items():
-        role = kinds.role(name)
-        if role is None and kinds.linear_of(child) is not None:
+        role = module_types.role(name)
+        if role is None and module_types.linear_of(child) is not None:
             walk.uncounted[f"what {type(module).__name__} does with {name}"] += 1
         if role == "o":
             outputs.append((name, child))
@@ -57,8 +59,8 @@ def attend(walk: Walk, module: nn.Module, path: str, flow: Flow) -> Flow:
     return replace(after, stream=flow.stream, attended=True)
 
 
-def attend_at_once(walk: Walk, module: nn.MultiheadAttention, path: str, flow: Flow) -> Flow:
-    """`nn.MultiheadAttention`: its projections are parameters of its own."""
+def attend_multihead(walk: Walk, module: nn.MultiheadAttention, path: str, flow: Flow) -> Flow:
+    """`nn.MultiheadAttention`, whose projections are its own parameters."""
     memory = _memory(walk, path, flow, module)
     walk.start_features(flow, module.embed_dim)
     walk.sequence_first |= not module.batch_first and flow.stream.source != TOKENS
@@ -78,23 +80,23 @@ def attend_at_once(walk: Walk, module: nn.MultiheadAttention, path: str, flow: F
         needs.append(seen.needs or weight.requires_grad or trained_bias)
     _products(walk, module, path, flow, memory, width, width, (needs[0], needs[1], needs[2]))
     after = replace(flow, width=width, needs=any(needs), attended=True)
-    linear = kinds.linear_of(module.out_proj)
+    linear = module_types.linear_of(module.out_proj)
     assert linear is not None
     after = walk.linear(module.out_proj, path, after, linear)
     return replace(after, stream=flow.stream, attended=True)
 
 
 def _memory(walk: Walk, path: str, flow: Flow, module: nn.Module) -> Flow | None:
-    """What cross-attention looks at; None for self-attention."""
-    return walk.memory if kinds.is_cross(path, module) else None
+    """The input of the keys in cross-attention; None for self-attention."""
+    return walk.memory if module_types.is_cross(path, module) else None
 
 
 def _widths(children: dict[str, nn.Module], flows: dict[str, Flow], q: Flow) -> tuple[int, int]:
     """heads × head size of the scores, and of the values."""
-    out = next((c for n, c in children.items() if kinds.role(n) == "o"), None)
-    first = None if out is None else kinds.linear_of(out)
+    out = next((c for n, c in children.items() if module_types.role(n) == "o"), None)
+    first = None if out is None else module_types.linear_of(out)
     if out is not None and first is None:
-        first = next((linear for _, _, linear in kinds.linears_in(out)), None)
+        first = next((linear for _, _, linear in module_types.linears_in(out)), None)
     k, v = flows.get("k"), flows.get("v")
     assert q.width is not None
     if first is not None:
@@ -117,7 +119,7 @@ def _products(
     v_width: int,
     needs: tuple[bool, bool, bool],
 ) -> None:
-    """Scores and values forward; in backward dV, dP, dQ and dK, as far as something below needs them."""
+    """Scores and values forward; in backward dV, dP, dQ and dK, if a layer below needs them."""
     q, k, v = needs
     forward = 2 * (qk_width + v_width)
     backward = 2 * (v_width * (v + (q or k)) + qk_width * (q + k))
@@ -148,7 +150,7 @@ def _products(
 
 
 def _is_fused(walk: Walk, module: nn.Module, same_widths: bool, cross: bool) -> bool:
-    """Whether a fused kernel runs: none does for attention written out, and on a CPU for fewer cases."""
+    """Whether a fused kernel runs: not for eager attention, and on a CPU in fewer cases."""
     config = walk.config
     chosen = getattr(config, "_attn_implementation", None)
     if chosen == "eager":
@@ -157,7 +159,7 @@ def _is_fused(walk: Walk, module: nn.Module, same_widths: bool, cross: bool) -> 
         around = walk.around[-2] if len(walk.around) > 1 else module
         own = isinstance(around, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer))
         if not own and "need_weights" not in names_in(type(around).forward):
-            return False  # it returns the probabilities, which no fused kernel makes
+            return False  # it returns the probabilities, which no fused kernel computes
     elif chosen is None:
         names = names_in(type(module).forward)
         if "scaled_dot_product_attention" not in names and {"softmax", "Softmax"} & names:
@@ -169,7 +171,7 @@ def _is_fused(walk: Walk, module: nn.Module, same_widths: bool, cross: bool) -> 
 
 
 def _has_learned_bias(walk: Walk) -> bool:
-    """Whether scores of this stack get a learned bias: a mask with a gradient, which no kernel takes."""
+    """Whether scores of this stack get a learned bias: a mask with a gradient, which no kernel accepts."""
     stack = next((m for m in walk.around if isinstance(m, nn.ModuleList)), None)
     if stack is None:
         return False
@@ -207,17 +209,20 @@ def _is_causal(walk: Walk, module: nn.Module) -> bool:
         return True
     if own is None and "is_causal" in names_in(type(module).forward):
         return True
-    said = (kinds.says_causal(m) for m in reversed(walk.around))
-    return next((answer for answer in said if answer is not None), False)
+    declared = (module_types.is_causal_in_code(m) for m in reversed(walk.around))
+    return next((answer for answer in declared if answer is not None), False)
 
 
 def _window_of_patches(walk: Walk, module: nn.Module) -> int | None:
     """The side, in patches, of the windows that patches of an image are confined to in this layer."""
     config = walk.config
     whole = getattr(config, "fullatt_block_indexes", None)
-    patch, pixels = kinds.number([config], ["patch_size"]), kinds.number([config], ["window_size"])
+    patch, pixels = (
+        module_types.number([config], ["patch_size"]),
+        module_types.number([config], ["window_size"]),
+    )
     if isinstance(whole, (list, tuple)) and walk.blocks and patch and pixels:
-        merge = kinds.number([config], ["spatial_merge_size"]) or 1
+        merge = module_types.number([config], ["spatial_merge_size"]) or 1
         return None if walk.blocks[-1] in whole else pixels // merge // patch * merge
     holders = (module, *walk.around[-4:-1][::-1])
     own = next((w for m in holders if (w := getattr(m, "window_size", None)) is not None), None)

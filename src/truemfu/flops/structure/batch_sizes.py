@@ -1,7 +1,7 @@
-"""The sizes an estimate needs, from a batch's shapes; values are read of small CPU tensors, never of a GPU's.
+"""The sizes an estimate needs, from a batch's shapes; values are read only from small CPU tensors.
 
-Arguments that models agree on are known by name. Others are told by dtype and dimensions: whole numbers are
-token ids, floating-point tensors are pictures, sound or features, as the model's first layer takes them.
+Common arguments are recognised by name, others by dtype and dimensions: integers are token ids, floating
+point tensors are images, audio or features, whichever the model's first layer takes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .streams import FEATURES, FRAMES, PIXELS, TARGET, TOKENS, Sizes, Stream, ro
 if TYPE_CHECKING:
     from .walk import Walk
 
-PATCHES_OF_LAST_RESORT = 576
+DEFAULT_PATCHES = 576
 _TOKENS = ("input_ids", "inputs_embeds", "tokens", "idx", "src")
 _TARGET = ("decoder_input_ids", "decoder_inputs_embeds", "labels", "tgt")
 _FRAMES = ("input_features", "input_values", "audio_values")
@@ -30,7 +30,7 @@ _WORDS = {
     TOKENS: "token ids (input_ids)",
     TARGET: "the decoder's token ids (decoder_input_ids, labels)",
     PIXELS: "images (pixel_values)",
-    FRAMES: "sound (input_features, input_values)",
+    FRAMES: "audio (input_features, input_values)",
     FEATURES: "features",
 }
 
@@ -108,7 +108,7 @@ class BatchReader:
         self._documents(items, sizes, samples, length)
 
     def _documents(self, items: Mapping[str, Any], sizes: Sizes, samples: int, length: int) -> None:
-        """Packed documents, where their lengths can be read without waiting for a GPU."""
+        """Packed documents, if their lengths can be read without waiting for a GPU."""
         key = next((k for k in (*CUMULATIVE, "position_ids") if isinstance(items.get(k), torch.Tensor)), None)
         sizes.executed_apart = key in CUMULATIVE or self._documents_apart
         if key is None:
@@ -119,14 +119,14 @@ class BatchReader:
             sizes.documents = rows_of_documents(lengths, samples)
         elif key == "position_ids":
             if tensor.dim() <= 2:
-                sizes.notes.append("each row is taken as one document: its positions are not on the CPU")
+                sizes.notes.append("each row counts as one document: its position ids are not on the CPU")
         elif tensor.numel() > 1:
             count = tensor.numel() - 1
             whole = samples * length
             each = [whole // count + (i < whole % count) for i in range(count)]
             sizes.documents = [each]
             sizes.notes.append(
-                f"{count} packed documents are taken as equally long: their lengths are not on the CPU"
+                f"{count} packed documents are assumed to be equally long: their lengths are not on the CPU"
             )
 
     def _pixels(self, items: Mapping[str, Any], sizes: Sizes) -> None:
@@ -142,10 +142,10 @@ class BatchReader:
             if value is None:
                 images = len(items[key]) if isinstance(items[key], (list, tuple)) else 1
                 warn_once(
-                    f"the size of the images in {key} cannot be told: {PATCHES_OF_LAST_RESORT} visual tokens "
+                    f"the size of the images in {key} is unknown: {DEFAULT_PATCHES} visual tokens "
                     "are assumed for each"
                 )
-                cut, outer, patches = True, outer + images, patches + PATCHES_OF_LAST_RESORT * images
+                cut, outer, patches = True, outer + images, patches + DEFAULT_PATCHES * images
             elif value.dim() <= 2 or isinstance(grid, torch.Tensor):
                 cut = True
                 outer += grid.shape[0] if isinstance(grid, torch.Tensor) else 1
@@ -154,7 +154,7 @@ class BatchReader:
                     grids += grids_of(items, grid_key)
                 else:
                     sizes.notes.append(
-                        f"images in {key} are taken as equally large: their grids were not read"
+                        f"images in {key} are assumed to be equally large: their grids were not read"
                     )
             else:
                 outer += prod(value.shape[: max(value.dim() - dims - 1, 1)])
@@ -212,14 +212,14 @@ def _named(items: Mapping[str, Any], names: tuple[str, ...]) -> torch.Tensor | N
 
 
 def _inputs(items: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    """The tensors that are inputs by their names: no masks, labels, positions."""
+    """The tensors whose names mark them as inputs: not masks, labels or positions."""
     for name, value in items.items():
         if isinstance(value, torch.Tensor) and value.dim() and not any(word in name for word in _NO_INPUT):
             yield value
 
 
 def _stacked(value: Any) -> torch.Tensor | None:
-    """A list of equally large pictures as one tensor without data; None for anything else."""
+    """A list of equally large images as one tensor without data; None for anything else."""
     if not isinstance(value, (list, tuple)) or not all(isinstance(v, torch.Tensor) for v in value):
         return None
     shapes = {tuple(v.shape) for v in value}

@@ -1,4 +1,4 @@
-"""From child to child: which flow each child of a module takes, and what becomes of it."""
+"""The children of a module: which flow each one takes, and the flow after it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ..wrappers import unwrap
-from . import kinds
+from . import module_types
 from .convolution import CONVOLUTIONS, is_gate, pool_by_function
-from .kinds import Linear
 from .matrices import expert_list
+from .module_types import Linear
 from .source import names_in, pools_in
 from .streams import PIXELS, TARGET, FixedSize, Sequences, Stream
 from .work import Flow
@@ -36,20 +36,20 @@ _BEFORE = re.compile(r"input|before|pre_", re.IGNORECASE)
 
 
 def visit_children(walk: Walk, module: nn.Module, path: str, flow: Flow) -> Flow:
-    """Visit a module's children in order, with the exceptions that models agree on."""
+    """Visit a module's children in order, with the usual exceptions."""
     children = _runnable(module)
     is_list = isinstance(module, (nn.ModuleList, nn.Sequential))
-    repeated = isinstance(module, nn.ModuleList) or (is_list and _has_twins(children))
+    repeated = isinstance(module, nn.ModuleList) or (is_list and _has_equal_blocks(children))
     if repeated and "expert" in path and len(children) > 1:
         return expert_list(walk, module, path, flow)
-    normed_first = [c for n, c in children.items() if _BEFORE.search(n) and kinds.is_norm(c)]
-    before = flow = flow.trained(any(map(kinds.is_trained, normed_first)))
-    decoder = _decoder_beside_encoder(children)
+    normed_first = [c for n, c in children.items() if _BEFORE.search(n) and module_types.is_norm(c)]
+    before = flow = flow.trained(any(map(module_types.is_trained, normed_first)))
+    decoder = _decoder_with_encoder(children)
     pools, finished, seen = list(pools_in(type(module).forward)), [flow], set[str]()
-    for place, (name, child) in enumerate(children.items()):
-        if id(child) in walk.visited and not is_list and not kinds.is_embedding(child):
-            continue  # another name of a layer that is elsewhere
-        branch = _is_branch(name, child, flow, list(children.values())[place + 1 :])
+    for index, (name, child) in enumerate(children.items()):
+        if id(child) in walk.visited and not is_list and not module_types.is_embedding(child):
+            continue  # another name of a layer registered elsewhere
+        branch = _is_branch(name, child, flow, list(children.values())[index + 1 :])
         same_input = any(name in group and group & seen for group in _SAME_INPUT)
         if name == decoder:
             walk.memory, taken = flow, Flow(Stream(TARGET))
@@ -59,8 +59,8 @@ def visit_children(walk: Walk, module: nn.Module, path: str, flow: Flow) -> Flow
             taken = _matching(child, flow, [before] if is_list else finished)
         start, was_dead = len(walk.works), walk.dead
         if repeated:
-            walk.blocks.append(place)
-            walk.dead = walk.live_layers is not None and place >= walk.live_layers % (len(children) + 1)
+            walk.blocks.append(index)
+            walk.dead = walk.live_layers is not None and index >= walk.live_layers % (len(children) + 1)
         after = _visit_child(walk, module, child, f"{path}.{name}" if path else name, taken)
         if repeated:
             walk.blocks.pop()
@@ -93,32 +93,32 @@ def _runnable(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def _visit_child(walk: Walk, module: nn.Module, child: nn.Module, path: str, flow: Flow) -> Flow:
-    """Visit one child; behind a tower of pictures, keep what the configuration says is kept of it."""
+    """Visit one child; after an image tower, select the features that the configuration selects."""
     config = getattr(module, "config", None)
     layer, outer = getattr(config, "vision_feature_layer", None), walk.live_layers
-    if isinstance(layer, int) and not kinds.has_text(child):
+    if isinstance(layer, int) and not module_types.has_text(child):
         walk.live_layers = layer
     after = walk.visit(child, path, flow)
     walk.live_layers = outer
     if after.stream.source == PIXELS and flow.stream.source != PIXELS:
         if getattr(config, "vision_feature_select_strategy", None) == "default":
             after = replace(after, stream=replace(after.stream, extra=0))
-        if (tokens := kinds.number([config], ["mm_tokens_per_image"])) is not None:
+        if (tokens := module_types.number([config], ["mm_tokens_per_image"])) is not None:
             after = replace(after, stream=Stream(PIXELS, steps=((FixedSize(tokens),),)))
     return after
 
 
 def _with_extra_tokens(module: nn.Module, before: Flow, after: Flow) -> Flow:
-    """Add the class tokens a module holds to the patches that its child has cut."""
+    """Add the class tokens of a module to the patches that its child has produced."""
     stream = after.stream
     if stream.source != PIXELS or stream.steps == before.stream.steps or not after.width:
         return after
-    extra = kinds.extra_tokens(module, after.width)
+    extra = module_types.extra_tokens(module, after.width)
     return replace(after, stream=replace(stream, extra=stream.extra + extra)) if extra else after
 
 
 def _is_branch(name: str, child: nn.Module, flow: Flow, later: list[nn.Module]) -> bool:
-    """Whether a child goes around the others: its result is added to theirs, made before it or after it."""
+    """Whether a child runs in parallel to the others: its result is added to theirs."""
     if _BRANCH.search(name):
         return True
     if not _MAYBE_BRANCH.search(name):
@@ -128,10 +128,10 @@ def _is_branch(name: str, child: nn.Module, flow: Flow, later: list[nn.Module]) 
 
 
 def _width_out(module: nn.Module) -> int | None:
-    """Features that leave the last layer of a module."""
+    """Output features of the last layer of a module."""
     width: int | None = None
     for child in module.modules():
-        linear: Linear | None = kinds.linear_of(child)
+        linear: Linear | None = module_types.linear_of(child)
         if isinstance(child, CONVOLUTIONS):
             width = child.out_channels
         elif linear is not None:
@@ -140,8 +140,10 @@ def _width_out(module: nn.Module) -> int | None:
 
 
 def _matching(child: nn.Module, flow: Flow, finished: list[Flow]) -> Flow:
-    """The flow a child takes: the last one, unless its first layer fits only an earlier one's width."""
-    first = kinds.linear_of(child) or next((linear for *_, linear in kinds.linears_in(child)), None)
+    """The flow that a child takes: the last one, unless its first layer fits only an earlier one's width."""
+    first = module_types.linear_of(child) or next(
+        (linear for *_, linear in module_types.linears_in(child)), None
+    )
     if first is None or _fits(first, flow):
         return flow
     for other in reversed(finished):
@@ -152,41 +154,43 @@ def _matching(child: nn.Module, flow: Flow, finished: list[Flow]) -> Flow:
 
 
 def _fits(linear: Linear, flow: Flow) -> bool:
-    """Whether a layer takes a flow's features, those of one position or of a square of them."""
+    """Whether a layer accepts a flow's features, of one position or of a square of positions."""
     if flow.width is None or linear.features_in == flow.width:
         return True
     ratio, rest = divmod(linear.features_in, flow.width)
     return rest == 0 and isqrt(ratio) ** 2 == ratio
 
 
-def _decoder_beside_encoder(children: Mapping[str, nn.Module]) -> str | None:
-    """The name of a decoder that looks at an encoder beside it."""
+def _decoder_with_encoder(children: Mapping[str, nn.Module]) -> str | None:
+    """The name of a decoder that attends to a sibling encoder."""
     if not any(name.endswith("encoder") for name in children):
         return None
-    decoders = (n for n, c in children.items() if n.endswith("decoder") and kinds.has_cross_attention(c))
+    decoders = (
+        n for n, c in children.items() if n.endswith("decoder") and module_types.has_cross_attention(c)
+    )
     return next(decoders, None)
 
 
-def _has_twins(children: Mapping[str, nn.Module]) -> bool:
+def _has_equal_blocks(children: Mapping[str, nn.Module]) -> bool:
     """Whether several children are blocks of the same class."""
     classes = Counter(type(c) for c in children.values() if c._modules)
     return any(n > 1 for n in classes.values())
 
 
 def _repeat(walk: Walk, module: nn.Module, child: nn.Module, start: int) -> None:
-    """Layers that a forward goes through in a loop longer than their list share their weights."""
+    """Repeat layers that share their weights: the forward runs more layers than there are in the list."""
     config: Any = getattr(module, "config", None)
-    layers = kinds.number([config], ["num_hidden_layers"]) or 0
+    layers = module_types.number([config], ["num_hidden_layers"]) or 0
     if not isinstance(child, nn.ModuleList) or not 0 < len(child) < layers or layers % len(child):
         return
     if {"range", "num_hidden_layers"} <= names_in(type(module).forward):
-        walk.notes[f"{len(child)} layers are taken to run {layers} times"] = None
+        walk.notes[f"{len(child)} layers are assumed to run {layers} times"] = None
         for i, work in enumerate(walk.works[start:], start):
             walk.works[i] = work.times(layers // len(child))
 
 
 def _similarity(walk: Walk, finished: list[Flow]) -> None:
-    """Every text against every picture, in the width of their projections."""
+    """Every text against every image, in the width of their projections."""
     last = {flow.stream.source: flow for flow in finished if flow.width is not None}
     width = finished[-1].width
     if len(last) != 2 or width is None:

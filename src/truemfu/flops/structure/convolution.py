@@ -1,4 +1,4 @@
-"""Convolutions and poolings: which picture or sound they take, and what they leave of its size."""
+"""Convolutions and poolings: which image or audio input they take, and its size after them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ..operators.conv_sizes import SizeStep
-from . import kinds
+from . import module_types
 from .source import FunctionalPool, names_in
 from .streams import FEATURES, FRAMES, PIXELS, TARGET, TOKENS, FixedSize, Padded, Rows, Stream, Strided
 from .work import Flow
@@ -35,8 +35,8 @@ RESIZERS = (*_PADS, *_POOLS, *_ADAPTIVE)
 
 
 def convolve(walk: Walk, module: Any, path: str, flow: Flow) -> Flow:
-    """Each output is a sum over the kernel and the channels of its group; transposed, each input spreads."""
-    trained = kinds.is_trained(module)
+    """Each output is a sum over the kernel and its group's channels (transposed: each input)."""
+    trained = module_types.is_trained(module)
     taken = _taken(walk, module, flow)
     if taken is None:
         walk.uncounted[f"{type(module).__name__} in {path or 'the model'}"] += 1
@@ -44,7 +44,7 @@ def convolve(walk: Walk, module: Any, path: str, flow: Flow) -> Flow:
     stream = taken.stream
     if stream.source == PIXELS:
         walk.pixel_channels = walk.pixel_channels or module.in_channels
-    if module.padding == "same":  # what pads for other strides is not run
+    if module.padding == "same":  # a padding module before it is for other strides and does not run
         stream = replace(
             stream, steps=tuple(s[:-1] if s and isinstance(s[-1], Padded) else s for s in stream.steps)
         )
@@ -63,9 +63,9 @@ def convolve(walk: Walk, module: Any, path: str, flow: Flow) -> Flow:
 
 
 def _taken(walk: Walk, module: Any, flow: Flow) -> Flow | None:
-    """The flow that a convolution takes: this one, an earlier one of its width, or a new picture or sound.
+    """The flow that a convolution takes: this one, an earlier one of its width, or a new image or audio.
 
-    None where its size cannot be told: a picture made of plain features.
+    None if its size is unknown: an image built from plain features.
     """
     dims, stream = len(module.kernel_size), flow.stream
     fresh = Flow(Stream(FRAMES if dims == 1 else PIXELS, steps=((),) * dims))
@@ -92,7 +92,7 @@ def _taken(walk: Walk, module: Any, flow: Flow) -> Flow | None:
 
 
 def _is_padded_by_function(walk: Walk, module: Any) -> bool:
-    """Whether the forward around a convolution without padding pads for it."""
+    """Whether the forward that calls an unpadded convolution pads its input."""
     if len(walk.around) < 2 or max(module.kernel_size) == 1 or tuple(module.stride) == module.kernel_size:
         return False
     words = {word for name in names_in(type(walk.around[-2]).forward) for word in name.split("_")}
@@ -100,7 +100,7 @@ def _is_padded_by_function(walk: Walk, module: Any) -> bool:
 
 
 def _steps(module: Any, padded: bool) -> list[tuple[Any, ...]]:
-    """What a convolution does to each dimension; nothing, where it keeps the size."""
+    """The size step of a convolution in each dimension; empty if it keeps the size."""
     if module.padding == "same":
         return [()] * len(module.kernel_size)
     if padded:
@@ -117,7 +117,7 @@ def _steps(module: Any, padded: bool) -> list[tuple[Any, ...]]:
 
 
 def _is_cut(step: Any, source: str) -> bool:
-    """Whether a convolution is padded for more than it needs, and its output cut to the sequence again."""
+    """Whether a convolution has more padding than it needs, and its output is cut to the sequence length."""
     if not isinstance(step, SizeStep):
         return False
     reach = step.dilation * (step.kernel - 1)
@@ -134,7 +134,7 @@ def resize(module: Any, flow: Flow) -> Flow:
     if stream.source not in (PIXELS, FRAMES):
         return flow
     dims = len(stream.steps)
-    if isinstance(module, _PADS):  # the last dimension's ends come first
+    if isinstance(module, _PADS):  # the padding of the last dimension comes first
         ends = [sum(module.padding[2 * i : 2 * i + 2]) for i in range(len(module.padding) // 2)][::-1]
         return replace(flow, stream=_stepped(stream, [Padded(n) for n in ends]))
     if isinstance(module, _ADAPTIVE):
@@ -156,13 +156,13 @@ def pool_by_function(call: FunctionalPool, flow: Flow) -> Flow:
 
 
 def _stepped(stream: Stream, steps: list[Any]) -> Stream:
-    """A stream whose dimensions have each gone through one more step; None leaves one as it is."""
+    """A stream with one more step in each dimension; None leaves a dimension unchanged."""
     grown = tuple(old if new is None else (*old, new) for old, new in zip(stream.steps, steps, strict=True))
     return replace(stream, steps=grown)
 
 
 def is_gate(before: Flow, after: Flow) -> bool:
-    """Whether a module weighs channels by what pooling leaves of them: what follows is not pooled."""
+    """Whether a module only weights channels by their pooled values, so that its output is not pooled."""
     squeezed = all(steps and steps[-1] == FixedSize(1) for steps in after.stream.steps)
     same = before.width is not None and before.width == after.width
     return squeezed and same and before.stream.source == PIXELS and before.stream != after.stream

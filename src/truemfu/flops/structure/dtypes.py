@@ -1,4 +1,4 @@
-"""The dtype in which a layer multiplies: its weight's, or what autocast, FSDP2 or a quantiser make of it."""
+"""The dtype in which a layer multiplies: its weight's, or the one set by autocast, FSDP2 or a quantiser."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LOW = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class ComputeDtypes:
-    """Reads dtypes off modules, under the autocast that is on when it is made."""
+    """Finds the dtypes of modules under the autocast state at construction."""
 
     def __init__(self, device_type: str) -> None:
         self._device_type = device_type
@@ -27,7 +27,7 @@ class ComputeDtypes:
         *,
         conv: bool = False,
     ) -> str:
-        """The name of the dtype a module computes in with this parameter, as counts spell it."""
+        """The name of the dtype in which a module computes with this parameter, as in counts."""
         dtype = None if parameter is None else parameter.dtype
         if dtype is None or not (dtype.is_floating_point or dtype.is_complex):  # packed by a quantiser
             own = getattr(module, "compute_dtype", None)
@@ -39,7 +39,7 @@ class ComputeDtypes:
 
 
 def fsdp_dtype(module: nn.Module) -> torch.dtype | None:
-    """The dtype FSDP2 casts a module's parameters to, where it shards this module."""
+    """The dtype to which FSDP2 casts a module's parameters, if it shards this module."""
     bases = type(module).__bases__
     if len(bases) != 2 or bases[0].__name__ != "FSDPModule":
         return None

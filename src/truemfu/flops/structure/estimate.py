@@ -4,7 +4,7 @@
     batch ──► Sizes, from shapes ──────────► × ──► FlopCount
 
 `count_flops` runs the model on fake tensors and is exact; this reads modules, shapes and configuration, and
-is right where a forward does what its modules suggest. docs/estimate.md has its error on every public case.
+is right if a forward does what its modules suggest. docs/estimate.md has its error on every public case.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ _DEFAULT = Convention()
 def estimate_flops(
     model: nn.Module, batch: Mapping[str, Any] | tuple[Any, ...], *, convention: Convention = _DEFAULT
 ) -> FlopCount:
-    """FLOPs of one training step of `model` on `batch`, as far as the model's structure tells."""
+    """FLOPs of one training step of `model` on `batch`, estimated from the model's structure."""
     return Estimator(model, convention=convention)(batch)
 
 
 class Estimator:
-    """FLOPs of a training step as a function of the batch, read off the model's modules.
+    """FLOPs of a training step as a function of the batch, derived from the model's modules.
 
-    What is trained, checkpointed and cast by autocast is read when the estimator is made; the model is not
-    touched. A batch on a GPU is not read, only its shapes.
+    What is trained, checkpointed and cast by autocast is read at construction; the model is not changed. Of a
+    batch on a GPU, only the shapes are read.
     """
 
     def __init__(self, model: nn.Module, *, convention: Convention = _DEFAULT) -> None:
@@ -55,36 +55,35 @@ class Estimator:
         self._read = BatchReader(inner, walk)
         self._notes = tuple(walk.notes)
         if not any(work.backward for work in self._works):
-            self._notes += ("nothing that is multiplied is trained: there is no backward",)
-        places: dict[Quantity, int] = {}
+            self._notes += ("no weight of a product is trained: there is no backward",)
+        indices: dict[Quantity, int] = {}
         forward: defaultdict[int, int] = defaultdict(int)
         backward: defaultdict[int, int] = defaultdict(int)
         recompute: defaultdict[int, int] = defaultdict(int)
-        counted_at = []
+        counted_indices = []
         for work in self._works:
-            counted = places.setdefault(work.counted, len(places))
-            executed = places.setdefault(work.executed, len(places))
-            counted_at.append(counted)
+            counted = indices.setdefault(work.counted, len(indices))
+            executed = indices.setdefault(work.executed, len(indices))
+            counted_indices.append(counted)
             forward[counted] += work.forward
             backward[counted] += work.backward
             recompute[counted] -= work.forward + work.backward
             recompute[executed] += work.forward + work.executed_backward + work.again
-        self._counted_at = tuple(counted_at)
-        self._quantities = tuple(quantity.of for quantity in places)
+        self._counted_indices = tuple(counted_indices)
+        self._quantities = tuple(quantity.of for quantity in indices)
         self._forward, self._backward, self._recompute = (
-            [(place, flops) for place, flops in sums.items() if flops]
-            for sums in (forward, backward, recompute)
+            [(i, flops) for i, flops in sums.items() if flops] for sums in (forward, backward, recompute)
         )
 
     def __call__(self, batch: Mapping[str, Any] | Sequence[Any]) -> FlopCount:
         """The estimate for one batch, from its shapes."""
         sizes = self._read(batch)
         values = [of(sizes) for of in self._quantities]
-        splits = _Splits(self._works, [values[place] for place in self._counted_at])
+        splits = _Splits(self._works, [values[i] for i in self._counted_indices])
         return FlopCount(
-            forward=sum([flops * values[place] for place, flops in self._forward]),
-            backward=sum([flops * values[place] for place, flops in self._backward]),
-            recompute=sum([flops * values[place] for place, flops in self._recompute]),
+            forward=sum([flops * values[i] for i, flops in self._forward]),
+            backward=sum([flops * values[i] for i, flops in self._backward]),
+            recompute=sum([flops * values[i] for i, flops in self._recompute]),
             by_module=LazySplit(splits, "by_module"),
             by_operator=LazySplit(splits, "by_operator"),
             by_dtype=LazySplit(splits, "by_dtype"),
@@ -96,7 +95,7 @@ class Estimator:
 
 
 class _Splits:
-    """The splits of an estimate, worked out when somebody looks."""
+    """The splits of an estimate, computed on first access."""
 
     def __init__(self, works: Sequence[Work], units: Sequence[int]) -> None:
         self._works, self._units = works, units

@@ -1,4 +1,4 @@
-"""Matrices that are no linear layers: experts, routers, recurrent weights, state-space scans."""
+"""Matrices outside linear layers: experts, routers, recurrent weights, state-space scans."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ...errors import ModelError
-from . import kinds
+from . import module_types
 from .streams import FEATURES, Chunks, Rows, Sequences
 from .work import Flow
 
@@ -20,14 +20,14 @@ CELLS = (nn.RNNCell, nn.LSTMCell, nn.GRUCell)
 
 
 def multiply_own(walk: Walk, module: nn.Module, path: str, flow: Flow) -> Flow:
-    """Matrices that a module holds itself: experts, routers, projections; and what else of it is trained."""
-    if kinds.is_norm(module):
-        return flow.trained(kinds.is_trained(module))
-    own, inner = kinds.own_parameters(module), flow
+    """Matrices among a module's own parameters: experts, routers, projections; and its other parameters."""
+    if module_types.is_norm(module):
+        return flow.trained(module_types.is_trained(module))
+    own, inner = module_types.own_parameters(module), flow
     if (state := own.get("A_log")) is not None:
         _scan(walk, module, path, flow, state)
     else:
-        certain, unknown = kinds.matrices(module)
+        certain, unknown = module_types.matrices(module)
         for parameter in certain.values():
             _matrix(walk, module, path, inner, parameter)
             inner = inner.trained(parameter.requires_grad)
@@ -46,19 +46,19 @@ def _matrix(walk: Walk, module: nn.Module, path: str, flow: Flow, parameter: tor
 
 
 def visited_experts(walk: Walk, module: nn.Module, path: str, count: int) -> int:
-    """How many of its experts a token visits; an error where nothing says so."""
+    """How many experts a token is routed to; raises ModelError if nothing states it."""
     block = walk.around[-2] if len(walk.around) > 1 else module
-    visited = kinds.experts_per_token([module, block, *block.children(), walk.config])
+    visited = module_types.experts_per_token([module, block, *block.children(), walk.config])
     if visited is None or not 0 < visited <= count:
         raise ModelError(
             f"{path or type(module).__name__} holds {count} experts, and neither its block nor its config "
-            "says how many a token visits (top_k, num_experts_per_tok): count it with count_flops"
+            "states how many each token uses (top_k, num_experts_per_tok): count it with count_flops"
         )
     return visited
 
 
 def expert_list(walk: Walk, module: nn.Module, path: str, flow: Flow) -> Flow:
-    """Experts that are modules: one of them, for as many as a token visits."""
+    """Experts that are modules: one of them, times the number that each token uses."""
     visited = visited_experts(walk, module, path, len(module._modules))
     start = len(walk.works)
     after = walk.visit(next(iter(module.children())), path, flow)
@@ -68,18 +68,18 @@ def expert_list(walk: Walk, module: nn.Module, path: str, flow: Flow) -> Flow:
 
 
 def _scan(walk: Walk, module: nn.Module, path: str, flow: Flow, state: torch.Tensor) -> None:
-    """The products of a state-space layer's reference path beside its projections.
+    """The products of a state-space layer's reference path, without its projections.
 
-    A state of each channel meets C once a row (A is channels × state); or, in chunks: C·Bᵀ and the result by
-    the values, the state of each chunk, the states carried over all chunks, C by those states.
+    Each channel's state is multiplied by C once per row (A is channels × state); or, in chunks: C·Bᵀ and the
+    result by the values, the state of each chunk, the states carried over all chunks, C by those states.
     """
-    factor, dtype = 2 * (flow.needs or kinds.is_trained(module)), walk.dtype(module, state)
+    factor, dtype = 2 * (flow.needs or module_types.is_trained(module)), walk.dtype(module, state)
     if state.dim() == 2:
         unit = 2 * state.numel()
         walk.add(path, "scan", dtype, Rows(flow.stream), unit, unit * factor)
         return
-    chunk, width = kinds.number([module], ["chunk_size"]), kinds.number([module], ["head_dim"])
-    size = kinds.number([module], ["ssm_state_size", "d_state"])
+    chunk, width = module_types.number([module], ["chunk_size"]), module_types.number([module], ["head_dim"])
+    size = module_types.number([module], ["ssm_state_size", "d_state"])
     if chunk is None or width is None or size is None:
         walk.uncounted[f"scan of {type(module).__name__}"] += 1
         return
@@ -91,9 +91,9 @@ def _scan(walk: Walk, module: nn.Module, path: str, flow: Flow, state: torch.Ten
 
 
 def recur(walk: Walk, module: nn.RNNBase, path: str, flow: Flow) -> Flow:
-    """At each step the input meets W_ih and the state W_hh; the first state needs no gradient.
+    """At each step the input is multiplied by W_ih and the state by W_hh; the first state needs no gradient.
 
-    A fused kernel computes every gradient, wanted or not: what nothing needs is recomputation.
+    A fused kernel computes every gradient, needed or not: unneeded ones count as recomputation.
     """
     walk.start_features(flow, module.input_size)
     walk.sequence_first |= not module.batch_first and flow.stream.source == FEATURES
@@ -101,7 +101,7 @@ def recur(walk: Walk, module: nn.RNNBase, path: str, flow: Flow) -> Flow:
     dtype = walk.dtype(module, next(module.parameters()))
     fused = walk.device_type == "cuda" or (isinstance(module, nn.LSTM) and not module.proj_size)
     for layer in range(module.num_layers):
-        wanted = below
+        needs_gradient = below
         for end in (f"l{layer}", f"l{layer}_reverse")[: 1 + module.bidirectional]:
             named = {name: p for name, p in module.named_parameters() if name.endswith("_" + end)}
             weights = {name[7:9]: p for name, p in named.items() if name.startswith("weight")}
@@ -117,17 +117,17 @@ def recur(walk: Walk, module: nn.RNNBase, path: str, flow: Flow) -> Flow:
                 )
             done = 2 * forward if (below or trained) and fused else backward
             walk.add(path, "recurrent", dtype, rows, forward, backward, executed_backward=done)
-            wanted = wanted or trained
-        below = wanted
+            needs_gradient = needs_gradient or trained
+        below = needs_gradient
     width = (module.proj_size or module.hidden_size) * (1 + module.bidirectional)
     return replace(flow, width=width, needs=below)
 
 
 def recur_once(walk: Walk, module: Any, path: str, flow: Flow) -> Flow:
-    """A recurrent cell: how often a forward calls it is not in the structure."""
-    walk.notes["a recurrent cell is taken to run once for each position"] = None
+    """A recurrent cell; the structure does not show how often a forward calls it."""
+    walk.notes["a recurrent cell is assumed to run once for each position"] = None
     walk.start_features(flow, module.input_size)
-    trained = kinds.is_trained(module)
+    trained = module_types.is_trained(module)
     unit = 2 * (module.weight_ih.numel() + module.weight_hh.numel())
     factor = trained + (flow.needs or trained)
     walk.add(path, "recurrent", walk.dtype(module, module.weight_ih), Rows(flow.stream), unit, unit * factor)

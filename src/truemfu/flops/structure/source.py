@@ -1,7 +1,7 @@
-"""What the text of a `forward` tells without running it: names it uses, and poolings it calls as functions.
+"""Reads the source of a `forward` without running it: names it uses, and poolings it calls as functions.
 
 Modules show their layers, not what their forward does between them. Two such things change the FLOPs: a
-pooling called as a function shrinks all that follows, and a causal mask halves the pairs of attention.
+pooling called as a function shrinks everything after it, and a causal mask halves the pairs of attention.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .streams import FixedSize
 
 
 class FunctionalPool(NamedTuple):
-    """A pooling called in a forward, and the children that its text uses before it."""
+    """A pooling called in a forward, and the children that are used before it."""
 
     after: frozenset[str]
     dims: int
@@ -45,12 +45,12 @@ def names_in(function: Any) -> frozenset[str]:
 
 @lru_cache(maxsize=1024)
 def pools_in(function: Any) -> tuple[FunctionalPool, ...]:
-    """The poolings that a forward calls as functions with plain numbers, in the order of its text."""
+    """The poolings that a forward calls as functions with literal numbers, in source order."""
     if not any("pool" in name for name in names_in(function)):
         return ()
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
-    except (OSError, SyntaxError, TypeError):  # no source: a class made in a session or by a generator
+    except (OSError, SyntaxError, TypeError):  # no source: a class defined interactively or generated
         return ()
     own = inspect.unwrap(function).__code__.co_varnames[:1]
     reader = _Reader(own[0] if own else "self")
@@ -70,7 +70,7 @@ class _Reader(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> None:
-        self.generic_visit(node)  # the arguments are worked out before the call
+        self.generic_visit(node)  # the arguments are evaluated before the call
         called = node.func
         name = getattr(called, "attr", getattr(called, "id", ""))
         kind = name.removeprefix("adaptive_").removeprefix("max_").removeprefix("avg_")
@@ -79,12 +79,12 @@ class _Reader(ast.NodeVisitor):
 
 
 def _step(name: str, call: ast.Call) -> Callable[[int], int] | None:
-    """What a pooling does to a size; None where its arguments are no plain numbers."""
+    """How a pooling changes a size; None if its arguments are not literal numbers."""
     given = dict(enumerate(call.args))
     named = {k.arg: k.value for k in call.keywords}
 
-    def number(place: int, *keys: str, default: int | None = None) -> int | None:
-        node = given.get(place, next((named[k] for k in keys if k in named), None))
+    def number(position: int, *keys: str, default: int | None = None) -> int | None:
+        node = given.get(position, next((named[k] for k in keys if k in named), None))
         if node is None:
             return default
         try:

@@ -1,10 +1,10 @@
-"""How many rows reach a layer: functions of a batch's shapes, found without running anything.
+"""How many rows a layer processes: functions of a batch's shapes, found without running anything.
 
     batch ──► Sizes: tokens are (2, 512), pixels are (3, 224, 224) …
-    Stream ──► rows and pairs of query and key that a layer at this place of the model sees
+    Stream ──► rows and query-key pairs that a layer at this point of the model processes
 
-A stream starts at one of the batch's inputs and is changed by what it passes: strides shorten it, a class
-token lengthens it, a merger divides it, pooling leaves one row for each sample.
+A stream starts at one of the batch's inputs and is changed by the layers it passes: strides shorten it, a
+class token lengthens it, a merger divides it, pooling leaves one row for each sample.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from ..attention.pairs import Band
 
 TOKENS, TARGET, PIXELS, FRAMES, FEATURES = "tokens", "target", "pixels", "frames", "features"
-"""Where a stream starts: token ids, a decoder's ids, images, sound, or features of no particular kind."""
+"""Where a stream starts: token ids, a decoder's ids, images, audio, or generic features."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class FixedSize:
 
 @dataclass(frozen=True)
 class Strided:
-    """A dimension after a convolution that keeps the size but for its stride."""
+    """A dimension after a convolution that changes the size only by its stride."""
 
     stride: int
 
@@ -40,7 +40,7 @@ class Strided:
 
 @dataclass(frozen=True)
 class Padded:
-    """A dimension with so many positions added at its ends."""
+    """A dimension with positions added at its ends."""
 
     positions: int
 
@@ -50,10 +50,10 @@ class Padded:
 
 @dataclass(slots=True)
 class Sizes:
-    """What one batch brings to each source: how many sequences or images, and the size of each.
+    """The sizes of one batch for each source: how many sequences or images, and the size of each.
 
-    `patches` and `grids` are those of images that come cut into patches; `documents` are lengths of packed
-    documents in each row, `executed_apart` says that their masked pairs are not even executed.
+    `patches` and `grids` are those of images given as patches; `documents` are the lengths of the documents
+    packed into each row, `executed_apart` states that pairs between documents are not executed either.
     """
 
     outer: dict[str, int] = field(default_factory=dict)
@@ -68,25 +68,25 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Stream:
-    """A place in the model, as a function of the batch: `outer` sequences of `positions` each."""
+    """A point in the model, as a function of the batch: `outer` sequences of `positions` each."""
 
     source: str
     steps: tuple[tuple[Callable[[int], int], ...], ...] = ((),)
-    """What happened to each dimension on the way here."""
+    """The steps that have changed each dimension so far."""
     extra: int = 0
     """Positions added to each sequence: class and register tokens."""
     merged: int = 1
-    """Neighbouring positions that became one."""
+    """How many neighbouring positions were merged into one."""
     pooled: bool = False
-    """One row is left of each sequence."""
+    """Whether one row is left per sequence."""
     head: bool = False
-    """One row is left of each sequence where the batch has one label for each."""
+    """Whether one row is left per sequence if the batch has one label for each."""
 
     def outer(self, sizes: Sizes) -> int:
         return sizes.outer.get(self.source, 0)
 
     def positions(self, sizes: Sizes) -> int:
-        """Positions of one sequence; images that come as patches have no one size: use `rows`."""
+        """Positions of one sequence; images given as patches differ in size: use `rows`."""
         if self.pooled or (self.head and sizes.one_label_each):
             return 1
         dims = sizes.dims.get(self.source, ())
@@ -106,7 +106,7 @@ class Stream:
 
 
 class Quantity:
-    """What FLOPs are a multiple of."""
+    """A quantity that FLOPs are proportional to."""
 
     def of(self, sizes: Sizes) -> int:
         raise NotImplementedError
@@ -124,7 +124,7 @@ class Rows(Quantity):
 
 @dataclass(frozen=True)
 class Sequences(Quantity):
-    """Sequences of a stream; with `other`, every one against every one of that stream."""
+    """Sequences of a stream; with `other`, pairs with every sequence of that stream."""
 
     stream: Stream
     other: Stream | None = None
@@ -135,7 +135,7 @@ class Sequences(Quantity):
 
 @dataclass(frozen=True)
 class Chunks(Quantity):
-    """Chunks that the sequences of a stream fill, the last one padded; or pairs of chunks, one more each."""
+    """Chunks of a stream's sequences, the last one padded; or pairs of chunks, with one more chunk each."""
 
     stream: Stream
     chunk: int
@@ -148,9 +148,9 @@ class Chunks(Quantity):
 
 @dataclass(frozen=True)
 class SelfPairs(Quantity):
-    """Pairs of query and key under a band, document by document; `executed`: those a kernel works on.
+    """Query-key pairs under a band, document by document; with `executed`, those that a kernel computes.
 
-    `window` is the side, in patches, of the squares within which patches of an image see one another.
+    `window` is the side, in patches, of the squares within which patches of an image attend to one another.
     """
 
     stream: Stream
@@ -201,7 +201,7 @@ def _squares(n: int, side: int) -> int:
 
 
 def rows_of_documents(documents: Sequence[Sequence[int]] | None, samples: int) -> list[list[int]] | None:
-    """Documents for each sample, where one row of positions stands for all samples."""
+    """Documents for each sample; one row of position ids may apply to all samples."""
     if documents is None:
         return None
     times = max(samples // len(documents), 1)

@@ -1,4 +1,4 @@
-"""What goes from layer to layer, and what a layer does: the two values a walk over a model is made of."""
+"""The two values of a walk over a model: what flows from layer to layer, and the work of a layer."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from .streams import Quantity, Stream
 
 @dataclass(frozen=True)
 class Flow:
-    """What goes from layer to layer: its rows, its features, and whether anything before it is trained."""
+    """What flows from layer to layer: its rows, its features, and whether any layer before it is trained."""
 
     stream: Stream
     width: int | None = None
     needs: bool = False
-    """Whether backward needs the gradient of it."""
+    """Whether backward needs its gradient."""
     attended: bool = False
-    """Whether it has been through attention: its positions are a sequence, not a picture's."""
+    """Whether it has passed an attention layer, so that its positions are a sequence, not an image."""
 
     def trained(self, trained: bool) -> Flow:
-        """The same behind a layer with something trained in it, or not."""
+        """The flow after a layer that is trained or not."""
         return replace(self, needs=self.needs or trained)
 
 
@@ -39,7 +39,7 @@ class Work:
     """Forward FLOPs run a second time by activation checkpointing."""
 
     def times(self, times: int) -> Work:
-        """The same product, so many times."""
+        """The same product, repeated `times` times."""
         return replace(
             self,
             forward=self.forward * times,

@@ -18,10 +18,10 @@ import torch
 from ...flops import CUMULATIVE, GRIDS, AutocastState, HostCopy, autocast_state, documents_of, start_host_copy
 from ...torch_private.trees import tree_flatten, tree_leaves, tree_map
 from ...torch_private.watching import (
+    detects_backward,
+    detects_functorch,
     functorch_level,
     is_any_autocast,
-    tells_backward,
-    tells_functorch,
 )
 from .host_values import Held, HostValues, Number, is_there
 
@@ -150,7 +150,7 @@ class BatchNotes:
         values_matter: Callable[[], bool] = lambda: False,
     ) -> None:
         self._values, self._notice, self._values_matter = values, notice, values_matter
-        self._is_blind = not (tells_backward() and tells_functorch())
+        self._is_blind = not (detects_backward() and detects_functorch())
         """Whether a batch in a vmap, or a second run of the first, cannot be told from others."""
         self._templates: OrderedDict[Any, Template] = OrderedDict()
         self._kinds: set[Any] = set()

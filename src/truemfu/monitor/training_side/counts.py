@@ -283,7 +283,7 @@ class Counts:
             exports = {
                 key: form.export()
                 for key, form in forms.items()
-                if form is not None and not form.reads_own_values
+                if form is not None and not form.reads_model_values
             }
         finally:
             self.lock.release()
@@ -346,7 +346,7 @@ class Counts:
 
     def _note(self, count: FlopCount, form: FlopModel) -> None:
         self.notes.update(dict.fromkeys(count.notes))
-        if form.reads_own_values:
+        if form.reads_model_values:
             self.notes["the model reads values that it holds (buffers): FLOPs are those at the count"] = None
         if PER_VALUES in count.method:
             self.values_matter = True

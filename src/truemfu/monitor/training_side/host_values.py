@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from ...flops import HostCopy
-from ...torch_private.watching import tells_versions, version_of
+from ...torch_private.watching import detects_overwrites, version_of
 
 _LONGEST_WAIT_S = 3.0
 _MAX_KEPT = 256
@@ -164,7 +164,7 @@ class HostValues:
         place = name, tensor.data_ptr()
         before = self._places.get(place)
         if before is not None:  # of what lies here, all but the last may have been overwritten
-            if is_input and before.version == version and tells_versions:
+            if is_input and before.version == version and detects_overwrites:
                 return before  # the same argument again
             before.gone()
             self.copy_at_once(name)
@@ -179,7 +179,7 @@ class HostValues:
             is_large
             or name in self._copied_at_once
             or (not is_input and _COMPILED_GRAPHS in sys.modules)
-            or not tells_versions
+            or not detects_overwrites
         ):
             tensor, count = (tensor.count_nonzero(), False) if count else (tensor.clone(), count)
             place, version = (name, tensor.data_ptr()), version_of(tensor)

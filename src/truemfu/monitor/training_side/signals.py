@@ -29,7 +29,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, NamedTuple
 
-from ...flops import handler_behind_count
+from ...flops import user_handler
 
 LIMIT_S = 2.0
 """A signal is held up by no more."""
@@ -135,7 +135,7 @@ class _Watch:
             os.close(fd)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        is_ours = handler_behind_count(number) == self._handler
+        is_ours = user_handler(number) == self._handler
         is_written = number in self._sent_again
         self._sent_again.discard(number)
         if not (self._is_over or is_written):

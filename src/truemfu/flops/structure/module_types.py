@@ -1,7 +1,7 @@
-"""What a module is, told from its class, its parameters and the names of its children; nothing is run.
+"""Classifies modules by class, parameters and the names of their children; nothing is run.
 
 Structure comes first (shapes of weights, features in and out); names decide where shapes cannot, as between
-the queries and the keys of an attention. No name of a model is known here.
+the queries and the keys of an attention. No model names are used.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Linear(NamedTuple):
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters of the module itself, none of its children's."""
+    """Parameters of the module itself, without those of its children."""
     return {name: p for name, p in module._parameters.items() if p is not None}
 
 
@@ -56,7 +56,7 @@ def is_trained(module: nn.Module) -> bool:
 
 
 def linear_of(module: nn.Module) -> Linear | None:
-    """The product of a linear layer, whoever's class it is; None for other modules and for wrappers."""
+    """The product of a linear layer of any class; None for other modules and for wrappers."""
     if module._modules and "parametrizations" not in module._modules:
         return None
     own = own_parameters(module)
@@ -73,7 +73,7 @@ def linear_of(module: nn.Module) -> Linear | None:
 
 
 def linears_in(module: nn.Module) -> Iterator[tuple[str, nn.Module, Linear]]:
-    """The linear layers of a module's subtree, with their paths in it; those of idle adapters left out."""
+    """The linear layers of a module's subtree, with their paths in it, without those of inactive adapters."""
     active = getattr(module, "active_adapters", None)
     for path, child in module.named_modules():
         found = linear_of(child)
@@ -85,7 +85,7 @@ def linears_in(module: nn.Module) -> Iterator[tuple[str, nn.Module, Linear]]:
 
 
 def lora_parts(module: nn.Module) -> list[tuple[str, nn.Module, Linear]]:
-    """The base layer and the low-rank pairs beside it, in that order; empty for anything else.
+    """The base layer and its low-rank pairs, in that order; empty for anything else.
 
     A pair goes from the base's input to fewer features and from those to the base's output.
     """
@@ -108,7 +108,7 @@ def lora_parts(module: nn.Module) -> list[tuple[str, nn.Module, Linear]]:
 
 
 def number(holders: Sequence[Any], names: Sequence[str]) -> int | None:
-    """The first whole number that one of these objects has under one of these names."""
+    """The first integer that one of these objects has under one of these names."""
     for holder in holders:
         for name in names:
             value = getattr(holder, name, None)
@@ -118,12 +118,12 @@ def number(holders: Sequence[Any], names: Sequence[str]) -> int | None:
 
 
 def experts_per_token(holders: Sequence[Any]) -> int | None:
-    """How many experts a token visits, from a router, its block, a configuration."""
+    """How many experts a token is routed to, from a router, its block or a configuration."""
     return number(holders, _TOP_K)
 
 
 def matrices(module: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
-    """Parameters of an unknown module that are multiplied with rows, and those that may be."""
+    """Parameters of an unknown module that are multiplied by rows, and those that may be."""
     certain: dict[str, nn.Parameter] = {}
     unknown: dict[str, nn.Parameter] = {}
     for name, parameter in own_parameters(module).items():
@@ -134,12 +134,12 @@ def matrices(module: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, nn.P
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Normalisation of any kind."""
+    """Whether a module is a normalisation."""
     return "norm" in type(module).__name__.lower() and not any(True for _ in module.children())
 
 
 def is_embedding(module: nn.Module) -> bool:
-    """A table that is looked up."""
+    """Whether a module is a lookup table."""
     return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or (
         "embedding" in type(module).__name__.lower()
         and not module._modules
@@ -153,7 +153,7 @@ def holds_tokens(name: str) -> bool:
 
 
 def has_text(module: nn.Module) -> bool:
-    """Whether a module looks up tokens."""
+    """Whether a module has a token embedding."""
     return any(
         is_embedding(child) and holds_tokens(path.rpartition(".")[2])
         for path, child in module.named_modules()
@@ -161,7 +161,7 @@ def has_text(module: nn.Module) -> bool:
 
 
 def extra_tokens(module: nn.Module, width: int) -> int:
-    """Class and register tokens that a module puts before its patches."""
+    """The number of class and register tokens that a module prepends to its patches."""
     return sum(
         p.numel() // width
         for name, p in own_parameters(module).items()
@@ -170,7 +170,7 @@ def extra_tokens(module: nn.Module, width: int) -> int:
 
 
 def role(name: str) -> str | None:
-    """What a child of an attention makes: "q", "k", "v", "kv", "qkv", "o", or something else."""
+    """What a child of an attention module computes: "q", "k", "v", "kv", "qkv", "o", or something else."""
     for kind, pattern in (("qkv", _QKV), ("o", _OUT)):
         if pattern.fullmatch(name):
             return kind
@@ -196,7 +196,7 @@ def _projects(module: nn.Module) -> bool:
 
 
 def is_cross(path: str, module: nn.Module) -> bool:
-    """Whether an attention's keys come from another stream: by its own name or the layer's around it."""
+    """Whether an attention's keys come from another stream, by its own name or that of its layer."""
     own = getattr(module, "is_cross_attention", None)
     if isinstance(own, bool):
         return own
@@ -204,12 +204,12 @@ def is_cross(path: str, module: nn.Module) -> bool:
 
 
 def has_cross_attention(module: nn.Module) -> bool:
-    """Whether any attention in a module's subtree looks at another stream."""
+    """Whether any attention in a module's subtree attends to another stream."""
     return any(is_cross(path, child) for path, child in module.named_modules() if is_attention(child))
 
 
-def says_causal(module: nn.Module) -> bool | None:
-    """What a module's forward says of its mask: causal, not, or nothing."""
+def is_causal_in_code(module: nn.Module) -> bool | None:
+    """Whether a module's forward uses a causal mask; None if its code does not show it."""
     names = names_in(type(module).forward)
     if "create_bidirectional_mask" in names:
         return None if "create_causal_mask" in names else False
@@ -218,10 +218,10 @@ def says_causal(module: nn.Module) -> bool | None:
 
 
 def checkpointing(module: nn.Module) -> bool | None:
-    """Whether a module's forward runs again in backward: True if all of it, False if it stops early.
+    """Whether a module's forward is recomputed in backward: True if completely, False if it stops early.
 
-    None where it does not run again. Non-reentrant checkpointing stops when the last tensor that backward
-    needs is there.
+    None if it is not recomputed. Non-reentrant checkpointing stops once the last tensor that backward needs
+    is available.
     """
     if type(module).__name__ == "CheckpointWrapper":
         return "NO_REENTRANT" not in str(getattr(module, "checkpoint_impl", ""))
@@ -233,16 +233,16 @@ def checkpointing(module: nn.Module) -> bool | None:
 
 
 def has_convolution(module: nn.Module) -> bool:
-    """Whether a module changes the size of a picture."""
+    """Whether a module contains a convolution."""
     return any(isinstance(child, nn.Conv2d) for child in module.modules())
 
 
 def makes_inputs_trained(module: nn.Module) -> bool:
-    """Whether a hook makes an embedding's output need a gradient, as adapters with checkpoints want it."""
+    """Whether a hook makes an embedding's output need a gradient, as for adapters with checkpointing."""
     names = (getattr(hook, "__name__", "") for hook in module._forward_hooks.values())
     return any("require_grad" in name for name in names)
 
 
 def has_dropout(module: nn.Module) -> bool:
-    """Whether one of a module's own children drops values now."""
+    """Whether one of a module's direct children is an active dropout."""
     return any(isinstance(c, nn.Dropout) and c.p > 0 and c.training for c in module.children())

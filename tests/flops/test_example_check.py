@@ -19,7 +19,7 @@ VALUES = "counted once per shape and values"
 
 @pytest.fixture(autouse=True)
 def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(truemfu.errors, "_said", set())
+    monkeypatch.setattr(truemfu.errors, "_already_warned", set())
 
 
 class Unpads(nn.Module):

@@ -1,6 +1,6 @@
-"""What a recorded operator was for: the forward pass, the backward pass, or a checkpoint running again.
+"""The phase of a recorded operator: forward, backward, or recomputation by a checkpoint.
 
-The profiler tells two things that decide it: operators beneath the evaluation of an autograd node belong to
+The recording shows two things that determine it: operators below the evaluation of an autograd node belong to
 its gradient, and an operator that ran with gradients enabled has a sequence number.
 """
 
@@ -11,21 +11,21 @@ from dataclasses import dataclass
 from typing import Any
 
 NODE = "autograd::engine::evaluate_function: "
-"""How the evaluation of a node of the autograd graph is named."""
+"""The name prefix of the evaluation of an autograd node."""
 
 COMPILING = "(dynamo_timed)"
-"""In the name of whatever the compiler does."""
+"""Part of the names of the compiler's events."""
 
 _FUNCTION = "FUNCTION"
 """The scope of an operator, by its name."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class EventContext:
     """Where in the step an event is.
 
-    `phase` is what operators are for there, `enabled` what those are for that run with gradients enabled.
-    `stopped` is the operator at which a checkpoint stopped running again, `node` the event of the autograd
+    `phase` is the phase of operators there, `enabled` that of operators that run with gradients enabled.
+    `stopped` is the operator at which a checkpoint stopped recomputing, `node` the event of the autograd
     node, `head_dims` the head sizes that SDPA was called with.
     """
 
@@ -37,35 +37,35 @@ class Place:
 
 
 def is_call(event: Any) -> bool:
-    """Whether an event is an operator or a function with its own gradient: no label, no autograd node."""
+    """Whether an event is an operator or a custom Function, not a label or an autograd node."""
     scope = getattr(event.extra_fields, "scope", None)
     return getattr(scope, "name", None) == _FUNCTION
 
 
 def is_function(event: Any) -> bool:
-    """Whether an autograd node is a Function written in Python that neither is compiled nor checkpoints:
-    torch numbers its own, as in `MmBackward0`."""
+    """Whether an autograd node is a Function written in Python, neither compiled nor a checkpoint: torch
+    numbers its own nodes, as in `MmBackward0`."""
     name: str = event.name
     return name.endswith("Backward") and not any(word in name for word in ("CompiledFunction", "Checkpoint"))
 
 
-def place_of_node(event: Any) -> Place:
-    """What the operators are for that an autograd node runs.
+def context_of_node(event: Any) -> EventContext:
+    """The context of the operators that an autograd node runs.
 
-    A backward formula runs without gradients, so what runs with them is a stretch of the forward pass that a
-    checkpoint runs again; unless everything does, for then the pass itself is to be differentiated.
+    A backward formula runs without gradients, so operators with gradients enabled are a region of the forward
+    pass that a checkpoint recomputes; unless all are, since then the pass itself is to be differentiated.
     """
     calls = list(_outermost_calls(event))
     enabled = [call for call in calls if call.extra_fields.sequence_number >= 0]
     reentrant = "Checkpoint" in event.name
     if not enabled or not (reentrant or len(enabled) < len(calls)):
-        return Place(phase="backward", enabled="backward", node=event)
+        return EventContext(phase="backward", enabled="backward", node=event)
     stopped = None if reentrant else _stopped_at(enabled[-1])
-    return Place(phase="backward", enabled="recompute", stopped=stopped, node=event)
+    return EventContext(phase="backward", enabled="recompute", stopped=stopped, node=event)
 
 
 def _outermost_calls(event: Any) -> Iterator[Any]:
-    """The calls an autograd node makes, those of backward passes inside it left out."""
+    """The calls of an autograd node, without those of backward passes inside it."""
     for child in event.children:
         if child.name.startswith(NODE) or COMPILING in child.name:
             continue
@@ -76,10 +76,10 @@ def _outermost_calls(event: Any) -> Iterator[Any]:
 
 
 def _stopped_at(call: Any) -> int | None:
-    """The operator at which a checkpoint stopped, where `call` is the last it ran again.
+    """The operator at which a checkpoint stopped, if `call` is the last one that it recomputed.
 
     A checkpoint stops when the last tensor it needs is saved. A product saves its operands before it runs, so
-    the last one is recorded and does not run: nothing is beneath it but the saving.
+    the last one is recorded but does not run: below it there is only the saving.
     """
     last = call
     while True:
