@@ -15,9 +15,9 @@ from truemfu.monitor.training_side.clock import (
     Mark,
     Span,
     StepClock,
+    allow_queries_during_capture,
     clock_for,
     duration_s,
-    leave_captures_alone,
 )
 
 
@@ -325,7 +325,7 @@ def test_without_a_driver_there_is_no_capture_to_leave_alone(monkeypatch: pytest
         raise OSError("cannot open shared object file")
 
     monkeypatch.setattr("ctypes.CDLL", missing)
-    leave_captures_alone()
+    allow_queries_during_capture()
     assert asked == ["libcuda.so.1"]
 
 
@@ -335,7 +335,7 @@ from truemfu import TrainingMonitor
 from truemfu.monitor.row_side import resolver
 
 if "as before" in sys.argv:
-    resolver.leave_captures_alone = lambda: None
+    resolver.allow_queries_during_capture = lambda: None
 model = torch.nn.Linear(8, 8, device="cuda")
 monitor = TrainingMonitor(tempfile.mkdtemp(), model=model)
 for step in range(4):

@@ -311,7 +311,7 @@ def test_flops_that_cannot_be_worked_out_cost_no_row(tmp_path: Path, monkeypatch
 
 @pytest.mark.parametrize("name", ["training_run.json", "closed_forms.json"])
 def test_a_log_with_the_name_of_the_runs_own_file_is_an_error(tmp_path: Path, name: str) -> None:
-    with pytest.raises(UsageError, match=f"log_file must have another name than {name}, which holds what"):
+    with pytest.raises(UsageError, match=f"log_file must not be {name}, which holds the"):
         TrainingMonitor(tmp_path, log_file=name)
 
 
@@ -351,7 +351,7 @@ def test_a_monitor_made_before_a_fork_logs_where_it_is_used(tmp_path: Path) -> N
         said[when] = done.stderr
     assert [row["global_step"] for row in rows_in(tmp_path / "before")] == [1, 2, 3]
     assert [row["global_step"] for row in rows_in(tmp_path / "after")] == [0]
-    assert "forked from the one that is monitored: its steps are not logged" in said["after"]
+    assert "forked from the monitored one: its steps are not logged" in said["after"]
 
 
 @pytest.mark.parametrize(

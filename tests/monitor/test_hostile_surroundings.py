@@ -219,7 +219,7 @@ def test_what_ends_the_work_on_a_row_is_counted_and_the_next_row_is_written(
         monitor.log_step(step, 0, 1.0, 1.0, 1.0)
     monitor.close()
     assert len(rows_in(tmp_path)) == STEPS - 1
-    assert monitor.summary()["lost"] == ["1 steps: they could not be worked out"]
+    assert monitor.summary()["lost"] == ["1 steps: their metrics could not be computed"]
 
 
 def test_a_fifo_or_a_link_beside_the_run_file_is_not_written_to(tmp_path: Path) -> None:

@@ -496,7 +496,7 @@ def test_counters_that_do_not_close_lose_no_row(
     quietly(lambda: [step(monitor, model, number) for number in range(6)])
     quietly(monitor.close)
     assert len(rows_in(tmp_path)) == 6
-    assert any("did not close: OSError: driver gone" in text for text in warned(monitor))
+    assert any("could not be closed: OSError: driver gone" in text for text in warned(monitor))
 
 
 def test_a_chip_without_a_rate_has_energy_and_the_profiler(
@@ -509,7 +509,7 @@ def test_a_chip_without_a_rate_has_energy_and_the_profiler(
     hardware = monitor.summary()["hardware"]
     assert hardware["executed_flops_per_s"] is None
     assert hardware["energy_j_per_step"] is not None
-    assert any("no FLOP per cycle is known" in text for text in warned(monitor))
+    assert any("the FLOP per cycle of " in text for text in warned(monitor))
     assert rows_in(tmp_path)[-1]["perf/hfu_method"] == "profiler"
 
 
@@ -725,8 +725,8 @@ def test_a_clock_that_fails_for_good_holds_nobody_up(
     assert time.monotonic() - began_s < 20  # of the 70 s that they might wait
     assert [str(warning.message) for warning in caught] == [
         "steps cannot be worked out: RuntimeError: CUDA error",
-        "some steps could not be worked out in time and are not saved yet",
-        "the last steps were not worked out in time and are lost",
+        "some steps were not processed in time and are not saved yet",
+        "the last steps were not processed in time and are lost",
     ]
 
 

@@ -620,7 +620,7 @@ def test_a_checkpoint_around_the_model_is_recomputation(tmp_path: Path) -> None:
     assert run.executed == [None, None]
     (said,) = run.summary["warnings"]
     assert said.startswith("HFU is not known: a checkpoint around the whole model")
-    assert dict(lines_of(run.summary))["HFU, median"] == "unknown (what was executed was not measured)"
+    assert dict(lines_of(run.summary))["HFU, median"] == "unknown (executed FLOPs were not measured)"
 
 
 def test_the_profiler_measures_what_a_checkpoint_around_the_model_runs_again(tmp_path: Path) -> None:

@@ -253,7 +253,7 @@ def test_a_model_compiled_after_attaching_is_said(model: nn.Module, tmp_path: Pa
     batch = ids(2, 16)
     monitor = TrainingMonitor(tmp_path, config(), model=model)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
-    with pytest.warns(TruemfuWarning, match="attach what you call"):
+    with pytest.warns(TruemfuWarning, match="attach the object you call"):
         compiled(**batch).loss.backward()
         monitor.log_step(1, 0, 1.0, 1.0, 1.0)
     monitor.close()

@@ -65,7 +65,7 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(HostValues, "number", number)
     monkeypatch.setattr(CudaClock, "_recorded", lambda self: HostEvent())
-    monkeypatch.setattr(CudaClock, "from_elsewhere", HostClock.from_elsewhere)
+    monkeypatch.setattr(CudaClock, "on_other_thread", HostClock.on_other_thread)
     monkeypatch.setattr("truemfu.monitor.live_run.clock_for", CudaClock)  # takes the same arguments
     monkeypatch.setattr(clock_module, "_STEPS_TO_AGREE", STEPS_TO_AGREE)
     monkeypatch.setattr(clock_module, "_APART", 1e9)  # a step of this model is over in no time
@@ -895,7 +895,7 @@ def test_a_device_that_fails_takes_no_row_that_was_worked_out(
         run.monitor.close()
     said = " ".join(run.monitor.summary()["warnings"])
     assert "cannot be fetched: RuntimeError: CUDA error: device-side assert triggered" in said
-    assert "the last steps were not worked out in time and are lost" in said
+    assert "the last steps were not processed in time and are lost" in said
     rows = json.loads((tmp_path / "training_log.json").read_text())
     assert len(rows) == run.number - 5
     assert "summary" in json.loads((tmp_path / RUN_FILE).read_text())

@@ -188,7 +188,7 @@ def cuda_marks(device: torch.device) -> Marks:
 
 def _count(counting: Counting, note: StepNote) -> StepCount:
     """The marked step, all its micro-batches together."""
-    who: dict[str, Any] = {"process_id": os.getpid(), "step": note.place.step}
+    who: dict[str, Any] = {"process_id": os.getpid(), "step": note.position.step}
     counts = []
     counted = [batch for batch in note.batches.notes if batch.template.slot is not None]
     pairs = [(state, batch) for batch in counted if (state := state_of(note.states, batch)) is not None]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..training_side.step_note import StepPlace
+from ..training_side.step_note import StepPosition
 
 DETAILS_S = 30.0
 """Steps may be long: what is logged every `detailed_log_freq` steps is logged every so many seconds too."""
@@ -14,9 +14,9 @@ class StepsOrSeconds:
     def __init__(self, steps: int, seconds: float, *, began_s: float) -> None:
         self._steps, self._seconds, self._last_s = steps, seconds, began_s
 
-    def is_due(self, place: StepPlace, ended_s: float) -> bool:
+    def is_due(self, position: StepPosition, ended_s: float) -> bool:
         """Whether it is due with this step; asked once for each, in their order."""
-        if not place.reaches(self._steps) and ended_s - self._last_s < self._seconds:
+        if not position.reaches(self._steps) and ended_s - self._last_s < self._seconds:
             return False
         self._last_s = ended_s
         return True

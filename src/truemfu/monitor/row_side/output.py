@@ -32,7 +32,7 @@ from ...trackers.names import rename
 from ...trackers.table import check_tracker, make_tracker
 from ...trackers.wandb import WandbTracker
 from ..config import MonitorConfig
-from ..training_side.step_note import StepPlace
+from ..training_side.step_note import StepPosition
 from .run_file import RunFile
 
 _BASICS = frozenset({"training/loss", "training/lr", "training/epoch", "global_step"})
@@ -101,15 +101,15 @@ class Output:
                 self._unsaved = 0
         if self._remote:
             for row, number, is_skipped in zip(rows, steps, skip_remote, strict=True):
-                place = StepPlace(row["global_step"], number)
-                self._details_are_due |= place.step in detailed
-                self._put_remote(place, row, is_skipped=bool(is_skipped))
+                position = StepPosition(row["global_step"], number)
+                self._details_are_due |= position.step in detailed
+                self._put_remote(position, row, is_skipped=bool(is_skipped))
 
-    def _put_remote(self, place: StepPlace, row: dict[str, Any], *, is_skipped: bool) -> None:
-        if not is_skipped and place.reaches(self._config.logging_steps or 1):
+    def _put_remote(self, position: StepPosition, row: dict[str, Any], *, is_skipped: bool) -> None:
+        if not is_skipped and position.reaches(self._config.logging_steps or 1):
             wanted = rename(self._for_remote(row), self._config.metric_names)
             for lane in self._remote:
-                lane.put(place.step, wanted)
+                lane.put(position.step, wanted)
 
     def _for_remote(self, row: dict[str, Any]) -> dict[str, Any]:
         """All of the row where details are due, and they are until a row has gone out with them."""

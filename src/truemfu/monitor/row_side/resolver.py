@@ -39,7 +39,7 @@ from ..ranks.rank_link import RankLink
 from ..totals import Totals
 from ..training_side.batch_notes import BatchNote
 from ..training_side.between_steps import between
-from ..training_side.clock import CudaClock, HostClock, duration_s, leave_captures_alone
+from ..training_side.clock import CudaClock, HostClock, allow_queries_during_capture, duration_s
 from ..training_side.counts import Counts
 from ..training_side.datasets import dataset_metrics
 from ..training_side.hardware_watch import Cut
@@ -201,7 +201,7 @@ class Resolver:
     def _prepare(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # else this thread would open a context on device 0
-            leave_captures_alone()
+            allow_queries_during_capture()
 
     @property
     def stranded_steps(self) -> int:
@@ -306,9 +306,9 @@ class Resolver:
 
     def _row(self, note: StepNote) -> _Row:
         """What a step comes to, in the order of steps."""
-        place, batches = note.place, note.batches
+        position, batches = note.position, note.batches
         notes = [] if batches.is_missing else batches.notes  # some are no measure of the step
-        is_warmup = note.warmup or self._waited_for_a_count(*place)
+        is_warmup = note.warmup or self._waited_for_a_count(*position)
         counted = self._amounts(notes, self._counted(note, notes), warmup=is_warmup)
         mask_tokens = note.extras.mask_tokens
         if mask_tokens is not None and counted.useful_tokens is None:
@@ -317,11 +317,11 @@ class Resolver:
                 counted = replace(counted, tokens=mask_tokens, useful_tokens=mask_useful_tokens)
             else:
                 self._notices(
-                    f"attention_mask is not used where it does not fit, first at step {place.step}: it "
+                    f"attention_mask is not used where it does not fit, first at step {position.step}: it "
                     f"has {mask_tokens:,} places and the step's micro-batches {counted.tokens:,} tokens",
                     about="attention_mask",
                 )
-        took = StepTime(place.steps, duration_s(note.span), *between(*note.gap))
+        took = StepTime(position.steps, duration_s(note.span), *between(*note.gap))
         if self.hardware is not None:
             detail = partial(self._details.of, note.states, notes, measured=note.measured)
             self._add_to_window(self.hardware, counted, took, note.extras.cut, detail)
@@ -329,7 +329,7 @@ class Resolver:
         if self._audit is not None and self._audit.wants(note):
             self._audit.write(self._counting, note)
         metrics: dict[str, Any] = {
-            "global_step": place.step,
+            "global_step": position.step,
             "training/loss": resolved(note.loss),
             "training/lr": resolved(note.learning_rate),
             "training/epoch": resolved(note.epoch),
@@ -337,7 +337,7 @@ class Resolver:
             **performance(amounts, took),
         }
         self._check(metrics)
-        is_detailed = self._details_are_due(place, note.span.end.host_s)
+        is_detailed = self._details_are_due(position, note.span.end.host_s)
         self.window.add_all([metrics])
         if is_detailed:
             metrics |= self._details_now()
@@ -433,7 +433,7 @@ class Resolver:
     def _given(self, note: StepNote, flops: float) -> StepFlops | None:
         first = next(iter(note.batches.notes), None)
         try:
-            return self._notices.among(
+            return self._notices.with_warnings_collected(
                 lambda: given_flops(
                     flops,
                     state=None if first is None else state_of(note.states, first),
@@ -450,7 +450,9 @@ class Resolver:
         if not batches:
             return None
         try:
-            return self._notices.among(lambda: self._counting.step(states, batches, measured=measured))
+            return self._notices.with_warnings_collected(
+                lambda: self._counting.step(states, batches, measured=measured)
+            )
         except Exception as error:  # the rest of the row is known
             self._notices(f"the FLOPs of a step could not be worked out, so it has no MFU: {one_line(error)}")
             return None

@@ -37,7 +37,7 @@ Place = tuple[Any, ...]
 """Where in a batch a tensor is: its key, after those of the mappings around it."""
 _PLAIN = (int, float, str, bool, type(None))
 _Tensor = torch.Tensor
-_UNTOLD = (
+_UNSUPPORTED_BATCH = (
     "a batch cannot be told to a count, so its step has no MFU: it holds nested tensors or objects with "
     "tensors in them, is inside vmap or its kin, or mixes arguments by place and by name in a forward that "
     "takes any"
@@ -181,7 +181,7 @@ class BatchNotes:
         gradients before, and then this is the only run that is seen.
         """
         if batch is None or self._is_blind or functorch_level() is not None:
-            return self._not_noted(_UNTOLD)
+            return self._not_noted(_UNSUPPORTED_BATCH)
         signature: list[Any] = [slot, model, is_any_autocast() and _autocast_dtypes()]
         try:
             for key, value in batch.items():
@@ -191,7 +191,7 @@ class BatchNotes:
                 else:
                     signature += key, kind, value if kind in _PLAIN else _nested_signature(value)
         except Exception:  # an argument may do anything when it is looked at, or contain itself
-            return self._not_noted(_UNTOLD)
+            return self._not_noted(_UNSUPPORTED_BATCH)
         template = self._last_template
         if template is None or signature != self._last_signature:
             template = self._template(tuple(signature), batch, slot, model)
@@ -285,7 +285,7 @@ class BatchNotes:
         )
 
 
-def by_name_or_place(batch: Mapping[str, Any] | Sequence[Any] | torch.Tensor) -> Batch | None:
+def by_name_or_position(batch: Mapping[str, Any] | Sequence[Any] | torch.Tensor) -> Batch | None:
     """A batch as a model takes it; None where it cannot be read."""
     if isinstance(batch, torch.Tensor):
         batch = (batch,)

@@ -72,7 +72,7 @@ class HostClock:
 
     moment = mark
 
-    def from_elsewhere(self) -> AbstractContextManager[bool]:
+    def on_other_thread(self) -> AbstractContextManager[bool]:
         """For another thread than the training's: whether it may mark moments inside."""
         return contextlib.nullcontext(True)
 
@@ -124,7 +124,7 @@ class CudaClock:
         return self._marked(now_s, None)
 
     @contextlib.contextmanager
-    def from_elsewhere(self) -> Iterator[bool]:
+    def on_other_thread(self) -> Iterator[bool]:
         """For another thread than the training's: whether it may mark moments inside.
 
         What it queues there goes behind the training's work. A stream that is being captured is left alone.
@@ -247,7 +247,7 @@ def _between(begin: Mark, end: Mark, host_s: float) -> float:
     return begin.device_s + share * (end.device_s - begin.device_s)
 
 
-def leave_captures_alone() -> None:
+def allow_queries_during_capture() -> None:
     """Let this thread ask for marks while another captures a CUDA graph.
 
     By default a capture fails when any thread of the process asks whether an event has passed.

@@ -15,7 +15,7 @@ import torch
 from ...errors import one_line
 from ..notices import Notices
 from .host_values import HostValues
-from .step_note import StepPlace
+from .step_note import StepPosition
 
 LARGEST_STEP = 2**63 - 1
 """Beyond it a row cannot be written."""
@@ -63,9 +63,9 @@ class Intake:
             )
         return 1
 
-    def next_place(self) -> StepPlace | None:
+    def next_position(self) -> StepPosition | None:
         """Which step comes next, if it is as far from the last as that was; None before the first."""
-        return None if self.last_step is None else StepPlace(self.last_step + self._stride, self._stride)
+        return None if self.last_step is None else StepPosition(self.last_step + self._stride, self._stride)
 
     def number(self, name: str, value: Any) -> Any:
         """A number that is there or on its way; None for what is none."""

@@ -18,7 +18,7 @@ WARMUP_STEPS = 3
 """The first steps of a run, which are no measure of it."""
 
 
-class StepPlace(NamedTuple):
+class StepPosition(NamedTuple):
     """Which step of a run it is."""
 
     step: int
@@ -67,6 +67,6 @@ class StepNote(NamedTuple):
     extras: StepExtras
 
     @property
-    def place(self) -> StepPlace:
+    def position(self) -> StepPosition:
         """Which step of the run it is."""
-        return StepPlace(self.step, self.steps)
+        return StepPosition(self.step, self.steps)
