@@ -212,8 +212,8 @@ LABELS, LOGITS = torch.zeros(2, 5, dtype=torch.int64), torch.zeros(2, 5, 7)
 @pytest.mark.parametrize(
     ("names", "labels", "logits", "loss", "message"),
     [
-        ("ab", LABELS, LOGITS, 1.0, "dataset_names must be a list of texts, one per sample; got str"),
-        ([1, 2], LABELS, LOGITS, 1.0, "dataset_names must be a list of texts"),
+        ("ab", LABELS, LOGITS, 1.0, "dataset_names must be a list of strings, one per sample; got str"),
+        ([1, 2], LABELS, LOGITS, 1.0, "dataset_names must be a list of strings"),
         (torch.tensor([0, 1]), LABELS, LOGITS, 1.0, "dataset_names must be a list .* got Tensor"),
         (["a"], LABELS, LOGITS, 1.0, r"one per sample; got labels of shape \(2, 5\) and 1 names"),
         (["a", "b"], None, LOGITS, 1.0, "labels must be a tensor with values; got none"),
@@ -227,7 +227,7 @@ LABELS, LOGITS = torch.zeros(2, 5, dtype=torch.int64), torch.zeros(2, 5, 7)
         (["a", "b"], LABELS, LOGITS.to("meta"), 1.0, "logits must be a tensor with values; got Tensor"),
         (["a", "b"], LABELS, "logits", 1.0, "logits must be a tensor with values; got str"),
         (["a", "b"], LABELS, LOGITS.to_sparse(), 1.0, "no dataset metrics for this batch .*Error: "),
-        (["a", "b"], LABELS, None, 1.0, "several datasets needs the logits .* got no logits and 2 datasets"),
+        (["a", "b"], LABELS, None, 1.0, "several datasets needs logits .* got no logits and 2 datasets"),
         (["a", "a"], LABELS, None, None, "without logits aggregated_loss must be one number; got none"),
         (["a", "a"], LABELS, None, "1", "without logits aggregated_loss must be one number; got str"),
         (["a", "a"], LABELS, None, torch.ones(2), r"aggregated_loss must be one number, .* got shape \(2,\)"),

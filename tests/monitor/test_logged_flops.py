@@ -350,7 +350,7 @@ def test_the_profiler_finds_executed_what_the_truth_says(name: str, tmp_path: Pa
 
 def test_a_profiler_of_the_user_around_the_run_is_left_alone(tmp_path: Path) -> None:
     with (
-        pytest.warns(TruemfuWarning, match="HFU rests on the count: another torch.profiler"),
+        pytest.warns(TruemfuWarning, match="HFU is based on the count: another torch.profiler"),
         profile(activities=[ProfilerActivity.CPU]) as users,
     ):
         run = train(
@@ -714,7 +714,7 @@ def test_a_model_that_leaves_padding_out_says_that_its_flops_are_those_of_the_fi
     real = [2 * 4, 2 * 4, 2 * 3]
     assert run.model_flops == [3 * 2 * tokens * WIDTH * WIDTH for tokens in real]
     assert run.methods == {"count on fake tensors, counted once per shape and values"}
-    assert any("those of the first batch of its shape" in text for text in run.summary["warnings"])
+    assert any("the FLOPs of the first batch of its shape" in text for text in run.summary["warnings"])
 
 
 def test_a_flat_row_of_documents_tells_tokens_and_documents(tmp_path: Path) -> None:

@@ -378,7 +378,7 @@ def test_another_dtype_of_autocast_is_another_kind_of_batch(run: Run) -> None:
 
 def test_a_batch_inside_vmap_has_no_mfu(run: Run) -> None:
     run.step()
-    with pytest.warns(UserWarning, match="cannot be told to a count"):
+    with pytest.warns(UserWarning, match="cannot count this batch"):
         torch.vmap(lambda x: run.model(x=x))(torch.zeros(3, 4, 8))
         run.log(torch.zeros(()), 0)
         run.step()
@@ -502,7 +502,7 @@ def test_what_was_sent_is_not_kept(run: Run) -> None:
     run.monitor.save_logs()
     for _ in range(5):
         run.step()
-    kept = [weakref.ref(held.tensor) for held in run.values._kept]
+    kept = [weakref.ref(held.tensor) for held in run.values._held]
     assert len(kept) == 10
     run.monitor.save_logs()
     assert not [ref for ref in kept if ref() is not None]
@@ -607,7 +607,7 @@ def test_what_fails_in_a_step_costs_no_step_before_it(
 def test_what_is_kept_is_bounded(run: Run) -> None:
     for _ in range(700):
         run.step()
-        assert len(run.values._kept) <= 258
+        assert len(run.values._held) <= 258
     run.check()
 
 
@@ -909,7 +909,7 @@ def test_parts_of_large_storages_are_not_kept(run: Run) -> None:
         storage = weakref.ref(large)
         del large
         assert storage() is None
-        assert all(held.tensor.untyped_storage().nbytes() < 1000 for held in run.values._kept if held.tensor)
+        assert all(held.tensor.untyped_storage().nbytes() < 1000 for held in run.values._held if held.tensor)
     run.check()
 
 
@@ -1100,7 +1100,7 @@ def test_a_batch_inside_a_transform_of_the_parameters_has_no_mfu(run: Run) -> No
     params, _ = torch.func.stack_module_state([Model() for _ in range(5)])
     x = torch.randn(4, 8)
     run.step()
-    with pytest.warns(UserWarning, match="cannot be told to a count"):
+    with pytest.warns(UserWarning, match="cannot count this batch"):
         out = torch.vmap(lambda p: torch.func.functional_call(run.model, p, (), {"x": x}))(params)
         run.log(out.sum(), 0)
         run.step()
@@ -1208,7 +1208,7 @@ def test_a_flag_of_another_kind_is_taken_as_ever(run: Run) -> None:
     loss = run.model(x=torch.randn(4, 8))
     run.number += 1
     run.losses[run.number], run.micro_batches[run.number] = float(loss.detach()), 4
-    with pytest.warns(UserWarning, match="skip_wandb is taken for false"):
+    with pytest.warns(UserWarning, match="skip_wandb is treated as false"):
         run.monitor.log_step(run.number, 0, loss, loss, 0.1, skip_wandb=torch.tensor([1, 0]))  # type: ignore[arg-type]
     run.step()
     run.check()

@@ -282,8 +282,8 @@ class LiveRun:
         self._values.flush_if_due(now_s, is_due=is_slow)
         if self._audit is not None:
             self._audit.hand_over(note)
-        asked_for = self._last_requested
-        if batches is not asked_for[0] or note.states is not asked_for[1] or self._audit is not None:
+        requested_for = self._last_requested
+        if batches is not requested_for[0] or note.states is not requested_for[1] or self._audit is not None:
             self._request_counts(note)  # before the row side needs them
         self._resolver.put(note)
         self.logged += 1
@@ -329,10 +329,10 @@ class LiveRun:
             template, state = batch.template, state_of(note.states, batch)
             if state is None:
                 continue
-            is_new = template.asked_for != state.number
+            is_new = template.requested_for != state.number
             if is_new or (is_audited and template not in state.works):
                 wants_work = is_audited or (self._watch is not None and is_new and not state.works)
-                template.asked_for = state.number
+                template.requested_for = state.number
                 self._counts.ask(state, batch, wants_work=wants_work)
                 self._resolver.wake()
 

@@ -212,7 +212,7 @@ class Resolver:
         self._counts.keep()
         self._is_log_read = False
         with contextlib.suppress(Exception):  # a device that fails is said when a step cannot do without it
-            self._clock.look()
+            self._clock.poll()
         while self._work_off() == _MOST_TOGETHER:
             pass
 
