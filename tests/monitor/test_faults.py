@@ -305,7 +305,7 @@ def test_flops_that_cannot_be_worked_out_cost_no_row(tmp_path: Path, monkeypatch
     assert [row["training/loss"] for row in rows] == [1.0] * 3
     warned = json.loads((tmp_path / "training_run.json").read_text())["summary"]["warnings"]
     assert warned == [
-        "the FLOPs of a step could not be worked out, so it has no MFU: RuntimeError: no such luck"
+        "the FLOPs of a step could not be computed, so it has no MFU: RuntimeError: no such luck"
     ]
 
 
@@ -508,7 +508,7 @@ def test_a_mask_of_another_size_than_the_batch_is_one_warning_and_no_padding(tmp
     (said,) = summary["warnings"]
     assert said == (
         "attention_mask is not used where it does not fit, first at step 1: "
-        f"it has 202 places and the step's micro-batches {batch.numel()} tokens"
+        f"it has 202 positions and the step's micro-batches {batch.numel()} tokens"
     )
     assert summary["padding_lost"] is None
 

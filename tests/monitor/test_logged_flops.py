@@ -619,7 +619,7 @@ def test_a_checkpoint_around_the_model_is_recomputation(tmp_path: Path) -> None:
     assert run.model_flops == [mlp_flops(5), mlp_flops(6)]
     assert run.executed == [None, None]
     (said,) = run.summary["warnings"]
-    assert said.startswith("HFU is not known: a checkpoint around the whole model")
+    assert said.startswith("HFU is unknown: a checkpoint around the whole model")
     assert dict(lines_of(run.summary))["HFU, median"] == "unknown (executed FLOPs were not measured)"
 
 

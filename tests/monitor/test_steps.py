@@ -68,7 +68,7 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CudaClock, "on_other_thread", HostClock.on_other_thread)
     monkeypatch.setattr("truemfu.monitor.live_run.clock_for", CudaClock)  # takes the same arguments
     monkeypatch.setattr(clock_module, "_STEPS_TO_AGREE", STEPS_TO_AGREE)
-    monkeypatch.setattr(clock_module, "_APART", 1e9)  # a step of this model is over in no time
+    monkeypatch.setattr(clock_module, "_MAX_DIFFERENCE", 1e9)  # a step of this model is over in no time
     monkeypatch.setattr(clock_module, "_LAG_IN_STEPS", 1e9)
     monkeypatch.setattr(clock_module, "_LAG_CHANGE_IN_STEPS", 1e9)
 
@@ -476,7 +476,7 @@ def test_one_row_that_fails_takes_no_other_with_it(run: Run, monkeypatch: pytest
 
     monkeypatch.setattr(resolver, "peak_memory_bytes", failing)
     with pytest.warns(
-        UserWarning, match="a step could not be worked out and is not logged: RuntimeError: once"
+        UserWarning, match="a step could not be processed and is not logged: RuntimeError: once"
     ):
         rows = run.rows()
         time.sleep(0.1)
@@ -1123,7 +1123,7 @@ def test_a_checkpoint_around_the_model_is_seen_among_other_steps(tmp_path: Path)
     run = Run(tmp_path, config={"monitoring": {"peak_tflops": 1.0}})
     run.settle()
     run.step()
-    with pytest.warns(UserWarning, match="HFU is not known"):
+    with pytest.warns(UserWarning, match="HFU is unknown"):
         loss = checkpoint(lambda x: run.model(x=x), torch.randn(4, 8), use_reentrant=False)
         loss.backward()
         run.log(loss, 4)
@@ -1251,7 +1251,7 @@ def test_a_step_may_have_many_micro_batches(run: Run) -> None:
 
 def test_a_model_that_runs_again_in_the_backward_pass_is_counted_once(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    with pytest.warns(UserWarning, match="HFU is not known"):
+    with pytest.warns(UserWarning, match="HFU is unknown"):
         for _ in range(STEPS_TO_AGREE + 8):
             loss = checkpoint(run.model, torch.randn(4, 8, requires_grad=True), use_reentrant=False)
             loss.backward()

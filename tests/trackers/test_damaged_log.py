@@ -107,7 +107,7 @@ def test_a_log_cut_while_it_is_written_loads_and_what_is_gone_is_counted(tmp_pat
         log.log(step, row(step))
         log.flush()
     assert rows_in(path) == [row(step) for step in (*range(1, left + 1), 13, 14, 15)]
-    assert log.rows_gone == 12 - left
+    assert log.rows_removed == 12 - left
     assert said == [
         f"log.json was cut or overwritten by another program while this run wrote it: {left} of 12 rows are "
         "left in it, and further ones follow them"
@@ -115,7 +115,7 @@ def test_a_log_cut_while_it_is_written_loads_and_what_is_gone_is_counted(tmp_pat
     os.truncate(path, size)
     log.finish({})
     assert rows_in(path) == [row(step) for step in range(1, left + 1)]
-    assert log.rows_gone == 12 - left + 3
+    assert log.rows_removed == 12 - left + 3
 
 
 def find_end_of(path: Path) -> int:
@@ -141,7 +141,7 @@ def test_what_another_program_puts_into_the_log_is_no_row(tmp_path: Path) -> Non
     log.finish({})
     assert rows_in(path) == [row(1), row(2)]
     assert len(said) == 2
-    assert log.rows_gone == 0
+    assert log.rows_removed == 0
     assert b"a line of another program" in (tmp_path / "log.json.damaged").read_bytes()
 
 

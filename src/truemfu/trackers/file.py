@@ -62,7 +62,7 @@ class JsonArrayFile:
         self._end = self._rows = 0
         self._is_begun = False
         """Whether it is known where rows go; a full disk may put that off."""
-        self.rows_gone = 0
+        self.rows_removed = 0
         """Rows that were in the file and that another program has cut off or overwritten."""
         self._waiting: list[Mapping[str, Any]] = []
 
@@ -193,7 +193,7 @@ class JsonArrayFile:
             return
         rows = self._rows
         self._continue()
-        self.rows_gone += max(rows - self._rows, 0)
+        self.rows_removed += max(rows - self._rows, 0)
         self._notice(
             f"{self.path.name} was cut or overwritten by another program while this run wrote it: "
             f"{self._rows:,} of {rows:,} rows are left in it, and further ones follow them"
