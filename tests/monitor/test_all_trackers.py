@@ -301,8 +301,8 @@ def test_the_runs_file_says_what_was_lost_as_the_trackers_closed(
         "5 rows of tracker Hangs: it did not finish within 0.5 s",
     ]
     assert [text for text in written["warnings"] if "failed" in text] == [
-        "tracker FailsAtTheEnd failed: OSError: no space; it is switched off, its rows are lost from here on",
-        "tracker Hangs failed: it did not finish within 0.5 s; what it still had is lost",
+        "tracker FailsAtTheEnd failed: OSError: no space; it is switched off, its further rows are lost",
+        "tracker Hangs failed: it did not finish within 0.5 s; its remaining data is lost",
     ]
     shown = capsys.readouterr().err
     assert shown.count("rows of tracker Hangs") == 1

@@ -219,7 +219,7 @@ LABELS, LOGITS = torch.zeros(2, 5, dtype=torch.int64), torch.zeros(2, 5, 7)
         (["a", "b"], None, LOGITS, 1.0, "labels must be a tensor with values; got none"),
         (["a", "b"], [[1], [2]], LOGITS, 1.0, "labels must be a tensor with values; got list"),
         (["a", "b"], LABELS.float(), LOGITS, 1.0, r"labels must be integers; got torch\.float32"),
-        (["a", "b"], LABELS[..., None], LOGITS, 1.0, r"labels must be .* got labels of shape \(2, 5, 1\)"),
+        (["a", "b"], LABELS[..., None], LOGITS, 1.0, r"labels must have .* got labels of shape \(2, 5, 1\)"),
         (["a", "b"], LABELS, LOGITS[:, :3], 1.0, r"logits must be .* logits of shape \(2, 3, 7\)"),
         (["a", "b"], LABELS, LOGITS[..., None], 1.0, r"logits must be .* logits of shape \(2, 5, 7, 1\)"),
         (["a", "b"], LABELS, LOGITS[0, 0, 0], 1.0, r"logits must be .* logits of shape \(\)"),

@@ -629,7 +629,7 @@ def test_an_unknown_tracker_is_raised_before_training(tmp_path: Path) -> None:
     [
         ("wandb", r"""trackers must be a list .* such as \["wandb"\], or \[\] for none; got 'wandb'"""),
         (object(), "trackers must be a list .*; got object"),
-        ([42], r"int is no tracker: it has no start\(\)"),
+        ([42], r"int is not a tracker: it has no start\(\)"),
         ([dict], "got the class dict; pass an instance"),
     ],
 )
