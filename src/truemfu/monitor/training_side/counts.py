@@ -50,7 +50,7 @@ Notice = Callable[[str], None]
 
 _now_s = time.perf_counter
 _FREE_COUNTS = 3
-"""Counts per watched module that run as soon as they are requested."""
+"""Counts per slot that run as soon as they are requested."""
 _SHARE_OF_RUN = 0.01
 """The share of the run's time that all further counts may take."""
 _LONGEST_HOLD_S = 10.0
@@ -70,7 +70,7 @@ class Status(Enum):
     """The state of a request."""
 
     OPEN = auto()
-    PUT_OFF = auto()
+    POSTPONED = auto()
     ANSWERED = auto()
     REFUSED = auto()
 
@@ -157,14 +157,14 @@ class Counts:
             if len(self._waiting) >= _MAX_REQUESTS:
                 self._waiting.popleft().status = Status.REFUSED
             if _now_s() < self._not_before_s:
-                request.status = Status.PUT_OFF  # rows need not wait for it
+                request.status = Status.POSTPONED  # rows need not wait for it
             self._waiting.append(request)
         while len(self._requests) > _MAX_REQUESTS:
             self._requests.popitem(last=False)
         return request
 
     def find(self, state: ModelState, note: BatchNote) -> Request | None:
-        """The open request for this micro-batch, if there is one."""
+        """The unanswered request for this micro-batch, if there is one."""
         return self._requests.get(_key(state, note))
 
     def holds_rows(self, request: Request) -> bool:
@@ -194,7 +194,7 @@ class Counts:
                 request.status = Status.OPEN
                 return request
             else:
-                request.status = Status.PUT_OFF
+                request.status = Status.POSTPONED
                 self._waiting.append(request)
         return None
 
@@ -264,7 +264,7 @@ class Counts:
 
     def end(self) -> None:
         """The run is over: add a note about counts that were never made."""
-        left = [r for r in self._requests.values() if r.status in (Status.OPEN, Status.PUT_OFF)]
+        left = [r for r in self._requests.values() if r.status in (Status.OPEN, Status.POSTPONED)]
         if not left or not self.lock.acquire(blocking=False):  # a handler may close in the middle of a count
             return
         try:
