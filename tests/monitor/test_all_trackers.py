@@ -301,8 +301,8 @@ def test_the_runs_file_says_what_was_lost_as_the_trackers_closed(
         "5 rows of tracker Hangs: it did not finish within 0.5 s",
     ]
     assert [text for text in written["warnings"] if "failed" in text] == [
-        "tracker FailsAtTheEnd failed: OSError: no space; it is switched off, its rows are lost from here on",
-        "tracker Hangs failed: it did not finish within 0.5 s; what it still had is lost",
+        "tracker FailsAtTheEnd failed: OSError: no space; it is switched off, its further rows are lost",
+        "tracker Hangs failed: it did not finish within 0.5 s; its remaining data is lost",
     ]
     shown = capsys.readouterr().err
     assert shown.count("rows of tracker Hangs") == 1
@@ -375,7 +375,7 @@ def test_saving_waits_once_for_a_tracker_that_hangs_and_again_when_it_has_caught
     monitor = monitor_of(tmp_path, slow)
     train(monitor, range(1, 6))
     assert monitor._live._resolver.finish_pending(60)  # the first step is counted, which takes a while
-    with pytest.warns(TruemfuWarning, match="tracker Slow did not take its rows within 3 s"):
+    with pytest.warns(TruemfuWarning, match="tracker Slow did not accept its rows within 3 s"):
         assert seconds_to_save() >= 3
     train(monitor, range(6, 11))
     assert seconds_to_save() < 2
@@ -405,7 +405,7 @@ def test_a_slow_wandb_is_waited_for_when_the_program_ends_its_run(
     monitor = monitor_of(tmp_path, slow)
     train(monitor, range(1, 6))
     assert monitor._live._resolver.finish_pending(60)  # the first step is counted, which takes a while
-    with pytest.warns(TruemfuWarning, match="tracker SlowWandb did not take its rows within 1 s"):
+    with pytest.warns(TruemfuWarning, match="tracker SlowWandb did not accept its rows within 1 s"):
         monitor.save_logs()
     monkeypatch.setattr("truemfu.monitor.monitor._SAVE_TIMEOUT_S", 60.0)
     Timer(1.0, released.set).start()
@@ -451,5 +451,5 @@ def test_a_wandb_run_of_the_user_gets_each_row_once_or_not_at_all(
     rows = history(tmp_path)
     assert [row["global_step"] for row in rows if "global_step" in row] == list(range(1, 21)) * each_step
     assert [row["mine"] for row in rows if "mine" in row] == [1]
-    says_so = "tracker WandbTracker is left out: one for W&B is there already" in done.stderr
+    says_so = "tracker WandbTracker is left out: there is already one for W&B" in done.stderr
     assert says_so == ("wandb" in trackers)

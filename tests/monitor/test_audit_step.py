@@ -163,7 +163,7 @@ def test_a_job_of_several_processes_is_refused_at_once(
 
 def test_without_cuda_there_is_nothing_to_see(path: Path, said: list[str]) -> None:
     assert AuditStep.from_environment(alone(), CPU, said.append) is None
-    assert reason(path) == "the model is on cpu: Nsight Compute sees CUDA kernels alone"
+    assert reason(path) == "the model is on cpu: Nsight Compute only profiles CUDA kernels"
 
 
 def test_the_first_step_after_warm_up_is_marked_and_no_other(audit: AuditStep, recorder: Recorder) -> None:
@@ -280,7 +280,7 @@ def test_a_step_without_a_count_says_so(audit: AuditStep, path: Path) -> None:
     note = step_note(None, {"input": torch.randn(ROWS, WIDTH)})
     marked(audit, note)
     audit.write(counting(note), note)
-    assert reason(path) == "the marked step has no count: the monitor's warnings say why"
+    assert reason(path) == "the marked step has no count: see the monitor's warnings"
 
 
 def test_what_goes_wrong_in_the_count_goes_no_further(
@@ -329,7 +329,7 @@ def test_a_run_that_ends_too_soon(audit: AuditStep, path: Path, steps: int) -> N
         audit.begin_step(logged, 0)
         audit.end_step()
     audit.close(steps)
-    assert (reason(path) or "").startswith(f"the run ended after {steps} steps: a step is marked when 3 ")
+    assert (reason(path) or "").startswith(f"the run ended after {steps} steps: a step is marked after 3 ")
 
 
 def test_a_run_that_ends_within_the_marked_step(audit: AuditStep, path: Path, recorder: Recorder) -> None:

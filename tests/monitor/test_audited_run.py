@@ -80,5 +80,5 @@ def test_one_step_is_marked_once(tmp_path: Path) -> None:
 
 def test_a_run_on_a_cpu_is_ended_at_once(tmp_path: Path) -> None:
     _, read, said = audited(tmp_path, 10**9, "cpu")
-    assert read["verdict"] == "not compared: the model is on cpu: Nsight Compute sees CUDA kernels alone"
+    assert read["verdict"] == "not compared: the model is on cpu: Nsight Compute only profiles CUDA kernels"
     assert "marks" not in said

@@ -15,9 +15,9 @@ from truemfu.monitor.training_side.clock import (
     Mark,
     Span,
     StepClock,
+    allow_queries_during_capture,
     clock_for,
     duration_s,
-    leave_captures_alone,
 )
 
 
@@ -213,7 +213,7 @@ def test_a_device_that_was_waited_for_is_not_taken_for_one_that_keeps_up(device:
     run(device, steps, 50)
     device.age_s = 0.0
     device.moment(5.1)
-    device.look()
+    device.poll()
     device.age_s = 0.15
     steps._begin = device.moment(5.2)
     run(device, steps, 50)
@@ -228,7 +228,7 @@ def test_how_far_the_device_is_can_be_known_before_a_step_is_asked_for(device: D
     steps.end(4.1)
     device.lag_s = 0.05  # the device needs a twentieth more for the next ten
     spans = [steps.end(4.1 + 0.1 * n, exact=n % 10 == 0) for n in range(1, 41)]
-    device.look()
+    device.poll()
     assert all(device.has_passed(span.end) for span in spans)
     assert [duration_s(span) for span in spans] == pytest.approx([0.105] * 10 + [0.1] * 30)
     assert len(device._reached) == 1
@@ -240,7 +240,7 @@ def test_a_device_that_slips_away_slowly_has_an_event_on_every_step_again(device
     for _ in range(12):
         device.lag_s += 0.005  # each ten seconds a twentieth of a step more
         steps.end(device._marked_s + 10.0)
-        device.look()
+        device.poll()
         if device.lag_s < 0.024:
             assert device._every_s
     assert not device._every_s
@@ -325,7 +325,7 @@ def test_without_a_driver_there_is_no_capture_to_leave_alone(monkeypatch: pytest
         raise OSError("cannot open shared object file")
 
     monkeypatch.setattr("ctypes.CDLL", missing)
-    leave_captures_alone()
+    allow_queries_during_capture()
     assert asked == ["libcuda.so.1"]
 
 
@@ -335,7 +335,7 @@ from truemfu import TrainingMonitor
 from truemfu.monitor.row_side import resolver
 
 if "as before" in sys.argv:
-    resolver.leave_captures_alone = lambda: None
+    resolver.allow_queries_during_capture = lambda: None
 model = torch.nn.Linear(8, 8, device="cuda")
 monitor = TrainingMonitor(tempfile.mkdtemp(), model=model)
 for step in range(4):

@@ -334,12 +334,12 @@ def test_a_peak_that_is_none_is_an_error(value: Any) -> None:
 def test_an_audit_is_read_when_the_run_begins(tmp_path: Path) -> None:
     path = "monitoring.performance_monitoring.hybrid_mode.audit"
     for value, problem in (
-        (3, "must be a file that"),
+        (3, "must be the path of a file"),
         (str(tmp_path / "none.json"), "cannot be read: No such"),
     ):
         with pytest.raises(UsageError, match=problem):
             load_config(nested(path, value))
-    with pytest.raises(UsageError, match=r"holds no audit: .*; print `truemfu audit --json"):
+    with pytest.raises(UsageError, match=r"holds no audit: .*; write the output of `truemfu audit --json"):
         load_config(nested(path, file(tmp_path, "{}", "audit.json")))
     assert load_config(nested(path, AUDIT)).audit == str(AUDIT)
     assert load_config(nested(path, None)).audit is None
@@ -403,7 +403,7 @@ def test_trackers_that_are_no_list_of_names_are_an_error(value: Any) -> None:
 
 
 def test_a_tracker_named_twice_is_an_error() -> None:
-    with pytest.raises(UsageError, match=r"^monitoring\.trackers must be a list that has each name once"):
+    with pytest.raises(UsageError, match=r"^monitoring\.trackers must be a list without repeated names"):
         load_config({"monitoring": {"trackers": ["wandb", "file", "wandb"]}})
 
 
@@ -618,16 +618,16 @@ def test_yaml_runs_no_code(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.yaml", "monitoring:\n  a: 1\n b: 2\n", r"a\.yaml is no valid YAML: line 3: "),
-        ("a.yaml", "a: 1\nmonitoring: {save_freq: 9", r"a\.yaml is no valid YAML: line 2: "),
-        ("a.yaml", "monitoring: {}\n---\nmonitoring: {}\n", r"a\.yaml is no valid YAML: line 2: "),
-        ("a.yaml", "born: 2024-13-45", r"a\.yaml is no valid YAML: month must be in 1\.\.12"),
-        ("a.yaml", "a: \x01", r"a\.yaml is no valid YAML: unacceptable character"),
+        ("a.yaml", "monitoring:\n  a: 1\n b: 2\n", r"a\.yaml is not valid YAML: line 3: "),
+        ("a.yaml", "a: 1\nmonitoring: {save_freq: 9", r"a\.yaml is not valid YAML: line 2: "),
+        ("a.yaml", "monitoring: {}\n---\nmonitoring: {}\n", r"a\.yaml is not valid YAML: line 2: "),
+        ("a.yaml", "born: 2024-13-45", r"a\.yaml is not valid YAML: month must be in 1\.\.12"),
+        ("a.yaml", "a: \x01", r"a\.yaml is not valid YAML: unacceptable character"),
         ("a.yaml", "- monitoring", r"a\.yaml: the configuration must be a mapping of sections; got \["),
         ("a.yaml", "monitoring", r"a\.yaml: the configuration must be a mapping of sections; got 'mon"),
         ("a.yaml", "monitoring: {save_freq: 0}", r"a\.yaml: monitoring\.save_freq must be a whole number"),
-        ("a.json", '{\n"monitoring": {,}}', r"a\.json is no valid JSON: line 2: "),
-        ("a.json", "", r"a\.json is no valid JSON: line 1: "),
+        ("a.json", '{\n"monitoring": {,}}', r"a\.json is not valid JSON: line 2: "),
+        ("a.json", "", r"a\.json is not valid JSON: line 1: "),
     ],
 )
 def test_a_file_that_does_not_fit_is_named_with_its_line(
@@ -641,7 +641,7 @@ def test_a_file_that_does_not_fit_is_named_with_its_line(
 @pytest.mark.parametrize("name", ["a.yaml", "a.json"])
 def test_a_file_that_is_no_text_is_an_error(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b'{"a": "\xff\xfe\x80"}')
-    with pytest.raises(UsageError, match=rf"{re.escape(name)} is no valid (YAML|JSON): .*byte") as error:
+    with pytest.raises(UsageError, match=rf"{re.escape(name)} is not valid (YAML|JSON): .*byte") as error:
         load_config(tmp_path / name)
     assert len(str(error.value).splitlines()) == 1
 

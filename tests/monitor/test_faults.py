@@ -180,7 +180,7 @@ def test_keywords_beside_any_number_of_arguments_leave_a_step_without_mfu(tmp_pa
             return out if scale is None else out * scale.sum()
 
     model = Many()
-    with pytest.warns(TruemfuWarning, match="mixes arguments by place and by name"):
+    with pytest.warns(TruemfuWarning, match="positional mixed with keyword arguments"):
         rows = trained(tmp_path, model, [lambda: model(torch.ones(2, 4), scale=torch.ones(2, 4))] * 2)
     assert not any("perf/mfu" in row or "perf/tflops_per_gpu" in row for row in rows)
 
@@ -241,7 +241,7 @@ def test_tensors_inside_objects_are_no_count_of_the_first_batch(tmp_path: Path, 
     model = OfHolder()
     batches = [torch.randn(rows, WIDTH) for rows in (4, 9, 400)]
     kept = weakref.ref(batches[0])
-    with pytest.warns(TruemfuWarning, match="objects with tensors in them"):
+    with pytest.warns(TruemfuWarning, match="objects that contain tensors"):
         rows = trained(tmp_path, model, [partial(model, held(batch)) for batch in batches])
     assert not any("perf/tflops_per_gpu" in row or "perf/samples_per_second" in row for row in rows)
     del batches
@@ -305,13 +305,13 @@ def test_flops_that_cannot_be_worked_out_cost_no_row(tmp_path: Path, monkeypatch
     assert [row["training/loss"] for row in rows] == [1.0] * 3
     warned = json.loads((tmp_path / "training_run.json").read_text())["summary"]["warnings"]
     assert warned == [
-        "the FLOPs of a step could not be worked out, so it has no MFU: RuntimeError: no such luck"
+        "the FLOPs of a step could not be computed, so it has no MFU: RuntimeError: no such luck"
     ]
 
 
 @pytest.mark.parametrize("name", ["training_run.json", "closed_forms.json"])
 def test_a_log_with_the_name_of_the_runs_own_file_is_an_error(tmp_path: Path, name: str) -> None:
-    with pytest.raises(UsageError, match=f"log_file must have another name than {name}, which holds what"):
+    with pytest.raises(UsageError, match=f"log_file must not be {name}, which holds the"):
         TrainingMonitor(tmp_path, log_file=name)
 
 
@@ -351,7 +351,7 @@ def test_a_monitor_made_before_a_fork_logs_where_it_is_used(tmp_path: Path) -> N
         said[when] = done.stderr
     assert [row["global_step"] for row in rows_in(tmp_path / "before")] == [1, 2, 3]
     assert [row["global_step"] for row in rows_in(tmp_path / "after")] == [0]
-    assert "forked from the one that is monitored: its steps are not logged" in said["after"]
+    assert "forked from the monitored one: its steps are not logged" in said["after"]
 
 
 @pytest.mark.parametrize(
@@ -508,7 +508,7 @@ def test_a_mask_of_another_size_than_the_batch_is_one_warning_and_no_padding(tmp
     (said,) = summary["warnings"]
     assert said == (
         "attention_mask is not used where it does not fit, first at step 1: "
-        f"it has 202 places and the step's micro-batches {batch.numel()} tokens"
+        f"it has 202 positions and the step's micro-batches {batch.numel()} tokens"
     )
     assert summary["padding_lost"] is None
 

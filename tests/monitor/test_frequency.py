@@ -15,7 +15,7 @@ from truemfu import TrainingMonitor
 from truemfu.monitor import live_run
 from truemfu.monitor import monitor as monitor_module
 from truemfu.monitor.row_side.frequency import DETAILS_S, StepsOrSeconds
-from truemfu.monitor.training_side.step_note import StepPlace
+from truemfu.monitor.training_side.step_note import StepPosition
 
 
 class Kept:
@@ -68,7 +68,7 @@ def test_with_fast_steps_it_comes_by_steps(tmp_path: Path, monkeypatch: pytest.M
 def test_seconds_are_counted_from_the_last_time_it_was_due() -> None:
     due = StepsOrSeconds(10, DETAILS_S, began_s=100.0)
     ends_s = {9: 120.0, 10: 121.0, 11: 140.0, 12: 151.0, 13: 152.0, 20: 170.0, 21: 199.9, 22: 200.0}
-    assert [step for step, end_s in ends_s.items() if due.is_due(StepPlace(step, 1), end_s)] == [
+    assert [step for step, end_s in ends_s.items() if due.is_due(StepPosition(step, 1), end_s)] == [
         10,
         12,
         20,

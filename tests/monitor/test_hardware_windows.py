@@ -176,7 +176,7 @@ def test_silent_activity_is_no_window_and_leaves_no_stale_ratio(
     assert windows.executed_ratio is None
     assert windows.latest is None
     assert said == [
-        "the hardware counters cannot be read any more, HFU comes from them no longer: GPU is lost"
+        "the hardware counters cannot be read any more, so HFU no longer comes from them: GPU is lost"
     ]
     summary = windows.as_dict()
     assert summary is not None
@@ -185,12 +185,12 @@ def test_silent_activity_is_no_window_and_leaves_no_stale_ratio(
 
 def test_a_run_without_a_window_says_why(windows: HardwareWindows, watch: Watch, said: list[str]) -> None:
     assert windows.why_nothing() == (
-        "hybrid mode: no 12 seconds of steps without a pause, a compilation or a count, so the counters "
-        "measured nothing"
+        "hybrid mode: the counters measured nothing, which needs 12 seconds of steps without a pause, a "
+        "compilation or a count"
     )
     watch.answer = None
     window_of(windows)
-    assert windows.why_nothing() == "hybrid mode: the one window of the run was not read: GPU is lost"
+    assert windows.why_nothing() == "hybrid mode: the only window of the run was not read: GPU is lost"
     window_of(windows)
     assert said == ["the hardware counters cannot be read: GPU is lost"]
     assert windows.why_nothing() is None

@@ -82,7 +82,7 @@ def test_one_copy_is_made_for_each_shape_and_dtype(
 
 def test_no_graph_is_kept_alive(values: HostValues) -> None:
     held = keep(values, (torch.ones(3, requires_grad=True) * 2).sum())
-    kept = values._kept[0].tensor
+    kept = values._held[0].tensor
     assert kept is not None
     assert kept.grad_fn is None
     assert not kept.requires_grad
@@ -196,7 +196,7 @@ def test_what_is_kept_is_bounded(values: HostValues) -> None:
     for i in range(10_000):
         keep(values, torch.tensor(float(i)))
         values.flush_if_due(values._since_s)
-        assert len(values._kept) <= 257
+        assert len(values._held) <= 257
     big = [torch.ones(1 << 20) for _ in range(8)]
     for tensor in big:
         values._hold("position_ids", tensor, is_input=True)

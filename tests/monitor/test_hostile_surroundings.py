@@ -219,7 +219,7 @@ def test_what_ends_the_work_on_a_row_is_counted_and_the_next_row_is_written(
         monitor.log_step(step, 0, 1.0, 1.0, 1.0)
     monitor.close()
     assert len(rows_in(tmp_path)) == STEPS - 1
-    assert monitor.summary()["lost"] == ["1 steps: they could not be worked out"]
+    assert monitor.summary()["lost"] == ["1 steps: their metrics could not be computed"]
 
 
 def test_a_fifo_or_a_link_beside_the_run_file_is_not_written_to(tmp_path: Path) -> None:
@@ -261,5 +261,7 @@ def test_a_log_that_another_program_empties_loads_and_its_rows_are_counted(tmp_p
     monitor.close()
     assert [row["global_step"] for row in rows_in(tmp_path)] == list(range(STEPS + 1, 2 * STEPS + 1))
     summary = json.loads((tmp_path / "training_run.json").read_text())["summary"]
-    assert summary["lost"] == [f"{STEPS} rows that were in training_log.json: it was cut or overwritten"]
+    assert summary["lost"] == [
+        f"{STEPS} rows that were in training_log.json: it was truncated or overwritten"
+    ]
     assert [text for text in summary["warnings"] if f"0 of {STEPS} rows are left in it" in text]

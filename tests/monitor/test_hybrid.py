@@ -259,7 +259,9 @@ def test_counters_that_fail_in_the_middle_leave_the_count(
     quietly(lambda: train(monitor, model, lambda: any("any more" in t for t in warned(monitor)), number))
     quietly(monitor.close)
     (said,) = [text for text in warned(monitor) if "any more" in text]
-    assert said == "the hardware counters cannot be read any more, HFU comes from them no longer: GPU is lost"
+    assert (
+        said == "the hardware counters cannot be read any more, so HFU no longer comes from them: GPU is lost"
+    )
     assert monitor.summary()["hardware"]["windows"] >= 1
     rows = rows_in(tmp_path)
     assert "perf/hfu_method" not in rows[-1]
@@ -496,7 +498,7 @@ def test_counters_that_do_not_close_lose_no_row(
     quietly(lambda: [step(monitor, model, number) for number in range(6)])
     quietly(monitor.close)
     assert len(rows_in(tmp_path)) == 6
-    assert any("did not close: OSError: driver gone" in text for text in warned(monitor))
+    assert any("could not be closed: OSError: driver gone" in text for text in warned(monitor))
 
 
 def test_a_chip_without_a_rate_has_energy_and_the_profiler(
@@ -509,7 +511,7 @@ def test_a_chip_without_a_rate_has_energy_and_the_profiler(
     hardware = monitor.summary()["hardware"]
     assert hardware["executed_flops_per_s"] is None
     assert hardware["energy_j_per_step"] is not None
-    assert any("no FLOP per cycle is known" in text for text in warned(monitor))
+    assert any("the FLOP per cycle of " in text for text in warned(monitor))
     assert rows_in(tmp_path)[-1]["perf/hfu_method"] == "profiler"
 
 
@@ -676,7 +678,7 @@ def test_counters_that_break_while_rows_wait_are_left_out_and_rows_come(
     monkeypatch.setattr(HardwareWatch, "has_read_past", broken)
     counters()
     with (
-        pytest.warns(TruemfuWarning, match="left out from now on: RuntimeError: no such place"),
+        pytest.warns(TruemfuWarning, match="ignored from now on: RuntimeError: no such place"),
         TrainingMonitor(tmp_path, settings(), model=model) as monitor,
     ):
         train_until(monitor, model, lambda: asked)
@@ -699,7 +701,7 @@ def test_a_clock_that_fails_once_ends_nothing(
         return True
 
     clock.has_passed = has_passed  # type: ignore[method-assign,assignment]
-    with pytest.warns(TruemfuWarning, match="steps cannot be worked out: RuntimeError: capture"):
+    with pytest.warns(TruemfuWarning, match="steps cannot be processed: RuntimeError: capture"):
         step(monitor, model, 1)
         monitor.save_logs()
     assert len(rows_in(tmp_path)) == 2
@@ -724,9 +726,9 @@ def test_a_clock_that_fails_for_good_holds_nobody_up(
         monitor.close()
     assert time.monotonic() - began_s < 20  # of the 70 s that they might wait
     assert [str(warning.message) for warning in caught] == [
-        "steps cannot be worked out: RuntimeError: CUDA error",
-        "some steps could not be worked out in time and are not saved yet",
-        "the last steps were not worked out in time and are lost",
+        "steps cannot be processed: RuntimeError: CUDA error",
+        "some steps were not processed in time and are not saved yet",
+        "the last steps were not processed in time and are lost",
     ]
 
 

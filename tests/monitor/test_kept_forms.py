@@ -296,6 +296,6 @@ def test_after_a_while_a_form_is_counted_without_an_answer(
     kept.lane.close({}, timeout_s=0.1)
     assert kept.lane.lost_rows == 1
     assert notices == [
-        "tracker closed_forms.json failed: it did not finish within 0.1 s; what it still had is lost"
+        "tracker closed_forms.json failed: it did not finish within 0.1 s; its remaining data is lost"
     ]
     answers.set()

@@ -350,7 +350,7 @@ def test_the_profiler_finds_executed_what_the_truth_says(name: str, tmp_path: Pa
 
 def test_a_profiler_of_the_user_around_the_run_is_left_alone(tmp_path: Path) -> None:
     with (
-        pytest.warns(TruemfuWarning, match="HFU rests on the count: another torch.profiler"),
+        pytest.warns(TruemfuWarning, match="HFU is based on the count: another torch.profiler"),
         profile(activities=[ProfilerActivity.CPU]) as users,
     ):
         run = train(
@@ -619,8 +619,8 @@ def test_a_checkpoint_around_the_model_is_recomputation(tmp_path: Path) -> None:
     assert run.model_flops == [mlp_flops(5), mlp_flops(6)]
     assert run.executed == [None, None]
     (said,) = run.summary["warnings"]
-    assert said.startswith("HFU is not known: a checkpoint around the whole model")
-    assert dict(lines_of(run.summary))["HFU, median"] == "unknown (what was executed was not measured)"
+    assert said.startswith("HFU is unknown: a checkpoint around the whole model")
+    assert dict(lines_of(run.summary))["HFU, median"] == "unknown (executed FLOPs were not measured)"
 
 
 def test_the_profiler_measures_what_a_checkpoint_around_the_model_runs_again(tmp_path: Path) -> None:
@@ -714,7 +714,7 @@ def test_a_model_that_leaves_padding_out_says_that_its_flops_are_those_of_the_fi
     real = [2 * 4, 2 * 4, 2 * 3]
     assert run.model_flops == [3 * 2 * tokens * WIDTH * WIDTH for tokens in real]
     assert run.methods == {"count on fake tensors, counted once per shape and values"}
-    assert any("those of the first batch of its shape" in text for text in run.summary["warnings"])
+    assert any("the FLOPs of the first batch of its shape" in text for text in run.summary["warnings"])
 
 
 def test_a_flat_row_of_documents_tells_tokens_and_documents(tmp_path: Path) -> None:

@@ -134,6 +134,6 @@ def test_a_reservoir_keeps_its_size_and_a_fair_median() -> None:
     for first in range(0, 100_000, 100):
         reservoir.add([float(first + value) for value in range(100)])
     median = reservoir.median()
-    assert len(reservoir._kept) == 512
+    assert len(reservoir._sample) == 512
     assert median is not None
     assert 40_000 < median < 60_000

@@ -253,7 +253,7 @@ def test_a_model_compiled_after_attaching_is_said(model: nn.Module, tmp_path: Pa
     batch = ids(2, 16)
     monitor = TrainingMonitor(tmp_path, config(), model=model)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
-    with pytest.warns(TruemfuWarning, match="attach what you call"):
+    with pytest.warns(TruemfuWarning, match="attach the object you call"):
         compiled(**batch).loss.backward()
         monitor.log_step(1, 0, 1.0, 1.0, 1.0)
     monitor.close()
@@ -629,7 +629,7 @@ def test_an_unknown_tracker_is_raised_before_training(tmp_path: Path) -> None:
     [
         ("wandb", r"""trackers must be a list .* such as \["wandb"\], or \[\] for none; got 'wandb'"""),
         (object(), "trackers must be a list .*; got object"),
-        ([42], r"int is no tracker: it has no start\(\)"),
+        ([42], r"int is not a tracker: it has no start\(\)"),
         ([dict], "got the class dict; pass an instance"),
     ],
 )

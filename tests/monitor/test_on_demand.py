@@ -81,7 +81,7 @@ def test_with_profiler_is_the_profiler_mode() -> None:
 
 
 def test_hybrid_without_counters_is_the_profiler_and_says_so() -> None:
-    with pytest.warns(TruemfuWarning, match="no hardware counters .*on cpu.*: torch.profiler measures"):
+    with pytest.warns(TruemfuWarning, match="no hardware counters .*on cpu.*: torch.profiler is used"):
         assert mfu(Model(), "hybrid") == pytest.approx(by_hand(STEP_FLOPS))
     assert mfu(Model(), "hybrid") == pytest.approx(by_hand(STEP_FLOPS))  # and says it once
 
@@ -199,29 +199,29 @@ def test_it_works_where_gradients_are_off(surroundings: Any) -> None:
 def test_smart_counts_once_and_again_when_the_model_changed() -> None:
     model = Model()
     assert mfu(model) == pytest.approx(by_hand(STEP_FLOPS))
-    first = on_demand._kept[model]
+    first = on_demand._cached_forms[model]
     assert mfu(model, batch_size=2 * SAMPLES) == pytest.approx(by_hand(2 * STEP_FLOPS))
-    assert on_demand._kept[model] is first
+    assert on_demand._cached_forms[model] is first
     model.head.requires_grad_(False)
     assert mfu(model) == pytest.approx(by_hand(STEP_FLOPS - HEAD))
-    second = on_demand._kept[model]
+    second = on_demand._cached_forms[model]
     assert second is not first
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert mfu(model) == pytest.approx(by_hand(STEP_FLOPS - HEAD))
-    assert on_demand._kept[model] is not second
+    assert on_demand._cached_forms[model] is not second
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_model_that_was_measured_can_be_freed(mode: str) -> None:
-    on_demand._kept.clear()
+    on_demand._cached_forms.clear()
     model = Model()
     mfu(model, mode)
     gone = weakref.ref(model)
-    assert len(on_demand._kept) == (1 if mode == "smart" else 0)
+    assert len(on_demand._cached_forms) == (1 if mode == "smart" else 0)
     del model
     gc.collect()
     assert gone() is None
-    assert len(on_demand._kept) == 0
+    assert len(on_demand._cached_forms) == 0
 
 
 def test_an_unknown_mode_is_an_error_with_the_closest_name() -> None:
@@ -272,7 +272,7 @@ def test_a_cpu_has_no_peak_and_nothing_is_run_for_it(monkeypatch: pytest.MonkeyP
     model = Model()
     assert [mfu(model, mode) for mode in MODES] == [None] * 3
     assert mfu(model, actual_flops=1e11) is None
-    assert model not in on_demand._kept
+    assert model not in on_demand._cached_forms
 
 
 def test_a_wrong_override_of_the_peak_is_said_and_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,7 +283,7 @@ def test_a_wrong_override_of_the_peak_is_said_and_stops_nothing(monkeypatch: pyt
 
 def test_a_model_no_batch_can_be_made_for_is_sent_to_actual_flops() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
-    with pytest.warns(TruemfuWarning, match=r"no batch can be made up for Sequential: pass actual_flops"):
+    with pytest.warns(TruemfuWarning, match=r"no batch can be generated for Sequential: pass actual_flops"):
         assert mfu(model) is None
     flops = count_flops(model, (torch.ones(2, 4),)).model_flops
     assert mfu(model, actual_flops=flops) == pytest.approx(by_hand(flops))
@@ -301,10 +301,10 @@ def test_a_model_that_cannot_be_run_is_estimated_and_each_step_down_is_said() ->
         assert mfu(Undifferentiable(), "profiler") == pytest.approx(by_hand(STEP_FLOPS))
     texts = [str(w.message) for w in said]
     assert len(texts) == 2
-    assert "mode 'profiler' has no FLOPs for Undifferentiable" in texts[0]
-    assert "so mode 'smart' takes over" in texts[0]
-    assert "mode 'smart' has no FLOPs" in texts[1]
-    assert "so mode 'estimate' takes over" in texts[1]
+    assert "mode 'profiler' cannot find the FLOPs of Undifferentiable" in texts[0]
+    assert "so mode 'smart' is used" in texts[0]
+    assert "mode 'smart' cannot find the FLOPs" in texts[1]
+    assert "so mode 'estimate' is used" in texts[1]
 
 
 def test_a_model_without_products_has_no_mfu() -> None:
@@ -320,7 +320,7 @@ def test_a_model_without_products_has_no_mfu() -> None:
     with pytest.warns(TruemfuWarning) as said:
         assert mfu(Nothing()) is None
     assert [str(w.message).rpartition(", ")[2] for w in said] == [
-        "so mode 'estimate' takes over",
+        "so mode 'estimate' is used",
         "so there is no MFU",
     ]
 
@@ -328,7 +328,7 @@ def test_a_model_without_products_has_no_mfu() -> None:
 def test_a_profiler_of_the_user_is_left_alone_and_smart_takes_over() -> None:
     model = Model()
     with profile(activities=[ProfilerActivity.CPU]) as theirs:
-        with pytest.warns(TruemfuWarning, match=r"another torch\.profiler .* so mode 'smart' takes over"):
+        with pytest.warns(TruemfuWarning, match=r"another torch\.profiler .* so mode 'smart' is used"):
             assert mfu(model, "profiler") == pytest.approx(by_hand(STEP_FLOPS))
         torch.mm(torch.ones(2, 2), torch.ones(2, 2))
     assert any(event.key == "aten::mm" for event in theirs.key_averages())
@@ -337,7 +337,7 @@ def test_a_profiler_of_the_user_is_left_alone_and_smart_takes_over() -> None:
 def test_a_model_without_values_is_counted_instead() -> None:
     with torch.device("meta"):
         model = Model()
-    with pytest.warns(TruemfuWarning, match=r"without values cannot run\), so mode 'smart' takes over"):
+    with pytest.warns(TruemfuWarning, match=r"sharded tensors cannot run here\), so mode 'smart' is used"):
         assert mfu(model, "profiler") == pytest.approx(by_hand(STEP_FLOPS))
 
 
@@ -352,5 +352,5 @@ def two_ranks() -> Iterator[None]:
 
 @pytest.mark.usefixtures("two_ranks")
 def test_in_a_job_of_several_ranks_nothing_is_run() -> None:
-    with pytest.warns(TruemfuWarning, match="could wait for the others.*so mode 'smart' takes over"):
+    with pytest.warns(TruemfuWarning, match="could wait for the others.*so mode 'smart' is used"):
         assert mfu(Model(), "profiler") == pytest.approx(by_hand(STEP_FLOPS))

@@ -249,7 +249,7 @@ def test_a_rank_with_another_model_counts_its_own(found: dict[int, Any]) -> None
     assert notes(found, last_rank_differs) == [
         [],
         [],
-        ["rank 0 has another model than rank 2, which counts its own"],
+        ["the model of rank 2 differs from rank 0's, so it is counted separately"],
     ]
 
 
@@ -352,7 +352,7 @@ def test_where_the_elected_rank_dies_those_like_it_estimate(tmp_path: Path) -> N
     ("kind", "said"),
     [
         # While a rank connects, a server that is gone is tried again and again.
-        ("tcp", r"the job's key-value store (cannot be used \(.*\)|does not answer)"),
+        ("tcp", r"the job's key-value store (cannot be used \(.*\)|does not respond)"),
         ("file", "rank 0 announced no count within 3 s"),
     ],
     ids=["tcp", "file"],
@@ -459,11 +459,11 @@ def test_a_store_that_hangs_is_given_up_and_nobody_waits_for_it(job: Job, hangin
     assert second.counted_after() == frozenset()
     second.stop()
     assert time.monotonic() - began_s < 0.2
-    assert second.notes[-1] == "the job's key-value store does not answer; the FLOPs of rank 1 are estimated"
+    assert second.notes[-1] == "the job's key-value store does not respond; the FLOPs of rank 1 are estimated"
 
     assert first.ask(KEY, "24") is COUNT
     first.count_begins(3)
-    with pytest.warns(TruemfuWarning, match="store does not answer; the FLOPs of other ranks are estimated"):
+    with pytest.warns(TruemfuWarning, match="store does not respond; the FLOPs of other ranks are estimated"):
         while first._is_usable():
             assert first.counted_after() == {3}
             time.sleep(0.01)
@@ -697,7 +697,7 @@ def test_a_process_ends_while_its_store_is_stuck() -> None:
     assert ended.returncode == 0, ended.stderr
     took_s, _, text = ended.stdout.partition(" ")
     assert float(took_s) < 10
-    assert "store does not answer; the FLOPs of rank 1 are estimated" in text
+    assert "store does not respond; the FLOPs of rank 1 are estimated" in text
     assert ended.stderr == ""
 
 

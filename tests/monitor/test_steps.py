@@ -65,10 +65,10 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(HostValues, "number", number)
     monkeypatch.setattr(CudaClock, "_recorded", lambda self: HostEvent())
-    monkeypatch.setattr(CudaClock, "from_elsewhere", HostClock.from_elsewhere)
+    monkeypatch.setattr(CudaClock, "on_other_thread", HostClock.on_other_thread)
     monkeypatch.setattr("truemfu.monitor.live_run.clock_for", CudaClock)  # takes the same arguments
     monkeypatch.setattr(clock_module, "_STEPS_TO_AGREE", STEPS_TO_AGREE)
-    monkeypatch.setattr(clock_module, "_APART", 1e9)  # a step of this model is over in no time
+    monkeypatch.setattr(clock_module, "_MAX_DIFFERENCE", 1e9)  # a step of this model is over in no time
     monkeypatch.setattr(clock_module, "_LAG_IN_STEPS", 1e9)
     monkeypatch.setattr(clock_module, "_LAG_CHANGE_IN_STEPS", 1e9)
 
@@ -378,7 +378,7 @@ def test_another_dtype_of_autocast_is_another_kind_of_batch(run: Run) -> None:
 
 def test_a_batch_inside_vmap_has_no_mfu(run: Run) -> None:
     run.step()
-    with pytest.warns(UserWarning, match="cannot be told to a count"):
+    with pytest.warns(UserWarning, match="cannot count this batch"):
         torch.vmap(lambda x: run.model(x=x))(torch.zeros(3, 4, 8))
         run.log(torch.zeros(()), 0)
         run.step()
@@ -476,7 +476,7 @@ def test_one_row_that_fails_takes_no_other_with_it(run: Run, monkeypatch: pytest
 
     monkeypatch.setattr(resolver, "peak_memory_bytes", failing)
     with pytest.warns(
-        UserWarning, match="a step could not be worked out and is not logged: RuntimeError: once"
+        UserWarning, match="a step could not be processed and is not logged: RuntimeError: once"
     ):
         rows = run.rows()
         time.sleep(0.1)
@@ -502,7 +502,7 @@ def test_what_was_sent_is_not_kept(run: Run) -> None:
     run.monitor.save_logs()
     for _ in range(5):
         run.step()
-    kept = [weakref.ref(held.tensor) for held in run.values._kept]
+    kept = [weakref.ref(held.tensor) for held in run.values._held]
     assert len(kept) == 10
     run.monitor.save_logs()
     assert not [ref for ref in kept if ref() is not None]
@@ -607,7 +607,7 @@ def test_what_fails_in_a_step_costs_no_step_before_it(
 def test_what_is_kept_is_bounded(run: Run) -> None:
     for _ in range(700):
         run.step()
-        assert len(run.values._kept) <= 258
+        assert len(run.values._held) <= 258
     run.check()
 
 
@@ -895,7 +895,7 @@ def test_a_device_that_fails_takes_no_row_that_was_worked_out(
         run.monitor.close()
     said = " ".join(run.monitor.summary()["warnings"])
     assert "cannot be fetched: RuntimeError: CUDA error: device-side assert triggered" in said
-    assert "the last steps were not worked out in time and are lost" in said
+    assert "the last steps were not processed in time and are lost" in said
     rows = json.loads((tmp_path / "training_log.json").read_text())
     assert len(rows) == run.number - 5
     assert "summary" in json.loads((tmp_path / RUN_FILE).read_text())
@@ -909,7 +909,7 @@ def test_parts_of_large_storages_are_not_kept(run: Run) -> None:
         storage = weakref.ref(large)
         del large
         assert storage() is None
-        assert all(held.tensor.untyped_storage().nbytes() < 1000 for held in run.values._kept if held.tensor)
+        assert all(held.tensor.untyped_storage().nbytes() < 1000 for held in run.values._held if held.tensor)
     run.check()
 
 
@@ -1100,7 +1100,7 @@ def test_a_batch_inside_a_transform_of_the_parameters_has_no_mfu(run: Run) -> No
     params, _ = torch.func.stack_module_state([Model() for _ in range(5)])
     x = torch.randn(4, 8)
     run.step()
-    with pytest.warns(UserWarning, match="cannot be told to a count"):
+    with pytest.warns(UserWarning, match="cannot count this batch"):
         out = torch.vmap(lambda p: torch.func.functional_call(run.model, p, (), {"x": x}))(params)
         run.log(out.sum(), 0)
         run.step()
@@ -1123,7 +1123,7 @@ def test_a_checkpoint_around_the_model_is_seen_among_other_steps(tmp_path: Path)
     run = Run(tmp_path, config={"monitoring": {"peak_tflops": 1.0}})
     run.settle()
     run.step()
-    with pytest.warns(UserWarning, match="HFU is not known"):
+    with pytest.warns(UserWarning, match="HFU is unknown"):
         loss = checkpoint(lambda x: run.model(x=x), torch.randn(4, 8), use_reentrant=False)
         loss.backward()
         run.log(loss, 4)
@@ -1208,7 +1208,7 @@ def test_a_flag_of_another_kind_is_taken_as_ever(run: Run) -> None:
     loss = run.model(x=torch.randn(4, 8))
     run.number += 1
     run.losses[run.number], run.micro_batches[run.number] = float(loss.detach()), 4
-    with pytest.warns(UserWarning, match="skip_wandb is taken for false"):
+    with pytest.warns(UserWarning, match="skip_wandb is treated as false"):
         run.monitor.log_step(run.number, 0, loss, loss, 0.1, skip_wandb=torch.tensor([1, 0]))  # type: ignore[arg-type]
     run.step()
     run.check()
@@ -1251,7 +1251,7 @@ def test_a_step_may_have_many_micro_batches(run: Run) -> None:
 
 def test_a_model_that_runs_again_in_the_backward_pass_is_counted_once(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    with pytest.warns(UserWarning, match="HFU is not known"):
+    with pytest.warns(UserWarning, match="HFU is unknown"):
         for _ in range(STEPS_TO_AGREE + 8):
             loss = checkpoint(run.model, torch.randn(4, 8, requires_grad=True), use_reentrant=False)
             loss.backward()

@@ -44,7 +44,7 @@ def test_an_object_without_a_method_is_refused_by_its_name(tmp_path: Path) -> No
         def start(self, run: object) -> None: ...
         def log(self, step: int, metrics: object) -> None: ...
 
-    with pytest.raises(UsageError, match=r"Half is no tracker: it has no flush\(\) and no finish\(\)"):
+    with pytest.raises(UsageError, match=r"Half is not a tracker: it has no flush\(\) and no finish\(\)"):
         make_tracker(Half(), tmp_path)  # type: ignore[arg-type]
 
 

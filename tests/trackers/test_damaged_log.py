@@ -67,7 +67,7 @@ def test_a_continued_log_loads_after_a_flip_of_any_bit(tmp_path: Path) -> None:
         if said:
             said_of += 1
             assert len(said) == 1
-            assert said[0].startswith(f"training_log.json was damaged: {len(found) - 3} rows of it are kept")
+            assert said[0].startswith(f"training_log.json was damaged: {len(found) - 3} of its rows are kept")
             assert (tmp_path / "training_log.json.damaged").read_bytes() == bytes(flipped)
         report = load_run(tmp_path)
         assert len(report.rows) == len({row["global_step"] for row in found})
@@ -90,7 +90,7 @@ def test_rows_beside_a_damaged_part_are_kept_wherever_a_piece_of_the_file_ends(
         said: list[str] = []
         write(path, 31, 31, said)
         assert rows_in(path) == [row(step) for step in range(2, 32) if step != 7]
-        assert ["28 rows of it are kept, 2 parts could not be read" in text for text in said] == [True]
+        assert ["28 of its rows are kept, 2 parts could not be read" in text for text in said] == [True]
 
 
 @pytest.mark.parametrize("size", [0, 1, 40, 1000, 1500])
@@ -107,15 +107,15 @@ def test_a_log_cut_while_it_is_written_loads_and_what_is_gone_is_counted(tmp_pat
         log.log(step, row(step))
         log.flush()
     assert rows_in(path) == [row(step) for step in (*range(1, left + 1), 13, 14, 15)]
-    assert log.rows_gone == 12 - left
+    assert log.rows_removed == 12 - left
     assert said == [
-        f"log.json was cut or overwritten by another program while this run wrote it: {left} of 12 rows are "
-        "left in it, and further ones follow them"
+        f"log.json was truncated or overwritten by another program during this run: {left} of 12 rows are "
+        "left in it, and new rows follow them"
     ]
     os.truncate(path, size)
     log.finish({})
     assert rows_in(path) == [row(step) for step in range(1, left + 1)]
-    assert log.rows_gone == 12 - left + 3
+    assert log.rows_removed == 12 - left + 3
 
 
 def find_end_of(path: Path) -> int:
@@ -141,7 +141,7 @@ def test_what_another_program_puts_into_the_log_is_no_row(tmp_path: Path) -> Non
     log.finish({})
     assert rows_in(path) == [row(1), row(2)]
     assert len(said) == 2
-    assert log.rows_gone == 0
+    assert log.rows_removed == 0
     assert b"a line of another program" in (tmp_path / "log.json.damaged").read_bytes()
 
 
@@ -180,7 +180,7 @@ def test_a_restart_over_a_large_log_takes_little_memory(tmp_path: Path, state: s
     grown, size = map(int, done.stdout.split())
     assert size > 40e6
     assert grown < size / 4
-    assert ("200,000 rows of it are kept, 200 parts" in done.stderr) is (state == "damaged")
+    assert ("200,000 of its rows are kept, 200 parts" in done.stderr) is (state == "damaged")
     with open(path, "rb") as file:
         file.seek(-60, os.SEEK_END)
         assert file.read().endswith(b'{"global_step":200000}\n]\n')

@@ -168,7 +168,7 @@ def test_a_file_that_is_no_log_is_kept_aside_and_said(tmp_path: Path, foreign: s
         log.finish({})
         assert steps(path) == [number]
         assert (tmp_path / name).read_text() == foreign
-        assert notices == [f"log.json is no log of rows that can be continued; it was kept as {name}"]
+        assert notices == [f"log.json is not a log that can be continued; it was renamed to {name}"]
 
 
 WRITER = """
@@ -271,7 +271,7 @@ def test_rows_that_meet_a_full_disk_are_written_when_it_has_room_again(small_dis
     assert steps(path) == list(range(1, 401))
     assert lane.lost_rows == 0
     assert len(said) == 1
-    assert "cannot write now, its rows are kept: OSError: [Errno 28]" in said[0]
+    assert "cannot write now, its rows are kept for later: OSError: [Errno 28]" in said[0]
 
 
 def test_rows_that_no_disk_ever_takes_are_counted(small_disk: Path) -> None:
@@ -353,7 +353,7 @@ def test_a_forked_worker_that_outlives_the_run_does_not_hold_the_log(tmp_path: P
 
 @pytest.mark.parametrize("path", ["/dev/full", "/dev/null"])
 def test_a_device_is_no_log(path: str) -> None:
-    with pytest.raises(OSError, match="the log must be a plain file"):
+    with pytest.raises(OSError, match="the log must be a regular file"):
         JsonArrayFile(path).start({})
 
 

@@ -154,9 +154,7 @@ def test_a_tracker_that_raises_is_switched_off_and_its_rows_are_counted(problem:
     assert lane.lost_rows == 8
     assert lane.error is not None
     assert lane.error.startswith(type(problem).__name__)
-    assert notices == [
-        f"tracker mine failed: {lane.error}; it is switched off, its rows are lost from here on"
-    ]
+    assert notices == [f"tracker mine failed: {lane.error}; it is switched off, its further rows are lost"]
 
 
 @pytest.mark.parametrize(("method", "lost"), [("start", 4), ("flush", 4), ("finish", 2)])
@@ -191,7 +189,7 @@ def test_a_tracker_that_hangs_holds_up_neither_put_nor_close_nor_another_lane() 
     lanes[1].close({}, timeout_s=10)
     assert fine.steps == list(range(100))
     assert (lanes[0].lost_rows, lanes[1].lost_rows) == (100, 0)
-    assert notices == ["tracker mine failed: it did not finish within 0.3 s; what it still had is lost"]
+    assert notices == ["tracker mine failed: it did not finish within 0.3 s; its remaining data is lost"]
     stuck.release.set()
 
 

@@ -323,7 +323,7 @@ def test_datasets_may_be_called_anything(tmp_path: Path) -> None:
 
 
 def test_more_rows_than_may_wait_go_to_a_second_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracker_module, "_MOST_WAITING", 25)
+    monkeypatch.setattr(tracker_module, "_MAX_WAITING", 25)
     run = their_run(tmp_path, name="big", group="g")
     wandb.log({"mine": 0}, step=0)
     tracker = WandbTracker(tmp_path / "out")

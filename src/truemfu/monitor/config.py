@@ -2,10 +2,10 @@
 
     mapping, YAML or JSON file ─► keys of `SCHEMA` ─► checked values ─► `MonitorConfig`
 
-The sections `monitoring` and `monitor` are ours: a key there that `SCHEMA` does not have is an error, since a
-misspelt key that is ignored costs a run. Every other section is the user's: from `wandb` and `training` the
-keys in `SCHEMA` are read and nothing else is touched, and where one of them, or `monitor`, is no mapping at
-all (`wandb: true`, a trainer's `monitor: val_loss`) it is not meant for us.
+The sections `monitoring` and `monitor` belong to truemfu: an unknown key there is an error, since ignoring a
+misspelt one would waste a run. Every other section is the user's: from `wandb` and `training` only the keys
+in `SCHEMA` are read, and one of them, or `monitor`, that is not a mapping (`wandb: true`, a trainer's
+`monitor: val_loss`) is ignored.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class MonitorConfig:
     """Every setting of the monitor; frequencies are in effective (optimizer) steps.
 
     `flops_profile_freq`, `recalibration_frequency`, `dataset_metrics_freq` and the values of `phases` may be
-    0: never. `logging_steps`, `peak_tflops` and `trackers` are None where the user did not say.
-    `phases` is a plain dict, so that the value can be pickled and written with `dataclasses.asdict`.
+    0: never. `logging_steps`, `peak_tflops` and `trackers` are None where the user did not set them.
+    `phases` is a plain dict, so that the object can be pickled and written with `dataclasses.asdict`.
     """
 
     flops_profile_freq: int = 500
@@ -67,17 +67,17 @@ class MonitorConfig:
 
     @property
     def estimates_only(self) -> bool:
-        """Whether nothing is ever counted."""
+        """Whether FLOPs are only ever estimated."""
         return self.mode == "estimate" or not self.calibration_enabled
 
 
 def load_config(
     config: Mapping[str, Any] | str | os.PathLike[str] | None, *, flops_profile_freq: int | None = None
 ) -> MonitorConfig:
-    """The settings in a mapping, in a YAML or JSON file, or the defaults; an explicit argument wins.
+    """The settings in a mapping, in a YAML or JSON file, or the defaults; explicit arguments take precedence.
 
-    Raises UsageError, in one line, for a key nobody knows, a wrong type or value, two spellings that
-    disagree, and a file that cannot be read.
+    Raises a one-line UsageError for an unknown key, a wrong type or value, two spellings that disagree,
+    and a file that cannot be read.
     """
     if isinstance(config, (str, os.PathLike)):
         content = _read(Path(config))
@@ -92,20 +92,20 @@ def load_config(
     return MonitorConfig(**values)
 
 
-def _unfit(path: str, expected: str, value: Any, hint: str = "") -> UsageError:
+def _invalid(path: str, expected: str, value: Any, hint: str = "") -> UsageError:
     got = "null" if value is None else f"{brief(value)} ({type(value).__name__})"
     return UsageError(f"{path} must be {expected}; got {got}{hint}")
 
 
-# No device does an exaFLOP/s: a number this large is in other units, FLOP/s most likely.
+# No device reaches an exaFLOP/s: a number this large is in another unit, most likely FLOP/s.
 _TOO_MANY_TFLOPS = 1e6
 
-# YAML 1.1 readers hand on 5e2 and 1e3, written without a dot, as text.
+# YAML 1.1 readers return 5e2 and 1e3, written without a dot, as text.
 _EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 
 
 def _number(value: Any) -> float | None:
-    """A real number, or None for anything else: true and false are no numbers here."""
+    """A real number, or None for anything else, true and false included."""
     if isinstance(value, str) and _EXPONENT.fullmatch(value):
         return float(value)
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
@@ -116,7 +116,7 @@ def _number(value: Any) -> float | None:
 def _whole(path: str, value: Any, least: int, expected: str) -> int:
     number = _number(value)
     if number is None or (isinstance(number, float) and not number.is_integer()) or number < least:
-        raise _unfit(path, expected, value)
+        raise _invalid(path, expected, value)
     return int(number)
 
 
@@ -128,27 +128,27 @@ def _steps_or_never(path: str, value: Any) -> int:
     return _whole(path, value, 0, "a whole number of steps, 0 (never) or more, without quotes")
 
 
-def _steps_or_unsaid(path: str, value: Any) -> int | None:
+def _steps_or_unset(path: str, value: Any) -> int | None:
     return None if value is None else _steps(path, value)
 
 
 def _switch(path: str, value: Any) -> bool:
     if not isinstance(value, bool):
-        raise _unfit(path, "a bool, true or false, without quotes", value)
+        raise _invalid(path, "a bool, true or false, without quotes", value)
     return value
 
 
 def _tflops(path: str, value: Any) -> float | None:
     number = _number(value)
     if value is not None and (number is None or not 0 < number < _TOO_MANY_TFLOPS):
-        raise _unfit(path, "a positive number of TFLOP/s such as 989.4, or null", value)
+        raise _invalid(path, "a positive number of TFLOP/s such as 989.4, or null", value)
     return None if number is None else float(number)
 
 
 def _seconds(path: str, value: Any) -> float:
     number = _number(value)
     if number is None or not 0 < number < math.inf:
-        raise _unfit(path, "a positive number of seconds, such as 60", value)
+        raise _invalid(path, "a positive number of seconds, such as 60", value)
     return float(number)
 
 
@@ -156,11 +156,13 @@ def _audit(path: str, value: Any) -> str | None:
     if value is None:
         return None
     if not isinstance(value, (str, os.PathLike)):
-        raise _unfit(path, "a file that `truemfu audit --json` was printed into", value)
+        raise _invalid(path, "the path of a file with the output of `truemfu audit --json`", value)
     try:
         read_audit(Path(os.fspath(value)))
     except RecordError as error:
-        raise UsageError(f"{path}: {error}; print `truemfu audit --json -- …` into a file") from None
+        raise UsageError(
+            f"{path}: {error}; write the output of `truemfu audit --json -- …` to a file"
+        ) from None
     return str(os.fspath(value))
 
 
@@ -168,18 +170,18 @@ def _one_of(*known: str) -> Callable[[str, Any], str]:
     def check(path: str, value: Any) -> str:
         if not isinstance(value, str) or value not in known:
             hint = closest(value, known) if isinstance(value, str) else ""
-            raise _unfit(path, f"one of {', '.join(known)}", value, hint)
+            raise _invalid(path, f"one of {', '.join(known)}", value, hint)
         return value
 
     return check
 
 
 def _phases(path: str, value: Any) -> dict[str, int]:
-    """The user's phases over the default ones."""
+    """The default phases, updated with the user's."""
     phases = dict(PHASES)
     for name, steps in _section(path, value, "phase names and their steps").items():
         if not isinstance(name, str) or not name:
-            raise _unfit(f"a name in {path}", "text (quote a number)", name)
+            raise _invalid(f"a name in {path}", "text (quote a number)", name)
         phases[name] = _steps_or_never(f"{path}.{name}", steps)
     return phases
 
@@ -189,17 +191,17 @@ def _names(path: str, value: Any) -> tuple[str, ...] | None:
         return None
     is_list = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
     if not is_list or not all(isinstance(name, str) and name for name in value):
-        raise _unfit(path, "a list of names such as [wandb, tensorboard], or [] for none", value)
+        raise _invalid(path, "a list of names such as [wandb, tensorboard], or [] for none", value)
     names = tuple(value)
     if len(set(names)) < len(names):
-        raise _unfit(path, "a list that has each name once", value)
+        raise _invalid(path, "a list without repeated names", value)
     return names
 
 
 def _address(path: str, value: Any) -> str:
     text = str(value) if isinstance(value, (str, int)) and not isinstance(value, bool) else ""
     if not text:
-        raise _unfit(path, "text such as 0.0.0.0:9464, a host or a port alone", value)
+        raise _invalid(path, "text such as 0.0.0.0:9464, a host or a port alone", value)
     parse_address(text, path, port=DEFAULT_PORT)
     return text
 
@@ -234,15 +236,15 @@ SCHEMA: Mapping[str, tuple[str, Callable[[str, Any], Any]]] = {
     "monitoring.metric_names": ("metric_names", _one_of(*METRIC_NAMES)),
     "wandb.log_dataset_metrics": ("log_dataset_metrics", _switch),
     "wandb.reduced_logging": ("reduced_logging", _switch),
-    "training.logging_steps": ("logging_steps", _steps_or_unsaid),
+    "training.logging_steps": ("logging_steps", _steps_or_unset),
 }
-"""Where each setting stands in the user's configuration: path → field of `MonitorConfig`, and its check.
+"""Each setting's key path in the user's configuration → field of `MonitorConfig`, and its check.
 Several paths to one field are spellings of one setting."""
 
 _SECTIONS = {path.rsplit(".", n)[0] for path in SCHEMA for n in range(1, path.count(".") + 1)}
 _OWN = sorted(path for path in {*SCHEMA, *_SECTIONS} if path.startswith("monitor"))
 
-# Names nobody else would use: at the top level they were meant for the section `monitoring`.
+# Names specific to truemfu: at the top level they were meant for the section `monitoring`.
 _UNMISTAKABLE = ("flops_profile_freq", "mfu_calculation_mode", "peak_tflops", "performance_monitoring")
 
 
@@ -252,10 +254,10 @@ def _values(config: Any) -> dict[str, Any]:
         return {}
     if not isinstance(config, Mapping):
         hint = "; pass a namespace as vars(namespace)" if hasattr(config, "__dict__") else ""
-        raise _unfit("the configuration", "a mapping of sections", config, hint)
+        raise _invalid("the configuration", "a mapping of sections", config, hint)
     for key in _UNMISTAKABLE:
         if key in config:
-            warn_once(f"{key!r} at the top level of the configuration is not read: put it under 'monitoring'")
+            warn_once(f"{key!r} at the top level of the configuration is ignored: put it under 'monitoring'")
     found: dict[str, tuple[str, Any]] = {}
     for path, raw in _entries(config):
         name, check = SCHEMA[path]
@@ -270,7 +272,7 @@ def _values(config: Any) -> dict[str, Any]:
 
 
 def _entries(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Every path of `SCHEMA` that the configuration has, with its value as it stands there."""
+    """Every path of `SCHEMA` in the configuration, with its unchecked value."""
     if "monitoring" in config:
         yield from _own_entries("monitoring", config["monitoring"])
     if "monitor" in config and isinstance(config["monitor"], Mapping):
@@ -300,7 +302,7 @@ def _own_entries(path: str, section: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _did_you_mean(key: Any, siblings: Sequence[str]) -> str:
-    """A hint for a key that stands in the wrong section, or is misspelt in the right one."""
+    """A hint for a key in the wrong section, or misspelt in the right one."""
     for known in _OWN:
         if known.rpartition(".")[2] == key:
             return f" (did you mean {known!r}?)"
@@ -308,16 +310,16 @@ def _did_you_mean(key: Any, siblings: Sequence[str]) -> str:
 
 
 def _section(path: str, value: Any, holds: str) -> Mapping[Any, Any]:
-    """A section's content; one that is there but empty is null in YAML."""
+    """A section's content; an empty section is null in YAML."""
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise _unfit(path, f"a mapping ({holds})", value)
+        raise _invalid(path, f"a mapping ({holds})", value)
     return value
 
 
 def _read(path: Path) -> Any:
-    """What a YAML or JSON file holds."""
+    """The content of a YAML or JSON file."""
     try:
         content = read_given(path)
     except (OSError, ValueError) as error:
@@ -326,7 +328,7 @@ def _read(path: Path) -> Any:
             f"cannot read the configuration file {brief(str(path))}: {reason}; "
             "give a mapping or the path of a YAML or JSON file"
         ) from None
-    # JSON by its own reader: YAML's stumbles over tabs, and this needs no further package.
+    # JSON has its own reader: YAML's rejects tabs, and this needs no extra package.
     return _json(path, content) if path.suffix.lower() == ".json" else _yaml(path, content)
 
 
@@ -334,13 +336,13 @@ def _json(path: Path, content: bytes) -> Any:
     try:
         return json.loads(content)
     except json.JSONDecodeError as error:
-        raise UsageError(f"{path} is no valid JSON: line {error.lineno}: {error.msg}") from None
+        raise UsageError(f"{path} is not valid JSON: line {error.lineno}: {error.msg}") from None
     except UnicodeDecodeError as error:
-        raise UsageError(f"{path} is no valid JSON: {error.reason} at byte {error.start}") from None
+        raise UsageError(f"{path} is not valid JSON: {error.reason} at byte {error.start}") from None
     except RecursionError:
         raise UsageError(f"{path} is nested too deeply") from None
     except ValueError as error:  # a number of thousands of digits
-        raise UsageError(f"{path} is no valid JSON: {one_line(error)}") from None
+        raise UsageError(f"{path} is not valid JSON: {one_line(error)}") from None
 
 
 def _yaml(path: Path, content: bytes) -> Any:
@@ -352,13 +354,13 @@ def _yaml(path: Path, content: bytes) -> Any:
         ) from None
     try:
         loader = yaml.SafeLoader(content)
-        # A user's own tags (!include, !env) stand in sections that are not ours: their name will do.
+        # Custom tags (!include, !env) occur in the user's own sections: the tag's name is enough.
         loader.yaml_constructors = {**loader.yaml_constructors, None: lambda _, node: node.tag}
         return loader.get_single_data()
     except (yaml.YAMLError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
         line = f"line {mark.line + 1}: " if mark else ""
         problem = getattr(error, "problem", None) or " ".join(str(error).split())
-        raise UsageError(f"{path} is no valid YAML: {line}{shortened(problem)}") from None
+        raise UsageError(f"{path} is not valid YAML: {line}{shortened(problem)}") from None
     except RecursionError:
         raise UsageError(f"{path} is nested too deeply") from None

@@ -1,12 +1,12 @@
-"""A run from its first batch or step on: what the training thread notes of it, and who works that out.
+"""A run from its first batch or step on: what the training thread notes, and the objects that process it.
 
-    a forward pass ──► note_batch: its template, that of the last one where they are alike
+    a forward pass ──► note_batch: its template, the last batch's if both have the same signature
     log_step       ──► one StepNote: what it was given, a mark on the device's clock, what it shares with the
                        step before ──► resolver ──► row ──► trackers
 
-Between two calls a training step has emptied the processor's caches: each function and object that is touched
-then costs a microsecond or more, whatever is done with it. So numbers, rates and rows are worked out on the
-resolver's thread, and what lies on the device is sent to the host every few seconds, together.
+Between two calls a training step has evicted the processor's caches: each function and object that is touched
+then costs a microsecond or more. So numbers, rates and rows are computed on the resolver's thread, and device
+values are sent to the host together, every few seconds.
 """
 
 from __future__ import annotations
@@ -53,24 +53,24 @@ from .training_side.measuring import Measuring
 from .training_side.model_hooks import ModelHooks
 from .training_side.model_state import States, facts_of
 from .training_side.signals import write_at_signals
-from .training_side.step_note import NO_EXTRAS, WARMUP_STEPS, StepExtras, StepNote, StepPlace
+from .training_side.step_note import NO_EXTRAS, WARMUP_STEPS, StepExtras, StepNote, StepPosition
 from .training_side.watched import Watched
 
 _ROWS_TIMEOUT_S = 5.0
 _UNSENT_TIMEOUT_S = 1.0
-"""For steps that nothing more will come of; those before them may still be under way."""
+"""When device values could not be sent: earlier steps may still become rows."""
 _SLOW_STEP_S = 1.0
-"""What a longer step has noted is sent at once: the cost of that is small beside it."""
-_HELD_S = 6.0
-"""The training thread sends what it holds before that, unless its next step is long."""
-_TURN_TIMEOUT_S = 0.3
+"""Device values of a longer step are sent at once: the cost is small compared with the step."""
+_MAX_HOLD_S = 6.0
+"""After that the resolver sends held values; the training thread has done so unless its step is long."""
+_LOCK_TIMEOUT_S = 0.3
 Datasets = Sequence[tuple[PendingDatasetMetrics, HostCopy]]
 
 
 class LiveRun:
-    """Lives on the training thread, which calls all of it with `turn` held, but for what says otherwise.
+    """Lives on the training thread, which holds `training_lock` in every call unless stated otherwise.
 
-    `turn` says whose turn it is with what the training thread holds: its own, or a thread's of ours.
+    `training_lock` guards the training thread's state, which threads of the monitor read at times.
     """
 
     def __init__(
@@ -85,11 +85,11 @@ class LiveRun:
         audited: AuditedKernels | None,
         output: Output,
         notices: Notices,
-        turn: threading.RLock,
+        training_lock: threading.RLock,
     ) -> None:
         self._config, self._device, self._hooks = config, device, hooks
         self._measuring, self._between = measuring, between
-        self._output, self._notices, self._turn = output, notices, turn
+        self._output, self._notices, self._training_lock = output, notices, training_lock
         self._forks = forks.number
         self._model_facts = facts_of(hooks.roots)
         self._ranks = RankLink.current(notice=notices)
@@ -119,12 +119,12 @@ class LiveRun:
             executed_method=executed,
         )
         self.logged = self._steps_done = 0
-        """Steps that were handed over, and those they stand for."""
+        """Steps that were handed over, and how many they represent."""
         self._has_more_to_begin = True
-        self._asked_for: tuple[StepBatches | None, States] = None, ()
+        self._last_requested: tuple[StepBatches | None, States] = None, ()
         self._compilations = compilations()
         self.own_time_s = self.own_check_s = 0.0
-        """What the monitor took of the training thread, and what of that to set up and check."""
+        """The monitor's time on the training thread, and its time there for setup and checks."""
         self._resolver = Resolver(
             clock=self._clock.clock,
             device=device,
@@ -151,13 +151,13 @@ class LiveRun:
         self._leave_loaders = listen(between)
         if self._ranks.is_first:
             output.start(self.info())
-        is_held = turn._is_owned  # type: ignore[attr-defined]  # as threading.Condition asks
+        is_held = training_lock._is_owned  # type: ignore[attr-defined]  # as threading.Condition does
         self._leave_signals = (
             write_at_signals(self._write_out, is_held) if self._ranks.is_first else lambda: None
         )
 
     def _opened_watch(self, audited: AuditedKernels | None) -> tuple[HardwareWatch | None, str]:
-        """The counters of `hybrid`, or what comes instead; and what HFU rests on unless it is the count."""
+        """The counters of `hybrid`, if there are any, and how HFU is measured unless it is counted."""
         if self._config.mode != "hybrid" or not self._ranks.is_first:
             return None, "profiler"
         if not self._config.hardware_counters_enabled:
@@ -173,29 +173,31 @@ class LiveRun:
         if has_rate(spec_of(self._device)):
             is_corrected = audited is not None and audited.executed_over_activity is not None
             return watch, executed_method(is_corrected=is_corrected)
-        self._measuring.go_without_counters(f"no FLOP per cycle is known for {_device_name(self._device)}")
+        self._measuring.go_without_counters(
+            f"the FLOP per cycle of {_device_name(self._device)} are not known"
+        )
         return watch, "profiler"
 
     @property
     def signals(self) -> list[int]:
-        """Signals that came in a count, which has ended: to be delivered by the caller."""
+        """Signals that arrived during a finished count: the caller delivers them."""
         return self._counts.signals
 
-    def next_place(self) -> StepPlace | None:
-        """Which step comes next, as far as that can be known."""
-        return self._intake.next_place()
+    def next_position(self) -> StepPosition | None:
+        """Which step comes next, as far as that is known."""
+        return self._intake.next_position()
 
     def forget_batches(self) -> None:
-        """What was noted of the step under way is given by hand."""
+        """Drop the notes of the current step: its batches are passed to `observe` instead."""
         self._batches.take()
 
     def note_batch(
         self, batch: Batch | None, began_s: float, slot: int | None, watched: Watched | None
     ) -> None:
-        """Note a micro-batch of a module; with the first of a step also that the step has begun.
+        """Note a micro-batch of a module; the first one of a step also begins the step.
 
-        `slot` is None for one that tells the step's samples and tokens alone, `watched` for one that was
-        observed.
+        `slot` is None for a batch that gives only the step's samples and tokens, `watched` for one that was
+        passed to `observe`.
         """
         batches, between, in_backward = self._batches, self._between, backward_number() != -1
         is_first = not batches.has_notes
@@ -205,7 +207,7 @@ class LiveRun:
         if not is_first:
             if between.last_s is not None:
                 between.last_s = began_s
-        elif not in_backward:  # else a checkpoint is around the model, and its first run was not seen
+        elif not in_backward:  # else a checkpoint wraps the model, and its first run was not seen
             between.begun(began_s)
         if is_first and self._has_more_to_begin:
             self._begin_step(in_backward=in_backward)
@@ -252,15 +254,15 @@ class LiveRun:
         compiled = compilations()
         is_warmup = self.logged < WARMUP_STEPS or compiled != self._compilations or extras.profile is not None
         if self._watch is not None:
-            # Before the mark that ends the step: once that has passed, so has the cut. What compiles or is
-            # profiled is no window's business.
+            # Before the mark that ends the step: once that has passed, so has the cut. Windows exclude steps
+            # that compile or are profiled.
             if is_warmup:
                 self._watch.restart()
             elif (cut := self._watch.cut(now_s)) is not None:
                 extras = extras._replace(cut=cut)
         last_end_s = self._between.end_s
         is_slow = last_end_s is not None and now_s - last_end_s > _SLOW_STEP_S
-        take = intake.number  # floats need no look
+        take = intake.number  # floats need no conversion
         note = StepNote(
             step,
             steps,
@@ -280,9 +282,9 @@ class LiveRun:
         self._values.flush_if_due(now_s, is_due=is_slow)
         if self._audit is not None:
             self._audit.hand_over(note)
-        asked_for = self._asked_for
-        if batches is not asked_for[0] or note.states is not asked_for[1] or self._audit is not None:
-            self._ask_for_counts(note)  # before the row side looks for them
+        requested_for = self._last_requested
+        if batches is not requested_for[0] or note.states is not requested_for[1] or self._audit is not None:
+            self._request_counts(note)  # before the row side needs them
         self._resolver.put(note)
         self.logged += 1
         self._compilations = compiled
@@ -293,7 +295,7 @@ class LiveRun:
             measuring.plan_next(self._steps_done)
 
     def _extras(self, attention_mask: Any, flops: Any, datasets: Datasets) -> StepExtras:
-        """What this step has and most have not."""
+        """The optional parts of a step, absent from most."""
         tokens, useful_tokens = (None, None) if attention_mask is None else self._intake.mask(attention_mask)
         return StepExtras(
             tokens,
@@ -304,7 +306,7 @@ class LiveRun:
         )
 
     def _without_forward_passes(self, batches: StepBatches, *, is_given: bool) -> StepBatches:
-        """A step of which a forward pass may not have been seen: say so, mark it where that is certain."""
+        """A step whose forward pass may not have been seen: warn, or mark it where that is certain."""
         hooks = self._hooks
         has_batches = batches.notes or batches.is_missing or hooks.are_disabled or is_given
         if (not hooks.see_whole_batches or not has_batches) and hooks.were_compiled():
@@ -313,29 +315,29 @@ class LiveRun:
             miss_compiled_calls()
             self._notices(
                 "a step without a training forward pass of the attached model has no MFU: "
-                "attach what you call (a model compiled later, its wrapper), or call monitor.observe(batch)"
+                "attach the object you call (the compiled model, the wrapper), or call monitor.observe(batch)"
             )
         return batches
 
-    def _ask_for_counts(self, note: StepNote) -> None:
-        """Have batches of new shapes counted; by shape too where the cross-check or an audit wants that."""
+    def _request_counts(self, note: StepNote) -> None:
+        """Request counts of new batch shapes; by shape too where the cross-check or an audit needs that."""
         if not note.measured or note.extras.given_flops is not None or self._config.estimates_only:
             return
         is_audited = self._audit is not None and self._audit.awaits_count
-        self._asked_for = note.batches, note.states
+        self._last_requested = note.batches, note.states
         for batch in note.batches.notes:
             template, state = batch.template, state_of(note.states, batch)
             if state is None:
                 continue
-            is_new = template.asked_for != state.number
+            is_new = template.requested_for != state.number
             if is_new or (is_audited and template not in state.works):
                 wants_work = is_audited or (self._watch is not None and is_new and not state.works)
-                template.asked_for = state.number
+                template.requested_for = state.number
                 self._counts.ask(state, batch, wants_work=wants_work)
                 self._resolver.wake()
 
     def _run_counts(self) -> float:
-        """Make the counts that are due, outside of every step time; how long that took, 0 where none was."""
+        """Run the counts that are due, outside of every step time; returns the seconds, 0 without a count."""
         before_s = self._counts.spent_s
         while (
             self._can_count()
@@ -343,14 +345,16 @@ class LiveRun:
             and (request := self._counts.next_due()) is not None
         ):
             mark = self._clock.moment()
-            self._notices.among(functools.partial(self._counts.run, request, self._intake.last_step or 0))
+            self._notices.with_warnings_collected(
+                functools.partial(self._counts.run, request, self._intake.last_step or 0)
+            )
             self._clock.pause(mark)
             if self._watch is not None:
                 self._watch.restart()
             self._resolver.wake()
         took_s = self._counts.spent_s - before_s
         if self._between.end_s is not None:
-            self._between.end_s += took_s  # which is stated for itself
+            self._between.end_s += took_s  # reported separately
         return took_s
 
     def _can_count(self) -> bool:
@@ -362,7 +366,7 @@ class LiveRun:
         return self._device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 
     def pause(self) -> Mark:
-        """What runs from now on is no part of a step, until `resume` gets the mark."""
+        """Exclude what runs from now on from the step, until `resume` gets the mark."""
         mark = self._clock.moment()
         self._values.flush()
         self._measuring.interrupt()
@@ -373,26 +377,26 @@ class LiveRun:
         return mark
 
     def resume(self, mark: Mark) -> None:
-        """The step goes on."""
+        """Continue the step."""
         self._clock.pause(mark)
         if self._audit is not None:
             self._audit.resume()
 
     def save(self, timeout_s: float) -> None:
-        """On any thread: have every step so far written; waits for that."""
+        """On any thread: write every step so far, and wait for that."""
         is_sent = self._send_all()
         if not self._finish_rows(timeout_s if is_sent else _UNSENT_TIMEOUT_S):
-            self._notices("some steps could not be worked out in time and are not saved yet")
+            self._notices("some steps were not processed in time and are not saved yet")
         self._output.flush(timeout_s)
 
     def finish(self) -> None:
-        """On any thread: work out what is left, and end everything but the output."""
+        """On any thread: process the remaining steps, and end everything except the output."""
         in_closing = self._notices.in_closing
         in_closing(self._leave_loaders)
         try:
             in_closing(self._finish_last_rows)
             in_closing(self._counts.end)
-        finally:  # also where the user does not want to wait
+        finally:  # also after a KeyboardInterrupt
             in_closing(self._resolver.stop, _ROWS_TIMEOUT_S)
             in_closing(self._ranks.stop)
             if self._audit is not None:
@@ -404,15 +408,15 @@ class LiveRun:
         patience_s = 0.0 if self._audit is None else self._audit.patience_s
         timeout_s = max(_ROWS_TIMEOUT_S, patience_s) if is_sent else _UNSENT_TIMEOUT_S
         if not self._finish_rows(timeout_s) and not self._resolver.finish_pending(timeout_s):
-            self._notices("the last steps were not worked out in time and are lost")
+            self._notices("the last steps were not processed in time and are lost")
 
     @property
     def is_first_rank(self) -> bool:
-        """Whether this rank writes."""
+        """Whether this rank writes files and logs to trackers."""
         return self._ranks.is_first
 
     def leave_signals(self) -> None:
-        """Handle no signal any more."""
+        """Stop handling signals."""
         self._leave_signals()
 
     def _close_watch(self) -> None:
@@ -424,60 +428,60 @@ class LiveRun:
         try:
             self._watch.close()
         except Exception as error:
-            self._notices(f"the hardware counters did not close: {one_line(error)}")
+            self._notices(f"the hardware counters could not be closed: {one_line(error)}")
 
     def _finish_rows(self, timeout_s: float) -> bool:
-        """Wait for the rows of all steps so far; on the training thread with the counts they wait for."""
+        """Wait for the rows of all steps so far; on the training thread, run the counts they need."""
         is_here = threading.get_ident() == self._between.thread and self._can_count()
         return self._resolver.finish_pending(timeout_s, self._run_counts if is_here else None)
 
     def _send_all(self) -> bool:
-        """Have all that is needed for the rows of the steps so far under way; whether that went well."""
+        """Send the device values that the rows so far need; whether that succeeded."""
         try:
-            with self._turn:
+            with self._training_lock:
                 if threading.get_ident() != self._between.thread:
                     return self._send_behind_training()
                 self._clock.moment()
                 self._values.flush()
         except Exception as error:
-            self._notices(f"what is still on the device cannot be fetched: {one_line(error)}")
+            self._notices(f"values that are still on the device cannot be fetched: {one_line(error)}")
             return False
         return True
 
     def _send_held(self) -> bool:
-        """On the resolver's thread: send what is held for too long; whether there was anything."""
+        """On the resolver's thread: send values that were held too long; whether there were any."""
         held = (self._values.oldest_s, self._clock.unmarked_s)
         since_s = [moment_s for moment_s in held if moment_s is not None]
         return (
             bool(since_s)
-            and time.perf_counter() - min(since_s) > _HELD_S
-            and self._send_from_elsewhere(_TURN_TIMEOUT_S)
+            and time.perf_counter() - min(since_s) > _MAX_HOLD_S
+            and self._send_from_other_thread(_LOCK_TIMEOUT_S)
         )
 
-    def _send_from_elsewhere(self, timeout_s: float) -> bool:
-        """On a thread of ours: send what the training thread holds; False where it is at work on that."""
-        if not self._turn.acquire(timeout=timeout_s):
+    def _send_from_other_thread(self, timeout_s: float) -> bool:
+        """On a monitor thread: send the training thread's held values; False if it is busy with them."""
+        if not self._training_lock.acquire(timeout=timeout_s):
             return False
         try:
             return self._send_behind_training()
         finally:
-            self._turn.release()
+            self._training_lock.release()
 
     def _send_behind_training(self) -> bool:
-        """On another thread: send all, behind what the training has queued; False while that captures."""
-        with self._clock.clock.from_elsewhere() as is_possible:
+        """On another thread: send all values, queued after the training's work; False during a capture."""
+        with self._clock.clock.on_other_thread() as is_possible:
             if is_possible:
                 self._clock.moment()
                 self._values.flush()
             return is_possible
 
     def _write_out(self, timeout_s: float) -> None:
-        """On a thread of ours: have all steps so far on disk, if that can be done in this time."""
+        """On a monitor thread: write all steps so far to disk, as far as the time allows."""
         ends_s = time.perf_counter() + timeout_s
         if forks.number != self._forks:
             return
-        with contextlib.suppress(Exception):  # the device may have failed: rows before that are known
-            self._send_from_elsewhere(_TURN_TIMEOUT_S)
+        with contextlib.suppress(Exception):  # the device may have failed: earlier rows are complete
+            self._send_from_other_thread(_LOCK_TIMEOUT_S)
         self._resolver.finish_pending(0.75 * (ends_s - time.perf_counter()))
         self._output.write_local(max(ends_s - time.perf_counter(), 0.0))
 
@@ -486,7 +490,7 @@ class LiveRun:
         return self._batches.shapes()
 
     def info(self) -> dict[str, Any]:
-        """What is true of the whole run."""
+        """The description of the whole run."""
         return info_of(
             self._config,
             device=_device_name(self._device),
@@ -498,7 +502,7 @@ class LiveRun:
         )
 
     def figures(self) -> RunFigures:
-        """What the run came to so far."""
+        """The figures of the run so far."""
         resolver, counts = self._resolver, self._counts
         return RunFigures(
             self.info(),

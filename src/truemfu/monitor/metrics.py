@@ -1,10 +1,10 @@
-"""What a step's measurements come to: the names and the arithmetic, apart from torch and from time.
+"""The metrics of a step: their names and arithmetic, without torch and without clocks.
 
-    StepAmounts (what a step worked off) + StepTime (how long it took) ─► performance: the `perf/` metrics
+    StepAmounts (a step's tokens, FLOPs …) + StepTime (how long it took) ─► performance: the `perf/` metrics
 
-Steps that are alike share their amounts, and what can be worked out of these alone is worked out once. Rates
-without a suffix are the job's: this rank's times the number of ranks, until ranks are gathered. Those
-`_per_gpu` are this rank's own. What is not known is left out of a row.
+Similar steps share one `StepAmounts`, so what depends on it alone is computed once. Rates without a suffix
+are the job's: this rank's times the number of ranks. Rates `_per_gpu` are this rank's own. Unknown metrics
+are omitted from a row.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ WINDOW_STEPS = 100
 
 
 class StepTime(NamedTuple):
-    """How long a step took on this rank; it stands for several where those before it were not logged."""
+    """How long a step took on this rank; it represents several if the ones before it were not logged."""
 
     steps: int
     elapsed_s: float | None
     data_wait_s: float | None
     between_s: float | None = None
-    """From the end of the last step to the first forward pass, without what is known to be data wait."""
+    """From the end of the last step to the first forward pass, without known data wait."""
     forwards: int = 0
     """Forward passes without gradients in that time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepAmounts:
-    """What a step worked off on this rank; MFU and HFU are model and executed FLOPs over the peak's."""
+    """What a step processed on this rank; MFU and HFU are model and executed FLOPs over the peak's."""
 
     samples: int | None
     tokens: int | None
@@ -45,11 +45,11 @@ class StepAmounts:
     warmup: bool
     world_size: int
     measured_peak_flops_per_s: float | None = None
-    """What `truemfu peak` measured, where the user gave it."""
+    """What `truemfu peak` measured, if the user configured it."""
 
     @cached_property
     def rates(self) -> tuple[tuple[str, float], ...]:
-        """What is divided by the seconds of a step: each metric as it is of a step of one second."""
+        """The metrics that are divided by a step's seconds, as they are for a step of one second."""
         found: dict[str, float] = {}
         for name, amount in (
             ("tokens", self.tokens),
@@ -87,7 +87,7 @@ class StepAmounts:
 
     @cached_property
     def timeless(self) -> dict[str, Any]:
-        """What does not depend on the seconds of a step."""
+        """The metrics that do not depend on the seconds of a step."""
         found: dict[str, Any] = {}
         if self.tokens and self.useful_tokens is not None:
             found["perf/padding_efficiency"] = self.useful_tokens / self.tokens
@@ -99,14 +99,14 @@ class StepAmounts:
 
     @cached_property
     def hfu_method(self) -> str | None:
-        """What HFU rests on where that is not the count; None where there is none."""
+        """How HFU was measured, where it is not based on the count; None without an HFU."""
         flops = self.flops
         is_known = flops is not None and any(name == "perf/hfu" for name, _ in self.rates)
         return flops.executed_method if flops is not None and is_known else None
 
 
 NOTHING = StepAmounts(samples=None, tokens=None, useful_tokens=None, flops=None, warmup=False, world_size=1)
-"""Of a step of which nothing is known."""
+"""For a step of which nothing is known."""
 
 
 def performance(amounts: StepAmounts, time: StepTime) -> dict[str, Any]:
@@ -130,20 +130,20 @@ def performance(amounts: StepAmounts, time: StepTime) -> dict[str, Any]:
 
 
 class Window:
-    """The last steps that were no warm-up, and the medians over them."""
+    """The last steps after warm-up, and the medians over them."""
 
     def __init__(self, steps: int = WINDOW_STEPS) -> None:
         self._step_times: deque[float] = deque(maxlen=steps)
         self._mfus: deque[float] = deque(maxlen=steps)
 
     def add_all(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Take in the metrics of steps, but for warm-ups."""
+        """Add the metrics of steps; warm-up steps are left out."""
         timed = [row for row in rows if "perf/step_time" in row and "perf/warmup" not in row]
         self._step_times.extend([row["perf/step_time"] for row in timed])
         self._mfus.extend([row["perf/mfu"] for row in timed if "perf/mfu" in row])
 
     def medians(self) -> dict[str, float]:
-        """Medians beside the last values."""
+        """The medians over the window."""
         row = {}
         if self._step_times:
             row["perf/step_time_median"] = statistics.median(self._step_times)

@@ -3,10 +3,10 @@
     forward pass ──► hook: a note of the batch ┐
     log_step ──► a mark on the device's clock  ┴─► StepNote ──► resolver ──► row ──► trackers
 
-The training thread notes and queues: it reads no device value, waits for nothing and writes no file. Once for
-each kind of batch it also counts, between two steps; no step time has that in it (`counts.py`). An exception
-of ours never leaves these methods; it is said once and the summary repeats it. Only a wrong configuration is
-raised, at construction. What happens in these methods is in `live_run.py`.
+The training thread notes and queues: it reads no device value, waits for nothing and writes no file. Once per
+kind of batch it also counts, between two steps; step times exclude that (`counts.py`). No exception of the
+monitor leaves these methods: it becomes one warning, which the summary repeats. Only an invalid configuration
+raises, at construction. The work behind these methods is in `live_run.py`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .notices import Notices
 from .row_side.output import Output
 from .summary import RunFigures, info_of, show, summary_of
 from .training_side import forks
-from .training_side.batch_notes import Batch, by_name_or_place
+from .training_side.batch_notes import Batch, by_name_or_position
 from .training_side.between_steps import BetweenSteps
 from .training_side.datasets import DatasetMetrics, PendingDatasetMetrics, shifts_labels
 from .training_side.kept_forms import FORMS_FILE
@@ -48,7 +48,7 @@ _SAVE_TIMEOUT_S = 60.0
 
 
 class _Default(int):
-    """An integer nobody gave: what a configuration file says wins over it."""
+    """The default of an argument that was not passed: a configuration file overrides it."""
 
 
 class TrainingMonitor:
@@ -76,14 +76,14 @@ class TrainingMonitor:
     ) -> None:
         explicit = None if isinstance(flops_profile_freq, _Default) else flops_profile_freq
         self.config: MonitorConfig = load_config(config, flops_profile_freq=explicit)
-        override_flops_per_s()  # raises where the environment's peak is no number
+        override_flops_per_s()  # raises if the environment's peak is not a number
         self._audited = None if self.config.audit is None else read_audit(Path(self.config.audit))
         self.output_dir = Path(output_dir)
         if "\0" in str(self.output_dir) or "\0" in log_file:
-            raise UsageError("output_dir and log_file must be names of files: they hold a NUL character")
-        others = {RUN_FILE: "what is true of the run", FORMS_FILE: "what was counted"}
+            raise UsageError("output_dir and log_file must be valid file names: they contain a NUL character")
+        others = {RUN_FILE: "the description of the run", FORMS_FILE: "the saved counts"}
         if (name := Path(log_file).name) in others:
-            raise UsageError(f"log_file must have another name than {name}, which holds {others[name]}")
+            raise UsageError(f"log_file must not be {name}, which holds {others[name]}")
         self._folder = self.output_dir.absolute()
         self._notices = Notices()
         self._output = Output(self._folder, log_file, self.config, trackers, notice=self._notices)
@@ -99,11 +99,11 @@ class TrainingMonitor:
         """The run, from its first batch or step on."""
         self._is_closed = self._is_broken = False
         self._unlogged = 0
-        """Steps that never reached the run: the monitor failed, or was switched off by then."""
+        """Steps that never reached the run: the monitor failed, or was already switched off."""
         self._forks = forks.number
         self._pauses = 0
-        self._turn = threading.RLock()
-        """Whose turn it is with what the training thread holds: its own, or a thread's of ours."""
+        self._training_lock = threading.RLock()
+        """Guards the training thread's state, which threads of the monitor read at times."""
         atexit.register(self.close)
         if model is not None:
             self.attach(model)
@@ -111,8 +111,8 @@ class TrainingMonitor:
     def attach(self, model: Models) -> TrainingMonitor:
         """Watch this model, or several: each training forward pass notes its batch. Attach what you call.
 
-        Several models (a list, or a mapping of names to them) get one MFU for the step and one each. A model
-        without a forward of its own is watched by its parts.
+        Several models (a list, or a mapping of names to models) get one MFU for the step and one each. Of a
+        model without its own forward, the submodules are watched.
         """
         models, before = WatchedModels(model), self._hooks.models
         if before is not None and before.are(model):
@@ -129,33 +129,33 @@ class TrainingMonitor:
         self._hooks.detach()
 
     def observe(self, batch: Mapping[str, Any] | Sequence[Any] | torch.Tensor) -> None:
-        """Note a micro-batch yourself, where the model's forward does not get it whole.
+        """Note a micro-batch explicitly, where the model's forward does not receive all of it.
 
-        The model's hooks are then disabled. Where several models are watched, or the parts of one, the batch
-        gives the step's samples and tokens, and the FLOPs still come from the forward pass of each.
+        The model's hooks are then disabled. Where several modules are watched, the batch gives the step's
+        samples and tokens, and the FLOPs still come from the forward pass of each module.
         """
         began_s = time.perf_counter()
         if self._hooks.see_whole_batches and not self._hooks.are_disabled:
             self._hooks.disable()
             if self._live is not None:
-                self._guarded(self._live.forget_batches)  # what a hook noted is observed now, or has just run
+                self._guarded(self._live.forget_batches)  # the hook noted this very batch
         if not isinstance(batch, (torch.Tensor, Mapping, tuple, list)):
             self._notices(
-                f"observe expects the batch as the model takes it, got {type(batch).__name__}: not noted"
+                f"observe expects the batch that the model takes, got {type(batch).__name__}: it is ignored"
             )
         elif not self._pauses:
-            self._guarded(self._note_observed, by_name_or_place(batch), began_s)
+            self._guarded(self._note_observed, by_name_or_position(batch), began_s)
 
     def data(self, loader: Iterable[Any]) -> WatchedData:
-        """The same batches, with the time spent waiting for each of them noted.
+        """The same batches, with the wait for each of them measured.
 
-        Not needed for torch's DataLoaders: waiting for them is noted anyway.
+        Not needed for torch's DataLoaders, whose waits are always measured.
         """
         return WatchedData(loader, self._between)
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """What runs inside (an evaluation, a checkpoint) is no part of a step."""
+        """Exclude what runs inside (an evaluation, a checkpoint) from the step."""
         live, mark, began_s = self._live, None, time.perf_counter()
         if live is not None and not self._pauses:
             mark = self._guarded(live.pause)
@@ -172,7 +172,7 @@ class TrainingMonitor:
                     self._between.end_s += time.perf_counter() - began_s
 
     def set_phase(self, name: str | None) -> None:
-        """Measure as often as this phase of the training asks for; None: as often as without phases."""
+        """Measure at the frequency of this training phase; None: at the configured frequency."""
         self._measuring.set_phase(name)
 
     def log_step(
@@ -187,15 +187,15 @@ class TrainingMonitor:
         *,
         flops: float | None = None,
     ) -> None:
-        """End an optimizer step: call it once per step, after the optimizer, whatever the accumulation.
+        """End an optimizer step: call it once per step, after the optimizer, with any gradient accumulation.
 
-        Loss, gradient norm and mask may be device tensors: they are read later, when they are ready. `flops`
-        are the model FLOPs of this rank's whole step where you know them: they are used as they are, and
-        nothing is counted.
+        Loss, gradient norm and mask may be device tensors: they are read later, when they are ready. `flops`,
+        if given, are the model FLOPs of this rank's whole step: they are used unchanged, and nothing is
+        counted.
         """
         began_s, live = time.perf_counter(), self._live
         before = 0 if live is None else live.logged
-        with self._turn:
+        with self._training_lock:
             try:
                 if live is None or self._is_broken or self._is_closed or forks.number != self._forks:
                     live = self._run_to_log({"loss": loss})
@@ -229,12 +229,12 @@ class TrainingMonitor:
         config = self.config
         if not config.log_dataset_metrics or not config.dataset_metrics_freq or self._pauses:
             return
-        place = None if self._live is None else self._live.next_place()
-        if place is None or place.reaches(config.dataset_metrics_freq):
+        position = None if self._live is None else self._live.next_position()
+        if position is None or position.reaches(config.dataset_metrics_freq):
             self._guarded(self._measure_datasets, batch, outputs, aggregated_loss)
 
     def save_logs(self) -> None:
-        """Write everything logged so far to the local log; waits for it, so not for inside the step."""
+        """Write everything logged so far to the local log. This waits, so do not call it inside a step."""
         live = self._live
         if live is not None and forks.number == self._forks:
             try:
@@ -245,11 +245,11 @@ class TrainingMonitor:
 
     @property
     def last(self) -> dict[str, Any]:
-        """The newest row that is worked out, all metrics in it; empty before the first."""
+        """The newest finished row with all its metrics; empty before the first."""
         return dict(self._output.last_row)
 
     def summary(self) -> dict[str, Any]:
-        """The run so far in plain data; None for what is not known."""
+        """The run so far as plain data; None where a value is unknown."""
         live = self._live
         figures = RunFigures(info_of(self.config)) if live is None else live.figures()
         unlogged = f"{self._unlogged:,} steps: the monitor failed and was switched off"
@@ -257,7 +257,7 @@ class TrainingMonitor:
         return summary_of(figures, lost=lost, warnings=self._notices.texts)
 
     def close(self) -> None:
-        """Write what is left, close the trackers and print the summary; called at exit by itself."""
+        """Write the remaining rows, close the trackers and print the summary; runs at exit automatically."""
         if self._is_closed or forks.number != self._forks:
             return
         self._is_closed = True
@@ -280,18 +280,18 @@ class TrainingMonitor:
         try:
             if live.is_first_rank:
                 in_closing(self._output.close, self.summary, _CLOSE_TIMEOUT_S)
-                with contextlib.suppress(Exception):  # stderr is closed or fails; the files have it
+                with contextlib.suppress(Exception):  # stderr is closed or fails; the files have the summary
                     show(self.summary())
         finally:
             in_closing(live.leave_signals)
         deliver(live.signals)
 
     def _guarded(self, work: Callable[..., Any], *args: Any) -> Any:
-        """Run a part of the monitor; what it raises is said once and goes no further."""
+        """Run a part of the monitor; an exception becomes one warning and does not propagate."""
         if self._is_broken:
             return None
         try:
-            with self._turn:
+            with self._training_lock:
                 return work(*args)
         except Exception as error:
             self._switch_off(error)
@@ -300,11 +300,11 @@ class TrainingMonitor:
     def _switch_off(self, error: Exception) -> None:
         self._is_broken = True
         self._notices(
-            f"the monitor failed and is switched off, the training goes on: {type(error).__name__}: {error}"
+            f"the monitor failed and is switched off, training continues: {type(error).__name__}: {error}"
         )
 
     def _run_to_log(self, tensors: Batch) -> LiveRun | None:
-        """The run that a step belongs to; None where it is not logged."""
+        """The run that a step belongs to; None if the step is not logged."""
         if self._is_broken:
             self._unlogged += not self._is_closed
             return None
@@ -314,12 +314,12 @@ class TrainingMonitor:
         live = self._started(tensors)
         if forks.number != self._forks:
             self._is_broken = True
-            self._notices("this process was forked from the one that is monitored: its steps are not logged")
+            self._notices("this process was forked from the monitored one: its steps are not logged")
             return None
         return live
 
     def _started(self, tensors: Batch) -> LiveRun:
-        """The run, which begins with the first batch or step: then it is known where and in which job."""
+        """The run, created with the first batch or step: device and job are known by then."""
         if self._live is None:
             self._forks = forks.number
             self._live = LiveRun(
@@ -332,7 +332,7 @@ class TrainingMonitor:
                 audited=self._audited,
                 output=self._output,
                 notices=self._notices,
-                turn=self._turn,
+                training_lock=self._training_lock,
             )
         return self._live
 
@@ -340,7 +340,7 @@ class TrainingMonitor:
         began_s, hooks = time.perf_counter(), self._hooks
         if not (hooks.are_disabled or self._pauses or self._is_closed or self._is_broken):
             try:
-                with self._turn:
+                with self._training_lock:
                     live = self._live or self._started(batch or {})
                     slot = 0 if hooks.see_whole_batches else hooks.slot(watched)
                     live.note_batch(batch, began_s, slot, watched)

@@ -1,4 +1,4 @@
-"""What the monitor has to say: each thing once, now as a warning and at the end in the summary."""
+"""The monitor's warnings: each is shown once when it occurs, and again in the summary."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from typing import Any, TypeVar
 from ..errors import TruemfuWarning, one_line, warn_once
 
 Result = TypeVar("Result")
-_MAX_KEPT = 100
+_MAX_TEXTS = 100
 
 
 class Notices:
-    """Collects texts; saying one never raises, even where warnings are turned into errors."""
+    """Collects warnings; adding one never raises, even where a filter turns warnings into errors."""
 
     def __init__(self) -> None:
         self._texts: dict[str, str] = {}
 
     def __call__(self, text: str, *, about: str | None = None) -> None:
-        """Say this, unless it has been said, or anything about the same thing where that is named."""
+        """Warn once per text, or once per `about` where that is given."""
         key = about or text
-        if key in self._texts or len(self._texts) >= _MAX_KEPT:
+        if key in self._texts or len(self._texts) >= _MAX_TEXTS:
             return
         self._texts[key] = text
-        with contextlib.suppress(TruemfuWarning):  # a filter may make errors of warnings
+        with contextlib.suppress(TruemfuWarning):  # a filter may turn warnings into errors
             warn_once(text)
 
-    def among(self, work: Callable[[], Result]) -> Result:
-        """The result of work that may warn by itself, with its warnings kept."""
-        for _ in range(_MAX_KEPT):
+    def with_warnings_collected(self, work: Callable[[], Result]) -> Result:
+        """The result of work that issues warnings itself; they are collected too."""
+        for _ in range(_MAX_TEXTS):
             try:
                 return work()
             except TruemfuWarning as warning:
-                self(str(warning))  # each is said once, so the next try goes further
+                self(str(warning))  # each is issued once, so the next attempt gets further
         return work()
 
     def in_closing(self, work: Callable[..., object], *args: Any) -> None:
-        """Do one part of closing: what it raises keeps no other part from being done."""
+        """Run one part of closing; its exception does not prevent the other parts."""
         try:
             work(*args)
         except Exception as error:
@@ -45,5 +45,5 @@ class Notices:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """Everything said so far."""
+        """All warnings so far."""
         return tuple(self._texts.values())

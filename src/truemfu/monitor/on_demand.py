@@ -1,16 +1,16 @@
-"""MFU when asked for: a model, the size of its batch, the seconds of a step, and the way to find the FLOPs.
+"""MFU on demand: from a model, the size of its batch, the seconds of a step, and a mode for the FLOPs.
 
-    model, sizes ──► made-up batch ──► FLOPs by the mode ──► ÷ (step time × peak)
+    model, sizes ──► generated batch ──► FLOPs by the mode ──► ÷ (step time × peak)
 
-    smart      a closed form, fitted at the first call and kept as long as the model stays what it was
+    smart      a closed form, fitted at the first call and cached until the model changes
     profiler   a forward and backward pass recorded by torch.profiler, at each call
     estimate   the model's structure; nothing is run
-    hybrid     counters tell what was executed and MFU is about what the model needs, so: smart where there
-               are counters, the profiler where there are none
+    hybrid     smart where the GPU has counters (they measure executed FLOPs, and MFU is about the FLOPs the
+               model needs), profiler elsewhere
 
-A way that fails is replaced by the next (profiler, smart, estimate), and one warning says why. These
-functions are called in training loops, so apart from an unknown mode nothing they are given makes them raise:
-without a number they return None.
+A mode that fails is replaced by the next (profiler, smart, estimate), with one warning that gives the reason.
+These functions are called in training loops, so they raise only for an unknown mode: without a result they
+return None.
 """
 
 from __future__ import annotations
@@ -81,14 +81,15 @@ def calculate_precise_mfu(
 ) -> float | None:
     """MFU of a training step of `step_time` seconds on `batch_size` samples of `seq_length` tokens.
 
-    The step is that of one device. Its batch is made up from the model's signature and configuration; a model
-    of images gets one per sample. The peak is that of the model's device for the dtypes of the products, or
-    `TRUEMFU_PEAK_TFLOPS`.
+    The step is that of one device. Its batch is generated from the model's signature and configuration; a
+    vision model gets one image per sample. The peak is that of the model's device for the dtypes of the
+    products, or `TRUEMFU_PEAK_TFLOPS`.
 
-    `actual_flops`, where given, is the numerator as it is, and the batch's sizes do not matter. The peak then
-    is that of the dtype autocast has set, else of the one most parameters have.
+    `actual_flops`, if given, is used as the numerator, and the batch's sizes do not matter. The peak is then
+    that of autocast's dtype, or else of the dtype most parameters have.
 
-    None, with one warning that says why, where there is no number; a CPU has no peak, without a warning.
+    Returns None, with one warning that gives the reason, where MFU is unknown; for a CPU, which has no known
+    peak, without a warning.
     """
     if measurement_mode not in MODES:
         raise UsageError(
@@ -103,7 +104,7 @@ def calculate_precise_mfu(
         return _mfu(model, batch_size, seq_length, float(step_time), measurement_mode, actual_flops)
     except TruemfuError as error:
         warn_once(f"no MFU: {error}")
-    except Exception as error:  # a training run must not stop for want of a number
+    except Exception as error:  # a training run must not stop because a metric is missing
         warn_once(f"no MFU: {one_line(error)}")
     return None
 
@@ -121,26 +122,26 @@ def _mfu(
         peak_flops_per_s = get_gpu_peak_flops(device, dominant_dtype(model, device))
         return calculate_mfu(float(actual_flops), step_time_s, peak_flops_per_s)
     if override_flops_per_s() is None and known_spec(device) is None:
-        return None  # without a peak there is nothing to measure for
-    count = _count(model, _made_up(model, int(samples), int(length)), mode)
+        return None  # without a peak the FLOPs are not needed
+    count = _count(model, _generated_batch(model, int(samples), int(length)), mode)
     return None if count is None else Utilization.of(count, step_time_s, device=device).mfu
 
 
 def _wrong_argument(
     model: Any, batch_size: Any, seq_length: Any, step_time: Any, actual_flops: Any
 ) -> str | None:
-    """What is wrong with the arguments, in words that stay the same from step to step; None if nothing is."""
+    """What is wrong with the arguments, in the same words at every step; None if nothing is."""
     if not isinstance(model, nn.Module):
         return f"model must be a torch.nn.Module; got {type(model).__name__}"
     if not _is_positive(step_time):
-        return f"step_time must be a positive number of seconds; got {_in_words(step_time)}"
+        return f"step_time must be a positive number of seconds; got {_describe(step_time)}"
     if actual_flops is not None:
         if not _is_positive(actual_flops):
-            return f"actual_flops must be a positive number; got {_in_words(actual_flops)}"
+            return f"actual_flops must be a positive number; got {_describe(actual_flops)}"
         return None
     for name, value in (("batch_size", batch_size), ("seq_length", seq_length)):
         if not (_is_positive(value) and isinstance(value, numbers.Integral)):
-            return f"{name} must be a positive integer; got {_in_words(value)}"
+            return f"{name} must be a positive integer; got {_describe(value)}"
     return None
 
 
@@ -149,8 +150,8 @@ def _is_positive(value: Any) -> bool:
     return is_number and math.isfinite(value) and bool(value > 0)
 
 
-def _in_words(value: Any) -> str:
-    """A wrong value without its digits, so that a thousand different ones make one warning."""
+def _describe(value: Any) -> str:
+    """A wrong value without its digits, so that different ones cause one warning."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return type(value).__name__
     number = float(value)
@@ -159,23 +160,23 @@ def _in_words(value: Any) -> str:
     return "a fraction" if number > 0 else "zero" if number == 0 else "a negative number"
 
 
-def _made_up(model: nn.Module, samples: int, length: int) -> Batch:
+def _generated_batch(model: nn.Module, samples: int, length: int) -> Batch:
     check_call(model, ())
     inner = unwrap(model)
     try:
-        with torch.inference_mode(False):  # tensors made inside it could not be trained on
+        with torch.inference_mode(False):  # tensors created inside it cannot be trained on
             return example_batch(inner, BatchRequest(samples=samples, length=length))
     except UsageError:
         raise ModelError(
-            f"no batch can be made up for {type(inner).__name__}: "
+            f"no batch can be generated for {type(inner).__name__}: "
             "pass actual_flops=truemfu.count_flops(model, batch).model_flops"
         ) from None
 
 
 def _count(model: nn.Module, batch: Batch, mode: str) -> FlopCount | None:
-    """The FLOPs by the first way that works, from the one asked for downwards."""
+    """The FLOPs by the first mode that works, beginning with the requested one."""
     if mode == "hybrid":
-        mode = _instead_of_hybrid(_device_of(model))
+        mode = _hybrid_substitute(_device_of(model))
     ways = list(_WAYS)[list(_WAYS).index(mode) :]
     name = type(unwrap(model)).__name__
     for way, following in zip(ways, (*ways[1:], None), strict=True):
@@ -183,28 +184,26 @@ def _count(model: nn.Module, batch: Batch, mode: str) -> FlopCount | None:
             count = _WAYS[way](model, batch)
             if not count.model_flops:
                 raise ModelError("no matrix product was found")
-        except Exception as error:  # a training run must not stop for want of a number
-            instead = "so there is no MFU" if following is None else f"so mode {following!r} takes over"
-            warn_once(f"mode {way!r} has no FLOPs for {name} ({one_line(error)}), {instead}")
+        except Exception as error:  # a training run must not stop because a metric is missing
+            instead = "so there is no MFU" if following is None else f"so mode {following!r} is used"
+            warn_once(f"mode {way!r} cannot find the FLOPs of {name} ({one_line(error)}), {instead}")
         else:
             return count
     return None
 
 
 @functools.cache
-def _instead_of_hybrid(device: torch.device | None) -> str:
+def _hybrid_substitute(device: torch.device | None) -> str:
     found = counters_of(device or torch.device("cpu"))
     if not isinstance(found, str):
         found[0].close()
         return "smart"
-    warn_once(
-        f"measurement_mode='hybrid' has no hardware counters ({found}): torch.profiler measures instead"
-    )
+    warn_once(f"measurement_mode='hybrid' has no hardware counters ({found}): torch.profiler is used instead")
     return "profiler"
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Kept:
+class _CachedForm:
     """A closed form and what it was fitted for."""
 
     fingerprint: tuple[int, int]
@@ -212,31 +211,31 @@ class _Kept:
     form: FlopModel
 
 
-_kept: WeakKeyDictionary[nn.Module, _Kept] = WeakKeyDictionary()
+_cached_forms: WeakKeyDictionary[nn.Module, _CachedForm] = WeakKeyDictionary()
 
 
 def _smart(model: nn.Module, batch: Batch) -> FlopCount:
     inner = unwrap(model)
     mark, autocast = fingerprint(inner), autocast_state()
-    kept = _kept.get(inner)
-    if kept is None or (kept.fingerprint, kept.autocast) != (mark, autocast):
+    cached = _cached_forms.get(inner)
+    if cached is None or (cached.fingerprint, cached.autocast) != (mark, autocast):
         try:
-            # a form holds on to its model, so it is fitted to a snapshot: nothing must keep the model alive
+            # a form references its model: fitted to a snapshot, it does not keep the model itself alive
             form = FlopModel.fit(snapshot(inner), batch)
-        except TruemfuError:  # a model that has to be run with its values, which a snapshot has not
+        except TruemfuError:  # the model must run with its values, which a snapshot does not have
             return count_flops(inner, batch)
-        kept = _kept[inner] = _Kept(fingerprint=mark, autocast=autocast, form=form)
-    return kept.form(batch)
+        cached = _cached_forms[inner] = _CachedForm(fingerprint=mark, autocast=autocast, form=form)
+    return cached.form(batch)
 
 
 def _profiled(model: nn.Module, batch: Batch) -> FlopCount:
     """A recorded forward and backward pass of a twin that shares the model's weights and nothing else."""
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     if distributed and torch.distributed.get_world_size() > 1:
-        raise ModelError("in a job of several ranks, a pass on one could wait for the others")
+        raise ModelError("in a job of several ranks, a pass on one rank could wait for the others")
     check_counts()
     if not has_values(unwrap(model)):
-        raise ModelError("a model without values cannot run")
+        raise ModelError("a model with meta, fake or sharded tensors cannot run here")
     device = _device_of(model)
     profiler = StepProfiler()
     with (
@@ -261,8 +260,8 @@ def _profiled(model: nn.Module, batch: Batch) -> FlopCount:
     return count
 
 
-def _shared_weight(tensor: torch.Tensor, dtype: torch.dtype, place: torch.device | None) -> torch.Tensor:
-    """A weight's memory under another tensor, for gradients of its own; a copy of anything else."""
+def _shared_weight(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device | None) -> torch.Tensor:
+    """Another tensor on a weight's memory, with its own gradient; a copy of anything else."""
     made = tensor.detach() if isinstance(tensor, nn.Parameter) else tensor.detach().clone()
     return made.requires_grad_(tensor.requires_grad)
 
@@ -275,6 +274,6 @@ _WAYS: dict[str, Callable[[nn.Module, Batch], FlopCount]] = {
 
 
 def _device_of(model: nn.Module) -> torch.device | None:
-    """Where the model is; None, the current accelerator, for one that is nowhere."""
+    """The model's device; None, the current accelerator, if it has no parameters with data."""
     first = next((p for p in model.parameters() if not p.is_meta), None)
     return None if first is None else first.device

@@ -1,4 +1,4 @@
-"""A run in plain data, and its closing words: a table in a terminal, plain lines elsewhere."""
+"""A run as plain data, and the closing summary: a table in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from ..waterfall import between_steps_notes, evaluations
 from .config import MonitorConfig
 from .totals import Totals
 
-_WORTH_SAYING = 0.005
+_SMALLEST_SHARE_SHOWN = 0.005
 _STEPS_SHOWN = 5
 _TENSORS_SHOWN = 4
 
 
 @dataclass(frozen=True)
 class RunFigures:
-    """What a run came to; nothing yet where only `info` is given."""
+    """The figures of a run; only `info` before its first step."""
 
     info: Mapping[str, Any]
     logged: int = 0
     totals: Totals = field(default_factory=Totals)
     own_time_s: float = 0.0
-    """Of the training thread, without what is below."""
+    """On the training thread, without the times below."""
     own_check_s: float = 0.0
     background_s: float = 0.0
     counting_s: float = 0.0
@@ -37,11 +37,11 @@ class RunFigures:
     hardware: Mapping[str, Any] | None = None
     notes: Sequence[str] = ()
     held_up_steps: int = 0
-    """Lost because the monitor was held up."""
+    """Lost because the monitor fell behind."""
     failed_steps: int = 0
-    """Lost because they could not be worked out."""
+    """Lost because their metrics could not be computed."""
     stranded_steps: int = 0
-    """Lost because the run ended before."""
+    """Lost because the run ended before they were processed."""
 
 
 def info_of(
@@ -54,7 +54,7 @@ def info_of(
     model: Mapping[str, Any] | None = None,
     batch_shapes: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """What is true of a whole run; None for what is not known before its first step."""
+    """The description of a run; None where a value is unknown before the first step."""
     return {
         "mode": config.mode,
         "convention": {"attention": config.attention},
@@ -69,14 +69,14 @@ def info_of(
 
 
 def summary_of(figures: RunFigures, *, lost: Sequence[str], warnings: Sequence[str]) -> dict[str, Any]:
-    """The run in plain data; None for what is not known. `lost` is what did not reach a tracker."""
+    """The run as plain data; None where a value is unknown. `lost` is what did not reach a tracker."""
     run = figures.totals.as_dict()
     own_s = figures.own_time_s / figures.logged if figures.logged else None
     step_s = run["median_step_time_s"]
     lost_steps = {
-        "the monitor was held up": figures.held_up_steps,
-        "they could not be worked out": figures.failed_steps,
-        "the run ended before they were worked out": figures.stranded_steps,
+        "the monitor fell behind": figures.held_up_steps,
+        "their metrics could not be computed": figures.failed_steps,
+        "the run ended before they were processed": figures.stranded_steps,
     }
     return {
         **run,
@@ -102,7 +102,7 @@ def summary_of(figures: RunFigures, *, lost: Sequence[str], warnings: Sequence[s
 
 
 def lines_of(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The summary as labels and texts; what is not known says so."""
+    """The summary as labels and texts, unknown values included."""
     return [
         *_model(summary),
         ("steps", _steps(summary)),
@@ -147,7 +147,7 @@ def show(summary: Mapping[str, Any], stream: TextIO | None = None) -> None:
 
 
 def _model(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What was trained on what; nothing where no model was seen."""
+    """The model and the shape of its batches; empty if no model was seen."""
     model, shapes = summary.get("model"), summary.get("batch_shapes")
     lines = []
     if model is not None:
@@ -157,7 +157,7 @@ def _model(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         lines.append(("model", text))
     if shapes:
         named = [f"{name} {'×'.join(map(str, shape)) or '()'}" for name, shape in shapes[-1].items()]
-        more = "; the last of several kinds" if len(shapes) > 1 else ""
+        more = "; the latest of several shapes" if len(shapes) > 1 else ""
         lines.append(("batch", ", ".join(named[:_TENSORS_SHOWN]) + more))
     return lines
 
@@ -196,7 +196,7 @@ def _between(summary: Mapping[str, Any]) -> str:
 
 
 def _hardware(hardware: Mapping[str, Any] | None, scope: str) -> list[tuple[str, str]]:
-    """What the counters say; nothing where there were none."""
+    """The counters' figures; empty without counters."""
     if hardware is None:
         return []
     lines = [("executed, by counters", _executed(hardware))]
@@ -207,7 +207,7 @@ def _hardware(hardware: Mapping[str, Any] | None, scope: str) -> list[tuple[str,
         lines.append(("energy", f"{text} ({scope})"))
     fall = hardware["waterfall"]
     if fall is not None:
-        parts = [part for part in fall["parts"] if abs(part["share"]) >= _WORTH_SAYING]
+        parts = [part for part in fall["parts"] if abs(part["share"]) >= _SMALLEST_SHARE_SHOWN]
         lines += [("where the peak went", f"{100 * part['share']:5.1f} %  {part['name']}") for part in parts]
         lines += [("note", text) for text in fall["notes"]]
     return lines + [("advice", text) for text in hardware["advice"]]
@@ -216,7 +216,7 @@ def _hardware(hardware: Mapping[str, Any] | None, scope: str) -> list[tuple[str,
 def _executed(hardware: Mapping[str, Any]) -> str:
     rate, ratio = hardware["executed_flops_per_s"], hardware["executed_over_expected"]
     if rate is None:
-        return "unknown (the chip's rate is not in the table, or not all work is on the tensor pipe)"
+        return "unknown (the GPU's FLOP per cycle are not known, or some work is not on the tensor pipe)"
     text = f"{rate / 1e12:.1f} TFLOP/s"
     if hardware["executed_over_activity"] is None:
         text += f" ({UPPER_BOUND})"
@@ -230,7 +230,7 @@ def _executed(hardware: Mapping[str, Any]) -> str:
 
 
 def _hfu(summary: Mapping[str, Any]) -> str:
-    why_not = _why_no_mfu(summary) if summary["median_mfu"] is None else "what was executed was not measured"
+    why_not = _why_no_mfu(summary) if summary["median_mfu"] is None else "executed FLOPs were not measured"
     text = _share(summary["median_hfu"], why_not)
     method = summary.get("hfu_method")
     return text if method is None or summary["median_hfu"] is None else f"{text} by {method}"
@@ -258,14 +258,14 @@ def _cost(summary: Mapping[str, Any]) -> str:
     if cost["share_of_step"] is not None:
         parts.append(f"{cost['share_of_step']:.3%} of a step")
     if cost["checks_s"]:
-        parts.append(f"{1e3 * cost['checks_s']:.0f} ms in all for setting up and checks")
+        parts.append(f"{1e3 * cost['checks_s']:.0f} ms in all for setup and checks")
     if cost["counts"]:
         parts.append(_counting(cost))
     return ", ".join(parts) or "nothing measured"
 
 
 def _counting(cost: Mapping[str, Any]) -> str:
-    """How long counts held the training, and after which steps; no step time has that in it."""
+    """How long counts held up the training, and after which steps; step times exclude that."""
     steps = [str(step) for step in cost["counted_after_steps"]]
     times = "once" if cost["counts"] == 1 else f"{cost['counts']} times"
     where = ", ".join(steps[:_STEPS_SHOWN]) + (" …" if len(steps) > _STEPS_SHOWN else "")

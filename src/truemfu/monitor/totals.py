@@ -9,41 +9,41 @@ from typing import Any
 
 from .metrics import StepAmounts, StepTime
 
-_RESERVOIR = 4096
+_RESERVOIR_SIZE = 4096
 _RATES = {
     "mfu": "perf/mfu",
     "hfu": "perf/hfu",
     "tokens_per_second": "perf/tokens_per_second",
     "samples_per_second": "perf/samples_per_second",
 }
-"""Medians of the summary, and the metrics they are medians of."""
+"""Medians in the summary → the metrics they are computed from."""
 
 
 class Reservoir:
-    """A fair sample of a stream of numbers, for its median; its own random numbers, not the training's."""
+    """A uniform sample of a stream of numbers, for its median; with its own random generator."""
 
-    def __init__(self, size: int = _RESERVOIR) -> None:
+    def __init__(self, size: int = _RESERVOIR_SIZE) -> None:
         self._size, self._seen = size, 0
-        self._kept: list[float] = []
+        self._sample: list[float] = []
         self._draw = random.Random(0)
 
     def add(self, values: Sequence[float]) -> None:
-        """Take numbers in."""
-        room = self._size - len(self._kept)
-        self._kept += values[:room]
+        """Add numbers to the stream."""
+        room = self._size - len(self._sample)
+        self._sample += values[:room]
         self._seen += min(room, len(values))
         for value in values[room:]:
             self._seen += 1
-            if (place := int(self._draw.random() * self._seen)) < self._size:
-                self._kept[place] = value
+            if (index := int(self._draw.random() * self._seen)) < self._size:
+                self._sample[index] = value
 
     def median(self) -> float | None:
-        """The median of the stream, exact up to the size of the sample."""
-        return statistics.median(self._kept) if self._kept else None
+        """The median of the stream; exact while the stream fits in the sample."""
+        return statistics.median(self._sample) if self._sample else None
 
 
 class Totals:
-    """What a run comes to: medians over the steps after warm-up, or over all where there were no others."""
+    """The figures of a run: medians over the steps after warm-up, or over all if there are none."""
 
     def __init__(self) -> None:
         self.steps = self.warmup_steps = self.skipped_steps = 0
@@ -60,10 +60,10 @@ class Totals:
         self.methods: dict[str, int] = {}
         self.peak_source: str | None = None
         self.hfu_method: str | None = None
-        """What HFU rests on where that is not the count."""
+        """How HFU was measured, where it is not based on the count."""
 
     def add(self, amounts: StepAmounts, times: Sequence[StepTime]) -> None:
-        """Take in steps that worked off the same, each with its time."""
+        """Add steps with the same amounts, each with its own time."""
         self.steps += len(times)
         self.skipped_steps += sum([time.steps - 1 for time in times])
         into = self._steady
@@ -74,7 +74,7 @@ class Totals:
         seconds = [time.elapsed_s for time in timed if time.elapsed_s is not None and time.elapsed_s > 0]
         into["step_time_s"].add([time.elapsed_s / time.steps for time in timed if time.elapsed_s is not None])
         rates = dict(amounts.rates)
-        if not self._is_like_before(amounts):
+        if not self._has_same_hfu_method(amounts):
             rates.pop(_RATES["hfu"], None)
         for name, metric in _RATES.items():
             if metric in rates:
@@ -97,8 +97,8 @@ class Totals:
             self.methods[method] = self.methods.get(method, 0) + len(times)
             self.peak_source = amounts.flops.peak_source
 
-    def _is_like_before(self, amounts: StepAmounts) -> bool:
-        """Whether the HFU of a step was found as those before; what is measured replaces what was counted."""
+    def _has_same_hfu_method(self, amounts: StepAmounts) -> bool:
+        """Whether a step's HFU has the method of those before; measured HFU replaces counted HFU."""
         method = None if amounts.flops is None else amounts.flops.executed_method
         if method is not None and self.hfu_method is None:
             self.hfu_method = method
@@ -106,11 +106,11 @@ class Totals:
         return method == self.hfu_method
 
     def _share(self, seconds: float | None) -> float | None:
-        """Of the time of the steps after warm-up."""
+        """As a share of the time of the steps after warm-up."""
         return None if seconds is None or not self._time_s else seconds / self._time_s
 
     def as_dict(self) -> dict[str, Any]:
-        """The run in plain data; None for what is not known."""
+        """The run as plain data; None where a value is unknown."""
         steady = self._steady["step_time_s"].median() is not None
         source = self._steady if steady else self._warmup
         return {
@@ -135,6 +135,6 @@ class Totals:
 
 
 def _plus(total: float | None, amounts: Sequence[float | None]) -> float | None:
-    """The sum of what is known; None where nothing is."""
+    """The sum of the known amounts; None if there are none."""
     known = [amount for amount in amounts if amount is not None]
     return total if not known else (total or 0.0) + sum(known)

@@ -1,6 +1,6 @@
-"""What a tracker is, and what those of truemfu share.
+"""The tracker protocol, and helpers that truemfu's trackers share.
 
-A tracker is any object with the four methods of `Tracker`: pass one of your own in place of a name. A lane
+A tracker is any object with the four methods of `Tracker`: pass such an object instead of a name. A lane
 calls it from one thread, so it needs no lock, may be slow, and may raise.
 """
 
@@ -28,39 +28,39 @@ class Tracker(Protocol):
 
 
 class WriteLater(Exception):
-    """Raised by `flush`: the rows cannot be written now, are kept by the tracker and wait for the next."""
+    """Raised by `flush`: the rows cannot be written now; the tracker keeps them for the next flush."""
 
 
 def known(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """The row without what is unknown: no tracker draws None."""
+    """The row without unknown values, which trackers cannot show."""
     return {key: value for key, value in metrics.items() if value is not None}
 
 
 def writable(text: str) -> str:
-    """The text without halves of surrogate pairs, as undecodable file names hold: they cannot be encoded."""
+    """The text without lone surrogates (from undecodable file names), which cannot be encoded."""
     return text.encode("utf-8", "replace").decode()
 
 
 class Names:
-    """Metric names as a tracker takes them: each of ours has one, and no two have the same.
+    """Metric names that a tracker accepts: one for each of ours, all different.
 
-    The name of a dataset is part of some, and a user may call one whatever they like. `clean` makes a name
-    acceptable; a second name that would come out like an earlier one gets a checksum behind it.
+    Some contain the name of a dataset, which is arbitrary text. `clean` makes a name acceptable; a name that
+    would collide with an earlier one gets a checksum suffix.
     """
 
     def __init__(self, clean: Callable[[str], str]) -> None:
         self._clean = clean
-        self._theirs: dict[str, str] = {}
+        self._accepted: dict[str, str] = {}
         self._taken: set[str] = set()
 
     def __call__(self, name: str) -> str:
-        if name not in self._theirs:
+        if name not in self._accepted:
             cleaned = self._clean(name)
-            self._theirs[name] = cleaned if cleaned not in self._taken else f"{cleaned}_{checksum(name)}"
-            self._taken.add(self._theirs[name])
-        return self._theirs[name]
+            self._accepted[name] = cleaned if cleaned not in self._taken else f"{cleaned}_{checksum(name)}"
+            self._taken.add(self._accepted[name])
+        return self._accepted[name]
 
 
 def checksum(name: str) -> str:
-    """Eight letters that tell this name from others."""
+    """Eight hexadecimal digits that identify this name."""
     return f"{crc32(name.encode('utf-8', 'surrogatepass')):08x}"

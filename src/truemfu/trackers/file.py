@@ -5,18 +5,18 @@
     {"global_step": 2, "training/loss": 2.4}
     ]
 
-A write that fails for a reason that may pass (a full disk) is tried again with the next rows.
+A write that fails for a temporary reason (a full disk) is retried with the next rows.
 
 Rows are encoded together when they are flushed, and written in one `pwrite` that starts on the closing
-bracket and ends with a new one. A process killed inside that write leaves a torn last row, which the next
-start cuts off; every row flushed before is whole.
+bracket and ends with a new one. A process killed inside that write leaves a partial last row, which the next
+start removes; every row flushed before is complete.
 
-A log that is there already is continued. A run that restarts from step n replays steps, so a step can stand
-in the file more than once: the last row of a step is the one that counts. Of a damaged log the whole rows are
-kept, and the file as it was is put aside. Before each write the size of the file says whether another program
-has cut or overwritten it since the last; what is left is then mended like a log that was there at the start.
+An existing log is continued. A run that restarts from step n replays steps, so a step can occur in the file
+more than once: its last row is the valid one. Of a damaged log the complete rows are copied to a new file,
+and the damaged file is renamed. Before each write the file's size shows whether another program has truncated
+or overwritten it since the last one; the rest is then repaired like a log that existed at the start.
 
-JSON has no NaN. A number that is not finite is written as null, and the row says which it was:
+JSON has no NaN. A number that is not finite is written as null, with its value in `non_finite`:
 `"training/loss": null, "non_finite": {"training/loss": "nan"}`.
 """
 
@@ -41,17 +41,19 @@ from .log_scan import find_end, rows_of_damaged
 _OPENING = b"["
 _CLOSING = b"\n]\n"
 _NULL = b"null"
-"""What becomes of None, and of a number that is not finite."""
-_writing: set[Path] = set()  # a lock on a file does not keep the process that has it from taking it again
+"""The encoding of None and of numbers that are not finite."""
+_writing: set[Path] = set()  # a file lock does not exclude its own process
 
-_MAY_PASS = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EAGAIN, errno.ESTALE, errno.ETIMEDOUT))
-"""Errors of a disk or a network that the next write may not meet."""
-_MOST_KEPT = 100_000
-"""Rows that wait for the disk."""
+_TEMPORARY_ERRORS = frozenset(
+    (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EAGAIN, errno.ESTALE, errno.ETIMEDOUT)
+)
+"""Disk and network errors that may be temporary."""
+_MAX_WAITING = 100_000
+"""Rows that may wait for the disk."""
 
 
 class JsonArrayFile:
-    """A tracker that writes rows to one JSON file; errors of the disk are raised as they are."""
+    """A tracker that writes rows to one JSON file; disk errors are raised unchanged."""
 
     def __init__(self, path: str | os.PathLike[str], *, notice: Callable[[str], None] = warn_once) -> None:
         self.path = self._resolved = Path(path)
@@ -61,37 +63,37 @@ class JsonArrayFile:
         self._fd: int | None = None
         self._end = self._rows = 0
         self._is_begun = False
-        """Whether it is known where rows go; a full disk may put that off."""
-        self.rows_gone = 0
-        """Rows that were in the file and that another program has cut off or overwritten."""
+        """Whether the position for new rows is known; a full disk may delay that."""
+        self.rows_removed = 0
+        """Rows in the file that another program has truncated or overwritten."""
         self._waiting: list[Mapping[str, Any]] = []
 
     def start(self, run: Mapping[str, Any]) -> None:
-        """Open the file, mend or move aside what is there. The run itself is not written: rows alone are."""
+        """Open the file, and repair or rename an existing one. Only rows are written, not `run`."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._resolved = self.path.resolve()  # as it is now: its folder may be moved
+        self._resolved = self.path.resolve()  # resolved now: its folder may be moved later
         if self._resolved in _writing:
-            raise OSError(errno.EBUSY, "another monitor of this process writes this log", str(self.path))
+            raise OSError(errno.EBUSY, "another monitor of this process is writing this log", str(self.path))
         self._fd = self._open()
         _writing.add(self._resolved)
         try:
             self._begin()
         except OSError as error:
-            if error.errno not in _MAY_PASS:
-                raise  # else the next flush begins
+            if error.errno not in _TEMPORARY_ERRORS:
+                raise  # else the next flush tries again
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Take a row, which is ours from now on; it is written by the next flush."""
+        """Take ownership of a row; the next flush writes it."""
         self._waiting.append(metrics if "global_step" in metrics else {"global_step": step, **metrics})
 
     def _encoded(self, rows: list[Mapping[str, Any]]) -> tuple[bytes, int, Exception | None]:
-        """Rows as they stand in the file, without what cannot be encoded, and why the last of that cannot."""
+        """The encoded rows, their number, and the error of the last row that cannot be encoded."""
         try:
             lines = self._encode_lines(rows)
-        except Exception:  # a number of another library, half of a surrogate pair: each row for itself
+        except Exception:  # a number of another library, a lone surrogate: encode row by row
             lines = b""
         if lines and _NULL not in lines:
-            return lines[:-1].replace(b"\n", b",\n"), len(rows), None  # a line of JSON has no other
+            return lines[:-1].replace(b"\n", b",\n"), len(rows), None  # encoded rows contain no newline
         encoded, problem = [], None
         for row in rows:
             try:
@@ -101,7 +103,7 @@ class JsonArrayFile:
         return b",\n".join(encoded), len(encoded), problem
 
     def _encoded_with_care(self, row: dict[str, Any]) -> bytes:
-        """With the names of what is not finite, and of numbers of any library."""
+        """Also for values that are not finite, and for numbers of other libraries."""
         odd = {
             key: str(value) for key, value in row.items() if isinstance(value, float) and not isfinite(value)
         }
@@ -113,14 +115,14 @@ class JsonArrayFile:
             return json.dumps(row, default=_plain, allow_nan=False).encode()
 
     def flush(self) -> None:
-        """Write the rows that wait; the file loads before and after, and also where the disk is full.
+        """Write the waiting rows; the file is valid before and after, also if the disk is full.
 
-        Where that may pass, the rows are kept, and `WriteLater` is raised.
+        After a temporary error the rows are kept, and `WriteLater` is raised.
         """
         try:
             self._write_waiting()
         except OSError as error:
-            if error.errno not in _MAY_PASS or len(self._waiting) > _MOST_KEPT:
+            if error.errno not in _TEMPORARY_ERRORS or len(self._waiting) > _MAX_WAITING:
                 raise
             raise WriteLater(one_line(error)) from error
 
@@ -129,7 +131,7 @@ class JsonArrayFile:
             return
         rows, number, problem = self._encoded(self._waiting)
         if rows:
-            self._mend_if_changed()
+            self._repair_if_changed()
             self._write((b",\n" if self._rows else b"\n") + rows)
             self._rows += number
         self._waiting = []
@@ -137,11 +139,11 @@ class JsonArrayFile:
             raise problem
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Write the rest and close."""
+        """Write the remaining rows and close."""
         try:
             self._write_waiting()
             if self._fd is not None:
-                self._mend_if_changed()
+                self._repair_if_changed()
         finally:
             if self._fd is not None:
                 os.close(self._fd)
@@ -149,12 +151,12 @@ class JsonArrayFile:
                 _writing.discard(self._resolved)
 
     def _write(self, text: bytes) -> None:
-        """Put `text` where the closing bracket is and a new one behind it, or leave the file as it was."""
+        """Write `text` and a new closing bracket over the old one; on an error restore the file."""
         assert self._fd is not None
         whole = text + _CLOSING
         written = 0
         try:
-            # One call, unless the disk is nearly full: the second then says what is wrong.
+            # One call, unless the disk is nearly full: the second call then raises the error.
             while written < len(whole):
                 written += os.pwrite(self._fd, whole[written:], self._end + written)
         except OSError:
@@ -167,7 +169,7 @@ class JsonArrayFile:
         fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             os.close(fd)
-            raise OSError(errno.EINVAL, "the log must be a plain file", str(self.path))
+            raise OSError(errno.EINVAL, "the log must be a regular file", str(self.path))
         try:
             import fcntl
 
@@ -177,11 +179,11 @@ class JsonArrayFile:
             os.close(fd)
             raise OSError(errno.EBUSY, "another process is writing this log", str(self.path)) from None
         except OSError:
-            pass  # a file system without locks: nothing tells two writers apart, as before
+            pass  # a file system without locks: two writers cannot be detected
         return fd
 
-    def _mend_if_changed(self) -> None:
-        """Look whether the file is as it was left, and mend it where it is not."""
+    def _repair_if_changed(self) -> None:
+        """Check whether another program has changed the file, and repair it if so."""
         assert self._fd is not None, "start comes first"
         status = os.fstat(self._fd)
         if not status.st_nlink:
@@ -193,10 +195,10 @@ class JsonArrayFile:
             return
         rows = self._rows
         self._continue()
-        self.rows_gone += max(rows - self._rows, 0)
+        self.rows_removed += max(rows - self._rows, 0)
         self._notice(
-            f"{self.path.name} was cut or overwritten by another program while this run wrote it: "
-            f"{self._rows:,} of {rows:,} rows are left in it, and further ones follow them"
+            f"{self.path.name} was truncated or overwritten by another program during this run: "
+            f"{self._rows:,} of {rows:,} rows are left in it, and new rows follow them"
         )
 
     def _begin(self) -> None:
@@ -204,11 +206,11 @@ class JsonArrayFile:
         self._is_begun = True
 
     def _continue(self) -> None:
-        """Find where the next row goes; what cannot be continued is mended, or put aside."""
+        """Find the position of the next row; a damaged file is repaired or renamed."""
         assert self._fd is not None
         found = find_end(self._fd)
         if found is None:
-            self._keep_whole_rows()
+            self._keep_complete_rows()
             return
         self._end, self._rows = (found.at, found.rows) if found.rows else (len(_OPENING), 0)
         head = b"" if found.rows else _OPENING
@@ -217,14 +219,14 @@ class JsonArrayFile:
             os.pwrite(self._fd, rest, self._end - len(head))
             os.ftruncate(self._fd, self._end + len(_CLOSING))
 
-    def _keep_whole_rows(self) -> None:
-        """Put the file aside, and begin one with the rows of it that are whole."""
+    def _keep_complete_rows(self) -> None:
+        """Rename the file, and start a new one with its complete rows."""
         assert self._fd is not None
-        mended = self.path.with_name(f"{self.path.name}.{os.getpid()}.tmp")
-        plain_files.remove(mended)
+        repaired = self.path.with_name(f"{self.path.name}.{os.getpid()}.tmp")
+        plain_files.remove(repaired)
         end, rows, damaged = len(_OPENING), 0, 0
         try:
-            with open(mended, "xb") as file:
+            with open(repaired, "xb") as file:
                 file.write(_OPENING)
                 for row in rows_of_damaged(self._fd):
                     if row is None:
@@ -235,21 +237,21 @@ class JsonArrayFile:
                 file.write(_CLOSING)
             aside = self._free_name()
             os.rename(self.path, aside)
-            os.rename(mended, self.path)
+            os.rename(repaired, self.path)
         except OSError:
-            plain_files.remove(mended)
+            plain_files.remove(repaired)
             raise
         os.close(self._fd)
         self._fd = self._open()
         self._end, self._rows = end, rows
         if rows:
             self._notice(
-                f"{self.path.name} was damaged: {rows:,} rows of it are kept, {damaged:,} parts could not be "
-                f"read; as it was, it was kept as {aside.name}"
+                f"{self.path.name} was damaged: {rows:,} of its rows are kept, {damaged:,} parts could not "
+                f"be read; the damaged file is now {aside.name}"
             )
         else:
             self._notice(
-                f"{self.path.name} is no log of rows that can be continued; it was kept as {aside.name}"
+                f"{self.path.name} is not a log that can be continued; it was renamed to {aside.name}"
             )
 
     def _free_name(self) -> Path:
@@ -262,7 +264,7 @@ class JsonArrayFile:
 
 
 def _plain(value: Any) -> float | str:
-    """A number of another library as ours; anything else in words."""
+    """A number of another library as a float; anything else as text."""
     try:
         number = float(value)
     except (TypeError, ValueError):

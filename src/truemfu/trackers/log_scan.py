@@ -1,12 +1,12 @@
-"""A log that is there already, read in pieces: where its last row ends, and what is left of a damaged one.
+"""An existing log, read in pieces: where its last row ends, and the valid rows of a damaged one.
 
     [
     {"global_step": 1, ...},        a piece ends where a row's line does: ",\\n"
     {"global_step": 2, ...}
     ]
 
-The file may be of any size and hold anything, and is read in the training process: what is in memory at a
-time is bounded. A row is a JSON object with a whole number as `global_step`.
+The file may have any size and content, and is read in the training process: the memory in use is bounded. A
+row is a JSON object with an integer as `global_step`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 _PIECE = 1 << 18
-"""So many bytes are looked at in one go, a millisecond or two in which Python's lock is held."""
+"""Bytes processed at once, which holds the GIL for a millisecond or two."""
 _LONGEST_ROW = 1 << 24
 _BLANK = b"\0 \t\r\n"
 """Zeros too: a machine that crashed may leave them at the end of a file."""
@@ -32,14 +32,14 @@ _OUTSIDE_ROWS = b"[],\0 \t\r\n"
 
 
 class LogEnd(NamedTuple):
-    """Where the last whole row of a log ends, 0 where there is none, and how many rows there are."""
+    """Where the last complete row of a log ends, 0 if there is none, and how many rows there are."""
 
     at: int
     rows: int
 
 
 def find_end(fd: int) -> LogEnd | None:
-    """The end of a log that is whole but for a last row cut off within a write; None where it is damaged."""
+    """The end of a log that is valid except for a partial last row; None if it is damaged."""
     found = LogEnd(0, 0)
     for begin, piece, is_last in _pieces(fd, _text_size(fd)):
         opening = b"" if begin == 0 else b"[\n"
@@ -56,7 +56,7 @@ def find_end(fd: int) -> LogEnd | None:
 
 
 def rows_of_damaged(fd: int) -> Iterator[bytes | None]:
-    """The rows of a damaged log, each on one line; None in the place of each part that is none."""
+    """The rows of a damaged log, each on one line; None for each part that is not a row."""
     buffer, at, size, is_end = b"", 0, _text_size(fd), False
     while not is_end:
         piece = os.pread(fd, min(_PIECE, size - at), at)
@@ -65,7 +65,7 @@ def rows_of_damaged(fd: int) -> Iterator[bytes | None]:
         is_all = is_end or len(buffer) >= _LONGEST_ROW
         if len(begins) < 2 and not is_all:
             continue
-        rest = len(buffer) if is_all else begins.pop()  # the end of the last row may not be here yet
+        rest = len(buffer) if is_all else begins.pop()  # the last row may not be complete yet
         ends = [*begins[1:], rest]
         if buffer[: begins[0] if begins else rest].strip(_OUTSIDE_ROWS):
             yield None
@@ -75,9 +75,9 @@ def rows_of_damaged(fd: int) -> Iterator[bytes | None]:
 
 
 def _row_and_rest(text: bytes) -> Iterator[bytes | None]:
-    """A row, and None for what is behind it up to the next, where that is anything."""
+    """A row, and None if there is other text between it and the next."""
     try:
-        decoded = text.decode(errors="surrogateescape")  # what is behind the row may be anything
+        decoded = text.decode(errors="surrogateescape")  # the text after the row may be anything
         value, end = _STRICT.raw_decode(decoded)
         row = decoded[:end].encode()
         if b"\n" in row:
@@ -105,11 +105,11 @@ def _text_size(fd: int) -> int:
 
 
 def _pieces(fd: int, size: int) -> Iterator[tuple[int, bytes, bool]]:
-    """The file in pieces of whole rows, each with its place and whether it is the last."""
+    """The file in pieces of complete rows, each with its offset and whether it is the last."""
     begin, buffer = 0, b""
     while begin + len(buffer) < size:
         piece = os.pread(fd, min(_PIECE, size - begin - len(buffer)), begin + len(buffer))
-        if not piece:  # cut off since its size was asked for
+        if not piece:  # truncated since its size was read
             size = begin + len(buffer)
         buffer += piece
         cut = buffer.rfind(_BETWEEN_ROWS)
@@ -123,11 +123,11 @@ def _pieces(fd: int, size: int) -> Iterator[tuple[int, bytes, bool]]:
 
 
 def _whole_rows(text: bytes) -> bytes | None:
-    """The end of a log up to its last whole row, without the closing bracket; None where it is damaged."""
+    """The end of a log up to its last complete row, without the closing bracket; None if damaged."""
     text = text.rstrip(_BLANK)
     if text.endswith(b"]"):
         return text[:-1].rstrip()
-    # Torn inside a write: the last row may be whole, or cut off anywhere; rows end where a line ends.
+    # Interrupted during a write: the last row may be complete or partial; rows end at line ends.
     for torn in (text, text[: max(text.rfind(b"\n"), 0)]):
         rows = torn.rstrip().removesuffix(b",")
         if rows and _rows_in(rows + b"]") is not None:
@@ -136,11 +136,11 @@ def _whole_rows(text: bytes) -> bytes | None:
 
 
 def _rows_in(text: bytes) -> int | None:
-    """How many rows this JSON array has; None where it is none, or holds anything else."""
+    """How many rows this JSON array has; None if it is invalid, or contains anything else."""
     try:
         rows = _ROWS.decode(text)
     except (msgspec.MsgspecError, ValueError, RecursionError):
-        try:  # half of a surrogate pair, which json writes and msgspec does not read
+        try:  # a lone surrogate, which json writes and msgspec rejects
             rows = _STRICT.decode(text.decode())
         except (ValueError, RecursionError):
             return None
@@ -151,7 +151,7 @@ def _rows_in(text: bytes) -> int | None:
 
 
 def _refuse(name: str) -> float:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not valid JSON")
 
 
 def _finite(text: str) -> float:
@@ -160,4 +160,4 @@ def _finite(text: str) -> float:
 
 
 _STRICT = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite)
-"""Without NaN, infinities and numbers that become one."""
+"""Rejects NaN, infinities and numbers that overflow to infinity."""

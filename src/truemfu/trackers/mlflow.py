@@ -1,8 +1,8 @@
-"""MLflow: into the run that is active, or one of our own; rows are sent in batches.
+"""MLflow: logs to the active run, or to a new one; rows are sent in batches.
 
-Where the program has set no tracking address, a run of our own goes to a SQLite file in the output folder
+If the program has set no tracking URI, the new run goes to a SQLite file in the output folder
 (`mlflow ui --backend-store-uri sqlite:///<output_dir>/mlflow.db`). A single metric costs MLflow milliseconds,
-so rows are collected and sent many at a time.
+so rows are collected and sent together.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 
 from .base import Names, checksum, known
 
-_MOST_IN_BATCH = 1000  # the limit of MLflow's own interface
+_MOST_IN_BATCH = 1000  # MLflow's limit
 _LONGEST_TAG = 5000
-_LONGEST_NAME = 230  # MLflow takes 250; two checksums may follow
+_LONGEST_NAME = 230  # MLflow accepts 250; two checksums may follow
 _NOT_IN_NAMES = re.compile(r"[^\w\-. :/]+")
 
 
 class MlflowTracker:
-    """Logs metrics at their true steps through an `MlflowClient` of its own."""
+    """Logs metrics at their true steps through its own `MlflowClient`."""
 
     def __init__(self, output_dir: Path) -> None:
         self._dir = output_dir
@@ -34,11 +34,11 @@ class MlflowTracker:
         self._names = Names(_clean)
 
     def start(self, run: Mapping[str, Any]) -> None:
-        """Find the active run or create one; what is known of the run becomes tags."""
+        """Find the active run or create one; the description of the run becomes tags."""
         import mlflow
         from mlflow.tracking import fluent
 
-        # `mlflow.active_run` sees the calling thread alone, and the program's run was started on another one.
+        # `mlflow.active_run` only sees the calling thread, and the program's run was started on another one.
         active = getattr(fluent, "_get_latest_active_run", mlflow.active_run)()
         if active is not None:
             self._client = mlflow.MlflowClient()
@@ -50,7 +50,7 @@ class MlflowTracker:
         self._tag({f"truemfu.{key}": value for key, value in run.items()})
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Keep the row for the next batch; strings become tags when they change."""
+        """Add the row to the next batch; strings become tags when they change."""
         from mlflow.entities import Metric
 
         now_ms = int(time.time() * 1000)
@@ -70,7 +70,7 @@ class MlflowTracker:
             del self._waiting[:_MOST_IN_BATCH]
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Send the rest; a run of our own is closed, the program's is left open."""
+        """Send the remaining rows; a run created here is closed, the program's is left open."""
         self.flush()
         self._tag({f"truemfu.summary.{key}": value for key, value in summary.items()})
         if self._is_ours:
@@ -96,7 +96,7 @@ class MlflowTracker:
 
 
 def _clean(name: str) -> str:
-    """A name MLflow takes: letters, digits and a few signs, no odd path, not too long."""
+    """A name MLflow accepts: letters, digits and a few symbols, a plain path, not too long."""
     plain = _NOT_IN_NAMES.sub("_", name.replace("%", "percent")).strip("_")
     parts = ["_" * max(len(part), 1) if not part.strip(".") else part for part in plain.split("/")]
     cleaned = "/".join(parts)

@@ -1,7 +1,7 @@
-"""Metric names as other tools spell them, for dashboards that exist already.
+"""Metric names of other tools, for existing dashboards.
 
 One table per preset: our key → their key and the factor to their unit. A key without a counterpart keeps its
-own name, so nothing is lost. Checked against Composer's `SpeedMonitor` and `MemoryMonitor` and torchtitan's
+name, so nothing is lost. Checked against Composer's `SpeedMonitor` and `MemoryMonitor` and torchtitan's
 `components/metrics.py`.
 """
 
@@ -30,8 +30,8 @@ _COMPOSER: Mapping[str, tuple[str, float]] = {
     "perf/memory_peak_bytes": ("memory/peak_allocated_mem", _GB),
 }
 
-# Its tps is tokens per second and device. Peak memory is what was allocated: the nearest is their "active",
-# which adds blocks freed but still waiting for another stream.
+# Its tps is tokens per second per device. Peak memory is allocated memory: the nearest is their "active",
+# which adds blocks that are freed but still waiting for another stream.
 _TORCHTITAN: Mapping[str, tuple[str, float]] = {
     "training/loss": ("loss_metrics/global_avg_loss", 1),
     "training/lr": ("lr", 1),
@@ -50,7 +50,7 @@ PRESETS: Mapping[str, Mapping[str, tuple[str, float]]] = MappingProxyType(
 
 
 def rename(metrics: Mapping[str, Any], preset: str) -> dict[str, Any]:
-    """The row with the names and units of `preset`, in a dictionary of its own."""
+    """The row with the names and units of `preset`, as a new dictionary."""
     if preset not in PRESETS:
         raise UsageError(
             f"unknown naming preset {preset!r}; known: {', '.join(PRESETS)}{closest(preset, PRESETS)}"

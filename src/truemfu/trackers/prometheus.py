@@ -3,9 +3,9 @@
     http://127.0.0.1:9464/metrics       truemfu_mfu{rank="0",run="llama"} 0.41
 
 `perf/mfu` is `truemfu_mfu`, `training/loss` is `truemfu_training_loss`; the metrics of a dataset carry its
-name as the label `dataset`. What is known of the run is in the labels of `truemfu_run_info`. It is served to
-this machine alone; `monitoring.prometheus_address: 0.0.0.0` or `PrometheusTracker(address="0.0.0.0")` serves
-it to whoever reaches the port.
+name as the label `dataset`. The description of the run is in the labels of `truemfu_run_info`. It is served
+to this machine only; `monitoring.prometheus_address: 0.0.0.0` or `PrometheusTracker(address="0.0.0.0")`
+serves it to anyone who can reach the port.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NOT_IN_NAMES = re.compile(r"\W+", re.ASCII)
 
 
 class PrometheusTracker:
-    """Serves gauges on `port` (0: any free one; `port` then says which) from `start` until `finish`."""
+    """Serves gauges on `port` (0: any free one, then stored in `port`) from `start` until `finish`."""
 
     def __init__(self, *, run: str = "", port: int = DEFAULT_PORT, address: str = LOOPBACK) -> None:
         self.port = port
@@ -37,7 +37,7 @@ class PrometheusTracker:
         self._server: MetricsServer | None = None
 
     def start(self, run: Mapping[str, Any]) -> None:
-        """Start serving; an address or port that cannot be had is an OSError that says which."""
+        """Start serving; an address or port that is not available is an OSError that names it."""
         from prometheus_client import CollectorRegistry
 
         self._registry = CollectorRegistry()
@@ -50,18 +50,18 @@ class PrometheusTracker:
             )
             raise OSError(problem.errno, advice) from None
         self.port = self._server.port
-        told = {
+        labels = {
             _clean(key): writable(str(value))
             for key, value in run.items()
             if isinstance(value, (str, int, float))
         }
-        self._set("run_info", 1.0, {**told, **self._labels})
+        self._set("run_info", 1.0, {**labels, **self._labels})
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Make these the last values; what is not in this row keeps its own.
+        """Make these the last values; metrics that are not in this row keep theirs.
 
-        A flag such as `perf/warmup` is in a row only where it is true: it belongs to the other values under
-        `perf/`, and is over when newer ones come without it.
+        A flag such as `perf/warmup` is in a row only if it is true: when newer values under `perf/` come
+        without it, it is false.
         """
         row = {"global_step": step, **known(metrics)}
         performance = {key: value for key, value in row.items() if key.startswith("perf/")}
@@ -70,7 +70,7 @@ class PrometheusTracker:
             row = {**dict.fromkeys(self._flags, False), **row}
         for key, value in row.items():
             if isinstance(value, str):
-                continue  # a gauge is a number; what a run says in words is in truemfu_run_info
+                continue  # a gauge is a number; texts are in truemfu_run_info
             dataset = _DATASET.fullmatch(key)
             if dataset:
                 labels = {**self._labels, "dataset": writable(dataset["dataset"])}
@@ -79,7 +79,7 @@ class PrometheusTracker:
                 self._set(key, value, self._labels)
 
     def flush(self) -> None:
-        """Nothing to do: a scrape reads the values as they are."""
+        """Nothing to do: a scrape reads the current values."""
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Stop serving."""

@@ -1,10 +1,10 @@
-"""The HTTP server that Prometheus scrapes, made to run inside a training process.
+"""The HTTP server that Prometheus scrapes, safe to run inside a training process.
 
-    new connection ─► the oldest is closed where 16 are open ─► a thread answers one request ─► closed
-    every half second ─► whatever is open for more than 5 s is closed
+    new connection ─► the oldest is closed if 16 are open ─► a thread answers one request ─► closed
+    every half second ─► connections open for more than 5 s are closed
 
-So whoever opens connections and sends nothing costs a bounded number of descriptors and threads, and a scrape
-still gets through. It listens on this machine alone unless an address is given.
+So a client that opens connections and sends nothing costs a bounded number of descriptors and threads, and a
+scrape still succeeds. It listens on this machine only, unless an address is given.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ADDRESS = re.compile(r"(?:(?P<host>[^\s:/\[\]]+|\[[^\s/\[\]]+\]):)?(?P<port>-?[
 
 
 def parse_address(text: str, what: str, *, port: int | None = None) -> tuple[str, int]:
-    """`9400`, `0.0.0.0:9400`, `[::1]:9400`, and a host alone where a `port` is given, as host and port."""
+    """Host and port from `9400`, `0.0.0.0:9400`, `[::1]:9400`, or a host alone if a `port` is given."""
     found = _ADDRESS.fullmatch(text)
     if found is None and port is not None:
         found = _ADDRESS.fullmatch(f"{text}:{port}")
@@ -42,7 +42,7 @@ def parse_address(text: str, what: str, *, port: int | None = None) -> tuple[str
 class MetricsServer(socketserver.TCPServer):
     """Serves the metrics of a registry of prometheus_client from a daemon thread, until `close`.
 
-    Port 0 is any free one. An address or port that cannot be had is an OSError.
+    Port 0 is any free one. An address or port that is not available is an OSError.
     """
 
     allow_reuse_address = True
@@ -51,10 +51,10 @@ class MetricsServer(socketserver.TCPServer):
     def __init__(self, registry: Any, host: str, port: int) -> None:
         from prometheus_client import MetricsHandler
 
-        self._places = threading.BoundedSemaphore(MOST_CONNECTIONS)
+        self._slots = threading.BoundedSemaphore(MOST_CONNECTIONS)
         self._lock = threading.Lock()
         self._open: dict[socket.socket, float] = {}
-        """Each open connection and when it is closed at the latest, the oldest first."""
+        """Each open connection and its deadline, the oldest first."""
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         self.address_family = found[0][0]
         super().__init__((host, port), MetricsHandler.factory(registry))
@@ -66,27 +66,27 @@ class MetricsServer(socketserver.TCPServer):
 
     @property
     def url(self) -> str:
-        """Where it listens, with the address it is bound to."""
+        """The URL with the address it is bound to."""
         host = str(self.socket.getsockname()[0])
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}/metrics"
 
     def close(self) -> None:
-        """Stop serving, and close what is open."""
+        """Stop serving, and close open connections."""
         self.shutdown()
         self.server_close()
-        self._end_those(due_before_s=float("inf"))
+        self._end_overdue(due_before_s=float("inf"))
 
     def get_request(self) -> tuple[socket.socket, Any]:
         try:
             return super().get_request()
         except OSError:
-            time.sleep(_PAUSE_S)  # out of descriptors: the same connection would be tried at once, for ever
+            time.sleep(_PAUSE_S)  # out of descriptors: accept would fail in a busy loop
             raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if not self._places.acquire(blocking=False):
+        if not self._slots.acquire(blocking=False):
             self._end_oldest()
-            self._places.acquire()
+            self._slots.acquire()
         with self._lock:
             self._open[request] = time.monotonic() + REQUEST_LIMIT_S
         thread = threading.Thread(
@@ -99,10 +99,10 @@ class MetricsServer(socketserver.TCPServer):
 
     def service_actions(self) -> None:
         """Called twice a second, and after each connection."""
-        self._end_those(due_before_s=time.monotonic())
+        self._end_overdue(due_before_s=time.monotonic())
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Nothing: a connection that broke is no matter for the run's terminal."""
+        """Nothing: a broken connection is not reported on the run's terminal."""
 
     def _answer(self, request: socket.socket, client_address: Any) -> None:
         try:
@@ -116,14 +116,14 @@ class MetricsServer(socketserver.TCPServer):
         with self._lock:
             del self._open[request]
         self.shutdown_request(request)
-        self._places.release()
+        self._slots.release()
 
     def _end_oldest(self) -> None:
         with self._lock:
             for connection in list(self._open)[:1]:
                 _end(connection)
 
-    def _end_those(self, *, due_before_s: float) -> None:
+    def _end_overdue(self, *, due_before_s: float) -> None:
         with self._lock:
             for connection, due_s in self._open.items():
                 if due_s <= due_before_s:
@@ -131,6 +131,6 @@ class MetricsServer(socketserver.TCPServer):
 
 
 def _end(connection: socket.socket) -> None:
-    """Wake the thread that reads or writes there; it closes the connection."""
+    """Wake the thread that uses this connection; it closes it."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)

@@ -1,9 +1,9 @@
-"""Which trackers there are, by name.
+"""The trackers by name.
 
-    make_tracker("wandb", output_dir) ─► a Tracker ─► Lane (a thread of its own) ─► W&B
+    make_tracker("wandb", output_dir) ─► a Tracker ─► Lane (its own thread) ─► W&B
 
-A new tracker is one file and one line in `TRACKERS`. Constructors are light and never import the package they
-are for: that happens in `start`, on the lane's thread.
+A new tracker is one file and one line in `TRACKERS`. Constructors are cheap and never import the tracker's
+package: `start` does that, on the lane's thread.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _METHODS = ("start", "log", "flush", "finish")
 
 def _prometheus(output_dir: Path, address: str = "127.0.0.1") -> Tracker:
     host, port = parse_address(address, "the tracker prometheus", port=DEFAULT_PORT)
-    run = Path(os.path.abspath(output_dir)).name  # without a look at the disk: the training thread is here
+    run = Path(os.path.abspath(output_dir)).name  # no disk access: this is the training thread
     return PrometheusTracker(run=run, address=host, port=port)
 
 
 class KnownTracker(NamedTuple):
-    """A tracker that has a name: the package it needs, and what makes it for a folder."""
+    """A named tracker: the package it needs, and its factory for an output folder."""
 
     package: str
     make: Callable[..., Tracker]
@@ -51,9 +51,9 @@ TRACKERS = {
 
 
 def make_tracker(name_or_object: str | Tracker, output_dir: Path, **settings: Any) -> Tracker:
-    """The tracker of this name, writing under `output_dir`; an object with the four methods as it is.
+    """The tracker of this name, writing under `output_dir`; a tracker object is returned unchanged.
 
-    `settings` are those of this tracker alone: `address` of Prometheus.
+    `settings` are specific to the tracker: `address` for Prometheus.
     """
     check_tracker(name_or_object)
     if isinstance(name_or_object, str):
@@ -64,7 +64,7 @@ def make_tracker(name_or_object: str | Tracker, output_dir: Path, **settings: An
 
 
 def check_tracker(name_or_object: Any) -> None:
-    """Raise UsageError for a name nobody knows and an object without the four methods."""
+    """Raise UsageError for an unknown name and an object without the four methods."""
     if isinstance(name_or_object, str):
         if name_or_object not in TRACKERS:
             raise UsageError(
@@ -79,13 +79,13 @@ def check_tracker(name_or_object: Any) -> None:
     missing = [method for method in _METHODS if not callable(getattr(name_or_object, method, None))]
     if missing:
         raise UsageError(
-            f"{type(name_or_object).__name__} is no tracker: "
+            f"{type(name_or_object).__name__} is not a tracker: "
             f"it has no {' and no '.join(f'{method}()' for method in missing)}; "
             f"a tracker has {', '.join(f'{method}()' for method in _METHODS)}"
         )
 
 
 def _require(package: str, *, extra: str) -> None:
-    # What is imported already may be somebody's stand-in without a spec, which cannot be looked up.
+    # An imported module may be a substitute without a spec, for which find_spec raises.
     if sys.modules.get(package) is None and importlib.util.find_spec(package) is None:
         raise UsageError(f"the tracker {extra!r} needs {package}: pip install 'truemfu[{extra}]'")

@@ -1,7 +1,7 @@
 """TensorBoard: one event per row, at its true step, under `<output_dir>/tensorboard`.
 
-All numbers of a row go into one event: writing them one by one costs several times as much. What is known of
-the run, and strings in rows, are shown under the tab "text"; a string is written when it changes.
+All numbers of a row go into one event: writing them one by one costs several times as much. The description
+of the run and strings in rows are shown under the tab "text"; a string is written when it changes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .base import Names, known, writable
 
 
 class TensorBoardTracker:
-    """Writes an event file; a restarted run adds one of its own beside it."""
+    """Writes an event file; a restarted run adds another one."""
 
     def __init__(self, output_dir: Path) -> None:
         self.path = output_dir / "tensorboard"
@@ -24,7 +24,7 @@ class TensorBoardTracker:
         self._names = Names(writable)
 
     def start(self, run: Mapping[str, Any]) -> None:
-        """Open the event file and show what is known of the run."""
+        """Open the event file and write the description of the run."""
         from torch.utils.tensorboard import FileWriter
 
         self._writer = FileWriter(str(self.path))

@@ -1,8 +1,8 @@
-"""trackio: into the program's run where it is given or open in this thread, else one of our own.
+"""trackio: logs to the program's run if it is given or open in this thread, else to a new one.
 
-A run of our own is in the project "truemfu", in trackio's usual local database (`trackio show`). trackio
-keeps its open run per thread, so the program's is seen where the tracker is made on the thread that opened
-it; on any other, pass it: `TrackioTracker(output_dir, run=trackio.init(...))`.
+A new run is in the project "truemfu", in trackio's default local database (`trackio show`). trackio stores
+its open run per thread, so the program's run is found if the tracker is created on the thread that opened it;
+on another one, pass it: `TrackioTracker(output_dir, run=trackio.init(...))`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 
 from .base import Names, known, writable
 
-_NOT_WANTED = ("embed", "auto_log_gpu", "auto_log_cpu")
-"""What trackio does by itself, as far as its version knows of it."""
+_DISABLED_FEATURES = ("embed", "auto_log_gpu", "auto_log_cpu")
+"""Automatic features of trackio to switch off, where its version has them."""
 
 
 class TrackioTracker:
@@ -29,16 +29,16 @@ class TrackioTracker:
         self._names = Names(writable)
 
     def start(self, run: Mapping[str, Any]) -> None:
-        """Open a run where there is none, with what is known of it as its configuration."""
+        """Open a run if there is none, with its description as the configuration."""
         if self._is_ours:
             import trackio
 
-            known_here = inspect.signature(trackio.init).parameters
+            parameters = inspect.signature(trackio.init).parameters
             self._run = trackio.init(
                 project="truemfu",
                 name=self._dir.resolve().name,
                 config={"truemfu": dict(run)},
-                **{name: False for name in _NOT_WANTED if name in known_here},
+                **{name: False for name in _DISABLED_FEATURES if name in parameters},
             )
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -46,10 +46,10 @@ class TrackioTracker:
         self._run.log({self._names(key): value for key, value in known(metrics).items()}, step=step)
 
     def flush(self) -> None:
-        """Nothing to do: trackio writes twice a second by itself."""
+        """Nothing to do: trackio writes twice a second automatically."""
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Close a run of our own; the program closes its own."""
+        """Close a run created here; the program closes its own."""
         if self._is_ours:
             self._run.finish()
 

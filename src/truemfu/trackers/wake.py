@@ -1,7 +1,7 @@
-"""Wakes a thread of ours, from anywhere: what `threading.Event` does, without a lock of Python's.
+"""Wakes a monitor thread from any context: like `threading.Event`, without a Python-level lock.
 
-A signal's handler may interrupt the main thread inside `Event.set`, which then holds the event's lock for as
-long as the handler waits: neither the thread that waits for the event nor another one that sets it gets on.
+A signal handler may interrupt the main thread inside `Event.set`, which then holds the event's lock while the
+handler waits: neither the thread that waits for the event nor another one that sets it can continue.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ class Wake:
     """Set by many threads, waited for by one."""
 
     def __init__(self) -> None:
-        self._asked: SimpleQueue[None] = SimpleQueue()
+        self._requests: SimpleQueue[None] = SimpleQueue()
 
     def set(self) -> None:
-        """Have the next `wait` return at once; safe in and under a signal's handler."""
-        if self._asked.empty():
-            self._asked.put(None)
+        """Make the next `wait` return at once; safe inside a signal handler, and when interrupted by one."""
+        if self._requests.empty():
+            self._requests.put(None)
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Until it is set, or for so long; it is then no longer set."""
+        """Wait until it is set or the time is over; it is then unset."""
         with contextlib.suppress(Empty):
-            self._asked.get(timeout=timeout_s)
+            self._requests.get(timeout=timeout_s)
             while True:
-                self._asked.get_nowait()
+                self._requests.get_nowait()

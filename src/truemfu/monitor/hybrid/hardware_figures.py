@@ -1,10 +1,10 @@
-"""A window of counters and the steps in it, put together: executed FLOPs, cross-check, waterfall, energy.
+"""A window of counters combined with its steps: executed FLOPs, cross-check, waterfall, energy.
 
     steps ─► StepSums ─┐
     counters ─► Measured ├─► figures_of ─► HardwareFigures ─► metrics of a row, the closing summary
     one count by shape ─► StepDetail ─┘
 
-Pure arithmetic. The numerator of MFU stays the count; counters speak of what was executed.
+Pure arithmetic. The numerator of MFU stays the count; counters measure executed FLOPs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..training_side.hardware_watch import Measured
 
 @dataclass(kw_only=True)
 class StepSums:
-    """Sums over steps; what one step does not have is unknown for all of them."""
+    """Sums over steps; a value that is unknown for one step is unknown for all."""
 
     steps: int = 0
     elapsed_s: float = 0.0
@@ -37,12 +37,12 @@ class StepSums:
     model_flops: float | None = 0.0
     hardware_flops: float | None = 0.0
     peak_flops: float | None = 0.0
-    """Σ seconds × peak: what the peak would have done."""
+    """Σ seconds × peak: the FLOPs possible at the peak."""
     tokens: float | None = 0.0
     useful_tokens: float | None = 0.0
 
     def add(self, amounts: StepAmounts, time: StepTime) -> None:
-        """Take in a step whose `flops` are the counted ones."""
+        """Add a step whose `flops` are the counted ones."""
         flops, elapsed_s = amounts.flops, time.elapsed_s
         self.steps += time.steps
         self.elapsed_s += elapsed_s or 0.0
@@ -59,7 +59,7 @@ class StepSums:
         self.useful_tokens = _plus(self.useful_tokens, amounts.useful_tokens)
 
     def merge(self, other: StepSums) -> None:
-        """Take in the sums over other steps."""
+        """Add the sums over other steps."""
         self.steps += other.steps
         self.elapsed_s += other.elapsed_s
         self.data_wait_s += other.data_wait_s
@@ -74,42 +74,42 @@ class StepSums:
         return self.hardware_flops is not None
 
     def per_s(self, name: str) -> float | None:
-        """One of the sums over the seconds."""
+        """One of the sums, per second."""
         amount: float | None = getattr(self, name)
         return None if amount is None or not self.elapsed_s else amount / self.elapsed_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepDetail:
-    """What is known of a typical step beyond its FLOPs, as shares of the executed FLOPs counted for it."""
+    """The composition of a typical step, as shares of its counted executed FLOPs."""
 
     dtype_shares: Mapping[str, float] = field(default_factory=dict)
-    """Of the model's FLOPs; empty where they are not known."""
+    """As shares of the model FLOPs; empty if unknown."""
     attention_share: float | None = None
     attention_executed_share: float | None = None
-    """What kernels execute that skip whole blocks of the mask, over the attention counted."""
+    """FLOPs of attention kernels that skip masked blocks, over the counted attention FLOPs."""
     tile_factor: float | None = None
-    """Of all that is not attention."""
+    """Of everything except attention."""
     few_channel_share: float | None = None
     """Convolutions with fewer than eight input channels."""
     grouped_share: float | None = None
     grouped_padded_share: float | None = None
     """Grouped products, and the same with the rows of each group rounded up to tiles, at most."""
     unaligned_share: float | None = None
-    """16-bit products with a size that is no multiple of eight."""
+    """16-bit products with a size that is not a multiple of eight."""
     uncounted: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class HardwareFigures:
-    """What the silicon did in a window; None for what is not known."""
+    """What the GPU did in a window; None where unknown."""
 
     seconds: float
     steps: int
     executed_flops_per_s: float | None
     executed_hfu: float | None
     executed_over_activity: float | None
-    """The audit's correction of what the tensor pipe's activity reads; None: executed is an upper bound."""
+    """The audit's correction of the tensor pipe's activity; None: executed is an upper bound."""
     clock_hz: float | None
     clock_source: str
     reported_clock_hz: float | None
@@ -173,17 +173,17 @@ def figures_of(
     world_size: int,
     is_datasheet_peak: bool,
 ) -> HardwareFigures:
-    """What a window comes to. `audited` corrects what activity reads; without, executed is an upper bound.
-    `is_datasheet_peak` is False where the user gave a peak of their own: the clock and the pipes' shares then
-    say nothing of it."""
+    """The figures of a window. `audited` corrects the activity; without it, executed is an upper bound.
+    `is_datasheet_peak` is False if the user configured a peak: the clock and the pipes' activity then do not
+    relate to it."""
     window, executed = measured.window, None
     correction = None if audited is None else audited.executed_over_activity
-    tells_all = on_tensor_pipes(detail.dtype_shares)
-    if tells_all:
+    is_all_on_tensor_pipes = on_tensor_pipes(detail.dtype_shares)
+    if is_all_on_tensor_pipes:
         executed = executed_flops_per_s(
             window,
             spec,
-            # The audit's ratio is over the rate of what was executed, which need not be the count's mix.
+            # The audit's ratio refers to the executed mix of dtypes, which may differ from the counted one.
             flops_by_dtype=detail.dtype_shares
             if audited is None or correction is None
             else audited.executed_by_dtype,
@@ -193,7 +193,7 @@ def figures_of(
     power_w = window.power_w
     if window.energy_j is not None and window.seconds > 0:
         power_w = window.energy_j / window.seconds
-    # As all rates without a suffix: the job's, this rank's times the number of ranks.
+    # Like all rates without a suffix, the job's: this rank's times the number of ranks.
     energy_j = None if power_w is None else power_w * sums.elapsed_s * world_size
     return HardwareFigures(
         seconds=window.seconds,
@@ -218,9 +218,11 @@ def figures_of(
             measured,
             executed,
             detail,
-            spec if is_datasheet_peak and tells_all else None,
+            spec if is_datasheet_peak and is_all_on_tensor_pipes else None,
             world_size=world_size,
-            left_out=None if is_datasheet_peak and tells_all else _why_left_out(is_datasheet_peak, tells_all),
+            left_out=None
+            if is_datasheet_peak and is_all_on_tensor_pipes
+            else _why_left_out(is_datasheet_peak, is_all_on_tensor_pipes),
             is_upper_bound=correction is None,
         ),
     )
@@ -259,7 +261,7 @@ def _check(
 
 
 def _others(processes: tuple[GpuProcess, ...]) -> list[OtherProcess]:
-    """Processes beside ours; none where ours is not seen: the driver may number them as the host does."""
+    """Other processes on the GPU; empty if ours is not listed: the driver may report the host's PIDs."""
     own = os.getpid()
     if all(process.pid != own for process in processes):
         return []
@@ -282,7 +284,7 @@ def _fall(
     masked = None
     if counted is not None and detail.attention_share and detail.attention_executed_share is not None:
         skipped = 1 - detail.attention_executed_share
-        # Under the causal convention kernels execute more than was counted: no part of its own.
+        # Under the causal convention kernels execute more than was counted: not a separate part.
         masked = counted * detail.attention_share * skipped if skipped > 0 else None
     efficiency = None
     if sums.tokens and sums.useful_tokens is not None:
@@ -303,7 +305,7 @@ def _fall(
             data_wait_share=sums.data_wait_s / sums.elapsed_s if sums.elapsed_s else None,
             between_steps_share=sums.between_s / sums.elapsed_s if sums.elapsed_s else None,
             forwards_between_steps=sums.forwards,
-            # One GPU waits for nobody else: the rest is the host being late with launches.
+            # A single GPU does not wait for others: the remaining idle time is late kernel launches.
             launch_gap_share=1 - busy if busy is not None and world_size == 1 else None,
             tile_factor=_over_everything(detail),
             masked_flops_per_s=masked,
@@ -318,19 +320,19 @@ def _fall(
 
 
 _UPPER_BOUND_NOTE = (
-    "executed FLOPs are an upper bound without an audit (hybrid_mode.audit), and so is what was executed "
+    "executed FLOPs are an upper bound without an audit (hybrid_mode.audit), and so are the FLOPs executed "
     "beyond the count"
 )
 
 
-def _why_left_out(is_datasheet_peak: bool, tells_all: bool) -> str:
+def _why_left_out(is_datasheet_peak: bool, is_all_on_tensor_pipes: bool) -> str:
     if not is_datasheet_peak:
         return "the peak is not the datasheet's"
-    return "not all of the work is known to run on the tensor pipe (plain fp32 does not)"
+    return "some of the work may not run on the tensor pipe (plain fp32 does not)"
 
 
 def _over_everything(detail: StepDetail) -> float | None:
-    """The tile factor of a whole step: attention has tiles of its own, which are not known."""
+    """The tile factor of a whole step: attention's own tiles are unknown and not included."""
     if detail.tile_factor is None or detail.attention_share is None:
         return detail.tile_factor
     return 1 + (detail.tile_factor - 1) * (1 - detail.attention_share)

@@ -1,7 +1,7 @@
 """The resolver's part of `hybrid`: steps between two cuts become a window, windows become the run's figures.
 
-The ratio of executed to counted FLOPs of the last window is what HFU of the following steps rests on, so
-that every step has one. Memory is constant: a run's counters are merged, not kept.
+The HFU of the following steps uses the last window's ratio of executed to counted FLOPs, so that every step
+has one. Memory is constant: a run's counters are merged, not stored.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..training_side import hardware_watch
 from ..training_side.hardware_watch import Cut, HardwareWatch, Measured
 from .hardware_figures import HardwareFigures, StepDetail, StepSums, figures_of
 
-_WINDOWS_IN_TROUBLE = 2
+_WINDOWS_BEFORE_WARNING = 2
 _DATASHEET = "datasheet"
 
 
@@ -41,29 +41,29 @@ class HardwareWindows:
         self._sums = StepSums()
         self._unread = self._disagreeing = 0
         self._has_read = False
-        self._said: set[frozenset[str]] = set()
+        self._warned_causes: set[frozenset[str]] = set()
         self._windows = self._left_out = 0
         self._run_sums = StepSums()
         self._run_measured: Measured | None = None
         self._detail = StepDetail()
         self._is_datasheet_peak = False
         self.is_left_out = False
-        """Whether something went wrong in here, which was said: nothing more is taken in."""
-        self.tells_executed = has_rate(spec)
-        """Whether executed FLOPs can come of it at all; without, it tells of energy and activity."""
+        """Whether processing failed, with a warning: further windows are ignored."""
+        self.measures_executed = has_rate(spec)
+        """Whether executed FLOPs can be computed; if not, it gives only energy and activity."""
         self.executed_ratio: float | None = None
         """Executed over counted FLOPs of the last window."""
         self.latest: HardwareFigures | None = None
-        """The last window, as long as the counters can be read."""
+        """The last window, while the counters can be read."""
 
     def can_take(self, cut: Cut) -> bool:
-        """Whether the window that ends here can be told whole; rows wait for that, a few seconds at most."""
+        """Whether the window that ends here was read completely; rows wait for that, for seconds at most."""
         return self._watch.has_read_past(cut) or not cut.ends_window
 
     def add(
         self, amounts: StepAmounts, time: StepTime, cut: Cut | None, detail: Callable[[], StepDetail]
     ) -> None:
-        """Take in a step with its counted FLOPs, and the window that ends with it."""
+        """Add a step with its counted FLOPs, and finish the window that ends with it."""
         self._sums.add(amounts, time)
         if cut is None:
             return
@@ -91,7 +91,7 @@ class HardwareWindows:
         self._compare(self.latest.check)
 
     def leave_out(self) -> None:
-        """Take in no more, and let no old ratio stand for the present."""
+        """Ignore further windows, and drop the last ratio."""
         self.is_left_out = True
         self.executed_ratio = self.latest = None
 
@@ -103,15 +103,15 @@ class HardwareWindows:
         return {"windows": self._windows, "windows_left_out": self._left_out, **figures.as_dict()}
 
     def why_nothing(self) -> str | None:
-        """At the end of a run: why the counters measured nothing; None where they did, or it was said."""
-        if self._has_read or self.is_left_out or self._unread >= _WINDOWS_IN_TROUBLE:
+        """At the end of a run: why the counters measured nothing; None if they did, or after a warning."""
+        if self._has_read or self.is_left_out or self._unread >= _WINDOWS_BEFORE_WARNING:
             return None
         if self._unread:
-            return f"hybrid mode: the one window of the run was not read: {self._why_unread()}"
+            return f"hybrid mode: the only window of the run was not read: {self._why_unread()}"
         needed_s = hardware_watch.SETTLE_S + hardware_watch.WINDOW_S
         return (
-            f"hybrid mode: no {needed_s:.0f} seconds of steps without a pause, a compilation or a count, so "
-            "the counters measured nothing"
+            f"hybrid mode: the counters measured nothing, which needs {needed_s:.0f} seconds of steps "
+            "without a pause, a compilation or a count"
         )
 
     def _figures(self, sums: StepSums, measured: Measured) -> HardwareFigures:
@@ -126,22 +126,22 @@ class HardwareWindows:
         )
 
     def _compare(self, check: CrossCheck | None) -> None:
-        """Take over the ratio of a window; a difference that lasts is said, each set of causes once."""
+        """Use the ratio of a window; a lasting difference is a warning, once per set of causes."""
         self.executed_ratio = None if check is None else check.executed_flops / check.counted_flops
         if check is None:
             return
         self._disagreeing = 0 if check.agrees else self._disagreeing + 1
         causes = frozenset(cause.key for cause in check.causes)
         # One window alone may be a checkpoint or an evaluation.
-        if self._disagreeing >= _WINDOWS_IN_TROUBLE and causes not in self._said:
-            self._said.add(causes)
+        if self._disagreeing >= _WINDOWS_BEFORE_WARNING and causes not in self._warned_causes:
+            self._warned_causes.add(causes)
             self._notice(f"hybrid mode: {check.notice}")
 
     def _nothing_read(self) -> None:
         self._unread += 1
-        if self._unread == _WINDOWS_IN_TROUBLE:
+        if self._unread == _WINDOWS_BEFORE_WARNING:
             self.executed_ratio = self.latest = None
-            any_more = " any more, HFU comes from them no longer" if self._has_read else ""
+            any_more = " any more, so HFU no longer comes from them" if self._has_read else ""
             self._notice(f"the hardware counters cannot be read{any_more}: {self._why_unread()}")
 
     def _why_unread(self) -> str:

@@ -1,12 +1,12 @@
-"""One count for all ranks of a model structure: who makes it, and how it gets to the others.
+"""One count for all ranks of a model structure: which rank makes it, and how the others get it.
 
     <link>/announced/<key>                        rank 0's structure
     <link>/published/<structure>/<key>/counters   how many ranks of this structure offered to count
     <link>/published/<structure>/<key>/<i>        the published count, packed and in chunks
-    <link>/published/<structure>/<key>/chunks     how many; written last, so who sees it finds all the rest
+    <link>/published/<structure>/<key>/chunks     their number; written last, when all chunks are there
 
-The first to offer is elected. Ranks with rank 0's structure offer nothing: it counts for them. All of
-this is for the store thread, and reads only keys that are there.
+The first to offer is elected. Ranks with rank 0's structure offer nothing: it counts for them. All of this
+runs on the store thread, and reads only keys that exist.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ class Answer:
 
     kind: Literal["waiting", "count", "nothing", "received"]
     data: dict[str, Any] = field(default_factory=dict)
-    """The published count, where it is received."""
+    """The published count, if received."""
 
 
 WAITING = Answer("waiting")
-"""Not known yet: ask again."""
+"""Not known yet: call `ask` again."""
 COUNT = Answer("count")
 """This rank counts, and publishes."""
 NOTHING = Answer("nothing")
-"""There will be no count from another rank: estimate."""
+"""No other rank will provide a count: estimate."""
 
 
 @dataclass(eq=False, kw_only=True)
 class Question:
-    """A key that was asked for, by a rank with this model structure; settled once, by either thread."""
+    """A requested key of a rank with this model structure; settled once, by either thread."""
 
     link: str
-    """The part of the store that belongs to this link."""
+    """The prefix of this link's keys in the store."""
     key: str
     structure: str
     limit_s: float
     """For rank 0 to announce the key, and then for the counting rank to publish."""
     answer: Answer = WAITING
     counter: str | None = None
-    """Who counts; None until rank 0 has announced its structure."""
+    """Which rank counts; None until rank 0 has announced its structure."""
     is_published: bool = False
 
     def __post_init__(self) -> None:
@@ -69,11 +69,11 @@ class Question:
 
     @property
     def next_poll_s(self) -> float:
-        """Seconds until the store has to be looked at again."""
+        """Seconds until the next poll of the store."""
         return min(self._due_s, self._ends_s) - time.monotonic()
 
     def settle(self, answer: Answer) -> bool:
-        """Take this answer, unless there is one; whether it was taken."""
+        """Set the answer, unless there is one already; whether it was set."""
         with self._lock:
             if self.answer is not WAITING:
                 return False
@@ -81,11 +81,11 @@ class Question:
             return True
 
     def announce(self, calls: StoreCalls) -> None:
-        """Rank 0: which structure it counts, so that ranks with another one do not wait for it."""
+        """Rank 0: write which structure it counts, so that ranks with another one do not wait for it."""
         calls.set(self._announced, self.structure.encode())
 
     def publish(self, calls: StoreCalls, data: dict[str, Any]) -> None:
-        """The counting rank: the count for all ranks of this structure; {}: it cannot be counted."""
+        """The counting rank: write the count for all ranks of this structure; {}: it cannot be counted."""
         packed = zlib.compress(json.dumps(data, separators=(",", ":")).encode())
         chunks = [packed[i : i + _CHUNK_BYTES] for i in range(0, len(packed), _CHUNK_BYTES)]
         for i, chunk in enumerate(chunks):
@@ -93,7 +93,7 @@ class Question:
         calls.set(f"{self._published}/chunks", str(len(chunks)).encode())
 
     def poll(self, calls: StoreCalls) -> None:
-        """Look whether there is an answer; raises ValueError for a publication that cannot be read."""
+        """Check for an answer; raises ValueError for a published count that cannot be read."""
         self._due_s = time.monotonic() + self._pause_s
         self._pause_s = min(1.5 * self._pause_s, _LONGEST_PAUSE_S)
         if calls.has(f"{self._published}/chunks"):
@@ -107,7 +107,7 @@ class Question:
             self.counter = "rank 0"
         elif calls.add(f"{self._published}/counters", 1) == 1:
             self.counter = "this rank"
-            if not self.settle(COUNT):  # given up meanwhile: nobody has to wait for it
+            if not self.settle(COUNT):  # abandoned meanwhile: let no other rank wait for it
                 self.publish(calls, {})
         else:
             self.counter = "the counting rank"

@@ -1,13 +1,13 @@
-"""Which rank of a job counts, and how the others get its count: without a collective, and nobody waits.
+"""Which rank of a job counts, and how the others get its count: without a collective and without waiting.
 
     row thread        ask(key, structure) ──► COUNT │ WAITING │ received data │ NOTHING (estimate)
     training thread   count_begins(step), then the count
     row thread        publish(key, structure, data) ──► the job's key-value store ──► the others' `ask`
 
 Rank 0 counts its own structure of the model. Ranks with another structure elect one of them by an atomic
-addition in the store. All calls return at once: the store is used on a thread of its own (store_thread.py),
-and a missing key is never read, since that would block. Nothing is raised. What goes wrong is a note; it is
-a warning on rank 0 alone, the only rank that writes a log, and only where other ranks lose its count.
+addition in the store. All calls return at once: the store is used on its own thread (store_thread.py), and a
+missing key is never read, since that would block. Nothing is raised. A failure becomes a note; it is a
+warning on rank 0 only, the one rank that writes a log, and only if other ranks lose its count.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .store_thread import StoreCalls, StoreThread
 __all__ = ["COUNT", "NOTHING", "WAITING", "Answer", "LinkLimits", "RankLink"]
 
 _STOP_S = 0.5
-_LOOK_FOR_GROUP_S = 1.0
+_GROUP_POLL_S = 1.0
 _SHORTEST_PAUSE_S = 0.01
 _MAX_NOTES = 100
 _MAX_QUESTIONS = 64
@@ -43,21 +43,21 @@ _created: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
 
 @dataclass(frozen=True, kw_only=True)
 class LinkLimits:
-    """How long what may take."""
+    """Time limits."""
 
     answer_s: float = 120.0
     """Until rank 0 has announced a key, and again until the counting rank has published it."""
     stuck_s: float = 5.0
-    """How long one call of the store may take before the store is given up."""
+    """How long one store call may take before the store is considered unusable."""
     read_s: float = 1.0
     """How long `counted_after` waits for a fresh answer."""
 
 
 class RankLink:
-    """This process among the ranks of its job; made by `RankLink.current()`.
+    """This process as one of the ranks of its job; created by `RankLink.current()`.
 
-    Links of one namespace are numbered in the order in which a process makes them, so that several monitors
-    of a job do not read each other's answers; the ranks have to make them in the same order.
+    Links of one namespace are numbered in the order of their creation, so that several monitors of a job do
+    not read each other's answers; all ranks must create them in the same order.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class RankLink:
         notice: Callable[[str], None] = warn_once,
         limits: LinkLimits | None = None,
     ) -> RankLink:
-        """The rank as torch.distributed has it, else as RANK and WORLD_SIZE say (torchrun), else alone."""
+        """The rank from torch.distributed, else from RANK and WORLD_SIZE (torchrun), else 0 of 1."""
         if dist.is_available() and dist.is_initialized():
             rank, world_size = dist.get_rank(), dist.get_world_size()
         else:
@@ -108,24 +108,24 @@ class RankLink:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What there was to say so far, warnings included."""
+        """All notes so far, warnings included."""
         return tuple(self._notes.copy())
 
     def note(self, text: str) -> None:
-        """Add a note that is no warning: for ranks that write no log."""
-        self._say(text)
+        """Add a note without a warning: for ranks that write no log."""
+        self._add_note(text)
 
     def ask(self, key: str, structure: str) -> Answer:
-        """Row thread: what this rank does about a key; any number of times, answered at once.
+        """Row thread: what this rank does about a key; may be called repeatedly, and returns at once.
 
-        Every answer but WAITING is final. Rank 0 counts always.
+        Every answer except WAITING is final. Rank 0 always counts.
         """
         if self.world_size == 1:
             return COUNT
         question = self._questions.get((key, structure))
         if question is None:
             question = self._new_question(key, structure)
-        # Past the limit: the store thread waits for a connection that the training uses.
+        # Past the limit the store thread is waiting for a connection that the training uses.
         if question.answer is WAITING and (not self._is_usable() or question.late_s > self._limits.stuck_s):
             self._give_up(question)
         return question.answer
@@ -147,10 +147,10 @@ class RankLink:
     def counted_after(self) -> frozenset[int]:
         """Row thread: the steps after which some rank began a count, the newest few hundred.
 
-        Costs a round trip to the store, so ask once for several rows. Where that takes longer than
-        `limits.read_s`, and after `stop`, the answer is what was last known.
+        Costs a round trip to the store, so call it once for several rows. If that takes longer than
+        `limits.read_s`, and after `stop`, the last known steps are returned.
         """
-        is_read = self._read is None or self._read.is_set()  # else an earlier question is still open
+        is_read = self._read is None or self._read.is_set()  # else an earlier read is still pending
         if self.world_size > 1 and self._is_usable() and is_read:
             self._read = threading.Event()
             self._thread.wake()
@@ -158,7 +158,7 @@ class RankLink:
         return self._log.steps()
 
     def stop(self, timeout_s: float = _STOP_S) -> None:
-        """End the store thread, after what is queued was written or `timeout_s` passed; no more warnings."""
+        """End the store thread once the queue is written or `timeout_s` has passed; no more warnings."""
         if self.world_size > 1 and self._thread.is_usable:
             for question in list(self._questions.values()):
                 if question.answer is COUNT and not question.is_published:
@@ -170,9 +170,9 @@ class RankLink:
 
     def _new_question(self, key: str, structure: str) -> Question:
         question = self._question(key, structure)
-        answered = [place for place, asked in self._questions.items() if asked.answer is not WAITING]
-        for place in answered[: max(0, len(self._questions) + 1 - _MAX_QUESTIONS)]:
-            del self._questions[place]
+        answered = [name for name, asked in self._questions.items() if asked.answer is not WAITING]
+        for name in answered[: max(0, len(self._questions) + 1 - _MAX_QUESTIONS)]:
+            del self._questions[name]
         self._questions[key, structure] = question
         if self.is_first:
             question.settle(COUNT)
@@ -187,19 +187,19 @@ class RankLink:
             self._drop_writes()
 
     def _is_usable(self) -> bool:
-        """Whether the store still answers; not for the training thread, since this may wait a moment."""
+        """Whether the store still responds; not for the training thread, since this may wait briefly."""
         is_usable = self._thread.check()
         if not is_usable:
             self._drop_writes()
         return is_usable
 
     def _drop_writes(self) -> None:
-        """Forget what cannot be written any more, and say so once unless the run is over."""
+        """Drop writes that cannot be made any more, with one note unless the run is over."""
         failure, is_lost = self._thread.failure, bool(self._writes)
         self._writes.clear()
         if is_lost and failure is not None and not self._thread.is_stopped:
             warns = self.is_first and self._thread.was_connected
-            self._say(f"{failure}; the FLOPs of other ranks are estimated", warns=warns)
+            self._add_note(f"{failure}; the FLOPs of other ranks are estimated", warns=warns)
 
     def _give_up(self, question: Question) -> None:
         if not question.settle(NOTHING) or self._thread.is_stopped:
@@ -209,10 +209,10 @@ class RankLink:
         else:
             what = "announced" if question.counter is None else "published"
             why = f"{question.counter or 'rank 0'} {what} no count within {self._limits.answer_s:g} s"
-        self._say(f"{why}; the FLOPs of rank {self.rank} are estimated")
+        self._add_note(f"{why}; the FLOPs of rank {self.rank} are estimated")
 
     def _work(self, calls: StoreCalls | None, is_last: bool) -> float | None:
-        """Store thread: everything that is due; how many seconds until there may be more."""
+        """Store thread: all work that is due; returns the seconds until the next work may be due."""
         if calls is None:
             return self._without_group()
         self._no_group_since_s = None
@@ -230,7 +230,7 @@ class RankLink:
     def _without_group(self) -> float | None:
         if self._read is not None:
             self._read.set()
-        if self._thread.was_connected:  # destroyed, as at the end of a run: nothing to warn of
+        if self._thread.was_connected:  # destroyed, as at the end of a run: not a failure
             self._writes.clear()
             for question in self._open_questions():
                 question.settle(NOTHING)
@@ -240,7 +240,7 @@ class RankLink:
         if now_s > self._no_group_since_s + self._limits.answer_s:
             self._writes.clear()
             self._thread.failure = "torch.distributed is not initialized"
-        return _LOOK_FOR_GROUP_S
+        return _GROUP_POLL_S
 
     def _open_questions(self) -> list[Question]:
         return [question for question in list(self._questions.values()) if question.answer is WAITING]
@@ -253,12 +253,14 @@ class RankLink:
                 question.poll(calls)
             except ValueError as error:
                 if question.settle(NOTHING):
-                    self._say(
+                    self._add_note(
                         f"the count from another rank cannot be read ({one_line(error)}); "
                         f"the FLOPs of rank {self.rank} are estimated"
                     )
             if question.counter == "this rank":
-                self._say(f"rank 0 has another model than rank {self.rank}, which counts its own")
+                self._add_note(
+                    f"the model of rank {self.rank} differs from rank 0's, so it is counted separately"
+                )
             if question.late_s > 0:
                 self._give_up(question)
         pauses_s = [question.next_poll_s for question in self._open_questions()]
@@ -267,27 +269,27 @@ class RankLink:
     def _publish(self, question: Question, data: dict[str, Any], calls: StoreCalls) -> None:
         try:
             question.publish(calls, data)
-        except (TypeError, ValueError) as error:  # not what JSON can hold
-            self._say(f"the count cannot be published ({one_line(error)}); other ranks estimate FLOPs")
+        except (TypeError, ValueError) as error:  # not serialisable as JSON
+            self._add_note(f"the count cannot be published ({one_line(error)}); other ranks estimate FLOPs")
             question.publish(calls, {})
 
-    def _say(self, text: str, *, warns: bool = False) -> None:
+    def _add_note(self, text: str, *, warns: bool = False) -> None:
         if text in self._notes or len(self._notes) >= _MAX_NOTES:
             return
         self._notes[text] = None
         if warns:
-            with contextlib.suppress(Exception):  # a filter may make errors of warnings
+            with contextlib.suppress(Exception):  # a filter may turn warnings into errors
                 self._notice(text)
 
 
 def _launched(notice: Callable[[str], None]) -> tuple[int, int]:
     """Rank and world size as a launcher such as torchrun sets them."""
-    told = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
-    if None in told.values():
+    found = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
+    if None in found.values():
         return 0, 1
     try:
-        rank, world_size = (int(value) for value in told.values() if value is not None)
+        rank, world_size = (int(value) for value in found.values() if value is not None)
     except ValueError:
-        notice(f"RANK and WORLD_SIZE must be whole numbers; got {told}: taken as a single process")
+        notice(f"RANK and WORLD_SIZE must be whole numbers; got {found}: treated as a single process")
         return 0, 1
     return rank, world_size

@@ -1,12 +1,12 @@
 """The one thread on which a rank uses the job's key-value store.
 
     any thread   wake() ──► store thread: one round of work on the store, then sleep
-                 check() ──► whether the store still answers; waits 0.1 s at most
+                 check() ──► whether the store still responds; waits 0.1 s at most
 
-A store whose server is gone tries to connect again for minutes, inside a call that nothing can end. So nobody
-waits for this thread: it is a daemon, it notes when its current call is due, and others look at that.
-The store is the one torch.distributed was initialised with, by a connection of our own where possible. It is
-not kept alive: after `destroy_process_group` its server can close and its port is free again.
+A store whose server has ended tries to reconnect for minutes, inside a call that cannot be interrupted. So no
+thread waits for this one: it is a daemon and records the deadline of its current call, which others check.
+The store is the one torch.distributed was initialised with, over a separate connection if possible. It is not
+kept alive: after `destroy_process_group` its server can close and its port is free again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ...torch_private.watching import default_store
 # A second connection for each rank keeps the job's own store traffic free. In a large job it could use up
 # the files that rank 0, which serves the store, may open; there the short calls share the first connection.
 _MAX_RANKS_WITH_OWN_CONNECTION = 128
-_TURN_S = 0.1  # long enough for a thread that has its result to get Python's lock and say so
+_GRACE_S = 0.1  # lets a thread whose call has returned take the GIL and record that
 
 
 class StoreCalls:
@@ -34,13 +34,13 @@ class StoreCalls:
     def __init__(self, store: Any, number: int, call: Callable[..., Any]) -> None:
         self._store, self._call = store, call
         self.number = number
-        """Which store of the job it is: another one begins empty."""
+        """The number of this store in the job: a new one is empty."""
 
     def has(self, key: str) -> bool:
         return bool(self._call(self._store.check, [key]))
 
     def get(self, key: str) -> bytes:
-        """The value of a key that is there; for a missing one this would block."""
+        """The value of an existing key; for a missing one this would block."""
         return bytes(self._call(self._store.get, key))
 
     def set(self, key: str, value: bytes) -> None:
@@ -68,11 +68,11 @@ class StoreThread:
     ) -> None:
         self._work = work
         self._own_limit_s = own_limit_s
-        # A connection that is shared is locked for as long as the training itself waits on it.
+        # A shared connection is locked while the training itself waits on it.
         self._shared_limit_s = shared_limit_s
         self._may_clone = world_size <= _MAX_RANKS_WITH_OWN_CONNECTION
         self._wake = threading.Event()
-        self._begun = threading.Lock()  # taken once, by who starts the thread
+        self._begun = threading.Lock()  # acquired once, to start the thread
         self._thread: threading.Thread | None = None
         self._job_store: Callable[[], Any] | None = None
         self._own_store: Any = None
@@ -80,13 +80,13 @@ class StoreThread:
         self._call_ends_s: float | None = None
         self._stop_ends_s: float | None = None
         self.was_connected = _has_process_group()
-        """Whether there has been a process group: where there is none now, it was destroyed."""
+        """Whether there has been a process group: if there is none now, it was destroyed."""
         self.failure: str | None = None
         """Why the store is not used any more."""
 
     @property
     def is_usable(self) -> bool:
-        """Whether requests are still worked on."""
+        """Whether requests are still processed."""
         return self.failure is None and not self.is_stopped
 
     @property
@@ -94,7 +94,7 @@ class StoreThread:
         return self._stop_ends_s is not None
 
     def wake(self) -> None:
-        """Have the work done soon; never waits for it."""
+        """Run the work soon; never waits for it."""
         if not self.is_usable:
             return
         self._wake.set()
@@ -103,11 +103,11 @@ class StoreThread:
             self._thread.start()
 
     def check(self) -> bool:
-        """Whether requests are still worked on; a store whose call is overdue is given up here."""
+        """Whether requests are still processed; marks the store as failed if its call is overdue."""
         if self.is_usable and self._is_overdue():
-            time.sleep(_TURN_S)
+            time.sleep(_GRACE_S)
             if self._is_overdue():
-                self.failure = "the job's key-value store does not answer"
+                self.failure = "the job's key-value store does not respond"
         return self.is_usable
 
     def stop(self, timeout_s: float) -> None:
@@ -137,7 +137,7 @@ class StoreThread:
                 if _has_process_group():
                     self.failure = f"the job's key-value store cannot be used ({_reason(error)})"
                     return
-                pause_s = 0.0  # the group was destroyed meanwhile, which is no failure
+                pause_s = 0.0  # the group was destroyed meanwhile, which is not a failure
             if self.failure is not None:
                 return
             if not is_last:
@@ -145,7 +145,7 @@ class StoreThread:
                 self._wake.clear()
 
     def _round(self, is_last: bool) -> float | None:
-        """One round; the store is held by nothing else, so that it can close between rounds."""
+        """One round; nothing else references the store, so that it can close between rounds."""
         return self._work(self._connected(), is_last)
 
     def _connected(self) -> StoreCalls | None:
@@ -156,10 +156,10 @@ class StoreThread:
         self.was_connected = True
         if self._job_store is None or self._job_store() is not store:
             self._own_store = None
-            # A store that is gone fails here, before a new connection is tried.
+            # A store whose server has ended fails here, before a new connection is tried.
             self._call(self._shared_limit_s, store.check, ["truemfu"])
             if self._may_clone and hasattr(store, "clone"):
-                with contextlib.suppress(Exception):  # a store of another make, without such a thing
+                with contextlib.suppress(Exception):  # another type of store, without `clone`
                     self._own_store = self._call(self._own_limit_s, store.clone)
             self._job_store = weakref.ref(store)
             self._stores += 1
@@ -181,7 +181,7 @@ class StoreThread:
 
 
 class _Ended(BaseException):
-    """The thread has to end, in the middle of its work."""
+    """The thread must end in the middle of its work."""
 
 
 def _has_process_group() -> bool:
@@ -197,10 +197,10 @@ def _default_store() -> Any:
     except Exception:
         if _has_process_group():
             raise
-        return None  # destroyed at this very moment
+        return None  # destroyed just now
 
 
 def _reason(error: Exception) -> str:
-    """One line: torch's own errors carry a C++ stack behind the first."""
+    """The first line: torch's errors have a C++ stack after it."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__

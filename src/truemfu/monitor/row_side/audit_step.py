@@ -3,13 +3,13 @@
     begin_step ─► mark ─► forward, backward, optimizer ─► end_step: mark ─► hand_over(note)
                                                     resolver's thread: write ─► the file in TRUEMFU_AUDIT
 
-Only a run under `truemfu audit` has one of these, so it may do what the monitor never does: wait for the
-device, at both marks, so that all kernels of the step lie between them and no others.
+Only a run under `truemfu audit` uses this, so it may do what the monitor otherwise never does: synchronise
+with the device at both marks, so that exactly the step's kernels are between them.
 
-The step is the first after warm-up before which nothing was compiled. Its count need not be known yet: it is
-made from the step's own note at the end of this step or of a later one, and `close` waits for it. Where there
-is nothing to mark or to count, the file says why, at once: whoever waits for it need not run the training to
-its end.
+It is the first step after warm-up with no compilation just before it. Its count need not be known yet: it is
+made from the step's note at the end of this step or a later one, and `close` waits for it. If there is
+nothing to mark or to count, the reason is written to the file at once, so that `truemfu audit` can stop the
+training.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PATIENCE_S = 120.0
 
 
 class Marks(NamedTuple):
-    """What brackets the launches to be profiled; `start` says whether it could just now."""
+    """Bracket the launches to be profiled; `start` returns False if that is not possible now."""
 
     start: Callable[[], bool]
     stop: Callable[[], None]
@@ -68,7 +68,7 @@ class AuditStep:
         *,
         marks: Marks | None = None,
     ) -> AuditStep | None:
-        """None but in the first rank of a run that is audited and can be; why it cannot is in the file."""
+        """Set only in the first rank of an audited run; if it cannot be audited, the file has the reason."""
         given = os.environ.get(COUNT_VARIABLE)
         if not given or not ranks.is_first or Path(given).exists():
             return None
@@ -79,7 +79,7 @@ class AuditStep:
                 "several times, and a collective would wait for ranks that ran it once; audit one process"
             )
         elif marks is None and device.type != "cuda":
-            audit._give_up(f"the model is on {device.type}: Nsight Compute sees CUDA kernels alone")
+            audit._give_up(f"the model is on {device.type}: Nsight Compute only profiles CUDA kernels")
         return audit if audit._phase is _Phase.WAITING else None
 
     @property
@@ -88,24 +88,24 @@ class AuditStep:
         return PATIENCE_S if self._phase is _Phase.ENDED else 0.0
 
     def begin_step(self, logged: int, compilations: int) -> None:
-        """A step begins with its first forward pass: mark it if it is the one."""
+        """A step begins with its first forward pass: mark it if it is the one to audit."""
         settled = compilations == self._compilations
         self._compilations = compilations
         if self._phase is _Phase.WAITING and logged >= WARMUP_STEPS and settled:
             self._mark(_Phase.WAITING)
 
     def pause(self) -> None:
-        """What runs now is no part of the step."""
+        """Exclude what runs now from the step."""
         if self._phase is _Phase.MARKING:
             self._unmark(_Phase.PAUSED)
 
     def resume(self) -> None:
-        """The step goes on."""
+        """Continue the step."""
         if self._phase is _Phase.PAUSED:
             self._mark(_Phase.PAUSED)
 
     def end_step(self) -> None:
-        """The step ends, before anything of the monitor's own is launched for it."""
+        """The step ends, before the monitor launches anything for it."""
         if self._phase in (_Phase.MARKING, _Phase.PAUSED):
             self._unmark(_Phase.ENDED)
 
@@ -131,10 +131,10 @@ class AuditStep:
             self._give_up(f"the marked step could not be counted: {one_line(error)}")
 
     def close(self, logged: int) -> None:
-        """The run is over: if there is no count yet, there will be none."""
+        """The run is over: without a count, write the reason."""
         if self._phase is _Phase.WAITING:
             self._give_up(
-                f"the run ended after {logged} steps: a step is marked when {WARMUP_STEPS} were logged and "
+                f"the run ended after {logged} steps: a step is marked after {WARMUP_STEPS} logged steps if "
                 "nothing was compiled in the one before"
             )
         elif self._phase in (_Phase.MARKING, _Phase.PAUSED):
@@ -170,10 +170,12 @@ class AuditStep:
 
 
 def cuda_marks(device: torch.device) -> Marks:
-    """cudaProfilerStart and cudaProfilerStop, each when the device has done all it was given."""
+    """cudaProfilerStart and cudaProfilerStop, each after a synchronisation."""
 
     def start() -> bool:
-        if torch.cuda.is_current_stream_capturing():  # waiting would break a capture; another step will do
+        if (
+            torch.cuda.is_current_stream_capturing()
+        ):  # a synchronisation would break the capture; mark another step
             return False
         torch.cuda.synchronize(device)
         torch.cuda.profiler.start()
@@ -188,7 +190,7 @@ def cuda_marks(device: torch.device) -> Marks:
 
 def _count(counting: Counting, note: StepNote) -> StepCount:
     """The marked step, all its micro-batches together."""
-    who: dict[str, Any] = {"process_id": os.getpid(), "step": note.place.step}
+    who: dict[str, Any] = {"process_id": os.getpid(), "step": note.position.step}
     counts = []
     counted = [batch for batch in note.batches.notes if batch.template.slot is not None]
     pairs = [(state, batch) for batch in counted if (state := state_of(note.states, batch)) is not None]
@@ -196,7 +198,7 @@ def _count(counting: Counting, note: StepNote) -> StepCount:
         counts = [counting.batch(state, batch, measured=True) for state, batch in pairs]
     known = [count for count in counts if count is not None]
     if not counts or len(known) < len(counts):
-        return StepCount(**who, reason="the marked step has no count: the monitor's warnings say why")
+        return StepCount(**who, reason="the marked step has no count: see the monitor's warnings")
     works = _by_shape(counting, pairs)
     return StepCount(
         **who,
@@ -216,13 +218,13 @@ def _count(counting: Counting, note: StepNote) -> StepCount:
 
 
 def _blocked(works: Sequence[StepWork]) -> int | None:
-    """What blocked kernels execute of the attention; None where a micro-batch does not tell."""
+    """What blocked kernels execute of the attention; None if unknown for a micro-batch."""
     known = [work.attention_blocked for work in works if work.attention_blocked is not None]
     return sum(known) if works and len(known) == len(works) else None
 
 
 def _by_shape(counting: Counting, batches: Sequence[tuple[ModelState, BatchNote]]) -> list[StepWork] | None:
-    """Each micro-batch by shape; None where that cannot be had: the audit then expects what was counted."""
+    """Each micro-batch by shape; None if unknown: the audit then expects what was counted."""
     works = [counting.by_shape(state, note) for state, note in batches]
     known = [work for work in works if isinstance(work, StepWork)]
     return known if len(known) == len(works) else None

@@ -2,11 +2,11 @@
 
     smart      the closed form that was fitted on the training thread (`counts.py`)
     estimate   the model's structure, nothing is run
-    profiler   smart for what the model needs; what was executed comes from a profiled step
-    hybrid     smart for what the model needs; what was executed comes from hardware counters, else a profile
+    profiler   smart for the model FLOPs; executed FLOPs come from a profiled step
+    hybrid     smart for the model FLOPs; executed FLOPs come from hardware counters, or else a profiled step
 
-A batch that was not counted, or not yet, has the estimate, and its method says so; a model that cannot be
-estimated has no FLOPs: None, with one warning.
+A batch without a count, or without one yet, has the estimate, and its method is "estimate"; a model that
+cannot be estimated has no FLOPs: None, with one warning.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ..training_side.model_state import ModelState, States, state_in
 
 Notice = Callable[[str], None]
 
-_MAX_PEAKS_KEPT = 256
+_MAX_CACHED_PEAKS = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,9 +43,9 @@ class StepFlops:
     peak_source: str | None
     method: str
     executed_method: str | None = None
-    """What `hardware_flops` rests on, where that is not the count."""
+    """How `hardware_flops` were measured, if they are not counted."""
     by_model: Mapping[str, int] = field(default_factory=dict)
-    """The model FLOPs of each, where several models are watched."""
+    """The model FLOPs of each model, if several are watched."""
 
 
 class Counting:
@@ -68,14 +68,14 @@ class Counting:
         self._peaks: OrderedDict[int, tuple[FlopCount, float | None, str | None]] = OrderedDict()
         self._last: tuple[States, list[Template], StepFlops | None] | None = None
         self._found: dict[tuple[int, int], tuple[ModelState, BatchNote, FlopCount]] = {}
-        """What forms knew when the next step was found to be settled: a count may hold their lock since."""
+        """Counts found when the next step was checked: by now a count may hold the forms' lock."""
         self.executed_ratio: float | None = None
         """Executed FLOPs over those counted, of the last profiled step or the last window of counters."""
         self._executed_method = executed_method
 
     @property
     def configured_peak_flops_per_s(self) -> float | None:
-        """The peak the user has set; None for the table's."""
+        """The peak configured by the user; None to use the table."""
         return None if self._config.peak_tflops is None else self._config.peak_tflops * 1e12
 
     @property
@@ -84,16 +84,16 @@ class Counting:
         return self._config.estimates_only
 
     def is_settled(self, states: States, notes: Sequence[BatchNote], *, measured: bool) -> bool:
-        """Whether the FLOPs of a step are as good as they will be for its row.
+        """Whether the FLOPs of a step are final for its row.
 
-        What nothing fitted knows is asked for, and the step waits for that count a while.
+        Counts are requested for batches that no form covers, and the step waits for them for a limited time.
         """
         if not measured or self.estimates_only:
             return True
         if self._is_like_last(states, notes) and not self._awaits_shapes(states, notes):
             return True
         if not self._counts.lock.acquire(blocking=False):
-            return False  # a count is at work
+            return False  # a count is running
         self._found = {}
         try:
             different = {_identity(note): note for note in notes}
@@ -101,13 +101,13 @@ class Counting:
                 self._is_note_settled(state, note)
                 for note in different.values()
                 if (state := state_of(states, note)) is not None
-            ]  # asks for all
+            ]  # requests all of them
             return all(settled)
         finally:
             self._counts.lock.release()
 
     def _awaits_shapes(self, states: States, notes: Sequence[BatchNote]) -> bool:
-        """Whether a micro-batch is about to be counted by shape: its FLOPs are known, that is not."""
+        """Whether a micro-batch is about to be counted by shape, though its FLOPs are known."""
         for note in notes:
             state = state_of(states, note)
             request = None if state is None else self._counts.find(state, note)
@@ -133,16 +133,16 @@ class Counting:
         return not self._counts.holds_rows(request)
 
     def _ask_ranks(self, request: Request) -> None:
-        """Another rank may count this: use its form when it is there, count here where this rank is to."""
+        """Another rank may count this: use its form once published, or count here if this rank is elected."""
         answer = self._ranks.ask(
             rank_key(request.state, request.autocast, self.convention), request.state.structure
         )
         if answer is WAITING:
             return
         if answer is not COUNT and answer is not NOTHING:
-            form_is_ours = self._counts.received(request.state, request.autocast, answer.data)
-            if form_is_ours:
-                request.is_ours = True  # what the form does not know is counted here
+            is_usable = self._counts.received(request.state, request.autocast, answer.data)
+            if is_usable:
+                request.is_ours = True  # batches that the form does not cover are counted here
                 return
         if answer is COUNT:
             request.is_ours = True
@@ -154,7 +154,7 @@ class Counting:
         return last is not None and last[0] is states and last[1] == [note.template for note in notes]
 
     def step(self, states: States, notes: Sequence[BatchNote], *, measured: bool) -> StepFlops | None:
-        """The FLOPs of a step; None where they are not known, or none. Not `measured`: estimated for now."""
+        """The FLOPs of a step; None if unknown or zero. Not `measured`: estimated for now."""
         if self._last is not None and self._is_like_last(states, notes):
             return self._last[2]  # the usual case: the same shapes again
         templates = [note.template for note in notes]
@@ -181,8 +181,8 @@ class Counting:
         model_flops = sum([c.model_flops for c in counts])
         if not model_flops and any(note.template.samples != 0 for note in notes):
             self._notice(
-                "the count of a step is 0, so it has no MFU: the model does nothing that is counted (matrix "
-                "products, convolutions, attention), or left its layers out when it was counted"
+                "the count of a step is 0, so it has no MFU: the model has no counted operators (matrix "
+                "products, convolutions, attention), or skipped its layers during the count"
             )
             return None
         peak, source = self._peak(counts)
@@ -196,23 +196,23 @@ class Counting:
         )
 
     def learn_executed(self, profile: StepProfile, counted: StepFlops | None) -> None:
-        """Take over what a profiled step executed, against what was counted for it."""
+        """Use the ratio of a profiled step's executed FLOPs to the counted ones."""
         try:
             executed = profile.count()
         except Exception as error:
-            self._notice(f"the profiled step could not be read, HFU rests on the count: {one_line(error)}")
+            self._notice(f"the profiled step could not be read, HFU is based on the count: {one_line(error)}")
             return
         if not executed.hardware_flops:
             self._notice(
-                "the profiled step shows no work (another profiler ran in it); HFU rests on the count"
+                "the profile of a step is empty (another profiler was active); HFU is based on the count"
             )
         elif counted is not None and counted.hardware_flops:
             self.executed_ratio = executed.hardware_flops / counted.hardware_flops
 
     def with_executed(self, flops: StepFlops | None, *, run_again: bool) -> StepFlops | None:
-        """The same step with what was last measured to be executed beyond its count, or less.
+        """The same step with its executed FLOPs scaled by the last measured ratio.
 
-        How much of a model is `run_again` by a checkpoint around it, no count of the model tells.
+        A count of the model does not show how much of it a checkpoint around it has `run_again`.
         """
         if flops is None:
             return None
@@ -229,11 +229,11 @@ class Counting:
         )
 
     def by_shape(self, state: ModelState, note: BatchNote) -> StepWork | str:
-        """One micro-batch by shape, as it was counted; else why that is not known."""
+        """The counted work of one micro-batch by shape, or why it is unknown."""
         return state.works.get(note.template, "it was not counted by shape")
 
     def batch(self, state: ModelState, note: BatchNote, *, measured: bool) -> FlopCount | None:
-        """The FLOPs of one micro-batch: those of a form that knows it, else the estimate."""
+        """The FLOPs of one micro-batch: from a form that covers it, else the estimate."""
         batch = note.example()
         if batch is None:
             return None
@@ -265,11 +265,13 @@ class Counting:
         try:
             return estimator(batch)
         except Exception as error:
-            self._notice(f"a batch cannot be estimated, so its step has no MFU: {one_line(error)}")
+            self._notice(
+                f"the FLOPs of a batch cannot be estimated, so its step has no MFU: {one_line(error)}"
+            )
             return None
 
     def _peak(self, counts: Sequence[FlopCount]) -> tuple[float | None, str | None]:
-        """The peak at which the ideal times of all micro-batches add up."""
+        """The peak for the whole step: total FLOPs over the sum of the micro-batches' ideal times."""
         if self.configured_peak_flops_per_s is not None:
             return self.configured_peak_flops_per_s, "monitoring.peak_tflops"
         ideal_s, source = 0.0, None
@@ -283,26 +285,26 @@ class Counting:
         return sum([c.model_flops for c in counts]) / ideal_s, source
 
     def _peak_of(self, count: FlopCount) -> tuple[float | None, str | None]:
-        kept = self._peaks.get(id(count))
-        if kept is None:
-            kept = (count, *ideal_flops_per_s(count.by_dtype, self.device))
-            self._peaks[id(count)] = kept  # holds the count, so its id stays its own
-            if len(self._peaks) > _MAX_PEAKS_KEPT:
+        cached = self._peaks.get(id(count))
+        if cached is None:
+            cached = (count, *ideal_flops_per_s(count.by_dtype, self.device))
+            self._peaks[id(count)] = cached  # references the count, so its id is not reused
+            if len(self._peaks) > _MAX_CACHED_PEAKS:
                 self._peaks.popitem(last=False)
-        return kept[1], kept[2]
+        return cached[1], cached[2]
 
 
 def state_of(states: States, note: BatchNote) -> ModelState | None:
-    """The state of the model that this micro-batch went through; None where that is not known."""
+    """The state of the model that processed this micro-batch; None if unknown."""
     slot = note.template.slot
     return None if slot is None else state_in(states, slot)
 
 
 def _identity(note: BatchNote) -> int:
-    """Of its values where they matter, else of its shape."""
+    """The note's id if its values matter, else its template's."""
     return id(note if note.values else note.template)
 
 
 def _known(form: FlopModel, batch: Any) -> FlopCount | None:
-    """What a form says of a batch without counting."""
+    """A form's count of a batch, without a new count of the model."""
     return form(batch) if form.knows(batch) else form.provisional(batch)

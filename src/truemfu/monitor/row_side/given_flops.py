@@ -1,4 +1,4 @@
-"""A step whose FLOPs the caller knows: no count, and the peak of the dtype most of the model is in."""
+"""A step whose FLOPs the caller gives: no count, and the peak of the model's dominant dtype."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def given_flops(
     device: torch.device,
     peak_flops_per_s: float | None,
 ) -> StepFlops:
-    """The FLOPs of a step as they were given; without a model only a configured peak is known."""
+    """The FLOPs given for a step; without a model only a configured peak is known."""
     source = None if peak_flops_per_s is None else "monitoring.peak_tflops"
     if peak_flops_per_s is None and state is not None and autocast is not None:
         with autocast.applied():
@@ -40,10 +40,10 @@ def given_flops(
 
 
 def dominant_dtype(model: nn.Module, device: torch.device | None) -> torch.dtype | None:
-    """The dtype autocast has set on this thread, else the one most parameters have."""
-    kind = "cpu" if device is None else device.type
-    if torch.is_autocast_enabled(kind):
-        return torch.get_autocast_dtype(kind)
+    """Autocast's dtype on this thread, or else the dtype most parameters have."""
+    device_type = "cpu" if device is None else device.type
+    if torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
     elements: dict[torch.dtype, int] = {}
     for parameter in model.parameters():
         if parameter.is_floating_point():

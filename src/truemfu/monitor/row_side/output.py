@@ -1,15 +1,15 @@
-"""Where rows go: the local log gets all of every step, the other trackers what was asked for.
+"""Where rows go: the local log gets every complete row, the other trackers what was configured.
 
     every step           loss, learning rate, epoch, global_step (and dataset metrics where measured)
     detailed_log_freq    also the gradient norm and everything under perf/, 30 s after the last at the latest;
-                         where that step has no row for them, with the next one that has
-    reduced_logging      the basics alone
-    logging_steps        no row at all in between
+                         if that step sends them no row, with the next one that does
+    reduced_logging      only the metrics of every step
+    logging_steps        no rows in between
     skip_wandb           no row for this step
 
 Only the first rank writes. A tracker that is not installed, raises or hangs loses its own rows and nothing
-else; what is lost is counted. The run's other files have lanes too: its folder may hang, and nobody waits for
-it for longer than `close` is given.
+else; lost rows are counted. The run's other files have lanes too: its folder may hang, and no caller waits
+longer than the timeout of `close`.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from ...trackers.names import rename
 from ...trackers.table import check_tracker, make_tracker
 from ...trackers.wandb import WandbTracker
 from ..config import MonitorConfig
-from ..training_side.step_note import StepPlace
+from ..training_side.step_note import StepPosition
 from .run_file import RunFile
 
 _BASICS = frozenset({"training/loss", "training/lr", "training/epoch", "global_step"})
 
 _REMOTE_FLUSH_S = 10.0
-"""A tracker may collect rows; nobody who watches a run waits longer for one."""
+"""The longest time a tracker may buffer rows."""
 _LOCAL_FLUSH_S = 0.5
-"""Rows get here up to nine seconds after their step, and are to be on disk within ten."""
+"""Rows arrive up to nine seconds after their step, and must be on disk within ten."""
 _RUN_FILE_S = 5.0
-"""For the run file, which is written when all trackers are closed, or have had their time."""
+"""For the run file, which is written after all trackers were closed or timed out."""
 
 
 class Output:
-    """The local log and the other trackers, each behind a lane of its own."""
+    """The local log and the other trackers, each with its own lane."""
 
     def __init__(
         self,
@@ -60,9 +60,9 @@ class Output:
         self._dir, self._config, self._notice = output_dir, config, notice
         self.last_row: Mapping[str, Any] = {}
         self.finish_rows: Callable[[], None] = lambda: None
-        """Works out what is not yet a row; called before a W&B run that the user ends is closed."""
+        """Finishes pending rows; called before a W&B run that the user ends is closed."""
         self.close_at_exit: Callable[[], None] | None = None
-        """Closes the monitor; called, where set, when the process ends and W&B can still be written to."""
+        """Closes the monitor; if set, called at exit while W&B can still be written to."""
         self.batch_shapes: Callable[[], list[dict[str, list[int]]]] = list
         """The shapes of the batches so far."""
         self._log = JsonArrayFile(output_dir / log_file, notice=notice)
@@ -70,7 +70,7 @@ class Output:
         self._remote: list[Lane] = []
         self._run_file: Lane | None = None
         self.other_files: list[Lane] = []
-        """Lanes of other files in the run's folder, which others start and give work."""
+        """Lanes of other files in the run's folder, started and used by their owners."""
         self._slow: set[Lane] = set()
         self._is_written = self._has_wandb = False
         self._details_are_due = False
@@ -85,9 +85,9 @@ class Output:
         skip_remote: Sequence[bool],
         detailed: AbstractSet[int],
     ) -> None:
-        """Hand finished rows to whoever wants them, without what is unknown; on the resolver's thread.
+        """Hand finished rows to the trackers, without unknown values; on the resolver's thread.
 
-        Each stands for so many `steps`. At the `detailed` ones the trackers' details are due.
+        Each row represents a number of `steps`. At the `detailed` ones the trackers' details are due.
         """
         rows = [known(row) if None in row.values() else row for row in rows]
         if not rows:
@@ -101,18 +101,18 @@ class Output:
                 self._unsaved = 0
         if self._remote:
             for row, number, is_skipped in zip(rows, steps, skip_remote, strict=True):
-                place = StepPlace(row["global_step"], number)
-                self._details_are_due |= place.step in detailed
-                self._put_remote(place, row, is_skipped=bool(is_skipped))
+                position = StepPosition(row["global_step"], number)
+                self._details_are_due |= position.step in detailed
+                self._put_remote(position, row, is_skipped=bool(is_skipped))
 
-    def _put_remote(self, place: StepPlace, row: dict[str, Any], *, is_skipped: bool) -> None:
-        if not is_skipped and place.reaches(self._config.logging_steps or 1):
+    def _put_remote(self, position: StepPosition, row: dict[str, Any], *, is_skipped: bool) -> None:
+        if not is_skipped and position.reaches(self._config.logging_steps or 1):
             wanted = rename(self._for_remote(row), self._config.metric_names)
             for lane in self._remote:
-                lane.put(place.step, wanted)
+                lane.put(position.step, wanted)
 
     def _for_remote(self, row: dict[str, Any]) -> dict[str, Any]:
-        """All of the row where details are due, and they are until a row has gone out with them."""
+        """The complete row if details are due, and they stay due until a row with them was sent."""
         is_reduced = self._config.reduced_logging
         if self._details_are_due and not is_reduced:
             self._details_are_due = False
@@ -124,7 +124,7 @@ class Output:
         }
 
     def wake(self) -> None:
-        """Rows were put: let the lanes work; with the first ones the run itself is written down."""
+        """Rows were added: wake the lanes; with the first rows the run's description is written too."""
         if self._run_file is not None and not self._is_written:
             self._is_written = True
             self._run_file.put(0, {"batch_shapes": self.batch_shapes()})
@@ -133,10 +133,9 @@ class Output:
             lane.wake()
 
     def flush(self, timeout_s: float) -> None:
-        """Wait until every row put so far has been handed to its tracker and written.
+        """Wait until every row so far has been handed to its tracker and written.
 
-        A tracker other than the local log that did not do it in time is not waited for again until it has
-        caught up.
+        A tracker, other than the local log, that was too slow is not waited for again until it has caught up.
         """
         ends_s = time.monotonic() + timeout_s
         for lane in self._lanes():
@@ -148,27 +147,27 @@ class Output:
                 continue
             if lane is not self._local:
                 self._slow.add(lane)
-            self._notice(f"tracker {lane.name} did not take its rows within {timeout_s:.0f} s")
+            self._notice(f"tracker {lane.name} did not accept its rows within {timeout_s:.0f} s")
 
     def write_local(self, timeout_s: float) -> None:
-        """Have every tracker write, and wait for the local log alone: the process is about to end."""
+        """Flush every tracker, and wait for the local log only: the process is about to end."""
         for lane in self._lanes():
             lane.flush()
         if self._local is not None:
             self._local.wait_until_idle(timeout_s)
 
     def _finish_rows_of(self, lane: Lane) -> None:
-        """The program ends the run that this lane writes to: the last chance, so it is waited for again."""
+        """The program ends the run that this lane writes to: wait for it once more."""
         self._slow.discard(lane)
         self.finish_rows()
 
     def close(self, summarize: Callable[[], Mapping[str, Any]], timeout_s: float) -> None:
-        """Finish every tracker, and write the run beside the log with its summary, as it is after that."""
+        """Finish every tracker, then write the run file with the final summary."""
         ends_s = time.monotonic() + timeout_s
         summary: Mapping[str, Any] = {}
         try:
-            summary = redacted_data(summarize())  # errors of trackers may hold an address with a password
-        except Exception as error:  # the rows are finished all the same
+            summary = redacted_data(summarize())  # trackers' errors may contain a URL with a password
+        except Exception as error:  # the rows are finished anyway
             self._notice(f"the trackers get no summary: {one_line(error)}")
         lanes = [*self._lanes(), *self.other_files]
         for lane in lanes:
@@ -179,8 +178,8 @@ class Output:
             self._run_file.close(summarize(), _RUN_FILE_S)
 
     def lost(self) -> list[str]:
-        """What did not reach a tracker or a file, or is there no more, in words."""
-        gone = self._log.rows_gone
+        """Descriptions of what did not reach a tracker or a file, or was removed from it."""
+        removed = self._log.rows_removed
         files = [*([self._run_file] if self._run_file is not None else []), *self.other_files]
         return [
             *(
@@ -189,18 +188,18 @@ class Output:
                 if lane.lost_rows or lane.error
             ),
             *(
-                [f"{gone:,} rows that were in {self._log.path.name}: it was cut or overwritten"]
-                if gone
+                [f"{removed:,} rows that were in {self._log.path.name}: it was truncated or overwritten"]
+                if removed
                 else []
             ),
-            *(f"what {lane.name} should hold: {lane.error}" for lane in files if lane.error),
+            *(f"the content of {lane.name}: {lane.error}" for lane in files if lane.error),
         ]
 
     def _lanes(self) -> list[Lane]:
         return [*([self._local] if self._local is not None else []), *self._remote]
 
     def start(self, run_info: Mapping[str, Any]) -> None:
-        """Open the trackers, as the training begins: W&B must see what the user logs from the start."""
+        """Open the trackers when the training begins: the W&B tracker must see all that the user logs."""
         for tracker in self._wanted or ():
             self._open(tracker)
         run = self._run(run_info)
@@ -214,7 +213,7 @@ class Output:
             lane.start(run)
 
     def _open(self, wanted: str | Tracker) -> None:
-        """Put a tracker behind a lane; one that cannot be made is said and left out."""
+        """Give a tracker a lane; one that cannot be created is left out, with a warning."""
         name = wanted if isinstance(wanted, str) else type(wanted).__name__
         try:
             settings = {"address": self._config.prometheus_address} if wanted == "prometheus" else {}
@@ -225,7 +224,7 @@ class Output:
         lane = Lane(tracker, name, flush_every_s=_REMOTE_FLUSH_S, notice=self._notice)
         if isinstance(tracker, WandbTracker):
             if self._has_wandb:
-                self._notice(f"tracker {name} is left out: one for W&B is there already")
+                self._notice(f"tracker {name} is left out: there is already one for W&B")
                 return
             self._has_wandb = True
             tracker.before_end = lambda: self._finish_rows_of(lane)
@@ -248,7 +247,7 @@ class Output:
 def _wanted(
     trackers: Sequence[str | Tracker] | None, config: MonitorConfig
 ) -> tuple[str | Tracker, ...] | None:
-    """The trackers asked for, each once, None where nobody said; what is no tracker is an error already."""
+    """The requested trackers, each once; None if not configured. Raises if one is not a tracker."""
     if trackers is None:
         trackers = config.trackers
     if trackers is None:
@@ -266,5 +265,5 @@ def _wanted(
 
 
 def _wandb_is_active() -> bool:
-    """Whether the user has a W&B run open: it is used without being named."""
+    """Whether the user has a W&B run open: it is then used automatically."""
     return getattr(sys.modules.get("wandb"), "run", None) is not None

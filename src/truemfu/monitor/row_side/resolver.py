@@ -1,15 +1,14 @@
-"""The monitor's own thread: turns noted steps into rows once the device has passed them, in order.
+"""The monitor's thread: turns noted steps into rows in order, once the device has passed them.
 
     training thread ── StepNote ──► pending ──► resolver: time, FLOPs, values ──► a row ──► trackers' lanes
 
-It wakes every few seconds and does all that has come since, so that it takes Python's lock rarely. A step
-that ends a window of the hardware counters waits until they were read past it, unless somebody waits for its
-row; one whose FLOPs are to be counted waits until the training thread has done that. The training thread only
-appends to a queue of bounded length; if the resolver is held up, the oldest steps are dropped and counted as
-lost.
+It wakes every few seconds and processes all new steps, so that it rarely takes the GIL. A step that ends a
+window of the hardware counters waits until they were read past it, unless `finish_pending` waits for its row;
+a step whose FLOPs are being counted waits until the training thread has done that. The training thread only
+appends to a bounded queue; if the resolver falls behind, the oldest steps are dropped and counted as lost.
 
-The training thread sends the device values of a few seconds together. Where its next step does not come in
-time, they are sent from here (`send_held`), so that their steps are on disk ten seconds after.
+The training thread sends the device values of a few seconds together. If its next step does not come in time,
+they are sent from here (`send_held`), so that their steps are on disk within ten seconds.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from ..ranks.rank_link import RankLink
 from ..totals import Totals
 from ..training_side.batch_notes import BatchNote
 from ..training_side.between_steps import between
-from ..training_side.clock import CudaClock, HostClock, duration_s, leave_captures_alone
+from ..training_side.clock import CudaClock, HostClock, allow_queries_during_capture, duration_s
 from ..training_side.counts import Counts
 from ..training_side.datasets import dataset_metrics
 from ..training_side.hardware_watch import Cut
@@ -57,16 +56,16 @@ from .step_detail import StepDetails
 _MAX_PENDING = 10_000
 _WAKE_EVERY_S = 3.0
 _MOST_TOGETHER = 32
-"""So many rows are handed to the output at once, where more have come."""
+"""The most rows handed to the output at once."""
 _ARRIVES_S = 0.2
-"""After that, what was sent from the device will be here."""
+"""Values sent from the device have arrived after this time."""
 _FAILING_S = 1.0
 _POLL_S = 0.005
 _TAKE_DOWN_S = 0.1
 
 
 class _Row(NamedTuple):
-    """A step that is worked out."""
+    """A finished row."""
 
     metrics: dict[str, Any]
     amounts: StepAmounts
@@ -111,14 +110,14 @@ class Resolver:
         self._wake = Wake()
         self._stopping = False
         self.is_awaited = False
-        """Whether somebody waits for rows: none of them waits for the counters."""
+        """Whether `finish_pending` is waiting: rows then do not wait for the counters."""
         self._waits_for_counts = True
         self._taken = self._done = 0
         self._failing_since_s: float | None = None
         self.window, self.totals = Window(), Totals()
         self._last_amounts = self._last_executed = NOTHING
         self.lost_steps = 0
-        """Those that waited for too long."""
+        """Dropped because the queue was full."""
         self.failed_steps = 0
         self.own_time_s = 0.0
         self._is_log_read = False
@@ -127,7 +126,7 @@ class Resolver:
         self._thread.start()
 
     def put(self, note: StepNote) -> None:
-        """Hand a step over; never waits."""
+        """Enqueue a step; never waits."""
         self._taken += 1
         self._pending.append(note)
         if self._taken - self._done - self.lost_steps > _MAX_PENDING:
@@ -138,14 +137,14 @@ class Resolver:
             self.lost_steps += 1
 
     def wake(self) -> None:
-        """Work off now what has come, instead of in a few seconds."""
+        """Process new steps now instead of in a few seconds."""
         self._wake.set()
 
     def finish_pending(self, timeout_s: float, meanwhile: Callable[[], object] | None = None) -> bool:
-        """Wait until every step handed over so far is a row; False if that took longer than allowed.
+        """Wait until every step so far is a row; False if that takes longer than `timeout_s`.
 
-        `meanwhile` runs the counts that rows wait for; what it takes is not part of the time allowed. Without
-        it they have the estimate.
+        `meanwhile` runs the counts that rows wait for, and its time is not included in the limit. Without it
+        such rows have the estimate.
         """
         wanted = self._taken
         deadline = time.perf_counter() + timeout_s
@@ -170,10 +169,10 @@ class Resolver:
         self._wake.set()
         ends_s = time.perf_counter() + timeout_s
         while self._thread.is_alive() and (left_s := ends_s - time.perf_counter()) > 0:
-            # An impatient second Ctrl-C: ending Python now would abort the process from inside torch.
+            # A second Ctrl-C: ending Python now would abort the process from inside torch.
             with contextlib.suppress(KeyboardInterrupt):
                 self._thread.join(left_s)
-        # Joined is not gone: torch's state of the thread is taken down after that, and needs Python for it.
+        # After the join torch still destroys its thread state, which needs the interpreter.
         time.sleep(_TAKE_DOWN_S)
 
     def _fails_for_good(self, now_s: float) -> bool:
@@ -184,7 +183,7 @@ class Resolver:
         try:
             self._prepare()
         except BaseException as error:
-            self._notices(f"the monitor's thread could not be prepared: {one_line(error)}")
+            self._notices(f"the monitor's thread could not be set up: {one_line(error)}")
         is_sent = False
         while not self._stopping:
             began = time.thread_time()
@@ -193,31 +192,31 @@ class Resolver:
                 is_sent = self._send_held()
                 self._drain()
                 self._failing_since_s = None
-            except BaseException as error:  # the device does not answer, or a model's code wants to exit
+            except BaseException as error:  # the device fails, or the model's code raises SystemExit
                 self._failing_since_s = self._failing_since_s or time.perf_counter()
-                self._notices(f"steps cannot be worked out: {one_line(error)}")
+                self._notices(f"steps cannot be processed: {one_line(error)}")
             self.own_time_s += time.thread_time() - began
 
     def _prepare(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # else this thread would open a context on device 0
-            leave_captures_alone()
+            allow_queries_during_capture()
 
     @property
     def stranded_steps(self) -> int:
-        """Steps that will not become rows any more: the thread has ended before them."""
+        """Steps that will never become rows, since the thread has ended."""
         return 0 if self._thread.is_alive() else self._taken - self._done - self.lost_steps
 
     def _drain(self) -> None:
         self._counts.keep()
         self._is_log_read = False
-        with contextlib.suppress(Exception):  # a device that fails is said when a step cannot do without it
-            self._clock.look()
-        while self._work_off() == _MOST_TOGETHER:
+        with contextlib.suppress(Exception):  # a failing device causes a warning once a step needs it
+            self._clock.poll()
+        while self._process_ready() == _MOST_TOGETHER:
             pass
 
-    def _work_off(self) -> int:
-        """Work off the oldest steps that are ready, some of them together; how many those were."""
+    def _process_ready(self) -> int:
+        """Process the oldest ready steps, up to `_MOST_TOGETHER`; returns how many."""
         rows: list[_Row] = []
         taken = 0
         try:
@@ -240,7 +239,7 @@ class Resolver:
         return taken
 
     def _put(self, rows: Sequence[_Row]) -> None:
-        """Hand rows to the output, and add them up: those with the same amounts together."""
+        """Hand rows to the output, and add them to the totals: those with the same amounts together."""
         try:
             self._output.put_all(
                 [row.metrics for row in rows],
@@ -255,7 +254,7 @@ class Resolver:
             self._not_logged(error, len(rows))
 
     def _oldest_pending(self) -> StepNote | None:
-        """What is to be worked out next."""
+        """The next step to process."""
         if self._oldest is None:
             with contextlib.suppress(IndexError):
                 self._oldest = self._pending.popleft()
@@ -263,7 +262,7 @@ class Resolver:
 
     def _not_logged(self, error: BaseException, steps: int = 1) -> None:
         self.failed_steps += steps
-        self._notices(f"a step could not be worked out and is not logged: {one_line(error)}")
+        self._notices(f"a step could not be processed and is not logged: {one_line(error)}")
 
     def _is_ready(self, note: StepNote) -> bool:
         if not self._clock.has_passed(note.span.end):
@@ -282,12 +281,12 @@ class Resolver:
         )
 
     def _is_settled(self, states: States, batches: Sequence[BatchNote], *, measured: bool) -> bool:
-        """Whether no count is to come that a row should wait for."""
+        """Whether no pending count holds up the row."""
         is_settled = self._counting.is_settled(states, batches, measured=measured)
         return is_settled or not self._waits_for_counts
 
     def _waited_for_a_count(self, step: int, steps: int) -> bool:
-        """Whether another rank may have counted in this step, or right before it: this one waited then."""
+        """Whether another rank may have counted in or right before this step, so that this rank waited."""
         if self._ranks.world_size == 1:
             return False
         if not self._is_log_read:
@@ -295,7 +294,7 @@ class Resolver:
         return any(step - steps <= counted <= step for counted in self._counted_after)
 
     def _window_is_read(self, note: StepNote) -> bool:
-        """Whether the counters have told of the window that ends with this step, or need not."""
+        """Whether the counters were read past the window that ends with this step, or need not be."""
         if note.extras.cut is None or self.hardware is None or self.hardware.is_left_out or self.is_awaited:
             return True
         try:
@@ -305,10 +304,10 @@ class Resolver:
             return True
 
     def _row(self, note: StepNote) -> _Row:
-        """What a step comes to, in the order of steps."""
-        place, batches = note.place, note.batches
-        notes = [] if batches.is_missing else batches.notes  # some are no measure of the step
-        is_warmup = note.warmup or self._waited_for_a_count(*place)
+        """The row of a step; called in the order of steps."""
+        position, batches = note.position, note.batches
+        notes = [] if batches.is_missing else batches.notes  # some alone do not represent the step
+        is_warmup = note.warmup or self._waited_for_a_count(*position)
         counted = self._amounts(notes, self._counted(note, notes), warmup=is_warmup)
         mask_tokens = note.extras.mask_tokens
         if mask_tokens is not None and counted.useful_tokens is None:
@@ -317,11 +316,11 @@ class Resolver:
                 counted = replace(counted, tokens=mask_tokens, useful_tokens=mask_useful_tokens)
             else:
                 self._notices(
-                    f"attention_mask is not used where it does not fit, first at step {place.step}: it "
-                    f"has {mask_tokens:,} places and the step's micro-batches {counted.tokens:,} tokens",
+                    f"attention_mask is not used where it does not fit, first at step {position.step}: it "
+                    f"has {mask_tokens:,} positions and the step's micro-batches {counted.tokens:,} tokens",
                     about="attention_mask",
                 )
-        took = StepTime(place.steps, duration_s(note.span), *between(*note.gap))
+        took = StepTime(position.steps, duration_s(note.span), *between(*note.gap))
         if self.hardware is not None:
             detail = partial(self._details.of, note.states, notes, measured=note.measured)
             self._add_to_window(self.hardware, counted, took, note.extras.cut, detail)
@@ -329,7 +328,7 @@ class Resolver:
         if self._audit is not None and self._audit.wants(note):
             self._audit.write(self._counting, note)
         metrics: dict[str, Any] = {
-            "global_step": place.step,
+            "global_step": position.step,
             "training/loss": resolved(note.loss),
             "training/lr": resolved(note.learning_rate),
             "training/epoch": resolved(note.epoch),
@@ -337,7 +336,7 @@ class Resolver:
             **performance(amounts, took),
         }
         self._check(metrics)
-        is_detailed = self._details_are_due(place, note.span.end.host_s)
+        is_detailed = self._details_are_due(position, note.span.end.host_s)
         self.window.add_all([metrics])
         if is_detailed:
             metrics |= self._details_now()
@@ -355,7 +354,7 @@ class Resolver:
             self._notices(ABOVE_ONE)
 
     def _details_now(self) -> dict[str, Any]:
-        """What comes of several steps, after those that were taken in."""
+        """Metrics over several steps, up to this one."""
         row: dict[str, Any] = self.window.medians()
         if self.hardware is not None and self.hardware.latest is not None:
             row |= self.hardware.latest.metrics()
@@ -363,7 +362,7 @@ class Resolver:
         return row
 
     def _amounts(self, batches: Sequence[BatchNote], flops: StepFlops | None, *, warmup: bool) -> StepAmounts:
-        """What a step worked off: that of the last one, where nothing differs."""
+        """The amounts of a step; the last step's object if they are equal."""
         sized = _sized(batches)
         amounts = StepAmounts(
             samples=_sum([b.samples() for b in sized]),
@@ -382,8 +381,8 @@ class Resolver:
         executed = self._counting.with_executed(counted.flops, run_again=run_again)
         if run_again and executed is not None and executed.hardware_flops is None:
             self._notices(
-                "HFU is not known: a checkpoint around the whole model runs it again in the backward pass; "
-                "hybrid measures that, and profiler where the checkpoint is not reentrant"
+                "HFU is unknown: a checkpoint around the whole model runs it again in the backward pass; the "
+                "modes hybrid, and profiler if the checkpoint is not reentrant, measure that"
             )
         if executed is counted.flops:
             return counted
@@ -407,19 +406,19 @@ class Resolver:
         except Exception as error:
             self._leave_windows_out(hardware, error)
             return
-        if hardware.tells_executed:
+        if hardware.measures_executed:
             self._counting.executed_ratio = hardware.executed_ratio
 
     @property
     def notes(self) -> list[str]:
-        """What the figures rest on."""
+        """The assumptions behind the figures."""
         return [*self._counts.notes, *self._details.notes]
 
     def _leave_windows_out(self, hardware: HardwareWindows, error: Exception) -> None:
         hardware.leave_out()
-        if hardware.tells_executed:
+        if hardware.measures_executed:
             self._counting.executed_ratio = None
-        self._notices(f"the hardware counters are left out from now on: {one_line(error)}")
+        self._notices(f"the hardware counters are ignored from now on: {one_line(error)}")
 
     def _counted(self, note: StepNote, batches: Sequence[BatchNote]) -> StepFlops | None:
         flops = None if note.extras.given_flops is None else self._given(note, note.extras.given_flops)
@@ -433,7 +432,7 @@ class Resolver:
     def _given(self, note: StepNote, flops: float) -> StepFlops | None:
         first = next(iter(note.batches.notes), None)
         try:
-            return self._notices.among(
+            return self._notices.with_warnings_collected(
                 lambda: given_flops(
                     flops,
                     state=None if first is None else state_of(note.states, first),
@@ -450,14 +449,16 @@ class Resolver:
         if not batches:
             return None
         try:
-            return self._notices.among(lambda: self._counting.step(states, batches, measured=measured))
+            return self._notices.with_warnings_collected(
+                lambda: self._counting.step(states, batches, measured=measured)
+            )
         except Exception as error:  # the rest of the row is known
-            self._notices(f"the FLOPs of a step could not be worked out, so it has no MFU: {one_line(error)}")
+            self._notices(f"the FLOPs of a step could not be computed, so it has no MFU: {one_line(error)}")
             return None
 
 
 def _sized(batches: Sequence[BatchNote]) -> Sequence[BatchNote]:
-    """Those that tell the samples and tokens of a step: what was observed, else the first module's."""
+    """The batches that give a step's samples and tokens: the observed ones, else the first module's."""
     slots = [batch.template.slot for batch in batches]
     if None in slots:
         return [batch for batch in batches if batch.template.slot is None]
@@ -466,12 +467,12 @@ def _sized(batches: Sequence[BatchNote]) -> Sequence[BatchNote]:
 
 
 def _sum(values: list[Any]) -> Any:
-    """The sum of what every micro-batch has; None where one has none, or there is none."""
+    """The sum over all micro-batches; None if one is unknown, or there are none."""
     return None if not values or any(v is None for v in values) else sum(values)
 
 
 def peak_memory_bytes(device: torch.device) -> int | None:
-    """The most memory in use so far: the allocator's on CUDA, the process's on a CPU; None elsewhere."""
+    """The peak memory so far: the allocator's on CUDA, the process's on a CPU; None elsewhere."""
     if device.type == "cuda":
         stats = torch.cuda.memory.memory_stats_as_nested_dict(device)
         return int(stats["allocated_bytes"]["all"]["peak"])

@@ -1,10 +1,10 @@
-"""The run file beside the log: what is true of the run, and at its end the summary.
+"""The run file next to the log: the description of the run, and at its end the summary.
 
     start ─► what is known at the start
-    log   ─► what has become known with the first rows ─► flush: written, then once more with git's answer
+    log   ─► what is known with the first rows ─► flush: written, then again with the git commit
     finish ─► written with the summary
 
-It is a tracker behind a lane of its own: the run's folder may hang, and so may git.
+It is a tracker with its own lane: the run's folder may hang, and so may git.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ...provenance import command, library_versions, redacted_data
 
 
 class RunFile:
-    """A tracker that writes one JSON object, whole or not at all; a disk's error is said, and no more."""
+    """A tracker that writes one JSON object atomically; a disk error becomes a warning."""
 
     def __init__(self, path: Path, *, notice: Callable[[str], None]) -> None:
         self._path, self._notice = path, notice
@@ -29,20 +29,20 @@ class RunFile:
         self._is_new = False
 
     def start(self, run: Mapping[str, Any]) -> None:
-        """Make the folder and keep what is known of the run; nothing is written before its first row."""
+        """Create the folder and store the description of the run; it is written with the first row."""
         self._run = {"command": command(), **run}
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            self._notice(f"the output folder cannot be made, nothing is logged locally: {error}")
+            self._notice(f"the output folder cannot be created, nothing is logged locally: {error}")
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Take what has become known of the run."""
+        """Add to the description of the run."""
         self._run |= metrics
         self._is_new = True
 
     def flush(self) -> None:
-        """Write what is known, without git's answer where it has none yet, and then with it."""
+        """Write the description, first without the git commit if that is not known yet, then with it."""
         if not self._is_new:
             return
         self._is_new = False
@@ -52,7 +52,7 @@ class RunFile:
             self._write(self._run)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Write the run as it was at its end, and its summary."""
+        """Write the final description of the run, and its summary."""
         at_the_end = {key: summary.get(key, value) for key, value in self._run.items()}
         self._write({**at_the_end, "versions": library_versions(), "summary": summary})
 

@@ -1,7 +1,7 @@
-"""What a typical step is made of: dtypes, attention, tiles. Found once for each state of the model.
+"""The composition of a typical step: dtypes, attention, tiles. Found once for each state of the model.
 
-The count of one batch, kept by shape (`flops.step_work`). What cannot be found is None: the cross-check then
-expects no more than the count says.
+It is the count of one batch by shape (`flops.step_work`). Unknown values are None: the cross-check then
+expects just what was counted.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ _NOTHING = StepDetail()
 
 
 class StepDetails:
-    """Asks for the details of a step, and keeps those of the current state."""
+    """Finds the details of a step, and caches those of the current model state."""
 
     def __init__(
         self, counting: Counting, device: torch.device, audited_tiles: Mapping[Shape, float]
     ) -> None:
         self._counting, self._device, self._audited_tiles = counting, device, audited_tiles
         self.notes: dict[str, None] = {}
-        """What could not be found, each thing once."""
+        """What could not be found, each once."""
         self._of: ModelState | None = None
         self._detail = _NOTHING
 
     def of(self, states: States, notes: Sequence[BatchNote], *, measured: bool) -> StepDetail:
-        """The detail of steps in this state, by the first micro-batch; nothing where models are several."""
+        """The detail of steps in this state, from the first micro-batch; empty with several models."""
         slots = {note.template.slot for note in notes}
         state = state_of(states, notes[0]) if len(slots) == 1 else None
         if state is None:
@@ -54,7 +54,7 @@ class StepDetails:
         if measured and not self._counting.estimates_only:
             found = self._counting.by_shape(state, note)
             if isinstance(found, str):
-                self.notes[f"the cross-check expects neither tiles nor skipped blocks: {found}"] = None
+                self.notes[f"the cross-check does not account for tiles and skipped blocks: {found}"] = None
             else:
                 work = found
         return detail_of(count, work, self._capability(), self._sm_count(), self._audited_tiles)
@@ -75,7 +75,7 @@ def detail_of(
     sm_count: int | None,
     audited_tiles: Mapping[Shape, float],
 ) -> StepDetail:
-    """A count, and the same by shape where there is one, as shares."""
+    """A count, and its work by shape if known, as shares."""
     detail = StepDetail(
         dtype_shares={dtype: flops / count.model_flops for dtype, flops in count.by_dtype.items() if flops},
         uncounted=count.uncounted,

@@ -1,4 +1,4 @@
-"""A hook on a model: what tells the monitor of each forward pass, and leaves no trace behind."""
+"""A hook on a model that reports each forward pass to the monitor and can be removed completely."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from ...torch_private.watching import CALL, compiled_call
 from .batch_notes import Batch
 
 _is_compiling = torch.compiler.is_compiling
-"""Also while a model is exported; dynamo takes it for true."""
+"""Also true while a model is exported; dynamo traces it as true."""
 _is_grad_enabled = torch.is_grad_enabled
 
 
 class _BatchHook:
-    """Before a forward pass: `seen` gets its batch if it is one of training.
+    """Before a forward pass: `seen` gets its batch if gradients are enabled.
 
-    A batch that cannot be given back to the model by name or by place alone is seen as None. Copies of the
-    model (an averaged one, a saved one) carry a hook that does nothing. So does compiled code, where a hook
-    would become part of the graph.
+    A batch that cannot be passed to the model by name alone or by position alone is seen as None. Copies of
+    the model (an averaged one, a saved one) carry a hook that does nothing. So does compiled code, where a
+    hook would become part of the graph.
     """
 
     _truemfu_skip = True
@@ -63,8 +63,8 @@ class _BatchHook:
 class Attachment:
     """A hook on a model: `seen` gets each training batch, `evaluated` is called without gradients.
 
-    A model that `Module.compile` has compiled calls no hook, or has it compiled with itself. It is watched in
-    the place where torch keeps what that has made of a model, and which copies and saved models leave out.
+    A model compiled by `Module.compile` calls no hook, or compiles it too. There the attribute in which torch
+    stores the compiled call is wrapped; copies and saved models do not include that attribute.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Attachment:
         self._watch(model)
 
     def follow(self) -> bool:
-        """Watch the model where it is called now; whether it was compiled since it was last watched."""
+        """Watch the compiled call of a model that was compiled since; whether it was."""
         model = self._model()
         if model is None or compiled_call(model) in (None, self._watching):
             return False
@@ -95,7 +95,7 @@ class Attachment:
             model.__dict__[CALL] = self._watching
 
     def _leave(self, model: nn.Module) -> None:
-        """Let the model be called as if nobody watched; what somebody else has put there stays."""
+        """Remove the hook or wrapper, unless other code has replaced it."""
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
@@ -111,7 +111,7 @@ class Attachment:
 
 
 def _watching(compiled: Callable[..., Any], hook: _BatchHook) -> Callable[..., Any]:
-    """The call of a model that is compiled, whose hooks would be compiled with it."""
+    """A compiled model's call with the hook before it, outside of the compiled code."""
 
     @functools.wraps(compiled)
     def watching(*args: Any, **kwargs: Any) -> Any:
@@ -122,10 +122,10 @@ def _watching(compiled: Callable[..., Any], hook: _BatchHook) -> Callable[..., A
 
 
 def _positional_names(model: nn.Module) -> tuple[str, ...] | None:
-    """The names of a forward's positional arguments; None where they have none, or any number."""
+    """The names of a forward's positional arguments; None if some have no name, or with *args."""
     try:
         parameters = list(inspect.signature(model.forward).parameters.values())
-    except ValueError:  # a traced model's forward tells nothing
+    except ValueError:  # a traced model's forward has no signature
         return None
     if any(p.kind in (p.VAR_POSITIONAL, p.POSITIONAL_ONLY) for p in parameters):
         return None

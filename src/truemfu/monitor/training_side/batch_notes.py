@@ -1,9 +1,9 @@
 """What each forward pass was given, noted on the training thread in microseconds.
 
 A note keeps no tensor of the batch alive. Batches of one shape share a `Template`: names, shapes and dtypes
-as tensors without data, and the integers of the first such batch, which a count may look at (placeholders of
-images, special tokens). What decides the work of a batch beyond its shape (packed documents, image grids) is
-copied to the host for each batch, asynchronously.
+as tensors without data, and the integers of the first such batch, which a count may read (image
+placeholders, special tokens). Values that determine the work of a batch beyond its shape (packed documents,
+image grids) are copied to the host for each batch, asynchronously.
 """
 
 from __future__ import annotations
@@ -32,38 +32,38 @@ _SHAPES_SHOWN = 8
 _DEEPEST = 4
 _VALUE_KEYS = frozenset({*CUMULATIVE, *GRIDS, "position_ids"})
 Batch = Mapping[Any, Any]
-"""A batch by name, or by place for a forward that takes any number of positional arguments."""
-Place = tuple[Any, ...]
-"""Where in a batch a tensor is: its key, after those of the mappings around it."""
+"""A batch by name, or by position for a forward that takes any number of positional arguments."""
+KeyPath = tuple[Any, ...]
+"""The keys that lead to a tensor in a batch, through nested mappings."""
 _PLAIN = (int, float, str, bool, type(None))
 _Tensor = torch.Tensor
-_UNTOLD = (
-    "a batch cannot be told to a count, so its step has no MFU: it holds nested tensors or objects with "
-    "tensors in them, is inside vmap or its kin, or mixes arguments by place and by name in a forward that "
-    "takes any"
+_UNSUPPORTED_BATCH = (
+    "cannot count this batch, so its step has no MFU: nested tensors, objects that contain tensors, vmap and "
+    "other functorch transforms, and positional mixed with keyword arguments to a forward(*args, **kwargs) "
+    "are not supported"
 )
-_TOO_MANY = "a step has too many micro-batches to note, and no MFU: is log_step called for each?"
+_TOO_MANY = "a step has too many micro-batches, so it has no MFU: is log_step called once per step?"
 
 
 @dataclass(eq=False)
 class Template:
-    """Everything batches of one shape have in common."""
+    """What all batches of one shape have in common."""
 
     batch: dict[str | int, Any]
-    """Names (or places) to tensors without data, to host copies of the first batch, or to plain values."""
-    value_places: tuple[Place, ...]
-    mask_place: Place | None
+    """Names (or positions) to tensors without data, to host copies of the first batch, or to plain values."""
+    value_paths: tuple[KeyPath, ...]
+    mask_path: KeyPath | None
     shapes: dict[str, list[int]]
     samples: int | None
     tokens: int | None
     autocast: AutocastState
     slot: int | None = field(default=0)
-    """Which model's batch it is, and in which condition; None where it tells samples and tokens alone."""
+    """The watched module, and whether it is frozen; None for a batch that gives only samples and tokens."""
     model: str | None = field(default=None)
-    """The model's name where several are watched."""
+    """The model's name, if several are watched."""
     values_ready: bool = field(default=False)
-    asked_for: int | None = field(default=None)
-    """The number of the model's state in which such a batch was last asked to be counted."""
+    requested_for: int | None = field(default=None)
+    """The number of the model state for which a count of such a batch was last requested."""
 
     def ready(self) -> bool:
         """Whether all values of the first such batch have arrived."""
@@ -71,35 +71,35 @@ class Template:
             value.ready() for value in tree_leaves(self.batch) if isinstance(value, HostCopy)
         )
 
-    def example(self, values: Mapping[Place, torch.Tensor]) -> Any:
+    def example(self, values: Mapping[KeyPath, torch.Tensor]) -> Any:
         """A batch to count, with these values, as the model takes it."""
         if not self.values_ready:
             self.batch = tree_map(lambda v: v.get() if isinstance(v, HostCopy) else v, self.batch)
             self.values_ready = True
         batch: Batch = self.batch
-        for place, value in values.items():
-            batch = _with(batch, place, value)
+        for path, value in values.items():
+            batch = _with(batch, path, value)
         return tuple(batch.values()) if 0 in batch else batch
 
 
 @dataclass(eq=False)
 class BatchNote:
-    """One micro-batch: its template, the values that decide its work, and how many tokens are no padding."""
+    """One micro-batch: its template, the values that determine its work, and its tokens without padding."""
 
     template: Template
-    values: Mapping[Place, torch.Tensor | Held]
+    values: Mapping[KeyPath, torch.Tensor | Held]
     useful_tokens: Number
 
     def ready(self) -> bool:
-        """Whether everything noted can be read without waiting."""
+        """Whether all values can be read without waiting."""
         return is_there(self.useful_tokens) and all(
             not isinstance(value, Held) or value.ready() for value in self.values.values()
         )
 
     def samples(self) -> int | None:
-        """Rows of the batch, or its documents where rows are packed; None where they are not known.
+        """Rows of the batch, or its documents if rows are packed; None if unknown.
 
-        A document of a single token is padding: there is nothing in it to predict.
+        A document of a single token is padding: it has nothing to predict.
         """
         if not self.values:
             return self.template.samples
@@ -110,7 +110,7 @@ class BatchNote:
         return sum(length > 1 for row in documents for length in row)
 
     def example(self) -> Any:
-        """A batch to count; None where its values were overwritten before they could be read."""
+        """A batch to count; None if its values were overwritten before they could be read."""
         if not self.values:
             return self.template.example(self.values)  # type: ignore[arg-type]
         found = {}
@@ -128,7 +128,7 @@ class StepBatches(NamedTuple):
 
     notes: list[BatchNote]
     is_missing: bool
-    """Whether there were more than are noted."""
+    """Whether some micro-batches could not be noted."""
     run_again: bool
     """Whether the whole model ran again in the backward pass."""
 
@@ -136,11 +136,11 @@ class StepBatches(NamedTuple):
 class BatchNotes:
     """Turns batches into notes; lives on the training thread.
 
-    Between two forward passes the processor's caches hold other things, and each object and function that is
-    touched costs more than what is done with it; so a batch like the last touches few.
+    Between two forward passes the processor's caches are evicted, so touching an object or function costs
+    more than the work done with it; a batch like the last touches few.
 
-    `values_matter` tells whether the first batch of every shape keeps its integers, not only that of every
-    kind.
+    `values_matter`: whether the first batch of every shape keeps its integers, not only the first of every
+    kind (names, dimensions and dtypes).
     """
 
     def __init__(
@@ -151,20 +151,20 @@ class BatchNotes:
     ) -> None:
         self._values, self._notice, self._values_matter = values, notice, values_matter
         self._is_blind = not (detects_backward() and detects_functorch())
-        """Whether a batch in a vmap, or a second run of the first, cannot be told from others."""
+        """Whether batches inside vmap, or in a second run of the forward, cannot be recognised."""
         self._templates: OrderedDict[Any, Template] = OrderedDict()
         self._kinds: set[Any] = set()
         self._last_signature: list[Any] = []
         self._last_template: Template | None = None
         self._last_bare: BatchNote | None = None
-        """The note of the last batch, where it tells nothing that others of its template have not too."""
+        """The note of the last batch, if it has no values beyond its template, so that it can be reused."""
         self._last_step = StepBatches([], is_missing=False, run_again=False)
         self._last_noted = self._last_step.notes
         self._noted: list[BatchNote] = []
         self._noted_in_backward: list[BatchNote] = []
         self._is_incomplete = False
         self.has_notes = False
-        """Whether the step under way has a micro-batch yet."""
+        """Whether the current step has a micro-batch yet."""
 
     def note(
         self,
@@ -174,24 +174,24 @@ class BatchNotes:
         *,
         in_backward: bool = False,
     ) -> bool:
-        """Note one micro-batch of the step under way; False where that cannot be done, which is said.
+        """Note one micro-batch of the current step; False, with a warning, if it is not supported.
 
-        Nested tensors have no shape to go by, and inside vmap and its kin a shape is not the whole one. A
-        checkpoint around the model runs it again in the backward pass; one that is reentrant ran it without
-        gradients before, and then this is the only run that is seen.
+        Nested tensors have no fixed shape, and inside vmap a tensor does not show its batch dimension. A
+        checkpoint around the model runs it again in the backward pass; a reentrant one first ran it without
+        gradients, so the second run is the only one that is seen.
         """
         if batch is None or self._is_blind or functorch_level() is not None:
-            return self._not_noted(_UNTOLD)
+            return self._not_noted(_UNSUPPORTED_BATCH)
         signature: list[Any] = [slot, model, is_any_autocast() and _autocast_dtypes()]
         try:
             for key, value in batch.items():
-                kind = type(value)
-                if kind is _Tensor:
+                cls = type(value)
+                if cls is _Tensor:
                     signature += key, value.shape, value.dtype, value.requires_grad
                 else:
-                    signature += key, kind, value if kind in _PLAIN else _nested_signature(value)
-        except Exception:  # an argument may do anything when it is looked at, or contain itself
-            return self._not_noted(_UNTOLD)
+                    signature += key, cls, value if cls in _PLAIN else _nested_signature(value)
+        except Exception:  # an argument may raise when it is read, or contain itself
+            return self._not_noted(_UNSUPPORTED_BATCH)
         template = self._last_template
         if template is None or signature != self._last_signature:
             template = self._template(tuple(signature), batch, slot, model)
@@ -221,11 +221,11 @@ class BatchNotes:
         return template
 
     def shapes(self) -> list[dict[str, list[int]]]:
-        """The shapes of the tensors of the batches so far, the latest few kinds of them."""
+        """The tensor shapes of the batches so far, the latest few different ones."""
         return [template.shapes for template in list(self._templates.values())[-_SHAPES_SHOWN:]]
 
     def take(self) -> StepBatches:
-        """The notes of the step that ends now: those of the last one where they are the same."""
+        """The notes of the step that ends now; the same object as for the last step if they are equal."""
         noted, in_backward, is_missing = self._noted, self._noted_in_backward, self._is_incomplete
         self.has_notes = False
         if noted == self._last_noted and not (in_backward or is_missing):
@@ -242,19 +242,21 @@ class BatchNotes:
         return found
 
     def _new_note(self, batch: Batch, template: Template) -> BatchNote:
-        mask = template.mask_place
-        if mask is None and not template.value_places:
+        mask = template.mask_path
+        if mask is None and not template.value_paths:
             self._last_bare = BatchNote(template, {}, None)
             return self._last_bare
-        values = {place: self._values.values(place[-1], _at(batch, place)) for place in template.value_places}
+        values = {path: self._values.values(path[-1], _at(batch, path)) for path in template.value_paths}
         return BatchNote(template, values, None if mask is None else self._values.tokens_in(_at(batch, mask)))
 
     def _new_template(
         self, batch: Batch, autocast: AutocastState, slot: int | None, model: str | None
     ) -> Template:
-        """A template; the first of its kind holds the batch's integers too, which a count may look at."""
-        looks = tuple((k, v.dim(), v.dtype) if isinstance(v, torch.Tensor) else k for k, v in batch.items())
-        kind = (slot, looks)
+        """A template; the first of its kind also holds the batch's integers, which a count may read."""
+        arguments = tuple(
+            (k, v.dim(), v.dtype) if isinstance(v, torch.Tensor) else k for k, v in batch.items()
+        )
+        kind = (slot, arguments)
         is_first, keeps_integers = kind not in self._kinds, self._values_matter()
         self._kinds.add(kind)
         example: dict[str | int, Any] = {}
@@ -266,16 +268,16 @@ class BatchNotes:
             else:
                 example[key] = value.to("meta")
         samples, tokens = _extent(batch)
-        places = list(_tensor_places(batch))
+        paths = list(_tensor_paths(batch))
         masks = [
-            place for place in places if place[-1] == "attention_mask" and _is_mask(_at(batch, place), tokens)
+            path for path in paths if path[-1] == "attention_mask" and _is_mask(_at(batch, path), tokens)
         ]
         return Template(
             batch=example,
-            value_places=tuple(
-                place for place in places if place[-1] in _VALUE_KEYS and _has_values(_at(batch, place))
+            value_paths=tuple(
+                path for path in paths if path[-1] in _VALUE_KEYS and _has_values(_at(batch, path))
             ),
-            mask_place=masks[0] if masks else None,
+            mask_path=masks[0] if masks else None,
             shapes={str(k): list(v.shape) for k, v in batch.items() if isinstance(v, torch.Tensor)},
             samples=samples,
             tokens=tokens,
@@ -285,21 +287,21 @@ class BatchNotes:
         )
 
 
-def by_name_or_place(batch: Mapping[str, Any] | Sequence[Any] | torch.Tensor) -> Batch | None:
-    """A batch as a model takes it; None where it cannot be read."""
+def by_name_or_position(batch: Mapping[str, Any] | Sequence[Any] | torch.Tensor) -> Batch | None:
+    """A batch as a mapping of names or positions; None if it cannot be read."""
     if isinstance(batch, torch.Tensor):
         batch = (batch,)
     try:
         return batch if isinstance(batch, Mapping) else dict(enumerate(batch))
-    except Exception:  # a sequence of the caller's own may do anything
+    except Exception:  # a custom sequence may raise anything
         return None
 
 
-def _tensor_places(batch: Batch) -> Iterator[Place]:
-    """Where a batch has tensors, also in the mappings that it holds."""
+def _tensor_paths(batch: Batch) -> Iterator[KeyPath]:
+    """The key paths of a batch's tensors, nested mappings included."""
     for key, value in batch.items():
         if isinstance(value, Mapping):
-            yield from ((key, *inner) for inner in _tensor_places(value))
+            yield from ((key, *inner) for inner in _tensor_paths(value))
         elif isinstance(value, torch.Tensor):
             yield (key,)
 
@@ -309,26 +311,26 @@ def _is_mask(tensor: torch.Tensor, tokens: int | None) -> bool:
 
 
 def _has_values(tensor: torch.Tensor) -> bool:
-    """Whether a count may look at more than its shape: integers, and not too many."""
+    """Whether a count may read its values: integers, and not too many."""
     is_number = tensor.is_floating_point() or tensor.is_complex()
     return not is_number and tensor.nbytes <= _MAX_VALUE_BYTES
 
 
-def _at(batch: Batch, place: Place) -> Any:
+def _at(batch: Batch, path: KeyPath) -> Any:
     value: Any = batch
-    for key in place:
+    for key in path:
         value = value[key]
     return value
 
 
-def _with(batch: Batch, place: Place, value: torch.Tensor) -> Batch:
-    """The batch with another tensor in this place."""
-    key, *inner = place
+def _with(batch: Batch, path: KeyPath, value: torch.Tensor) -> Batch:
+    """The batch with another tensor at this key path."""
+    key, *inner = path
     return {**batch, key: _with(batch[key], tuple(inner), value) if inner else value}
 
 
 def _nested_signature(value: Any) -> tuple[Any, ...]:
-    """What tells arguments apart that are no plain tensors but may be or hold some."""
+    """The signature of an argument that is not a plain tensor but may be a subclass or contain tensors."""
     if isinstance(value, torch.Tensor):
         return _tensor_signature(value)
     leaves, structure = tree_flatten(value)
@@ -352,7 +354,7 @@ def _tensor_signature(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _holds_tensors(value: Any, depth: int = _DEEPEST) -> bool:
-    """Whether there is a tensor in an object, its attributes or theirs."""
+    """Whether an object or its attributes, a few levels deep, contain a tensor."""
     if isinstance(value, torch.Tensor):
         return True
     if isinstance(value, (*_PLAIN, type)) or not depth:
@@ -368,7 +370,7 @@ def _holds_tensors(value: Any, depth: int = _DEEPEST) -> bool:
 
 
 def _without_data(value: Any) -> Any:
-    """A tensor inside an argument: its integers on their way to the host, or its shape alone."""
+    """A tensor of an argument: a started host copy of integers, else only its shape."""
     if not isinstance(value, torch.Tensor):
         return value
     if not _has_values(value):
@@ -378,7 +380,7 @@ def _without_data(value: Any) -> Any:
 
 
 def _autocast_dtypes() -> tuple[torch.dtype | None, ...]:
-    """What autocast does on this thread, where it is on: as much of it as tells states apart."""
+    """Autocast's dtypes on this thread, enough to distinguish its states."""
     return tuple(
         torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         for device in ("cuda", "cpu")
@@ -386,7 +388,7 @@ def _autocast_dtypes() -> tuple[torch.dtype | None, ...]:
 
 
 def _extent(batch: Batch) -> tuple[int | None, int | None]:
-    """Samples and tokens of a batch; a picture has no tokens, and what has no tensor has neither."""
+    """Samples and tokens of a batch; images have no tokens, and a batch without tensors has neither."""
     for key, dims in (("input_ids", 2), ("inputs_embeds", 3)):
         tensor = batch.get(key)
         if isinstance(tensor, torch.Tensor) and tensor.dim() == dims:
@@ -397,6 +399,6 @@ def _extent(batch: Batch) -> tuple[int | None, int | None]:
         return _extent(inner[0]) if len(inner) == 1 else (None, None)
     first = tensors[0]
     if first.dim() == 1 and "input_ids" in batch and any(key in batch for key in CUMULATIVE):
-        return None, int(first.numel())  # one row of documents: nobody says what a sample is
+        return None, int(first.numel())  # one row of documents: the number of samples is unknown here
     is_tokens = first.dim() == 2 and not first.is_floating_point()
     return int(first.shape[0]), int(first.numel()) if is_tokens else None

@@ -3,10 +3,10 @@
     log_step ─ evaluation, checkpoint ─ ⟨next batch⟩ ─► forward pass ─ ⟨next batch⟩ ─► forward pass …
                other, between steps     data wait                      data wait
 
-Known to be data wait is the time in a loader's `next` on the training thread: of a loader that was given to
-`monitor.data`, or of any DataLoader of torch's. The latter is an evaluation's own where gradients are
-disabled or a forward pass without gradients follows. Everything else is "other, between steps": a slow
-generator of batches looks the same from here as a checkpoint that is written.
+Data wait is the time in a loader's `next` on the training thread, for loaders passed to `monitor.data` and
+for torch's DataLoaders. The wait for a DataLoader belongs to an evaluation if gradients are disabled or a
+forward pass without gradients follows. Everything else is "other, between steps": a slow generator of batches
+cannot be distinguished from writing a checkpoint.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 _MOST_WAITS = 64
-"""That are kept apart in one step; more than that are added up."""
+"""Waits stored separately per step; further ones are added to the last."""
 _now_s = time.perf_counter
 _thread = threading.get_ident
 _is_grad_enabled = torch.is_grad_enabled
@@ -31,20 +31,20 @@ class Wait(NamedTuple):
     ended_s: float
     seconds: float
     is_given: bool
-    """Whether the loader was given to the monitor as the training's."""
+    """Whether the loader was passed to `monitor.data`."""
 
 
 class Between(NamedTuple):
-    """What is known of the time before and between a step's forward passes; None for what is not."""
+    """The time before and between a step's forward passes; None where unknown."""
 
     data_wait_s: float | None = None
     other_s: float | None = None
     forwards: int = 0
-    """Forward passes without gradients before the step's first with them."""
+    """Forward passes without gradients before the step's first one with gradients."""
 
 
 def between(end_s: float | None, first_s: float | None, waits: Sequence[Wait], forwards: int) -> Between:
-    """Of a step that follows one that ended at `end_s`, and whose first forward pass began at `first_s`."""
+    """For a step after one that ended at `end_s`, with its first forward pass at `first_s`."""
     data_wait_s = sum(wait.seconds for wait in waits) if waits else None
     if end_s is None or first_s is None:
         return Between(data_wait_s)
@@ -53,11 +53,11 @@ def between(end_s: float | None, first_s: float | None, waits: Sequence[Wait], f
 
 
 Gap = tuple[float | None, float | None, Sequence[Wait], int]
-"""What was seen of a step, as `between` takes it."""
+"""The arguments of `between` for one step."""
 
 
 class BetweenSteps:
-    """Lives on the training thread; what other threads wait for or run is not the step's."""
+    """Lives on the training thread; waits and forward passes of other threads are ignored."""
 
     __slots__ = (
         "_began_s",
@@ -75,9 +75,9 @@ class BetweenSteps:
         self.thread = _thread()
         self.is_paused = False
         self.end_s: float | None = None
-        """When the last `log_step` was over, of whatever step, less the pauses since."""
+        """When the last `log_step` returned, plus the pauses since."""
         self.first_s: float | None = None
-        """When the first forward pass of the step under way began, where that is known."""
+        """When the first forward pass of the current step began, if known."""
         self.last_s: float | None = None
         self.waits: list[Wait] = []
         self.forwards = 0
@@ -85,7 +85,7 @@ class BetweenSteps:
         self._began_s = 0.0
 
     def wait_begins(self) -> None:
-        """A loader is asked for its next batch; one inside another counts once."""
+        """A loader's `next` begins; a loader inside another is counted once."""
         if _thread() != self.thread:
             return
         self._depth += 1
@@ -93,7 +93,7 @@ class BetweenSteps:
             self._began_s = _now_s()
 
     def wait_ends(self, *, has_batch: bool, is_given: bool = False) -> None:
-        """It has answered; without a batch (its end, an error) that was no wait for data."""
+        """It has returned; without a batch (exhausted, an error) that was not a wait for data."""
         if _thread() != self.thread or not self._depth:
             return
         self._depth -= 1
@@ -127,7 +127,7 @@ class BetweenSteps:
             ]
 
     def take(self) -> Gap:
-        """What was seen of the step that ends now; the next one begins."""
+        """The gap of the step that ends now; the next one begins."""
         gap = self.end_s, self.first_s, self.waits, self.forwards
         self.first_s = self.last_s = None
         self.forwards = self._depth = 0

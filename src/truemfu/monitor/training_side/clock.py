@@ -4,16 +4,16 @@
         mark ────────────── pause ⟨mark … mark⟩ ──────────────► mark
 
 A step lasts from the mark before it to its own, less the pauses in between. On CUDA a mark is a timing event
-that nobody waits for: its time is asked for later, by another thread, once it has passed. Elsewhere work ends
-when its call returns, and a mark is the host's clock.
+without a wait: another thread reads its time later, once it has passed. Elsewhere work ends when its call
+returns, and a mark is the host's clock.
 
-Where the device waits for the host, recording an event on every step is felt, and tells nothing that the
-host's clock does not. So while the device keeps up and the two agree on how long steps take, one mark in four
-seconds has an event; those between are placed by the host's clock, stretched so that from event to event the
-time is the device's:
+Where the device waits for the host, an event on every step costs measurable time and adds nothing to the
+host's clock. So while the device keeps up and both clocks agree on the length of steps, one mark in four
+seconds has an event; those between are interpolated by the host's clock, scaled to the device's time between
+the events:
 
-    event ── · ── · ── · ── · ── event      2 % apart in the mean of 32 steps, less than a quarter step behind
-    event ─ event ─ event ─ event ─ event   until that is known, and as soon as it is not so any more
+    event ── · ── · ── · ── · ── event      while both differ by < 2 % over 32 steps, lag < a quarter step
+    event ─ event ─ event ─ event ─ event   until that is known, and as soon as it is no longer true
 """
 
 from __future__ import annotations
@@ -36,61 +36,61 @@ from ...torch_private.watching import current_stream_data
 
 _CAPTURE_MODE_RELAXED = 2
 _EVENT_EVERY_S = 4.0
-"""Rows wait for the next event, and are to be on disk ten seconds after their step."""
+"""Rows wait for the next event, and must be on disk ten seconds after their step."""
 _STEPS_TO_AGREE = 32
-_APART = 0.02
-"""What host and device may differ by in the length of a step, on average."""
+_MAX_DIFFERENCE = 0.02
+"""The largest mean difference between host and device in the length of a step."""
 _LAG_IN_STEPS = 0.25
-"""How far the device may be behind the host: further, and a long step would be taken for a later one."""
+"""The largest lag of the device behind the host; beyond it times would go to the wrong steps."""
 _LAG_CHANGE_IN_STEPS = 0.25
-"""By how much it may fall behind, or get ahead, while not every step has an event."""
-_BOTH = "CUDA events, the host's clock between them while both agree"
+"""The largest change of the lag while not every step has an event."""
+_EVENTS_AND_HOST_CLOCK = "CUDA events, the host's clock between them while both agree"
 _MAX_EVENTS = 20_000
-"""More than the steps that wait to be worked out, should nobody ask for them."""
+"""More than the number of pending steps, if marks are never read."""
 
 
 class Mark:
-    """A moment: when the host was there, and the device, once the event beside it tells."""
+    """A moment: its host time, and its device time once the event has passed."""
 
     __slots__ = ("device_s", "event", "host_s", "steps")
 
     def __init__(self, host_s: float, event: torch.cuda.Event | None, device_s: float | None = None) -> None:
         self.host_s, self.event, self.device_s = host_s, event, device_s
         self.steps: int | None = None
-        """How many steps have ended by then, where one ends here; on marks with an event alone."""
+        """How many steps have ended by then, if one ends here; only on marks with an event."""
 
 
 class HostClock:
-    """Marks of the host's clock, for devices whose work is done when the call returns."""
+    """Marks by the host's clock, for devices whose work is done when the call returns."""
 
     source = "host clock"
     due_s = 0.0
 
     def mark(self, now_s: float) -> Mark:
-        """This moment; whether a step ends in it makes no difference."""
+        """This moment; steps and other moments are the same here."""
         return Mark(now_s, None, now_s)
 
     moment = mark
 
-    def from_elsewhere(self) -> AbstractContextManager[bool]:
-        """For another thread than the training's: whether it may mark moments inside."""
+    def on_other_thread(self) -> AbstractContextManager[bool]:
+        """For a thread other than the training thread: whether it may create marks inside."""
         return contextlib.nullcontext(True)
 
     def skipped(self, steps: int) -> None:
-        """So many steps ended without a mark."""
+        """This many steps ended without a mark."""
 
-    def look(self) -> None:
-        """See how far the device is: always here."""
+    def poll(self) -> None:
+        """Nothing to do: every mark has passed."""
 
     def has_passed(self, mark: Mark) -> bool:
-        """Whether the device has got as far as this mark."""
+        """Whether the device has reached this mark."""
         return True
 
 
 class CudaClock:
-    """Marks on a CUDA device's timeline; events are used again, so their number stays small.
+    """Marks on a CUDA device's timeline; events are reused, so their number stays small.
 
-    `mark` is for the training thread, the rest for one other, which asks for marks in their order.
+    `mark` is for the training thread, the rest for one other thread, which reads marks in their order.
     """
 
     source = "CUDA events"
@@ -102,32 +102,32 @@ class CudaClock:
         self._stream_data: tuple[int, int, int] | None = None
         self._marked_s = self._every_s = 0.0
         self.due_s = 0.0
-        """From when on a mark should have an event again; `mark` gives it one in any case."""
+        """When a mark needs an event again; `mark` always gives it one."""
         self._steps = 0
         self._with_event: deque[Mark] = deque(maxlen=_MAX_EVENTS)
         self._next: Mark | None = None
         self._reached: deque[Mark] = deque(maxlen=_MAX_EVENTS)
-        """Events that have passed, from the last one before the next mark that will be asked for."""
-        self._apart: deque[float] = deque(maxlen=_STEPS_TO_AGREE)
+        """Marks whose events have passed, from the last one before the next mark to be read."""
+        self._differences: deque[float] = deque(maxlen=_STEPS_TO_AGREE)
         self._steps_s: deque[float] = deque(maxlen=_STEPS_TO_AGREE)
         self._step_s = self._behind_s = 0.0
         self._lag_s = math.inf
-        """The device was seen no further behind than this; not known while it is behind."""
+        """The smallest observed upper bound of the device's lag."""
 
     def mark(self, now_s: float) -> Mark:
-        """A moment in the work that is queued on the current stream, in which a step ends."""
+        """The current position in the stream's queue, where a step ends."""
         self._steps += 1
         return self._marked(now_s, self._steps)
 
     def moment(self, now_s: float) -> Mark:
-        """A moment in which no step ends."""
+        """The current position in the stream's queue, where no step ends."""
         return self._marked(now_s, None)
 
     @contextlib.contextmanager
-    def from_elsewhere(self) -> Iterator[bool]:
-        """For another thread than the training's: whether it may mark moments inside.
+    def on_other_thread(self) -> Iterator[bool]:
+        """For a thread other than the training thread: whether it may create marks inside.
 
-        What it queues there goes behind the training's work. A stream that is being captured is left alone.
+        Its work is queued after the training's. A stream that is being captured is not touched.
         """
         if self._stream is None:
             yield False
@@ -136,7 +136,7 @@ class CudaClock:
             yield not torch.cuda.is_current_stream_capturing()
 
     def skipped(self, steps: int) -> None:
-        """So many steps ended without an event."""
+        """This many steps ended without an event."""
         self._steps += steps
 
     def _marked(self, now_s: float, steps: int | None) -> Mark:
@@ -147,10 +147,10 @@ class CudaClock:
         return mark
 
     def has_passed(self, mark: Mark) -> bool:
-        """Whether the device has got as far as this mark, and its time is known."""
+        """Whether the device has reached this mark, and its time is known."""
         reached = self._reached
         if not reached or reached[-1].host_s < mark.host_s:
-            self.look()
+            self.poll()
             if not reached or reached[-1].host_s < mark.host_s:
                 return False
         while len(reached) > 1 and reached[1].host_s <= mark.host_s:
@@ -159,13 +159,13 @@ class CudaClock:
             mark.device_s = _between(reached[0], reached[min(1, len(reached) - 1)], mark.host_s)
         return True
 
-    def look(self) -> None:
-        """See how far the device is, also where nobody asks yet: that tells how far it is behind."""
+    def poll(self) -> None:
+        """Read all events that have passed, which also measures the device's lag."""
         while self._reach_next():
             pass
 
     def _reach_next(self) -> bool:
-        """Go on to the next event, if the device is past it."""
+        """Take the next event, if the device is past it."""
         if self._next is None:
             if not self._with_event:
                 return False
@@ -177,8 +177,8 @@ class CudaClock:
                 self._mark_every_step()
             return False
         if not self._with_event and mark.steps is not None:
-            # The newest: the device is behind by less than its age. In a moment between steps somebody may
-            # have waited for the device, which tells nothing of how far behind it is while it trains.
+            # The newest event: the device lags by less than its age. Marks between steps do not count, since
+            # the program may have synchronised there.
             self._lag_s = min(self._lag_s, _age_s(mark))
         last = self._reached[-1] if self._reached else None
         if last is None:
@@ -197,7 +197,7 @@ class CudaClock:
         return True
 
     def _compare(self, host_s: float, device_s: float, steps: int) -> None:
-        """Decide by how long host and device took from event to event whether each step needs one."""
+        """Decide by the host's and the device's time between two events whether each step needs one."""
         if device_s <= 0 or not steps:
             return
         self._steps_s.append(device_s / steps)
@@ -207,16 +207,19 @@ class CudaClock:
             if abs(self._behind_s) > _LAG_CHANGE_IN_STEPS * self._step_s:
                 self._mark_every_step()
             return
-        self._apart.append(abs(device_s - host_s) / device_s)
-        agree = len(self._apart) == _STEPS_TO_AGREE and sum(self._apart) < _APART * _STEPS_TO_AGREE
+        self._differences.append(abs(device_s - host_s) / device_s)
+        agree = (
+            len(self._differences) == _STEPS_TO_AGREE
+            and sum(self._differences) < _MAX_DIFFERENCE * _STEPS_TO_AGREE
+        )
         if agree and self._lag_s < _LAG_IN_STEPS * self._step_s:
             self._every_s, self._behind_s = _EVENT_EVERY_S, 0.0
             self.due_s = self._marked_s + self._every_s
-            self.source = _BOTH
+            self.source = _EVENTS_AND_HOST_CLOCK
 
     def _mark_every_step(self) -> None:
         self._every_s, self.due_s = 0.0, self._marked_s
-        self._apart.clear()
+        self._differences.clear()
         self._lag_s = math.inf
 
     def _recorded(self) -> torch.cuda.Event:
@@ -226,7 +229,7 @@ class CudaClock:
             table.miss(table.CURRENT_STREAM)
             self._stream = torch.cuda.current_stream(self._device)
         elif self._stream is None or last is None or current_stream_data(last[1]) != last:
-            # Making an object for the stream each time would cost more than the mark.
+            # Creating a stream object each time would cost more than the mark.
             self._stream = torch.cuda.current_stream(self._device)
             self._stream_data = current_stream_data(self._stream.device_index)
         event.record(self._stream)
@@ -238,7 +241,7 @@ def _age_s(mark: Mark) -> float:
 
 
 def _between(begin: Mark, end: Mark, host_s: float) -> float:
-    """When the device was where the host was at this moment, between two marks whose times are known."""
+    """The device time of a host time between two marks with known times, interpolated."""
     assert begin.device_s is not None
     assert end.device_s is not None
     if end.host_s == begin.host_s:
@@ -247,23 +250,23 @@ def _between(begin: Mark, end: Mark, host_s: float) -> float:
     return begin.device_s + share * (end.device_s - begin.device_s)
 
 
-def leave_captures_alone() -> None:
-    """Let this thread ask for marks while another captures a CUDA graph.
+def allow_queries_during_capture() -> None:
+    """Let this thread query events while another captures a CUDA graph.
 
-    By default a capture fails when any thread of the process asks whether an event has passed.
+    By default a capture fails when any thread of the process queries an event.
     """
-    with contextlib.suppress(OSError, AttributeError):  # no NVIDIA driver: nothing to tell it
+    with contextlib.suppress(OSError, AttributeError):  # no NVIDIA driver
         mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
         ctypes.CDLL(CUDA_DRIVER).cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 
 def clock_for(device: torch.device, *, thins_out: bool = False) -> HostClock | CudaClock:
-    """The clock that tells when this device has done its work; `thins_out`: not every step needs an event."""
+    """The clock of this device; `thins_out`: not every step needs an event."""
     return CudaClock(device, thins_out=thins_out) if device.type == "cuda" else HostClock()
 
 
 class Span(NamedTuple):
-    """The marks of one step: `begin` is None for a first step whose beginning nobody saw."""
+    """The marks of one step: `begin` is None for a first step whose beginning was not seen."""
 
     begin: Mark | None
     end: Mark
@@ -278,24 +281,24 @@ class StepClock:
         self._begin: Mark | None = None
         self._pauses: Sequence[tuple[Mark, Mark]] = ()
         self.unmarked_s: float | None = None
-        """When the first step ended that no event has followed yet; None where one has followed all."""
+        """The end of the oldest step without a later event; None if every step has one."""
 
     def begin(self) -> None:
-        """A first forward pass starts: the first step begins here, later ones where the last one ended."""
+        """The first forward pass starts: the first step begins here, later ones where the last one ended."""
         if self._begin is None:
             self._begin = self.moment()
 
     def moment(self) -> Mark:
-        """Now, by an event: the marks before it have their time as soon as the device is here."""
+        """A mark with an event now: earlier marks get their times once the device has reached it."""
         self.unmarked_s = None
         return self.clock.moment(time.perf_counter())
 
     def pause(self, begin: Mark) -> None:
-        """What ran from `begin` until now is no part of a step."""
+        """Exclude the time from `begin` until now from the step."""
         self._pauses = (*self._pauses, (begin, self.moment()))
 
     def end(self, now_s: float, *, exact: bool = True) -> Span:
-        """A step ends here, and the next one begins; if not `exact`, its mark may do without an event."""
+        """A step ends here, and the next one begins; if not `exact`, its mark may have no event."""
         begin, clock = self._begin, self.clock
         if exact or now_s >= clock.due_s:
             end = self._begin = clock.mark(now_s)
@@ -309,7 +312,7 @@ class StepClock:
 
 
 def duration_s(span: Span) -> float | None:
-    """How long a step took once its end has passed; None where its beginning was not seen, or asked for."""
+    """How long a step took, once its end has passed; None if its beginning was not seen or not read."""
     if span.begin is None:
         return None
     seconds = seconds_between(span.begin, span.end)
@@ -320,5 +323,5 @@ def duration_s(span: Span) -> float | None:
 
 
 def seconds_between(begin: Mark, end: Mark) -> float | None:
-    """Seconds of the device's time from one mark to another; None where that of one is not known."""
+    """Device seconds from one mark to another; None if a mark's time is unknown."""
     return None if begin.device_s is None or end.device_s is None else end.device_s - begin.device_s

@@ -1,4 +1,4 @@
-"""How many graphs torch.compile has made in this process: a step that adds one is no measure of speed."""
+"""How many graphs torch.compile has made in this process: a step that adds one is not representative."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from ...torch_private.watching import graph_counters
 
 _counters: Mapping[str, Mapping[str, int]] | None = None
-"""torch's own, once it has them."""
+"""torch's own counters, once it has them."""
 
 
 def compilations() -> int:

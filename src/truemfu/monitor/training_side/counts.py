@@ -1,14 +1,14 @@
-"""Counts in their own turn: asked for on either thread, run on the training thread between two steps.
+"""Counts: requested on either thread, run on the training thread between two steps.
 
     end of a step   a batch of a new shape ──────────────► request ┐
-    row side        values that nothing fitted knows ────► request ┤
+    row side        values that no form covers ──────────► request ┤
     end of a step   requests whose values have arrived ◄───────────┘
-                        └─► a form in the model's state: kept on disk, received, or fitted now
-    row side        the form's count; the estimate where a request was put off or refused
+                        └─► a form in the model's state: read from disk, received, or fitted now
+    row side        the form's count; the estimate where a request was postponed or refused
 
-Nothing trains while a count runs, so what it sets and restores disturbs nobody. It never waits: a request
-whose values are still on the device stays for a later step. A count is bounded by a time limit, and beyond
-the first three all counts together by a share of the run's time.
+Nothing trains while a count runs, so the state it sets and restores affects nothing else. It never waits: a
+request whose values are still on the device is left for a later step. A count is bounded by a time limit, and
+beyond the first three all counts together by a share of the run's time.
 """
 
 from __future__ import annotations
@@ -50,27 +50,27 @@ Notice = Callable[[str], None]
 
 _now_s = time.perf_counter
 _FREE_COUNTS = 3
-"""So many counts of a run are made as soon as they are asked for; of several models so many each."""
+"""Counts per slot that run as soon as they are requested."""
 _SHARE_OF_RUN = 0.01
-"""What all further counts may take of the run's time."""
+"""The share of the run's time that all further counts may take."""
 _LONGEST_HOLD_S = 10.0
-"""For how long rows wait for a count that is yet to begin; then they have the estimate."""
+"""How long rows wait for a count that has not begun; after that they have the estimate."""
 _MAX_REQUESTS = 64
 _MOST_TIMES_ENDED = 2
-"""After so many signals a count is finished before they are handled."""
+"""After a count was interrupted by this many signals, it is finished before further ones are handled."""
 _MAX_DONE_LISTED = 64
 _SMALL_BUFFER_BYTES = 1 << 20
 _ENDED_BEFORE = (
-    "some FLOPs are estimated: the run ended before its batches were counted, which happens between two "
-    "steps once their values have arrived; a longer run has the exact count"
+    "some FLOPs are estimated: the run ended before its batches were counted (between two steps, once their "
+    "values have arrived); a longer run has the exact count"
 )
 
 
 class Status(Enum):
-    """What has become of a request."""
+    """The state of a request."""
 
     OPEN = auto()
-    PUT_OFF = auto()
+    POSTPONED = auto()
     ANSWERED = auto()
     REFUSED = auto()
 
@@ -82,26 +82,26 @@ class Request:
     state: ModelState
     note: BatchNote
     is_ours: bool
-    """Whether this rank counts it; else that is not known yet, or another rank does."""
+    """Whether this rank counts it; if not, another rank does, or that is not decided yet."""
     wants_work: bool
-    """Whether the step is wanted by shape too."""
+    """Whether the work by shape is requested too."""
     status: Status = Status.OPEN
-    asked_s: float = field(default_factory=lambda: _now_s())
+    requested_s: float = field(default_factory=lambda: _now_s())
     fetched: Fetched = field(default_factory=lambda: Fetched(start_host_copy))
     times_ended: int = 0
-    """How often a signal has ended its count."""
+    """How often a signal has interrupted its count."""
 
     @property
     def autocast(self) -> AutocastState:
         return self.note.template.autocast
 
     def is_ready(self) -> bool:
-        """Whether all values that are known to be needed have arrived."""
+        """Whether all values known to be needed have arrived."""
         return self.note.ready() and self.note.template.ready() and self.fetched.ready()
 
 
 class Done(NamedTuple):
-    """One count that ran: after which step, and how long it held the training."""
+    """One count that ran: after which step, and for how long it held up the training."""
 
     step: int
     seconds: float
@@ -111,7 +111,7 @@ class Counts:
     """The requests of a run, and the counts made for them.
 
     `ask` and `find` are for both threads, `next_due` and `run` for the training thread, the rest for the row
-    side. Forms are read and made under `lock`: the row side takes it only where it is free at once.
+    side. Forms are read and fitted under `lock`, which the row side never waits for.
     """
 
     def __init__(
@@ -135,18 +135,18 @@ class Counts:
         """The latest counts."""
         self.number_done = 0
         self.spent_s = 0.0
-        """What all counts took."""
+        """The time of all counts."""
         self._further_s = self._last_s = 0.0
         self.signals: list[int] = []
-        """Signals that arrived during a count; the training thread delivers them when it is through."""
+        """Signals that arrived during a count; the training thread delivers them afterwards."""
         self.notes: dict[str, None] = {}
-        """What the counts rest on, each thing once."""
+        """The assumptions of the counts, each once."""
         self.values_matter = False
-        """Whether the integers of a batch, beyond its shape, were seen to decide its work."""
+        """Whether the work of a batch was found to depend on its integers, beyond its shape."""
         self._unkept: dict[str, tuple[ModelState, AutocastState]] = {}
 
     def ask(self, state: ModelState, note: BatchNote, *, wants_work: bool = False) -> Request:
-        """Have a micro-batch counted when its turn comes."""
+        """Request the count of a micro-batch."""
         self._slots.add(note.template.slot)
         is_ours = self._ranks.is_first or state.forms.get(note.template.autocast) is not None
         key = _key(state, note)
@@ -157,36 +157,36 @@ class Counts:
             if len(self._waiting) >= _MAX_REQUESTS:
                 self._waiting.popleft().status = Status.REFUSED
             if _now_s() < self._not_before_s:
-                request.status = Status.PUT_OFF  # rows need not wait for it
+                request.status = Status.POSTPONED  # rows need not wait for it
             self._waiting.append(request)
         while len(self._requests) > _MAX_REQUESTS:
             self._requests.popitem(last=False)
         return request
 
     def find(self, state: ModelState, note: BatchNote) -> Request | None:
-        """The request for this micro-batch, if there is one that is not answered."""
+        """The unanswered request for this micro-batch, if there is one."""
         return self._requests.get(_key(state, note))
 
     def holds_rows(self, request: Request) -> bool:
         """Whether rows wait for this count."""
         if request.status is not Status.OPEN:
             return False
-        return self.is_at_work or _now_s() - request.asked_s < _LONGEST_HOLD_S
+        return self.is_at_work or _now_s() - request.requested_s < _LONGEST_HOLD_S
 
     @property
     def has_waiting(self) -> bool:
-        """Whether `next_due` may have something to do now."""
+        """Whether `next_due` may find a request now."""
         return bool(self._waiting) and _now_s() >= self._not_before_s
 
     def next_due(self) -> Request | None:
-        """The next request whose values have arrived, that nothing fitted answers, and that may run now."""
+        """The next request whose values have arrived, that no form covers, and that may run now."""
         for _ in range(len(self._waiting)):
             request = self._waiting.popleft()
             if request.status in (Status.ANSWERED, Status.REFUSED):
                 continue
             if not (request.is_ours and request.is_ready()):
                 self._waiting.append(request)
-            elif request.state.forms.get(request.autocast, True) is None:  # that cannot be counted
+            elif request.state.forms.get(request.autocast, True) is None:  # it cannot be counted
                 self.refuse(request)
             elif self._is_known(request):
                 self._answer(request)
@@ -194,12 +194,12 @@ class Counts:
                 request.status = Status.OPEN
                 return request
             else:
-                request.status = Status.PUT_OFF
+                request.status = Status.POSTPONED
                 self._waiting.append(request)
         return None
 
     def run(self, request: Request, step: int) -> None:
-        """Count now, on this thread, between two steps; whatever the model raises goes no further."""
+        """Count now, on this thread, between two steps; exceptions of the model do not propagate."""
         began_s, is_over = _now_s(), True
         supervision = Supervision(
             limit_s=self._limit_s,
@@ -229,7 +229,7 @@ class Counts:
             is_over = False
         except TimeIsUp:
             self._refuse(request, self._too_long)
-        except TruemfuWarning:  # a filter makes an error of it: whoever keeps warnings tries again
+        except TruemfuWarning:  # a filter turned it into an error: `with_warnings_collected` tries again
             self._waiting.appendleft(request)
             raise
         except BaseException as error:
@@ -242,7 +242,7 @@ class Counts:
             self._took(step, _now_s() - began_s, is_over=is_over)
 
     def received(self, state: ModelState, autocast: AutocastState, data: dict[str, Any]) -> bool:
-        """Use the form that another rank has fitted; False where it does not fit this rank's model."""
+        """Use the form that another rank has fitted; False if it does not match this rank's model."""
         try:
             form = FlopModel.from_export(state.model, data)
         except TruemfuError as error:
@@ -252,7 +252,7 @@ class Counts:
         return True
 
     def refuse(self, request: Request) -> None:
-        """This micro-batch will not be counted; its rows have the estimate."""
+        """Decline to count this micro-batch; its rows have the estimate."""
         request.status = Status.REFUSED
 
     @property
@@ -263,8 +263,8 @@ class Counts:
         )
 
     def end(self) -> None:
-        """The run is over: note the counts that were never made."""
-        left = [r for r in self._requests.values() if r.status in (Status.OPEN, Status.PUT_OFF)]
+        """The run is over: add a note about counts that were never made."""
+        left = [r for r in self._requests.values() if r.status in (Status.OPEN, Status.POSTPONED)]
         if not left or not self.lock.acquire(blocking=False):  # a handler may close in the middle of a count
             return
         try:
@@ -274,7 +274,7 @@ class Counts:
             self.lock.release()
 
     def keep(self) -> None:
-        """Have what was fitted since written to the run's folder; on the row side."""
+        """On the row side: save new forms to the run's folder."""
         if self._kept is None or not self._unkept or not self.lock.acquire(blocking=False):
             return
         try:
@@ -305,14 +305,14 @@ class Counts:
         return _FREE_COUNTS * max(1, len(self._slots))
 
     def _is_within_share(self) -> bool:
-        """Whether another count keeps to the share of the run's time; if not, when one will."""
+        """Whether another count stays within its share of the run's time; if not, sets when one will."""
         if self.number_done < self._free_counts:
             return True
         self._not_before_s = self._born_s + (self._further_s + self._last_s) / _SHARE_OF_RUN
         return _now_s() >= self._not_before_s
 
     def _took(self, step: int, seconds: float, *, is_over: bool) -> None:
-        """A count ran for so long; one that is not over will be tried again."""
+        """Record the time of a count; one that is not over will be tried again."""
         self.spent_s += seconds
         if not is_over:
             return
@@ -323,7 +323,7 @@ class Counts:
             self._further_s += seconds
 
     def _count(self, request: Request) -> bool:
-        """Answer a request; whether that took a count."""
+        """Answer a request; whether that required a count."""
         state, autocast, batch = request.state, request.autocast, request.note.example()
         if batch is None:
             return False
@@ -347,26 +347,26 @@ class Counts:
     def _note(self, count: FlopCount, form: FlopModel) -> None:
         self.notes.update(dict.fromkeys(count.notes))
         if form.reads_model_values:
-            self.notes["the model reads values that it holds (buffers): FLOPs are those at the count"] = None
+            self.notes["the model's work depends on its buffers: FLOPs are those at the count"] = None
         if PER_VALUES in count.method:
             self.values_matter = True
             self._notice(
-                "the model's work depends on the values of a batch (a mask, labels, a number): the "
-                "FLOPs of a step are those of the first batch of its shape"
+                "the model's work depends on the values of a batch (a mask, labels, a number): each "
+                "step has the FLOPs of the first batch of its shape"
             )
         text = uncounted_notice(count)
         if text is not None:
             self._notice(text)
 
     def _kept_form(self, state: ModelState, autocast: AutocastState) -> FlopModel | None:
-        """What an earlier run in this folder fitted to the same model."""
+        """The form that an earlier run in this folder fitted to the same model."""
         key = self._kept_key(state, autocast)
         data = None if self._kept is None or key is None else self._kept.load(key)
         if data is None:
             return None
         try:
             return FlopModel.from_export(state.model, data)
-        except TruemfuError:  # of another version after all: count again
+        except TruemfuError:  # from another version after all: count again
             return None
 
     def _kept_key(self, state: ModelState, autocast: AutocastState) -> str | None:
@@ -391,7 +391,7 @@ class Counts:
 
 
 def rank_key(state: ModelState, autocast: AutocastState, convention: Convention) -> str:
-    """Under which ranks tell each other of a form."""
+    """The key under which ranks exchange a form."""
     return f"{state.number}/{autocast}/{convention.attention}"
 
 
@@ -401,7 +401,7 @@ def _key(state: ModelState, note: BatchNote) -> tuple[int, int]:
 
 
 def _values_on_device(model: torch.nn.Module, *, weights: bool) -> Iterable[torch.Tensor]:
-    """What a count that has asked for one value of the model is likely to ask for next."""
+    """The values that a count is likely to need next after it needed one of the model's."""
     for tensor in (*model.parameters(), *model.buffers()):
         value = live(tensor)
         is_weight = isinstance(value, torch.nn.Parameter)

@@ -1,4 +1,4 @@
-"""Whether what a count depends on still holds: a cheap look at the model, no count.
+"""A fingerprint of what a count depends on: a cheap check whether the model has changed.
 
 The work of a step changes when a parameter is frozen or freed, a module is swapped, added or wrapped, a dtype
 changes, dropout or checkpointing is switched. All of these show in the structure of the modules, their
@@ -16,10 +16,10 @@ _MAX_TEXT = 40
 
 
 def fingerprint(model: nn.Module) -> tuple[int, int]:
-    """Two numbers that change, within this process, when a new count is due.
+    """Two hashes, valid within this process, that change when a new count is due.
 
-    The first sums up structure, parameters and switches, the second the modules' own numbers (a depth, the
-    experts of a token, a rate of dropout). Some models count something in such a number, step by step.
+    The first covers structure, parameters and switches, the second the modules' own numbers (a depth, experts
+    per token, a dropout rate). Some models increment such a number at every step.
     """
     model = unwrap(model)
     parts: list[object] = []
@@ -30,10 +30,10 @@ def fingerprint(model: nn.Module) -> tuple[int, int]:
         hooks = (*own["_forward_hooks"].values(), *own["_forward_pre_hooks"].values())
         parts.append(sum(not getattr(hook, "_truemfu_skip", False) for hook in hooks))
         for name, value in own.items():
-            kind = type(value)
-            if kind is bool or (kind is str and len(value) <= _MAX_TEXT):
+            cls = type(value)
+            if cls is bool or (cls is str and len(value) <= _MAX_TEXT):
                 parts.append((name, value))
-            elif kind is int or kind is float:
+            elif cls is int or cls is float:
                 numbers.append((name, value))
         for name, parameter in own["_parameters"].items():
             if parameter is not None:
@@ -48,12 +48,12 @@ def fingerprint(model: nn.Module) -> tuple[int, int]:
 
 
 def has_uninitialized(model: nn.Module) -> bool:
-    """Whether there are parameters whose shape is not known before the first forward pass."""
+    """Whether there are lazy parameters, whose shape is unknown before the first forward pass."""
     return any(is_lazy(parameter) for parameter in model.parameters())
 
 
 def is_tensor_parallel(model: nn.Module) -> bool:
-    """Whether layers are split over ranks, beyond what FSDP splits to save memory alone."""
+    """Whether layers are split over ranks, other than by FSDP, which only shards their storage."""
     for module in model.modules():
         for parameter in module._parameters.values():
             placements = getattr(parameter, "placements", ())
@@ -68,7 +68,7 @@ def _is_under_fsdp(model: nn.Module) -> bool:
 
 
 def structure(model: nn.Module) -> str:
-    """The same in every process: module classes and parameters, for ranks to see that their models agree."""
+    """A hash of module classes and parameters, equal in every process: ranks compare their models by it."""
     import hashlib
 
     model = unwrap(model)

@@ -1,11 +1,11 @@
-"""Whether this process was forked from the one that is monitored: asked at each step, so at no cost."""
+"""Whether this process was forked from the monitored one: a counter, since every step checks it."""
 
 from __future__ import annotations
 
 import os
 
 number = 0
-"""How many forks lie between this process and the one that imported this."""
+"""The number of forks between the process that imported this module and this one."""
 
 
 def _forked() -> None:

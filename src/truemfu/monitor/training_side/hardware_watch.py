@@ -1,12 +1,12 @@
-"""The GPU's counters beside a run: cut into windows of whole steps, at one launch a window.
+"""The GPU's counters during a run, cut into windows of whole steps, with one launch per window.
 
     training thread   log_step ─► every ten seconds a Cut: a stamp of the SMs' cycles, in the step's note
     sampler's thread  NVML once a second, and at each cut ─► intervals
     resolver          Cut … Cut, read past both ─► Measured: activity, true clock, energy between them
 
-The host is ahead of the device: a cut lies in the device's queue, and happens when the device gets there. Its
-time is the GPU's own, in the stamp; the least difference to the host's clock ever seen (an empty queue)
-brings it onto the clock of the sampler.
+The host is ahead of the device: a cut is queued, and happens when the device reaches it. Its time is the
+GPU's, in the stamp; the smallest difference to the host's clock seen so far (an empty queue) converts it to
+the sampler's clock.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from ...hardware.counters.samples import CounterSource, CounterWindow, find_gpu
 from ...hardware.counters.windows import GPM_LAG_S, between
 
 WINDOW_S = 10.0
-"""Counters lag by a tenth of a second, and at its ends a window is cut out of whole seconds."""
+"""Long compared with the counters' lag of 0.1 s and their period of 1 s at both ends of a window."""
 _PERIOD_S = 1.0
 SETTLE_S = 2.0
-"""How long steps must have followed each other before a window begins: a read at its beginning tells of up to
-a second before, and when the device got to a cut is known to a few steps."""
+"""How long steps must have run without interruption before a window begins: a read at its beginning covers up
+to a second before, and the time at which the device reached a cut is known to a few steps."""
 _MARGIN_S = 0.01
-_LAGS_KEPT = 64
-_INTERVALS_KEPT = 600
-_ENOUGH = 0.7
-"""Of a window, what the counters must tell of."""
+_MAX_LAGS = 64
+_MAX_INTERVALS = 600
+_MIN_COVERED_SHARE = 0.7
+"""The share of a window that the counters must cover."""
 _LONGEST_WAIT_S = 3.0
-"""For a read after the end of a window; they come every second, unless the driver is in trouble."""
+"""For a read after the end of a window; reads come every second, unless the driver fails."""
 
 
 class Cut(NamedTuple):
-    """The end of a step at which a window begins, and ends unless steps before it are not to be measured."""
+    """The end of a step where a window begins, and the one before ends if it was not interrupted."""
 
     at_s: float
     stamp: Stamp | None
@@ -51,7 +51,7 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What the counters say of the time between two cuts."""
+    """The counters' values between two cuts."""
 
     window: CounterWindow
     clock_hz: float | None
@@ -59,7 +59,7 @@ class Measured:
 
 
 class HardwareWatch:
-    """Reads one GPU while a run lasts. `open_watch` makes one where there are counters."""
+    """Reads one GPU during a run; created by `open_watch`."""
 
     def __init__(
         self,
@@ -72,15 +72,15 @@ class HardwareWatch:
     ) -> None:
         self._source, self._index, self._stamps = source, index, stamps
         self._sm_count = sm_count
-        self._sampler = Sampler(source, indices=[index], period_s=period_s, keep=_INTERVALS_KEPT)
+        self._sampler = Sampler(source, indices=[index], period_s=period_s, keep=_MAX_INTERVALS)
         self._due_s: float | None = None
         self._is_open = False
-        self._lags_s: deque[float] = deque(maxlen=_LAGS_KEPT)
+        self._lags_s: deque[float] = deque(maxlen=_MAX_LAGS)
         self._awaited: tuple[Cut, float] | None = None
         self._sampler.start()
 
     def cut(self, now_s: float) -> Cut | None:
-        """On the training thread, at the end of a step: a cut if one is due. `now_s` is any steady clock."""
+        """On the training thread, at the end of a step: a cut if one is due, by any monotonic clock."""
         if self._due_s is None:
             self._due_s = now_s + SETTLE_S
         if now_s < self._due_s:
@@ -89,22 +89,22 @@ class HardwareWatch:
         stamp = None if self._stamps is None else self._stamps.take()
         cut = Cut(time.monotonic(), stamp, self._is_open)
         self._is_open = True
-        # Where the host is the limit its pace changes, and the device is here by now: with a read that tells
-        # of this moment, activity within a second need not be shared out between two windows.
+        # In a host-bound run the device is at the cut already: a read at this moment separates the activity
+        # of the two windows, which would otherwise be divided within one second.
         self._sampler.read_soon(GPM_LAG_S / 2 + _MARGIN_S)
         return cut
 
     @property
     def due_s(self) -> float:
-        """From when on `cut` has something to do."""
+        """When the next cut is due."""
         return 0.0 if self._due_s is None else self._due_s
 
     def restart(self) -> None:
-        """What ran since the last cut is not to be measured: the next, in a while, begins a window."""
+        """Discard the current window: the next cut, after `SETTLE_S`, begins a new one."""
         self._is_open, self._due_s = False, None
 
     def has_read_past(self, cut: Cut) -> bool:
-        """Whether the reads tell of all the time up to a cut that the device is past, or never will."""
+        """Whether the reads cover the time up to a cut that the device is past, or never will."""
         now_s = time.monotonic()
         if self._awaited is None or self._awaited[0] is not cut:
             self._awaited = cut, now_s
@@ -115,13 +115,13 @@ class HardwareWatch:
         return bool(intervals) and intervals[-1].end_s >= self._time_of(cut) + GPM_LAG_S / 2
 
     def measured(self, begin: Cut, end: Cut) -> Measured | None:
-        """On another thread, when the device is past both cuts; None where too little was read in between."""
+        """On another thread, when the device is past both cuts; None if too little was read in between."""
         for cut in (begin, end):
             self._note_lag(cut)
         begin_s, end_s = self._time_of(begin), self._time_of(end)
         active = [part for part in self._sampler.intervals(self._index) if part.hmma_active is not None]
         window = between(active, begin_s, end_s)
-        if window is None or window.seconds < _ENOUGH * (end_s - begin_s):
+        if window is None or window.seconds < _MIN_COVERED_SHARE * (end_s - begin_s):
             return None
         clock_hz = None
         if begin.stamp is not None and end.stamp is not None:
@@ -133,12 +133,12 @@ class HardwareWatch:
 
     @property
     def fault(self) -> str | None:
-        """Why the counters cannot be read just now."""
+        """Why the counters cannot be read at present."""
         health = self._sampler.health(self._index)
         return health.stopped or health.fault
 
     def close(self) -> None:
-        """Stop reading, and let go of the driver."""
+        """Stop reading, and release the driver."""
         self._sampler.stop()
         self._source.close()
 
@@ -148,7 +148,7 @@ class HardwareWatch:
             self._lags_s.append(gpu_s - cut.at_s)
 
     def _time_of(self, cut: Cut) -> float:
-        """When the device got to a cut, by the host's monotonic clock."""
+        """When the device reached a cut, by the host's monotonic clock."""
         gpu_s = None if cut.stamp is None else cut.stamp.time_s()
         return cut.at_s if gpu_s is None else gpu_s - min(self._lags_s, default=gpu_s - cut.at_s)
 
@@ -161,9 +161,7 @@ def open_watch(device: torch.device, notice: Callable[[str], None]) -> HardwareW
     source, index = found
     stamps = CycleStamps.open(device)
     if isinstance(stamps, str):
-        notice(
-            f"hybrid mode: executed FLOPs rest on the clock the driver reports, which is too high: {stamps}"
-        )
+        notice(f"hybrid mode: executed FLOPs use the clock the driver reports, which is too high: {stamps}")
     return HardwareWatch(
         source,
         index,
@@ -173,9 +171,9 @@ def open_watch(device: torch.device, notice: Callable[[str], None]) -> HardwareW
 
 
 def counters_of(device: torch.device) -> tuple[CounterSource, int] | str:
-    """Where to read the activity counters of this device and its number there, or why they cannot be read."""
+    """The source of this device's activity counters and its index there, or why there are none."""
     if device.type != "cuda" or torch.version.cuda is None:
-        return f"they are read on NVIDIA GPUs, and this run is on {device.type}"
+        return f"they need an NVIDIA GPU, and this run is on {device.type}"
     from ...hardware.counters.nvml import NvmlSource
 
     try:

@@ -1,6 +1,6 @@
-"""What `log_step` is given, read without waiting: a step's number, numbers that may be on a device, a mask.
+"""The arguments of `log_step`, read without waiting: the step, numbers that may be on a device, a mask.
 
-Nothing here raises for what a user passes: what cannot be used is left out and said once.
+No argument makes this raise: one that cannot be used is ignored, with one warning.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch
 from ...errors import one_line
 from ..notices import Notices
 from .host_values import HostValues
-from .step_note import StepPlace
+from .step_note import StepPosition
 
 LARGEST_STEP = 2**63 - 1
-"""Beyond it a row cannot be written."""
+"""A row with a larger number cannot be written."""
 
 
 def is_tensor(value: Any) -> bool:
-    """Whether this is one; an object may raise even when it is asked for its class."""
+    """Whether a value is a tensor; an object may raise even in `isinstance`."""
     try:
         return isinstance(value, torch.Tensor)
     except Exception:
@@ -30,7 +30,7 @@ def is_tensor(value: Any) -> bool:
 
 
 class Intake:
-    """Lives on the training thread; remembers the last step's number and nothing else."""
+    """Lives on the training thread; its only state is the last step's number."""
 
     def __init__(self, values: HostValues, notices: Notices) -> None:
         self._values, self._notices = values, notices
@@ -38,40 +38,40 @@ class Intake:
         self._stride = 1
 
     def step_number(self, step: Any) -> int:
-        """The number of a step that is no small integer; where it cannot be read, one more than the last."""
+        """The number of a step that is not a plain int of 64 bits; if unreadable, the last plus one."""
         if not is_tensor(step) or step.device.type == "cpu":
-            with contextlib.suppress(Exception):  # whatever an object does that is to be a number
+            with contextlib.suppress(Exception):  # an arbitrary object may raise anything
                 number = int(step)
                 if abs(number) <= LARGEST_STEP:
                     return number
         self._notices(
-            f"step cannot be read ({type(step).__name__}: a device tensor, not a number, or one of more than "
-            "64 bits): steps are counted instead"
+            f"step cannot be read ({type(step).__name__}: a device tensor, not a number, or over 64 bits): "
+            "steps are numbered consecutively instead"
         )
         return 0 if self.last_step is None else self.last_step + 1
 
     def steps_since_last(self, step: int) -> int:
-        """How many steps this one stands for; steps that do not increase are said."""
+        """How many steps this one represents; warns if steps do not increase."""
         last, self.last_step = self.last_step, step
         if last is not None and step > last:
             self._stride = step - last
             return self._stride
         if last is not None:
             self._notices(
-                f"step {step} was logged after step {last}: steps should increase; it is logged as it is",
+                f"step {step} was logged after step {last}: steps should increase; it is logged unchanged",
                 about="steps that do not increase",
             )
         return 1
 
-    def next_place(self) -> StepPlace | None:
-        """Which step comes next, if it is as far from the last as that was; None before the first."""
-        return None if self.last_step is None else StepPlace(self.last_step + self._stride, self._stride)
+    def next_position(self) -> StepPosition | None:
+        """The next step, assuming the same stride as the last; None before the first."""
+        return None if self.last_step is None else StepPosition(self.last_step + self._stride, self._stride)
 
     def number(self, name: str, value: Any) -> Any:
-        """A number that is there or on its way; None for what is none."""
+        """A number, or one that is being fetched from the device; None if it is not a number."""
         try:
             return self._values.number(name, value)
-        except Exception as error:  # there are many kinds of tensors
+        except Exception as error:  # tensor subclasses may raise anything
             self._notices(f"{name} is not logged: got {' '.join(str(error).split())}", about=name)
             return None
 
@@ -91,8 +91,8 @@ class Intake:
             return None, None
 
     def flops(self, value: Any) -> float | None:
-        """FLOPs as the caller knows them; None for anything but a positive number on the host."""
-        with contextlib.suppress(Exception):  # whatever an object does that is to be a number
+        """The FLOPs given by the caller; None for anything but a positive number on the host."""
+        with contextlib.suppress(Exception):  # an arbitrary object may raise anything
             if isinstance(value, numbers.Real) and not isinstance(value, bool):
                 flops = int(value) if isinstance(value, numbers.Integral) else float(value)
                 if math.isfinite(flops) and flops > 0:
@@ -100,7 +100,7 @@ class Intake:
         got = repr(value) if type(value) in (int, float) else type(value).__name__
         self._notices(
             f"flops must be a positive number, the model FLOPs of this rank's step; got {got[:40]}: "
-            "it is not used",
+            "it is ignored",
             about="flops",
         )
         return None
@@ -110,5 +110,5 @@ class Intake:
         try:
             return bool(value)
         except Exception as error:
-            self._notices(f"{name} is taken for false: {one_line(error)}", about=name)
+            self._notices(f"{name} is treated as false: {one_line(error)}", about=name)
             return False

@@ -1,12 +1,12 @@
-"""Closed forms kept in the run's folder, so that a restart of the same run counts nothing.
+"""Closed forms saved in the run's folder, so that a restart of the same run counts nothing.
 
-`closed_forms.json` holds some exports of `FlopModel`, each under a key that says what it was counted for:
+`closed_forms.json` holds exports of `FlopModel`, each under a key that identifies what was counted:
 
     model_identity(model) ─┐
     autocast, convention … ┴─► form_key ─► load: the export, or None ─► FlopModel.from_export
 
-Every entry carries a checksum over its key and its data. A file or entry that is missing, damaged or not ours
-is ignored: the form is then fitted again, and the file replaced.
+Every entry has a checksum over its key and its data. A file or entry that is missing, damaged or in another
+format is ignored: the form is then fitted again, and the file replaced.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FORMS_FILE = "closed_forms.json"
 MAX_FORMS = 32
 MAX_FILE_BYTES = 64_000_000
 _LONGEST_READ_S = 0.5
-"""After that a folder is taken for one that does not answer: the form is counted."""
+"""A folder that takes longer is treated as not responding: the model is counted."""
 _FORMAT = "truemfu closed forms"
 _VERSION = 1
 
@@ -53,9 +53,9 @@ class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 def form_key(identity: str, *, autocast: str, attention: str, **more: str | int | float | bool | None) -> str:
-    """The key of a closed form: which model, under which autocast and convention, and whatever else matters.
+    """The key of a closed form: its model, autocast, convention and anything else it depends on.
 
-    `more` is by name, in any order; the kind of batch or whether there is a backward pass, for instance.
+    `more` may be in any order; the kind of batch or whether there is a backward pass, for instance.
     """
     parts = {"identity": identity, "autocast": autocast, "attention": attention, "more": more}
     text = json.dumps(parts, sort_keys=True, allow_nan=False)
@@ -63,10 +63,10 @@ def form_key(identity: str, *, autocast: str, attention: str, **more: str | int 
 
 
 class KeptForms:
-    """The closed forms of one run folder. No method raises; one lock keeps savers of a process apart.
+    """The closed forms of one run folder. No method raises; a lock serialises saves of one process.
 
-    `read_ahead` and `save` touch the disk and are for a thread that may wait for it; `load` looks only at
-    what was read ahead.
+    `read_ahead` and `save` access the disk and are for a thread that may wait for it; `load` only uses what
+    was read ahead.
     """
 
     def __init__(self, folder: Path, notice: Callable[[str], None]) -> None:
@@ -81,27 +81,27 @@ class KeptForms:
         """Read what earlier runs have saved."""
         try:
             self._entries = _read(self._path)
-        except Exception:  # whatever is wrong with it, the forms can be counted again
+        except Exception:  # the forms can be counted again
             self._entries = []
         self.is_read.set()
 
     def load(self, key: str) -> dict[str, Any] | None:
-        """What was saved under this key when the file was read ahead; None where that cannot be trusted."""
+        """What was saved under this key when the file was read ahead; None if absent or damaged."""
         try:
             found = [entry for entry in self._entries if entry.key == key]
             if not found or found[-1].checksum != _checksum(key, bytes(found[-1].data)):
                 return None
             data = json.loads(bytes(found[-1].data))
-        except Exception:  # whatever is wrong with it, the form can be counted again
+        except Exception:  # the form can be counted again
             return None
         return data if isinstance(data, dict) else None
 
     def save(self, key: str, data: dict[str, Any]) -> None:
-        """Keep this under this key, in the place of what was there; a failure becomes a notice, once."""
+        """Save this under this key, replacing an earlier entry; the first failure becomes a warning."""
         try:
             with self._lock:
                 self._save(key, data)
-        except Exception as error:  # the run goes on without
+        except Exception as error:  # the run continues without it
             if not self._has_failed:
                 self._has_failed = True
                 self._notice(f"{FORMS_FILE} was not written, a restart will count again: {one_line(error)}")
@@ -111,7 +111,7 @@ class KeptForms:
             raise ValueError("the data is not plain JSON")
         written = json.dumps(data, separators=(",", ":")).encode()
         if len(written) > MAX_FILE_BYTES // 2:
-            raise ValueError(f"{len(written):,} bytes are too many")
+            raise ValueError(f"{len(written):,} bytes exceed the limit")
         self._folder.mkdir(parents=True, exist_ok=True)
         try:
             others = [entry for entry in _read(self._path) if entry.key != key]
@@ -122,7 +122,7 @@ class KeptForms:
 
 
 class KeptInBackground:
-    """Closed forms of a run folder, read and saved on a lane: a folder that hangs holds up no other thread.
+    """Closed forms of a run folder, read and saved on a lane: a folder that hangs blocks no other thread.
 
     Only the first `load` may wait for the reading, half a second at most: a count takes longer.
     """
@@ -143,7 +143,7 @@ class KeptInBackground:
         return self._forms.load(key)
 
     def save(self, key: str, data: dict[str, Any]) -> None:
-        """Have this saved; one thread calls this."""
+        """Save this on the lane; for one calling thread."""
         self.lane.put(0, {key: data})
         self.lane.wake()
 
@@ -169,7 +169,7 @@ class _OnLane:
 
 
 def _is_plain(data: Any) -> bool:
-    """Whether JSON gives the same values back, tuples as lists."""
+    """Whether JSON preserves the values, with tuples as lists."""
     if isinstance(data, dict):
         return all(type(key) is str and _is_plain(value) for key, value in data.items())
     if isinstance(data, (list, tuple)):
@@ -182,9 +182,9 @@ def _checksum(key: str, data: bytes) -> str:
 
 
 def _read(path: Path) -> list[_Entry]:
-    """The entries of a file; an error where it is none of ours. Waits for nothing but the disk."""
+    """The entries of a file; an error if it has another format. Waits for nothing but the disk."""
     _check_regular(os.stat(path), path)
-    # A pipe could have taken the file's place since: opened like this, it does not wait for a writer.
+    # The file could have been replaced by a FIFO since: this way opening does not wait for a writer.
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     with open(os.open(path, flags), "rb") as file:
         _check_regular(os.fstat(file.fileno()), path)
@@ -205,7 +205,7 @@ def _check_regular(status: os.stat_result, path: Path) -> None:
 
 
 def _write(path: Path, entries: list[_Entry]) -> None:
-    """Write the newest entries under a temporary name and rename it: a reader never sees half of them."""
+    """Write the newest entries to a temporary file and rename it: readers never see a partial file."""
     if path.exists() and not path.is_file():
         raise ValueError(f"{path.name} is not a regular file")
     entries = entries[-MAX_FORMS:]

@@ -1,8 +1,8 @@
-"""When a step measures more than time: the check that a count still holds, and the profiled step.
+"""When a step measures more than time: the check that a count is still valid, and the profiled step.
 
-    first step ──► check ─(what was counted no longer holds)─► a new ModelState, counted when its turn comes
-    every flops_profile_freq steps, or as often as the phase asks for: check again, and profile where the
-    mode wants it; every recalibration_frequency steps: check again
+    first step ──► check ─(the model has changed)─► a new ModelState, which is then counted
+    every flops_profile_freq steps, or at the phase's frequency: check again, and profile if the mode does
+    every recalibration_frequency steps: check again
 
 Lives on the training thread.
 """
@@ -23,7 +23,7 @@ from .model_state import ModelState, States, state_in
 
 
 class Measuring:
-    """Knows which state of each model counts, and when to look again."""
+    """Holds the current state of each model, and decides when to check it again."""
 
     def __init__(self, config: MonitorConfig, notices: Notices) -> None:
         self._config, self._notices = config, notices
@@ -32,16 +32,16 @@ class Measuring:
         self._phase: str | None = None
         self._states_made = 0
         self.profiler: StepProfiler | None = None
-        """Of the step under way, where that is profiled."""
+        """That of the current step, if it is profiled."""
         self._profile_is_due = True
         self.states: States = ()
-        """By the slot that a batch is filed under."""
+        """Indexed by the slot of a batch."""
         self._checked: set[int] = set()
-        """Slots that need no check for now."""
+        """Slots that were checked and are not due again."""
         self.is_counted = config.initial_profiling
-        """Whether steps are counted by now; before, they are estimated."""
+        """Whether steps are counted already; before, they are estimated."""
         self.plan_at = 0
-        """After this many steps `plan_next` has something to decide."""
+        """`plan_next` is due after this many steps."""
         self._planned_at = 0
 
     def forget(self) -> None:
@@ -58,24 +58,24 @@ class Measuring:
         self._checked.clear()
 
     def set_phase(self, name: str | None) -> None:
-        """Measure as often as this phase asks for."""
+        """Measure at the frequency of this phase."""
         known = self._config.phases
         if name is None or (isinstance(name, str) and name in known):
             self._phase, self.plan_at = name, 0
             return
         hint = closest(str(name), known)
-        self._notices(f"unknown phase {name!r}, the one before holds on; known: {', '.join(known)}{hint}")
+        self._notices(f"unknown phase {name!r}, the phase is unchanged; known: {', '.join(known)}{hint}")
 
     def check(self, model: nn.Module | None, slot: int) -> None:
-        """See whether what was counted still holds; if not, take the model's new state, to be counted."""
+        """Check whether the model has changed since it was counted; if so, take its new state."""
         self._checked.add(slot)
         if model is None:
             self._notices("no model is attached, so there is no MFU: call monitor.attach(model)")
             return
         try:
             self._check(model, slot)
-        except Exception as error:  # there are models of which nothing can be seen, traced ones for example
-            self._notices(f"the model cannot be looked into, so there is no MFU: {one_line(error)}")
+        except Exception as error:  # some models cannot be inspected, traced ones for example
+            self._notices(f"the model cannot be inspected, so there is no MFU: {one_line(error)}")
             self._set(slot, None)
 
     def _check(self, model: nn.Module, slot: int) -> None:
@@ -88,7 +88,7 @@ class Measuring:
         if is_tensor_parallel(model):
             self._notices(
                 "the model's layers are split over ranks (tensor parallel), so this rank's share of its "
-                "FLOPs is not known: there is no MFU"
+                "FLOPs is unknown and there is no MFU"
             )
             self._set(slot, None)
             return
@@ -96,13 +96,13 @@ class Measuring:
         self._states_made += 1
 
     def _set(self, slot: int, state: ModelState | None) -> None:
-        """Steps that were noted keep the states they had."""
+        """Replace a slot's state in a new tuple: earlier notes keep the old one."""
         states = [*self.states, *[None] * (slot + 1 - len(self.states))]
         states[slot] = state
         self.states = tuple(states)
 
     def plan_next(self, done: int) -> None:
-        """Decide after so many steps whether the next one measures, and when to decide again."""
+        """Decide after `done` steps whether the next one measures, and when to decide again."""
         frequency = self._config.flops_profile_freq
         if self._phase is not None:
             frequency = self._config.phases[self._phase]
@@ -144,19 +144,19 @@ class Measuring:
             return None
 
     def interrupt(self) -> None:
-        """Something that is no part of the step runs now: a profile of it would be wrong, so take another."""
+        """Code outside of the step runs now: discard its profile and take another one later."""
         if self.end_step() is not None:
             self._profile_is_due = True
 
     def _cannot_profile(self, error: Exception) -> None:
-        self._notices(f"this step could not be profiled, HFU rests on the count: {error}")
+        self._notices(f"this step could not be profiled, HFU is based on the count: {error}")
 
     def go_without_counters(self, reason: str | None) -> None:
-        """`hybrid` has no hardware counters: profile instead, if that is wanted. A reason is said."""
+        """`hybrid` has no hardware counters: profile instead, if configured. A reason becomes a warning."""
         self.profiles = self._config.fallback_to_profiler
         if reason is not None:
-            source = "torch.profiler" if self.profiles else "nowhere: HFU is unknown"
-            self._notices(f"hybrid mode: no hardware counters ({reason}); executed FLOPs come from {source}")
+            result = "come from torch.profiler" if self.profiles else "and HFU are unknown"
+            self._notices(f"hybrid mode: no hardware counters ({reason}); executed FLOPs {result}")
 
 
 def _next_multiple(every: int, after: int) -> int:

@@ -1,4 +1,4 @@
-"""The hooks on all models that a monitor watches: put there by `attach`, gone after `detach`."""
+"""The hooks on all models that a monitor watches: added by `attach`, removed by `detach`."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class ModelHooks:
         self._models: WatchedModels | None = None
         self._attachments: list[Attachment] = []
         self.are_disabled = False
-        """Whether the caller gives each micro-batch by hand."""
+        """Whether the caller passes each micro-batch to `observe`."""
         self.see_whole_batches = True
-        """Whether a single module sees every batch whole, or none is watched."""
+        """Whether one module gets every complete batch, or none is watched."""
 
     def attach(self, models: WatchedModels) -> None:
         """Watch these models instead of others."""
@@ -46,7 +46,7 @@ class ModelHooks:
             attachment = Attachment(module, functools.partial(self._seen, watched), self._evaluated)
         except Exception as error:  # a scripted model takes no such hooks
             self._notices(
-                f"the model cannot be watched, call monitor.observe(batch) for each micro-batch: "
+                f"the model accepts no hooks, call monitor.observe(batch) for each micro-batch: "
                 f"{type(module).__name__}: {one_line(error)}"
             )
         else:
@@ -59,7 +59,7 @@ class ModelHooks:
         self._attachments = []
 
     def disable(self) -> None:
-        """The caller gives each micro-batch by hand from now on."""
+        """From now on the caller passes each micro-batch to `observe`."""
         self.are_disabled = True
 
     @property
@@ -69,7 +69,7 @@ class ModelHooks:
 
     @property
     def models(self) -> WatchedModels | None:
-        """Those that are watched, or were until they were detached."""
+        """The watched models, also after they were detached."""
         return self._models
 
     @property
@@ -83,7 +83,7 @@ class ModelHooks:
         return [] if self._models is None else self._models.roots
 
     def device_with(self, tensors: Batch) -> torch.device:
-        """Where the training runs: on CUDA if anything of the watched modules or a batch is there."""
+        """The training's device: CUDA if any watched parameter or tensor of a batch is there."""
         modules = [] if self._models is None else [watched.module for watched in self._models.modules]
         parameters = [p for module in modules if module is not None for p in module.parameters()]
         devices = [t.device for t in (*parameters, *tensors.values()) if is_tensor(t)]
@@ -91,14 +91,14 @@ class ModelHooks:
         return next(iter((*on_cuda, *devices)), torch.device("cpu"))
 
     def slot(self, watched: Watched) -> int:
-        """The number under which a forward pass of this module is filed now."""
+        """The slot of a forward pass of this module at this moment."""
         assert self._models is not None
         return self._models.slot(watched)
 
     def were_compiled(self) -> bool:
-        """Whether a watched model was compiled after it was attached; it is then watched where it is called.
+        """Whether a watched model was compiled after it was attached; its compiled call is then watched.
 
-        The step that found it so has no MFU; it has a compilation in it.
+        The step in which that is found has no MFU; it includes the compilation.
         """
         followed = [attachment.follow() for attachment in self._attachments]
         return any(followed)

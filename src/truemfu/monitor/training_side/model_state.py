@@ -1,4 +1,4 @@
-"""The model as a forward pass found it, and what was counted of it."""
+"""The model's state at a forward pass, and the counts made for it."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ _MAX_IDLE_CHANGES = 2
 
 @dataclass(eq=False, kw_only=True)
 class ModelState:
-    """A stand-in without data for the model as it was when a count became due, and what was fitted to it."""
+    """A copy without data of the model as it was when a count became due, and the forms fitted to it."""
 
     number: int
-    """Which state of the model it is, counted from 0."""
+    """The number of this state, from 0."""
     fingerprint: tuple[int, int]
     structure: str
     model: nn.Module
     forms: dict[AutocastState, FlopModel | None] = field(default_factory=dict)
-    """None for what cannot be counted."""
+    """None if it cannot be counted."""
     estimators: dict[AutocastState, Estimator | None] = field(default_factory=dict)
     works: dict[Template, StepWork | str] = field(default_factory=dict)
-    """Micro-batches by shape where that was asked for, or why it is not known."""
+    """Micro-batches by shape where that was requested, or why it is unknown."""
 
     idle_changes: int = 0
-    """How often in a row nothing but a number of the model had changed, and its count had not."""
+    """How often in a row only a number of the model changed, and its count did not."""
     forms_before: Mapping[AutocastState, FlopModel | None] = field(default_factory=dict)
-    """Those of the state before, where nothing but a number had changed since."""
+    """The forms of the state before, if only a number has changed since."""
 
     def still_holds(self, model: nn.Module) -> bool:
-        """Whether the model is as it was; a number that only counts something is let be."""
+        """Whether the model is unchanged; a number that does not affect the count is ignored."""
         now = fingerprint(model)
         return now == self.fingerprint or (
             now[0] == self.fingerprint[0] and self.idle_changes >= _MAX_IDLE_CHANGES
@@ -45,7 +45,7 @@ class ModelState:
 
     @classmethod
     def of(cls, model: nn.Module, *, number: int, last: ModelState | None) -> ModelState:
-        """The model after it was in the state `last`; taken in its forward pass, in milliseconds."""
+        """The model's new state after `last`; taken in its forward pass, in milliseconds."""
         now = fingerprint(model)
         before = last if last is not None and last.fingerprint[0] == now[0] else None
         idle_changes = 0 if before is None else before._idle_changes_so_far()
@@ -62,7 +62,7 @@ class ModelState:
 
     @cached_property
     def identity(self) -> str | None:
-        """What tells this state from others in any process; None where its code cannot be read."""
+        """Identifies this state across processes; None if the model's code cannot be read."""
         return model_identity(self.model)
 
     def _idle_changes_so_far(self) -> int:
@@ -76,11 +76,11 @@ class ModelState:
 
 
 States = tuple[ModelState | None, ...]
-"""Those of all models of a step, by the slot their batches are filed under; None where one is not known."""
+"""The states of all models of a step, indexed by the slot of their batches; None where unknown."""
 
 
 def state_in(states: States, slot: int) -> ModelState | None:
-    """The state of one slot; None where none was taken yet."""
+    """The state of one slot; None if none was taken yet."""
     return states[slot] if slot < len(states) else None
 
 
@@ -91,7 +91,7 @@ def _is_same_form(one: FlopModel | None, other: FlopModel | None) -> bool:
 
 
 def facts_of(models: Sequence[nn.Module]) -> dict[str, Any] | None:
-    """Class and parameters of the models of a run, for its record; None without one."""
+    """Class and parameters of the models of a run, for its description; None without a model."""
     if not models:
         return None
     every = {id(p): p for model in models for p in model.parameters() if not nn.parameter.is_lazy(p)}

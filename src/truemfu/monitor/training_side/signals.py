@@ -1,19 +1,19 @@
-"""SIGTERM and SIGHUP: rows are written first, then happens what would have happened without a monitor.
+"""SIGTERM and SIGHUP: rows are written first, then the signal has the effect it has without a monitor.
 
     signal ─► Python's own C handler ─► a byte in a pipe ─► our thread: rows are written, 2 s at most
                                      └► main thread, when it runs Python again: our handler waits for that
 
-- The default action ends the process by that signal. Our thread sees to it where the main thread stays in a
-  call, such as a collective whose other ranks are gone.
-- A handler that was set before is called after the rows are written; the run goes on if that returns.
-- A signal that is ignored, or handled by code that is not Python, is left alone.
-- A handler set after ours replaces it. If it calls ours as the one before it, rows are written and no more.
-- While the model is counted, signals are deferred (`flops/interruption.py`), ours too.
+- The default action ends the process by that signal. Our thread does that if the main thread stays in a call,
+  such as a collective whose other ranks have ended.
+- A handler that was set before is called after the rows are written; the run continues if it returns.
+- A signal that is ignored, or handled by code that is not Python, is not touched.
+- A handler set after ours replaces it. If it calls ours, rows are written and nothing else happens.
+- While the model is counted, all signals are deferred (`flops/interruption.py`).
 
-The handler takes no lock: it may run in the middle of anything on the main thread, our own code included. It
-asks the thread and waits for a limited time; where it has interrupted a step that is being noted, it returns
-at once, and the thread sends the signal again when rows are written. Forked children get the handlers back
-that were there before. One watch serves all monitors of a process.
+The handler takes no lock: it may interrupt any code on the main thread, the monitor's included. It wakes the
+thread and waits for a limited time; if it has interrupted a step that is being noted, it returns at once, and
+the thread sends the signal again when rows are written. Forked children get the previous handlers back. One
+watch serves all monitors of a process.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from typing import Any, NamedTuple
 from ...flops import user_handler
 
 LIMIT_S = 2.0
-"""A signal is held up by no more."""
+"""The longest delay of a signal."""
 _FOR_WRITING_S = 1.8
 _TO_HANDLE_S = 0.1
-"""A main thread that runs Python has called its handler by then."""
+"""Within that time a main thread that runs Python calls its handler."""
 _POLL_S = 0.005
 _WATCHED = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
 _END = 0
-"""In the pipe: no signal has this number."""
+"""Ends the thread; no signal has this number."""
 
 WriteOut = Callable[[float], object]
-"""Writes rows within so many seconds, from a thread of ours."""
+"""Writes rows within the given seconds, on a monitor thread."""
 
 
 class _Writer(NamedTuple):
@@ -57,10 +57,10 @@ _masks = threading.local()
 
 
 def write_at_signals(write_out: WriteOut, is_held: Callable[[], bool]) -> Callable[[], None]:
-    """Have rows written when the process is asked to end, until what is returned is called.
+    """Write rows at SIGTERM and SIGHUP, until the returned function is called.
 
-    `is_held` tells whether the thread that calls it holds what `write_out` needs. Handlers can be set on the
-    main thread alone: elsewhere this changes nothing.
+    `is_held`: whether the calling thread holds the lock that `write_out` needs. Handlers can only be set on
+    the main thread: on another one this changes nothing.
     """
     global _watch
     writer = _Writer(write_out, is_held)
@@ -85,9 +85,9 @@ class _Watch:
     def __init__(self) -> None:
         self._pid, self._is_over = os.getpid(), False
         self._written_from_s = -1.0
-        """When the last writing of rows began that is done."""
+        """When the last completed write of rows began."""
         self._put_off: set[int] = set()
-        """Signals that came while the main thread held what is needed to write: they are sent again, once."""
+        """Signals that arrived while the main thread held the lock for writing: they are sent again, once."""
         self._sent_again: set[int] = set()
         self._pipe = os.pipe()
         os.set_blocking(self._pipe[1], False)
@@ -101,11 +101,11 @@ class _Watch:
                 self._before[number] = before
                 signal.signal(number, self._handler)
         other = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
-        if other != -1:  # an event loop has it: rows are then written when the main thread runs Python
+        if other != -1:  # an event loop uses it: rows are then written when the main thread runs Python
             signal.set_wakeup_fd(other)
 
     def end(self) -> None:
-        """Leave signals as they were; on the main thread."""
+        """Restore the handlers; on the main thread."""
         self._is_over = True
         self._put_back()
         with contextlib.suppress(OSError):
@@ -113,11 +113,11 @@ class _Watch:
         self._thread.join(LIMIT_S)
         if not self._thread.is_alive():
             self._close_pipe()
-        for number in self._put_off:  # the thread has ended before it got to them
+        for number in self._put_off:  # the thread ended before it handled them
             signal.raise_signal(number)
 
     def forked(self) -> None:
-        """In a forked child, which has the handlers and the pipe and not the thread."""
+        """In a forked child, which has the handlers and the pipe but not the thread."""
         self._is_over = True
         self._put_back()
         self._close_pipe()
@@ -155,25 +155,25 @@ class _Watch:
             _end_by(number)
 
     def _can_put_off(self, number: int) -> bool:
-        """Whether the main thread is in a step of ours that will end, and a thread is there to send it again.
+        """Whether the main thread is in a call of the monitor that will return, and it can be resent.
 
-        Not in the middle of a count, which defers signals itself.
+        Not during a count, which defers signals itself.
         """
         is_held = any(writer.is_held() for writer in list(_writers))
         return is_held and self._is_set(number) and self._thread.is_alive()
 
     def _live(self) -> None:
-        """The thread: waits in a read, so that it costs nothing until a signal comes."""
+        """The thread: blocks in a read, so that it costs nothing until a signal arrives."""
         try:
             self._write_out_at_signals()
-        except BaseException:  # a program may close every descriptor it does not know
+        except BaseException:  # a program may close descriptors it does not know
             return
 
     def _write_out_at_signals(self) -> None:
         while (numbers := os.read(self._pipe[0], 64)) and _END not in numbers:
             for number in self._before.keys() & set(numbers):
                 began_s, ends = time.monotonic(), self._is_set(number) and not callable(self._before[number])
-                place = _place_of_main_thread()
+                position = _main_thread_position()
                 for writer in list(_writers):
                     with contextlib.suppress(Exception):  # the process is about to end
                         writer.write_out(began_s + _FOR_WRITING_S - time.monotonic())
@@ -184,21 +184,21 @@ class _Watch:
                     signal.pthread_kill(threading.main_thread().ident or 0, number)
                 elif ends:
                     time.sleep(max(0.0, began_s + _TO_HANDLE_S - time.monotonic()))
-                    if self._is_set(number) and _place_of_main_thread() == place:
+                    if self._is_set(number) and _main_thread_position() == position:
                         _end_by(number)  # else it has run a handler, ours or another
 
     def _is_set(self, number: int) -> bool:
         return bool(signal.getsignal(number) == self._handler)
 
 
-def _place_of_main_thread() -> tuple[int, int] | None:
-    """Where it is in its Python code: the same as before where it has not run any since."""
+def _main_thread_position() -> tuple[int, int] | None:
+    """Its current Python instruction: unchanged if it has not run Python since."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return None if frame is None else (id(frame), frame.f_lasti)
 
 
 def _end_by(number: int) -> None:
-    """Do what the signal does to a process without a handler; from any thread."""
+    """Apply the signal's default action; from any thread."""
     if os.getpid() == 1 or not _ending.acquire(blocking=False):
         return  # the first process of a container ignores signals without a handler
     set_action = ctypes.CDLL(None).signal
@@ -208,7 +208,7 @@ def _end_by(number: int) -> None:
 
 
 def _before_fork() -> None:
-    """Keep signals back until a child has its own handlers: the pipe would tell the parent of them."""
+    """Block signals until the child has restored its handlers: the pipe is shared with the parent."""
     if _watch is not None:
         _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
 

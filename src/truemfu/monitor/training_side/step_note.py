@@ -15,49 +15,49 @@ from .host_values import Number
 from .model_state import States
 
 WARMUP_STEPS = 3
-"""The first steps of a run, which are no measure of it."""
+"""The first steps of a run, which are not representative."""
 
 
-class StepPlace(NamedTuple):
+class StepPosition(NamedTuple):
     """Which step of a run it is."""
 
     step: int
     steps: int
-    """How many it stands for: more than one where those before it were not logged."""
+    """How many it represents: more than one if the ones before it were not logged."""
 
     def reaches(self, frequency: int) -> bool:
-        """Whether a multiple of this frequency lies between the last logged step and this one."""
+        """Whether a multiple of this frequency is reached after the last logged step, up to this one."""
         return self.step % frequency < self.steps
 
 
 class StepExtras(NamedTuple):
-    """What only some steps have."""
+    """The optional parts of a step."""
 
     mask_tokens: int | None = None
     mask_useful_tokens: Number = None
     given_flops: float | None = None
-    """What the caller says the step needs."""
+    """The step's model FLOPs as given by the caller."""
     profile: StepProfile | None = None
     datasets: Sequence[tuple[PendingDatasetMetrics, HostCopy]] = ()
     cut: Cut | None = None
-    """Where a window of the hardware counters ends with this step."""
+    """Set if a window of the hardware counters ends with this step."""
 
 
 NO_EXTRAS = StepExtras()
 
 
 class StepNote(NamedTuple):
-    """All that is known of a step when `log_step` returns; numbers may still be on their way."""
+    """All that is known of a step when `log_step` returns; numbers may still be on the device."""
 
     step: int
     steps: int
-    """How many it stands for."""
+    """How many steps it represents."""
     epoch: Number
     loss: Number
     grad_norm: Number
     learning_rate: Number
     batches: StepBatches
-    """Those of the step before, where they are the same; so are the states."""
+    """The same object as the step before has, if the batches are the same; likewise `states`."""
     states: States
     measured: bool
     warmup: bool
@@ -67,6 +67,6 @@ class StepNote(NamedTuple):
     extras: StepExtras
 
     @property
-    def place(self) -> StepPlace:
+    def position(self) -> StepPosition:
         """Which step of the run it is."""
-        return StepPlace(self.step, self.steps)
+        return StepPosition(self.step, self.steps)

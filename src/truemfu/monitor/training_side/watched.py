@@ -1,12 +1,12 @@
-"""Which models a monitor watches: one, several by name, or the parts of one that has no forward of its own.
+"""Which modules a monitor watches: one model, several by name, or the submodules of one without a forward.
 
     attach(model)                 ─► the model
     attach([generator, critic])   ─► each, named after its class; a mapping gives the names
-    a model without `forward`     ─► its parts: the outermost modules that have one, and parameters
+    a model without `forward`     ─► its outermost submodules that have a forward and parameters
 
-Every forward pass of a watched module is filed under a slot: the module, and whether any of it is trained or
-all of it frozen at that moment (a GAN freezes its discriminator while the generator learns). A model's state
-is taken and counted for each slot.
+Every forward pass of a watched module has a slot: the module, and whether it is trained or completely frozen
+at that moment (a GAN freezes its discriminator while the generator learns). Each slot has its own model state
+and counts.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class Watched:
 
     @property
     def module(self) -> nn.Module | None:
-        """The module, as long as somebody else holds it."""
+        """The module, while other code references it."""
         return self.reference()
 
 
 class WatchedModels:
-    """The modules a monitor watches, and the slots their forward passes are filed under."""
+    """The modules a monitor watches, and the slots of their forward passes."""
 
     def __init__(self, models: Models) -> None:
         named = _named(models)
@@ -53,12 +53,12 @@ class WatchedModels:
             for part in _parts(model):
                 self.modules.append(Watched(weakref.ref(part), name if len(named) > 1 else None))
         self.is_one = len(named) == len(self.modules) == 1 and self.modules[0].module is self.first
-        """Whether a single module sees every batch whole."""
+        """Whether one module gets every complete batch."""
         _refuse_overlap([found for watched in self.modules if (found := watched.module) is not None])
 
     @property
     def roots(self) -> list[nn.Module]:
-        """The models that were given, as far as somebody else still holds them."""
+        """The given models that other code still references."""
         return [found for root in self._roots if (found := root()) is not None]
 
     @property
@@ -67,12 +67,12 @@ class WatchedModels:
         return self._roots[0]()
 
     def are(self, models: Models) -> bool:
-        """Whether these are the models that are watched, under these names."""
+        """Whether these are the watched models, under the same names."""
         named = _named(models)
         return self._names == list(named) and [root() for root in self._roots] == list(named.values())
 
     def slot(self, watched: Watched) -> int:
-        """The number under which a forward pass of this module is filed now."""
+        """The slot of a forward pass of this module at this moment."""
         if self.is_one:
             return 0
         module = watched.module
@@ -81,7 +81,7 @@ class WatchedModels:
 
 
 def is_of_first_module(slot: int, slots: Iterable[int]) -> bool:
-    """Whether a slot belongs to the module that comes first, as they were given, among those of `slots`."""
+    """Whether a slot belongs to the first module, in the order given, among those of `slots`."""
     return slot // _CONDITIONS == min(slots) // _CONDITIONS
 
 
@@ -99,7 +99,7 @@ def _named(models: Models) -> dict[str, nn.Module]:
             for number, (name, model) in enumerate(zip(names, models, strict=True))
         }
         if len(found) < len(names):
-            raise UsageError("the names of the models' classes clash: give a mapping of names to models")
+            raise UsageError("the models' class names clash: give a mapping of names to models")
     else:
         raise UsageError(f"{_EXPECTED}; got {type(models).__name__}")
     wrong = [type(model).__name__ for model in found.values() if not isinstance(model, nn.Module)]
@@ -109,13 +109,13 @@ def _named(models: Models) -> dict[str, nn.Module]:
 
 
 def _parts(model: nn.Module) -> list[nn.Module]:
-    """What of a model is called: itself, or the modules in it where it has no forward."""
+    """The modules to watch: the model itself, or its submodules if it has no forward."""
     if _has_forward(model):
         return [model]
     parts = list(dict.fromkeys(_outermost(model)))
     if not parts:
         raise UsageError(
-            f"{type(model).__name__} has no forward and holds no module with parameters that has one: "
+            f"{type(model).__name__} has no forward and no submodule with a forward and parameters: "
             "attach the modules that your training step calls"
         )
     return parts
@@ -131,17 +131,17 @@ def _outermost(model: nn.Module) -> Iterator[nn.Module]:
 
 def _has_forward(model: nn.Module) -> bool:
     inner = unwrap(model)
-    found = inspect.getattr_static(type(inner), "forward", None)  # a scripted one's raises when it is read
+    found = inspect.getattr_static(type(inner), "forward", None)  # reading a scripted model's raises
     return "forward" in vars(inner) or found is not nn.Module.forward
 
 
 def _refuse_overlap(modules: Sequence[nn.Module]) -> None:
-    """Work of a module that is part of another would be counted twice."""
+    """Raise if a module is part of another: its work would be counted twice."""
     for module in modules:
         for other in modules:
             if other is not module and any(inner is module for inner in other.modules()):
                 raise UsageError(
-                    f"{type(module).__name__} is part of {type(other).__name__}, which is watched too: its "
+                    f"{type(module).__name__} is part of {type(other).__name__}, which is also watched: its "
                     "work would be counted twice; attach modules that do not contain each other"
                 )
     if len(set(map(id, modules))) < len(modules):

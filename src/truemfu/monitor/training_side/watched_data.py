@@ -1,4 +1,4 @@
-"""A loader whose waiting is noted: how long the training stood still for each batch."""
+"""A loader that measures how long the training waits for each batch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .between_steps import BetweenSteps
 
 
 class WatchedData:
-    """Yields what the loader yields; as long as the loader is."""
+    """Yields what the loader yields, and has the loader's length."""
 
     def __init__(self, loader: Iterable[Any], between: BetweenSteps) -> None:
         self._loader, self._between = loader, between
