@@ -17,7 +17,7 @@ from tests.command_line import Result, Run, caller
 
 from truemfu.cli.console import output
 from truemfu.cli.live import Lines, LiveTable, progress
-from truemfu.records import CaseResult, End, Phase, SweepCase, SweepRecord, encode, write_record
+from truemfu.records import CaseResult, Phase, Status, SweepCase, SweepRecord, encode, write_record
 from truemfu.sweep.supervisor.outcome import CaseState
 
 TRAINERS = """
@@ -85,10 +85,13 @@ WRONG_CALLS = {
         "unknown key 'batch_size' (did you mean 'batch_sizes'?)",
     ),
     "a file that is no JSON": (["--config", "broken.json"], "broken.json is not valid JSON"),
-    "a trainer that is nowhere": (["--trainer", "nowhere:Trainer"], "there is no module 'nowhere'"),
+    "a trainer that is nowhere": (["--trainer", "nowhere:Trainer"], "module 'nowhere' is not in"),
     "an output that is a file": (["--output", "typo.json"], "is a file, not a folder"),
     "an output that cannot be made": (["--output", "typo.json/x"], "cannot write to"),
-    "an output with other logs": (["--output", "strange"], "holds logs/, which is not of a sweep"),
+    "an output with other logs": (
+        ["--output", "strange"],
+        "contains logs/, which does not belong to a sweep",
+    ),
     "an output of another sweep": (["--output", "other"], "belongs to another sweep"),
     "a test in the folder of another sweep": (["--mode", "test", "-o", "other"], "belongs to another sweep"),
     "an unknown flag": (["--bach-size", "4"], "--bach-size"),
@@ -310,7 +313,7 @@ def test_a_wrong_summary_is_one_line_and_exit_code_2(run: Run, arguments: list[s
 def failed_result(name: str = "DPSGDTrainer_bs4_seq512", **fields: Any) -> CaseResult:
     case = SweepCase(trainer="DPSGDTrainer", model="1b", batch_size=4, seq_len=512)
     values: dict[str, Any] = {
-        "end": End.CUDA_OOM,
+        "end": Status.CUDA_OOM,
         "phase": Phase.WARM_UP,
         "message": "out of memory",
         "wall_s": 60.0,
@@ -380,7 +383,7 @@ def test_an_experiment_that_destroys_the_folder_is_measured_and_the_exit_code_is
     assert summary["totals"]["ends"] == {"ok": 1}
     assert summary["experiments"][0]["tokens_per_s"] > 0
     if replace == "pass":
-        assert any("had been removed, and was made again" in note for note in summary["notes"])
+        assert any("was removed and has been created again" in note for note in summary["notes"])
         assert (tmp_path / "out" / "results" / "Destroys_bs2_seq32.json").is_file()
         assert (tmp_path / "out" / "sweep.json").is_file()
     else:
@@ -398,7 +401,9 @@ def test_the_live_table_shows_phases_ends_and_the_time_left() -> None:
     live = LiveTable(console)
     names = [f"DPSGDTrainer_bs{batch}_seq512" for batch in (1, 2, 4)]
     live.started(names, [failed_result(names[0])])
-    live.changed(names[1], CaseState(slot="gpu0", phase=Phase.GATE, elapsed_s=3.0, time_limit_s=900.0))
+    live.changed(
+        names[1], CaseState(slot="gpu0", phase=Phase.GRADIENT_CHECK, elapsed_s=3.0, time_limit_s=900.0)
+    )
     text = drawn(live, console)
     assert "cuda_oom, from before" in text
     assert "gate on gpu0" in text
@@ -427,7 +432,7 @@ def test_a_small_screen_shows_where_something_happens() -> None:
 def test_an_experiment_begins_once(capsys: pytest.CaptureFixture[str]) -> None:
     lines = Lines()
     lines.started(["DPSGDTrainer_bs4_seq512"], [])
-    for phase in (Phase.START, Phase.GATE, Phase.TIMED):
+    for phase in (Phase.START, Phase.GRADIENT_CHECK, Phase.TIMED):
         state = CaseState(slot="gpu1", phase=phase, elapsed_s=1.0, time_limit_s=9.0)
         lines.changed("DPSGDTrainer_bs4_seq512", state)
     lines.ended(failed_result())

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from truemfu.errors import UsageError
-from truemfu.records import End, encode, write_record
+from truemfu.records import Status, encode, write_record
 from truemfu.report.folder import load_folder
 from truemfu.report.load import LoadedSweep, load_sweep, with_results
 from truemfu.report.summary import summarize
@@ -72,9 +72,9 @@ def test_a_case_whose_supervisor_was_killed_is_lost(make_result, write_sweep) ->
         (b"", "is empty"),
         (b"\n\n", "is empty"),
         (b"importing\nbuilding\n", "ends without a result"),
-        (b'importing\n{"version": 1, "name": "Stand', "holds no CaseResult"),
+        (b'importing\n{"version": 1, "name": "Stand', "is not a valid CaseResult"),
         (b"\xff\xfe\x00garbage", "ends without a result"),
-        (b'{"version": 99}', "holds no CaseResult"),
+        (b'{"version": 99}', "is not a valid CaseResult"),
     ],
 )
 def test_a_log_without_a_result_is_lost_with_its_reason(
@@ -271,7 +271,7 @@ def test_a_name_that_leads_out_of_the_folder_is_not_followed(make_result, write_
     (folder / "sweep.json").write_text(json.dumps({**record, "cases": [name]}))
     loaded = load_sweep(folder)
     assert [entry.name for entry in loaded.entries] == [make_result().name]
-    assert f"'{name}' cannot name an experiment" in loaded.notes[0]
+    assert f"'{name}' is not a valid experiment name" in loaded.notes[0]
 
 
 @pytest.mark.parametrize("copy", ["{}.json.copy.json", "{}_copy.json", "copy of {}.json"])
@@ -368,15 +368,17 @@ def test_records_without_a_checksum_are_read_and_compared_with_their_logs(make_r
     path.write_bytes(path.read_bytes().replace(b'"wall_s": 31.5', b'"wall_s": 81.5'))
     loaded = load_sweep(folder)
     (note,) = loaded.notes
-    assert note.endswith(f"{log.name} differ: one is damaged, the first is taken")
+    assert note.endswith(f"{log.name} differ: one is damaged, using the first")
     log.write_bytes(encode(result))
     loaded = load_sweep(folder)
     assert loaded.entries[0].result == result
-    assert loaded.notes[0].endswith(f"the result in {log.name} is taken")
+    assert loaded.notes[0].endswith(f"using the result in {log.name}")
 
 
 def test_what_an_exception_says_is_cut_where_it_is_shown(make_result, write_sweep) -> None:
-    failed = make_result(end=End.ERROR, message="x" * 50_000, log_tail=["y" * 50_000], notes=["z" * 50_000])
+    failed = make_result(
+        end=Status.ERROR, message="x" * 50_000, log_tail=["y" * 50_000], notes=["z" * 50_000]
+    )
     summary = summarize(load_sweep(write_sweep([failed])))
     (failure,) = summary.failures
     texts = [failure.message, *failure.log_tail, *summary.notes, summary.experiments[0].message or ""]

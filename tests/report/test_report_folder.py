@@ -125,7 +125,9 @@ def test_garbage_in_both_files_is_one_line_and_no_page(run: Run, run_folder: Pat
         (run_folder / name).write_bytes(b"\0\xff garbage")
     result = run("report", str(run_folder))
     assert (result.code, result.out, result.err.count("\n")) == (2, "", 1)
-    assert "holds nothing of a run that can be read: The run file training_run.json holds no" in result.err
+    assert (
+        "holds nothing of a run that can be read: The run file training_run.json is not a valid" in result.err
+    )
     assert "what is shown" not in result.err
     assert not (run_folder / "report.html").exists()
 

@@ -93,7 +93,7 @@ def test_half_a_run_file_leaves_the_log(run_folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:200])
     run = load_run(run_folder)
     assert run.record is None
-    assert run.notes[0].startswith("The run file training_run.json holds no RunRecord")
+    assert run.notes[0].startswith("The run file training_run.json is not a valid RunRecord")
     assert len(run.rows) == RUN_STEPS
 
 

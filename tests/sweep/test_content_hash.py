@@ -9,15 +9,15 @@ import msgspec
 import pytest
 
 from truemfu.records import SweepCase
-from truemfu.sweep.content_hash import content_hash, find_module, surroundings
+from truemfu.sweep.content_hash import content_hash, find_module, hashed_environment
 
 CASE = SweepCase(trainer="StandardTrainer", model="tiny", batch_size=2, seq_len=32)
-AROUND = surroundings("NVIDIA H200", None)
+AROUND = hashed_environment("NVIDIA H200", None)
 
 
 def test_the_same_things_hash_the_same() -> None:
     again = msgspec.structs.replace(CASE)
-    assert content_hash(CASE, AROUND) == content_hash(again, surroundings("NVIDIA H200", None))
+    assert content_hash(CASE, AROUND) == content_hash(again, hashed_environment("NVIDIA H200", None))
 
 
 @pytest.mark.parametrize("field", ["batch_size", "seq_len", "seed", "max_steps", "profiled_steps"])
@@ -28,8 +28,8 @@ def test_every_setting_counts(field: str) -> None:
 
 def test_device_memory_limit_python_versions_and_sources_count() -> None:
     others = [
-        surroundings("NVIDIA A100", None),
-        surroundings("NVIDIA H200", 2**30),
+        hashed_environment("NVIDIA A100", None),
+        hashed_environment("NVIDIA H200", 2**30),
         msgspec.structs.replace(AROUND, python="3.99"),
         msgspec.structs.replace(AROUND, versions={**AROUND.versions, "torch": "9.9"}),
         msgspec.structs.replace(AROUND, sources="other"),
@@ -70,7 +70,7 @@ def test_a_module_is_found_where_python_would_find_it() -> None:
 
 def test_a_peak_of_the_users_own_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRUEMFU_PEAK_TFLOPS", "123")
-    assert content_hash(CASE, surroundings("NVIDIA H200", None)) != content_hash(CASE, AROUND)
+    assert content_hash(CASE, hashed_environment("NVIDIA H200", None)) != content_hash(CASE, AROUND)
 
 
 def test_a_module_in_the_current_folder_hides_no_installed_one(

@@ -11,7 +11,7 @@ from rich.console import Group
 from rich.live import Live
 from rich.table import Table
 
-from ..records import CaseResult, End
+from ..records import CaseResult, Status
 from ..report.load import entry_of
 from ..report.render import UNKNOWN, duration, number, share, size
 from ..report.summary import experiment_of
@@ -45,17 +45,17 @@ class Lines:
 
     def started(self, names: Sequence[str], reused: Sequence[CaseResult]) -> None:
         self._clock.started(names, reused)
-        self.said(_opening(names, reused))
+        self.message(_opening(names, reused))
 
     def changed(self, name: str, state: CaseState) -> None:
         if self._clock.changed(name, state):
-            self.said(f"{name}: begins on {state.slot}")
+            self.message(f"{name}: begins on {state.slot}")
 
     def ended(self, result: CaseResult) -> None:
         self._clock.ended(result)
-        self.said(f"{result.name}: {_in_words(result)}  [{self._clock.standing()}]")
+        self.message(f"{result.name}: {_in_words(result)}  [{self._clock.standing()}]")
 
-    def said(self, text: str) -> None:
+    def message(self, text: str) -> None:
         try:
             say(on_one_line(text), err=True)
         except OSError:
@@ -80,7 +80,7 @@ class LiveTable:
             self._clock.started(names, reused)
             for result in reused:
                 self._rows[result.name] = _cells(result, f"{result.end.value}, from before")
-        self.said(_opening(names, reused))
+        self.message(_opening(names, reused))
 
     def changed(self, name: str, state: CaseState) -> None:
         with self._lock:
@@ -90,10 +90,10 @@ class LiveTable:
         with self._lock:
             self._clock.ended(result)
             self._rows[result.name] = _cells(result, result.end.value)
-        if result.end is not End.OK:
-            self.said(f"{result.name}: {_in_words(result)}")
+        if result.end is not Status.OK:
+            self.message(f"{result.name}: {_in_words(result)}")
 
-    def said(self, text: str) -> None:
+    def message(self, text: str) -> None:
         self._console.print(on_one_line(text))
 
     def draw(self) -> Group:
@@ -180,7 +180,7 @@ def _cells(result: CaseResult, state: str) -> Sequence[str]:
 
 
 def _in_words(result: CaseResult) -> str:
-    if result.end is not End.OK:
+    if result.end is not Status.OK:
         return f"{result.end.value}: {result.message}"
     row = experiment_of(entry_of(result))
     words = [f"ok: {duration(row.step_time_s)} a step", f"{number(row.tokens_per_s)} tokens/s"]

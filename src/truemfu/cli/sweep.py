@@ -213,7 +213,7 @@ def _run(
     config: SweepConfig, folder: Path, rerun: str, as_json: bool, *, start_over: bool | None = None
 ) -> int:
     from ..errors import UsageError
-    from ..records import End
+    from ..records import Status
     from ..report.load import LoadedSweep, load_sweep, with_results
     from ..report.render import json_text
     from ..report.summary import summarize
@@ -249,7 +249,7 @@ def _run(
         how = "the same command" if rerun == "none" else "the same command with --rerun none"
         say(f"interrupted: {how} goes on from here", err=True)
         return 130
-    return 0 if all(result.end is End.OK for result in outcome.results) else 1
+    return 0 if all(result.end is Status.OK for result in outcome.results) else 1
 
 
 def _write_page(page: Path, summary: SweepSummary) -> Path | None:

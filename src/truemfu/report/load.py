@@ -19,13 +19,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..errors import RecordError, UsageError
-from ..records import CaseResult, End, SweepRecord, read_record
+from ..records import CaseResult, Status, SweepRecord, read_record
 from ..sweep.cases import short_names
 from ..sweep.paths import LOGS, RECORD_FILE, RESULTS, SweepFolder
 from ..sweep.supervisor.stored import stored_result
 
 NOT_RUN = "not run"
-"""Beside the values of `End`: asked for, and never begun."""
+"""Beside the values of `Status`: asked for, and never begun."""
 
 _NAME = re.compile(r"(?P<trainer>.+?)_bs(?P<batch_size>\d+)_seq(?P<seq_len>\d+)(?:_.*)?")
 
@@ -39,7 +39,7 @@ class Entry:
     batch_size: int | None
     seq_len: int | None
     end: str
-    """A value of `End`, or `NOT_RUN`."""
+    """A value of `Status`, or `NOT_RUN`."""
     result: CaseResult | None = None
     reason: str | None = None
     """Why there is no result."""
@@ -230,7 +230,7 @@ def _entry(name: str, outcome: CaseResult | _Missing, trainers: Mapping[str, str
         trainer=trainers.get(prefix, prefix),
         batch_size=int(parts["batch_size"]) if parts else None,
         seq_len=int(parts["seq_len"]) if parts else None,
-        end=End.LOST.value if outcome.begun else NOT_RUN,
+        end=Status.LOST.value if outcome.begun else NOT_RUN,
         reason=outcome.reason,
         log_tail=outcome.log_tail,
     )

@@ -18,7 +18,7 @@ from types import MappingProxyType
 
 import msgspec
 
-from ..records import End
+from ..records import Status
 from ..text import on_one_line, printable
 from .figures import Experiment, Failure, Ratio, SweepSummary
 
@@ -209,7 +209,7 @@ def _largest_batches(summary: SweepSummary) -> TextTable:
 
 def _failure_line(failure: Failure) -> str:
     details = [f"{failure.name}: {failure.end}"]
-    if failure.phase and failure.end != End.PRUNED.value:
+    if failure.phase and failure.end != Status.PRUNED.value:
         details.append(f" in phase {failure.phase}")
     if failure.signal:
         details.append(f" ({failure.signal})")

@@ -16,7 +16,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from ..records import CaseResult, End, Environment
+from ..records import CaseResult, Environment, Status
 from ..text import shortened
 from .figures import (
     AgainstBaseline,
@@ -35,7 +35,7 @@ GPU_MEMORY, HOST_MEMORY = "GPU allocated", "process resident"
 
 _UNSURE = 0.05
 _LONGEST_MESSAGE = 1000
-_OUT_OF_MEMORY = (End.CUDA_OOM.value, End.HOST_OOM.value)
+_OUT_OF_MEMORY = (Status.CUDA_OOM.value, Status.HOST_OOM.value)
 
 
 def summarize(sweep: LoadedSweep) -> SweepSummary:
@@ -164,7 +164,7 @@ def _peak_memory(result: CaseResult | None) -> tuple[int | None, str | None]:
 
 def _totals(entries: Sequence[Entry]) -> Totals:
     ends = _ends(entries)
-    succeeded = ends.get(End.OK.value, 0)
+    succeeded = ends.get(Status.OK.value, 0)
     return Totals(
         experiments=len(entries), succeeded=succeeded, success_rate=succeeded / len(entries), ends=ends
     )
@@ -189,7 +189,7 @@ def _finished_points(entries: Iterable[Entry]) -> dict[str, dict[Point, CaseResu
     finished: dict[str, dict[Point, CaseResult]] = {}
     for entry in entries:
         points = finished.setdefault(entry.trainer, {})
-        if entry.result is not None and entry.result.end is End.OK:
+        if entry.result is not None and entry.result.end is Status.OK:
             points[_point(entry.result)] = entry.result
     return finished
 
@@ -279,7 +279,7 @@ def _largest_batches(results: Iterable[CaseResult]) -> list[LargestBatch]:
         groups.setdefault((case.trainer, case.model, case.seq_len, case.dtype), []).append(result)
     rows = []
     for (trainer, model, seq_len, dtype), members in groups.items():
-        fit = [result.case.batch_size for result in members if result.end is End.OK]
+        fit = [result.case.batch_size for result in members if result.end is Status.OK]
         failed = sorted(
             (result for result in members if result.end.value in _OUT_OF_MEMORY),
             key=lambda result: result.case.batch_size,
@@ -300,7 +300,7 @@ def _largest_batches(results: Iterable[CaseResult]) -> list[LargestBatch]:
 
 
 def _failures(entries: Sequence[Entry]) -> list[Failure]:
-    failures = [_failure(entry) for entry in entries if entry.end != End.OK.value]
+    failures = [_failure(entry) for entry in entries if entry.end != Status.OK.value]
     frequency = Counter(failure.end for failure in failures)
     first = {end: index for index, end in enumerate(frequency)}
     return sorted(failures, key=lambda failure: (-frequency[failure.end], first[failure.end]))
