@@ -5,7 +5,8 @@ starts the next worker while nothing is measured, so that less of this is seen. 
 does, from the command's start to its exit, and prints for each experiment the seconds of every phase after
 its order: imports that were not hidden, gradient check, build, steps (warm-up and timed), count, trace, and
 the end of its process after it was done. Own work is all of these but the last (several GPUs at once count
-once); the rest of the wall time is the harness. Exit code 1 where that is more than 5 %. Ends with one line of JSON.
+once); the rest of the wall time is the harness. Exit code 1 where that is more than 5 %. Ends with one line
+of JSON.
 
     python benchmarks/sweep_harness.py [--config profiling_config.json] [--output sweep_harness.txt]
     python benchmarks/sweep_harness.py --finished benchmarks/results/sweep_h200

@@ -196,7 +196,7 @@ def test_the_count_of_a_process_is_read_back(tmp_path: Path) -> None:
     path.write_text('{"model_flops": 3, "hardware_flops": 4, "later": "ignored"}')
     assert read_step_count(path) == StepCount(model_flops=3, hardware_flops=4)
     path.write_text('{"model_flops": "many"}')
-    with pytest.raises(RecordError, match="holds no count of a step"):
+    with pytest.raises(RecordError, match="is not a step count"):
         read_step_count(path)
 
 

@@ -314,7 +314,7 @@ def test_a_gpu_that_is_lost_on_the_way_is_a_line_below_the_table(
 def test_once_gives_up_on_a_driver_that_does_not_answer(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("truemfu.hardware.counters.sampler._HANGING_S", 0.5)
+    monkeypatch.setattr("truemfu.hardware.counters.sampler._HANG_TIMEOUT_S", 0.5)
     monkeypatch.setattr("truemfu.hardware.counters.nvml._CLOSE_S", 0.01)
     answer = threading.Event()
     nvml = FakeNvml()

@@ -287,13 +287,13 @@ def test_a_copy_of_a_result_is_no_experiment_and_is_named(
     shutil.copy(results / f"{matrix[0].name}.json", results / name)
     loaded = load_sweep(folder)
     assert {entry.name for entry in loaded.entries} == {result.name for result in matrix}
-    assert loaded.notes == (f"left out: {results / name} holds the result of {matrix[0].name}",)
+    assert loaded.notes == (f"left out: {results / name} contains the result of {matrix[0].name}",)
 
 
 def test_a_copy_of_a_log_is_no_experiment_and_is_named(make_result, tmp_path: Path) -> None:
     result = make_result()
     (tmp_path / f"{result.name}_copy.log").write_bytes(encode(result))
-    note = f"left out: {result.name}_copy.log holds the result of {result.name}"
+    note = f"left out: {result.name}_copy.log contains the result of {result.name}"
     with pytest.raises(UsageError, match=f"holds no sweep: .*; {note}"):
         load_sweep(tmp_path)
     (tmp_path / f"{result.name}.log").write_bytes(encode(result))
@@ -311,8 +311,8 @@ def test_swapped_results_are_not_shown_under_each_others_names(matrix, write_swe
     loaded = load_sweep(folder)
     assert [entry.result for entry in loaded.entries] == matrix
     assert loaded.notes == (
-        f"{first} holds the result of {matrix[1].name}; read from {matrix[0].name}.log instead",
-        f"{second} holds the result of {matrix[0].name}; read from {matrix[1].name}.log instead",
+        f"{first} contains the result of {matrix[1].name}; read from {matrix[0].name}.log instead",
+        f"{second} contains the result of {matrix[0].name}; read from {matrix[1].name}.log instead",
     )
     for log in (folder / "logs").iterdir():
         log.unlink()

@@ -50,9 +50,9 @@ os.write(int(os.environ["TRUEMFU_SWEEP_ANSWER"]), json.dumps(result).encode())
 BAD, GOOD = "StandardTrainer_bs1_seq16", "StandardTrainer_bs2_seq16"
 
 HARMS = {
-    "removes running/": ("shutil.rmtree(folder / 'running')", "running/ had been removed"),
-    "removes logs/": ("shutil.rmtree(folder / 'logs')", "logs/ had been removed"),
-    "removes the folder": ("shutil.rmtree(folder)", "logs/, results/, runs/, running/ had been removed"),
+    "removes running/": ("shutil.rmtree(folder / 'running')", "running/ was removed"),
+    "removes logs/": ("shutil.rmtree(folder / 'logs')", "logs/ was removed"),
+    "removes the folder": ("shutil.rmtree(folder)", "logs/, results/, runs/, running/ was removed"),
     "log is a folder": ("become(log, Path.mkdir)", f"logs/{BAD}.log became a folder"),
     "log is a FIFO": ("become(log, os.mkfifo)", f"logs/{BAD}.log became a FIFO"),
     "log is a link": (
@@ -61,7 +61,7 @@ HARMS = {
     ),
     "logs/ is a link": (
         "become(folder / 'logs', lambda path: path.symlink_to(outside))",
-        "logs/ had been removed",
+        "logs/ was removed",
     ),
     "result is a folder": ("become(result_file, Path.mkdir)", f"results/{BAD}.json became a folder"),
     "result is a FIFO": ("become(result_file, os.mkfifo)", f"results/{BAD}.json became a FIFO"),

@@ -183,7 +183,7 @@ def _run(call: list[str], log_file: Path, files: list[Path], *, from_start: bool
             keep_running=keep_running or from_start,
             stdout=_STDERR,
             say=progress.say,
-            look=progress.look,
+            on_wait=progress.update,
         )
     finally:
         progress.clear()

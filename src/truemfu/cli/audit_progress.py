@@ -35,7 +35,7 @@ class AuditProgress:
         self._has_line = False
         self.kernels = 0
 
-    def look(self) -> None:
+    def update(self) -> None:
         """Read what ncu wrote since, and show it where it is time to."""
         self._read()
         now_s = time.monotonic()
