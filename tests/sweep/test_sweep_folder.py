@@ -134,7 +134,9 @@ def test_a_link_in_the_place_of_one_of_its_folders_is_refused(tmp_path: Path, na
     shutil.rmtree(tmp_path / "out" / name)
     (tmp_path / "home").mkdir()
     (tmp_path / "out" / name).symlink_to(tmp_path / "home")
-    with pytest.raises(UsageError, match=rf"{name} is a symbolic link: a sweep only writes to its own folders"):
+    with pytest.raises(
+        UsageError, match=rf"{name} is a symbolic link: a sweep only writes to its own folders"
+    ):
         take(tmp_path / "out", start_over=True)
     assert list((tmp_path / "home").iterdir()) == []
 

@@ -31,22 +31,7 @@ _PACKAGES = ("torch", "opacus", "transformers")
 
 # The code that a measurement runs; the supervisor's files do not affect a figure.
 _SOURCES = ("sweep", "flops", "hardware", "monitor/training_side/clock.py", "utilization.py", "convention.py")
-_SUPERVISOR = {
-    "config.py",
-    "cases.py",
-    "paths.py",
-    "resume.py",
-    "supervise.py",
-    "case_log.py",
-    "stored.py",
-    "commit.py",
-    "outcome.py",
-    "runner.py",
-    "fit.py",
-    "gpus.py",
-    "content_hash.py",
-    "launchers",
-}
+_SUPERVISOR = {"config.py", "cases.py", "paths.py", "gpus.py", "content_hash.py", "launchers", "supervisor"}
 
 
 def find_module(name: str) -> ModuleSpec | None:
