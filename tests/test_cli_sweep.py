@@ -290,7 +290,7 @@ def test_ctrl_c_is_exit_code_130_with_a_summary(tmp_path: Path) -> None:
 
 WRONG_SUMMARIES = {
     "a folder that is not there": (["summarize", "--logs-dir", "nowhere"], "nowhere does not exist"),
-    "a folder without logs": (["summarize", "--logs-dir", "."], "holds no sweep"),
+    "a folder without logs": (["summarize", "--logs-dir", "."], "does not contain a sweep"),
     "no folder": (["summarize"], "--logs-dir"),
     "an unknown format": (["summarize", "--logs-dir", ".", "--format", "xml"], "'xml' is not one of"),
     "an ending that says nothing": (

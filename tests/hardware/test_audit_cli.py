@@ -49,7 +49,7 @@ Run = Callable[..., Result]
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
     """Call `truemfu audit` in this process, with nothing on the PATH but a fake ncu (or nothing at all)."""
-    monkeypatch.setattr(nsight, "_USUAL_PLACES", ())
+    monkeypatch.setattr(nsight, "_INSTALL_PATTERNS", ())
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder))

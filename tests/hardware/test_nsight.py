@@ -236,7 +236,7 @@ def test_what_is_collected_is_in_the_recorded_tables() -> None:
 
 def test_ncu_is_found_where_its_installer_puts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr(nsight, "_USUAL_PLACES", (f"{tmp_path}/*/ncu",))
+    monkeypatch.setattr(nsight, "_INSTALL_PATTERNS", (f"{tmp_path}/*/ncu",))
     with pytest.raises(UsageError, match="comes with the CUDA toolkit"):
         find_ncu()
     for version in ("2024.1.0", "2025.3.1"):

@@ -47,7 +47,7 @@ def test_a_case_without_any_file_was_not_run_and_keeps_its_place(make_result, wr
     assert (first.name, first.end, first.reason) == (
         "StandardTrainer_bs4_seq512",
         "not run",
-        "asked for, but never begun",
+        "requested, but never started",
     )
     assert (first.trainer, first.batch_size, first.seq_len) == ("StandardTrainer", 4, 512)
     assert second.result == done
@@ -61,7 +61,7 @@ def test_a_case_whose_supervisor_was_killed_is_lost(make_result, write_sweep) ->
     assert entry.end == "lost"
     assert entry.reason == (
         "DPSGDTrainer_bs4_seq512.log ends without a result; "
-        "still running, or its supervisor ended before it did"
+        "still running, or its supervisor ended before it finished"
     )
     assert entry.log_tail == ("step 1", "step 2")
 
@@ -140,7 +140,7 @@ def test_a_broken_sweep_json_costs_the_denominator_and_says_so(matrix, write_swe
     (folder / "sweep.json").write_text("{")
     loaded = load_sweep(folder)
     assert len(loaded.entries) == len(matrix)
-    assert "experiments that left no file are not known" in loaded.notes[0]
+    assert "experiments without a file are not known" in loaded.notes[0]
 
 
 def test_a_lost_case_of_a_trainer_of_ones_own_belongs_to_it(make_result, write_sweep) -> None:
@@ -164,7 +164,7 @@ def test_results_in_memory_replace_what_the_disk_could_not_take(make_result, wri
 def test_a_folder_without_a_sweep_is_a_wrong_call(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="does not exist: expected the folder of a sweep"):
         load_sweep(tmp_path / "nowhere")
-    with pytest.raises(UsageError, match="holds no sweep: expected logs"):
+    with pytest.raises(UsageError, match="does not contain a sweep: expected logs"):
         load_sweep(tmp_path)
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="is a file"):
@@ -192,13 +192,13 @@ def test_trainers_whose_short_names_differ_from_their_own_are_told_apart(make_re
 
 def test_files_that_are_no_experiments_are_not_counted(make_result, tmp_path: Path) -> None:
     (tmp_path / "package.json").write_text("{}")
-    with pytest.raises(UsageError, match="holds no sweep"):
+    with pytest.raises(UsageError, match="does not contain a sweep"):
         load_sweep(tmp_path)
     result = make_result()
     write_record(tmp_path / f"{result.name}.json", result)
     loaded = load_sweep(tmp_path)
     assert ends(loaded) == {result.name: "ok"}
-    assert loaded.notes == ("left out, no experiments: package",)
+    assert loaded.notes == ("left out, not experiments: package",)
 
 
 def a_fifo(path: Path) -> None:
@@ -294,7 +294,7 @@ def test_a_copy_of_a_log_is_no_experiment_and_is_named(make_result, tmp_path: Pa
     result = make_result()
     (tmp_path / f"{result.name}_copy.log").write_bytes(encode(result))
     note = f"left out: {result.name}_copy.log contains the result of {result.name}"
-    with pytest.raises(UsageError, match=f"holds no sweep: .*; {note}"):
+    with pytest.raises(UsageError, match=f"does not contain a sweep: .*; {note}"):
         load_sweep(tmp_path)
     (tmp_path / f"{result.name}.log").write_bytes(encode(result))
     loaded = load_sweep(tmp_path)

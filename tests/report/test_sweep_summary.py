@@ -293,7 +293,7 @@ def test_step_times_that_are_hardly_known_are_named(make_result) -> None:
     steps = msgspec.structs.replace(unsure.measured.steps, relative_error=0.4)
     unsure = msgspec.structs.replace(unsure, measured=msgspec.structs.replace(unsure.measured, steps=steps))
     assert summary_of([sure, unsure]).notes == [
-        "step times known to no better than 5 % (was the machine busy?): DPSGDTrainer_bs4_seq512"
+        "step times with an error above 5 % (was the machine busy?): DPSGDTrainer_bs4_seq512"
     ]
 
 
