@@ -66,7 +66,10 @@ WRONG_CALLS = {
     "a device that is not there": (["--device", "cuda"], "no NVIDIA GPU is visible"),
     "a batch of nothing": (["--batch-sizes", "4,0"], "batch_sizes must be a whole number >= 1; got 0"),
     "a negative sequence": (["--seq-len", "-8"], "seq_lengths must be a whole number >= 1; got -8"),
-    "a batch that is no number": (["--batch-size", "4x"], "--batch-sizes takes whole numbers"),
+    "a batch that is no number": (
+        ["--batch-size", "4x"],
+        "--batch-sizes takes comma-separated whole numbers",
+    ),
     "a flag without a value in it": (["--batch-sizes", ""], "batch_sizes is empty"),
     "a list of nothing": (["--trainers", ","], "trainers is empty"),
     "a GPU that is not there": (["--gpus", "7"], "gpus is 7, but no NVIDIA GPU is visible"),
@@ -78,7 +81,7 @@ WRONG_CALLS = {
         ["--mode", "single", "--batch-sizes", "4,8"],
         "single mode runs one experiment; got several batch_sizes",
     ),
-    "a file for the test": (["--mode", "test", "--config", "x.json"], "test mode has a matrix of its own"),
+    "a file for the test": (["--mode", "test", "--config", "x.json"], "test mode has its own matrix"),
     "a file that is not there": (["--config", "x.json"], "x.json cannot be read: No such file"),
     "a file with a typo": (
         ["--config", "typo.json"],
@@ -232,7 +235,7 @@ def test_a_failed_experiment_is_exit_code_1_and_touches_no_other(swept: Swept) -
 def test_progress_is_a_line_for_each_event_on_stderr(swept: Swept) -> None:
     lines = swept.result.err.splitlines()
     assert lines[0] == "2 experiments"
-    assert "StandardTrainer_bs2_seq32: begins on cpu" in lines
+    assert "StandardTrainer_bs2_seq32: started on cpu" in lines
     assert any(line.startswith("StandardTrainer_bs2_seq32: ok: ") for line in lines)
     assert any(line.startswith("Raises_bs2_seq32: error: ") and "[2 of 2 done]" in line for line in lines)
 
@@ -245,7 +248,7 @@ def test_a_sweep_called_again_uses_what_is_there(swept: Swept) -> None:
     )
     out, err = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert err == "2 experiments; 2 have a result already\n"
+    assert err == "2 experiments; 2 already have a result\n"
     assert "1 of 2 experiments succeeded (50.0 %): 1 ok, 1 error" in out
     assert out.splitlines()[-1] == f"report: {swept.folder / 'out' / 'report.html'}"
 
@@ -279,12 +282,12 @@ def test_ctrl_c_is_exit_code_130_with_a_summary(tmp_path: Path) -> None:
         tmp_path, "--mode", "test", "--output", "out", "--trainers", "sweep_trainers:Waits"
     )
     assert process.stderr is not None
-    while "begins on" not in process.stderr.readline():
+    while "started on" not in process.stderr.readline():
         assert process.poll() is None
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "interrupted: the same command with --rerun none goes on from here" in err
+    assert "interrupted: the same command with --rerun none continues from here" in err
     assert "0 of 1 experiments succeeded" in out
 
 
@@ -405,7 +408,7 @@ def test_the_live_table_shows_phases_ends_and_the_time_left() -> None:
         names[1], CaseState(slot="gpu0", phase=Phase.GRADIENT_CHECK, elapsed_s=3.0, time_limit_s=900.0)
     )
     text = drawn(live, console)
-    assert "cuda_oom, from before" in text
+    assert "cuda_oom, reused" in text
     assert "gate on gpu0" in text
     assert "3 of 900 s" in text
     assert "waits" in text
@@ -438,7 +441,7 @@ def test_an_experiment_begins_once(capsys: pytest.CaptureFixture[str]) -> None:
     lines.ended(failed_result())
     assert capsys.readouterr().err.splitlines() == [
         "1 experiment",
-        "DPSGDTrainer_bs4_seq512: begins on gpu1",
+        "DPSGDTrainer_bs4_seq512: started on gpu1",
         "DPSGDTrainer_bs4_seq512: cuda_oom: out of memory  [1 of 1 done]",
     ]
 

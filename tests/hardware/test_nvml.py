@@ -313,7 +313,7 @@ def test_permission_lost_later_ends_the_activity_alone() -> None:
     source.read(0)
     nvml.errors["nvmlGpmSampleGet"] = NO_PERMISSION
     assert source.read(0).power_w == 688.0
-    assert "may not read" in (source.gpus()[0].no_gpm_reason or "")
+    assert "no permission" in (source.gpus()[0].no_gpm_reason or "")
     assert source.read(0).tensor_active is None
 
 
