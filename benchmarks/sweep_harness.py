@@ -3,9 +3,10 @@
 Why: every experiment has a fresh process, and a fresh process costs an interpreter and its imports. A sweep
 starts the next worker while nothing is measured, so that less of this is seen. Runs `truemfu sweep` as a user
 does, from the command's start to its exit, and prints for each experiment the seconds of every phase after
-its order: imports that were not hidden, gate, build, steps (warm-up and timed), count, trace, and the end of
-its process after it was done. Own work is all of these but the last (several GPUs at once count once); the
-rest of the wall time is the harness. Exit code 1 where that is more than 5 %. Ends with one line of JSON.
+its order: imports that were not hidden, gradient check, build, steps (warm-up and timed), count, trace, and
+the end of its process after it was done. Own work is all of these but the last (several GPUs at once count
+once); the rest of the wall time is the harness. Exit code 1 where that is more than 5 %. Ends with one line
+of JSON.
 
     python benchmarks/sweep_harness.py [--config profiling_config.json] [--output sweep_harness.txt]
     python benchmarks/sweep_harness.py --finished benchmarks/results/sweep_h200
@@ -27,14 +28,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from truemfu.records import CaseResult, End, Phase, SweepRecord, read_record
+from truemfu.records import CaseResult, Phase, Status, SweepRecord, read_record
 from truemfu.report.load import load_sweep
 from truemfu.sweep.supervisor.outcome import covered_s
 
 LIMIT = 0.05
 COLUMNS = {
     "imports": (Phase.START,),
-    "gate": (Phase.GATE,),
+    "gate": (Phase.GRADIENT_CHECK,),
     "build": (Phase.BUILD,),
     "steps": (Phase.WARM_UP, Phase.TIMED),
     "count": (Phase.COUNT,),
@@ -119,7 +120,7 @@ def main() -> int:
             f"{result.name:{width}}"
             + "".join(f"{value:9.2f}" for value in seconds.values())
             + f"{result.wall_s:9.2f}"
-            + ("" if result.end is End.OK else f"  {result.end.value}")
+            + ("" if result.end is Status.OK else f"  {result.end.value}")
         )
         rows[result.name] = {**seconds, "wall": result.wall_s, "result": result.end.value}
     harness_s = wall_s - covered_s(map(own_work, results))

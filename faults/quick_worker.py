@@ -1,6 +1,6 @@
 """A sweep's worker without torch. Its figures follow from its case: each can be told from the others.
 
-A trail of phases, a line in the log, the result on the supervisor's descriptor, in a fraction of a second.
+A progress file, a line in the log, the result on the supervisor's descriptor, in a fraction of a second.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from pathlib import Path
 from truemfu.plain_files import append
 from truemfu.records import (
     CaseResult,
-    End,
     Environment,
     Flops,
-    Gate,
+    GradientCheck,
     Measured,
     Memory,
     Phase,
+    Status,
     StepTimes,
     encode,
 )
@@ -57,7 +57,7 @@ def measured(order: WorkerOrder) -> CaseResult:
         sweep_id=order.sweep_id,
         content_hash=order.content_hash,
         case=case,
-        end=End.OK,
+        end=Status.OK,
         phase=Phase.DONE,
         parameters=1234,
         measured=Measured(
@@ -71,7 +71,7 @@ def measured(order: WorkerOrder) -> CaseResult:
             trace=None,
         ),
         memory=Memory(process_bytes=case.batch_size << 20),
-        gate=Gate(
+        gate=GradientCheck(
             passed=True,
             relative_error=1e-7,
             tolerance=1e-4,
@@ -91,7 +91,7 @@ def main() -> None:
         return
     order = decode_order(line)
     run = Path(order.folder) / "runs" / order.name
-    for phase in (Phase.GATE, Phase.TIMED, Phase.DONE):
+    for phase in (Phase.GRADIENT_CHECK, Phase.TIMED, Phase.DONE):
         append_progress(Path(order.progress_path), Progress(phase=phase, at_s=time.time()))
         append(Path(order.log_path), f"{phase.value}\n".encode())
         time.sleep(float(os.environ.get("TRUEMFU_FAULTS_PHASE_S", "0")))

@@ -191,7 +191,7 @@ def test_a_factory_brings_its_own_batch_and_says_what_is_not_used(run: Run) -> N
     result = run("count", "clifactories:fits", "--batch", "3", "--json")
     data = json.loads(result.out)
     assert result.code == 0
-    assert result.err == "note: clifactories:fits brings its own batch; --batch not used\n"
+    assert result.err == "note: clifactories:fits provides its own batch; --batch not used\n"
     assert (data["batch"], data["seq"], data["parameters"]) == (5, None, 32)
     assert (data["forward"], data["backward"]) == (2 * 5 * 8 * 4, 2 * 5 * 8 * 4)
 

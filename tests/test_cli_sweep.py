@@ -17,7 +17,7 @@ from tests.command_line import Result, Run, caller
 
 from truemfu.cli.console import output
 from truemfu.cli.live import Lines, LiveTable, progress
-from truemfu.records import CaseResult, End, Phase, SweepCase, SweepRecord, encode, write_record
+from truemfu.records import CaseResult, Phase, Status, SweepCase, SweepRecord, encode, write_record
 from truemfu.sweep.supervisor.outcome import CaseState
 
 TRAINERS = """
@@ -66,7 +66,10 @@ WRONG_CALLS = {
     "a device that is not there": (["--device", "cuda"], "no NVIDIA GPU is visible"),
     "a batch of nothing": (["--batch-sizes", "4,0"], "batch_sizes must be a whole number >= 1; got 0"),
     "a negative sequence": (["--seq-len", "-8"], "seq_lengths must be a whole number >= 1; got -8"),
-    "a batch that is no number": (["--batch-size", "4x"], "--batch-sizes takes whole numbers"),
+    "a batch that is no number": (
+        ["--batch-size", "4x"],
+        "--batch-sizes takes comma-separated whole numbers",
+    ),
     "a flag without a value in it": (["--batch-sizes", ""], "batch_sizes is empty"),
     "a list of nothing": (["--trainers", ","], "trainers is empty"),
     "a GPU that is not there": (["--gpus", "7"], "gpus is 7, but no NVIDIA GPU is visible"),
@@ -78,17 +81,20 @@ WRONG_CALLS = {
         ["--mode", "single", "--batch-sizes", "4,8"],
         "single mode runs one experiment; got several batch_sizes",
     ),
-    "a file for the test": (["--mode", "test", "--config", "x.json"], "test mode has a matrix of its own"),
+    "a file for the test": (["--mode", "test", "--config", "x.json"], "test mode has its own matrix"),
     "a file that is not there": (["--config", "x.json"], "x.json cannot be read: No such file"),
     "a file with a typo": (
         ["--config", "typo.json"],
         "unknown key 'batch_size' (did you mean 'batch_sizes'?)",
     ),
     "a file that is no JSON": (["--config", "broken.json"], "broken.json is not valid JSON"),
-    "a trainer that is nowhere": (["--trainer", "nowhere:Trainer"], "there is no module 'nowhere'"),
+    "a trainer that is nowhere": (["--trainer", "nowhere:Trainer"], "module 'nowhere' is not in"),
     "an output that is a file": (["--output", "typo.json"], "is a file, not a folder"),
     "an output that cannot be made": (["--output", "typo.json/x"], "cannot write to"),
-    "an output with other logs": (["--output", "strange"], "holds logs/, which is not of a sweep"),
+    "an output with other logs": (
+        ["--output", "strange"],
+        "contains logs/, which does not belong to a sweep",
+    ),
     "an output of another sweep": (["--output", "other"], "belongs to another sweep"),
     "a test in the folder of another sweep": (["--mode", "test", "-o", "other"], "belongs to another sweep"),
     "an unknown flag": (["--bach-size", "4"], "--bach-size"),
@@ -229,7 +235,7 @@ def test_a_failed_experiment_is_exit_code_1_and_touches_no_other(swept: Swept) -
 def test_progress_is_a_line_for_each_event_on_stderr(swept: Swept) -> None:
     lines = swept.result.err.splitlines()
     assert lines[0] == "2 experiments"
-    assert "StandardTrainer_bs2_seq32: begins on cpu" in lines
+    assert "StandardTrainer_bs2_seq32: started on cpu" in lines
     assert any(line.startswith("StandardTrainer_bs2_seq32: ok: ") for line in lines)
     assert any(line.startswith("Raises_bs2_seq32: error: ") and "[2 of 2 done]" in line for line in lines)
 
@@ -242,7 +248,7 @@ def test_a_sweep_called_again_uses_what_is_there(swept: Swept) -> None:
     )
     out, err = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert err == "2 experiments; 2 have a result already\n"
+    assert err == "2 experiments; 2 already have a result\n"
     assert "1 of 2 experiments succeeded (50.0 %): 1 ok, 1 error" in out
     assert out.splitlines()[-1] == f"report: {swept.folder / 'out' / 'report.html'}"
 
@@ -276,18 +282,18 @@ def test_ctrl_c_is_exit_code_130_with_a_summary(tmp_path: Path) -> None:
         tmp_path, "--mode", "test", "--output", "out", "--trainers", "sweep_trainers:Waits"
     )
     assert process.stderr is not None
-    while "begins on" not in process.stderr.readline():
+    while "started on" not in process.stderr.readline():
         assert process.poll() is None
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "interrupted: the same command with --rerun none goes on from here" in err
+    assert "interrupted: the same command with --rerun none continues from here" in err
     assert "0 of 1 experiments succeeded" in out
 
 
 WRONG_SUMMARIES = {
     "a folder that is not there": (["summarize", "--logs-dir", "nowhere"], "nowhere does not exist"),
-    "a folder without logs": (["summarize", "--logs-dir", "."], "holds no sweep"),
+    "a folder without logs": (["summarize", "--logs-dir", "."], "does not contain a sweep"),
     "no folder": (["summarize"], "--logs-dir"),
     "an unknown format": (["summarize", "--logs-dir", ".", "--format", "xml"], "'xml' is not one of"),
     "an ending that says nothing": (
@@ -310,7 +316,7 @@ def test_a_wrong_summary_is_one_line_and_exit_code_2(run: Run, arguments: list[s
 def failed_result(name: str = "DPSGDTrainer_bs4_seq512", **fields: Any) -> CaseResult:
     case = SweepCase(trainer="DPSGDTrainer", model="1b", batch_size=4, seq_len=512)
     values: dict[str, Any] = {
-        "end": End.CUDA_OOM,
+        "end": Status.CUDA_OOM,
         "phase": Phase.WARM_UP,
         "message": "out of memory",
         "wall_s": 60.0,
@@ -380,7 +386,7 @@ def test_an_experiment_that_destroys_the_folder_is_measured_and_the_exit_code_is
     assert summary["totals"]["ends"] == {"ok": 1}
     assert summary["experiments"][0]["tokens_per_s"] > 0
     if replace == "pass":
-        assert any("had been removed, and was made again" in note for note in summary["notes"])
+        assert any("was removed and has been created again" in note for note in summary["notes"])
         assert (tmp_path / "out" / "results" / "Destroys_bs2_seq32.json").is_file()
         assert (tmp_path / "out" / "sweep.json").is_file()
     else:
@@ -398,9 +404,11 @@ def test_the_live_table_shows_phases_ends_and_the_time_left() -> None:
     live = LiveTable(console)
     names = [f"DPSGDTrainer_bs{batch}_seq512" for batch in (1, 2, 4)]
     live.started(names, [failed_result(names[0])])
-    live.changed(names[1], CaseState(slot="gpu0", phase=Phase.GATE, elapsed_s=3.0, time_limit_s=900.0))
+    live.changed(
+        names[1], CaseState(slot="gpu0", phase=Phase.GRADIENT_CHECK, elapsed_s=3.0, time_limit_s=900.0)
+    )
     text = drawn(live, console)
-    assert "cuda_oom, from before" in text
+    assert "cuda_oom, reused" in text
     assert "gate on gpu0" in text
     assert "3 of 900 s" in text
     assert "waits" in text
@@ -427,13 +435,13 @@ def test_a_small_screen_shows_where_something_happens() -> None:
 def test_an_experiment_begins_once(capsys: pytest.CaptureFixture[str]) -> None:
     lines = Lines()
     lines.started(["DPSGDTrainer_bs4_seq512"], [])
-    for phase in (Phase.START, Phase.GATE, Phase.TIMED):
+    for phase in (Phase.START, Phase.GRADIENT_CHECK, Phase.TIMED):
         state = CaseState(slot="gpu1", phase=phase, elapsed_s=1.0, time_limit_s=9.0)
         lines.changed("DPSGDTrainer_bs4_seq512", state)
     lines.ended(failed_result())
     assert capsys.readouterr().err.splitlines() == [
         "1 experiment",
-        "DPSGDTrainer_bs4_seq512: begins on gpu1",
+        "DPSGDTrainer_bs4_seq512: started on gpu1",
         "DPSGDTrainer_bs4_seq512: cuda_oom: out of memory  [1 of 1 done]",
     ]
 

@@ -26,12 +26,12 @@ import pytest
 from truemfu.monitor.summary import show
 from truemfu.records import (
     CaseResult,
-    End,
     Environment,
     Flops,
     Measured,
     Memory,
     Phase,
+    Status,
     StepTimes,
     SweepCase,
     SweepRecord,
@@ -66,10 +66,11 @@ def live():
     results = [msgspec.json.decode(path.read_bytes(), type=CaseResult) for path in files]
     with progress() as listener:
         listener.started([result.name for result in results], results[:1])
-        listener.changed(EVIL, CaseState(slot=EVIL, phase=Phase.GATE, elapsed_s=1.0, time_limit_s=9.0))
+        state = CaseState(slot=EVIL, phase=Phase.GRADIENT_CHECK, elapsed_s=1.0, time_limit_s=9.0)
+        listener.changed(EVIL, state)
         for result in results:
             listener.ended(result)
-        listener.said(EVIL)
+        listener.message(EVIL)
         if hasattr(listener, "draw"):
             listener._console.print(listener.draw())
 
@@ -120,7 +121,7 @@ def hostile():
 """
 
 
-def result(trainer: str, name: str, end: End) -> CaseResult:
+def result(trainer: str, name: str, end: Status) -> CaseResult:
     case = SweepCase(
         trainer=trainer, model=EVIL, batch_size=4, seq_len=8, dtype=EVIL, optimizer=EVIL, device=EVIL
     )
@@ -162,14 +163,14 @@ def result(trainer: str, name: str, end: End) -> CaseResult:
         case=case,
         end=end,
         phase=Phase.DONE,
-        message=None if end is End.OK else EVIL,
+        message=None if end is Status.OK else EVIL,
         exit_code=1,
         fits=EVIL,
         log_tail=[EVIL, f"second {EVIL}"],
         began_at_s=0.0,
         wall_s=1.0,
         parameters=10,
-        measured=measured if end is End.OK else None,
+        measured=measured if end is Status.OK else None,
         memory=Memory(process_bytes=100),
         environment=Environment(
             device_name=EVIL, python=EVIL, versions={EVIL: EVIL}, host=EVIL, git_commit=EVIL
@@ -179,9 +180,9 @@ def result(trainer: str, name: str, end: End) -> CaseResult:
 
 def write_sweep(folder: Path) -> None:
     results = [
-        result("StandardTrainer", "standard", End.OK),
-        result(f"a{NAME}", "a", End.OK),
-        result(f"b{NAME}", "b", End.ERROR),
+        result("StandardTrainer", "standard", Status.OK),
+        result(f"a{NAME}", "a", Status.OK),
+        result(f"b{NAME}", "b", Status.ERROR),
     ]
     for part in ("logs", "results"):
         (folder / part).mkdir(parents=True)

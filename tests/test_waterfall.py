@@ -92,7 +92,7 @@ def test_a_power_limited_product_as_measured() -> None:
     assert shares(result)["below_rate"] == pytest.approx(0.01, abs=0.001)
     assert result.throttle_reasons == ("power_limit",)
     assert result.advice()[0].startswith(
-        "clock below the datasheet's (the power limit): 27 points of the peak: not the program's doing"
+        "clock below the datasheet's (the power limit): 27 points of the peak: not caused by the program"
     )
 
 
@@ -171,7 +171,7 @@ def test_waiting_that_work_covers_costs_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("unknown", "melted", "missing"),
+    ("unknown", "merged", "missing"),
     [
         (["gpu_busy_share"], "idle_or_no_tensor", ("how long the GPU was busy",)),
         (["tensor_active_share"], "no_tensor_or_below_rate", ("the tensor pipe's activity",)),
@@ -186,19 +186,19 @@ def test_waiting_that_work_covers_costs_nothing() -> None:
         (["datasheet_clock_hz"], "unexplained", ("the SM clock or the datasheet's",)),
     ],
 )
-def test_what_is_unknown_melts_into_the_next_part(
-    unknown: list[str], melted: str, missing: tuple[str, ...]
+def test_what_is_unknown_is_merged_into_the_next_part(
+    unknown: list[str], merged: str, missing: tuple[str, ...]
 ) -> None:
     result = fall(**{"mean_clock_hz": 0.9 * CLOCK, **dict.fromkeys(unknown)})
-    part = next(part for part in result.parts if part.key == melted)
+    part = next(part for part in result.parts if part.key == merged)
     assert part.missing == missing
     assert sum(shares(result).values()) == pytest.approx(1, abs=1e-12)
 
 
-def test_a_melted_part_says_what_is_not_known() -> None:
+def test_a_merged_part_says_what_is_not_known() -> None:
     result = fall(gpu_busy_share=None)
     assert result.advice() == (
-        "GPU idle or busy without tensor work: 55 points of the peak, not told apart; unknown: how long the "
+        "GPU idle or busy without tensor work: 55 points of the peak, not separated; unknown: how long the "
         "GPU was busy.",
     )
 
@@ -245,7 +245,7 @@ def test_no_model_flops_no_waterfall(model: float | None) -> None:
 @pytest.mark.parametrize(
     ("values", "note"),
     [
-        ({"gpu_busy_share": 1.7}, "GPU busy was given as 1.7, which is no share of 1: left out"),
+        ({"gpu_busy_share": 1.7}, "GPU busy was given as 1.7, which is above 1: left out"),
         ({"tensor_active_share": math.nan}, "tensor activity was given as nan: left out"),
         ({"tile_factor": 0.9}, "a tile factor of 0.9 is below 1: left out"),
         ({"hardware_flops_per_s": 0.1 * PEAK}, "fewer FLOPs were counted as executed than as the model's"),

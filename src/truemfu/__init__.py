@@ -1,6 +1,6 @@
 """Exact FLOPs, MFU and HFU for PyTorch training.
 
-The public names, nothing else. They load on first use, so `import truemfu` does not import torch.
+Only the public names. They load on first use, so `import truemfu` does not import torch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The commit of the current folder, asked of git without running anything that folder's repository names.
+"""The commit of the current folder, from git, without running any program that its repository configures.
 
 A repository's own configuration can name programs: a file system monitor, hooks, filters for file contents,
-transports. A training may be started in a folder that came from elsewhere, and only a number is wanted of it.
-Not for the training thread: git is given seconds.
+transports. A training may be started in an untrusted folder, and only the commit is needed.
+Not for the training thread: git may take seconds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _NO_MATCH = 1
 
 
 def git_commit() -> str | None:
-    """The commit, "-dirty" behind it where files differ; None outside git, and where git does not answer."""
+    """The commit, with "-dirty" appended if files differ; None outside git, or if git fails."""
     try:
         commit = _git("rev-parse", "--verify", "HEAD")
         filters = _git("config", "-z", "--show-scope", "--name-only", "--get-regexp", r"^filter\.")
@@ -27,7 +27,7 @@ def git_commit() -> str | None:
             "status",
             "--porcelain",
             "--untracked-files=no",
-            "--ignore-submodules=dirty",  # a look into one would obey its own configuration
+            "--ignore-submodules=dirty",  # reading one would apply its own configuration
             overrides=_without_filters(filters.stdout),
         )
     except (OSError, subprocess.TimeoutExpired):
@@ -38,7 +38,7 @@ def git_commit() -> str | None:
 
 
 def _without_filters(listing: str) -> list[str]:
-    """What switches off the filters that the repository itself configures; the user's own stay."""
+    """Settings that disable the filters of the repository itself; the user's own stay."""
     parts = listing.split("\0")
     names = {name for scope, name in zip(parts[::2], parts[1::2], strict=False) if scope in _OF_REPOSITORY}
     return [f"{name}={'false' if name.endswith('.required') else ''}" for name in sorted(names)]
@@ -47,12 +47,12 @@ def _without_filters(listing: str) -> list[str]:
 def _git(*arguments: str, overrides: list[str] | None = None) -> subprocess.CompletedProcess[str]:
     settings = [*_OVERRIDES, *(overrides or [])]
     if any(setting.count("=") > 1 for setting in settings):
-        raise OSError("git cannot be given a setting whose name has a = in it")
+        raise OSError("git does not accept a setting whose name contains =")
     return subprocess.run(
         ["git", *(part for setting in settings for part in ("-c", setting)), *arguments],
         capture_output=True,
         text=True,
-        errors="surrogateescape",  # names are handed back as they came
+        errors="surrogateescape",  # names are passed back unchanged
         stdin=subprocess.DEVNULL,
         timeout=_TIMEOUT_S,
         env={**os.environ, "GIT_OPTIONAL_LOCKS": "0", "GIT_NO_LAZY_FETCH": "1"},

@@ -1,19 +1,19 @@
-"""Counted against executed: does the silicon agree with the arithmetic, and if not, what is likely?
+"""Compares counted with executed FLOPs, and names likely causes of a difference.
 
     counted ─► expected = (counted − attention) × tile factor + attention × its executed share
     executed (counters, Nsight Compute) ─► ratio = executed / expected ─► within the threshold, or causes
 
 The count is what the steps of a window need, recomputation included. What a chip executes differs for known
-reasons, so those are taken out first: tiles overhang (`hardware.tiles`), and causal attention kernels skip
-blocks of the mask (`CAUSAL_SHARE`) while the full convention counts them. Both may be unknown: then they are
+reasons, which are corrected first: tiles overhang (`hardware.tiles`), and causal attention kernels skip
+blocks of the mask (`CAUSAL_SHARE`) while the full convention counts them. If one is unknown, it is
 among the causes.
 
-A cause is named only on evidence: something in the count that is known to execute otherwise, in an amount
+A cause is only named with evidence: work in the count that is known to execute differently, in an amount
 that fits the difference; an operator without a formula; a process seen on the GPU. A difference that merely
 has a plausible size is "unknown". Causes are stated as likely, the best evidence first; nothing is corrected
 because of them.
 
-This module imports nothing but the standard library.
+This module only imports the standard library.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 THRESHOLD = 0.1
-"""Counters lag and tick for elementwise work: below this difference nothing is worth a line."""
+"""Counters lag and count some elementwise work: a smaller difference is not reported."""
 
 CAUSAL_SHARE = 0.5625
-"""Of the full count, what causal attention kernels execute: measured on an H200 at 1,024 tokens, forward and
-backward alike."""
+"""The share of the full count that causal attention kernels execute: measured on an H200 at 1,024 tokens,
+forward and backward alike."""
 
 FEW_CHANNELS_EXECUTED = (5.0, 8.0)
-"""What a convolution with fewer than eight input channels executes over its count, forward and weight
+"""Executed over counted FLOPs of a convolution with fewer than eight input channels, forward and weight
 gradient together: kernels pad the channels. Measured on an H200 with three channels in bf16: 6.67 (16 × 16
 patches of a ViT) and 7.08 (7 × 7 of a ResNet)."""
 
 _FEW_CHANNELS_READ = 1.5
-"""By how much the activity of such kernels overstates them: 682.7 FLOP per active cycle in place of 1,024."""
+"""How much the activity of such kernels overstates them: 682.7 FLOP per active cycle instead of 1,024."""
 
 _NEAR = 0.06
 _HALF_MASK = 0.5
@@ -46,7 +46,7 @@ _NAMES_SHOWN = 3
 
 @dataclass(frozen=True, kw_only=True)
 class OtherProcess:
-    """A process beside ours that holds memory on the GPU."""
+    """Another process that uses memory on the GPU."""
 
     pid: int
     memory_bytes: int | None = None
@@ -54,7 +54,7 @@ class OtherProcess:
 
 @dataclass(frozen=True, kw_only=True)
 class Cause:
-    """What may explain the difference; `predicted_ratio` is the ratio it would give, where it gives one."""
+    """A possible explanation of the difference; `predicted_ratio` is the ratio it would give, if known."""
 
     key: str
     sentence: str
@@ -63,12 +63,12 @@ class Cause:
 
 @dataclass(frozen=True, kw_only=True)
 class CrossCheck:
-    """One window's verdict. `ratio` is executed over expected; `causes` is empty where they agree.
+    """One window's verdict. `ratio` is executed over expected; `causes` is empty if they agree.
 
-    `least_flops` is what is expected at least: the same, but for products so small that tiles make up more
-    than the threshold. Which tiles a library takes for those is not known, so all from no overhang at all to
-    the model's (`expected_flops`) agrees. `is_upper_bound` says that `executed_flops` may be too high: it is
-    made from activity that no audit corrected.
+    `least_flops` is the least expected: lower than `expected_flops` only for products so small that tiles add
+    more than the threshold. A library's tiles for those are not known, so anything from no overhang to the
+    model's (`expected_flops`) agrees. `is_upper_bound`: `executed_flops` may be too high: it is computed
+    from activity that no audit corrected.
     """
 
     counted_flops: float
@@ -91,7 +91,7 @@ class CrossCheck:
 
     @property
     def notice(self) -> str | None:
-        """One line for the user; None where there is nothing to say."""
+        """One line for the user; None if they agree."""
         if self.agrees:
             return None
         known = [cause.sentence for cause in self.causes if cause.key != _UNKNOWN.key]
@@ -105,7 +105,7 @@ class CrossCheck:
         )
 
     def as_metrics(self) -> dict[str, float]:
-        """Executed over counted as they are, and over what was expected after the known effects."""
+        """Executed over counted, and over expected, which includes the known effects."""
         return {
             "perf/executed_over_counted": self.executed_flops / self.counted_flops,
             "perf/executed_over_expected": self.ratio,
@@ -118,7 +118,7 @@ class CrossCheck:
 
 @dataclass(frozen=True, kw_only=True)
 class _Evidence:
-    """All that may speak for a cause."""
+    """The evidence for causes."""
 
     ratio: float
     threshold: float
@@ -136,7 +136,7 @@ class _Evidence:
     is_upper_bound: bool
 
     def explained_by(self, least_flops: float, most_flops: float) -> bool:
-        """Whether so much beyond the expected is worth naming, and fits the difference."""
+        """Whether this much beyond the expected is significant, and fits the difference."""
         beyond, slack = self.ratio - 1, self.threshold / 2
         least, most = least_flops / self.expected_flops, most_flops / self.expected_flops
         return most >= slack and least - slack <= beyond <= most + slack
@@ -162,17 +162,17 @@ def crosscheck(
 ) -> CrossCheck | None:
     """Compare one window's counted FLOPs (recomputation included) with the executed ones.
 
-    None where either is unknown, not finite or not above zero: there is nothing to compare.
+    None if either is unknown, not finite or not above zero.
 
     Parts of the count: `attention_flops`; `few_channel_flops` of convolutions with fewer than eight input
     channels; `grouped_flops` of grouped products, which come to `grouped_padded_flops` at most when the rows
-    of each group are rounded up to tiles; `unaligned_flops` of 16-bit products with a size that is no
+    of each group are rounded up to tiles; `unaligned_flops` of 16-bit products with a size that is not a
     multiple of eight. `flops_by_dtype` splits the count. `attention_executed_share` is what kernels execute
     of the attention counted: 1 without a mask or under the causal convention, less for causal kernels under
-    the full one. `uncounted` are operators without a formula and their calls. `other_processes` must leave
-    out our own; inside a container the driver speaks of the host's process numbers, so give none where ours
-    is not among them. `exact` says that the executed FLOPs were counted as such (Nsight Compute),
-    `is_upper_bound` that they were made from the activity of a pipe without the correction of an audit.
+    the full one. `uncounted` are operators without a formula and their calls. `other_processes` must not
+    include this one; inside a container the driver reports the host's process ids, so give none if this
+    process is not among them. `exact`: the executed FLOPs were counted (Nsight Compute). `is_upper_bound`:
+    they were computed from the activity of a pipe without the correction of an audit.
     """
     if not _positive(counted_flops) or not _positive(executed_flops):
         return None
@@ -275,14 +275,14 @@ def _grouped_products(evidence: _Evidence) -> Iterator[Cause]:
 
 
 def _unaligned_products(evidence: _Evidence) -> Iterator[Cause]:
-    """By older instructions, which take two cycles for the work of one: activity reads them twice."""
+    """Older instructions take two cycles for the work of one: activity reads twice their work."""
     unaligned = evidence.unaligned_flops
     if evidence.is_upper_bound and unaligned and evidence.explained_by(unaligned, unaligned):
         yield Cause(
             key="unaligned",
             sentence=(
-                f"products with a size that is no multiple of 8 ({unaligned / evidence.counted_flops:.1%} of "
-                "the count) fall back to older instructions, whose activity reads twice what they execute"
+                f"products with a size that is not a multiple of 8 ({unaligned / evidence.counted_flops:.1%} "
+                "of the count) fall back to older instructions, whose activity reads twice what they execute"
             ),
             predicted_ratio=1 + unaligned / evidence.expected_flops,
         )

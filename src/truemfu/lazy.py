@@ -11,7 +11,7 @@ from typing import Any
 def lazy_names(
     package: str, homes: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` for a package whose names live in these modules of it."""
+    """`__getattr__` and `__dir__` for a package whose names are defined in these submodules."""
 
     def load(name: str) -> Any:
         if name not in homes:

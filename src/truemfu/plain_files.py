@@ -1,12 +1,12 @@
-"""Files and folders of our own, opened so that nothing in their place can block us or lead us elsewhere.
+"""Safe access to own files and folders: nothing else at their paths can block or redirect it.
 
     read_given         a file that the user names, of bounded size
-    read, read_end     a regular file alone: a FIFO, a device or a folder is an OSError at once
-    append, replace    never through a symbolic link; `replace` is whole or not there at all
-    remove             what is there, whatever it is; of a link the link alone
-    make_folder        a folder of ours in the place of anything else
+    read, read_end     only a regular file: a FIFO, a device or a folder is an OSError at once
+    append, replace    never through a symbolic link; `replace` is atomic
+    remove             anything; of a link only the link
+    make_folder        a folder, replacing anything else
 
-An experiment may do anything to the folder it runs in, and a folder may come from anywhere.
+An experiment may do anything to its folder, and a folder may be untrusted.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from pathlib import Path
 
 
 def open_plain(path: Path, flags: int) -> int:
-    """A descriptor of a regular file, without waiting for anyone; an OSError in words for anything else."""
+    """A descriptor of a regular file, without blocking; a readable OSError for anything else."""
     try:
         file = os.open(path, flags | os.O_NONBLOCK, 0o666)
     except OSError as error:
-        if error.errno == errno.ENXIO:  # a FIFO nobody reads, a socket
+        if error.errno == errno.ENXIO:  # a FIFO without a reader, a socket
             raise _not_plain("a FIFO or a socket", path) from None
         if error.errno == errno.ELOOP and flags & os.O_NOFOLLOW and os.path.lexists(path):
             raise _not_plain("a symbolic link", path) from None
@@ -48,7 +48,7 @@ def read(path: Path) -> bytes:
 
 
 def read_given(path: Path, most: int = 256 << 20) -> bytes:
-    """All of a file that the user names, a pipe included; an OSError where it has no end."""
+    """All of a file that the user names, also a pipe; an OSError if it is too large."""
     with open(path, "rb") as file:
         data = file.read(most + 1)
     if len(data) > most:
@@ -57,7 +57,7 @@ def read_given(path: Path, most: int = 256 << 20) -> bytes:
 
 
 def read_end(path: Path, most: int) -> tuple[bytes, int]:
-    """The last bytes of a regular file, at most so many, and its size."""
+    """The last `most` bytes of a regular file, and its size."""
     with open(open_plain(path, os.O_RDONLY), "rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(size - most, 0))
@@ -65,7 +65,7 @@ def read_end(path: Path, most: int) -> tuple[bytes, int]:
 
 
 def append(path: Path, data: bytes) -> None:
-    """Add to the end of a file, at once; it is made where it is missing."""
+    """Append to a file at once; it is created if missing."""
     file = open_plain(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW)
     try:
         write_all(file, data)
@@ -74,7 +74,7 @@ def append(path: Path, data: bytes) -> None:
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Write under a temporary name and rename it: a reader never sees half of it."""
+    """Write under a temporary name and rename it: a reader never sees an incomplete file."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         remove(temporary)
@@ -90,14 +90,14 @@ def replace(path: Path, data: bytes) -> None:
 
 
 def write_all(file: int, data: bytes) -> None:
-    """Every byte, or the OSError that kept some from being written."""
+    """Write every byte, or raise the OSError."""
     rest = memoryview(data)
     while rest:
         rest = rest[os.write(file, rest) :]
 
 
 def remove(path: Path) -> None:
-    """Remove what is there, if anything; what a link points to stays."""
+    """Remove anything at this path; the target of a link stays."""
     try:
         mode = os.lstat(path).st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -109,7 +109,7 @@ def remove(path: Path) -> None:
 
 
 def what_is_there(path: Path) -> str | None:
-    """What is at this path instead of a regular file, in words; None for a file, and where nothing is."""
+    """What is at this path instead of a regular file, as text; None for a file or nothing."""
     try:
         mode = os.lstat(path).st_mode
     except OSError:
@@ -129,19 +129,19 @@ def is_folder(path: Path) -> bool:
 
 
 def make_folder(path: Path) -> bool:
-    """Make a folder here unless there is one, in the place of anything else; whether it had to be made."""
+    """Create a folder unless it exists, replacing anything else; whether it was created."""
     try:
         path.mkdir(parents=True)
     except FileExistsError:
         if is_folder(path):
             return False
-        path.unlink(missing_ok=True)  # never a folder, which another thread may have made meanwhile
+        path.unlink(missing_ok=True)  # never a folder, which another thread may have created
         path.mkdir(exist_ok=True)
     return True
 
 
 def names_in(folder: Path, suffix: str) -> list[str]:
-    """The names in a folder that end like this, sorted and without that end; none where there is none."""
+    """The names with this suffix in a folder, sorted and without the suffix; none without a folder."""
     try:
         entries = os.listdir(folder)
     except OSError:
@@ -150,7 +150,7 @@ def names_in(folder: Path, suffix: str) -> list[str]:
 
 
 def is_name(text: str) -> bool:
-    """Whether this can name a file of ours in a folder, and leads out of none."""
+    """Whether this is a valid name for a file in a folder, and not a path."""
     return (
         text not in ("", ".", "..")
         and text.isprintable()
@@ -160,4 +160,4 @@ def is_name(text: str) -> bool:
 
 
 _LONGEST_NAME = 255 - len(".pt.trace.json.gz")
-"""The longest end a name of ours gets; file systems take 255 bytes."""
+"""The longest suffix of a name; file systems allow 255 bytes."""

@@ -1,4 +1,4 @@
-"""What a record says of where it comes from: versions of libraries and the command; never a secret.
+"""The origin of a record: versions of libraries and the command; never a secret.
 
     sys.argv ──► redacted ──► command          sys.modules ──► library_versions
 
@@ -45,20 +45,20 @@ _ASSIGNED = re.compile(
 _SCHEME = re.compile(r"\b(bearer|basic)\s+[\w.~+/=-]{6,}", re.IGNORECASE)
 _USER_IN_URL = re.compile(r"(\w://)[^/\s]+@")
 _BARE_KEY = re.compile(r"[0-9a-f]{40}")
-"""Keys of W&B; a commit looks the same, so this is for arguments alone."""
+"""Keys of W&B; a commit has the same form, so this is only used for arguments."""
 _KNOWN_KEY = re.compile(
     r"(?<![A-Za-z0-9])(?:hf_|sk-|sk_|ghp_|gho_|ghs_|github_pat_|glpat-|xox[abpr]-|AKIA|ASIA|AIza|eyJ|wandb_v1_)"
     r"[\w.-]{8,}"
 )
 _HARMLESS = re.compile(r"""["']?(?:-?\d{1,6}(?:\.\d*)?|true|false|none|null|<[\w|]+>)["']?""", re.IGNORECASE)
 _ALWAYS = re.compile(r"secret|passw|passphrase|pwd|credential|(?:api|access|private)[_-]?key", re.IGNORECASE)
-"""Names whose values are hidden even where they are plain numbers."""
+"""Names whose values are hidden even if they are plain numbers."""
 _MIN_SECRET = 6
 _NAME = re.compile(r"-{0,2}[\w.+-]+")
 
 
 def library_versions(installed: Iterable[str] = ()) -> dict[str, str]:
-    """Versions of the libraries this process has imported, and of those named, where they are installed."""
+    """Versions of the libraries this process has imported, and of the named ones, if installed."""
     versions = {}
     for name in dict.fromkeys((*_LIBRARIES, *installed)):
         if name not in sys.modules and name not in installed:
@@ -82,13 +82,13 @@ def _installed(name: str) -> str | None:
 
 
 def command() -> list[str]:
-    """How this process was started, without the values of what looks like a secret."""
+    """How this process was started, without the values of likely secrets."""
     arguments = [str(argument)[:_MAX_CHARACTERS] for argument in sys.argv[:_MAX_ARGUMENTS]]
     return redacted_arguments(arguments)
 
 
 def redacted_arguments(arguments: Sequence[str]) -> list[str]:
-    """Arguments of a command line without secrets: also those that follow a name such as --api-key."""
+    """Arguments of a command line without secrets: also those after a name such as --api-key."""
     shown: list[str] = []
     before = ""
     for argument in arguments:
@@ -98,7 +98,7 @@ def redacted_arguments(arguments: Sequence[str]) -> list[str]:
 
 
 def _redacted_argument(argument: str, before: str) -> str:
-    """One argument; the one before it may be the name of a secret, whose value this is."""
+    """One argument; if the one before it names a secret, this is its value."""
     name, is_assigned, value = argument.partition("=")
     is_named = bool(is_assigned and _NAME.fullmatch(name) and _NAMES_SECRET.search(name))
     if is_named and _is_hidden(name, value):
@@ -111,7 +111,7 @@ def _redacted_argument(argument: str, before: str) -> str:
 
 
 def redacted(text: str) -> str:
-    """A text without keys, tokens and passwords: by their names, their form, or as in the environment."""
+    """A text without keys, tokens and passwords: by name, by form, or by value from the environment."""
     for secret in _secrets_of_environment():
         text = text.replace(secret, HIDDEN)
     text = _USER_IN_URL.sub(rf"\1{HIDDEN}@", text)
@@ -137,7 +137,7 @@ def _without_value(found: re.Match[str]) -> str:
 
 
 def _is_hidden(name: str, value: str) -> bool:
-    """Whether the value of a name that may be one of a secret is one: the id of a token is not."""
+    """Whether a value with the name of a possible secret is one: the id of a token is not."""
     return bool(_ALWAYS.search(name)) or not _HARMLESS.fullmatch(value)
 
 

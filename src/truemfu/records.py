@@ -1,18 +1,18 @@
-"""Everything we write to disk and read back: one struct a file, versioned, JSON.
+"""The records written to disk and read back: one struct per file, versioned, JSON.
 
     sweep.json              SweepRecord      the matrix, and which sweep this folder belongs to
-    results/<name>.json     CaseResult       one experiment and all that became of it
+    results/<name>.json     CaseResult       one experiment and its result
     logs/<name>.log         …                the worker's output; its last line is the CaseResult again
-    training_run.json       RunRecord        a monitored run, and at its end what it came to
+    training_run.json       RunRecord        a monitored run, and at its end its summary
 
-The last is written by the monitor as it goes, so every field of it may be missing.
+The monitor writes the last one during the run, so any of its fields may be missing.
 
-Field names carry their units. What is not known is None. A record of a newer version than ours is refused
-with one line; unknown fields of our own version are left alone, so that a reader survives a small addition.
+Field names carry their units. Unknown values are None. A record of a newer version is refused with one line;
+unknown fields of the same version are ignored, so that a reader survives a small addition.
 
-The records of a sweep carry a checksum of their content beside their fields, so that a damaged one is not
-shown; one without it is of an earlier version, and is read as it is. Their names become file names: one that
-leads out of a folder makes no record.
+The records of a sweep also carry a checksum of their content, so that a damaged one is not shown; one without
+a checksum is from an earlier version and read without this check. Experiment names become file names: a name
+that is a path is rejected.
 """
 
 from __future__ import annotations
@@ -34,48 +34,48 @@ Record = TypeVar("Record", bound="_Record")
 
 
 class _Record(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of what is a file of its own."""
+    """Base of the records that are a file."""
 
     version: int = RECORD_VERSION
 
 
 class _SweepsRecord(_Record, frozen=True, kw_only=True):
-    """Base of a sweep's own records, which are written with a checksum."""
+    """Base of a sweep's records, which are written with a checksum."""
 
 
 def _check_name(name: str) -> None:
     if not plain_files.is_name(name):
-        raise ValueError(f"{brief(name)} cannot name an experiment")
+        raise ValueError(f"{brief(name)} is not a valid experiment name")
 
 
-class End(str, Enum):
-    """How an experiment ended; everything but OK is a failure with a cause of its own."""
+class Status(str, Enum):
+    """The status of a finished experiment; all but OK are failures, by cause."""
 
     OK = "ok"
     CUDA_OOM = "cuda_oom"
-    """The GPU's memory was too small."""
+    """The GPU ran out of memory."""
     HOST_OOM = "host_oom"
-    """The machine's memory (or the limit set for the experiment) was too small."""
+    """The host ran out of memory, or the experiment reached its memory limit."""
     SIGNAL = "signal"
-    """Killed by a signal nobody of us sent."""
+    """Killed by a signal that the sweep did not send."""
     TIMEOUT = "timeout"
     UNSUPPORTED = "unsupported"
-    """The trainer cannot train this model, and says so."""
+    """The trainer reports that it cannot train this model."""
     INCORRECT = "incorrect"
-    """The trainer runs, but its gradient is not the one its name promises, or its steps do not train."""
+    """The trainer runs, but its gradient is wrong, or its steps do not train."""
     ERROR = "error"
     PRUNED = "pruned"
-    """Not run: a smaller batch of the same kind was already out of memory."""
+    """Not run: the same experiment with a smaller batch ran out of memory."""
     LOST = "lost"
-    """Begun, but whoever supervised it ended before it did."""
+    """Started, but its supervisor ended before it finished."""
 
 
 class Phase(str, Enum):
-    """What a worker is doing, in this order."""
+    """The phases of a worker, in order."""
 
     START = "start"
     """The interpreter starts and imports."""
-    GATE = "gate"
+    GRADIENT_CHECK = "gate"
     """The trainer's gradient is compared with a per-sample loop."""
     BUILD = "build"
     WARM_UP = "warm_up"
@@ -87,7 +87,7 @@ class Phase(str, Enum):
 
 
 class SweepCase(msgspec.Struct, frozen=True, kw_only=True):
-    """One experiment: everything that decides what runs and how it is measured."""
+    """One experiment: everything that determines what runs and how it is measured."""
 
     trainer: str
     """A name of `sweep.trainers.TRAINERS`, or `package.module:Class`."""
@@ -111,9 +111,9 @@ class SweepCase(msgspec.Struct, frozen=True, kw_only=True):
     min_steps: int = 20
     max_steps: int = 200
     max_timed_s: float = 30.0
-    """No further step is timed after this long, once there are `min_steps`."""
+    """Timing stops after this long, once `min_steps` are timed."""
     target_spread: float = 0.005
-    """Enough steps are timed when the median's relative standard error is below this."""
+    """Timing stops when the median's relative standard error is below this."""
     profiled_steps: int = 2
     """Steps under torch.profiler after the timed ones; 0: no trace."""
     max_trace_bytes: int = 200_000_000
@@ -141,12 +141,12 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
     process_bytes: int | None = None
-    """The most memory of the host the process held (resident)."""
+    """Peak resident memory of the process on the host."""
     device_total_bytes: int | None = None
 
 
 class Flops(msgspec.Struct, frozen=True, kw_only=True):
-    """The work of one step: what the model needs, and what this trainer executes for it."""
+    """The FLOPs of one step: needed by the model, and executed by this trainer."""
 
     model_flops: int
     hardware_flops: int
@@ -160,7 +160,7 @@ class Flops(msgspec.Struct, frozen=True, kw_only=True):
     uncounted: dict[str, int] = {}
 
 
-class Gate(msgspec.Struct, frozen=True, kw_only=True):
+class GradientCheck(msgspec.Struct, frozen=True, kw_only=True):
     """The trainer's gradient against a per-sample loop on a tiny model."""
 
     passed: bool
@@ -172,11 +172,11 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
     clipped: bool
     """Whether the loop clips each sample's gradient, as a private trainer must."""
     stands_in: bool = False
-    """Whether the tiny model is of another kind than the case's, because that cannot be had small."""
+    """Whether the tiny model has another architecture, because the case's cannot be made small."""
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """What a finished experiment measured."""
+    """The measurements of a successful experiment."""
 
     steps: StepTimes
     tokens_per_step: int
@@ -187,9 +187,9 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     """Median time a step waited for its batch."""
     final_loss: float | None
     trace: str | None
-    """The profiler's trace, relative to the sweep's folder; None where there is none."""
+    """The profiler's trace, relative to the sweep's folder; None without a trace."""
     trace_note: str | None = None
-    """Why there is no trace, or why it covers fewer steps than asked for."""
+    """Why there is no trace, or why it covers fewer steps than requested."""
 
 
 class Environment(msgspec.Struct, frozen=True, kw_only=True):
@@ -200,26 +200,26 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, str]
     host: str
     git_commit: str | None
-    """Of the folder the sweep was started in, "-dirty" behind it where files differ; None outside git."""
+    """Of the folder the sweep was started in, with "-dirty" appended if files differ; None outside git."""
     driver: str | None = None
 
 
 class PhaseTime(msgspec.Struct, frozen=True, kw_only=True):
-    """When a phase began, on the wall clock."""
+    """The wall-clock time at which a phase began."""
 
     phase: Phase
     began_at_s: float
 
 
 class CaseResult(_SweepsRecord, frozen=True, kw_only=True):
-    """One experiment and all that became of it."""
+    """One experiment and its result."""
 
     name: str
     sweep_id: str
     content_hash: str
-    """Of everything that decides the result; a finished result with the same hash is not run again."""
+    """Of everything that affects the result; a result with the same hash is reused."""
     case: SweepCase
-    end: End
+    end: Status
     phase: Phase
     """The last phase it reached."""
     message: str | None = None
@@ -230,15 +230,15 @@ class CaseResult(_SweepsRecord, frozen=True, kw_only=True):
     """The name of the signal that ended it, for instance SIGSEGV."""
     began_at_s: float | None = None
     wall_s: float | None = None
-    """From handing the case to the worker until its process was gone."""
+    """From sending the case to the worker until its process ended."""
     phases: list[PhaseTime] = []
     parameters: int | None = None
     measured: Measured | None = None
     memory: Memory | None = None
-    gate: Gate | None = None
+    gate: GradientCheck | None = None
     environment: Environment | None = None
     fits: str | None = None
-    """After an out-of-memory: the largest batch, or model, that was seen to fit, in words."""
+    """After an out-of-memory: the largest batch, or model, that was measured to fit, as text."""
     notes: list[str] = []
 
     def __post_init__(self) -> None:
@@ -246,13 +246,13 @@ class CaseResult(_SweepsRecord, frozen=True, kw_only=True):
 
 
 class SweepRecord(_SweepsRecord, frozen=True, kw_only=True):
-    """The matrix of a sweep, as it was asked for."""
+    """The matrix of a sweep, as requested."""
 
     sweep_id: str
     created_at_s: float
     truemfu_version: str
     cases: list[str]
-    """Names of all experiments, in order: the denominator of every rate."""
+    """Names of all experiments, in order: the denominator of success rates."""
     config: dict[str, Any]
 
     def __post_init__(self) -> None:
@@ -262,11 +262,11 @@ class SweepRecord(_SweepsRecord, frozen=True, kw_only=True):
 
 RUN_FILE = "training_run.json"
 LOG_FILE = "training_log.json"
-"""The log of a run where it is not named otherwise: a JSON array, one row a logged step."""
+"""The default name of a run's log: a JSON array, one row per logged step."""
 
 
 class WaterfallPart(msgspec.Struct, frozen=True, kw_only=True):
-    """One part of the peak, as `truemfu.waterfall` takes it apart."""
+    """One part of the peak, as `truemfu.waterfall` splits it."""
 
     key: str
     name: str
@@ -274,7 +274,7 @@ class WaterfallPart(msgspec.Struct, frozen=True, kw_only=True):
     """Of the peak; negative is a gain."""
     of: list[WaterfallPart] = []
     missing: list[str] = []
-    """What was not known, so that this part could not be told apart further."""
+    """Unknown values, because of which this part could not be split further."""
 
 
 class WaterfallRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -286,11 +286,11 @@ class WaterfallRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 UPPER_BOUND = "upper bound: no audit"
-"""What is put beside executed FLOPs by counters that no audit has corrected, wherever they are shown."""
+"""The label of executed FLOPs from counters that no audit has corrected."""
 
 
 class RunHardware(msgspec.Struct, frozen=True, kw_only=True):
-    """What the counters of the run's GPU measured, over all windows of the run."""
+    """Measurements of the GPU's counters, over all windows of the run."""
 
     windows: int | None = None
     seconds: float | None = None
@@ -298,14 +298,14 @@ class RunHardware(msgspec.Struct, frozen=True, kw_only=True):
     executed_flops_per_s: float | None = None
     executed_hfu: float | None = None
     executed_over_activity: float | None = None
-    """The audit's correction of what the tensor pipe's activity reads; None: executed is an upper bound."""
+    """The audit's correction of the tensor pipe's activity; None: executed is an upper bound."""
     executed_over_counted: float | None = None
     executed_over_expected: float | None = None
-    """Over the count with the known differences (tiles, masks) taken in."""
+    """Relative to the count including known differences (tiles, masks)."""
     clock_hz: float | None = None
     clock_source: str | None = None
     reported_clock_hz: float | None = None
-    """The clock the driver asked for, which is not the one the SMs ran at."""
+    """The clock the driver requested, which differs from the clock the SMs ran at."""
     power_w: float | None = None
     energy_j_per_step: float | None = None
     energy_j_per_million_tokens: float | None = None
@@ -313,13 +313,13 @@ class RunHardware(msgspec.Struct, frozen=True, kw_only=True):
     sm_active: float | None = None
     dram_active: float | None = None
     limiter: str | None = None
-    """Key of the part that cost the most, which may be a part of a part."""
+    """Key of the most costly part, which may be nested."""
     advice: list[str] = []
     waterfall: WaterfallRecord | None = None
 
 
 class MonitorCost(msgspec.Struct, frozen=True, kw_only=True):
-    """What watching cost the run."""
+    """The cost of monitoring."""
 
     training_thread_us_per_step: float | None = None
     share_of_step: float | None = None
@@ -329,7 +329,7 @@ class MonitorCost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run came to."""
+    """The summary of a run."""
 
     steps: int | None = None
     warmup_steps: int | None = None
@@ -338,7 +338,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     median_step_time_s: float | None = None
     median_mfu: float | None = None
     median_mfu_by_model: dict[str, float | None] = {}
-    """Each model's part of `median_mfu`, where several are watched."""
+    """Each model's part of `median_mfu`, if several are monitored."""
     median_hfu: float | None = None
     median_tokens_per_second: float | None = None
     median_samples_per_second: float | None = None
@@ -367,7 +367,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunRecord(_Record, frozen=True, kw_only=True):
-    """A monitored run as its report reads it; without a summary it has not ended, or not properly."""
+    """A monitored run as its report reads it; without a summary it is still running, or was killed."""
 
     truemfu_version: str | None = None
     versions: dict[str, str] = {}
@@ -381,14 +381,14 @@ class RunRecord(_Record, frozen=True, kw_only=True):
     time_source: str | None = None
     world_size: int | None = None
     scope: str | None = None
-    """Whose the rates are: "one device", "this rank × 8"."""
+    """What the rates cover: "one device", "this rank × 8"."""
     model: ModelFacts | None = None
     batch_shapes: list[dict[str, list[int]]] = []
-    """Names and shapes of the tensors of the latest kinds of batches."""
+    """Names and shapes of the tensors of the latest distinct batches."""
     command: list[str] = []
     """How the run was started, without the values of secrets."""
     git_commit: str | None = None
-    """Of the folder it was started in, "-dirty" behind it where files differ; None outside git."""
+    """Of the folder it was started in, with "-dirty" appended if files differ; None outside git."""
     summary: RunSummary | None = None
 
 
@@ -403,13 +403,15 @@ def encode(record: msgspec.Struct) -> bytes:
     return msgspec.json.encode({**content, _CHECKSUM: _checksum(content)})
 
 
-def decode(data: bytes | str, kind: type[Record], where: str) -> Record:
-    """A record read back; a RecordError that names `where` if it is none of ours."""
+def decode(data: bytes | str, record_type: type[Record], where: str) -> Record:
+    """A record read back; a RecordError that names `where` if it is not a valid record."""
     try:
-        found = msgspec.json.decode(data, type=kind)
-        is_whole = not issubclass(kind, _SweepsRecord) or _matches_checksum(data)
+        found = msgspec.json.decode(data, type=record_type)
+        is_whole = not issubclass(record_type, _SweepsRecord) or _matches_checksum(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise RecordError(f"{where} holds no {kind.__name__}: {shortened(str(error))}") from error
+        raise RecordError(
+            f"{where} is not a valid {record_type.__name__}: {shortened(str(error))}"
+        ) from error
     if found.version > RECORD_VERSION:
         raise RecordError(
             f"{where} was written by a newer truemfu (record version {found.version}, this one reads up to "
@@ -421,7 +423,7 @@ def decode(data: bytes | str, kind: type[Record], where: str) -> Record:
 
 
 def has_checksum(data: bytes | str) -> bool:
-    """Whether a sweep's record says by itself if it is damaged; those of earlier versions do not."""
+    """Whether a sweep's record has a checksum; those of earlier versions do not."""
     return _CHECKSUM in msgspec.json.decode(data)
 
 
@@ -432,17 +434,17 @@ def _matches_checksum(data: bytes | str) -> bool:
 
 
 def _checksum(content: dict[str, Any]) -> str:
-    """Of every key and value, whatever the layout of the file: unknown fields count, too."""
+    """Of every key and value, independent of the file's layout; unknown fields are included."""
     return hashlib.sha256(msgspec.json.encode(content)).hexdigest()[:16]
 
 
-def read_record(path: Path, kind: type[Record]) -> Record:
+def read_record(path: Path, record_type: type[Record]) -> Record:
     """Read one record from its file."""
-    return decode(read_file(path), kind, str(path))
+    return decode(read_file(path), record_type, str(path))
 
 
 def read_file(path: Path) -> bytes:
-    """The content of a file that should hold a record, or a RecordError."""
+    """The content of a record's file, or a RecordError."""
     try:
         return plain_files.read(path)
     except OSError as error:
@@ -450,5 +452,5 @@ def read_file(path: Path) -> bytes:
 
 
 def write_record(path: Path, record: msgspec.Struct) -> None:
-    """Write a record under a temporary name and rename it: a reader never sees half of one."""
+    """Write a record under a temporary name and rename it: a reader never sees an incomplete one."""
     plain_files.replace(path, msgspec.json.format(encode(record), indent=2) + b"\n")

@@ -1,8 +1,8 @@
-"""Text from elsewhere (names, logs, errors, file contents), made fit to be shown.
+"""Text from elsewhere (names, logs, errors, file contents), made safe to show.
 
-    printable       no control character reaches a terminal or a file: `\\u001b` is shown in its place
+    printable       no control character reaches a terminal or a file: it is shown as `\\u001b`
     on_one_line     the same on a single line
-    shortened       at most so many characters: the beginning and the end, and how long it was
+    shortened       limited in length: the beginning, the length, and the end
 
 Each is applied where text leaves the program, not where it comes in.
 """
@@ -17,8 +17,8 @@ def printable(text: str) -> str:
     """The text with every character that is not printable (control, bidirectional, zero-width, half of a
     surrogate pair) as `\\uXXXX`; line ends and tabs stay.
 
-    JSON text stays JSON of the same data: such characters stand only in its strings, where this is their
-    other spelling.
+    JSON text stays JSON of the same data: such characters only occur in its strings, where this is an
+    equivalent escape.
     """
     if text.isprintable():
         return text
@@ -34,7 +34,7 @@ def on_one_line(text: str) -> str:
 def shortened(text: str, most: int = _MAX_LINE) -> str:
     """The text, or its beginning and end with its length between, in at most `most` characters.
 
-    The end is kept because an error says there what to do.
+    The end stays because that is where an error states what to do.
     """
     if len(text) <= most:
         return text
@@ -45,6 +45,6 @@ def shortened(text: str, most: int = _MAX_LINE) -> str:
 
 
 def _escaped(character: str) -> str:
-    """`\\uXXXX`, twice for a character beyond 16 bits, as JSON has it."""
+    """`\\uXXXX`, twice for a character beyond 16 bits, as in JSON."""
     units = character.encode("utf-16-be", "surrogatepass")
     return "".join(f"\\u{units[i]:02x}{units[i + 1]:02x}" for i in range(0, len(units), 2))

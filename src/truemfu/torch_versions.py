@@ -1,4 +1,4 @@
-"""Which versions of torch the tests ran with, and a warning on a newer one.
+"""The torch versions that the tests ran with, and a warning on a newer one.
 
 A new version of torch may bring operators that have no formula here, or change the arguments of known ones.
 The README and the constraints of `make test-oldest` and `make test-newest` state the same two versions.
@@ -17,8 +17,8 @@ NEWEST_TESTED = (2, 15)
 def warn_if_untested() -> None:
     """Warn once if the installed torch is of a newer minor version than the newest tested one.
 
-    Development versions count as the version they lead to. One without a number, as a build of one's own may
-    have, is not judged.
+    Development versions count as the version they lead to. A version without a number, as in custom builds,
+    is ignored.
     """
     import torch  # here, so that the versions are known without torch
 

@@ -1,9 +1,9 @@
-"""FLOPs + seconds + a peak → MFU and HFU, with all that is needed to judge them.
+"""FLOPs + seconds + a peak → MFU and HFU, with their sources.
 
     MFU = model FLOPs / (seconds × peak)          what the model needs
     HFU = executed FLOPs / (seconds × peak)       recomputation included
 
-A number that cannot be known is None, never 0 and never clamped: a value above 1 is shown as it is, with one
+An unknown value is None, never 0, and values are never clamped: one above 1 is shown unchanged, with one
 warning that names the likely causes.
 """
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from .flops import FlopCount
 
 ABOVE_ONE = (
-    "a utilisation above 1 was measured and is reported as it is; likely causes: a wrong peak (another chip, "
-    "a wrong override, a dense peak under sparse kernels), a time that is too short because the device was "
-    "not synchronised, a peak for another dtype than the one that ran, or the FLOPs of several devices over "
-    "the time of one"
+    "a utilisation above 1 was measured and is reported unchanged; likely causes: a wrong peak (another "
+    "chip, a wrong override, a dense peak under sparse kernels), a time that is too short because the device "
+    "was not synchronised, a peak for another dtype than the one that ran, or the FLOPs of several devices "
+    "over the time of one"
 )
 
 
@@ -36,8 +36,8 @@ def calculate_mfu(
 ) -> float | None:
     """`flops / (compute_time × gpu_peak_flops)`: FLOPs, seconds, FLOP/s.
 
-    None when a part is None, not finite or negative, or when the time or the peak is zero. Never clamped:
-    above 1 it is returned as it is, with one warning.
+    None if a value is None, not finite or negative, or if the time or the peak is zero. Never clamped:
+    a value above 1 is returned unchanged, with one warning.
     """
     utilisation = share_of_peak(flops, compute_time, gpu_peak_flops)
     if utilisation is not None and utilisation > 1:
@@ -60,7 +60,7 @@ def rate_over_peak(flops_per_s: float | None, peak_flops_per_s: float | None) ->
 
 
 def _rate(amount: float, per: float) -> float | None:
-    """`amount / per`, or None where that is not a number that means something."""
+    """`amount / per`, or None if that is not a meaningful number."""
     usable = math.isfinite(amount) and amount >= 0 and math.isfinite(per) and per > 0
     return amount / per if usable else None
 
@@ -70,7 +70,7 @@ def ideal_flops_per_s(
 ) -> tuple[float | None, str | None]:
     """The peak for a mix of dtypes on a device, and where it comes from.
 
-    It is the one that makes the ideal times add up: total / Σ (flops_d / peak_d). A dtype without a known
+    It is the one for which the ideal times add up: total / Σ (flops_d / peak_d). A dtype without a known
     peak makes the whole unknown; so does an empty mix. `TRUEMFU_PEAK_TFLOPS` overrides the table for every
     dtype.
     """
@@ -96,8 +96,8 @@ def ideal_flops_per_s(
 class Utilization:
     """How well one step used one device.
 
-    `peak_source` says what the peak is: "datasheet: NVIDIA H200", "override", "measured matmul ceiling", or
-    the caller's own words. `method` and `convention` are those of the count.
+    `peak_source` names the source of the peak: "datasheet: NVIDIA H200", "override", "measured matmul
+    ceiling", or the caller's own text. `method` and `convention` are those of the count.
     """
 
     mfu: float | None
@@ -122,7 +122,7 @@ class Utilization:
     ) -> Utilization:
         """The utilisation of a counted step of `step_time_s` on `device` (None: the current accelerator).
 
-        A `peak_flops_per_s` given here wins over the environment and the table; `peak_source` labels it.
+        A `peak_flops_per_s` given here overrides the environment and the table; `peak_source` labels it.
         """
         if peak_flops_per_s is None:
             peak_flops_per_s, peak_source = ideal_flops_per_s(count.by_dtype, device)

@@ -1,8 +1,8 @@
-"""Where the peak went: a window of training taken apart into parts that add up to the datasheet's peak.
+"""Where the peak went: a window of training split into parts that add up to the datasheet's peak.
 
-Everything is a share of peak × time. From the top, each line goes down to what is left after it:
+Everything is a share of peak × time. From the top, each line goes down to the share left after it:
 
-    left after it        part               equation        rests on
+    left after it        part               equation        based on
     1                                                       the datasheet's peak P, at its clock f₀
     g = f / f₀           clock              1 − g           mean SM clock f; negative: the chip ran faster
     g·b                  idle               g·(1 − b)       share b of the cycles in which the GPU was busy
@@ -12,27 +12,27 @@ Everything is a share of peak × time. From the top, each line goes down to what
     h − s                tile_padding       (τ − 1)·h       tile factor τ: a model (`hardware.tiles`)
     h                    masked_attention   −s              counted attention S that masks skip: s = S / P
     m = M / P            recomputation      h − m           counted model FLOP/s M: m is the MFU
-    m·p                  padding_tokens     m·(1 − p)       share p of tokens that are no padding
+    m·p                  padding_tokens     m·(1 − p)       share p of tokens that are not padding
                          useful             m·p             what is left: the model's useful FLOPs
 
-Because every line starts where the one above ended, the sum is 1 whatever the values are. The order is a
-choice: a share of the cycles is worth what the clock left of the peak, so the clock comes first.
+Because every line starts where the one above ended, the sum is always 1. The order is a choice: a share of
+the cycles is relative to the peak at the actual clock, so the clock comes first.
 
 - Within `idle`, "of which": waiting for data, other time between steps (evaluation, checkpoints), gaps
-  between launches, each no more than the idle time still left, because what the GPU's work covers costs
-  nothing.
+  between launches, each limited to the idle time still left, because time that the GPU's work
+  covers costs nothing.
 - Within `no_tensor`: `unfilled`, cycles of SMs that were empty while a kernel ran elsewhere.
-- p is by tokens; attention's share of padding goes with their squares, which is left out.
-- A negative `other_executed` is counted work that nobody executed: causal kernels under the full convention,
-  where s is not given.
+- p is by tokens; attention's padding grows with their squares, which is ignored.
+- A negative `other_executed` is counted work that was not executed: causal kernels under the full convention,
+  if s is not given.
 
-A value that is not known is not guessed. Its part melts into the next one, and the part's key and name say
-so: `idle_or_no_tensor`. More than three melted together are `unexplained`.
+An unknown value is not guessed. Its part is merged into the next one, and the part's key and name show that:
+`idle_or_no_tensor`. More than three merged parts are `unexplained`.
 
-f₀, b and t speak of the peak only if P is the datasheet's for the pipe that t watches: with a peak of your
-own, or for plain fp32, leave them out.
+f₀, b and t only apply if P is the datasheet's peak for the pipe that t measures: with a custom peak, or for
+plain fp32, leave them out.
 
-This module imports nothing but the standard library.
+This module only imports the standard library.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 LARGE = 0.05
-"""A part above this share of the peak deserves a sentence of advice."""
+"""A part above this share of the peak gets a sentence of advice."""
 
 USEFUL = "useful"
 _OF_THE_PIPE = ("clock", "idle", "no_tensor")
 _OVERSHOOT = 0.01
-_MELTED_KEYS = 3
+_MERGED_KEYS = 3
 
 _NAMES = {
     "clock": "clock below the datasheet's",
@@ -76,7 +76,7 @@ _MISSING = {
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One part of the peak. `of` takes it apart further where that is known; `missing` says what was not."""
+    """One part of the peak. `of` splits it further if known; `missing` names unknown values."""
 
     key: str
     name: str
@@ -104,7 +104,7 @@ class Waterfall:
 
     @property
     def limiter(self) -> str | None:
-        """What cost the most, as a key: `clock`, `idle_data_wait`; None where nothing was lost."""
+        """The key of the largest loss: `clock`, `idle_data_wait`; None if nothing was lost."""
         largest = max(self.losses, key=lambda part: part.share, default=None)
         if largest is None or largest.share <= 0:
             return None
@@ -114,7 +114,7 @@ class Waterfall:
     def as_metrics(self) -> dict[str, float]:
         """`perf/loss/<key>` for every part, `useful` too, so that a stacked chart ends at 1.
 
-        A part of a part has its parent's key in front: `perf/loss/idle_data_wait` is within `perf/loss/idle`.
+        A nested part has its parent's key in front: `perf/loss/idle_data_wait` is within `perf/loss/idle`.
         """
         flat = [inner for part in self.parts for inner in (part, *part.of)]
         return {f"perf/loss/{part.key}": part.share for part in flat}
@@ -131,7 +131,7 @@ class Waterfall:
 
 @dataclass(frozen=True, kw_only=True)
 class WaterfallInputs:
-    """What is known about one window on one device; None is unknown. All rates are over the same seconds.
+    """The known values of one window on one device; None is unknown. All rates are over the same seconds.
 
     Shares are of the window's time or cycles, from 0 to 1.
     """
@@ -151,7 +151,7 @@ class WaterfallInputs:
     throttle: Mapping[str, float] | None = None
     """The share of the time for which each reason limited the clock, as in `CounterWindow.throttle`."""
     gpu_busy_share: float | None = None
-    """Cycles in which a kernel ran; `sm_active_share` is used where this is unknown."""
+    """Cycles in which a kernel ran; `sm_active_share` is used if this is unknown."""
     sm_active_share: float | None = None
     """Cycles in which an SM had work, in the mean over all SMs."""
     tensor_active_share: float | None = None
@@ -182,7 +182,7 @@ class WaterfallInputs:
 def waterfall(inputs: WaterfallInputs) -> Waterfall | None:
     """The waterfall of one window on one device; None without a peak or without the model's FLOP/s.
 
-    A value that cannot be right (negative, not finite, a share above 1) is left out and noted.
+    An invalid value (negative, not finite, a share above 1) is left out, with a note.
     """
     known = _Known()
     peak = known.amount("peak", inputs.peak_flops_per_s)
@@ -262,7 +262,7 @@ def waterfall(inputs: WaterfallInputs) -> Waterfall | None:
 
 
 class _Known:
-    """Lets values through that can be right, and notes those that cannot."""
+    """Passes valid values through, and notes invalid ones."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []
@@ -276,11 +276,11 @@ class _Known:
         return None
 
     def share(self, what: str, value: float | None) -> float | None:
-        """Counters round: a hair above 1 is 1."""
+        """Counters round: slightly above 1 is 1."""
         share = self.amount(what, value)
         if share is None or share <= 1 + _OVERSHOOT:
             return None if share is None else min(share, 1.0)
-        self.notes.append(f"{what} was given as {value!r}, which is no share of 1: left out")
+        self.notes.append(f"{what} was given as {value!r}, which is above 1: left out")
         return None
 
 
@@ -291,30 +291,30 @@ def _parts(
     unknown: AbstractSet[str],
     left_out: str | None,
 ) -> tuple[Part, ...]:
-    """One part from each known level to the next; steps without a level melt into the part that follows."""
+    """One part from each known level to the next; steps without a level are merged into the next part."""
     parts: list[Part] = []
-    level, melted = 1.0, list[str]()
+    level, merged = 1.0, list[str]()
     for key, left in steps:
-        melted.append(key)
+        merged.append(key)
         if left is None:
             continue
         parts.append(
             Part(
-                key="unexplained" if len(melted) > _MELTED_KEYS else "_or_".join(melted),
-                name=_either([names[key] for key in melted]),
+                key="unexplained" if len(merged) > _MERGED_KEYS else "_or_".join(merged),
+                name=_either([names[key] for key in merged]),
                 share=level - left,
-                of=inner.get(key, ()) if len(melted) == 1 else (),
-                missing=_missing([key for key in melted[:-1] if key in unknown], left_out),
+                of=inner.get(key, ()) if len(merged) == 1 else (),
+                missing=_missing([key for key in merged[:-1] if key in unknown], left_out),
             )
         )
-        level, melted = left, []
-    name = "the model's FLOPs, padding tokens included" if melted else "the model's useful FLOPs"
-    missing = tuple(_MISSING[key] for key in melted)
+        level, merged = left, []
+    name = "the model's FLOPs, padding tokens included" if merged else "the model's useful FLOPs"
+    missing = tuple(_MISSING[key] for key in merged)
     return (*parts, Part(key=USEFUL, name=name, share=level, missing=missing))
 
 
 def _missing(keys: Sequence[str], left_out: str | None) -> tuple[str, ...]:
-    """What was not known of some parts, or why it was not used."""
+    """The unknown values of some parts, or why they were not used."""
     if left_out is None:
         return tuple(_MISSING[key] for key in keys)
     rest = tuple(_MISSING[key] for key in keys if key not in _OF_THE_PIPE)
@@ -324,7 +324,7 @@ def _missing(keys: Sequence[str], left_out: str | None) -> tuple[str, ...]:
 def _of_which(
     parent: str, whole: float, shares: Mapping[str, tuple[str, float | None]], clock: float
 ) -> tuple[Part, ...]:
-    """The known parts of a part, none larger than what is left of it, and the rest.
+    """The known parts of a part, each limited to what is left of it, and the rest.
 
     `shares` are shares of the cycles; at this clock one is worth `clock` of the peak.
     """
@@ -349,7 +349,7 @@ def _between_steps(forwards: int) -> str:
 
 
 def evaluations(forwards: int | None) -> str:
-    """What forward passes without gradients between steps are; nothing where there were none."""
+    """A text about forward passes without gradients between steps; empty if there were none."""
     if not forwards:
         return ""
     passes = "forward pass" if forwards == 1 else "forward passes"
@@ -357,7 +357,7 @@ def evaluations(forwards: int | None) -> str:
 
 
 def between_steps_notes(share: float | None, forwards: int | None) -> list[str]:
-    """A sentence where much of a run's time went to something between its steps."""
+    """A note if much of a run's time was spent between steps."""
     if share is None or share <= LARGE:
         return []
     seen = evaluations(forwards)
@@ -387,7 +387,7 @@ _SELDOM = 0.1
 
 
 def _reasons(throttle: Mapping[str, float]) -> tuple[str, ...]:
-    """What held the clock back for a good part of the time, most of the time first; idling is no reason."""
+    """The frequent throttle reasons, most frequent first; idling is not a reason."""
     told = [name for name, share in throttle.items() if share >= _SELDOM and name != "gpu_idle"]
     return tuple(sorted(told, key=lambda name: -throttle[name]))
 
@@ -425,20 +425,20 @@ _HINTS = {
 
 
 def _sentence(part: Part, fall: Waterfall) -> str:
-    said = f"{part.name}: {100 * part.share:.0f} points of the peak"
+    text = f"{part.name}: {100 * part.share:.0f} points of the peak"
     if part.missing:
         if fall.left_out in part.missing:
-            return f"{said}, not told apart: {fall.left_out}."
-        return f"{said}, not told apart; unknown: {', '.join(part.missing)}."
+            return f"{text}, not separated: {fall.left_out}."
+        return f"{text}, not separated; unknown: {', '.join(part.missing)}."
     if part.key == "clock" and fall.throttle_reasons:
-        return f"{said}: not the program's doing; `truemfu peak` shows what this chip can reach."
+        return f"{text}: not caused by the program; `truemfu peak` shows what this chip can reach."
     inner = max(part.of, key=lambda of: of.share, default=part)
     if inner is not part and inner.name != "other":
-        said += f", {100 * inner.share:.0f} of them {inner.name}"
+        text += f", {100 * inner.share:.0f} of them {inner.name}"
     hint = _HINTS.get(inner.key) or _HINTS[part.key]
     if part.key == "no_tensor" and fall.world_size > 1:
-        return f"{said}: communication between ranks that nothing covers is in it; else {_HINTS[part.key]}."
+        return f"{text}: this includes communication between ranks without overlap; else {_HINTS[part.key]}."
     memory = fall.dram_active_share
     if part.key == "no_tensor" and inner.key != "no_tensor_unfilled" and memory is not None and memory > 0.5:
         hint = f"memory is busy {100 * memory:.0f} % of the time; {hint}"
-    return f"{said}: {hint}."
+    return f"{text}: {hint}."

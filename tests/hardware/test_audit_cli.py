@@ -23,7 +23,7 @@ from truemfu.hardware.nsight.command import StepCount
 
 COUNTED = msgspec.json.encode(STEP_COUNT).decode()
 ACTIVITY_ALONE = (
-    "executed over activity: 0.9824 (counters of activity read 1.0179 times); "
+    "executed over activity: 0.9824 (activity counters read 1.0179 times as much); "
     "no matrix work: 36.74 M of 2.089 G active cycles of the tensor pipe"
 )
 ACTIVITY = (
@@ -49,7 +49,7 @@ Run = Callable[..., Result]
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
     """Call `truemfu audit` in this process, with nothing on the PATH but a fake ncu (or nothing at all)."""
-    monkeypatch.setattr(nsight, "_USUAL_PLACES", ())
+    monkeypatch.setattr(nsight, "_INSTALL_PATTERNS", ())
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder))
@@ -96,7 +96,7 @@ def test_a_step_against_its_count(run: Run) -> None:
     assert row(result, "matmul")[1:] == "2.063 T 2.042 T 1.0104 2.063 T 1.0000".split()
     assert "executed: 2.101 TFLOP in 194 launches (bf16 2.101 T)" in lines
     assert lines[-2] == (
-        "agrees: the GPU executed 1.0000 times what the count expects, after tiles that overhang "
+        "agrees: the GPU executed 1.0000 times what the count expects, after overhanging tiles "
         "(21.21 GFLOP more) and blocks of the mask (0.6250 of the attention counted); "
         "counted with recomputation 2.102 TFLOP"
     )
@@ -137,10 +137,10 @@ def test_kernels_below_their_rate_are_named(run: Run) -> None:
     assert result.code == 0
     assert (
         "below the usual rate: cutlass::Kernel2<cutlass_75_tensorop_bf16_s1688gemm_bf16_256x12… does 512 "
-        "FLOP per active cycle, kernels in bf16 do 1,024: counters of activity read its work 2.00 times"
+        "FLOP per active cycle, kernels in bf16 do 1,024: activity counters read 2.00 times its work"
     ) in result.out.splitlines()
     assert (
-        "executed over activity: 0.9307 (counters of activity read 1.0745 times)"
+        "executed over activity: 0.9307 (activity counters read 1.0745 times as much)"
         in result.out.splitlines()[-1]
     )
     assert "agrees" not in result.out
@@ -266,7 +266,7 @@ def test_the_run_may_go_on_and_its_failure_is_told(run: Run) -> None:
     code = LONG_RUN.format(count=COUNTED, seconds=0.6) + "raise SystemExit(7)"
     result = run("--keep-running", *python(code), prints=STEP)
     assert result.code == 1
-    assert result.err == "error: the command ended with code 7; what was profiled is shown\n"
+    assert result.err == "error: the command ended with code 7; showing what was profiled\n"
     assert "agrees: " in result.out
 
 
@@ -341,9 +341,9 @@ def test_without_a_command_the_call_is_wrong(run: Run) -> None:
         (
             "==ERROR== ERR_NVGPUCTRPERM - The user does not have permission to access counters\n",
             (),
-            "this user may not read the GPU's counters: https://developer.nvidia.com/ERR_NVGPUCTRPERM",
+            "this user has no permission to read the GPU's counters: https://developer.nvidia.com/ERR_NVGPUCTRPERM",
         ),
-        ("==ERROR== LibraryNotLoaded\n", (), "ncu says: LibraryNotLoaded"),
+        ("==ERROR== LibraryNotLoaded\n", (), "ncu reports: LibraryNotLoaded"),
         (
             "",
             ("--from-start", "--kernel-name", "sgemm"),
@@ -369,9 +369,9 @@ def test_where_ncu_fails_its_words_come_first(run: Run) -> None:
     code = counting(StepCount(reason="the run ended within the marked step"))[-1] + "raise SystemExit(9)"
     result = run(*python(code), prints=failing)
     assert result.code == 1
-    assert result.err.endswith("error: nothing was profiled; ncu says: Failed to profile\n")
+    assert result.err.endswith("error: nothing was profiled; ncu reports: Failed to profile\n")
     late = run(*python("raise SystemExit(9)"), prints=failing + STEP)
-    assert late.err == "error: ncu says: Failed to profile; what was profiled is shown\n"
+    assert late.err == "error: ncu reports: Failed to profile; showing what was profiled\n"
 
 
 def test_no_kernel_of_a_marked_step_is_of_that_name(run: Run) -> None:
@@ -417,7 +417,7 @@ def test_a_command_that_fails_fails_the_audit(run: Run) -> None:
 def test_a_count_nobody_can_read_is_told(run: Run) -> None:
     result = run(*python(WRITE.format(count="{")), prints=STEP)
     assert result.code == 2
-    assert "holds no count of a step" in result.err
+    assert "is not a step count" in result.err
 
 
 def test_what_was_saved_is_read_again_with_its_count(run: Run, tmp_path: Path) -> None:
@@ -459,7 +459,7 @@ def test_nothing_but_a_regular_file_is_saved_to_and_nothing_else_removed(run: Ru
     os.mkfifo(pipe)
     result = run("--save", str(pipe), *python("pass"), prints=STEP)
     assert result.code == 2
-    assert result.err == (f"error: {pipe} is no regular file; give --save the name of one, or of none yet\n")
+    assert result.err == (f"error: {pipe} is not a regular file; give --save a regular or a new file\n")
     assert pipe.is_fifo()
     kept, link = tmp_path / "kept.csv", tmp_path / "link.csv"
     kept.write_text("old" * len(STEP))
@@ -477,7 +477,7 @@ def test_a_count_file_that_is_a_folder_is_one_line(run: Run, tmp_path: Path) -> 
     assert (read.code, read.err) == (2, f"error: {folder} cannot be read: Is a directory\n")
     saved = run("--save", str(table), *python("pass"), prints=STEP)
     assert saved.code == 2
-    assert saved.err.startswith(f"error: {folder} is no regular file")
+    assert saved.err.startswith(f"error: {folder} is not a regular file")
     assert table.read_text("utf-8") == STEP
 
 
@@ -495,7 +495,7 @@ def test_a_file_without_a_table_has_nothing(run: Run, tmp_path: Path) -> None:
     empty = tmp_path / "empty.csv"
     empty.write_text("==ERROR== Unknown metric\n")
     result = run("--csv", str(empty))
-    assert (result.code, result.err) == (1, "error: nothing was profiled; ncu says: Unknown metric\n")
+    assert (result.code, result.err) == (1, "error: nothing was profiled; ncu reports: Unknown metric\n")
 
 
 def test_a_file_that_ncu_has_not_printed_is_a_wrong_call(run: Run, tmp_path: Path) -> None:
@@ -503,7 +503,7 @@ def test_a_file_that_ncu_has_not_printed_is_a_wrong_call(run: Run, tmp_path: Pat
     readme.write_text("# Kernels, and more\n\nKernel Name and ID, in a text\n" + "x" * 200_000 + ",\n")
     result = run("--csv", str(readme))
     assert (result.code, result.out) == (2, "")
-    assert result.err == f"error: {readme} holds no table of Nsight Compute\n"
+    assert result.err == f"error: {readme} does not contain a table of Nsight Compute\n"
 
 
 def test_names_give_way_on_a_narrow_terminal(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ def test_a_pipe_gets_a_line_every_so_often(tmp_path: Path, now_s: list[float]) -
         elif second == 31:
             with log.open("a") as file:
                 file.writelines(KERNEL.format(number) for number in range(1, 1300))
-        progress.look()
+        progress.update()
     progress.say("the marked step is counted")
     assert stream.getvalue().splitlines() == [
         "audit: no kernel profiled yet, 15 s",
@@ -50,7 +50,7 @@ def test_a_terminal_has_one_line_that_is_rewritten_and_taken_away(tmp_path: Path
     progress = AuditProgress(log, stream)
     log.write_text(KERNEL.format(0))
     for now_s[0] in (100.2, 100.6, 100.8, 101.2):
-        progress.look()
+        progress.update()
     progress.say("done")
     progress.clear()
     clear = "\r\x1b[K"
@@ -65,5 +65,5 @@ def test_a_line_that_comes_in_pieces_counts_once(tmp_path: Path, now_s: list[flo
     text = KERNEL.format(0) + KERNEL.format(1)
     for end in range(len(text) + 1):
         log.write_text(text[:end])
-        progress.look()
+        progress.update()
     assert progress.kernels == 2

@@ -20,7 +20,7 @@ from fake_ncu import STEP, STEP_FILE, install_fake_ncu
 
 from truemfu.hardware.nsight.command import COUNT_VARIABLE, ncu_command
 from truemfu.hardware.nsight.csv_output import parse_ncu_csv
-from truemfu.hardware.nsight.run import RunEnd, printed_by, run_audited
+from truemfu.hardware.nsight.run import AuditedRun, printed_by, run_audited
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are found in /proc")
 
@@ -46,7 +46,7 @@ class Place:
         self.ncu, self.pid_file = install_fake_ncu(folder), folder / "pid"
         self.said: list[str] = []
 
-    def run(self, code: str, *command: str, **options: Any) -> RunEnd:
+    def run(self, code: str, *command: str, **options: Any) -> AuditedRun:
         environment = {
             **os.environ,
             COUNT_VARIABLE: str(self.count_file),
@@ -69,71 +69,73 @@ class Place:
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Iterator[Place]:
+def workspace(tmp_path: Path) -> Iterator[Place]:
     began_s = time.monotonic()
     yield Place(tmp_path)
     assert time.monotonic() - began_s < _PATIENCE_S
 
 
-def test_a_run_that_ends_by_itself_is_left_alone(place: Place) -> None:
-    assert place.run("sys.exit(7)") == RunEnd(7, was_ended=False)
-    assert place.said == []
+def test_a_run_that_ends_by_itself_is_left_alone(workspace: Place) -> None:
+    assert workspace.run("sys.exit(7)") == AuditedRun(7, was_ended=False)
+    assert workspace.said == []
 
 
-def test_a_run_is_ended_when_its_step_is_counted_and_the_table_is_whole(place: Place) -> None:
-    end = place.run("count()\n" + HANG)
-    assert end == RunEnd(signal.SIGTERM, was_ended=True)
-    assert place.printed() == STEP
+def test_a_run_is_ended_when_its_step_is_counted_and_the_table_is_whole(workspace: Place) -> None:
+    end = workspace.run("count()\n" + HANG)
+    assert end == AuditedRun(signal.SIGTERM, was_ended=True)
+    assert workspace.printed() == STEP
     assert len(parse_ncu_csv(STEP)) == 194
-    assert place.said == ["the marked step is counted: ending the run (--keep-running lets it go on)"]
+    assert workspace.said == ["the marked step is counted: ending the run (--keep-running lets it go on)"]
 
 
-def test_a_process_may_take_its_leave(place: Place) -> None:
+def test_a_process_may_take_its_leave(workspace: Place) -> None:
     code = "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), sys.exit(3)))\ncount()\n" + HANG
-    assert place.run(code, grace_s=30.0) == RunEnd(3, was_ended=True)
+    assert workspace.run(code, grace_s=30.0) == AuditedRun(3, was_ended=True)
 
 
-def test_a_process_that_will_not_go_is_killed(place: Place) -> None:
-    end = place.run("signal.signal(signal.SIGTERM, signal.SIG_IGN)\ncount()\n" + HANG)
-    assert end == RunEnd(signal.SIGKILL, was_ended=True)
-    assert place.printed() == STEP
+def test_a_process_that_will_not_go_is_killed(workspace: Place) -> None:
+    end = workspace.run("signal.signal(signal.SIGTERM, signal.SIG_IGN)\ncount()\n" + HANG)
+    assert end == AuditedRun(signal.SIGKILL, was_ended=True)
+    assert workspace.printed() == STEP
 
 
-def test_the_process_that_counted_is_ended_though_others_stand_between(place: Place) -> None:
+def test_the_process_that_counted_is_ended_though_others_stand_between(workspace: Place) -> None:
     inner = COUNT + "count()\n" + HANG
     code = f"sys.exit(40 + (subprocess.run([sys.executable, '-c', {inner!r}]).returncode != 0))"
-    assert place.run(code) == RunEnd(41, was_ended=True)
+    assert workspace.run(code) == AuditedRun(41, was_ended=True)
 
 
-def test_a_run_may_go_on(place: Place) -> None:
-    assert place.run("count()\ntime.sleep(1)\nsys.exit(5)", keep_running=True) == RunEnd(5, was_ended=False)
+def test_a_run_may_go_on(workspace: Place) -> None:
+    assert workspace.run("count()\ntime.sleep(1)\nsys.exit(5)", keep_running=True) == AuditedRun(
+        5, was_ended=False
+    )
 
 
-def test_a_number_of_somebody_elses_process_is_not_signalled(place: Place) -> None:
+def test_a_number_of_somebody_elses_process_is_not_signalled(workspace: Place) -> None:
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as stranger:
         try:
-            end = place.run(f"count({stranger.pid})\ntime.sleep(1)")
-            assert end == RunEnd(0, was_ended=False)
+            end = workspace.run(f"count({stranger.pid})\ntime.sleep(1)")
+            assert end == AuditedRun(0, was_ended=False)
             assert stranger.poll() is None
-            (said,) = place.said
-            assert f"process {stranger.pid} is not to be found here, so the run goes on" in said
+            (said,) = workspace.said
+            assert f"process {stranger.pid} was not found here, so the run continues" in said
         finally:
             stranger.kill()
 
 
-def test_a_count_that_cannot_be_read_ends_nothing(place: Place) -> None:
+def test_a_count_that_cannot_be_read_ends_nothing(workspace: Place) -> None:
     code = "open(os.environ['TRUEMFU_AUDIT'], 'w').write('{')\ntime.sleep(1)\nsys.exit(6)"
-    assert place.run(code) == RunEnd(6, was_ended=False)
+    assert workspace.run(code) == AuditedRun(6, was_ended=False)
 
 
-def test_an_interrupt_takes_all_processes_down(place: Place, tmp_path: Path) -> None:
+def test_an_interrupt_takes_all_processes_down(workspace: Place, tmp_path: Path) -> None:
     code = (
         "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
         "open(os.environ['PID_FILE'], 'w').write(str(os.getpid()))\n" + HANG
     )
     arguments = {
         "call": ncu_command(
-            str(place.ncu),
+            str(workspace.ncu),
             [sys.executable, "-c", COUNT + code],
             report=tmp_path / "step.ncu-rep",
             log_file=tmp_path / "ncu.log",
@@ -141,23 +143,27 @@ def test_an_interrupt_takes_all_processes_down(place: Place, tmp_path: Path) -> 
         "environment": {
             **os.environ,
             "FAKE_NCU_PRINTS": str(STEP_FILE),
-            "PID_FILE": str(place.pid_file),
+            "PID_FILE": str(workspace.pid_file),
         },
         "grace_s": 0.5,
     }
     program = (
         "import json, sys; from pathlib import Path\n"
         "from truemfu.hardware.nsight.run import run_audited\n"
-        f"run_audited(**json.loads({json.dumps(arguments)!r}), count_file=Path({str(place.count_file)!r}))"
+        f"run_audited(**json.loads({json.dumps(arguments)!r}), "
+        f"count_file=Path({str(workspace.count_file)!r}))"
     )
     with subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True) as audit:
         until_s = time.monotonic() + _PATIENCE_S
-        while not (place.pid_file.exists() and place.pid_file.read_text()) and time.monotonic() < until_s:
+        while (
+            not (workspace.pid_file.exists() and workspace.pid_file.read_text())
+            and time.monotonic() < until_s
+        ):
             time.sleep(0.05)
         audit.send_signal(signal.SIGINT)
         _, said = audit.communicate(timeout=_PATIENCE_S)
     assert "KeyboardInterrupt" in said
-    pid = int(place.pid_file.read_text())
+    pid = int(workspace.pid_file.read_text())
     while is_alive(pid) and time.monotonic() < until_s:
         time.sleep(0.05)
     assert not is_alive(pid)

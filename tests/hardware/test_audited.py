@@ -59,9 +59,9 @@ def test_what_else_is_in_the_file(file: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        ("no json", "holds no audit"),
-        ("[" * 100_000, "holds no audit"),
-        ("{}", "holds no audit: .*executed_over_activity"),
+        ("no json", "is not an audit"),
+        ("[" * 100_000, "is not an audit"),
+        ("{}", "is not an audit: .*executed_over_activity"),
         (AUDIT.format(ratio=0.9, products="", is_a_step="false"), "a selection of launches"),
         (AUDIT.format(ratio=1.5, products="", is_a_step="true"), "expected above 0 and at most 1"),
         (AUDIT.format(ratio=0, products="", is_a_step="true"), "expected above 0 and at most 1"),

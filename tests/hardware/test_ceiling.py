@@ -22,7 +22,7 @@ from truemfu.hardware.counters.executed import datasheet_clock_hz
 from truemfu.hardware.detect import find_spec
 from truemfu.hardware.specs import DEVICES, DTYPES, DeviceSpec
 
-NVIDIA_ONLY = "clock, power and what held the clock back are read on NVIDIA GPUs only"
+NVIDIA_ONLY = "clock, power and throttle reasons are read on NVIDIA GPUs only"
 
 
 @pytest.fixture
@@ -155,7 +155,7 @@ def test_an_index_too_many_is_one_clear_line(device: str | int, monkeypatch: pyt
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-    with pytest.raises(UsageError, match="there is no cuda:2; this machine has 2, counted from 0"):
+    with pytest.raises(UsageError, match="no device cuda:2: this machine has 2, numbered from 0"):
         measure_ceiling(device)
     assert ceiling._as_device(1) == torch.device("cuda:1")
 

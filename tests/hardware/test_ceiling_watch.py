@@ -79,7 +79,7 @@ def recorded() -> list[CounterSample]:
 
 def runs_of(samples: list[CounterSample]) -> list[Run]:
     watch = Watch(source=Answers(*samples))
-    return [Run(products=1, seconds=0.1, sample=watch.look()) for _ in samples]
+    return [Run(products=1, seconds=0.1, sample=watch.read_driver()) for _ in samples]
 
 
 def test_a_trace_of_the_power_limit_is_read_as_one() -> None:
@@ -124,7 +124,7 @@ def test_a_reading_that_fails_or_makes_no_sense_is_none() -> None:
         sample(1.3, sm_clock_hz=2e9, dram_active=math.nan),
     )
     watch = Watch(source=source)
-    clocks = [None if (read := watch.look()) is None else read.sm_clock_hz for _ in range(4)]
+    clocks = [None if (read := watch.read_driver()) is None else read.sm_clock_hz for _ in range(4)]
     assert clocks == [1e9, None, None, 2e9]
     watch.close()
     assert source.closed
@@ -133,13 +133,13 @@ def test_a_reading_that_fails_or_makes_no_sense_is_none() -> None:
 def test_the_last_word_of_the_driver_holds_until_it_renews_it() -> None:
     stale = [sample(at_s, fresh=False) for at_s in (1.05, 1.15, 1.4)]
     watch = Watch(source=Answers(stale[0], sample(1.0, sm_clock_hz=1e9), *stale))
-    found = [None if (read := watch.look()) is None else read.sm_clock_hz for _ in range(5)]
+    found = [None if (read := watch.read_driver()) is None else read.sm_clock_hz for _ in range(5)]
     assert found == [None, 1e9, 1e9, 1e9, None]
 
 
 def test_no_watch_sees_nothing() -> None:
     watch = Watch()
-    assert watch.stamp() is watch.look() is None
+    assert watch.stamp() is watch.read_driver() is None
     watch.close()
 
 
@@ -163,7 +163,7 @@ def test_the_gpu_is_found_by_its_uuid(fake_gpu: Callable[..., Watch]) -> None:
     watch = fake_gpu(UUID.upper(), lambda: Replay(MATMUL), FakeStamps(1e9))
     assert watch.notes == ()
     assert watch.stamp() is not None
-    found = watch.look()
+    found = watch.read_driver()
     assert found is not None
     assert found.power_limit_w == 700.0
 
@@ -171,12 +171,12 @@ def test_the_gpu_is_found_by_its_uuid(fake_gpu: Callable[..., Watch]) -> None:
 def test_a_gpu_that_nvml_does_not_list_has_no_power(fake_gpu: Callable[..., Watch]) -> None:
     source = Answers()
     watch = fake_gpu("11111111", lambda: source, "libcuda.so.1 cannot be loaded")
-    assert watch.look() is watch.stamp() is None
+    assert watch.read_driver() is watch.stamp() is None
     assert source.closed
     assert watch.notes == (
-        "the clock run at is not known: libcuda.so.1 cannot be loaded",
-        "power and what held the clock back are not known: NVML lists no GPU with the UUID 11111111"
-        " (a MIG slice has none of its own there)",
+        "the actual clock is not known: libcuda.so.1 cannot be loaded",
+        "power and throttle reasons are not known: NVML lists no GPU with the UUID 11111111"
+        " (MIG slices are not listed there)",
     )
 
 
@@ -185,7 +185,7 @@ def test_without_a_driver_there_is_a_note_and_no_warning(fake_gpu: Callable[...,
         raise CounterError("NVML cannot be opened")
 
     (note,) = fake_gpu(UUID, fail, FakeStamps(1e9)).notes
-    assert note == "power and what held the clock back are not known: NVML cannot be opened"
+    assert note == "power and throttle reasons are not known: NVML cannot be opened"
 
 
 def test_the_gap_to_the_datasheet_splits_into_clock_and_pipe(monkeypatch: pytest.MonkeyPatch) -> None:

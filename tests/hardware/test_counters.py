@@ -323,7 +323,7 @@ def test_a_trace_cut_short_is_read_up_to_there(tmp_path: Path) -> None:
     [
         (None, "cannot read the trace"),
         ("", "got no header"),
-        ("no json\n", "line 1: no counter trace"),
+        ("no json\n", "line 1: not a counter trace"),
         ('{"kind":"gpus","version":9,"gpus":[]}\n', "got version 9"),
         ('{"kind":"sample","index":0,"at_s":1.0}\n', "got no header"),
     ],
@@ -347,7 +347,7 @@ def test_a_full_disk_ends_the_recording_and_not_the_reading(tmp_path: Path) -> N
         def close(self) -> None: ...
 
     recorder._file = Full()
-    with pytest.warns(TruemfuWarning, match="ends here: No space left"):
+    with pytest.warns(TruemfuWarning, match="is incomplete from here on: No space left"):
         assert recorder.read(0) == rows_of(MATMUL)[0]
     assert recorder.read(0) == rows_of(MATMUL)[1]
 

@@ -56,7 +56,7 @@ def faked(monkeypatch: pytest.MonkeyPatch) -> tuple[CycleStamps, FakeDriver]:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
-    places = torch.zeros(cycle_stamps._KEPT, 3, 2, dtype=torch.int64)
+    places = torch.zeros(cycle_stamps._SLOTS, 3, 2, dtype=torch.int64)
     driver = FakeDriver(places)
     return CycleStamps(torch.device("cpu"), driver, None, places), driver
 
@@ -72,7 +72,7 @@ def test_places_are_used_in_turn_and_an_old_stamp_is_empty(faked: tuple[CycleSta
     first, second = taken(stamps), taken(stamps)
     assert mean_clock_hz(first, second) == pytest.approx(2e9)
     assert second.time_s() == pytest.approx(1.001e-6)
-    for _ in range(cycle_stamps._KEPT - 1):
+    for _ in range(cycle_stamps._SLOTS - 1):
         last = taken(stamps)
     assert first.by_sm() == {}
     assert first.time_s() is None

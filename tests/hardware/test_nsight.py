@@ -196,7 +196,7 @@ def test_the_count_of_a_process_is_read_back(tmp_path: Path) -> None:
     path.write_text('{"model_flops": 3, "hardware_flops": 4, "later": "ignored"}')
     assert read_step_count(path) == StepCount(model_flops=3, hardware_flops=4)
     path.write_text('{"model_flops": "many"}')
-    with pytest.raises(RecordError, match="holds no count of a step"):
+    with pytest.raises(RecordError, match="is not a step count"):
         read_step_count(path)
 
 
@@ -236,7 +236,7 @@ def test_what_is_collected_is_in_the_recorded_tables() -> None:
 
 def test_ncu_is_found_where_its_installer_puts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr(nsight, "_USUAL_PLACES", (f"{tmp_path}/*/ncu",))
+    monkeypatch.setattr(nsight, "_INSTALL_PATTERNS", (f"{tmp_path}/*/ncu",))
     with pytest.raises(UsageError, match="comes with the CUDA toolkit"):
         find_ncu()
     for version in ("2024.1.0", "2025.3.1"):

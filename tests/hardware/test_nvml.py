@@ -155,7 +155,7 @@ def test_counters_that_stand_still_are_unknown_and_the_rest_is_there() -> None:
     second = source.read(0)
     assert (second.fresh, second.tensor_active, second.power_w) == (True, None, 688.0)
     source.read(0)
-    assert source.gpus()[0].no_gpm_reason == "no activity counters: they have stood still for 2.0 s"
+    assert source.gpus()[0].no_gpm_reason == "no activity counters: unchanged for 2.0 s"
     nvml.stands_still = False
     assert source.read(0).tensor_active == 0.05
     assert source.gpus()[0].no_gpm_reason is None
@@ -289,7 +289,7 @@ def test_trouble_after_the_counters_starts_them_anew_too() -> None:
         ({"gpm": 0}, "this GPU has no GPM"),
         ({"mig": 1}, "MIG is on"),
         ({"errors": {"nvmlGpmQueryDeviceSupport": 13}}, "GPM of driver 580.1: NVML error 13"),
-        ({"errors": {"nvmlGpmSampleAlloc": NO_PERMISSION}}, "may not read GPM counters"),
+        ({"errors": {"nvmlGpmSampleAlloc": NO_PERMISSION}}, "no permission to read GPM counters"),
     ],
 )
 def test_without_gpm_the_rest_is_still_there_and_the_reason_is_one_line(change: Any, reason: str) -> None:
@@ -313,7 +313,7 @@ def test_permission_lost_later_ends_the_activity_alone() -> None:
     source.read(0)
     nvml.errors["nvmlGpmSampleGet"] = NO_PERMISSION
     assert source.read(0).power_w == 688.0
-    assert "may not read" in (source.gpus()[0].no_gpm_reason or "")
+    assert "no permission" in (source.gpus()[0].no_gpm_reason or "")
     assert source.read(0).tensor_active is None
 
 

@@ -126,7 +126,7 @@ def test_a_clock_that_only_the_driver_tells_is_an_upper_bound(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = CeilingRun(shape=(1, 2, 3), seconds=1.0, flops_per_s=1e12, reported_clock_hz=1525e6)
-    note = "the clock run at is not known: libcuda.so.1 cannot be loaded"
+    note = "the actual clock is not known: libcuda.so.1 cannot be loaded"
     answer(monkeypatch, MatmulCeiling(dtype="bf16", device_name="x", sustained=held, notes=(note,)))
     lines = run("peak").out.splitlines()
     assert cells(lines[1]) == ["dtype", "TFLOP/s", "SM MHz", "m×n×k"]  # and no column without a value

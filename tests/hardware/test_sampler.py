@@ -194,7 +194,7 @@ def test_one_gpu_of_several(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"indices": [3]}, "there is no GPU 3"),
+        ({"indices": [3]}, "no GPU 3"),
         ({"period_s": 0.0}, "must be a millisecond or more, got 0.0 s"),
         ({"period_s": math.nan}, "must be a millisecond or more"),
         ({"keep": 0}, "at least one interval"),
@@ -298,7 +298,7 @@ def test_a_read_that_hangs_in_the_driver_does_not_hold_up_the_end(monkeypatch: p
 
 
 def test_while_a_read_hangs_old_figures_do_not_pass_for_the_present(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("truemfu.hardware.counters.sampler._HANGING_S", 0.05)
+    monkeypatch.setattr("truemfu.hardware.counters.sampler._HANG_TIMEOUT_S", 0.05)
     hang = threading.Event()
 
     def hanging(read: int) -> CounterSample:

@@ -44,8 +44,8 @@ GPU      FLOP util   TFLOP/s   "GPU util"   tensor       SM     DRAM   reported 
 ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 0 H200      72.6 %       718      100.0 %   86.4 %   89.8 %   17.0 %    1538 / 1980   688 / 700      2 / 140   python3 1.2
 1 H200       0.0 %         0      100.0 %    0.0 %   98.1 %   90.0 %    1980 / 1980   653 / 700      4 / 140   python3 3.0
-GPU 0: clock held back by power limit 100.0 % of the time
-FLOP util: driver clock; the true one is 4 to 11 % lower in steady tensor work
+GPU 0: clock throttled by power limit 100.0 % of the time
+FLOP util: driver clock; the actual one is 4 to 11 % lower in steady tensor work
 """  # noqa: E501
 
 
@@ -109,7 +109,7 @@ def test_what_holds_for_several_gpus_is_said_once() -> None:
         for index in range(6)
     ]
     assert captured(found, 140).splitlines()[-1] == (
-        "GPUs 0-2, 4-5: clock held back by power limit 50.0 % of the time"
+        "GPUs 0-2, 4-5: clock throttled by power limit 50.0 % of the time"
     )
 
 
@@ -201,10 +201,10 @@ def test_once_tells_of_intervals_that_are_missing(capsys: pytest.CaptureFixture[
 def test_the_help_says_what_the_figures_rest_on(capsys: pytest.CaptureFixture[str]) -> None:
     assert call("--help") == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "they rest on the clock the driver reports" in text
-    assert "the true one is 4 to 11 % lower in steady tensor work" in text
-    assert "some kernels without a product tick the tensor pipe too" in text
-    assert "0.25 at least, since the counters are renewed every 0.1 s" in text
+    assert "both are based on the clock that the driver requested" in text
+    assert "the actual one is 4 to 11 % lower in steady tensor work" in text
+    assert "some kernels without a product use the tensor pipe too" in text
+    assert "at least 0.25, since the counters are updated every 0.1 s" in text
 
 
 def test_a_trace_that_is_recorded_again_is_the_same(
@@ -306,7 +306,7 @@ def test_a_gpu_that_is_lost_on_the_way_is_a_line_below_the_table(
     *_, row, lost, held, note, clock = capsys.readouterr().out.splitlines()
     assert "688 / 700" in row
     assert lost.split() == ["1", "H200", *["-"] * 10]
-    assert held == "GPU 0: clock held back by power limit 100.0 % of the time"
+    assert held == "GPU 0: clock throttled by power limit 100.0 % of the time"
     assert note == ("GPU 1: GPU 1 (NVIDIA H200): the activity counters: NVML error 15 (3 intervals dropped)")
     assert clock.startswith("FLOP util")
 
@@ -314,7 +314,7 @@ def test_a_gpu_that_is_lost_on_the_way_is_a_line_below_the_table(
 def test_once_gives_up_on_a_driver_that_does_not_answer(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("truemfu.hardware.counters.sampler._HANGING_S", 0.5)
+    monkeypatch.setattr("truemfu.hardware.counters.sampler._HANG_TIMEOUT_S", 0.5)
     monkeypatch.setattr("truemfu.hardware.counters.nvml._CLOSE_S", 0.01)
     answer = threading.Event()
     nvml = FakeNvml()
@@ -332,7 +332,7 @@ def test_once_gives_up_on_a_driver_that_does_not_answer(
     [
         ((), "nvidia-ml-py: pip install 'truemfu[nvidia]'"),
         (("--once", "--json"), "nvidia-ml-py: pip install 'truemfu[nvidia]'"),
-        (("--interval", "0.2"), "from 0.25 to 3600 seconds, got 0.2; the counters are renewed every 0.1 s"),
+        (("--interval", "0.2"), "from 0.25 to 3600 seconds, got 0.2; the counters are updated every 0.1 s"),
         (("--interval", "nan"), "--interval must be from 0.25 to 3600 seconds, got nan"),
         (("--interval", "0", "--replay", str(MATMUL)), "--interval must be from 0.01 to 3600 seconds, got 0"),
         (("--replay", "nowhere.jsonl"), "cannot read the trace nowhere.jsonl"),

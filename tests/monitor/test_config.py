@@ -339,7 +339,7 @@ def test_an_audit_is_read_when_the_run_begins(tmp_path: Path) -> None:
     ):
         with pytest.raises(UsageError, match=problem):
             load_config(nested(path, value))
-    with pytest.raises(UsageError, match=r"holds no audit: .*; write the output of `truemfu audit --json"):
+    with pytest.raises(UsageError, match=r"is not an audit: .*; write the output of `truemfu audit --json"):
         load_config(nested(path, file(tmp_path, "{}", "audit.json")))
     assert load_config(nested(path, AUDIT)).audit == str(AUDIT)
     assert load_config(nested(path, None)).audit is None

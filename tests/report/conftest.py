@@ -14,13 +14,13 @@ from watched_training import train_watched
 
 from truemfu.records import (
     CaseResult,
-    End,
     Environment,
     Flops,
-    Gate,
+    GradientCheck,
     Measured,
     Memory,
     Phase,
+    Status,
     StepTimes,
     SweepCase,
     SweepRecord,
@@ -85,7 +85,7 @@ def make_result() -> MakeResult:
         batch_size: int = 4,
         seq_len: int = 512,
         *,
-        end: End = End.OK,
+        end: Status = Status.OK,
         step_time_s: float = 0.036,
         memory_gib: float = 6.0,
         hardware: float = 1.0,
@@ -95,7 +95,7 @@ def make_result() -> MakeResult:
         **fields: Any,
     ) -> CaseResult:
         case = SweepCase(trainer=trainer, model="1b", batch_size=batch_size, seq_len=seq_len, device=device)
-        ok, on_gpu = end is End.OK, device == "cuda"
+        ok, on_gpu = end is Status.OK, device == "cuda"
         memory = int(memory_gib * GIB)
         values: dict[str, Any] = {
             "name": _name(case),
@@ -115,7 +115,7 @@ def make_result() -> MakeResult:
                 reserved_bytes=memory + GIB if on_gpu else None,
                 process_bytes=2 * GIB if on_gpu else memory,
             ),
-            "gate": Gate(
+            "gate": GradientCheck(
                 passed=True,
                 relative_error=3e-7,
                 tolerance=1e-4,
@@ -154,7 +154,7 @@ def matrix(make_result: MakeResult) -> list[CaseResult]:
                     make_result(
                         trainer,
                         batch_size,
-                        end=End.CUDA_OOM,
+                        end=Status.CUDA_OOM,
                         memory_gib=139.0,
                         message="CUDA out of memory: tried to allocate 2.00 GiB",
                         fits="batch 6 fits (measured: 118.2 GiB of 139.8 GiB); batch 8 does not",

@@ -59,7 +59,7 @@ def test_without_any_value_there_is_no_chart() -> None:
 
 def test_a_spike_is_at_the_edge_and_said_but_no_mountain_is_cut() -> None:
     chart = chart_of([10.0] * 50 + [9000.0] + [10.0] * 49)
-    assert chart.beyond == "1 value lies above the chart, up to 9,000 ms at step 51."
+    assert chart.beyond == "1 value is above the chart, up to 9,000 ms at step 51."
     assert chart.y_ticks[-1].text == "15"
     assert min(y for _, y in points_of(chart.lines[0].path)[0]) == 0
     assert chart_of([float(value) for value in range(100)]).beyond is None

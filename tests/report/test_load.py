@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from truemfu.errors import UsageError
-from truemfu.records import End, encode, write_record
+from truemfu.records import Status, encode, write_record
 from truemfu.report.folder import load_folder
 from truemfu.report.load import LoadedSweep, load_sweep, with_results
 from truemfu.report.summary import summarize
@@ -47,7 +47,7 @@ def test_a_case_without_any_file_was_not_run_and_keeps_its_place(make_result, wr
     assert (first.name, first.end, first.reason) == (
         "StandardTrainer_bs4_seq512",
         "not run",
-        "asked for, but never begun",
+        "requested, but never started",
     )
     assert (first.trainer, first.batch_size, first.seq_len) == ("StandardTrainer", 4, 512)
     assert second.result == done
@@ -61,7 +61,7 @@ def test_a_case_whose_supervisor_was_killed_is_lost(make_result, write_sweep) ->
     assert entry.end == "lost"
     assert entry.reason == (
         "DPSGDTrainer_bs4_seq512.log ends without a result; "
-        "still running, or its supervisor ended before it did"
+        "still running, or its supervisor ended before it finished"
     )
     assert entry.log_tail == ("step 1", "step 2")
 
@@ -72,9 +72,9 @@ def test_a_case_whose_supervisor_was_killed_is_lost(make_result, write_sweep) ->
         (b"", "is empty"),
         (b"\n\n", "is empty"),
         (b"importing\nbuilding\n", "ends without a result"),
-        (b'importing\n{"version": 1, "name": "Stand', "holds no CaseResult"),
+        (b'importing\n{"version": 1, "name": "Stand', "is not a valid CaseResult"),
         (b"\xff\xfe\x00garbage", "ends without a result"),
-        (b'{"version": 99}', "holds no CaseResult"),
+        (b'{"version": 99}', "is not a valid CaseResult"),
     ],
 )
 def test_a_log_without_a_result_is_lost_with_its_reason(
@@ -140,7 +140,7 @@ def test_a_broken_sweep_json_costs_the_denominator_and_says_so(matrix, write_swe
     (folder / "sweep.json").write_text("{")
     loaded = load_sweep(folder)
     assert len(loaded.entries) == len(matrix)
-    assert "experiments that left no file are not known" in loaded.notes[0]
+    assert "experiments without a file are not known" in loaded.notes[0]
 
 
 def test_a_lost_case_of_a_trainer_of_ones_own_belongs_to_it(make_result, write_sweep) -> None:
@@ -164,7 +164,7 @@ def test_results_in_memory_replace_what_the_disk_could_not_take(make_result, wri
 def test_a_folder_without_a_sweep_is_a_wrong_call(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="does not exist: expected the folder of a sweep"):
         load_sweep(tmp_path / "nowhere")
-    with pytest.raises(UsageError, match="holds no sweep: expected logs"):
+    with pytest.raises(UsageError, match="does not contain a sweep: expected logs"):
         load_sweep(tmp_path)
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="is a file"):
@@ -192,13 +192,13 @@ def test_trainers_whose_short_names_differ_from_their_own_are_told_apart(make_re
 
 def test_files_that_are_no_experiments_are_not_counted(make_result, tmp_path: Path) -> None:
     (tmp_path / "package.json").write_text("{}")
-    with pytest.raises(UsageError, match="holds no sweep"):
+    with pytest.raises(UsageError, match="does not contain a sweep"):
         load_sweep(tmp_path)
     result = make_result()
     write_record(tmp_path / f"{result.name}.json", result)
     loaded = load_sweep(tmp_path)
     assert ends(loaded) == {result.name: "ok"}
-    assert loaded.notes == ("left out, no experiments: package",)
+    assert loaded.notes == ("left out, not experiments: package",)
 
 
 def a_fifo(path: Path) -> None:
@@ -271,7 +271,7 @@ def test_a_name_that_leads_out_of_the_folder_is_not_followed(make_result, write_
     (folder / "sweep.json").write_text(json.dumps({**record, "cases": [name]}))
     loaded = load_sweep(folder)
     assert [entry.name for entry in loaded.entries] == [make_result().name]
-    assert f"'{name}' cannot name an experiment" in loaded.notes[0]
+    assert f"'{name}' is not a valid experiment name" in loaded.notes[0]
 
 
 @pytest.mark.parametrize("copy", ["{}.json.copy.json", "{}_copy.json", "copy of {}.json"])
@@ -287,14 +287,14 @@ def test_a_copy_of_a_result_is_no_experiment_and_is_named(
     shutil.copy(results / f"{matrix[0].name}.json", results / name)
     loaded = load_sweep(folder)
     assert {entry.name for entry in loaded.entries} == {result.name for result in matrix}
-    assert loaded.notes == (f"left out: {results / name} holds the result of {matrix[0].name}",)
+    assert loaded.notes == (f"left out: {results / name} contains the result of {matrix[0].name}",)
 
 
 def test_a_copy_of_a_log_is_no_experiment_and_is_named(make_result, tmp_path: Path) -> None:
     result = make_result()
     (tmp_path / f"{result.name}_copy.log").write_bytes(encode(result))
-    note = f"left out: {result.name}_copy.log holds the result of {result.name}"
-    with pytest.raises(UsageError, match=f"holds no sweep: .*; {note}"):
+    note = f"left out: {result.name}_copy.log contains the result of {result.name}"
+    with pytest.raises(UsageError, match=f"does not contain a sweep: .*; {note}"):
         load_sweep(tmp_path)
     (tmp_path / f"{result.name}.log").write_bytes(encode(result))
     loaded = load_sweep(tmp_path)
@@ -311,8 +311,8 @@ def test_swapped_results_are_not_shown_under_each_others_names(matrix, write_swe
     loaded = load_sweep(folder)
     assert [entry.result for entry in loaded.entries] == matrix
     assert loaded.notes == (
-        f"{first} holds the result of {matrix[1].name}; read from {matrix[0].name}.log instead",
-        f"{second} holds the result of {matrix[0].name}; read from {matrix[1].name}.log instead",
+        f"{first} contains the result of {matrix[1].name}; read from {matrix[0].name}.log instead",
+        f"{second} contains the result of {matrix[0].name}; read from {matrix[1].name}.log instead",
     )
     for log in (folder / "logs").iterdir():
         log.unlink()
@@ -368,15 +368,17 @@ def test_records_without_a_checksum_are_read_and_compared_with_their_logs(make_r
     path.write_bytes(path.read_bytes().replace(b'"wall_s": 31.5', b'"wall_s": 81.5'))
     loaded = load_sweep(folder)
     (note,) = loaded.notes
-    assert note.endswith(f"{log.name} differ: one is damaged, the first is taken")
+    assert note.endswith(f"{log.name} differ: one is damaged, using the first")
     log.write_bytes(encode(result))
     loaded = load_sweep(folder)
     assert loaded.entries[0].result == result
-    assert loaded.notes[0].endswith(f"the result in {log.name} is taken")
+    assert loaded.notes[0].endswith(f"using the result in {log.name}")
 
 
 def test_what_an_exception_says_is_cut_where_it_is_shown(make_result, write_sweep) -> None:
-    failed = make_result(end=End.ERROR, message="x" * 50_000, log_tail=["y" * 50_000], notes=["z" * 50_000])
+    failed = make_result(
+        end=Status.ERROR, message="x" * 50_000, log_tail=["y" * 50_000], notes=["z" * 50_000]
+    )
     summary = summarize(load_sweep(write_sweep([failed])))
     (failure,) = summary.failures
     texts = [failure.message, *failure.log_tail, *summary.notes, summary.experiments[0].message or ""]

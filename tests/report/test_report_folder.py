@@ -99,7 +99,7 @@ def test_a_page_never_goes_over_a_file_of_its_run(
     before = (run_folder / name).read_bytes()
     result = run("report", str(run_folder), "-o", str(link(way, run_folder / name, tmp_path)))
     assert (result.code, result.err.count("\n")) == (2, 1)
-    assert "is a file this report is made from: give --output another name" in result.err
+    assert "is an input file of this report: give --output another name" in result.err
     assert (run_folder / name).read_bytes() == before
 
 
@@ -125,8 +125,8 @@ def test_garbage_in_both_files_is_one_line_and_no_page(run: Run, run_folder: Pat
         (run_folder / name).write_bytes(b"\0\xff garbage")
     result = run("report", str(run_folder))
     assert (result.code, result.out, result.err.count("\n")) == (2, "", 1)
-    assert "holds nothing of a run that can be read: The run file training_run.json holds no" in result.err
-    assert "what is shown" not in result.err
+    assert "does not contain a readable run: The run file training_run.json is not a valid" in result.err
+    assert "this report is based on" not in result.err
     assert not (run_folder / "report.html").exists()
 
 
@@ -139,10 +139,10 @@ def test_a_run_may_have_logs_of_its_own_beside_it(run_folder: Path) -> None:
 
 
 WRONG = {
-    "an empty folder": (".", "holds neither a run (training_run.json, training_log.json) nor a sweep"),
+    "an empty folder": (".", "contains neither a run (training_run.json, training_log.json) nor a sweep"),
     "no folder": ("nowhere", "nowhere does not exist: expected a folder with a run"),
     "a file": ("some.txt", "some.txt is a file: expected a folder with a run"),
-    "foreign logs": ("foreign", "foreign holds neither a run"),
+    "foreign logs": ("foreign", "foreign contains neither a run"),
 }
 
 

@@ -63,7 +63,7 @@ def test_a_row_that_is_damaged_costs_no_other(run_folder: Path) -> None:
     path.write_text("\n".join(lines))
     run = load_run(run_folder)
     assert {row.global_step for row in run.rows} == set(range(1, RUN_STEPS + 1)) - {5, 9}
-    assert run.notes == ("The log training_log.json is damaged: 18 rows were read, 2 could not be.",)
+    assert run.notes == ("The log training_log.json is damaged: 18 rows were read, 2 could not be read.",)
 
 
 def test_of_two_rows_of_a_step_the_last_counts(run_folder: Path) -> None:
@@ -74,8 +74,8 @@ def test_of_two_rows_of_a_step_the_last_counts(run_folder: Path) -> None:
     assert [row.global_step for row in run.rows] == list(range(1, 22))
     assert run.rows[2].loss == 77.0
     assert run.notes == (
-        "1 row is of a step that was logged again (the run was restarted): the last row counts.",
-        "The log holds 21 steps, the summary is of the last start alone: 20 steps.",
+        "1 row repeats a step that was logged again (the run was restarted): the last row counts.",
+        "The log contains 21 steps, the summary only covers the last start: 20 steps.",
     )
 
 
@@ -93,7 +93,7 @@ def test_half_a_run_file_leaves_the_log(run_folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:200])
     run = load_run(run_folder)
     assert run.record is None
-    assert run.notes[0].startswith("The run file training_run.json holds no RunRecord")
+    assert run.notes[0].startswith("The run file training_run.json is not a valid RunRecord")
     assert len(run.rows) == RUN_STEPS
 
 
@@ -146,9 +146,7 @@ UNREADABLE = {
 def test_where_nothing_can_be_read_there_is_no_run(run_folder: Path, garbage: bytes) -> None:
     for name in ("training_run.json", "training_log.json"):
         (run_folder / name).write_bytes(garbage)
-    with pytest.raises(
-        UsageError, match=r"nothing of a run that can be read: The run file training_run.json"
-    ):
+    with pytest.raises(UsageError, match=r"does not contain a readable run: The run file training_run.json"):
         load_run(run_folder)
 
 
@@ -171,5 +169,7 @@ def test_every_note_is_a_sentence(run_folder: Path, change_run) -> None:
 
 
 def test_an_empty_folder_holds_no_run(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"holds no run: expected training_run.json or training_log.json"):
+    with pytest.raises(
+        UsageError, match=r"does not contain a run: expected training_run.json or training_log.json"
+    ):
         load_run(tmp_path)

@@ -49,7 +49,7 @@ def test_figures_are_those_of_the_summary(run_folder: Path, change_run: Change) 
     assert fact(page, "FLOPs by") == "closed form; a multiply-add is 2; attention counts all pairs"
     assert fact(page, "steps").startswith(f"{RUN_STEPS} logged; 3 of them warm-up")
     assert "<title>Training run run</title>" in page
-    assert "Nothing was lost, and there was nothing to warn of." in page
+    assert "Nothing was lost, and there were no warnings." in page
     assert 'class="alert"' not in page
 
 
@@ -143,7 +143,7 @@ def test_a_hybrid_run_still_going_shows_its_last_window(
     path = run_folder / "training_log.json"
     path.write_bytes(path.read_bytes()[: -bytes_lost or None])
     page = page_of(run_folder)
-    assert page.count("this is of the last window of counters alone, as logged at step 15.") == 2
+    assert page.count("this only covers the last window of counters, as logged at step 15.") == 2
     assert "What to do" not in page
     assert "<tr><td>power</td><td>689 W</td>" in page
     assert "<td>1,716 MHz</td><td>by cycle counters</td>" in page
@@ -178,7 +178,7 @@ def test_melted_parts_and_a_driver_clock_in_a_row_have_their_names(
         "the model&#39;s FLOPs, padding tokens included",
     ):
         assert f'<span class="name">{name}</span>' in page
-    assert "in steady tensor work on an H200 the SMs count 4 to 11 % less" in page
+    assert "in steady tensor work on an H200 the actual clock is 4 to 11 % lower" in page
     assert "<tr><td>power</td><td>unknown</td>" in page
 
 
@@ -266,7 +266,9 @@ def test_a_clock_by_the_driver_is_not_sold_as_the_true_one(run_folder: Path, cha
     block = hardware_block(clock_hz=1.828e9, clock_source="driver")
     change_run(lambda run: run["summary"].update(hardware=block))
     page = page_of(run_folder)
-    assert "<td>the driver reports the clock it asked for; in steady tensor work on an H200 the SMs" in page
+    assert (
+        "<td>the driver reports the clock it requested; in steady tensor work on an H200 the actual" in page
+    )
     assert "tenth" not in page
 
 
@@ -291,7 +293,7 @@ def test_a_loss_that_is_no_number_is_said(run_folder: Path) -> None:
     for row in rows[7:9]:
         row |= {"training/loss": None, "non_finite": {"training/loss": "nan"}}
     path.write_text(json.dumps(rows))
-    assert "The loss was no finite number at 2 steps, first at step 8 (nan)." in page_of(run_folder)
+    assert "The loss was not finite at 2 steps, first at step 8 (nan)." in page_of(run_folder)
 
 
 def test_an_unfinished_run_has_a_page_that_says_so(run_folder: Path, change_run: Change) -> None:
@@ -300,7 +302,7 @@ def test_an_unfinished_run_has_a_page_that_says_so(run_folder: Path, change_run:
     assert "<p>The run has no summary yet" in page
     assert tile(page, "monitor&#39;s own cost") == (
         "unknown",
-        "only the summary of a closed run says it, and this run has none",
+        "only the summary of a closed run has it, and this run has none",
     )
     assert tile(page, "padding lost")[0] == f"{100 * PADDING_LOST} %"
     assert tile(page, "MFU, median")[0].endswith(" %")

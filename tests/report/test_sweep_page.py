@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from truemfu.records import CaseResult, End
+from truemfu.records import CaseResult, Status
 from truemfu.report.load import load_sweep
 from truemfu.report.summary import summarize
 from truemfu.report.sweep_page import write_sweep_page
@@ -43,7 +43,7 @@ def test_a_failure_has_its_reason_and_its_log(page: str) -> None:
 
 
 def test_a_message_cannot_break_the_page(make_result, write_sweep, tmp_path: Path) -> None:
-    result = make_result(end=End.ERROR, message="<script>alert(1)</script>")
+    result = make_result(end=Status.ERROR, message="<script>alert(1)</script>")
     summary = summarize(load_sweep(write_sweep([result])))
     text = write_sweep_page(tmp_path / "report.html", summary).read_text(encoding="utf-8")
     assert "<script" not in text

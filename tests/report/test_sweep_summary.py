@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from truemfu.records import CaseResult, End
+from truemfu.records import CaseResult, Status
 from truemfu.report.figures import SweepSummary
 from truemfu.report.load import Entry, LoadedSweep, entry_of, load_sweep
 from truemfu.report.render import (
@@ -89,7 +89,7 @@ def test_mean_memory_is_given_over_the_points_all_finished_and_over_ones_own(mat
 def test_a_trainer_that_finished_nothing_does_not_take_the_comparison_from_the_others(
     matrix, make_result
 ) -> None:
-    unsupported = make_result("mine:Odd", end=End.UNSUPPORTED)
+    unsupported = make_result("mine:Odd", end=Status.UNSUPPORTED)
     summary = summary_of([*matrix, unsupported])
     rows = {row.trainer: row for row in summary.trainers}
     assert rows[STANDARD].mean_peak_memory_common_bytes == 6 * GIB
@@ -150,8 +150,8 @@ def test_the_largest_batch_says_what_finished_what_did_not_and_what_fits(matrix)
 
 
 def test_failures_are_grouped_by_cause_with_message_phase_and_log(matrix, make_result) -> None:
-    killed = make_result(batch_size=16, end=End.SIGNAL, signal="SIGSEGV", exit_code=None)
-    results = [killed, *matrix, make_result(GHOST, 16, end=End.CUDA_OOM)]
+    killed = make_result(batch_size=16, end=Status.SIGNAL, signal="SIGSEGV", exit_code=None)
+    results = [killed, *matrix, make_result(GHOST, 16, end=Status.CUDA_OOM)]
     summary = summary_of(results, lost(FAST))
     assert [failure.end for failure in summary.failures] == ["cuda_oom", "cuda_oom", "signal", "lost"]
     texts = dict(failure_texts(summary))
@@ -167,7 +167,7 @@ def test_failures_are_grouped_by_cause_with_message_phase_and_log(matrix, make_r
 
 def test_a_sweep_in_which_nothing_finished_has_rates_and_no_means(make_result) -> None:
     summary = summary_of(
-        [make_result(end=End.ERROR, memory=None), make_result(DPSGD, end=End.TIMEOUT, memory=None)]
+        [make_result(end=Status.ERROR, memory=None), make_result(DPSGD, end=Status.TIMEOUT, memory=None)]
     )
     assert (summary.totals.success_rate, summary.memory_kind, summary.against_baseline) == (0.0, None, [])
     assert {row.mean_peak_memory_bytes for row in summary.trainers} == {None}
@@ -227,7 +227,7 @@ def test_csv_has_a_row_per_experiment_with_raw_values(matrix) -> None:
 
 
 def test_markdown_tables_have_as_many_cells_in_every_row(matrix, make_result) -> None:
-    odd = make_result("mine:Odd", 64, end=End.CUDA_OOM, fits="batch 2 | 3 fits")
+    odd = make_result("mine:Odd", 64, end=Status.CUDA_OOM, fits="batch 2 | 3 fits")
     text = markdown(summary_of([*matrix, odd]))
     for block in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
         widths = {len(re.findall(r"(?<!\\)\|", line)) for line in block.splitlines()}
@@ -279,7 +279,7 @@ def test_a_summary_of_files_knows_which_sweep_it_is(matrix, write_sweep) -> None
 
 def test_markdown_shows_what_an_exception_says_as_it_is(make_result) -> None:
     text = markdown(
-        summary_of([make_result(end=End.ERROR, message="<b> *in* __init__ of bs4_seq512\nat 1|2")])
+        summary_of([make_result(end=Status.ERROR, message="<b> *in* __init__ of bs4_seq512\nat 1|2")])
     )
     assert r"\<b> \*in\* \_\_init\_\_ of bs4_seq512 at 1\|2" in text
 
@@ -293,7 +293,7 @@ def test_step_times_that_are_hardly_known_are_named(make_result) -> None:
     steps = msgspec.structs.replace(unsure.measured.steps, relative_error=0.4)
     unsure = msgspec.structs.replace(unsure, measured=msgspec.structs.replace(unsure.measured, steps=steps))
     assert summary_of([sure, unsure]).notes == [
-        "step times known to no better than 5 % (was the machine busy?): DPSGDTrainer_bs4_seq512"
+        "step times with an error above 5 % (was the machine busy?): DPSGDTrainer_bs4_seq512"
     ]
 
 
@@ -322,7 +322,7 @@ def test_nothing_in_markdown_is_active_whatever_a_file_holds(text: str, make_res
 
     ok = make_result(device_name=text)  # a name that is no file name is refused by the record
     ok = msgspec.structs.replace(ok, case=msgspec.structs.replace(ok.case, model=text, trainer=text))
-    failed = make_result("t:T", end=End.ERROR, message=text)
+    failed = make_result("t:T", end=Status.ERROR, message=text)
     summary = summary_of([ok, failed])
     failure = msgspec.structs.replace(summary.failures[0], log_tail=[text.replace("\n", " ")])
     summary = msgspec.structs.replace(
@@ -357,13 +357,15 @@ def test_nothing_in_markdown_is_active_whatever_a_file_holds(text: str, make_res
     ],
 )
 def test_no_cell_of_the_csv_is_a_formula(text: str, cell: str, make_result) -> None:
-    rows = list(csv.DictReader(io.StringIO(csv_text(summary_of([make_result(end=End.ERROR, message=text)])))))
+    rows = list(
+        csv.DictReader(io.StringIO(csv_text(summary_of([make_result(end=Status.ERROR, message=text)]))))
+    )
     assert rows[0]["message"] == cell
 
 
 def test_the_json_holds_what_the_files_held_and_no_control_character(make_result) -> None:
     text = 'a\x1b[2J\x7f\x9b\u202e\U000e0041"\\ü'
-    written = json_text(summary_of([make_result(end=End.ERROR, message=text)]))
+    written = json_text(summary_of([make_result(end=Status.ERROR, message=text)]))
     assert printable(written) == written
     assert json.loads(written)["experiments"][0]["message"] == text
     assert "ü" in written

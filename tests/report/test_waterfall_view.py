@@ -77,7 +77,7 @@ def test_the_table_has_the_parts_of_parts_and_their_sum() -> None:
 
 def test_what_melted_together_says_what_was_missing() -> None:
     rows = view(model_flops_per_s=0.4 * PEAK, hardware_flops_per_s=0.4 * PEAK).rows
-    assert rows[0].missing.startswith("not told apart; unknown or left out: the SM clock")
+    assert rows[0].missing.startswith("not separated; unknown or left out: the SM clock")
 
 
 def test_a_share_that_is_not_known_is_no_bar_and_breaks_the_sum() -> None:

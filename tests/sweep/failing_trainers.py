@@ -1,6 +1,6 @@
 """Trainers as users might write them, each with a fault of its own; named `failing_trainers:Class`.
 
-All pass the gate: the fault is in the trainer of the experiment itself, which is the second one in its
+All pass the gradient check: the fault is in the trainer of the experiment, which is the second one in its
 process. TRUEMFU_TEST_FOLDER is where they leave, and look for, files of the tests.
 """
 
@@ -24,7 +24,7 @@ FOLDER = Path(os.environ.get("TRUEMFU_TEST_FOLDER", "."))
 
 
 class _Faulty(StandardTrainer):
-    """Trains as it should, but for `fault`, at every step after the gate's."""
+    """Trains as it should, but for `fault`, at every step after that of the gradient check."""
 
     made = 0
 

@@ -37,7 +37,7 @@ class Recorder:
     def ended(self, result: CaseResult) -> None:
         self.results.append(result)
 
-    def said(self, text: str) -> None:
+    def message(self, text: str) -> None:
         self.lines.append(text)
 
 

@@ -8,18 +8,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
-import truemfu
 from truemfu.records import SweepCase
 from truemfu.sweep import content_hash as content_hash_module
-from truemfu.sweep.content_hash import content_hash, find_module, surroundings
+from truemfu.sweep.content_hash import content_hash, find_module, hashed_environment
 
 CASE = SweepCase(trainer="StandardTrainer", model="tiny", batch_size=2, seq_len=32)
-AROUND = surroundings("NVIDIA H200", None)
+AROUND = hashed_environment("NVIDIA H200", None)
 
 
 def test_the_same_things_hash_the_same() -> None:
     again = msgspec.structs.replace(CASE)
-    assert content_hash(CASE, AROUND) == content_hash(again, surroundings("NVIDIA H200", None))
+    assert content_hash(CASE, AROUND) == content_hash(again, hashed_environment("NVIDIA H200", None))
 
 
 @pytest.mark.parametrize("field", ["batch_size", "seq_len", "seed", "max_steps", "profiled_steps"])
@@ -30,8 +29,8 @@ def test_every_setting_counts(field: str) -> None:
 
 def test_device_memory_limit_python_versions_and_sources_count() -> None:
     others = [
-        surroundings("NVIDIA A100", None),
-        surroundings("NVIDIA H200", 2**30),
+        hashed_environment("NVIDIA A100", None),
+        hashed_environment("NVIDIA H200", 2**30),
         msgspec.structs.replace(AROUND, python="3.99"),
         msgspec.structs.replace(AROUND, versions={**AROUND.versions, "torch": "9.9"}),
         msgspec.structs.replace(AROUND, sources="other"),
@@ -70,9 +69,20 @@ def test_a_module_is_found_where_python_would_find_it() -> None:
     assert find_module("no_such_module") is None
 
 
+def test_files_that_only_supervise_do_not_change_the_hash() -> None:
+    sweep = Path(content_hash_module.__file__).parent
+    hashed = set(content_hash_module._own_sources())
+    for name in content_hash_module._SUPERVISOR:
+        files = {sweep / name} if name.endswith(".py") else set((sweep / name).glob("*.py"))
+        assert files, name
+        assert all(file.is_file() for file in files), name
+        assert not files & hashed, name
+    assert sweep / "worker" / "measure.py" in hashed
+
+
 def test_a_peak_of_the_users_own_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRUEMFU_PEAK_TFLOPS", "123")
-    assert content_hash(CASE, surroundings("NVIDIA H200", None)) != content_hash(CASE, AROUND)
+    assert content_hash(CASE, hashed_environment("NVIDIA H200", None)) != content_hash(CASE, AROUND)
 
 
 def test_a_module_in_the_current_folder_hides_no_installed_one(
@@ -88,11 +98,3 @@ def test_a_module_in_the_current_folder_hides_no_installed_one(
         assert mine is not None
         assert Path(torch.origin or "").parent != tmp_path
         assert Path(mine.origin or "").parent == tmp_path
-
-
-def test_the_supervisors_own_files_decide_no_result_and_are_all_there() -> None:
-    package = Path(truemfu.__file__).parent / "sweep"
-    assert all((package / name).exists() for name in content_hash_module._SUPERVISOR)
-    measured = {str(file.relative_to(package.parent)) for file in content_hash_module._own_sources()}
-    assert {"sweep/worker/measure.py", "sweep/trainers/private.py", "flops/count/tally.py"} <= measured
-    assert not [name for name in measured if name.startswith(("sweep/supervisor", "sweep/launchers"))]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from supervised import Recorder, last_line, small
 
-from truemfu.records import CaseResult, End, SweepRecord, read_record
+from truemfu.records import CaseResult, Status, SweepRecord, read_record
 from truemfu.report.load import load_sweep
 from truemfu.sweep.paths import SweepFolder
 from truemfu.sweep.supervisor.runner import run_sweep
@@ -27,8 +27,8 @@ result_file, marker = folder / "results" / f"{name}.json", folder / "running" / 
 outside = Path(os.environ["TRUEMFU_TEST_FOLDER"]) / "outside"
 
 def phase(which):
-    with open(progress, "a") as trail:
-        trail.write(json.dumps({"phase": which, "at_s": time.time()}) + "\\n")
+    with open(progress, "a") as progress_lines:
+        progress_lines.write(json.dumps({"phase": which, "at_s": time.time()}) + "\\n")
 
 def become(path, make):
     if path.is_dir():
@@ -50,21 +50,21 @@ os.write(int(os.environ["TRUEMFU_SWEEP_ANSWER"]), json.dumps(result).encode())
 BAD, GOOD = "StandardTrainer_bs1_seq16", "StandardTrainer_bs2_seq16"
 
 HARMS = {
-    "removes running/": ("shutil.rmtree(folder / 'running')", "running/ had been removed"),
-    "removes logs/": ("shutil.rmtree(folder / 'logs')", "logs/ had been removed"),
-    "removes the folder": ("shutil.rmtree(folder)", "logs/, results/, runs/, running/ had been removed"),
-    "log is a folder": ("become(log, Path.mkdir)", f"logs/{BAD}.log had become a folder"),
-    "log is a FIFO": ("become(log, os.mkfifo)", f"logs/{BAD}.log had become a FIFO"),
+    "removes running/": ("shutil.rmtree(folder / 'running')", "running/ was removed"),
+    "removes logs/": ("shutil.rmtree(folder / 'logs')", "logs/ was removed"),
+    "removes the folder": ("shutil.rmtree(folder)", "logs/, results/, runs/, running/ was removed"),
+    "log is a folder": ("become(log, Path.mkdir)", f"logs/{BAD}.log became a folder"),
+    "log is a FIFO": ("become(log, os.mkfifo)", f"logs/{BAD}.log became a FIFO"),
     "log is a link": (
         "become(log, lambda path: path.symlink_to(outside / 'file'))",
-        f"logs/{BAD}.log had become a symbolic link",
+        f"logs/{BAD}.log became a symbolic link",
     ),
     "logs/ is a link": (
         "become(folder / 'logs', lambda path: path.symlink_to(outside))",
-        "logs/ had been removed",
+        "logs/ was removed",
     ),
-    "result is a folder": ("become(result_file, Path.mkdir)", f"results/{BAD}.json had become a folder"),
-    "result is a FIFO": ("become(result_file, os.mkfifo)", f"results/{BAD}.json had become a FIFO"),
+    "result is a folder": ("become(result_file, Path.mkdir)", f"results/{BAD}.json became a folder"),
+    "result is a FIFO": ("become(result_file, os.mkfifo)", f"results/{BAD}.json became a FIFO"),
     "progress is a folder": ("become(progress, Path.mkdir)", None),
     "progress is a FIFO": ("become(progress, os.mkfifo)", None),
     "marker is a folder": ("become(marker, Path.mkdir)", None),
@@ -92,7 +92,7 @@ def test_an_experiment_that_harms_the_sweeps_files_keeps_its_result_and_spares_t
         command=[sys.executable, "-c", STAND_IN.replace("HARM", code)],
     )
     bad, good = outcome.results
-    assert [(result.name, result.end) for result in outcome.results] == [(BAD, End.OK), (GOOD, End.OK)]
+    assert [(result.name, result.end) for result in outcome.results] == [(BAD, Status.OK), (GOOD, Status.OK)]
     assert [text.partition(", and was")[0] for text in bad.notes] == ([] if note is None else [note])
     assert good.notes == []
     for result in outcome.results:
@@ -118,7 +118,7 @@ def test_the_time_limit_holds_where_a_file_became_a_fifo(
     (late,) = run_sweep(
         config, tmp_path / "out", listener=Recorder(), command=[sys.executable, "-c", code]
     ).results
-    assert (late.end, late.phase.value) == (End.TIMEOUT, "timed")
+    assert (late.end, late.phase.value) == (Status.TIMEOUT, "timed")
 
 
 def test_a_folder_that_cannot_be_written_again_costs_each_experiment_alone(
@@ -136,7 +136,7 @@ def test_a_folder_that_cannot_be_written_again_costs_each_experiment_alone(
         command=[sys.executable, "-c", code],
     )
     bad, good = outcome.results
-    assert (bad.end, good.end) == (End.OK, End.ERROR)
+    assert (bad.end, good.end) == (Status.OK, Status.ERROR)
     assert any("could not be written: Not a directory" in note for note in bad.notes)
     assert good.message is not None
     assert good.message.startswith("its process could not be started: FileExistsError")
@@ -161,7 +161,7 @@ def test_a_new_lock_keeps_another_sweep_out_of_a_folder_made_again(
     code = STAND_IN.replace("HARM", "shutil.rmtree(folder)")
     run_sweep(config, tmp_path / "out", listener=SecondSweep(), command=[sys.executable, "-c", code])
     assert len(seen) == 1
-    assert f"another sweep is at work in {tmp_path / 'out'} (process {os.getpid()})" in seen[0]
+    assert f"another sweep is running in {tmp_path / 'out'} (process {os.getpid()})" in seen[0]
 
 
 LEAVE = (sys.executable, "-c", "raise SystemExit(7)")
@@ -192,7 +192,7 @@ def test_resume_reads_no_fifo_follows_no_link_and_takes_the_log_where_the_result
     assert f"{fifo}.json cannot be read: a FIFO, not a file; read from {fifo}.log instead" in said
     assert f"{loop}.json cannot be read: Too many levels of symbolic links; read from" in said
     assert f"{flipped}.json is damaged: its content does not match its checksum; read from" in said
-    assert "fifo.json is no mark of a running experiment: OSError" in said
+    assert "fifo.json is not a valid marker of a running experiment: OSError" in said
     assert [result.case for result in again.results] == [result.case for result in first.results]
     for result in first.results:
         assert read_record(folder.result(result.name), CaseResult).case == result.case
@@ -203,7 +203,7 @@ def test_resume_reads_no_fifo_follows_no_link_and_takes_the_log_where_the_result
     heard = Recorder()
     (run, *_) = run_sweep(config, root, listener=heard, command=LEAVE).results
     assert (heard.reused, run.exit_code) == ([loop, flipped, fine], 7)
-    assert any(line.endswith("ends without a result; it is run again") for line in heard.lines)
+    assert any(line.endswith("ends without a result; running it again") for line in heard.lines)
 
 
 def test_a_log_that_is_a_link_to_elsewhere_is_replaced_and_not_emptied(

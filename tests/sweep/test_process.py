@@ -152,7 +152,7 @@ def test_a_paused_worker_does_not_run_until_it_goes_on(start: Start, tmp_path: P
     worker.send(b"\n")
     assert not worker.wait(1.0)
     assert not (tmp_path / "ran").exists()
-    worker.go_on()
+    worker.resume()
     assert worker.wait(FOREVER_S)
     worker.end()
     assert (tmp_path / "ran").exists()

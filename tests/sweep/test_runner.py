@@ -19,7 +19,7 @@ import pytest
 from supervised import HERE, Recorder, alive, last_line, processes_of_sweeps, small, until
 
 from truemfu.errors import UsageError
-from truemfu.records import CaseResult, End, Memory, Phase, read_record, write_record
+from truemfu.records import CaseResult, Memory, Phase, Status, read_record, write_record
 from truemfu.sweep.paths import SweepFolder
 from truemfu.sweep.progress import Progress, append_progress
 from truemfu.sweep.supervisor.outcome import SweepOutcome
@@ -27,12 +27,12 @@ from truemfu.sweep.supervisor.resume import reusable
 from truemfu.sweep.supervisor.runner import run_sweep
 
 FAULTS = {
-    "Raises": (End.ERROR, 1, None, "RuntimeError: the loss has exploded"),
-    "OutOfGpuMemory": (End.CUDA_OOM, 1, None, "CUDA out of memory. Tried to allocate 20.00 GiB"),
-    "EatsMemory": (End.HOST_OOM, 1, None, "MemoryError"),
-    "KillsItself": (End.SIGNAL, None, "SIGKILL", "ended by SIGKILL in phase warm_up"),
-    "Segfaults": (End.SIGNAL, None, "SIGSEGV", "ended by SIGSEGV in phase warm_up"),
-    "Exits": (End.ERROR, 3, None, "exited with code 3 in phase warm_up without a result: about to leave"),
+    "Raises": (Status.ERROR, 1, None, "RuntimeError: the loss has exploded"),
+    "OutOfGpuMemory": (Status.CUDA_OOM, 1, None, "CUDA out of memory. Tried to allocate 20.00 GiB"),
+    "EatsMemory": (Status.HOST_OOM, 1, None, "MemoryError"),
+    "KillsItself": (Status.SIGNAL, None, "SIGKILL", "ended by SIGKILL in phase warm_up"),
+    "Segfaults": (Status.SIGNAL, None, "SIGSEGV", "ended by SIGSEGV in phase warm_up"),
+    "Exits": (Status.ERROR, 3, None, "exited with code 3 in phase warm_up without a result: about to leave"),
 }
 BATCH = 4
 LEAVE = (sys.executable, "-c", "raise SystemExit(7)")
@@ -107,7 +107,7 @@ def test_the_log_of_an_exception_is_quoted(with_faults: Ran) -> None:
 
 
 def test_a_daemon_is_ended_and_does_not_fail_its_experiment(with_faults: Ran) -> None:
-    assert with_faults.result("Daemonises").end is End.OK
+    assert with_faults.result("Daemonises").end is Status.OK
     assert not alive(int((with_faults.folder.root / "daemon.pid").read_text()))
 
 
@@ -127,7 +127,7 @@ def test_the_listener_hears_everything_in_order(with_faults: Ran) -> None:
 
 def test_failures_of_others_change_nothing_of_a_result(with_faults: Ran, alone: Ran) -> None:
     beside, by_itself = with_faults.result("StandardTrainer"), alone.result("StandardTrainer")
-    assert (beside.end, by_itself.end) == (End.OK, End.OK)
+    assert (beside.end, by_itself.end) == (Status.OK, Status.OK)
     assert beside.measured is not None
     assert by_itself.measured is not None
     assert beside.content_hash == by_itself.content_hash
@@ -171,7 +171,7 @@ def test_a_timeout_is_tried_again_once_the_limit_is_longer(
     folder = SweepFolder(tmp_path)
     folder.results.mkdir()
     (result,) = alone.outcome.results
-    late = msgspec.structs.replace(result, end=End.TIMEOUT, wall_s=10.0, content_hash="hash", name="case")
+    late = msgspec.structs.replace(result, end=Status.TIMEOUT, wall_s=10.0, content_hash="hash", name="case")
     write_record(folder.result("case"), late)
     held = reusable(folder, {"case": "hash"}, rerun="none", timeout_s=limit_s, say=print)
     assert list(held) == reused
@@ -204,9 +204,9 @@ def test_after_an_out_of_memory_larger_batches_are_pruned_and_what_fits_is_found
     heard = Recorder()
     outcome = run_sweep(small(trainers=trainers, batch_sizes=[8, 2, 4], prune=True), tmp_path, listener=heard)
     ends = {result.case.batch_size: result.end for result in outcome.results}
-    assert ends == {2: End.OK, 4: End.CUDA_OOM, 8: End.PRUNED}
+    assert ends == {2: Status.OK, 4: Status.CUDA_OOM, 8: Status.PRUNED}
     out_of_memory, pruned = outcome.results[1:]
-    assert pruned.message == "not run: OutOfGpuMemory_bs4_seq16 was out of memory already"
+    assert pruned.message == "not run: OutOfGpuMemory_bs4_seq16 already ran out of memory"
     assert out_of_memory.fits is not None
     assert out_of_memory.fits.startswith("batch 3 fits (measured: ")
     assert out_of_memory.fits.endswith("; batch 4 does not")
@@ -247,9 +247,9 @@ def test_ctrl_c_and_a_killed_supervisor_lose_nothing_and_leave_nothing(
     supervisor.send_signal(ending)
     assert supervisor.wait() == 130
     finished = read_record(folder.result(first), CaseResult)
-    assert finished.end is End.OK
+    assert finished.end is Status.OK
     assert not folder.result(second).exists()
-    assert folder.log(second).read_text().endswith("interrupted before it was done\n")
+    assert folder.log(second).read_text().endswith("interrupted before it finished\n")
     assert processes_of_sweeps(str(tmp_path)) == []
     assert [path.name for path in folder.running.iterdir()] == ["lock"]
 
@@ -273,7 +273,7 @@ def test_ctrl_c_and_a_killed_supervisor_lose_nothing_and_leave_nothing(
     assert not alive(daemon)
     assert heard.reused == [first]
     assert f"{second} was left unfinished by a sweep that was killed" in heard.lines
-    assert [result.end for result in outcome.results] == [End.OK, End.OK]
+    assert [result.end for result in outcome.results] == [Status.OK, Status.OK]
     assert outcome.results[0] == finished
     assert processes_of_sweeps(str(tmp_path)) == []
 
@@ -299,7 +299,7 @@ def test_an_experiment_left_by_a_killed_supervisor_and_not_run_again_is_lost(
         small(trainers=["StandardTrainer"], batch_sizes=[2]), tmp_path, listener=Recorder(), command=leave
     )
     lost = read_record(folder.result(left), CaseResult)
-    assert (lost.end, lost.message) == (End.LOST, "whoever supervised it ended before it did")
+    assert (lost.end, lost.message) == (Status.LOST, "its supervisor ended before it finished")
     assert (lost.phase, lost.memory) == (Phase.TIMED, Memory(process_bytes=1 << 30))
     assert lost.log_tail == ["its last line"]
     assert last_line(folder.log(left))["end"] == "lost"
@@ -424,7 +424,9 @@ def test_an_experiment_that_failed_for_a_full_disk_is_run_again(
     folder = SweepFolder(tmp_path)
     folder.make()
     (result,) = alone.outcome.results
-    write_record(folder.result(result.name), msgspec.structs.replace(result, end=End.ERROR, message=message))
+    write_record(
+        folder.result(result.name), msgspec.structs.replace(result, end=Status.ERROR, message=message)
+    )
     hashes = {result.name: result.content_hash}
     assert bool(reusable(folder, hashes, rerun="none", timeout_s=1.0, say=print)) is held
 
@@ -463,7 +465,7 @@ def test_several_gpus_work_side_by_side_each_on_one_experiment(
         listener=Recorder(),
         command=[sys.executable, "-c", textwrap.dedent(STAND_IN)],
     )
-    assert [result.end for result in outcome.results] == [End.OK] * 4
+    assert [result.end for result in outcome.results] == [Status.OK] * 4
     assert {note for result in outcome.results for note in result.notes} == {"5", "7"}
 
 
@@ -483,8 +485,8 @@ def paused(pid):
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 def phase(name, until):
-    with open(order["progress_path"], "a") as trail:
-        trail.write(json.dumps({"phase": name, "at_s": time.time()}) + "\\n")
+    with open(order["progress_path"], "a") as progress_lines:
+        progress_lines.write(json.dumps({"phase": name, "at_s": time.time()}) + "\\n")
     while not until():
         time.sleep(0.01)
 
@@ -511,7 +513,7 @@ def test_the_next_worker_starts_ahead_but_never_beside_a_measurement(
     config = small(trainers=["StandardTrainer"], batch_sizes=[1, 2])
     command = [sys.executable, "-c", READY_AHEAD]
     outcome = run_sweep(config, tmp_path / "out", listener=Recorder(), command=command)
-    assert [result.end for result in outcome.results] == [End.OK, End.OK]
+    assert [result.end for result in outcome.results] == [Status.OK, Status.OK]
     assert outcome.results[0].notes == ["0 beside the timed steps"]
 
 

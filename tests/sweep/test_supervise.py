@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from supervised import HERE, alive, last_line, small, until
 
-from truemfu.records import CaseResult, End, Phase, SweepCase, read_record
+from truemfu.records import CaseResult, Phase, Status, SweepCase, read_record
 from truemfu.sweep.cases import cases_of
 from truemfu.sweep.launchers.local import WORKER
 from truemfu.sweep.order import WorkerOrder
@@ -71,7 +71,7 @@ def earlier_result(folder: SweepFolder) -> CaseResult:
         sweep_id="sweep",
         content_hash="hash",
         case=case(),
-        end=End.OK,
+        end=Status.OK,
         phase=Phase.DONE,
         message="the earlier one",
     )
@@ -96,10 +96,10 @@ def test_a_hang_is_ended_at_its_time_limit_even_if_it_ignores_term(folder: Sweep
         hanging, order(folder, "failing_trainers:Hangs"), folder, time_limit_s=15.0, stop=Stop()
     )
     assert result is not None
-    assert (result.end, result.signal, result.exit_code) == (End.TIMEOUT, "SIGKILL", None)
+    assert (result.end, result.signal, result.exit_code) == (Status.TIMEOUT, "SIGKILL", None)
     assert result.phase is Phase.WARM_UP
     assert result.message is not None
-    assert "not done within its time limit" in result.message
+    assert "did not finish within its time limit" in result.message
     assert result.wall_s is not None
     assert result.wall_s > 15.0
     assert result.memory is not None
@@ -112,7 +112,7 @@ def test_a_hang_is_ended_at_its_time_limit_even_if_it_ignores_term(folder: Sweep
 def test_an_earlier_result_is_not_mistaken_for_this_runs(folder: SweepFolder) -> None:
     earlier_result(folder)
     result = result_of(worker(folder, "import os; os._exit(3)"), folder)
-    assert (result.end, result.exit_code, result.phase) == (End.ERROR, 3, Phase.START)
+    assert (result.end, result.exit_code, result.phase) == (Status.ERROR, 3, Phase.START)
     assert read_record(folder.result(NAME), CaseResult) == result
     assert last_line(folder.log(NAME))["message"] == result.message
 
@@ -120,7 +120,7 @@ def test_an_earlier_result_is_not_mistaken_for_this_runs(folder: SweepFolder) ->
 def test_an_interruption_leaves_the_earlier_result_where_it_was(folder: SweepFolder) -> None:
     earlier = earlier_result(folder)
     stop = Stop()
-    stop.ask()
+    stop.request()
     busy = worker(folder)
     assert run_case(busy, order(folder), folder, time_limit_s=600.0, stop=stop) is None
     assert not alive(busy.pid)
@@ -131,7 +131,7 @@ def test_an_interruption_leaves_the_earlier_result_where_it_was(folder: SweepFol
 
 def test_an_interruption_without_an_earlier_result_writes_none(folder: SweepFolder) -> None:
     stop = Stop()
-    stop.ask()
+    stop.request()
     assert run_case(worker(folder), order(folder), folder, time_limit_s=600.0, stop=stop) is None
     assert not folder.result(NAME).exists()
 
@@ -139,7 +139,7 @@ def test_an_interruption_without_an_earlier_result_writes_none(folder: SweepFold
 def test_a_worker_that_cannot_start_says_why(folder: SweepFolder) -> None:
     broken = worker(folder, "raise ImportError('libtorch.so: cannot open shared object file')")
     result = result_of(broken, folder)
-    assert (result.end, result.exit_code) == (End.ERROR, 1)
+    assert (result.end, result.exit_code) == (Status.ERROR, 1)
     assert result.message == (
         "exited with code 1 in phase start without a result: ImportError: libtorch.so: cannot open shared "
         "object file"
@@ -156,7 +156,7 @@ def test_a_native_library_out_of_memory_is_a_host_oom(folder: SweepFolder) -> No
         """,
     )
     result = result_of(native, folder)
-    assert (result.end, result.signal) == (End.HOST_OOM, "SIGABRT")
+    assert (result.end, result.signal) == (Status.HOST_OOM, "SIGABRT")
 
 
 ANSWER_THEN = """
@@ -173,7 +173,7 @@ def test_a_crash_after_the_result_does_not_undo_it(folder: SweepFolder) -> None:
         "import os; os.kill(os.getpid(), 11)"
     )
     result = result_of(worker(folder, code), folder)
-    assert (result.end, result.signal) == (End.OK, "SIGSEGV")
+    assert (result.end, result.signal) == (Status.OK, "SIGSEGV")
     assert result.notes == ["ended by SIGSEGV after its result was written"]
 
 
@@ -182,7 +182,7 @@ def test_a_result_at_the_end_of_the_log_counts_where_there_is_no_file(folder: Sw
         "open(order['log_path'], 'a').write('some output\\n' + json.dumps(result) + '\\n')"
     )
     result = result_of(worker(folder, code), folder)
-    assert (result.end, result.message) == (End.OK, "from the log")
+    assert (result.end, result.message) == (Status.OK, "from the log")
     assert read_record(folder.result(NAME), CaseResult) == result
     lines = folder.log(NAME).read_text().splitlines()
     assert lines[0] == "some output"
@@ -195,7 +195,7 @@ def test_a_result_of_another_sweep_does_not_count(folder: SweepFolder) -> None:
         "open(order['folder'] + '/results/case.json', 'w').write(json.dumps(result))"
     )
     result = result_of(worker(folder, code), folder)
-    assert (result.end, result.exit_code) == (End.ERROR, 0)
+    assert (result.end, result.exit_code) == (Status.ERROR, 0)
 
 
 def test_the_log_of_a_failure_is_quoted_without_its_result(folder: SweepFolder) -> None:
@@ -278,13 +278,13 @@ def test_a_kill_by_the_kernel_for_want_of_memory_is_told_from_a_plain_one(
     )
     assert script.returncode == 0, script.stderr
     result = read_record(folder.result(NAME), CaseResult)
-    assert (result.end, result.signal) == (End.HOST_OOM, "SIGKILL")
+    assert (result.end, result.signal) == (Status.HOST_OOM, "SIGKILL")
     assert result.message is not None
-    assert "the kernel killed it for want of memory" in result.message
+    assert "killed by the kernel because memory ran out" in result.message
 
 
 def test_a_broken_result_file_is_not_believed(folder: SweepFolder) -> None:
     code = "import sys; sys.stdin.readline(); open('RESULT', 'w').write('{'); sys.exit(1)"
     broken = worker(folder, code.replace("RESULT", str(folder.result(NAME))))
     result = result_of(broken, folder)
-    assert (result.end, result.exit_code) == (End.ERROR, 1)
+    assert (result.end, result.exit_code) == (Status.ERROR, 1)

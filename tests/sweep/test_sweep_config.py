@@ -90,11 +90,11 @@ def test_a_value_given_twice_counts_once() -> None:
         ({"trainers": "StandardTrainer"}, "trainers must be a list; got 'StandardTrainer'"),
         ({"trainers": ["DPSDGTrainer"]}, r"no trainer 'DPSDGTrainer' \(did you mean 'DPSGDTrainer'\?\)"),
         ({"trainers": ["standardtrainer"]}, "did you mean 'StandardTrainer'"),
-        ({"trainers": ["mine:"]}, "'mine:' is not of the form package.module:name"),
-        ({"trainers": ["no_such_package.mine:Trainer"]}, "there is no module 'no_such_package.mine'"),
+        ({"trainers": ["mine:"]}, "'mine:' does not have the form package.module:name"),
+        ({"trainers": ["no_such_package.mine:Trainer"]}, "module 'no_such_package.mine' is not in"),
         ({"model_sizes": ["1B"]}, r"no model '1B' \(did you mean '1b'\?\)"),
         ({"model_sizes": ["mediun"]}, "did you mean 'medium'"),
-        ({"model_sizes": ["no_such_module:build"]}, "there is no module 'no_such_module'"),
+        ({"model_sizes": ["no_such_module:build"]}, "module 'no_such_module' is not in"),
         (
             {"dtypes": ["bf61"]},
             r"dtype must be one of auto, fp32, bf16; got 'bf61' \(did you mean 'bf16'\?\)",
@@ -124,7 +124,7 @@ def test_a_wrong_value_is_one_line_that_says_what_to_do(values: dict[str, Any], 
     ("content", "message"),
     [
         ('{"trainers": [}', "is not valid JSON"),
-        ("[1, 2]", "must hold a JSON object"),
+        ("[1, 2]", "must be a JSON object"),
         ({"batch_sizes": [0]}, r"profiling_config.json: batch_sizes must be a whole number >= 1; got 0"),
     ],
 )
@@ -152,12 +152,12 @@ def test_a_trainer_in_the_current_folder_is_found_and_not_imported(
     (tmp_path / "package" / "mine.py").write_text("raise SystemExit('imported')")
     monkeypatch.chdir(tmp_path)
     assert parse({"trainers": ["package.mine:Trainer"]}).trainers == ["package.mine:Trainer"]
-    with pytest.raises(UsageError, match=r"there is no module 'package\.yours'"):
+    with pytest.raises(UsageError, match=r"module 'package\.yours' is not in"):
         parse({"trainers": ["package.yours:Trainer"]})
 
 
 def test_a_folder_without_a_config_is_no_model(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"holds no config\.json"):
+    with pytest.raises(UsageError, match=r"does not contain a Hugging Face config\.json"):
         parse({"model_sizes": [str(tmp_path)]})
     (tmp_path / "config.json").write_text("{}")
     assert parse({"model_sizes": [str(tmp_path)]}).models == [str(tmp_path)]

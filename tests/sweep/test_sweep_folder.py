@@ -108,7 +108,7 @@ def test_starting_over_removes_nothing_that_a_record_names_outside(
     record = json.loads(folder.record.read_text())
     record.pop("checksum", None)
     folder.record.write_text(json.dumps({**record, "cases": [as_path(home)]}))
-    with pytest.raises(RecordError, match=r"sweep\.json holds no SweepRecord: '.*home' cannot name"):
+    with pytest.raises(RecordError, match=r"sweep\.json is not a valid SweepRecord: '.*home' is not a valid"):
         take(tmp_path / "out", models=["small"])
     assert take(tmp_path / "out", start_over=True, models=["small"])[1].cases == ["StandardTrainer_bs2_seq32"]
     assert (home / "thesis.tex").exists()
@@ -134,7 +134,9 @@ def test_a_link_in_the_place_of_one_of_its_folders_is_refused(tmp_path: Path, na
     shutil.rmtree(tmp_path / "out" / name)
     (tmp_path / "home").mkdir()
     (tmp_path / "out" / name).symlink_to(tmp_path / "home")
-    with pytest.raises(UsageError, match=rf"{name} is a symbolic link: a sweep writes to folders of its own"):
+    with pytest.raises(
+        UsageError, match=rf"{name} is a symbolic link: a sweep only writes to its own folders"
+    ):
         take(tmp_path / "out", start_over=True)
     assert list((tmp_path / "home").iterdir()) == []
 
@@ -175,7 +177,7 @@ def test_other_files_in_the_folder_do_not_matter(tmp_path: Path) -> None:
 def test_a_folder_with_someone_elses_files_under_our_names_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).mkdir()
     (tmp_path / name / "server.log").touch()
-    with pytest.raises(UsageError, match=f"holds {name}/, which is not of a sweep"):
+    with pytest.raises(UsageError, match=f"contains {name}/, which does not belong to a sweep"):
         take(tmp_path)
     assert not (tmp_path / "sweep.json").exists()
 
@@ -197,7 +199,7 @@ def test_a_folder_that_cannot_be_written_is_refused() -> None:
 def test_a_record_that_is_none_is_refused_and_can_be_replaced(tmp_path: Path) -> None:
     take(tmp_path)
     (tmp_path / "sweep.json").write_text("{")
-    with pytest.raises(Exception, match=r"sweep\.json holds no SweepRecord"):
+    with pytest.raises(Exception, match=r"sweep\.json is not a valid SweepRecord"):
         take(tmp_path)
     assert take(tmp_path, start_over=True)[1].cases == ["StandardTrainer_bs2_seq32"]
 
@@ -206,7 +208,7 @@ def test_two_supervisors_cannot_share_a_folder(tmp_path: Path) -> None:
     config = resolved(TEST_CONFIG, "cpu")
     cases = cases_of(config, "cpu")
     _, _, lock = claim(tmp_path, config, cases, start_over=False)
-    with pytest.raises(UsageError, match=rf"another sweep is at work in .* \(process {os.getpid()}\)"):
+    with pytest.raises(UsageError, match=rf"another sweep is running in .* \(process {os.getpid()}\)"):
         claim(tmp_path, config, cases, start_over=True)
     lock.release()
     claim(tmp_path, config, cases, start_over=False)[2].release()

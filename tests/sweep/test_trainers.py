@@ -220,7 +220,7 @@ def test_an_out_of_memory_inside_opacus_stays_one(monkeypatch: pytest.MonkeyPatc
         ("DPSDGTrainer", r"unknown trainer 'DPSDGTrainer' \(did you mean 'DPSGDTrainer'\?\)"),
         ("no_such_module:Trainer", "cannot import 'no_such_module:Trainer'"),
         ("torch:NoSuchTrainer", "cannot import 'torch:NoSuchTrainer'"),
-        ("torch.nn:Linear", r"'torch.nn:Linear' is no trainer: expected a class with step\(batch\)"),
+        ("torch.nn:Linear", r"'torch.nn:Linear' is not a trainer: expected a class with step\(batch\)"),
         ("torch.optim:SGD", "expected a class attribute `private`"),
     ],
 )

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from truemfu.records import CaseResult, End, Phase, SweepCase, decode, read_record
+from truemfu.records import CaseResult, Phase, Status, SweepCase, decode, read_record
 from truemfu.sweep.launchers.local import WORKER
 from truemfu.sweep.order import WorkerOrder, encode_order
 from truemfu.sweep.progress import read_progress
@@ -123,7 +123,7 @@ class _FailsLate(StandardTrainer):
 
 
 class FailsInTheCount(_FailsLate):
-    left = 1 + 1 + 5  # gate, warm-up, timed
+    left = 1 + 1 + 5  # gradient check, warm-up, timed
 
 
 class FailsInTheProfile(_FailsLate):
@@ -242,7 +242,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def test_a_finished_experiment_has_everything(finished: Run) -> None:
     result = finished.result
     assert finished.exit_code == 0
-    assert (result.end, result.phase, result.message) == (End.OK, Phase.DONE, None)
+    assert (result.end, result.phase, result.message) == (Status.OK, Phase.DONE, None)
     assert (result.name, result.sweep_id, result.content_hash) == (NAME, "sweep", "hash")
     assert result.parameters == 228_096
     assert result.gate is not None
@@ -309,35 +309,39 @@ def test_tensorboard_reads_one_row_per_timed_step(finished: Run) -> None:
 @pytest.mark.parametrize(
     ("trainer", "end", "message"),
     [
-        ("my_trainers:Raises", End.ERROR, "ValueError: two lines of trouble"),
+        ("my_trainers:Raises", Status.ERROR, "ValueError: two lines of trouble"),
         (
             "my_trainers:RunsOutOfGpuMemory",
-            End.CUDA_OOM,
+            Status.CUDA_OOM,
             "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
         ),
-        ("my_trainers:Refuses", End.UNSUPPORTED, "not on a Sunday"),
-        ("my_trainers:Exits", End.ERROR, "SystemExit: enough"),
-        ("my_trainers:Interrupts", End.ERROR, "KeyboardInterrupt: not from a keyboard"),
-        ("my_trainers:CannotSpeak", End.ERROR, "Mute: (its own message cannot be read: ZeroDivisionError)"),
-        ("my_trainers:SaysMuch", End.ERROR, "ValueError: xxx"),
-        ("my_trainers:NeverClips", End.INCORRECT, "differs from the mean clipped per-sample gradient by"),
+        ("my_trainers:Refuses", Status.UNSUPPORTED, "not on a Sunday"),
+        ("my_trainers:Exits", Status.ERROR, "SystemExit: enough"),
+        ("my_trainers:Interrupts", Status.ERROR, "KeyboardInterrupt: not from a keyboard"),
+        (
+            "my_trainers:CannotSpeak",
+            Status.ERROR,
+            "Mute: (its own message cannot be read: ZeroDivisionError)",
+        ),
+        ("my_trainers:SaysMuch", Status.ERROR, "ValueError: xxx"),
+        ("my_trainers:NeverClips", Status.INCORRECT, "differs from the mean clipped per-sample gradient by"),
     ],
 )
-def test_a_failure_has_its_own_end(tmp_path: Path, trainer: str, end: End, message: str) -> None:
+def test_a_failure_has_its_own_end(tmp_path: Path, trainer: str, end: Status, message: str) -> None:
     failed = run(tmp_path, trainer)
     result = failed.result
     assert failed.exit_code == 1
-    assert (result.end, result.phase) == (end, Phase.GATE)
+    assert (result.end, result.phase) == (end, Phase.GRADIENT_CHECK)
     assert message in (result.message or "")
     assert "\n" not in (result.message or "")
     assert len(result.message or "") <= 300
     assert result.measured is None
     assert result.memory is not None
     assert result.environment is not None
-    assert failed.phases[-1] is Phase.GATE
+    assert failed.phases[-1] is Phase.GRADIENT_CHECK
     assert decode(failed.log.splitlines()[-1], CaseResult, "the log") == result
-    assert ("Traceback" in failed.log) is (end is not End.INCORRECT)
-    if end is End.INCORRECT:
+    assert ("Traceback" in failed.log) is (end is not Status.INCORRECT)
+    if end is Status.INCORRECT:
         assert result.gate is not None
         assert not result.gate.passed
 
@@ -347,8 +351,8 @@ def test_a_failure_has_its_own_end(tmp_path: Path, trainer: str, end: End, messa
     [
         (
             "OnlyPretends",
-            "the loss is nan in all 5 timed steps; one executes 0 FLOPs, where forward and backward of the "
-            "model take ",
+            "the loss is nan in all 5 timed steps; a step executes 0 FLOPs, but forward and backward of the "
+            "model need ",
         ),
         ("OnlyLooks", "one executes "),
         ("Diverges", "the loss is inf in all 5 timed steps"),
@@ -356,7 +360,7 @@ def test_a_failure_has_its_own_end(tmp_path: Path, trainer: str, end: End, messa
 )
 def test_steps_that_do_not_train_are_not_a_measurement(tmp_path: Path, trainer: str, reason: str) -> None:
     result = run(tmp_path, f"my_trainers:{trainer}", profiled_steps=0).result
-    assert (result.end, result.phase, result.measured) == (End.INCORRECT, Phase.COUNT, None)
+    assert (result.end, result.phase, result.measured) == (Status.INCORRECT, Phase.COUNT, None)
     assert (result.message or "").startswith(f"the steps of my_trainers:{trainer} do not train: {reason}")
     assert result.gate is not None
     assert result.gate.passed
@@ -364,7 +368,7 @@ def test_steps_that_do_not_train_are_not_a_measurement(tmp_path: Path, trainer: 
 
 def test_a_trainer_that_closes_its_streams_keeps_its_measurement(tmp_path: Path) -> None:
     done = run(tmp_path, "my_trainers:ClosesItsStreams", profiled_steps=0)
-    assert (done.exit_code, done.result.end) == (0, End.OK)
+    assert (done.exit_code, done.result.end) == (0, Status.OK)
     assert decode(done.log.splitlines()[-1], CaseResult, "the log") == done.result
 
 
@@ -386,7 +390,7 @@ def test_a_module_in_the_current_folder_is_found_behind_installed_packages(tmp_p
     )
     done = run(tmp_path, "mine:Mine", "opacus", profiled_steps=0, cwd=tmp_path)
     assert done.exit_code == 0
-    assert done.result.end is End.OK
+    assert done.result.end is Status.OK
     assert not (tmp_path / "imported").exists()
 
 
@@ -395,7 +399,7 @@ def test_too_little_host_memory_is_a_result_with_the_peak(tmp_path: Path) -> Non
     failed = run(tmp_path, "StandardTrainer", batch_size=512, seq_len=512, memory_limit_bytes=limit)
     result = failed.result
     assert failed.exit_code == 1
-    assert (result.end, result.phase) == (End.HOST_OOM, Phase.WARM_UP)
+    assert (result.end, result.phase) == (Status.HOST_OOM, Phase.WARM_UP)
     assert "you tried to allocate" in (result.message or "")
     assert result.parameters == 228_096
     assert result.memory is not None
@@ -404,7 +408,7 @@ def test_too_little_host_memory_is_a_result_with_the_peak(tmp_path: Path) -> Non
 
 def test_a_factory_that_runs_out_of_memory_is_out_of_memory(tmp_path: Path) -> None:
     failed = run(tmp_path, "StandardTrainer", model="my_trainers:never_fits", memory_limit_bytes=1 << 30)
-    assert failed.result.end is End.HOST_OOM
+    assert failed.result.end is Status.HOST_OOM
     assert "the factory 'my_trainers:never_fits' raised" in (failed.result.message or "")
     assert failed.result.memory is not None
 
@@ -412,8 +416,8 @@ def test_a_factory_that_runs_out_of_memory_is_out_of_memory(tmp_path: Path) -> N
 def test_a_private_trainer_that_was_checked_on_another_model_says_so(tmp_path: Path) -> None:
     done = run(tmp_path, "DPGhostClippingTrainer", "opacus", model="my_trainers:Bigram", profiled_steps=0)
     name = "reference model, 2 layers (my_trainers:Bigram has 21,050,000 parameters)"
-    assert done.result.end is End.OK
-    assert done.result.notes == [f"per-sample gradients were checked on another model than its own: {name}"]
+    assert done.result.end is Status.OK
+    assert done.result.notes == [f"per-sample gradients were checked on a different model: {name}"]
     assert f"relative error {done.result.gate.relative_error:.1e} on {name}" in done.log
 
 
@@ -432,7 +436,7 @@ def test_what_the_gate_and_building_held_for_a_moment_is_not_in_the_peak(tmp_pat
 def test_what_fails_behind_the_timed_steps_costs_its_own_figures_alone(tmp_path: Path, trainer: str) -> None:
     done = run(tmp_path, f"my_trainers:{trainer}", profiled_steps=1)
     measured = done.result.measured
-    assert (done.exit_code, done.result.end) == (0, End.OK)
+    assert (done.exit_code, done.result.end) == (0, Status.OK)
     assert measured is not None
     assert len(measured.steps.times_s) == 5
     assert (measured.trace, measured.trace_note) == (None, "no trace: MemoryError: no more")
@@ -443,13 +447,13 @@ def test_what_fails_behind_the_timed_steps_costs_its_own_figures_alone(tmp_path:
 
 def test_a_probe_says_whether_it_fits_and_writes_no_result(tmp_path: Path) -> None:
     small = run(tmp_path, "StandardTrainer", purpose="probe")
-    trail = read_progress(tmp_path / "running" / f"{NAME}.progress")
-    assert (small.exit_code, trail[-1].phase, trail[-1].fits) == (0, Phase.DONE, True)
-    assert Phase.GATE not in small.phases
+    progress_lines = read_progress(tmp_path / "running" / f"{NAME}.progress")
+    assert (small.exit_code, progress_lines[-1].phase, progress_lines[-1].fits) == (0, Phase.DONE, True)
+    assert Phase.GRADIENT_CHECK not in small.phases
     limits: dict[str, Any] = {"batch_size": 512, "seq_len": 512, "memory_limit_bytes": 600 << 20}
     large = run(tmp_path, "StandardTrainer", purpose="probe", **limits)
-    trail = read_progress(tmp_path / "running" / f"{NAME}.progress")
-    assert (large.exit_code, trail[-1].phase, trail[-1].fits) == (0, Phase.DONE, False)
+    progress_lines = read_progress(tmp_path / "running" / f"{NAME}.progress")
+    assert (large.exit_code, progress_lines[-1].phase, progress_lines[-1].fits) == (0, Phase.DONE, False)
     assert list((tmp_path / "results").iterdir()) == []
 
 
@@ -459,7 +463,7 @@ def test_a_result_that_cannot_be_written_is_still_in_the_log(tmp_path: Path) -> 
     failed = run(tmp_path, "StandardTrainer", profiled_steps=0)
     assert failed.exit_code == 1
     assert "note: the result cannot be written" in failed.log
-    assert decode(failed.log.splitlines()[-1], CaseResult, "the log").end is End.OK
+    assert decode(failed.log.splitlines()[-1], CaseResult, "the log").end is Status.OK
 
 
 def test_without_an_order_a_worker_leaves_quietly(tmp_path: Path) -> None:
@@ -474,7 +478,7 @@ def test_nonsense_instead_of_an_order_is_one_line(tmp_path: Path) -> None:
     worker = start(tmp_path)
     worker.communicate(b"{}\n", timeout=300)
     assert worker.returncode == 2
-    assert (tmp_path / "spare.log").read_text().startswith("error: standard input holds no WorkerOrder")
+    assert (tmp_path / "spare.log").read_text().startswith("error: standard input is not a valid WorkerOrder")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a child with its parent")

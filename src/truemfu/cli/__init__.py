@@ -1,21 +1,21 @@
-"""The command line: a door to each part, no logic.
+"""The command line: one module per command, without logic of its own.
 
     main            runs a command and turns errors into one line and an exit code
     count.py        truemfu count
     hardware.py     truemfu devices, truemfu peak
     top.py          truemfu top
-    top_screen.py   what truemfu top shows of a GPU, and the table
-    top_export.py   what truemfu top serves to Prometheus
+    top_screen.py   the values and the table of truemfu top
+    top_export.py   the Prometheus export of truemfu top
     audit.py        truemfu audit
-    audit_tables.py how an audit looks
+    audit_tables.py the tables of an audit
     sweep.py        truemfu sweep
-    live.py         how a sweep shows its progress
+    live.py         the progress display of a sweep
     summarize.py    truemfu summarize
     report.py       truemfu report
-    console.py      how numbers and tables look
+    console.py      formats of numbers and tables
 
-Exit codes: 0 done, 1 the work itself failed (an experiment did, the driver does not answer), 2 the call was
-wrong, 130 interrupted, 143 terminated.
+Exit codes: 0 done, 1 the work itself failed (an experiment, or the driver does not answer), 2 wrong
+usage, 130 interrupted, 143 terminated.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _LEAVING_IN_ORDER = ("audit", "top")
 @click.group(
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    epilog="Every command explains itself: truemfu count --help",
+    epilog="Help for a command: truemfu count --help",
 )
 @click.version_option(__version__, prog_name="truemfu")
 @click.pass_context
@@ -67,17 +67,17 @@ def cli(context: click.Context) -> None:
     Then what the hardware could do:
         truemfu devices        the datasheet peaks, and the row this machine matches
         truemfu peak           the matmul rate this device reaches right now
-        truemfu top            every GPU, live: what its silicon executes
+        truemfu top            every GPU, live: what its tensor cores execute
         truemfu audit          one step under Nsight Compute, against the count
     \b
     Then what training on it reaches, standard and differentially private:
         truemfu sweep --mode test                  every trainer once, under a minute
-        truemfu sweep                              the matrix; each experiment in a process of its own
+        truemfu sweep                              the matrix; each experiment in its own process
         truemfu summarize --logs-dir out/sweep     success, memory, slow-down, MFU and HFU
-        truemfu report out/sweep -o report.html    the same as a page
+        truemfu report out/sweep -o report.html    the same as an HTML report
 
     \b
-    In your own loop (docs/monitor.md), and a page of that run:
+    In your own loop (docs/monitor.md), and an HTML report of that run:
         monitor = TrainingMonitor("out", model=model)    and log_step at the end of each step
         truemfu report out -o report.html
 
@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     own = arguments[: arguments.index("--")] if "--" in arguments else arguments
     debug = "--debug" in own
-    if arguments[:1] != ["audit"]:  # what it runs is the user's own, with the user's environment
+    if arguments[:1] != ["audit"]:  # it runs the user's command in the user's environment
         _stay_offline()
     with _quiet_libraries(debug), _terminable(arguments[:1]):
         code = _run(arguments, debug)
@@ -121,8 +121,8 @@ def _run(arguments: list[str], debug: bool) -> int:
     except _Terminated:
         return TERMINATED
     except (BrokenPipeError, SystemExit):
-        # The reader (head, less) has left; rich and click turn that into an exit of their own. Python would
-        # complain once more when it closes stdout.
+        # The reader (head, less) has closed the pipe; rich and click turn that into an exit. Python would
+        # report it once more when it closes stdout.
         silence(sys.stdout)
         return DONE
     except click.ClickException as error:
@@ -144,14 +144,14 @@ def _fail(message: str, code: int, debug: bool) -> int:
 
 
 class _Terminated(BaseException):
-    """TERM came: whatever is open is closed on the way out."""
+    """SIGTERM arrived: open resources are closed on the way out."""
 
 
 @contextmanager
 def _terminable(command: list[str]) -> Iterator[None]:
-    """TERM ends a command with something to put back (a cursor, a run under ncu) as an exception.
+    """SIGTERM ends a command that must clean up (a cursor, a run under ncu) as an exception.
 
-    Not the others: a sweep has its own way, and what only computes has nothing to put back.
+    Not the others: a sweep has its own handler, and pure computation has nothing to clean up.
     """
 
     def stop(number: int, frame: object) -> None:
@@ -169,7 +169,7 @@ def _terminable(command: list[str]) -> Iterator[None]:
 
 
 def _stay_offline() -> None:
-    """A config is all we need: no hub is asked."""
+    """Only a config is needed: no hub is contacted."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if hasattr(sys.stdout, "reconfigure"):
@@ -178,7 +178,7 @@ def _stay_offline() -> None:
 
 @contextmanager
 def _quiet_libraries(debug: bool) -> Iterator[None]:
-    """Our own warnings as one line each; what other libraries warn and log is for `--debug`."""
+    """Show own warnings as one line each; other libraries' warnings and logs only with `--debug`."""
     disabled = logging.root.manager.disable
     with warnings.catch_warnings():
         if not debug:

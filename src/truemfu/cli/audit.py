@@ -1,12 +1,12 @@
-"""`truemfu audit`: the exact executed tensor operations of one step against our count, by kernel.
+"""`truemfu audit`: the exact executed tensor operations of one step compared with the count, by kernel.
 
     options, command ─► ncu runs it ─► CSV and the process's own count ─► tables, exit code
                             └─► AuditProgress, on stderr
-    --csv FILE ─► the CSV and the count beside it ────────────────────────┘
+    --csv FILE ─► the CSV and the saved count ────────────────────────────┘
 
-Only all launches of one marked step can be compared with its count, or tell which share of a step is without
-matrix work: whether they were asked for is kept with the count. What the command prints goes to stderr, so
-that stdout has the tables or the JSON alone.
+Only all launches of one marked step can be compared with its count, or give the share of a step without
+matrix work: whether they were requested is stored with the count. The command's output goes to stderr, so
+that stdout only has the tables or the JSON.
 """
 
 from __future__ import annotations
@@ -36,21 +36,25 @@ _STDERR = 2
     context_settings={"allow_interspersed_args": False},
 )
 @click.option("--from-start", is_flag=True, help="Profile every launch, not only those of a marked step.")
-@click.option("--keep-running", is_flag=True, help="Let the command go on when its marked step is counted.")
-@click.option("--launch-skip", type=click.IntRange(min=0), default=0, help="Launches to pass over first.")
+@click.option(
+    "--keep-running", is_flag=True, help="Let the command continue after its marked step is counted."
+)
+@click.option("--launch-skip", type=click.IntRange(min=0), default=0, help="Launches to skip first.")
 @click.option(
     "--launch-count",
     type=click.IntRange(min=1),
-    help=f"Stop after so many.  [default: all of the step; {_COUNT_FROM_START} with --from-start]",
+    help=f"Stop after this many launches.  [default: all of the step; {_COUNT_FROM_START} with --from-start]",
 )
 @click.option("--kernel-name", help="Only kernels of this name, or regex:EXPRESSION.")
-@click.option("--metrics", default="", help="Further ncu metrics, with commas; they are in --save alone.")
+@click.option(
+    "--metrics", default="", help="Further ncu metrics, comma-separated; they only appear in --save."
+)
 @click.option(
     "--save",
     type=FilePath(dir_okay=False),
-    help="Keep ncu's CSV here, and the count beside it (FILE.count.json).",
+    help="Save ncu's CSV here, and the count next to it (FILE.count.json).",
 )
-@click.option("--csv", "saved", type=FilePath(), help="Read such a CSV and run nothing.")
+@click.option("--csv", "saved", type=FilePath(), help="Show a saved CSV, without running anything.")
 @click.option("--top", type=click.IntRange(min=1), default=20, show_default=True, help="Kernels to show.")
 @json_option
 @debug_option
@@ -68,7 +72,7 @@ def audit(
     as_json: bool,
     command: tuple[str, ...],
 ) -> int:
-    """Run COMMAND under Nsight Compute and add up what its tensor cores really executed, kernel by kernel.
+    """Run COMMAND under Nsight Compute and sum what its tensor cores executed, by kernel.
 
     A TrainingMonitor in the command marks one step, its fourth or the first after that in which nothing is
     compiled, and writes its count; the two are compared, and the command is ended. Without a monitor, mark a
@@ -82,9 +86,9 @@ def audit(
         truemfu audit --save step.csv -- python train.py
         truemfu audit --csv step.csv
 
-    Every kernel is replayed, 0.2 to 0.4 s each: audit a model of a few layers, on one GPU. How many were
-    profiled so far, and in how many seconds, is on stderr. Exit codes: 0 done,
-    1 the command failed or nothing was profiled, 2 the call was wrong or ncu is not installed.
+    Every kernel is replayed, 0.2 to 0.4 s each: audit a model of a few layers, on one GPU. Progress
+    is shown on stderr. Exit codes: 0 done, 1 the command failed or nothing was profiled, 2 wrong usage or ncu
+    is not installed.
     """
     from ..errors import UsageError
     from ..hardware.nsight.command import find_ncu, ncu_command
@@ -113,7 +117,7 @@ def audit(
         launch_count = _COUNT_FROM_START
     with tempfile.TemporaryDirectory(prefix="truemfu-audit-") as folder:
         csv_file = save or Path(folder, "ncu.csv")
-        count_file = _count_beside(csv_file)
+        count_file = _count_file_of(csv_file)
         log_file, report = Path(folder, "ncu.log"), Path(folder, "step.ncu-rep")
         call = ncu_command(
             ncu,
@@ -131,15 +135,15 @@ def audit(
         text, count, result = _read(csv_file, count_file)
         if not result.launches:
             unmatched = _unmatched(count, from_start, launch_skip, kernel_name)
-            return _nothing(text, count, code, unmatched)
-        # A command that failed before it had counted may have done so in the middle of its step.
+            return _nothing_profiled(text, count, code, unmatched)
+        # A command that failed before its count may have failed in the middle of its step.
         is_whole = not (from_start or launch_skip or launch_count or kernel_name or (code and count is None))
         if save is not None:
-            _note_selection(count_file, count, is_whole)
+            _store_selection(count_file, count, is_whole)
     shown = show_audit(result, top, as_json, is_a_step=is_whole)
-    # A run that was ended at its last launch has not failed.
+    # A run that was ended at its last requested launch has not failed.
     if code and launch_count is None:
-        say(f"error: {_failed(text, code)}; what was profiled is shown", err=True)
+        say(f"error: {_failed(text, code)}; showing what was profiled", err=True)
         return 1
     return shown
 
@@ -148,16 +152,16 @@ def _show_saved(saved: Path, top: int, as_json: bool) -> int:
     from ..errors import UsageError
     from ..hardware.nsight.csv_output import is_from_ncu
 
-    text, count, result = _read(saved, _count_beside(saved))
+    text, count, result = _read(saved, _count_file_of(saved))
     if result.launches:
         return show_audit(result, top, as_json, is_a_step=count is not None and count.is_whole_step is True)
     if not is_from_ncu(text):
-        raise UsageError(f"{saved} holds no table of Nsight Compute")
-    return _nothing(text, count, 0, "it holds no launch of a kernel")
+        raise UsageError(f"{saved} does not contain a table of Nsight Compute")
+    return _nothing_profiled(text, count, 0, "it contains no kernel launch")
 
 
 def _run(call: list[str], log_file: Path, files: list[Path], *, from_start: bool, keep_running: bool) -> int:
-    """The exit code of the command, 0 where it was ended because it had done what it was run for."""
+    """The exit code of the command; 0 if it was ended after its count."""
     from ..errors import UsageError
     from ..hardware.nsight.command import COUNT_VARIABLE
     from ..hardware.nsight.run import run_audited
@@ -166,13 +170,13 @@ def _run(call: list[str], log_file: Path, files: list[Path], *, from_start: bool
     csv_file, count_file = files
     for file in files:
         if file.exists() and not file.is_file():
-            raise UsageError(f"{file} is no regular file; give --save the name of one, or of none yet")
-    try:  # those of an earlier run would be taken for this one's
+            raise UsageError(f"{file} is not a regular file; give --save a regular or a new file")
+    try:  # files of an earlier run would be mistaken for this one's
         count_file.unlink(missing_ok=True)
         csv_file.write_bytes(b"")
     except OSError as error:
         raise UsageError(f"{error.filename} cannot be written: {error.strerror}") from None
-    if not from_start:  # a step's count is nothing to compare with all launches
+    if not from_start:  # a step's count cannot be compared with all launches
         environment[COUNT_VARIABLE] = str(count_file.absolute())
     progress = AuditProgress(log_file)
     try:
@@ -183,19 +187,19 @@ def _run(call: list[str], log_file: Path, files: list[Path], *, from_start: bool
             keep_running=keep_running or from_start,
             stdout=_STDERR,
             say=progress.say,
-            look=progress.look,
+            on_wait=progress.update,
         )
     finally:
         progress.clear()
     return 0 if end.was_ended else end.code
 
 
-def _count_beside(csv_file: Path) -> Path:
-    return csv_file.parent / f"{csv_file.name}.count.json"  # the current folder has no name to change
+def _count_file_of(csv_file: Path) -> Path:
+    return csv_file.parent / f"{csv_file.name}.count.json"  # works for "." too
 
 
 def _read(csv_file: Path, count_file: Path) -> tuple[str, StepCount | None, Audit]:
-    """What ncu printed, what the process counted, and both together."""
+    """ncu's output, the process's count, and the audit of both."""
     from ..hardware.nsight.audit import audit_of
     from ..hardware.nsight.command import read_step_count
     from ..hardware.nsight.csv_output import parse_ncu_csv
@@ -204,8 +208,8 @@ def _read(csv_file: Path, count_file: Path) -> tuple[str, StepCount | None, Audi
     return text, count, audit_of(parse_ncu_csv(text), count)
 
 
-def _note_selection(count_file: Path, count: StepCount | None, is_whole: bool) -> None:
-    """Keep with the count whether the table beside it is of one whole step: whoever reads it has to know."""
+def _store_selection(count_file: Path, count: StepCount | None, is_whole: bool) -> None:
+    """Store with the count whether the saved table covers one whole step."""
     import msgspec
 
     from ..errors import warn_once
@@ -215,7 +219,7 @@ def _note_selection(count_file: Path, count: StepCount | None, is_whole: bool) -
     try:
         write_record(count_file, msgspec.structs.replace(count or StepCount(), is_whole_step=is_whole))
     except OSError as error:
-        warn_once(f"{count_file} cannot be written: {error.strerror}; --csv will compare nothing")
+        warn_once(f"{count_file} cannot be written: {error.strerror}; --csv will not be able to compare")
 
 
 def _text(path: Path) -> str:
@@ -228,13 +232,13 @@ def _text(path: Path) -> str:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from None
 
 
-def _nothing(text: str, count: StepCount | None, code: int, otherwise: str) -> int:
-    """No launch was profiled: say why. Where ncu fails, so does the command, and what the process says of its
-    own end tells nothing."""
+def _nothing_profiled(text: str, count: StepCount | None, code: int, otherwise: str) -> int:
+    """No launch was profiled: report why. If ncu fails, so does the command, and its own error is only a
+    consequence."""
     from ..hardware.nsight.csv_output import errors_in
 
     if "ERR_NVGPUCTRPERM" in text:
-        why = "this user may not read the GPU's counters: https://developer.nvidia.com/ERR_NVGPUCTRPERM"
+        why = "this user has no permission to read the GPU's counters: https://developer.nvidia.com/ERR_NVGPUCTRPERM"
     elif count is not None and count.reason is not None and not errors_in(text):
         why = count.reason
     elif code or errors_in(text):
@@ -248,12 +252,12 @@ def _nothing(text: str, count: StepCount | None, code: int, otherwise: str) -> i
 def _failed(text: str, code: int) -> str:
     from ..hardware.nsight.csv_output import errors_in
 
-    said = errors_in(text)
-    return f"ncu says: {said[0]}" if said else f"the command ended with code {code}"
+    errors = errors_in(text)
+    return f"ncu reports: {errors[0]}" if errors else f"the command ended with code {code}"
 
 
 def _unmatched(count: StepCount | None, from_start: bool, launch_skip: int, kernel_name: str | None) -> str:
-    """Why none of the launches was one to profile, when nothing has failed."""
+    """Why no launch was profiled although nothing failed."""
     called = "" if kernel_name is None else f" that --kernel-name {kernel_name} names"
     skipped = f" after the first {launch_skip}" if launch_skip else ""
     where = "by the command" if from_start else "in the marked step"

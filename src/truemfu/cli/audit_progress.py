@@ -1,6 +1,6 @@
-"""How far an audit is: kernels that ncu has profiled and seconds since its start, on stderr.
+"""The progress of an audit: profiled kernels and elapsed seconds, on stderr.
 
-    ncu's log, as it grows ─► kernels ─► a terminal: one line, rewritten; elsewhere: a line every so often
+    ncu's log, as it grows ─► kernels ─► a terminal: one line, rewritten; elsewhere: a line from time to time
 
 ncu writes a line for each kernel it profiles. How many there will be is not known beforehand.
 """
@@ -16,7 +16,7 @@ from ..hardware.nsight.run import PROFILED
 from ..text import printable
 
 LINE_EVERY_S = 15.0
-"""Between two lines where stderr is no terminal."""
+"""Seconds between two lines if stderr is not a terminal."""
 
 _REDRAW_EVERY_S = 0.5
 _PROFILED = PROFILED.encode()
@@ -35,8 +35,8 @@ class AuditProgress:
         self._has_line = False
         self.kernels = 0
 
-    def look(self) -> None:
-        """Read what ncu wrote since, and show it where it is time to."""
+    def update(self) -> None:
+        """Read ncu's new lines, and show the progress if it is due."""
         self._read()
         now_s = time.monotonic()
         if now_s - self._shown_s < self._every_s:
@@ -47,12 +47,12 @@ class AuditProgress:
         self._has_line = self._is_live
 
     def say(self, text: str) -> None:
-        """A message on a line of its own."""
+        """A message on a separate line."""
         self.clear()
         self._write(f"{printable(text)}\n")
 
     def clear(self) -> None:
-        """Take the live line away."""
+        """Remove the live line."""
         if self._has_line:
             self._write(_CLEAR_LINE)
             self._has_line = False
@@ -67,7 +67,7 @@ class AuditProgress:
             with self._log_file.open("rb") as file:
                 file.seek(self._read_bytes)
                 data = file.read()
-        except OSError:  # ncu makes it when it starts
+        except OSError:  # ncu creates it when it starts
             return
         self._read_bytes += len(data)
         text = self._rest + data

@@ -1,4 +1,4 @@
-"""How an audit looks: by kernel, by kind of work, what the pipe's cycles tell, and a verdict in one line."""
+"""The tables of an audit: by kernel, by kind of work, pipe activity, and a verdict in one line."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _AUDIT_KEY = "monitoring.performance_monitoring.hybrid_mode.audit"
 
 
 def show_audit(result: Audit, top: int, as_json: bool, *, is_a_step: bool = True) -> int:
-    """Print it; `is_a_step` says that all launches of one step are in it and nothing else."""
+    """Print it; `is_a_step`: it covers exactly the launches of one step."""
     check = _check(result) if is_a_step else None
     verdict = _verdict(result, check)
     if as_json:
@@ -35,7 +35,7 @@ def show_audit(result: Audit, top: int, as_json: bool, *, is_a_step: bool = True
         print_json({**result.as_dict(), **told, "is_a_step": is_a_step})
         return 0
     console = output()
-    console.print(_fitting(console, result, top))
+    console.print(_fitted_table(console, result, top))
     console.print(_CYCLES, style="dim")
     if more := result.kernels[top:]:
         rest = _flop(sum(kernel.executed_flops or 0 for kernel in more))
@@ -45,8 +45,8 @@ def show_audit(result: Audit, top: int, as_json: bool, *, is_a_step: bool = True
         console.print(_kind_table(result))
         console.print(_EXPECTED, style="dim")
     dtypes = ", ".join(f"{dtype} {short(done)}" for dtype, done in sorted(result.executed_by_dtype.items()))
-    said = "n/a" if result.executed_flops is None else _flop(result.executed_flops)
-    console.print(f"executed: {said} in {result.launches} launches{f' ({dtypes})' if dtypes else ''}")
+    text = "n/a" if result.executed_flops is None else _flop(result.executed_flops)
+    console.print(f"executed: {text} in {result.launches} launches{f' ({dtypes})' if dtypes else ''}")
     if result.unmeasured_launches:
         console.print(f"not measured: {result.unmeasured_launches} launches; ncu has no value for them")
     for kernel in result.below_usual_rate:
@@ -58,13 +58,13 @@ def show_audit(result: Audit, top: int, as_json: bool, *, is_a_step: bool = True
     return 0
 
 
-def _fitting(console: Console, result: Audit, top: int) -> Table:
-    """The table by kernel; on a terminal that is too narrow for it, names give way."""
+def _fitted_table(console: Console, result: Audit, top: int) -> Table:
+    """The table by kernel; names are shortened on a narrow terminal."""
     drawn = _kernel_table(result, top, _WIDEST_NAME)
     missing = console.measure(drawn).maximum - shutil.get_terminal_size().columns
     if missing <= 0 or not sys.stdout.isatty():
         return drawn
-    longest = max(len(_cut(kernel.name)) for kernel in result.kernels[:top])
+    longest = max(len(_short_name(kernel.name)) for kernel in result.kernels[:top])
     return _kernel_table(result, top, max(longest - missing, _NARROWEST_NAME))
 
 
@@ -83,7 +83,7 @@ def _kernel_table(result: Audit, top: int, name_width: int) -> Table:
     for kernel in result.kernels[:top]:
         done, rate, other = kernel.executed_flops, kernel.flops_per_cycle, kernel.non_matrix_cycles
         drawn.add_row(
-            _cut(kernel.name, name_width),
+            _short_name(kernel.name, name_width),
             kernel.kind,
             str(kernel.launches),
             "n/a" if done is None else short(done),
@@ -112,7 +112,7 @@ def _kind_table(result: Audit) -> Table:
 
 
 def _check(result: Audit) -> CrossCheck | None:
-    """The count against the tensor cores; closely where all effects are known, else with some room."""
+    """The count compared with the tensor cores; with a tight threshold if all effects are known."""
     from ..crosscheck import crosscheck
 
     count = result.count
@@ -158,13 +158,13 @@ def _verdict(result: Audit, check: CrossCheck | None) -> str | None:
         )
     effects = []
     if result.tile_flops:
-        effects.append(f"tiles that overhang ({_flop(result.tile_flops)} more)")
+        effects.append(f"overhanging tiles ({_flop(result.tile_flops)} more)")
     if count is not None and count.attention_flops != count.attention_blocked_flops:
         share = (count.attention_blocked_flops or 0) / (count.attention_flops or 1)
         effects.append(f"blocks of the mask ({share:.4f} of the attention counted)")
     after = f", after {' and '.join(effects)}" if effects else ""
     if result.unmatched_flops:
-        after += f"; of {_flop(result.unmatched_flops)} in products the shapes are not known"
+        after += f"; products of unknown shape: {_flop(result.unmatched_flops)}"
     return (
         f"agrees: the GPU executed {check.ratio:.4f} times what the count expects"
         f"{after}; counted with recomputation {_flop(check.counted_flops)}"
@@ -176,26 +176,28 @@ def _slow(kernel: KernelWork) -> str:
     assert rate is not None
     assert usual is not None
     return (
-        f"below the usual rate: {_cut(kernel.name)} does {rate:,.0f} FLOP per active cycle, kernels in "
-        f"{' and '.join(kernel.dtypes)} do {usual:,.0f}: counters of activity read its work "
-        f"{usual / rate:.2f} times"
+        f"below the usual rate: {_short_name(kernel.name)} does {rate:,.0f} FLOP per active cycle, "
+        f"kernels in {' and '.join(kernel.dtypes)} do {usual:,.0f}: activity counters read "
+        f"{usual / rate:.2f} times its work"
     )
 
 
 def _activity(result: Audit, is_a_step: bool) -> str | None:
-    """What a counter of activity makes of these launches, and how to correct for it."""
+    """How much activity counters overstate these launches, and how to correct for it."""
     active, matrix, ratio = result.pipe_cycles, result.matrix_cycles, result.executed_over_activity
     if active is None or matrix is None:
         return None
-    said = f"no matrix work: {short(active - matrix)} of {short(active)} active cycles of the tensor pipe"
+    text = f"no matrix work: {short(active - matrix)} of {short(active)} active cycles of the tensor pipe"
     if ratio is None:
-        return said
-    said = f"executed over activity: {ratio:.4f} (counters of activity read {1 / ratio:.4f} times); {said}"
-    return f"{said}; `{_AUDIT_KEY}` names the file of --json to correct for it" if is_a_step else said
+        return text
+    text = (
+        f"executed over activity: {ratio:.4f} (activity counters read {1 / ratio:.4f} times as much); {text}"
+    )
+    return f"{text}; `{_AUDIT_KEY}` names the file of --json to correct for it" if is_a_step else text
 
 
-def _cut(name: str, width: int = _WIDEST_NAME) -> str:
-    """What tells a kernel from others: of torch's elementwise kernels that is the functor, far inside."""
+def _short_name(name: str, width: int = _WIDEST_NAME) -> str:
+    """The distinctive part of a kernel's name: for torch's elementwise kernels the functor."""
     name = _WRAPPERS.sub("at::…<", name.replace("<unnamed>::", "").removeprefix("void "))
     name = on_one_line(_REPEATED.sub(r"\1", name))
     return name if len(name) <= width else f"{name[: width - 1]}…"
@@ -203,5 +205,5 @@ def _cut(name: str, width: int = _WIDEST_NAME) -> str:
 
 def _flop(amount: float) -> str:
     """16.34 TFLOP; below a thousand without a prefix."""
-    said = short(amount)
-    return f"{said}FLOP" if " " in said else f"{said} FLOP"
+    text = short(amount)
+    return f"{text}FLOP" if " " in text else f"{text} FLOP"

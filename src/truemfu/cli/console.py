@@ -1,7 +1,7 @@
-"""How numbers and tables look, on a terminal and in a pipe.
+"""Formats of numbers and tables, on a terminal and in a pipe.
 
-Everything a command prints goes through `say`, `print_json` or a `SafeConsole`: what a name, a log or an
-error holds is shown, and does nothing to the terminal.
+Everything a command prints goes through `say`, `print_json` or a `SafeConsole`: text from a name, a log or
+an error is shown, and cannot control the terminal.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from ..text import printable
 _PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 _FULL_WIDTH = 140
 WIDEST_TABLE = 400
-"""Sentences stand in the last column of some tables; a narrow window wraps them, nothing is cut."""
+"""Some tables have sentences in the last column; a narrow window wraps them, nothing is truncated."""
 
 
 def debug_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """`--debug`, which `main` reads; every command takes it."""
+    """`--debug`, which `main` reads; every command has it."""
     return click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.")(
         command
     )
@@ -42,7 +42,7 @@ def json_option(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class FilePath(click.Path):
-    """The path of a file or folder, there or not; what cannot be the name of one is a wrong call."""
+    """The path of a file or folder, existing or not; an invalid name is a usage error."""
 
     def __init__(self, *, dir_okay: bool = True) -> None:
         super().__init__(path_type=Path, dir_okay=dir_okay)
@@ -51,17 +51,17 @@ class FilePath(click.Path):
         try:
             os.lstat(value)
         except ValueError as error:
-            self.fail(f"{os.fspath(value)!r} is no file name: {error}", param, context)
+            self.fail(f"{os.fspath(value)!r} is not a valid file name: {error}", param, context)
         except OSError as error:
             if error.errno == errno.ENAMETOOLONG:
-                self.fail(f"{os.fspath(value)!r} is no file name: {error.strerror}", param, context)
+                self.fail(f"{os.fspath(value)!r} is not a valid file name: {error.strerror}", param, context)
         return super().convert(value, param, context)
 
 
 class SafeConsole(Console):
-    """A console for text from anywhere: no markup, no emoji codes, and control characters are shown.
+    """A console for untrusted text: no markup, no emoji codes, and control characters are shown.
 
-    rich makes its `Text` of every plain string (lines, cells, titles) here, to draw it and to measure it.
+    rich converts every plain string (lines, cells, titles) to `Text` here, to draw and to measure it.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -72,20 +72,20 @@ class SafeConsole(Console):
 
 
 def output(width: int = _FULL_WIDTH) -> SafeConsole:
-    """Where results go. No figure is ever cut: a narrow window wraps lines, a pipe gets them whole."""
+    """The console for results. Figures are never truncated: a narrow window wraps lines, a pipe does not."""
     columns, lines = shutil.get_terminal_size()
-    # Without a height, too, rich takes a dumb terminal to be 80 columns wide.
+    # Without a height too, rich assumes that a dumb terminal has 80 columns.
     return SafeConsole(width=max(columns, width), height=lines)
 
 
 def silence(stream: TextIO) -> None:
-    """The reader (head, less) has left: what is still to be written to it goes nowhere, without complaint."""
+    """The reader (head, less) has closed the pipe: discard further output without an error."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 @contextmanager
-def until_nobody_reads() -> Iterator[None]:
-    """Around what is printed last: a reader who leaves early changes no exit code."""
+def ignoring_closed_pipe() -> Iterator[None]:
+    """For the last output: a reader that closes the pipe early does not change the exit code."""
     try:
         yield
         sys.stdout.flush()
@@ -94,7 +94,7 @@ def until_nobody_reads() -> Iterator[None]:
 
 
 def say(text: str, *, err: bool = False, nl: bool = True) -> None:
-    """Print text as it is, but for what would steer a terminal."""
+    """Print text, with terminal control characters escaped."""
     click.echo(printable(text), err=err, nl=nl)
 
 
@@ -104,7 +104,7 @@ def print_json(data: Any) -> None:
 
 @contextmanager
 def working(what: str) -> Iterator[None]:
-    """A spinner on stderr while something takes its time; silent unless someone is watching."""
+    """A spinner on stderr during a long operation; only on a terminal."""
     console = SafeConsole(stderr=True)
     if console.is_terminal:
         with console.status(console.render_str(what)):

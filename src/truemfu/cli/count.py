@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 @click.argument("model")
 @click.option("--batch", "samples", type=int, default=4, show_default=True, help="Samples in the batch.")
 @click.option("--seq", "length", type=int, help="Tokens per sample.  [default: 512, or the model's limit]")
-@click.option("--dtype", help="fp64, fp32, fp16 or bf16.  [default: bf16; a factory's model as it is]")
+@click.option("--dtype", help="fp64, fp32, fp16 or bf16.  [default: bf16; a factory's model is not changed]")
 @click.option(
     "--attention-convention",
     type=click.Choice(get_args(Attention)),
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     help="The attention of a Hugging Face model; the FLOPs are the same.  [default: the model's own]",
 )
 @click.option("--checkpointing", is_flag=True, help="Recompute activations in the backward pass.")
-@click.option("--no-backward", is_flag=True, help="The forward pass alone.")
-@click.option("--images", type=int, default=1, show_default=True, help="Images per sample; 0: text alone.")
+@click.option("--no-backward", is_flag=True, help="Only the forward pass.")
+@click.option("--images", type=int, default=1, show_default=True, help="Images per sample; 0: text only.")
 @click.option("--image-size", type=int, help="Edge of an image in pixels.  [default: the model's own]")
 @click.option("--depth", type=int, default=3, show_default=True, help="Levels of the table by module.")
 @json_option
@@ -87,7 +87,7 @@ def count(
     with working(f"building {model}"):
         target = resolve_target(model, request, options, named=REFERENCE_MODELS)
     if target.brought_batch:
-        _say_what_is_not_used(context, model)
+        _report_unused_options(context, model)
     with working(f"counting {model}"):
         convention = Convention(attention=attention_convention)
         flops = count_target(target, convention=convention, backward=not no_backward)
@@ -100,14 +100,14 @@ def count(
         _show(output(), target, flops, parameters, depth)
 
 
-def _say_what_is_not_used(context: click.Context, model: str) -> None:
+def _report_unused_options(context: click.Context, model: str) -> None:
     given = [
         option
         for name, option in (("samples", "--batch"), ("length", "--seq"), ("images", "--images"))
         if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
     ]
     if given:
-        say(f"note: {model} brings its own batch; {', '.join(given)} not used", err=True)
+        say(f"note: {model} provides its own batch; {', '.join(given)} not used", err=True)
 
 
 def _show(console: Console, target: Target, flops: FlopCount, parameters: int, depth: int) -> None:
@@ -150,7 +150,7 @@ def _show(console: Console, target: Target, flops: FlopCount, parameters: int, d
 
 
 def _by_module(by_module: Mapping[str, int], depth: int) -> dict[str, tuple[int, int]]:
-    """Modules down to `depth`; the members of a list of layers are added up under `*`."""
+    """Modules down to `depth`; the members of a list of layers are summed under `*`."""
     rows: dict[str, tuple[int, int]] = {}
     for path, value in by_module.items():
         if path and value and path.count(".") < depth:

@@ -1,4 +1,4 @@
-"""`truemfu devices` and `truemfu peak`: what the hardware could do, on paper and right now."""
+"""`truemfu devices` and `truemfu peak`: the hardware's peak, by datasheet and measured."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _MEASURED_DTYPES = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "int8")
 def devices(as_json: bool) -> None:
     """The table of dense peaks, and the row this machine matches.
 
-    All figures are dense TFLOP/s (int8: TOP/s) as the datasheet of each chip gives them, never those with
+    All figures are dense TFLOP/s (int8: TOP/s) from the datasheet of each chip, never with
     sparsity; a dash is a rate the chip does not have. `--json` adds the source of every row.
     """
     from ..hardware.detect import override_flops_per_s, spec_of
@@ -79,12 +79,12 @@ def devices(as_json: bool) -> None:
 @json_option
 @debug_option
 def peak(dtypes: tuple[str, ...], seconds: float | None, as_json: bool) -> int:
-    """The matmul rate this device reaches now, in a burst and sustained, beside its datasheet.
+    """The matmul rate this device reaches now, in a burst and sustained, compared with its datasheet.
 
-    A burst is the silicon before the power limit cuts in; sustained is what a long run can hope for. Each is
-    the best of a few shapes, and the two may differ. Of a datasheet's peak, the clock leaves one share and
-    the kernel (how full it keeps the pipe) another: their product is what was reached. Exit codes: 0 done,
-    1 nothing could be measured, 2 the call was wrong.
+    A burst is the rate before the power limit takes effect; sustained is what a long run can reach. Each is
+    the best of a few shapes, and the two may differ. The share of the datasheet's peak is a product: the
+    clock's share times the kernel's (how full it keeps the pipe). Exit codes: 0 done, 1 nothing could be
+    measured, 2 wrong usage.
     """
     from ..hardware.ceiling.ceiling import measure_ceiling
 
@@ -97,7 +97,7 @@ def peak(dtypes: tuple[str, ...], seconds: float | None, as_json: bool) -> int:
         print_json([ceiling.as_dict() for ceiling in ceilings])
         return code
     console = output()
-    beside = " / datasheet" if any(ceiling.datasheet_flops_per_s for ceiling in ceilings) else ""
+    datasheet_title = " / datasheet" if any(ceiling.datasheet_flops_per_s for ceiling in ceilings) else ""
     rows = [
         (f"{ceiling.dtype} {kind}", *_cells(run, ceiling))
         for ceiling in ceilings
@@ -105,7 +105,7 @@ def peak(dtypes: tuple[str, ...], seconds: float | None, as_json: bool) -> int:
         if run is not None
     ]
     if rows:
-        title = f"{ceilings[0].device_name}: large matrix products, reached{beside}"
+        title = f"{ceilings[0].device_name}: large matrix products, reached{datasheet_title}"
         console.print(_with_values(rows, title))
     for ceiling in ceilings:
         if ceiling.skipped is not None:
@@ -123,7 +123,7 @@ def peak(dtypes: tuple[str, ...], seconds: float | None, as_json: bool) -> int:
 
 
 def _with_values(rows: Sequence[Sequence[str]], title: str) -> Table:
-    """The table without the columns of which nothing is known here: a CPU tells neither clock nor power."""
+    """The table without columns that have no value: a CPU reports neither clock nor power."""
     known = [column for column in range(len(_COLUMNS)) if any(row[column] != "-" for row in rows)]
     drawn = table(*(_COLUMNS[column] for column in known), title=title)
     for row in rows:
@@ -132,7 +132,7 @@ def _with_values(rows: Sequence[Sequence[str]], title: str) -> Table:
 
 
 def _check_dtype(dtype: str) -> None:
-    """The table of peaks has dtypes of which torch has no product: those are not offered here."""
+    """The table of peaks has dtypes without a product in torch: those are not offered here."""
     from ..errors import UsageError, closest
     from ..hardware.detect import dtype_name
 
@@ -148,17 +148,17 @@ def _check_dtype(dtype: str) -> None:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str], None] | None]:
-    """Who is told what is measured next: a spinner on stderr, or None where nobody watches."""
+    """The progress callback: a spinner on stderr, or None without a terminal."""
     console = SafeConsole(stderr=True)
     if not console.is_terminal:
         yield None
         return
-    with console.status("looking at the device") as status:
+    with console.status("identifying the device") as status:
         yield lambda text: status.update(console.render_str(text))
 
 
 def _cells(run: CeilingRun, ceiling: MatmulCeiling) -> tuple[str, ...]:
-    """A row of the table. A clock that only the driver tells is an upper bound, and marked as one."""
+    """A row of the table. A clock that only the driver reports is an upper bound, and marked as such."""
     clock_hz = run.reported_clock_hz if run.clock_hz is None else run.clock_hz
     at_most = "≤" if clock_hz is not None and run.clock_hz is None else ""
     return (

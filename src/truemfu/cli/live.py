@@ -1,4 +1,4 @@
-"""How a sweep shows its progress, on stderr: a live table on a terminal, else one line for each event."""
+"""The progress of a sweep, on stderr: a live table on a terminal, else one line for each event."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.console import Group
 from rich.live import Live
 from rich.table import Table
 
-from ..records import CaseResult, End
+from ..records import CaseResult, Status
 from ..report.load import entry_of
 from ..report.render import UNKNOWN, duration, number, share, size
 from ..report.summary import experiment_of
@@ -25,14 +25,14 @@ _LINES_AROUND_TABLE = 6
 
 @contextmanager
 def progress() -> Iterator[Listener]:
-    """A listener for `run_sweep`, fit for whoever is watching."""
+    """A listener for `run_sweep`: a table on a terminal, else lines."""
     console = SafeConsole(stderr=True)
-    # Colour can be asked for where nobody watches (CI); a dumb terminal draws nothing anew.
+    # Colour can be forced without a terminal (CI); a dumb terminal cannot redraw.
     if not (sys.stderr.isatty() and console.is_interactive):
         yield Lines()
         return
     listener = LiveTable(console)
-    # The summary that follows has every row again, so the table goes.
+    # The summary that follows repeats every row, so the table is removed.
     with Live(console=console, get_renderable=listener.draw, refresh_per_second=4, transient=True):
         yield listener
 
@@ -45,33 +45,33 @@ class Lines:
 
     def started(self, names: Sequence[str], reused: Sequence[CaseResult]) -> None:
         self._clock.started(names, reused)
-        self.said(_opening(names, reused))
+        self.message(_start_text(names, reused))
 
     def changed(self, name: str, state: CaseState) -> None:
         if self._clock.changed(name, state):
-            self.said(f"{name}: begins on {state.slot}")
+            self.message(f"{name}: started on {state.slot}")
 
     def ended(self, result: CaseResult) -> None:
         self._clock.ended(result)
-        self.said(f"{result.name}: {_in_words(result)}  [{self._clock.standing()}]")
+        self.message(f"{result.name}: {_result_text(result)}  [{self._clock.state_text()}]")
 
-    def said(self, text: str) -> None:
+    def message(self, text: str) -> None:
         try:
             say(on_one_line(text), err=True)
         except OSError:
-            # Whoever was reading has left; the sweep goes on without.
+            # The reader has closed the pipe; the sweep continues.
             silence(sys.stderr)
 
 
 class LiveTable:
-    """All experiments in one table that keeps itself up to date."""
+    """All experiments in one live table."""
 
     def __init__(self, console: SafeConsole) -> None:
         self._console = console
         self._clock = _Clock()
         self._names: list[str] = []
         self._rows: dict[str, Sequence[str]] = {}
-        # rich draws from a thread of its own.
+        # rich draws from its own thread.
         self._lock = threading.Lock()
 
     def started(self, names: Sequence[str], reused: Sequence[CaseResult]) -> None:
@@ -79,8 +79,8 @@ class LiveTable:
             self._names = list(names)
             self._clock.started(names, reused)
             for result in reused:
-                self._rows[result.name] = _cells(result, f"{result.end.value}, from before")
-        self.said(_opening(names, reused))
+                self._rows[result.name] = _cells(result, f"{result.end.value}, reused")
+        self.message(_start_text(names, reused))
 
     def changed(self, name: str, state: CaseState) -> None:
         with self._lock:
@@ -90,20 +90,20 @@ class LiveTable:
         with self._lock:
             self._clock.ended(result)
             self._rows[result.name] = _cells(result, result.end.value)
-        if result.end is not End.OK:
-            self.said(f"{result.name}: {_in_words(result)}")
+        if result.end is not Status.OK:
+            self.message(f"{result.name}: {_result_text(result)}")
 
-    def said(self, text: str) -> None:
+    def message(self, text: str) -> None:
         self._console.print(on_one_line(text))
 
     def draw(self) -> Group:
-        """The table as it is now; on a small screen the part in which something happens."""
+        """The table as it is now; on a small screen the part with running experiments."""
         with self._lock:
             drawn: Table = table(*_COLUMNS)
             drawn.columns[1].justify = "left"
             for name in self._window():
                 drawn.add_row(*map(on_one_line, self._row(name)))
-            return Group(drawn, self._clock.standing()) if self._names else Group("looking at the folder")
+            return Group(drawn, self._clock.state_text()) if self._names else Group("reading the folder")
 
     def _row(self, name: str) -> Sequence[str]:
         state = self._clock.running.get(name)
@@ -121,7 +121,7 @@ class LiveTable:
 
 
 class _Clock:
-    """What runs, what has ended, and when all of it may be done."""
+    """Running and finished experiments, and the estimated end."""
 
     def __init__(self) -> None:
         self.running: dict[str, CaseState] = {}
@@ -134,7 +134,7 @@ class _Clock:
         self._ended = len(reused)
 
     def changed(self, name: str, state: CaseState) -> bool:
-        """Takes note; whether this experiment has just begun."""
+        """Record it; whether this experiment has just started."""
         begins = name not in self.running
         self.running[name] = state
         return begins
@@ -145,13 +145,13 @@ class _Clock:
         if result.wall_s is not None:
             self._ran_s.append(result.wall_s)
 
-    def standing(self) -> str:
+    def state_text(self) -> str:
         words = f"{self._ended} of {self._total} done"
         left_s = self._left_s()
         return words if left_s is None else f"{words}, about {_minutes(left_s)} left"
 
     def _left_s(self) -> float | None:
-        """From the mean of those that ran; None before the first has ended and after the last."""
+        """From the mean of finished experiments; None before the first and after the last."""
         left = self._total - self._ended
         if not self._ran_s or not left:
             return None
@@ -160,8 +160,8 @@ class _Clock:
         return (left * mean_s - begun_s) / max(len(self.running), 1)
 
 
-def _opening(names: Sequence[str], reused: Sequence[CaseResult]) -> str:
-    there = f"; {len(reused)} have a result already" if reused else ""
+def _start_text(names: Sequence[str], reused: Sequence[CaseResult]) -> str:
+    there = f"; {len(reused)} already have a result" if reused else ""
     return f"{len(names)} experiment{'' if len(names) == 1 else 's'}{there}"
 
 
@@ -179,8 +179,8 @@ def _cells(result: CaseResult, state: str) -> Sequence[str]:
     )
 
 
-def _in_words(result: CaseResult) -> str:
-    if result.end is not End.OK:
+def _result_text(result: CaseResult) -> str:
+    if result.end is not Status.OK:
         return f"{result.end.value}: {result.message}"
     row = experiment_of(entry_of(result))
     words = [f"ok: {duration(row.step_time_s)} a step", f"{number(row.tokens_per_s)} tokens/s"]

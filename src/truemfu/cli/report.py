@@ -1,4 +1,4 @@
-"""`truemfu report`: a run or a sweep as one self-contained page."""
+"""`truemfu report`: a run or a sweep as one self-contained HTML report."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import click
 from .console import FilePath, debug_option, say
 
 
-@click.command(short_help="One self-contained page for a run or a sweep.")
+@click.command(short_help="One self-contained HTML report of a run or a sweep.")
 @click.argument("folder", metavar="DIR", type=FilePath())
 @click.option(
     "--output",
     "-o",
     "output_path",
     type=FilePath(),
-    help="Where to write the page.  [default: report.html in DIR; run_report.html for a run beside a sweep]",
+    help="Path of the report.  [default: report.html in DIR; run_report.html if DIR also has a sweep]",
 )
 @debug_option
 def report(folder: Path, output_path: Path | None) -> None:
-    """One self-contained page for what DIR holds, which is found out from its files.
+    """One self-contained HTML report of the run or sweep in DIR, detected from its files.
 
     \b
     A run     the output_dir of a TrainingMonitor, ended or not (training_run.json, training_log.json)
-    A sweep   its folder, or its logs or results folder alone
+    A sweep   its folder, or only its logs or results folder
 
     \b
     Examples

@@ -1,4 +1,4 @@
-"""`truemfu summarize`: a sweep's files become tables, Markdown, CSV or JSON."""
+"""`truemfu summarize`: tables, Markdown, CSV or JSON from a sweep's files."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _LONGEST_LOG_LINE = 1000
     "--logs-dir",
     type=FilePath(),
     required=True,
-    help="A sweep's folder, or its logs or results folder alone; copied from anywhere.",
+    help="A sweep's folder, or only its logs or results folder; copies work too.",
 )
 @click.option(
     "--output",
     "-o",
     "output_path",
     type=FilePath(),
-    help="Also write the summary here; .json, .csv or .md decides how.",
+    help="Also write the summary here; the suffix .json, .csv or .md selects the format.",
 )
 @click.option(
     "--format",
@@ -37,16 +37,16 @@ _LONGEST_LOG_LINE = 1000
     type=click.Choice(["table", "markdown", "json", "csv"]),
     default="table",
     show_default=True,
-    help="What to print.",
+    help="Output format.",
 )
 @json_option
 @debug_option
 def summarize(logs_dir: Path, output_path: Path | None, shown_as: str, as_json: bool) -> None:
-    """What a sweep found: success rate, memory, slow-down, MFU and HFU, every failure with its reason.
+    """The results of a sweep: success rate, memory, slow-down, MFU and HFU, every failure with its reason.
 
-    Every experiment is in the denominator: one that failed, one whose log ends without a result (lost), and,
-    where sweep.json lies beside the logs, one that never began. The exit code is 0 whenever there was
-    something to summarise: `truemfu sweep` is what fails when an experiment does.
+    Every experiment is in the denominator: also one that failed, one whose log ends without a result (lost),
+    and, with a sweep.json next to the logs, one that never started. The exit code is 0 if there was something
+    to summarise, even if experiments failed; that of `truemfu sweep` is 1 then.
 
     \b
     Examples
@@ -72,7 +72,7 @@ def summarize(logs_dir: Path, output_path: Path | None, shown_as: str, as_json: 
 
 
 def show_summary(summary: SweepSummary) -> None:
-    """The summary on a terminal: tables, failures, notes, and last the whole sweep in one line."""
+    """The summary on a terminal: tables, failures, notes, and the sweep in one line at the end."""
     from ..report.render import context_lines, failure_texts, headline, tables_of
 
     console = output(WIDEST_TABLE)

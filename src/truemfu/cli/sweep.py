@@ -1,8 +1,8 @@
 """`truemfu sweep`: the profiling matrix, one fresh process per experiment.
 
-    mode, profiling_config.json, flags ─► SweepConfig ─► run_sweep ─► summary, page, exit code
+    mode, profiling_config.json, flags ─► SweepConfig ─► run_sweep ─► summary, report, exit code
 
-Progress goes to stderr; stdout gets the summary, or nothing but JSON with `--json`.
+Progress goes to stderr; stdout gets the summary, or only JSON with `--json`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .console import WIDEST_TABLE, FilePath, debug_option, json_option, output, say, table, until_nobody_reads
+from .console import (
+    WIDEST_TABLE,
+    FilePath,
+    debug_option,
+    ignoring_closed_pipe,
+    json_option,
+    output,
+    say,
+    table,
+)
 
 if TYPE_CHECKING:
     from ..records import SweepCase
@@ -32,23 +41,23 @@ _ONE_EXPERIMENT: dict[str, list[Any]] = {
 }
 
 
-@click.command(short_help="The profiling matrix: every experiment in a process of its own.")
+@click.command(short_help="The profiling matrix: every experiment in its own process.")
 @click.option("--mode", default="profile", show_default=True, help="profile, test or single; see above.")
 @click.option(
     "--config",
     "config_path",
     type=FilePath(),
-    help=f"The whole matrix as JSON; flags override it.  [default: {CONFIG_NAME}, where there is one]",
+    help=f"The whole matrix as JSON; flags override it.  [default: {CONFIG_NAME}, if it exists]",
 )
 @click.option(
     "--output",
     "-o",
     "folder",
     type=FilePath(),
-    help="Where logs/, runs/ and results/ go.  [default: out/sweep; out/sweep-test in test mode]",
+    help="Folder of logs/, runs/ and results/.  [default: out/sweep; out/sweep-test in test mode]",
 )
 @click.option(
-    "--trainers", "--trainer", multiple=True, help="A trainer, several with commas, or package.module:Class."
+    "--trainers", "--trainer", multiple=True, help="Trainers, comma-separated; or package.module:Class."
 )
 @click.option("--batch-sizes", "--batch-size", multiple=True, help="Samples per step: 4,8")
 @click.option("--seq-lengths", "--seq-len", multiple=True, help="Tokens per sample: 512,1024")
@@ -61,8 +70,8 @@ _ONE_EXPERIMENT: dict[str, list[Any]] = {
 )
 @click.option("--dtypes", "--dtype", multiple=True, help="fp32 or bf16.  [default: bf16 on a GPU, else fp32]")
 @click.option("--optimizer", help="sgd or adamw.  [default: sgd]")
-@click.option("--compile", "compiled", is_flag=True, help="torch.compile, where the trainer allows it.")
-@click.option("--device", help="cuda or cpu.  [default: a GPU where there is one]")
+@click.option("--compile", "compiled", is_flag=True, help="Use torch.compile, if the trainer supports it.")
+@click.option("--device", help="cuda or cpu.  [default: a GPU if there is one]")
 @click.option("--gpus", multiple=True, help="Numbers of the GPUs to use, one experiment each at a time: 0,1")
 @click.option("--timeout", "timeout_s", type=float, metavar="SECONDS", help="Time limit of an experiment.")
 @click.option(
@@ -70,15 +79,15 @@ _ONE_EXPERIMENT: dict[str, list[Any]] = {
     "memory_limit_gib",
     type=float,
     metavar="GIB",
-    help="Host memory an experiment may take.  [default: no limit]",
+    help="Host memory an experiment may use.  [default: no limit]",
 )
 @click.option(
     "--rerun",
     metavar="WHICH",
-    help="Run again: none, failed, all, or an end such as timeout.  [default: none; all in test mode]",
+    help="Run again: none, failed, all, or a status such as timeout.  [default: none; all in test mode]",
 )
-@click.option("--prune", is_flag=True, help="After an out-of-memory leave out larger batches, and mark them.")
-@click.option("--no-fit", is_flag=True, help="After an out-of-memory do not look for the batch that fits.")
+@click.option("--prune", is_flag=True, help="After an out-of-memory, skip larger batches (marked pruned).")
+@click.option("--no-fit", is_flag=True, help="After an out-of-memory, do not search for the batch that fits.")
 @click.option("--dry-run", is_flag=True, help="List the experiments and start none.")
 @json_option
 @debug_option
@@ -95,8 +104,8 @@ def sweep(
 
     \b
     Modes
-        profile   the matrix; unless told otherwise 4 trainers × batch 4, 8 × sequence 512, 1024 × 1b
-        test      every trainer once on the tiny model: is this machine ready? Under a minute, always run anew
+        profile   the matrix; by default 4 trainers × batch 4, 8 × sequence 512, 1024 × 1b
+        test      every trainer once on the tiny model: is this machine ready? Under a minute, always rerun
         single    one experiment: --trainer, --batch-size 4, --seq-len 512, --model-size 1b
     \b
     Trainers
@@ -104,7 +113,7 @@ def sweep(
         DPSGDTrainer                     per-sample gradients (this one and the next two need Opacus)
         DPGhostClippingTrainer           ghost clipping
         DPFastGradientClippingTrainer    fast gradient clipping
-        package.module:Class             one of your own
+        package.module:Class             your own trainer
     \b
     Examples
         truemfu sweep --mode test
@@ -113,8 +122,8 @@ def sweep(
         truemfu sweep --config profiling_config.json --output out/night --timeout 900
         truemfu sweep --output out/night --rerun failed
 
-    A sweep that was stopped goes on where it was when called again. Exit codes: 0 every experiment succeeded,
-    1 one did not, 2 the call was wrong and nothing was started, 130 interrupted.
+    Call an interrupted sweep again to continue it. Exit codes: 0 every experiment succeeded, 1 at least one
+    did not, 2 wrong usage and nothing was started, 130 interrupted.
     """
     from ..sweep.cases import cases_of
     from ..sweep.gpus import resolve_device
@@ -125,13 +134,13 @@ def sweep(
         _list(cases_of(config, resolve_device(config.device, config.gpus)), as_json)
         return 0
     if mode == "test" and rerun is None:
-        # A test is always run anew, but the folder of another sweep is started over only when asked for.
+        # A test always runs again, but another sweep's folder is only started over on request.
         return _run(config, folder, "all", as_json, start_over=False)
     return _run(config, folder, rerun or "none", as_json)
 
 
 def _config(mode: str, path: Path | None, flags: dict[str, Any]) -> SweepConfig:
-    """Mode and file decide where to start; a flag that was given has the last word."""
+    """Mode and file give the defaults; flags override them."""
     from ..errors import UsageError, closest
     from ..sweep.config import TEST_CONFIG, SweepConfig, load_config, override
 
@@ -139,7 +148,7 @@ def _config(mode: str, path: Path | None, flags: dict[str, Any]) -> SweepConfig:
         raise UsageError(f"no mode {mode!r}{closest(mode, MODES)}: expected {', '.join(MODES)}")
     if mode == "test":
         if path is not None:
-            raise UsageError("test mode has a matrix of its own: leave out --config, or use --mode profile")
+            raise UsageError("test mode has its own matrix: leave out --config, or use --mode profile")
         start = TEST_CONFIG
     elif path is not None or Path(CONFIG_NAME).is_file():
         start = load_config(path or CONFIG_NAME)
@@ -155,7 +164,7 @@ def _config(mode: str, path: Path | None, flags: dict[str, Any]) -> SweepConfig:
 
 
 def _given(flags: dict[str, Any]) -> dict[str, Any]:
-    """Flags as values of the configuration; None where one was not given."""
+    """Flags as values of the configuration; None if one was not given."""
     return {
         "trainers": _texts(flags["trainers"]),
         "batch_sizes": _numbers("--batch-sizes", flags["batch_sizes"]),
@@ -171,7 +180,7 @@ def _given(flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def _texts(values: tuple[str, ...]) -> list[str] | None:
-    """The parts between commas; None where the flag was not given, empty where it was given nothing."""
+    """The parts between commas; None if the flag was not given, empty if it has no value."""
     if not values:
         return None
     return [part.strip() for value in values for part in value.split(",") if part.strip()]
@@ -188,7 +197,7 @@ def _numbers(option: str, values: tuple[str, ...]) -> list[int] | None:
         try:
             numbers.append(int(text))
         except ValueError:
-            raise UsageError(f"{option} takes whole numbers with commas between; got {text!r}") from None
+            raise UsageError(f"{option} takes comma-separated whole numbers; got {text!r}") from None
     return numbers
 
 
@@ -213,7 +222,7 @@ def _run(
     config: SweepConfig, folder: Path, rerun: str, as_json: bool, *, start_over: bool | None = None
 ) -> int:
     from ..errors import UsageError
-    from ..records import End
+    from ..records import Status
     from ..report.load import LoadedSweep, load_sweep, with_results
     from ..report.render import json_text
     from ..report.summary import summarize
@@ -227,18 +236,18 @@ def _run(
         outcome = run_sweep(config, folder, rerun=rerun, start_over=start_over, listener=listener)
     try:
         found = load_sweep(folder)
-    except UsageError as error:  # an experiment has destroyed the folder: its results are still at hand
+    except UsageError as error:  # an experiment has destroyed the folder: the results are still in memory
         if not outcome.results:
             raise
         found = LoadedSweep(source=folder, record=None, entries=(), notes=(str(error),))
     summary = summarize(with_results(found, outcome.results))
     page = _write_page(files.page, summary)
-    with until_nobody_reads():
+    with ignoring_closed_pipe():
         if as_json:
             say(json_text(summary), nl=False)
         else:
             show_summary(summary)
-            # What an interrupted experiment did until then is not told apart.
+            # The work of an interrupted experiment is not known separately.
             harness = f", {outcome.harness_s:.1f} s of it outside the experiments"
             say(f"\ntime:   {outcome.wall_s:.1f} s{'' if outcome.interrupted else harness}")
             say(f"logs:   {files.logs}")
@@ -247,9 +256,9 @@ def _run(
                 say(f"report: {page}")
     if outcome.interrupted:
         how = "the same command" if rerun == "none" else "the same command with --rerun none"
-        say(f"interrupted: {how} goes on from here", err=True)
+        say(f"interrupted: {how} continues from here", err=True)
         return 130
-    return 0 if all(result.end is End.OK for result in outcome.results) else 1
+    return 0 if all(result.end is Status.OK for result in outcome.results) else 1
 
 
 def _write_page(page: Path, summary: SweepSummary) -> Path | None:

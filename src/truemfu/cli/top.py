@@ -1,10 +1,10 @@
-"""`truemfu top`: every GPU of the machine, live, with nothing added to the run.
+"""`truemfu top`: every GPU of the machine, live, without changes to the run.
 
     poll in a thread ─► readings ─┬─► top_screen.py: the table
     then sleep, and again         └─► top_export.py: Prometheus
 
-The driver is asked in a thread of its own: a call that hangs in it cannot be interrupted, and then the screen
-says so and Ctrl-C still ends the program.
+The driver is queried in a separate thread: a call that hangs in it cannot be interrupted; the screen then
+reports that, and Ctrl-C still ends the program.
 """
 
 from __future__ import annotations
@@ -34,25 +34,23 @@ from ..trackers.prometheus_server import parse_address
 from .console import FilePath, SafeConsole, debug_option, json_option, output, print_json, say
 from .top_screen import Reading, reading_of, screen
 
-# The counters are renewed every tenth of a second: what is read more often than this tells of the time of
-# reading, not of the GPU. A trace may be shown as fast as anyone likes.
+# The counters are updated every 0.1 s: at shorter intervals the figures would depend on the time of reading.
+# A trace may be replayed at any speed.
 _LEAST_S, _LEAST_REPLAYED_S, _MOST_S = 0.25, 0.01, 3600.0
 _WHOLE_TRACE = 10**7
 
 
-@click.command(short_help="Every GPU, live: what the silicon executes.")
-@click.option("--once", is_flag=True, help="One interval (all of a replayed trace), then end.")
+@click.command(short_help="Every GPU, live: what its tensor cores execute.")
+@click.option("--once", is_flag=True, help="One interval (or a whole replayed trace), then exit.")
 @click.option(
     "--interval",
     "interval_s",
     type=float,
     default=1.0,
     show_default=True,
-    help=f"In seconds; {_LEAST_S:g} at least, since the counters are renewed every {GPM_LAG_S:g} s.",
+    help=f"In seconds; at least {_LEAST_S:g}, since the counters are updated every {GPM_LAG_S:g} s.",
 )
-@click.option(
-    "--record", "record_to", type=FilePath(), metavar="FILE", help="Write all that is read to a trace."
-)
+@click.option("--record", "record_to", type=FilePath(), metavar="FILE", help="Record all samples to a trace.")
 @click.option(
     "--replay",
     "replay_from",
@@ -64,8 +62,8 @@ _WHOLE_TRACE = 10**7
     "--export",
     "export_to",
     metavar="[HOST:]PORT",
-    help="Serve the same to Prometheus (port 0: any free one), to this machine alone unless HOST is given:"
-    " 0.0.0.0:9400 serves whoever reaches the port.",
+    help="Serve the same to Prometheus (port 0: any free one), only to this machine unless HOST is given:"
+    " 0.0.0.0:9400 serves every machine that can reach the port.",
 )
 @json_option
 @debug_option
@@ -77,28 +75,30 @@ def top(
     export_to: str | None,
     as_json: bool,
 ) -> None:
-    """Every GPU of this machine, live, with no code in the run.
+    """Every GPU of this machine, live, without code in the run.
 
     FLOP util is what the tensor cores executed as a share of the dense 16-bit peak; TFLOP/s is at the
     16-bit rate (fp8 does twice, tf32 half of it in the same time). Both are upper bounds: some kernels
-    without a product tick the tensor pipe too, and they rest on the clock the driver reports, which it asked
-    for: the true one is 4 to 11 % lower in steady tensor work (H200). Only code that runs on the GPU can read
-    that; the monitor in a training run does. "GPU util" is the driver's figure: 100 % as soon as any kernel
+    without a product use the tensor pipe too, and both are based on the clock that the driver requested: the
+    actual one is 4 to 11 % lower in steady tensor work (H200). Only code that runs on the GPU can read that,
+    such as the monitor in a training run. "GPU util" is the driver's figure: 100 % as soon as any kernel
     runs. Activity needs a Hopper or later; older GPUs show the rest.
 
     Without a terminal it prints a table at each interval; --json prints a line at each, and with --once one
-    document. Energy is read for --json and --record alone: it is most of what reading costs. Exit codes: 0
-    done, 1 the driver cannot be read, 2 the call was wrong.
+    document. Energy is only read for --json and --record: it is most of the cost of reading. Exit codes: 0
+    done, 1 the driver cannot be read, 2 wrong usage.
     """
     least_s = _LEAST_S if replay_from is None else _LEAST_REPLAYED_S
     if not least_s <= interval_s <= _MOST_S:
         raise UsageError(
             f"--interval must be from {least_s:g} to {_MOST_S:g} seconds, got {interval_s:g}; "
-            f"the counters are renewed every {GPM_LAG_S:g} s"
+            f"the counters are updated every {GPM_LAG_S:g} s"
         )
     export = None if export_to is None else parse_address(export_to, "--export")
     if once and export is not None:
-        raise UsageError("--once ends after one interval, so nobody could ask: leave out --once or --export")
+        raise UsageError(
+            "--once ends after one interval, so nothing could be served: leave out --once or --export"
+        )
     if replay_from is not None and record_to is not None and _are_same(replay_from, record_to):
         raise UsageError(f"--record would overwrite {replay_from}, which is replayed: give it another file")
     with ExitStack() as open_ones:
@@ -106,7 +106,7 @@ def top(
         open_ones.callback(lambda: source.close())
         samplers: list[Sampler] = []
         if export is not None:
-            # Before a file is opened for writing: a port that cannot be had must not cost an old trace.
+            # Before a file is opened for writing: an unavailable port must not overwrite an old trace.
             from .top_export import serving
 
             host, port = export
@@ -123,10 +123,10 @@ def top(
 
 
 def _are_same(one: Path, other: Path) -> bool:
-    """Whether two names, links among them, are of one file."""
+    """Whether two paths, also through links, are the same file."""
     try:
         return os.path.samefile(one, other)
-    except OSError:  # one of them is not there
+    except OSError:  # one of them does not exist
         return False
 
 
@@ -135,7 +135,7 @@ def _all_readings(samplers: Sequence[Sampler]) -> list[Reading]:
 
 
 def _recorder(source: CounterSource, path: Path, interval_s: float) -> Recorder:
-    """A copy of a trace comes from where the trace does."""
+    """A recorder; a copy of a trace keeps the note on its origin."""
     live = f"recorded {date.today()} by truemfu top, every {interval_s:g} s"
     try:
         return Recorder(source, path, note=source.note if isinstance(source, Replay) else live)
@@ -144,7 +144,7 @@ def _recorder(source: CounterSource, path: Path, interval_s: float) -> Recorder:
 
 
 def readings(sampler: Sampler, *, whole: bool = False) -> list[Reading]:
-    """Every GPU over the last interval, or over all that is kept."""
+    """Every GPU over the last interval, or over all stored intervals."""
     return [
         reading_of(
             gpu,
@@ -187,7 +187,7 @@ def _once(sampler: Sampler, interval_s: float, *, replayed: bool, as_json: bool)
 
 
 def _watch(sampler: Sampler, interval_s: float, *, as_json: bool, silent: bool = False) -> None:
-    """Until the trace ends or the user has seen enough; that is how `top` is left, so it is no failure."""
+    """Until the trace ends or Ctrl-C, which is how `top` is ended and so not a failure."""
     try:
         if silent:
             _every(interval_s, sampler, lambda found: None)
@@ -202,7 +202,7 @@ def _watch(sampler: Sampler, interval_s: float, *, as_json: bool, silent: bool =
 
 
 def _live(sampler: Sampler, interval_s: float, console: Console) -> None:
-    # Drawn when there is something new, not four times a second: watching is to cost nothing.
+    # Only redrawn for new values, not four times a second, to keep the cost low.
     def show(found: Sequence[Reading]) -> None:
         live.update(screen(found, console.width), refresh=True)
 
@@ -213,13 +213,13 @@ def _live(sampler: Sampler, interval_s: float, console: Console) -> None:
 
 
 def _every(interval_s: float, sampler: Sampler, show: Callable[[list[Reading]], object]) -> None:
-    def say_that_it_hangs() -> None:
+    def report_hang() -> None:
         if sampler.hanging() is not None:
             show(readings(sampler))
 
     due_s = time.monotonic()
     first = True
-    while _poll(sampler, meanwhile=say_that_it_hangs):
+    while _poll(sampler, meanwhile=report_hang):
         if not first:
             show(readings(sampler))
         first = False
@@ -232,14 +232,14 @@ def _poll(sampler: Sampler, *, meanwhile: Callable[[], None]) -> bool:
     """`Sampler.poll` in a daemon thread; `meanwhile` is called for each second that it takes."""
     answers: SimpleQueue[bool] = SimpleQueue()
 
-    def ask() -> None:
+    def poll() -> None:
         more = False
         try:
             more = sampler.poll()
         finally:
             answers.put(more)
 
-    threading.Thread(target=ask, name="truemfu-top", daemon=True).start()
+    threading.Thread(target=poll, name="truemfu-top", daemon=True).start()
     while True:
         try:
             return answers.get(timeout=1.0)

@@ -2,8 +2,8 @@
 
     http://127.0.0.1:<port>/metrics  truemfu_gpu_tensor_active_ratio{gpu="0",name="NVIDIA H200",uuid="…"} 0.93
 
-Names carry their units; what is not known is not served. A scrape reads values that are there already, it
-never asks the driver. docs/grafana/truemfu-gpus.json shows them.
+Names carry their units; unknown values are not served. A scrape reads stored values, it never queries the
+driver. docs/grafana/truemfu-gpus.json shows them.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _LABELS = ("gpu", "name", "uuid")
 
 @contextmanager
 def serving(readings: Callable[[], Sequence[Reading]], port: int, host: str = LOOPBACK) -> Iterator[str]:
-    """Serve on `port` (0: any free one) of `host` and give the address."""
+    """Serve on `port` (0: any free one) of `host` and yield the address."""
     try:
         from prometheus_client import CollectorRegistry
     except ImportError:
@@ -85,13 +85,13 @@ def serving(readings: Callable[[], Sequence[Reading]], port: int, host: str = LO
 
 
 class _Collector:
-    """What Prometheus asks at each scrape."""
+    """The values of each scrape."""
 
     def __init__(self, readings: Callable[[], Sequence[Reading]]) -> None:
         self._readings = readings
 
     def describe(self) -> Iterable[Any]:
-        """Nothing beforehand: which metrics there are depends on the GPUs."""
+        """Empty: the metrics depend on the GPUs."""
         return ()
 
     def collect(self) -> Iterator[Any]:
@@ -99,7 +99,7 @@ class _Collector:
 
         found = list(self._readings())
         for metric, attribute in {**_FROM_READING, **_FROM_WINDOW}.items():
-            family = GaugeMetricFamily(f"truemfu_gpu_{metric}", _said(attribute), labels=_LABELS)
+            family = GaugeMetricFamily(f"truemfu_gpu_{metric}", _help_text(attribute), labels=_LABELS)
             for reading in found:
                 holder = reading if metric in _FROM_READING else reading.window
                 value = None if holder is None else getattr(holder, attribute)
@@ -108,14 +108,14 @@ class _Collector:
             yield family
         throttled = GaugeMetricFamily(
             "truemfu_gpu_throttled_ratio",
-            "share of the last interval that a reason held the clock back",
+            "share of the last interval in which a reason throttled the clock",
             labels=(*_LABELS, "reason"),
         )
         dropped = CounterMetricFamily(
             "truemfu_gpu_dropped_intervals", "intervals without usable counters", labels=_LABELS
         )
         processes = GaugeMetricFamily(
-            "truemfu_gpu_processes", "processes that hold memory on the GPU", labels=_LABELS
+            "truemfu_gpu_processes", "processes that use memory on the GPU", labels=_LABELS
         )
         for reading in found:
             dropped.add_metric(_labels(reading), reading.health.dropped)
@@ -132,6 +132,6 @@ def _labels(reading: Reading) -> list[str]:
     return [str(reading.gpu.index), reading.gpu.name, reading.gpu.uuid or ""]
 
 
-def _said(attribute: str) -> str:
+def _help_text(attribute: str) -> str:
     when = "" if attribute in _FIXED else " over the last interval"
     return f"{attribute.replace('_', ' ')}{when}{_MORE.get(attribute, '')}"

@@ -1,4 +1,4 @@
-"""What `truemfu top` shows of a GPU, and the table it shows it in."""
+"""The values of a GPU in `truemfu top`, and their table."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ _COLUMNS = (
     "memory GiB",
     "processes",
 )
-# What goes first where the window is narrow: nothing is ever cut in the middle.
+# Columns that are dropped first in a narrow window: nothing is truncated.
 _DISPENSABLE = ("processes", "TFLOP/s", "memory GiB", "power W", "DRAM", "reported MHz")
 _TEXT_COLUMNS = ("GPU", "processes")
 _GAPS = ("   ", "  ")
 _PROCESSES_SHOWN = 2
 NOT_HELD_BACK = ("gpu_idle",)
-"""What the driver gives as a reason for a low clock though nothing is lost by it."""
+"""Throttle reasons of the driver that cost nothing."""
 _WORTH_SAYING = 0.005
-TRUE_CLOCK = "the true one is 4 to 11 % lower in steady tensor work"
+TRUE_CLOCK = "the actual one is 4 to 11 % lower in steady tensor work"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """One GPU as it was over the last interval."""
+    """One GPU over the last interval."""
 
     gpu: GpuInfo
     window: CounterWindow | None
@@ -54,7 +54,7 @@ class Reading:
     peak_flops_per_s: float | None
     peak_source: str | None
     clock_source: str = DRIVER
-    """Whose clock the executed FLOP/s rest on: the driver's, or its raw cycle counters'."""
+    """The clock of the executed FLOP/s: the driver's, or from its raw cycle counters."""
 
     @property
     def executed_flop_utilisation(self) -> float | None:
@@ -94,21 +94,21 @@ def reading_of(gpu: GpuInfo, window: CounterWindow | None, health: Health) -> Re
 
 
 def screen(all_readings: Sequence[Reading], width: int | None = None, *, with_dropped: bool = False) -> Text:
-    """The table, without some columns where it is wider than `width`, and a line for each thing to say.
+    """The table, without some columns if it is wider than `width`, and a line for each note.
 
-    `with_dropped` says how many intervals were lost also where nothing is wrong any more: over a whole trace
-    they are missing from its figures.
+    `with_dropped` also reports dropped intervals after recovery: they are missing from the figures of a whole
+    trace.
 
-    Laid out here and not by rich's Table, which takes several times as long: drawing eight GPUs once a second
-    is to stay well below a hundredth of a core.
+    Not rich's Table, which is several times slower: drawing eight GPUs once a second should stay well below
+    1 % of a core.
     """
     rows = [dict(zip(_COLUMNS, map(on_one_line, _cells(reading)), strict=True)) for reading in all_readings]
     widths, gap = _layout(rows, width)
     titles = _line({column: column for column in widths}, widths, gap)
     lines = [_line(row, widths, gap) for row in rows]
     rule = "─" * max(map(cell_len, (titles, *lines)))
-    said = _notes(all_readings, with_dropped)
-    notes = [part for note in said for part in _wrapped(on_one_line(note), width)]
+    all_notes = _notes(all_readings, with_dropped)
+    notes = [part for note in all_notes for part in _wrapped(on_one_line(note), width)]
     text = Text(no_wrap=True, overflow="ignore")
     text.append(titles, "bold")
     text.append("\n".join(["", rule, *lines, *notes]))
@@ -116,7 +116,7 @@ def screen(all_readings: Sequence[Reading], width: int | None = None, *, with_dr
 
 
 def _layout(rows: Sequence[Mapping[str, str]], width: int | None) -> tuple[dict[str, int], str]:
-    """The columns that fit, how wide each is, and what stands between them: rather less of it than fewer."""
+    """The columns that fit, their widths, and the gap between them: a smaller gap before fewer columns."""
     widths = {
         column: max(cell_len(text) for text in (column, *(r[column] for r in rows))) for column in _COLUMNS
     }
@@ -166,9 +166,9 @@ def _cells(reading: Reading) -> tuple[str, ...]:
 
 
 def _notes(all_readings: Sequence[Reading], with_dropped: bool) -> list[str]:
-    """One line for each: what holds a clock back, what cannot be read and why, what the figures rest on.
+    """One line for each throttled clock, each unreadable value with its reason, and the clock's source.
 
-    What holds for several GPUs alike is said once.
+    A note that applies to several GPUs appears once.
     """
     indices: dict[str, list[int]] = {}
     for reading in all_readings:
@@ -188,7 +188,7 @@ def _notes_of(reading: Reading, with_dropped: bool) -> Iterator[str]:
         if reason not in NOT_HELD_BACK and part >= _WORTH_SAYING
     ]
     if held:
-        yield f"clock held back by {', '.join(held)}"
+        yield f"clock throttled by {', '.join(held)}"
     dropped = f"{health.dropped} interval{'' if health.dropped == 1 else 's'} dropped"
     if health.fault is not None:
         yield f"{health.fault} ({dropped})"
@@ -208,8 +208,8 @@ def _gpus(indices: Sequence[int]) -> str:
             runs[-1].append(index)
         else:
             runs.append([index])
-    said = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
-    return f"GPU{'s' if len(indices) > 1 else ''} {said}"
+    ranges = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+    return f"GPU{'s' if len(indices) > 1 else ''} {ranges}"
 
 
 def _processes(found: tuple[GpuProcess, ...] | None) -> str:

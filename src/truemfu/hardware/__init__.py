@@ -1,4 +1,4 @@
-"""What the hardware can do: the table of chips, which row a device is, what it reaches when measured."""
+"""Hardware limits: the table of chips, a device's row in it, and measured limits."""
 
 from .ceiling.ceiling import MatmulCeiling, measure_ceiling
 from .detect import find_spec, get_gpu_peak_flops, spec_of

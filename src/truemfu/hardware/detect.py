@@ -1,14 +1,13 @@
-"""Which row of the table is this device, and what is its peak for a dtype.
+"""A device's row in the table, and its peak for a dtype.
 
     device ─► name, memory, SMs ─► row (or a part of one) ─► peak for the dtype
                                      └─ no row: None, and one warning that names the overrides
 
-A name must match a row's name in full, so a laptop part, a "D" variant or a virtual GPU is never taken for
-the card it is named after. A slice of a card (MIG, or fewer SMs than the row has) gets its share of the peak
-where the number of its SMs is known, else it is unknown. Nothing here guesses: a wrong peak makes every MFU
-wrong.
+A name must match a row's name in full, so a laptop part, a "D" variant or a virtual GPU is never mistaken
+for the card it is named after. A slice of a card (MIG, or fewer SMs than the row) gets its share of the peak
+if the number of its SMs is known, else it is unknown. Nothing is guessed: a wrong peak makes every MFU wrong.
 
-torch is imported inside the functions that ask it: the table works without.
+torch is imported inside the functions that need it: the table works without.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _OVERRIDES = (
     f"or {PEAK_VARIABLE} in the environment"
 )
 
-# A driver reports a few percent more or less memory than the box says; variants differ by a fifth or more.
+# A driver reports a few percent more or less memory than specified; variants differ by a fifth or more.
 _MEMORY_TOLERANCE = 0.1
 
 _DTYPE_NAMES: Mapping[str, str] = MappingProxyType(
@@ -62,17 +61,17 @@ _DTYPE_NAMES: Mapping[str, str] = MappingProxyType(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Seen:
-    """What torch tells about a device; `kind` is torch's device type, or "name" for a bare name."""
+class _DeviceFacts:
+    """What torch reports about a device; `device_type` is torch's, or "name" for a bare name."""
 
-    kind: str
+    device_type: str
     name: str
     memory_bytes: int | None = None
     sm_count: int | None = None
 
 
 def _plain(name: str) -> str:
-    """A device name without case, blanks, trademarks and the words that drivers put in front or leave out."""
+    """A device name without case, blanks, trademarks and the prefixes that drivers add or leave out."""
     text = " ".join(name.casefold().replace("(r)", "").replace("(tm)", "").split())
     for prefix in ("nvidia ", "tesla "):
         text = text.removeprefix(prefix)
@@ -91,12 +90,12 @@ _ROWS = _rows_by_name()
 
 
 def find_spec(name: str, memory_bytes: int | None = None, sm_count: int | None = None) -> DeviceSpec | None:
-    """The row for a device name, or the part of a row that a slice of a card is; None when not certain.
+    """The row for a device name, or the part of a row for a slice of a card; None if not certain.
 
     `name` is what `torch.cuda.get_device_name()` prints, or a row's key. `memory_bytes` and `sm_count` are
-    those of the real device, where there is one: they tell apart chips sold under one name, and `sm_count`
-    says how much of a card a slice has. Without it a MIG slice is known by its profile, where NVIDIA
-    documents that.
+    those of the real device, if there is one: they distinguish chips sold under one name, and `sm_count`
+    gives the size of a slice. Without it a MIG slice is identified by its profile, where NVIDIA documents
+    that.
     """
     card, is_slice, profile = _plain(name).partition(" mig")
     rows = _ROWS.get(card, ())
@@ -133,24 +132,24 @@ def _slice(row: DeviceSpec, profile: str, sm_count: int | None) -> DeviceSpec | 
 
 def spec_of(device: torch.device | str | int | None = None) -> DeviceSpec | None:
     """The row of a device (None: the current accelerator); None for a CPU and a device not in the table."""
-    seen = _look_at(device)
-    return find_spec(seen.name, seen.memory_bytes, seen.sm_count)
+    facts = _identify(device)
+    return find_spec(facts.name, facts.memory_bytes, facts.sm_count)
 
 
 def known_spec(device: torch.device | str | int | None = None) -> DeviceSpec | None:
-    """Like `spec_of`, and an accelerator without a row is said once, with the ways to give its peak."""
-    return _known(_look_at(device))
+    """Like `spec_of`, with one warning for an accelerator without a row, which names the overrides."""
+    return _known(_identify(device))
 
 
-def _known(seen: _Seen) -> DeviceSpec | None:
-    spec = find_spec(seen.name, seen.memory_bytes, seen.sm_count)
-    if spec is None and seen.kind != "cpu":
-        warn_once(f"no peak FLOP/s is known for the device {seen.name!r}, so there is no MFU; {_OVERRIDES}")
+def _known(facts: _DeviceFacts) -> DeviceSpec | None:
+    spec = find_spec(facts.name, facts.memory_bytes, facts.sm_count)
+    if spec is None and facts.device_type != "cpu":
+        warn_once(f"no peak FLOP/s is known for the device {facts.name!r}, so there is no MFU; {_OVERRIDES}")
     return spec
 
 
 def known_peak(spec: DeviceSpec, dtype: str) -> float | None:
-    """The row's peak for one of `DTYPES`; a missing one is said once, with the ways to give it."""
+    """The row's peak for one of `DTYPES`; warns once if it is missing, naming the overrides."""
     peak = spec.peak(dtype)
     if peak is None:
         warn_once(f"no {dtype} peak is known for {spec.name}, so there is no MFU; {_OVERRIDES}")
@@ -160,7 +159,7 @@ def known_peak(spec: DeviceSpec, dtype: str) -> float | None:
 def get_gpu_peak_flops(
     device: torch.device | str | int | None = None, dtype: torch.dtype | str | None = None
 ) -> float | None:
-    """The dense peak of a device for a dtype in FLOP/s, from the table; None when it is not known.
+    """The dense peak of a device for a dtype in FLOP/s, from the table; None if it is not known.
 
     `device` is a torch device, its string ("cuda:0"), an index, or a device name; None is the current
     accelerator. A CPU has no row: None, without a warning.
@@ -168,8 +167,8 @@ def get_gpu_peak_flops(
     `dtype` is a torch dtype or a name ("bf16", "bfloat16", "fp8", "tf32", "torch.float8_e4m3fn"). None is
     bf16, or fp16 (the same tensor rate) on chips that have no bf16. On a CUDA device `torch.float32` and
     "float32" mean what a product of such tensors runs in: tf32 where torch's settings allow it. "fp32" and
-    "tf32" name a rate and are taken literally, as is any dtype beside a device *name*, where there are no
-    settings to look at.
+    "tf32" name a rate and are taken literally, as is any dtype given with a device *name*, which has no
+    settings.
 
     `TRUEMFU_PEAK_TFLOPS` in the environment overrides the table for every device and dtype.
     """
@@ -177,20 +176,20 @@ def get_gpu_peak_flops(
     override = override_flops_per_s()
     if override is not None:
         return override
-    seen = _look_at(device)
-    spec = _known(seen)
+    facts = _identify(device)
+    spec = _known(facts)
     if spec is None:
         return None
     if rate is None:
         rate = "bf16" if spec.peak_flops_per_s.bf16 is not None else "fp16"
-    follows_settings = rate == "fp32" and str(dtype).casefold() != "fp32" and seen.kind == "cuda"
+    follows_settings = rate == "fp32" and str(dtype).casefold() != "fp32" and facts.device_type == "cuda"
     if follows_settings and spec.peak_flops_per_s.tf32 is not None and tf32_allowed():
         rate = "tf32"
     return known_peak(spec, rate)
 
 
 def override_flops_per_s() -> float | None:
-    """The peak from `TRUEMFU_PEAK_TFLOPS`, in FLOP/s; None where the variable is not set."""
+    """The peak from `TRUEMFU_PEAK_TFLOPS`, in FLOP/s; None if the variable is not set."""
     text = os.environ.get(PEAK_VARIABLE, "").strip()
     if not text:
         return None
@@ -215,7 +214,7 @@ def dtype_name(dtype: torch.dtype | str) -> str:
 def tf32_allowed() -> bool:
     """Whether torch runs fp32 products on CUDA in TF32 now.
 
-    Since torch 2.9 the setting is `torch.backends.cuda.matmul.fp32_precision`, and asking the older switch
+    Since torch 2.9 the setting is `torch.backends.cuda.matmul.fp32_precision`, and reading the older switch
     is an error once the newer one was used; before, it is `allow_tf32`. AMD needs another switch: counted as
     off.
     """
@@ -228,8 +227,8 @@ def tf32_allowed() -> bool:
     return bool(matmul.allow_tf32) if precision is None else precision == "tf32"
 
 
-def _look_at(device: torch.device | str | int | None) -> _Seen:
-    """What torch knows of the device; a device torch cannot open is only a name, which no row has."""
+def _identify(device: torch.device | str | int | None) -> _DeviceFacts:
+    """What torch reports about the device; one that torch cannot open is only a name, which is in no row."""
     import torch
 
     if isinstance(device, str):
@@ -237,13 +236,15 @@ def _look_at(device: torch.device | str | int | None) -> _Seen:
         try:
             device = torch.device(name)
         except RuntimeError:
-            return _Seen(kind="name", name=name)
+            return _DeviceFacts(device_type="name", name=name)
     elif device is None or isinstance(device, int):
         index = device
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         if accelerator is None:
             return (
-                _Seen(kind="cpu", name="cpu") if index is None else _Seen(kind="name", name=f"cuda:{index}")
+                _DeviceFacts(device_type="cpu", name="cpu")
+                if index is None
+                else _DeviceFacts(device_type="name", name=f"cuda:{index}")
             )
         device = accelerator if index is None else torch.device(accelerator.type, index)
     elif not isinstance(device, torch.device):
@@ -253,29 +254,29 @@ def _look_at(device: torch.device | str | int | None) -> _Seen:
     try:
         return _properties(device)
     except (AssertionError, RuntimeError):
-        return _Seen(kind=device.type, name=str(device))
+        return _DeviceFacts(device_type=device.type, name=str(device))
 
 
-def _properties(device: torch.device) -> _Seen:
-    """Ask the backend of this device type; one without chips in the table is known by its type alone."""
+def _properties(device: torch.device) -> _DeviceFacts:
+    """Query the backend of this device type; one without chips in the table is only known by its type."""
     import torch
 
     if device.type == "cuda":
         cuda = torch.cuda.get_device_properties(device)
-        return _Seen(
-            kind="cuda",
+        return _DeviceFacts(
+            device_type="cuda",
             name=cuda.name,
             memory_bytes=cuda.total_memory,
             sm_count=cuda.multi_processor_count,
         )
     if device.type == "xpu":
         xpu = torch.xpu.get_device_properties(device)
-        return _Seen(
-            kind="xpu",
+        return _DeviceFacts(
+            device_type="xpu",
             name=xpu.name,
             memory_bytes=xpu.total_memory,
             sm_count=xpu.gpu_subslice_count or None,
         )
     if device.type == "hpu" and hasattr(torch, "hpu"):
-        return _Seen(kind="hpu", name=str(torch.hpu.get_device_name()))
-    return _Seen(kind=device.type, name=str(device))
+        return _DeviceFacts(device_type="hpu", name=str(torch.hpu.get_device_name()))
+    return _DeviceFacts(device_type=device.type, name=str(device))

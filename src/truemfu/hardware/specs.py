@@ -1,22 +1,22 @@
-"""THE table: one row per chip, what its datasheet promises for dense products, and where that is written.
+"""The table of chips: one row per chip, with its datasheet's dense peaks and their source.
 
 A new chip is one row of `DEVICES`. What the figures mean:
 
 - Every peak is **dense**. Vendors often print the rate "with sparsity", which no ordinary training reaches:
-  that figure is halved here before it is written down.
+  that figure is halved here.
 - `fp32` is the best rate in full fp32: the plain multiply-add units on NVIDIA, the matrix cores on AMD
   (theirs do not round to fewer bits). `tf32` is the tensor-core rate that does.
 - `fp64` is the chip's best dense rate: the tensor (matrix) core's where it has one.
 - `fp16`, `bf16` and `fp8` accumulate in fp32, as PyTorch does. GeForce cards run that at half the rate of
-  fp16 accumulation, which is why their figures look low beside a shop's.
-- `None` is "the chip has no such rate, or we do not know it", never zero.
-- One row is one device *as torch shows it*: each die of an MI250X is a device of its own.
+  fp16 accumulation, which is why their figures are lower than advertised.
+- `None` is "the chip has no such rate, or it is not known", never zero.
+- One row is one device *as torch shows it*: each die of an MI250X is a separate device.
 
 `boost_clock_hz` is the clock at which the datasheet's bf16/fp16 tensor peak holds (989.4 TFLOP/s of an H100
 is at 1,830 MHz though the chip may run at 1,980), so that SMs × FLOP per cycle × clock gives the peak back;
 a test holds this for every row that has the three.
 
-This module imports nothing but the standard library: the table can be read without torch.
+This module only imports the standard library: the table can be read without torch.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from typing import Literal
 Vendor = Literal["nvidia", "amd", "intel", "google"]
 
 GB = 10**9
-"""Memory is written as it is sold; a driver reports a few percent more or less."""
+"""Memory is as advertised; a driver reports a few percent more or less."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Peaks:
-    """Dense FLOP/s (OP/s for int8) by dtype; None where there is no such rate or it is not known."""
+    """Dense FLOP/s (OP/s for int8) by dtype; None if there is no such rate or it is not known."""
 
     fp64: float | None = None
     fp32: float | None = None
@@ -60,7 +60,7 @@ class DeviceSpec:
     `device_names` are the names torch prints for it, in full; case, blanks and the words NVIDIA and Tesla in
     front do not matter, everything else does. Two rows may share a name where the maker sells two chips under
     it: then only the SM count or the memory size of a real device decides. `sm_count` counts SMs (NVIDIA),
-    compute units (AMD) or Xe cores (Intel); `mig_sm_counts` says how many of them each MIG profile gets.
+    compute units (AMD) or Xe cores (Intel); `mig_sm_counts` has the number of them in each MIG profile.
     """
 
     key: str
@@ -593,7 +593,7 @@ DEVICES: tuple[DeviceSpec, ...] = (
         tensor_flops_per_cycle_per_sm=4096,
         source="NVIDIA GH200 Grace Hopper Superchip datasheet",
     ),
-    # NVIDIA, data centre: Blackwell. The clock of the datasheet's figure is published for the B200 alone.
+    # NVIDIA, data centre: Blackwell. The clock of the datasheet's figure is only published for the B200.
     DeviceSpec(
         key="b100",
         name="NVIDIA B100",
@@ -920,7 +920,7 @@ DEVICES: tuple[DeviceSpec, ...] = (
         name="NVIDIA RTX PRO 6000 Blackwell Server",
         vendor="nvidia",
         device_names=("NVIDIA RTX PRO 6000 Blackwell Server Edition",),
-        # the datasheet gives fp32 = 120 TFLOP/s; the tensor rates follow from the silicon's ratio of 4
+        # the datasheet gives fp32 = 120 TFLOP/s; the tensor rates follow from the chip's ratio of 4
         peak_flops_per_s=Peaks(
             fp64=1.87e12,
             fp32=120e12,
@@ -1323,7 +1323,7 @@ DEVICES: tuple[DeviceSpec, ...] = (
         tensor_flops_per_cycle_per_sm=4096,
         source=_CDNA4,
     ),
-    # Intel. torch shows each of the two stacks of a Max 1550 as a device (64 Xe cores) unless told otherwise.
+    # Intel. By default torch shows each of the two stacks of a Max 1550 as a device (64 Xe cores).
     DeviceSpec(
         key="gaudi2",
         name="Intel Gaudi 2",

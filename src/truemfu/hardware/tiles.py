@@ -1,19 +1,19 @@
 """Tile quantisation: how much more than 2·M·N·K a matrix product executes, because tiles overhang its edges.
 
 A GEMM kernel covers its output with tiles and its inner dimension with blocks. Whole tiles are multiplied,
-also where they stick out over the edge, and the tensor cores do that work for nothing:
+also beyond the edge, where the work of the tensor cores is wasted:
 
     factor = ⌈M/tm⌉·tm · ⌈N/tn⌉·tn · ⌈K/tk⌉·tk / (M·N·K)
 
-**This is a model, not a measurement.** Which tile a library takes is decided by a heuristic nobody outside
-knows, so the one with the least waste is taken among those that are plausible: the largest tiles that still
-keep three quarters of the SMs at work, else smaller ones. It is therefore a lower bound in most cases.
+**This is a model, not a measurement.** A library chooses its tile by an undocumented heuristic, so the one
+with the least waste among the plausible ones is assumed: the largest tiles that still keep three quarters of
+the SMs busy, else smaller ones. It is therefore a lower bound in most cases.
 Nsight Compute measured 1.9 % more than 2·M·N·K over all products of a 2-layer Llama (hidden 2048, batch
-4 × 1024) on an H200, and exactly 2·M·N·K for 4096³. Where a kernel's name is known, `tile_of_kernel` gives
-its own tile, and nothing has to be chosen. Left out: split-K, products grouped into one kernel, and the
-fused attention kernels, which are no plain product.
+4 × 1024) on an H200, and exactly 2·M·N·K for 4096³. If a kernel's name is known, `tile_of_kernel` gives
+its actual tile. Left out: split-K, products grouped into one kernel, and the
+fused attention kernels, which are not plain products.
 
-This module imports nothing but the standard library.
+This module only imports the standard library.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Tile:
     k: int
 
     def executed_flops(self, shape: Shape) -> int:
-        """FLOP of a product covered with whole tiles of this kind."""
+        """FLOP of a product covered with whole tiles of this size."""
         m, n, k = shape
         return 2 * _up(m, self.m) * _up(n, self.n) * _up(k, self.k)
 
@@ -100,7 +100,7 @@ _FAMILIES: Mapping[tuple[int, int], _Family] = {
 def tiles_of(compute_capability: tuple[int, int], dtype: str = "bf16") -> tuple[tuple[Tile, ...], ...] | None:
     """The tiles GEMM kernels of this generation use, in groups of like size, the largest first.
 
-    None where we do not know them.
+    None if they are not known.
     """
     family, size = _FAMILIES.get(compute_capability), _BYTES.get(dtype)
     if family is None or size is None:
@@ -112,10 +112,10 @@ def tiles_of(compute_capability: tuple[int, int], dtype: str = "bf16") -> tuple[
 def plausible_tile(
     shape: Shape, compute_capability: tuple[int, int], *, dtype: str = "bf16", sm_count: int | None = None
 ) -> Tile | None:
-    """The tile with the least waste among the largest that keep enough SMs at work.
+    """The tile with the least waste among the largest that keep enough SMs busy.
 
-    The first group with tiles for three quarters of the SMs decides; where none has as many (a small
-    product), every tile is plausible. Of equal waste the first named is taken. `sm_count` defaults to the
+    The first group with tiles for three quarters of the SMs decides; if none has that many (a small
+    product), every tile is plausible. At equal waste the first one is used. `sm_count` defaults to the
     usual chip of the generation. None for a generation, dtype or shape that is not known.
     """
     groups = tiles_of(compute_capability, dtype)
@@ -132,7 +132,7 @@ def plausible_tile(
 def tile_factor(
     shape: Shape, compute_capability: tuple[int, int], *, dtype: str = "bf16", sm_count: int | None = None
 ) -> float | None:
-    """Executed over needed FLOP of one product, by the model of this module; None where it does not reach.
+    """Executed over needed FLOP of one product, by the model of this module; None if it does not apply.
 
     A matrix times a single vector runs outside the tensor cores: nothing is padded, the factor is 1.
     """
@@ -150,11 +150,11 @@ def mean_tile_factor(
     other_flops: float = 0.0,
     audited: Mapping[Shape, float] = MappingProxyType({}),
 ) -> float | None:
-    """The factor over products by dtype and shape, each weighed with its FLOP: Σ flops·factor / Σ flops.
+    """The factor over products by dtype and shape, each weighted by its FLOP: Σ flops·factor / Σ flops.
 
-    `audited` are factors that were measured (`audited.py`); they are taken before the model's.
-    `other_flops` is counted work without tiles of its own here: it weighs in with factor 1. None where one
-    product has no factor, where a weight is no amount of work, or where there is no work.
+    `audited` are factors that were measured (`audited.py`); they take precedence over the model's.
+    `other_flops` is counted work without tiles of its own here: it counts with factor 1. None if one
+    product has no factor, a weight is not a valid amount, or there is no work.
     """
     needed = executed = float(other_flops)
     if min(flops_by_product.values(), default=0) < 0 or other_flops < 0:
@@ -181,9 +181,9 @@ _GEMM = re.compile(r"gemm|nvjet|xmma|cutlass", re.IGNORECASE)
 
 
 def tile_of_kernel(name: str) -> Tile | None:
-    """The tile that a GEMM kernel of cuBLAS or CUTLASS carries in its name; None where it carries none.
+    """The tile that a GEMM kernel of cuBLAS or CUTLASS has in its name; None without one.
 
-    Its m and n are those of the kernel's own problem. cuBLAS thinks in columns, so for torch's row-major
+    Its m and n are those of the kernel's own problem. cuBLAS is column-major, so for torch's row-major
     product they are n and m: compare both ways.
     """
     if not _GEMM.search(name):

@@ -1,12 +1,11 @@
-"""Lines over steps, as paths for an SVG that is stretched to whatever width the page has.
+"""Line charts over steps, as paths for an SVG that is stretched to the width of the page.
 
-Places are in a square of `SIDE` × `SIDE` units, the origin at the top left; ticks are in percent of it. The
-drawing is stretched, its text is not: ticks and legends are set by the page around it.
+Coordinates are in a square of `SIDE` × `SIDE` units, the origin at the top left; ticks are in percent of it.
+The drawing is stretched, its text is not: ticks and legends are set by the page around it.
 
 A long log is thinned: neighbouring rows share a bucket, which is drawn as the median of its values on a band
-from its lowest to its highest, so that no spike is lost. A few values far above all others would press the
-rest flat; where they are accidents, as with step times, the chart ends below them, draws them at its edge,
-and says so.
+from its lowest to its highest, so that no spike is lost. A few values far above all others would flatten
+the rest; for outliers, as in step times, the chart ends below them, draws them at its edge, and states that.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Tick:
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """A series drawn: the path of its line, and of the band behind it where it was thinned."""
+    """A drawn series: the path of its line, and of the band behind it if it was thinned."""
 
     name: str
     path: str
@@ -54,7 +53,7 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """All a page needs to draw it."""
+    """Everything a page needs to draw it."""
 
     title: str
     unit: str
@@ -62,7 +61,7 @@ class Chart:
     x_ticks: Sequence[Tick]
     y_ticks: Sequence[Tick]
     beyond: str | None
-    """What lies above the drawing, in words."""
+    """A sentence about the values above the drawing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +83,7 @@ def line_chart(
     from_zero: bool = True,
     cuts_spikes: bool = True,
 ) -> Chart | None:
-    """The chart; None where no series has a value. `steps` ascend, and every series is as long."""
+    """The chart; None if no series has a value. `steps` ascend, and every series is as long."""
     shown = [Series(name=one.name, values=[_drawable(value) for value in one.values]) for one in series]
     shown = [one for one in shown if any(value is not None for value in one.values)]
     if not shown:
@@ -129,7 +128,7 @@ def thinned(steps: Sequence[int], values: Sequence[float | None]) -> list[list[B
 
 
 def thinning(rows: int) -> str | None:
-    """How charts of that many rows were thinned, in words; None where they were not."""
+    """A sentence on how charts of that many rows were thinned; None if they were not."""
     if not _is_thinned(rows):
         return None
     return (
@@ -139,7 +138,7 @@ def thinning(rows: int) -> str | None:
 
 
 def tick_text(value: float, step: float) -> str:
-    """A tick with the decimals that tell it from its neighbours."""
+    """A tick with the decimals that distinguish it from its neighbours."""
     if not 1e-4 <= step < 1e9:
         return f"{value:.3g}"
     decimals = next(digits for digits in range(6) if math.isclose(round(step, digits), step, rel_tol=1e-6))
@@ -148,14 +147,14 @@ def tick_text(value: float, step: float) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class _Axis:
-    """A range, and the distance of its ticks."""
+    """A range, and the distance between its ticks."""
 
     low: float
     high: float
     step: float
 
     def part(self, value: float) -> float:
-        """Where a value lies between the ends, from 0 to 1; what is above the range is at its end."""
+        """The position of a value in the range, from 0 to 1; a value above the range is at 1."""
         return (min(value, self.high) - self.low) / (self.high - self.low)
 
     def ticks(self) -> list[float]:
@@ -178,14 +177,14 @@ def _values_axis(values: Sequence[float], from_zero: bool, cuts_spikes: bool) ->
         margin = 0.5 * abs(low) or 1.0
         low, high = (low if from_zero else low - margin), high + margin
     step = _nice((high - low) / _TICKS)
-    # The line ends on ticks, so that it touches neither edge for want of room.
+    # The range ends on ticks, so that the line has room at both edges.
     low = step * math.floor(low / step + 1e-9)
     high = step * math.ceil(high / step - 1e-9)
     return _Axis(low=low, high=high, step=step)
 
 
 def _top(values: Sequence[float], low: float) -> float:
-    """The highest value, or less where a few are several times as far up as all others."""
+    """The highest value, or less if a few are several times as high as all others."""
     highest = max(values)
     usual = sorted(values)[int(_USUAL * (len(values) - 1))]
     if len(values) >= _ENOUGH_TO_CUT and highest - low > _FAR * (usual - low) > 0:
@@ -200,7 +199,7 @@ def _nice(rough: float) -> float:
 
 
 def _drawable(value: float | None) -> float | None:
-    """None for what has no place: not finite, or so large that a difference overflows."""
+    """None for a value that cannot be drawn: not finite, or so large that a difference overflows."""
     return value if value is not None and abs(value) < _BEFORE_OVERFLOW else None
 
 
@@ -222,14 +221,14 @@ def _beyond(steps: Sequence[int], series: Iterable[Series], top: float, unit: st
     if not above:
         return None
     highest, step = max(above)
-    what = "1 value lies" if len(above) == 1 else f"{len(above):,} values lie"
+    what = "1 value is" if len(above) == 1 else f"{len(above):,} values are"
     text = f"{highest:,.0f}" if 1e3 <= highest < 1e9 else f"{highest:.4g}"
     return f"{what} above the chart, up to {text}{unit and ' ' + unit} at step {step:,}."
 
 
 def _stroke(run: Sequence[Bucket], x: _Axis, y: _Axis) -> str:
     points = [_point(bucket.step, bucket.middle, x, y) for bucket in run]
-    # A line of no length, with round ends, is the dot that a lone value needs.
+    # A line of length zero with round ends is a dot, for a single value.
     return f"M{'L'.join(points if len(points) > 1 else points * 2)}"
 
 

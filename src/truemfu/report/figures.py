@@ -1,6 +1,6 @@
-"""The values a sweep's summary is made of: plain structs whose field names are the keys of its JSON.
+"""The values of a sweep's summary: plain structs whose field names are the keys of its JSON.
 
-What is not known, or was not reached, is None.
+Unknown values are None.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import msgspec
 
 
 class Experiment(msgspec.Struct, frozen=True, kw_only=True):
-    """One experiment in a row."""
+    """The figures of one experiment."""
 
     name: str
     trainer: str
@@ -61,15 +61,15 @@ class TrainerTotals(msgspec.Struct, frozen=True, kw_only=True):
     success_rate: float
     ends: dict[str, int]
     mean_peak_memory_common_bytes: float | None
-    """Over the points that every trainer finished (one that finished none aside): these can be compared."""
+    """Over the points that every trainer finished (ignoring those that finished none): comparable."""
     common_points: int
     mean_peak_memory_bytes: float | None
-    """Over all that this trainer finished: not the same points as another trainer's."""
+    """Over all points this trainer finished, which differ between trainers: not comparable."""
     finished_points: int
 
 
 class Ratio(msgspec.Struct, frozen=True, kw_only=True):
-    """One figure over the baseline's at equal points."""
+    """One figure relative to the baseline at equal points."""
 
     geometric_mean: float
     lowest: float
@@ -78,7 +78,7 @@ class Ratio(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AgainstBaseline(msgspec.Struct, frozen=True, kw_only=True):
-    """A trainer beside the baseline; above 1 is slower, larger, more work."""
+    """A trainer relative to the baseline; above 1 is slower, larger, more work."""
 
     trainer: str
     step_time: Ratio | None
@@ -94,7 +94,7 @@ class LargestBatch(msgspec.Struct, frozen=True, kw_only=True):
     largest_finished: int | None
     smallest_out_of_memory: int | None
     fits: str | None
-    """What was found to fit after an out-of-memory, in words."""
+    """What was found to fit after an out-of-memory, as text."""
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,7 +110,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SweepSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """All of it; its field names are the keys of the JSON."""
+    """The whole summary; its field names are the keys of the JSON."""
 
     sweep_id: str | None
     created_at_s: float | None

@@ -1,4 +1,4 @@
-"""What a folder holds, found out from its files, a monitored run or a sweep; and where its page may lie."""
+"""Detects whether a folder contains a run or a sweep, and where its HTML report may be written."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _A_SWEEP = f"a sweep ({RECORD_FILE}, {LOGS}, {RESULTS})"
 
 
 def load_folder(source: Path) -> LoadedRun | LoadedSweep:
-    """Read what lies in `source`: the folder of a run or of a sweep, or a file of its own."""
+    """Read `source`: the folder of a run or of a sweep, or one of its files."""
     if source.name in (RUN_FILE, LOG_FILE) and source.is_file():
         return load_run(source.parent)
     if source.name == RECORD_FILE and source.is_file():
@@ -30,18 +30,18 @@ def load_folder(source: Path) -> LoadedRun | LoadedSweep:
         files = SweepFolder(source)
         parts = [part for part in (files.results, files.logs) if part.is_dir()] or [files.record]
         raise UsageError(
-            f"{source} holds {_A_RUN} and {_A_SWEEP}: give {source / run_file} for the run, "
+            f"{source} contains {_A_RUN} and {_A_SWEEP}: give {source / run_file} for the run, "
             f"{' or '.join(map(str, parts))} for the sweep"
         )
     if sweep is not None:
         return sweep
     if not is_run:
-        raise UsageError(f"{source} holds neither {_A_RUN} nor {_A_SWEEP}")
+        raise UsageError(f"{source} contains neither {_A_RUN} nor {_A_SWEEP}")
     return load_run(source)
 
 
 def page_path(source: Path, found: LoadedRun | LoadedSweep) -> Path:
-    """Where the page lies if nothing else is said; `report.html` of a folder with a sweep is the sweep's."""
+    """The default path of the report; `report.html` in a folder with a sweep belongs to the sweep."""
     if source.is_dir():
         return source / PAGE_FILE
     folder = source.parent
@@ -50,17 +50,17 @@ def page_path(source: Path, found: LoadedRun | LoadedSweep) -> Path:
 
 
 def refuse_what_is_read(path: Path, found: LoadedRun | LoadedSweep) -> None:
-    """A page over a file it is made from would destroy the measurement, under whatever name or link."""
+    """Refuse a path that would overwrite a measurement, also through a link."""
     if not path.exists():
         return
     files = found.files if isinstance(found, LoadedRun) else files_of_sweep(found.source)
     for file in files:
         if file.exists() and path.samefile(file):
-            raise UsageError(f"{path} is a file this report is made from: give --output another name")
+            raise UsageError(f"{path} is an input file of this report: give --output another name")
 
 
 def _may_hold_sweep(folder: Path) -> bool:
-    """Whether a look is worth it; many a training script has a folder `logs` of its own."""
+    """A quick check: many training scripts have a `logs` folder too."""
     files = SweepFolder(folder)
     return files.record.is_file() or files.logs.is_dir() or files.results.is_dir()
 
@@ -68,5 +68,5 @@ def _may_hold_sweep(folder: Path) -> bool:
 def _sweep(folder: Path) -> LoadedSweep | None:
     try:
         return load_sweep(folder)
-    except UsageError:  # no experiment and no matrix of one
+    except UsageError:  # no experiment and no matrix
         return None

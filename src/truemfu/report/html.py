@@ -1,8 +1,8 @@
-"""One self-contained page: headings, sentences and tables, readable in light and dark, no outside asset.
+"""A self-contained HTML page: headings, sentences and tables, for light and dark mode, no external asset.
 
-The page's own policy lets a browser apply its styles and do nothing else: no script, no request. Whatever
-text goes into it is escaped, printable and at most `LONGEST_TEXT` characters long, since a browser takes very
-long to break a line of tens of thousands.
+The page's content security policy only allows its styles: no script, no request. All text in it is escaped,
+printable and at most `LONGEST_TEXT` characters long, since a browser takes very long to wrap a line of
+tens of thousands.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ LONGEST_TEXT = 2000
 class Section:
     """A heading, sentences under it, and a table whose first column is text and whose others are numbers.
 
-    `bars`, where given, are fractions between 0 and 1, drawn behind the last cell of each row. `log` is shown
-    line by line as it is.
+    `bars`, if given, are fractions between 0 and 1, drawn behind the last cell of each row. `log` is shown
+    line by line, unformatted.
     """
 
     heading: str
@@ -38,12 +38,12 @@ class Section:
 
 
 def write_page(path: Path, *, title: str, lead: str, sections: Sequence[Section]) -> Path:
-    """Write the page to `path` (its folder is made) and return where it lies."""
+    """Write the page to `path` (its folder is created) and return the path."""
     return write_template(path, "page.html.jinja", title=title, lead=lead, sections=sections)
 
 
 def write_template(path: Path, template: str, **values: Any) -> Path:
-    """Fill a template of this folder, write it to `path` (its folder is made) and return where it lies."""
+    """Fill a template of this folder, write it to `path` (its folder is created) and return the path."""
     environment = Environment(
         loader=PackageLoader("truemfu.report", "."), autoescape=True, trim_blocks=True, finalize=_shown
     )
@@ -55,12 +55,12 @@ def write_template(path: Path, template: str, **values: Any) -> Path:
 
 
 def _shown(value: Any) -> Any:
-    """Applied to all that a template puts into the page; markup is ours, as the paths of charts are."""
+    """Applied to every value in a template; `Markup` is trusted, such as the paths of charts."""
     if isinstance(value, str) and not isinstance(value, Markup):
         return shortened(printable(value), LONGEST_TEXT)
     return value
 
 
 def _code(text: str) -> Markup:
-    """Text in which `what stands between backticks` is set as code."""
+    """Text in which `backticks` mark code."""
     return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(_shown(text)))))

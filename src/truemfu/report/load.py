@@ -1,13 +1,12 @@
 """A sweep read back from its files: the whole folder, its logs alone, or its results alone.
 
-    sweep.json ─► which experiments there should be        (the denominator)
+    sweep.json ─► the requested experiments        (the denominator)
     results/<name>.json ─┐
-    logs/<name>.log ─────┴► what became of each            (`sweep.stored`)
+    logs/<name>.log ─────┴► the result of each            (`sweep.stored`)
 
-Nothing is skipped: a file that cannot be read and an experiment that left no result are entries of their own,
-with the reason; a damaged file whose result is in the other copy is named in a note; a file that neither is
-named like an experiment nor holds a result of that name is none, and is named. The files may have been
-copied from anywhere.
+Nothing is skipped: a file that cannot be read and an experiment without a result are separate entries, with
+the reason; a damaged file whose result is in the other copy is named in a note; so is a file that neither has
+the name of an experiment nor contains a result of that name. The files may have been copied from anywhere.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..errors import RecordError, UsageError
-from ..records import CaseResult, End, SweepRecord, read_record
+from ..records import CaseResult, Status, SweepRecord, read_record
 from ..sweep.cases import short_names
 from ..sweep.paths import LOGS, RECORD_FILE, RESULTS, SweepFolder
 from ..sweep.supervisor.stored import stored_result
 
 NOT_RUN = "not run"
-"""Beside the values of `End`: asked for, and never begun."""
+"""In addition to the values of `Status`: requested, and never started."""
 
 _NAME = re.compile(r"(?P<trainer>.+?)_bs(?P<batch_size>\d+)_seq(?P<seq_len>\d+)(?:_.*)?")
 
@@ -39,7 +38,7 @@ class Entry:
     batch_size: int | None
     seq_len: int | None
     end: str
-    """A value of `End`, or `NOT_RUN`."""
+    """A value of `Status`, or `NOT_RUN`."""
     result: CaseResult | None = None
     reason: str | None = None
     """Why there is no result."""
@@ -49,11 +48,11 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedSweep:
-    """A sweep as its files tell it."""
+    """A sweep as read from its files."""
 
     source: Path
     record: SweepRecord | None
-    """None where there is no sweep.json beside the files."""
+    """None without a sweep.json next to the files."""
     entries: tuple[Entry, ...]
     notes: tuple[str, ...] = ()
 
@@ -64,24 +63,24 @@ class _Missing:
     begun: bool
     log_tail: tuple[str, ...] = ()
     is_of_another: bool = False
-    """Whether all there is is a file with the result of another experiment."""
+    """Whether its files only contain the result of another experiment."""
 
 
 def load_sweep(source: Path | str) -> LoadedSweep:
-    """Read the sweep in `source`: a sweep's folder, or its `logs` or `results` folder alone."""
+    """Read the sweep in `source`: a sweep's folder, or only its `logs` or `results` folder."""
     source = Path(source)
     files = _files(source)
     notes: list[str] = []
     record = _record(files.record, notes)
     found = {name: _outcome(name, files, notes) for name in _names(files, record)}
-    strangers = _leave_out_strangers(found, record, notes)
+    foreign = _remove_foreign_files(found, record, notes)
     if not found:
-        expected = f"{source} holds no sweep: expected {LOGS} (*.log), {RESULTS} (*.json) or a {RECORD_FILE}"
-        raise UsageError("; ".join([expected, *notes]))
-    if strangers:
-        notes.append(f"left out, no experiments: {', '.join(strangers)}")
+        expected = f"expected {LOGS} (*.log), {RESULTS} (*.json) or a {RECORD_FILE}"
+        raise UsageError("; ".join([f"{source} does not contain a sweep: {expected}", *notes]))
+    if foreign:
+        notes.append(f"left out, not experiments: {', '.join(foreign)}")
     if record is not None:
-        _leave_out_other_sweeps(found, record, notes)
+        _remove_other_sweeps(found, record, notes)
     trainers = _trainer_of_prefix(found, record)
     entries = tuple(_entry(name, outcome, trainers) for name, outcome in found.items())
     return LoadedSweep(source=source, record=record, entries=entries, notes=tuple(notes))
@@ -99,14 +98,14 @@ def files_of_sweep(source: Path) -> list[Path]:
 
 
 def with_results(sweep: LoadedSweep, results: Iterable[CaseResult]) -> LoadedSweep:
-    """The same sweep with results that are at hand, and that a full disk may have kept from their files."""
+    """The same sweep with results in memory, which a full disk may have kept out of their files."""
     entries = {entry.name: entry for entry in sweep.entries}
     entries.update((result.name, entry_of(result)) for result in results)
     return replace(sweep, entries=tuple(entries.values()))
 
 
 def entry_of(result: CaseResult) -> Entry:
-    """An experiment whose result is at hand."""
+    """The entry of an experiment with a result."""
     return Entry(
         name=result.name,
         trainer=result.case.trainer,
@@ -118,15 +117,15 @@ def entry_of(result: CaseResult) -> Entry:
 
 
 def _files(source: Path) -> SweepFolder:
-    """Where each kind of file lies; a kind that is not there is a path at which nothing is."""
+    """The paths of the sweep's files; missing ones are paths that do not exist."""
     if not source.is_dir():
         what = "is a file" if source.exists() else "does not exist"
         raise UsageError(
             f"{source} {what}: expected the folder of a sweep, or its {LOGS} or {RESULTS} folder"
         )
-    around = SweepFolder(source.resolve().parent)
-    if source.resolve() in (around.logs, around.results) and os.path.lexists(around.record):
-        return around
+    parent = SweepFolder(source.resolve().parent)
+    if source.resolve() in (parent.logs, parent.results) and os.path.lexists(parent.record):
+        return parent
     files = SweepFolder(source)
     if os.path.lexists(files.record) or files.logs.is_dir() or files.results.is_dir():
         return files
@@ -140,12 +139,12 @@ def _record(path: Path, notes: list[str]) -> SweepRecord | None:
     try:
         return read_record(path, SweepRecord)
     except RecordError as error:
-        notes.append(f"{error}; experiments that left no file are not known")
+        notes.append(f"{error}; experiments without a file are not known")
         return None
 
 
 def _names(files: SweepFolder, record: SweepRecord | None) -> list[str]:
-    """Every experiment that was asked for or left a file, in the order of the matrix."""
+    """Every experiment that was requested or has a file, in the order of the matrix."""
     names = dict.fromkeys(record.cases if record is not None else ())
     for name in files.result_names() + files.log_names():
         names.setdefault(name)
@@ -159,9 +158,9 @@ def _outcome(name: str, files: SweepFolder, notes: list[str]) -> CaseResult | _M
         return stored.result
     reasons = [*stored.faults]
     if os.path.lexists(files.marker(name)):
-        reasons.append("still running, or its supervisor ended before it did")
+        reasons.append("still running, or its supervisor ended before it finished")
     if not reasons:
-        return _Missing(reason="asked for, but never begun", begun=False)
+        return _Missing(reason="requested, but never started", begun=False)
     return _Missing(
         reason="; ".join(reasons),
         begun=True,
@@ -170,10 +169,10 @@ def _outcome(name: str, files: SweepFolder, notes: list[str]) -> CaseResult | _M
     )
 
 
-def _leave_out_other_sweeps(
+def _remove_other_sweeps(
     found: dict[str, CaseResult | _Missing], record: SweepRecord, notes: list[str]
 ) -> None:
-    """Files of another sweep in the same folder are no part of this one, and that is said."""
+    """Remove results of another sweep in the same folder, with a note."""
     others = [
         name
         for name, outcome in found.items()
@@ -187,32 +186,32 @@ def _leave_out_other_sweeps(
         notes.append(f"left out, results of another sweep: {', '.join(others)}")
 
 
-def _leave_out_strangers(
+def _remove_foreign_files(
     found: dict[str, CaseResult | _Missing], record: SweepRecord | None, notes: list[str]
 ) -> list[str]:
-    """Take out files that only lie beside the others, whoever put them there, and name them."""
-    asked = record.cases if record is not None else ()
-    beside = {
+    """Remove files that are not part of the sweep; the names of those that are not experiments."""
+    requested = record.cases if record is not None else ()
+    unrequested = {
         name: outcome
         for name, outcome in found.items()
-        if isinstance(outcome, _Missing) and name not in asked
+        if isinstance(outcome, _Missing) and name not in requested
     }
-    copies = [name for name, outcome in beside.items() if outcome.is_of_another]
+    copies = [name for name, outcome in unrequested.items() if outcome.is_of_another]
     for name in copies:
-        notes.append(f"left out: {beside[name].reason}")
-        del found[name], beside[name]
-    strangers = [name for name in beside if not _NAME.fullmatch(name)]
-    for name in strangers:
+        notes.append(f"left out: {unrequested[name].reason}")
+        del found[name], unrequested[name]
+    foreign = [name for name in unrequested if not _NAME.fullmatch(name)]
+    for name in foreign:
         del found[name]
-    return strangers
+    return foreign
 
 
 def _trainer_of_prefix(
     found: Mapping[str, CaseResult | _Missing], record: SweepRecord | None
 ) -> Mapping[str, str]:
-    """File names begin with a short form of a trainer's name; here is the whole of it."""
-    asked = record.config.get("trainers") if record is not None else None
-    names = [name for name in asked if isinstance(name, str)] if isinstance(asked, list) else []
+    """The full name of a trainer by the short form with which file names begin."""
+    requested = record.config.get("trainers") if record is not None else None
+    names = [name for name in requested if isinstance(name, str)] if isinstance(requested, list) else []
     whole = {short: name for name, short in short_names(names).items()}
     for name, outcome in found.items():
         if isinstance(outcome, CaseResult) and (parts := _NAME.fullmatch(name)):
@@ -230,7 +229,7 @@ def _entry(name: str, outcome: CaseResult | _Missing, trainers: Mapping[str, str
         trainer=trainers.get(prefix, prefix),
         batch_size=int(parts["batch_size"]) if parts else None,
         seq_len=int(parts["seq_len"]) if parts else None,
-        end=End.LOST.value if outcome.begun else NOT_RUN,
+        end=Status.LOST.value if outcome.begun else NOT_RUN,
         reason=outcome.reason,
         log_tail=outcome.log_tail,
     )

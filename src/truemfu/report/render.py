@@ -1,10 +1,10 @@
-"""A summary as text: tables for a terminal or a page, Markdown, CSV, JSON.
+"""A summary as text: tables for a terminal or an HTML page, Markdown, CSV, JSON.
 
 SweepSummary ─► tables_of, failure_texts ─► terminal (cli/summarize.py), markdown, page (sweep_page.py)
              └► csv_text, json_text: raw values in base units, for other programs
 
-Names, messages and logs come from other people's files. In Markdown they are text (no link, image or HTML of
-theirs works), in CSV none of them is a formula, and nowhere is a control character written as it is.
+Names, messages and logs come from other people's files. In Markdown they are plain text (no active link,
+image or HTML), in CSV none of them is a formula, and control characters are always escaped.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from types import MappingProxyType
 
 import msgspec
 
-from ..records import End
+from ..records import Status
 from ..text import on_one_line, printable
 from .figures import Experiment, Failure, Ratio, SweepSummary
 
@@ -33,19 +33,19 @@ class TextTable:
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     sentence: str | None = None
-    """What the reader needs to know to read it right."""
+    """What the reader needs to know to interpret it."""
 
 
 def headline(summary: SweepSummary) -> str:
     """The sweep in one line."""
     totals = summary.totals
-    ends = ", ".join(f"{count} {end}" for end, count in totals.ends.items())
+    statuses = ", ".join(f"{count} {status}" for status, count in totals.ends.items())
     rate = f"{totals.succeeded} of {totals.experiments} experiments succeeded"
-    return f"{rate} ({share(totals.success_rate)}): {ends}"
+    return f"{rate} ({share(totals.success_rate)}): {statuses}"
 
 
 def tables_of(summary: SweepSummary) -> list[TextTable]:
-    """The tables worth showing, in reading order; failures come as text of their own."""
+    """The tables to show, in reading order; failures are separate text."""
     tables = [_experiments(summary), _trainers(summary)]
     if summary.against_baseline:
         tables.append(_against_baseline(summary))
@@ -55,7 +55,7 @@ def tables_of(summary: SweepSummary) -> list[TextTable]:
 
 
 def failure_texts(summary: SweepSummary) -> list[tuple[str, list[str]]]:
-    """Each failure as a line that says what happened, and the last lines of its log."""
+    """Each failure as one line, and the last lines of its log."""
     return [(_failure_line(failure), failure.log_tail) for failure in summary.failures]
 
 
@@ -81,7 +81,7 @@ def markdown(summary: SweepSummary) -> str:
 def csv_text(summary: SweepSummary) -> str:
     """One row per experiment, every field of `Experiment`, nothing rounded; unknown is empty.
 
-    Text that a spreadsheet would take for a formula has `'` before it.
+    Text that a spreadsheet would read as a formula is prefixed with `'`.
     """
     text = io.StringIO()
     fields = [field.name for field in msgspec.structs.fields(Experiment)]
@@ -101,7 +101,7 @@ WRITERS: Mapping[str, Callable[[SweepSummary], str]] = MappingProxyType(
 
 
 def context_lines(summary: SweepSummary) -> list[str]:
-    """The models' true sizes, and where it ran; empty where no experiment told."""
+    """The models' parameter counts, devices and versions; empty if no experiment recorded them."""
     sizes = {row.model: row.parameters for row in summary.experiments if row.parameters is not None}
     lines = (
         [", ".join(f"{model}: {count:,} parameters" for model, count in sizes.items()) + "."] if sizes else []
@@ -119,7 +119,7 @@ def _experiments(summary: SweepSummary) -> TextTable:
             "Median step time with its standard error; MFU is the model's work over time and peak, HFU the "
             f"executed work. Peak memory: {summary.memory_kind or 'not measured'}."
         ),
-        columns=("experiment", "end", "step", "±", "tokens/s", "peak memory", "HFU", "MFU"),
+        columns=("experiment", "status", "step", "±", "tokens/s", "peak memory", "HFU", "MFU"),
         rows=[
             (
                 row.name,
@@ -141,7 +141,7 @@ def _trainers(summary: SweepSummary) -> TextTable:
         title="Trainers",
         sentence=(
             "Every experiment is in the rate. Compare the means over points that all trainers finished; "
-            "the others cover whatever each one finished."
+            "the others cover different points for each trainer."
         ),
         columns=(
             "trainer",
@@ -190,7 +190,7 @@ def _against_baseline(summary: SweepSummary) -> TextTable:
 def _largest_batches(summary: SweepSummary) -> TextTable:
     return TextTable(
         title="Largest batch",
-        sentence="Where memory ran out: what finished, what did not, and what was then found to fit.",
+        sentence="After out-of-memory failures: batches that finished, batches that did not, and what fits.",
         columns=("trainer", "model", "sequence", "dtype", "finished", "out of memory", "found to fit"),
         rows=[
             (
@@ -209,7 +209,7 @@ def _largest_batches(summary: SweepSummary) -> TextTable:
 
 def _failure_line(failure: Failure) -> str:
     details = [f"{failure.name}: {failure.end}"]
-    if failure.phase and failure.end != End.PRUNED.value:
+    if failure.phase and failure.end != Status.PRUNED.value:
         details.append(f" in phase {failure.phase}")
     if failure.signal:
         details.append(f" ({failure.signal})")
@@ -232,8 +232,8 @@ def _ratio(ratio: Ratio | None) -> tuple[str, str]:
 _ACTIVE_IN_MARKDOWN = re.compile(
     r"""
     [\\`*<|\[\]~&]                 # code, emphasis, HTML, cells, links and images, entities
-    | (?<![^\W_])_ | _(?![^\W_])   # emphasis; `bs4_seq512` needs no help
-    | :(?=//) | (?<=www)\.         # addresses that become links by themselves
+    | (?<![^\W_])_ | _(?![^\W_])   # emphasis; `bs4_seq512` is left as it is
+    | :(?=//) | (?<=www)\.         # addresses that become links automatically
     """,
     re.VERBOSE | re.IGNORECASE,
 )
@@ -244,12 +244,12 @@ def _markdown_row(cells: Sequence[str]) -> str:
 
 
 def _markdown_cell(text: str) -> str:
-    """What an exception or a name holds is shown as it is, and does nothing."""
+    """Text of an exception or a name, escaped so that it has no effect."""
     return _ACTIVE_IN_MARKDOWN.sub(r"\\\g<0>", on_one_line(text))
 
 
 def _markdown_text(text: str) -> str:
-    """The same at the beginning of a line: no heading, quote or list."""
+    """The same at the start of a line: no heading, quote or list."""
     return re.sub(r"^[#>+-]", r"\\\g<0>", _markdown_cell(text))
 
 
@@ -280,7 +280,7 @@ def duration(seconds: float | None) -> str:
 
 
 def size(count_bytes: float | None) -> str:
-    """Bytes in the binary unit that leaves a number one can read."""
+    """Bytes in a readable binary unit."""
     if count_bytes is None:
         return UNKNOWN
     return f"{count_bytes / 2**30:.2f} GiB" if count_bytes >= 2**30 else f"{count_bytes / 2**20:.1f} MiB"

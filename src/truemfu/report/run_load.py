@@ -1,10 +1,10 @@
-"""A monitored run read back from its folder: what is true of it, and its rows.
+"""A monitored run read back from its folder: its record and its rows.
 
-    training_run.json ─► RunRecord       what is true of the run, and at its end the summary
-    training_log.json ─► LogRow …        one row a logged step; of two rows of one step the last counts
+    training_run.json ─► RunRecord       facts about the run, and at its end the summary
+    training_log.json ─► LogRow …        one row per logged step; of two rows of one step the last counts
 
-Both may be damaged, or one may be missing: a run that was killed, a file copied while it grew. What can be
-read is read, and what could not be is said in `notes`. The files may have been copied from anywhere.
+Both may be damaged, or one may be missing: a run that was killed, a file copied while it grew. Everything
+readable is read, and `notes` names the rest. The files may have been copied from anywhere.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from .. import plain_files
 from ..errors import RecordError, UsageError
 from ..records import LOG_FILE, RUN_FILE, RunRecord, read_record
 
-_WITHOUT_RECORD = "device, versions and the run's summary are not known, and what is shown comes from its log"
+_WITHOUT_RECORD = "device, versions and the run's summary are not known; this report is based on its log"
 
 
 class LogRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A row of the log, as far as the report shows it; everything else in it is left alone."""
+    """The values of a log row that the report shows; all others are ignored."""
 
     global_step: int
     loss: float | None = msgspec.field(name="training/loss", default=None)
@@ -42,15 +42,15 @@ class LogRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     forwards_between_steps: int = msgspec.field(name="perf/forwards_between_steps", default=0)
     method: str | None = msgspec.field(name="perf/method", default=None)
     hfu_method: str | None = msgspec.field(name="perf/hfu_method", default=None)
-    """What the executed work rests on, where that is not the count."""
+    """The source of the executed work, if that is not the count."""
     is_warmup: bool = msgspec.field(name="perf/warmup", default=False)
     non_finite: dict[str, str] = {}
-    """Which metric was no finite number, and which kind: its own value is then None."""
+    """Metrics that were not finite, with "nan" or "inf": their own values are then None."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LastWindow:
-    """What the last row with anything from hardware counters says of their last window."""
+    """The last window of hardware counters, from the last row that has one."""
 
     step: int
     metrics: Mapping[str, float]
@@ -60,27 +60,27 @@ class LastWindow:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedRun:
-    """A run as its files tell it."""
+    """A run as read from its files."""
 
     folder: Path
     record: RunRecord | None
-    """None where there is no run file, or none that can be read."""
+    """None without a readable run file."""
     rows: tuple[LogRow, ...]
     """By step, each step once."""
     last_window: LastWindow | None = None
-    """Sought only where there is no summary, which speaks of all windows."""
+    """Only read without a summary, which covers all windows."""
     notes: tuple[str, ...] = ()
-    """What is wrong with the files, in sentences."""
+    """Sentences about problems with the files."""
 
     @property
     def files(self) -> list[Path]:
-        """Those it was read from."""
+        """The files it was read from."""
         log_name = LOG_FILE if self.record is None else _log_name(self.record)
         return [self.folder / RUN_FILE, self.folder / log_name]
 
 
 def holds_run(folder: Path) -> bool:
-    """Whether a monitor has written here."""
+    """Whether the folder contains files of a monitor."""
     return (folder / RUN_FILE).is_file() or (folder / LOG_FILE).is_file()
 
 
@@ -88,28 +88,28 @@ def load_run(folder: Path | str) -> LoadedRun:
     """Read the run in `folder`, the `output_dir` of a TrainingMonitor."""
     folder = Path(folder)
     if not holds_run(folder):
-        raise UsageError(f"{folder} holds no run: expected {RUN_FILE} or {LOG_FILE}")
+        raise UsageError(f"{folder} does not contain a run: expected {RUN_FILE} or {LOG_FILE}")
     notes: list[str] = []
     record, fault = _record(folder / RUN_FILE)
     if fault is not None:
         notes.append(f"{fault}; {_WITHOUT_RECORD}.")
     elif record is not None and record.summary is None:
         notes.append(
-            "The run has no summary yet: it is still going on, or it ended without closing its monitor; "
-            "what is shown comes from its log."
+            "The run has no summary yet: it is still running, or it ended without closing its monitor; "
+            "this report is based on its log."
         )
     log_name = LOG_FILE if record is None else _log_name(record)
     found = _rows(folder / log_name, notes)
     if record is None and not found:
         raise UsageError(
-            f"{folder} holds nothing of a run that can be read: {fault}, and the log {log_name} has no row "
-            "that can be"
+            f"{folder} does not contain a readable run: {fault}, and the log {log_name} has no readable row"
         )
     summary = None if record is None else record.summary
     logged = None if summary is None else summary.steps
     if logged is not None and len(found) > logged:
         notes.append(
-            f"The log holds {len(found):,} steps, the summary is of the last start alone: {logged:,} steps."
+            f"The log contains {len(found):,} steps, the summary only covers the last start: "
+            f"{logged:,} steps."
         )
     return LoadedRun(
         folder=folder,
@@ -121,12 +121,12 @@ def load_run(folder: Path | str) -> LoadedRun:
 
 
 def _log_name(record: RunRecord) -> str:
-    """A name alone: the files may come from anywhere, and lead nowhere else."""
+    """Only the file name: files from elsewhere must not lead out of the folder."""
     return Path(record.log_file).name
 
 
 def _record(path: Path) -> tuple[RunRecord | None, str | None]:
-    """The run file, or what is wrong with it."""
+    """The run file, or its problem."""
     if not path.is_file():
         return None, f"The run file {path.name} is missing"
     try:
@@ -136,7 +136,7 @@ def _record(path: Path) -> tuple[RunRecord | None, str | None]:
 
 
 _FoundRow = tuple[LogRow, msgspec.Raw]
-"""A row, and its JSON for what is not in `LogRow`."""
+"""A row, and its JSON for values that are not in `LogRow`."""
 
 
 def _rows(path: Path, notes: list[str]) -> list[_FoundRow]:
@@ -152,11 +152,13 @@ def _rows(path: Path, notes: list[str]) -> list[_FoundRow]:
         found, unread = _whole_rows(data)
         cut = not data.rstrip(b"\0 \t\r\n").endswith(b"]")
         what = "is cut off" if cut else "is damaged"
-        notes.append(f"The log {path.name} {what}: {len(found):,} rows were read, {unread:,} could not be.")
+        notes.append(
+            f"The log {path.name} {what}: {len(found):,} rows were read, {unread:,} could not be read."
+        )
     by_step = {row.global_step: (row, raw) for row, raw in found}
     if again := len(found) - len(by_step):
-        what = "1 row is" if again == 1 else f"{again:,} rows are"
-        notes.append(f"{what} of a step that was logged again (the run was restarted): the last row counts.")
+        what = "1 row repeats" if again == 1 else f"{again:,} rows repeat"
+        notes.append(f"{what} a step that was logged again (the run was restarted): the last row counts.")
     return [by_step[step] for step in sorted(by_step)]
 
 
@@ -190,7 +192,7 @@ _ROW_BEGINS = re.compile(r"\n\s*\{")
 
 
 def _whole_rows(data: bytes) -> tuple[list[_FoundRow], int]:
-    """Every row of a damaged log that is whole, and how many are not."""
+    """Every complete row of a damaged log, and the number of incomplete ones."""
     text = data.decode("utf-8", errors="replace")
     parse = json.JSONDecoder().raw_decode
     rows: list[_FoundRow] = []

@@ -1,4 +1,4 @@
-"""A monitored run as one self-contained page: figures, charts, where the peak went, what went wrong."""
+"""A monitored run as a self-contained HTML report: figures, charts, waterfall, warnings."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 
 def write_run_page(path: Path, run: LoadedRun) -> Path:
-    """Write the page to `path` and return where it lies."""
+    """Write the report to `path` and return the path."""
     record = run.record or RunRecord()
     summary = record.summary or summary_of_log(run.rows, run.last_window)
     return write_template(
@@ -51,7 +51,7 @@ def write_run_page(path: Path, run: LoadedRun) -> Path:
             ("Notes", [*_non_finite(run.rows), *summary.notes]),
         ],
         nothing_to_remark=(
-            "Nothing was lost, and there was nothing to warn of."
+            "Nothing was lost, and there were no warnings."
             if record.summary is not None
             else f"Not known: {NO_SUMMARY}."
         ),
@@ -70,7 +70,7 @@ def _lead(record: RunRecord, summary: RunSummary) -> str:
 
 
 def _charts(rows: Sequence[LogRow], summary: RunSummary) -> list[Chart]:
-    """Those that have something to draw."""
+    """The charts that have values."""
     if not rows:
         return []
     steps = [row.global_step for row in rows]
@@ -81,7 +81,7 @@ def _charts(rows: Sequence[LogRow], summary: RunSummary) -> list[Chart]:
             steps,
             [_series("loss", (row.loss for row in rows), 1)],
             from_zero=False,
-            cuts_spikes=False,  # the first losses are far above the others, and no accident
+            cuts_spikes=False,  # the first losses are far above the others, but not outliers
         ),
         line_chart("MFU and HFU", steps, _utilization(rows), unit="%"),
         line_chart(
@@ -95,7 +95,7 @@ def _charts(rows: Sequence[LogRow], summary: RunSummary) -> list[Chart]:
 
 
 def _utilization(rows: Sequence[LogRow]) -> list[Series]:
-    """MFU and HFU; one line where nothing was executed beyond what the model needs."""
+    """MFU and HFU; one line if they are equal."""
     mfu = _series("MFU", (row.mfu for row in rows), 100)
     hfu = _series("HFU", (row.hfu for row in rows), 100)
     return [replace(mfu, name="MFU, equal to HFU")] if mfu.values == hfu.values else [mfu, hfu]
@@ -106,16 +106,16 @@ def _series(name: str, values: Iterable[float | None], times: float) -> Series:
 
 
 def _time_unit(seconds: float | None) -> tuple[float, str]:
-    """The unit in which a usual step has a number one can read."""
+    """A readable unit for the usual step time."""
     return next((unit for unit in _TIME_UNITS if (seconds or 1.0) >= unit[0]), _TIME_UNITS[-1])
 
 
 def _non_finite(rows: Iterable[LogRow]) -> list[str]:
-    """A loss that is no number is a gap in its chart, which alone nobody would see."""
+    """A sentence about a NaN or infinite loss: its gap in the chart is easily missed."""
     odd = [row for row in rows if "training/loss" in row.non_finite]
     if not odd:
         return []
     what = "1 step" if len(odd) == 1 else f"{len(odd):,} steps"
     first = odd[0]
     kind = first.non_finite["training/loss"]
-    return [f"The loss was no finite number at {what}, first at step {first.global_step:,} ({kind})."]
+    return [f"The loss was not finite at {what}, first at step {first.global_step:,} ({kind})."]

@@ -1,7 +1,7 @@
-"""What a run comes to so far, from its log alone: for a run that has not ended, or not properly.
+"""A run's summary so far, only from its log: for a run that is still running or was killed.
 
-The monitor's own summary is better where there is one: it knows how many steps lie between two rows, and
-what the monitor cost.
+The monitor's own summary is better if there is one: it knows the number of steps between two rows, and the
+cost of the monitor.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _LOSS = "perf/loss/"
 
 
 def summary_of_log(rows: Sequence[LogRow], last_window: LastWindow | None = None) -> RunSummary:
-    """Medians over the rows after warm-up, or over all where there are no others; the hardware's figures are
-    those of the last window."""
+    """Medians over the rows after warm-up, or over all if there are no others; hardware figures are those of
+    the last window."""
     steady = [row for row in rows if not row.is_warmup and row.step_time_s is not None]
     over = steady or rows
     between_share = _share_of_time((row.between_steps_s, row.step_time_s) for row in steady)
@@ -46,7 +46,7 @@ def summary_of_log(rows: Sequence[LogRow], last_window: LastWindow | None = None
 
 
 def peak_flops_per_s(rows: Sequence[LogRow]) -> float | None:
-    """The peak the last MFU was taken against: FLOP/s over MFU."""
+    """The peak of the last MFU: FLOP/s over MFU."""
     for row in reversed(rows):
         if row.mfu and row.tflops_per_gpu:
             return 1e12 * row.tflops_per_gpu / row.mfu
@@ -59,7 +59,7 @@ def _median(values: Iterable[float | None]) -> float | None:
 
 
 def _padding_lost(rows: Iterable[LogRow]) -> float | None:
-    """One less useful tokens over tokens; a row's tokens are its rate times its time."""
+    """1 − useful tokens / tokens; a row's tokens are its rate times its time."""
     tokens = useful = 0.0
     for row in rows:
         if (
@@ -74,7 +74,7 @@ def _padding_lost(rows: Iterable[LogRow]) -> float | None:
 
 
 def _share_of_time(spent: Iterable[tuple[float | None, float | None]]) -> float | None:
-    """Of seconds spent on something in each step, over those of all steps; None where none has any."""
+    """Seconds spent on something in each step, over the time of all steps; None without values."""
     seconds = list(spent)
     known = [spent_s for spent_s, _ in seconds if spent_s is not None]
     time_s = sum(step_time_s or 0.0 for _, step_time_s in seconds)
@@ -82,7 +82,7 @@ def _share_of_time(spent: Iterable[tuple[float | None, float | None]]) -> float 
 
 
 def _hardware(window: LastWindow, rows: Sequence[LogRow]) -> RunHardware:
-    """A row's metrics of a window as the summary would have them; advice needs more than a row says."""
+    """A row's metrics of a window in the summary's form; a row is not enough for advice."""
     told = window.metrics.get
     rate_tflops, hfu, clock_mhz = (
         told(f"perf/{name}") for name in ("executed_tflops_per_gpu", "executed_hfu", "sm_clock_mhz")
@@ -109,7 +109,7 @@ def _hardware(window: LastWindow, rows: Sequence[LogRow]) -> RunHardware:
 
 
 def _parts(shares: Mapping[str, float]) -> list[WaterfallPart]:
-    """The parts of a waterfall from `perf/loss/<key>`, in the row's order, with the names they have there."""
+    """The parts of a waterfall from `perf/loss/<key>`, in the row's order, with the waterfall's names."""
     if USEFUL not in shares:
         return []
     every = _every_part(
@@ -129,7 +129,7 @@ def _parts(shares: Mapping[str, float]) -> list[WaterfallPart]:
 
 
 def _every_part(*, is_clock_gain: bool, has_between_steps: bool) -> dict[str, Part]:
-    """Every part there can be by its key: those of a waterfall of which everything is known."""
+    """All possible parts by key: those of a waterfall with all values known."""
     fall = waterfall(
         WaterfallInputs(
             peak_flops_per_s=1.0,
@@ -157,12 +157,12 @@ def _name(key: str, shares: Mapping[str, float], every: Mapping[str, Part]) -> s
     if key == USEFUL and "padding_tokens" not in shares:
         return "the model's FLOPs, padding tokens included"
     if key == "unexplained":
-        return "not told apart"
+        return "not separated"
     return _either([every[one].name if one in every else one.replace("_", " ") for one in key.split("_or_")])
 
 
 def _inner(outer: Part, shares: Mapping[str, float]) -> list[WaterfallPart]:
-    """The parts of a part; what was not told apart is in the last of them."""
+    """The parts of a part; the rest is in the last of them."""
     told = [inner for inner in outer.of if inner.key in shares]
     unknown = [inner.name for inner in outer.of if inner.key not in shares]
     return [

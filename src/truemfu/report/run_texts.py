@@ -1,6 +1,6 @@
-"""A run in words and figures: what it was, what it came to, what its GPU's counters say.
+"""Texts and figures about a run: its facts, results, and the GPU's counters.
 
-What is not known says "unknown", and why.
+Unknown values are "unknown", with the reason.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .run_load import LastWindow, LogRow
 from .run_summary import peak_flops_per_s
 
 UNKNOWN = "unknown"
-NO_SUMMARY = "only the summary of a closed run says it, and this run has none"
+NO_SUMMARY = "only the summary of a closed run has it, and this run has none"
 NO_ROWS = "the log has no rows"
 
 
@@ -63,16 +63,16 @@ def _trained(record: RunRecord) -> list[tuple[str, str]]:
             text += f", {model.trainable_parameters:,} of them trained"
         lines.append(("model", text))
     if record.batch_shapes:
-        kinds = [
+        shapes = [
             ", ".join(f"{name} {'×'.join(map(str, shape)) or '()'}" for name, shape in kind.items())
             for kind in record.batch_shapes
         ]
-        lines.append(("batches", "; ".join(kinds)))
+        lines.append(("batches", "; ".join(shapes)))
     return lines
 
 
 def figures(record: RunRecord, summary: RunSummary, rows: Sequence[LogRow]) -> list[Figure]:
-    """What the run came to."""
+    """The results of the run."""
     if record.summary is None and not rows:
         labels = (figure.label for figure in _figures(record, summary, rows))
         return [Figure(label=label, value=UNKNOWN, remark=NO_ROWS) for label in labels]
@@ -89,7 +89,13 @@ def _figures(record: RunRecord, summary: RunSummary, rows: Sequence[LogRow]) -> 
         ),
         _figure("MFU, median", share, summary.median_mfu, "the model's work, by the count", why_not),
         _figure("HFU, median", share, summary.median_hfu, f"the executed work, by {executed_by}", why_not),
-        _figure("tokens/s", number, summary.median_tokens_per_second, scope, "no batch said its tokens"),
+        _figure(
+            "tokens/s",
+            number,
+            summary.median_tokens_per_second,
+            scope,
+            "no batch had a known number of tokens",
+        ),
         _figure("samples/s", number, summary.median_samples_per_second, scope, "no batch was seen"),
         _figure("padding lost", share, summary.padding_lost, "of all tokens", "no attention mask was seen"),
         _figure("waiting for data", share, summary.data_wait_share, "of the time", "no loader was seen"),
@@ -105,11 +111,11 @@ def _figures(record: RunRecord, summary: RunSummary, rows: Sequence[LogRow]) -> 
 
 
 def hardware_figures(hardware: RunHardware, scope: str | None) -> list[Figure]:
-    """What the counters say; the remark sets it beside what was counted or reported.
+    """Figures of the counters; the remark compares them with the count or the driver.
 
-    `scope` is whose the energy is; all else is of this GPU.
+    `scope` is what the energy covers; everything else is for this GPU.
     """
-    silent = "the counters did not say"
+    not_read = "the counters did not report it"
     no_rate = "the tensor pipe's activity, the clock or the chip's rate is not known"
     no_ratio = "the counted or the executed work is not known"
     counted = ""
@@ -131,39 +137,39 @@ def hardware_figures(hardware: RunHardware, scope: str | None) -> list[Figure]:
             "executed over expected",
             _ratio,
             hardware.executed_over_expected,
-            remark("expected: the count, with what tiles overhang and without what masks skip"),
+            remark("expected: the count, including overhanging tiles, without work that masks skip"),
             no_ratio,
         ),
-        _figure("SM clock", _clock, hardware.clock_hz, _clock_remark(hardware), silent),
-        _figure("tensor pipe active", share, hardware.tensor_active, "of the cycles", silent),
-        _figure("SMs active", share, hardware.sm_active, "of the cycles", silent),
-        _figure("memory active", share, hardware.dram_active, "of the cycles", silent),
-        _figure("power", lambda watt: f"{watt:,.0f} W", hardware.power_w, "mean of this GPU", silent),
-        _figure("energy of a step", _energy, hardware.energy_j_per_step, scope, silent),
+        _figure("SM clock", _clock, hardware.clock_hz, _clock_remark(hardware), not_read),
+        _figure("tensor pipe active", share, hardware.tensor_active, "of the cycles", not_read),
+        _figure("SMs active", share, hardware.sm_active, "of the cycles", not_read),
+        _figure("memory active", share, hardware.dram_active, "of the cycles", not_read),
+        _figure("power", lambda watt: f"{watt:,.0f} W", hardware.power_w, "mean of this GPU", not_read),
+        _figure("energy of a step", _energy, hardware.energy_j_per_step, scope, not_read),
         _figure(
             "energy of a million tokens",
             _energy,
             hardware.energy_j_per_million_tokens,
             scope,
-            silent if hardware.energy_j_per_step is None else "no batch said its tokens",
+            not_read if hardware.energy_j_per_step is None else "no batch had a known number of tokens",
         ),
     ]
 
 
 def why_no_waterfall(record: RunRecord, summary: RunSummary) -> str:
-    """What stands where the waterfall would: why there is none, and how to get one."""
+    """The text in place of a waterfall: why there is none, and how to get one."""
     needs = "an NVIDIA GPU with GPM counters (Hopper or newer)"
     if summary.hardware is not None:
         return "Not known: counters were read, but the device's peak or the model's FLOPs are not known."
     if record.mode == "hybrid" and record.summary is not None:
         return (
-            f"Not known: the mode was hybrid, but no counters were read. They need {needs} and the right to "
-            "read them; where a warning below names the cause, start there."
+            f"Not known: the mode was hybrid, but no counters were read. They need {needs} and permission "
+            "to read them; see also the warnings below."
         )
     if record.mode == "hybrid":
         return (
             "Not known: the mode is hybrid, but no row of the log has anything from counters. Either no "
-            f"window of them has ended yet, or they cannot be read: they need {needs} and the right to read "
+            f"window of them has ended yet, or they cannot be read: they need {needs} and permission to read "
             "them."
         )
     why_not = "the log has nothing from hardware counters"
@@ -171,15 +177,15 @@ def why_no_waterfall(record: RunRecord, summary: RunSummary) -> str:
         why_not = f"this run read no hardware counters, its mode is {record.mode}"
     return (
         f"Not known: {why_not}. With `mfu_calculation_mode: hybrid` under `monitoring`, on {needs}, this "
-        "section takes the peak apart: clock, idle time, work off the tensor cores, tile padding, "
+        "section splits the peak: clock, idle time, work off the tensor cores, tile padding, "
         "recomputation, padding tokens, and what was useful."
     )
 
 
 def of_last_window(last_window: LastWindow) -> str:
-    """What hardware figures from a row of the log are figures of."""
+    """What the hardware figures from a row of the log cover."""
     return (
-        "Without the run's summary, this is of the last window of counters alone, as logged at step "
+        "Without the run's summary, this only covers the last window of counters, as logged at step "
         f"{last_window.step:,}."
     )
 
@@ -196,7 +202,7 @@ def started(record: RunRecord) -> str | None:
 
 
 def share(fraction: float) -> str:
-    """A share in percent; a small one keeps two digits that say something."""
+    """A share in percent; a small one with two significant digits."""
     percent = 100 * fraction
     return f"{percent:.1f} %" if abs(percent) >= 1 or not percent else f"{percent:.2g} %"
 
@@ -243,7 +249,7 @@ def _steps(summary: RunSummary, rows: Sequence[LogRow]) -> str:
     if summary.warmup_steps:
         words.append(f"{summary.warmup_steps:,} of them warm-up")
     if rows:
-        words.append(f"the log reaches from {rows[0].global_step:,} to {rows[-1].global_step:,}")
+        words.append(f"the log covers {rows[0].global_step:,} to {rows[-1].global_step:,}")
     return "; ".join(words)
 
 
@@ -265,7 +271,7 @@ def _cost(cost: MonitorCost | None) -> Figure:
 
 
 def _cost_once(cost: MonitorCost) -> str:
-    """What the monitor cost beside its part of each step."""
+    """The cost of the monitor outside of steps."""
     parts = (
         (cost.checks_s, "setting up and checks"),
         (cost.counting_s, "counting"),
@@ -284,13 +290,13 @@ def _windows(hardware: RunHardware) -> str:
 def _clock_remark(hardware: RunHardware) -> str:
     if hardware.clock_source == "driver" or hardware.clock_hz == hardware.reported_clock_hz:
         return (
-            "the driver reports the clock it asked for; in steady tensor work on an H200 the SMs count "
-            "4 to 11 % less"
+            "the driver reports the clock it requested; in steady tensor work on an H200 the actual clock "
+            "is 4 to 11 % lower"
         )
     words = [f"by {hardware.clock_source}"] if hardware.clock_source else []
     if hardware.reported_clock_hz is not None:
         words.append(f"the driver reports {_clock(hardware.reported_clock_hz)}")
-    return "; ".join(words) or "the log does not say by what it was measured"
+    return "; ".join(words) or "the log does not have its source"
 
 
 def _clock(hertz: float) -> str:

@@ -1,13 +1,12 @@
-"""What a sweep says, worked out from its entries: pure arithmetic, no files, no drawing.
+"""Computes the summary of a sweep from its entries: pure arithmetic, no files, no drawing.
 
 Three rules keep the figures honest.
 
-- Every experiment is in the denominator: those that failed, were pruned, were lost or never began.
-- Trainers are compared at equal points alone (model, batch, sequence, dtype, optimizer, device). A mean over
-  what each trainer happened to finish flatters the one that failed on the large ones; it is given too, and
-  labelled.
-- Peak memory is what torch allocated on the GPU, or on a CPU what the process held. The two are never mixed
-  in a mean; `memory_kind` says which one it is.
+- Every experiment is in the denominator, including failed, pruned, lost and never started ones.
+- Trainers are only compared at equal points (model, batch, sequence, dtype, optimizer, device). A mean over
+  what each trainer finished favours one that failed on the large ones; it is also given, with a label.
+- Peak memory is what torch allocated on the GPU, or on a CPU the process's resident memory. The two are never
+  mixed in a mean; `memory_kind` states which one it is.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from ..records import CaseResult, End, Environment
+from ..records import CaseResult, Environment, Status
 from ..text import shortened
 from .figures import (
     AgainstBaseline,
@@ -33,26 +32,26 @@ from .load import NOT_RUN, Entry, LoadedSweep
 BASELINE = "StandardTrainer"
 GPU_MEMORY, HOST_MEMORY = "GPU allocated", "process resident"
 
-_UNSURE = 0.05
+_NOISY = 0.05
 _LONGEST_MESSAGE = 1000
-_OUT_OF_MEMORY = (End.CUDA_OOM.value, End.HOST_OOM.value)
+_OUT_OF_MEMORY = (Status.CUDA_OOM.value, Status.HOST_OOM.value)
 
 
 def summarize(sweep: LoadedSweep) -> SweepSummary:
-    """Work out the summary of a loaded sweep."""
+    """The summary of a loaded sweep."""
     experiments = [experiment_of(entry) for entry in sweep.entries]
     results = [entry.result for entry in sweep.entries if entry.result is not None]
     kinds = {row.memory_kind for row in experiments if row.memory_kind is not None}
     memory_kind = GPU_MEMORY if GPU_MEMORY in kinds else HOST_MEMORY if kinds else None
     finished = _finished_points(sweep.entries)
     environments = [result.environment for result in results if result.environment is not None]
-    notes = [*sweep.notes, *_version_notes(environments), *_own_notes(results), *_unsure_notes(experiments)]
+    notes = [*sweep.notes, *_version_notes(environments), *_own_notes(results), *_noisy_notes(experiments)]
     if len(kinds) > 1:
         notes.append("experiments on a CPU are left out of mean peak memory: the others ran on a GPU")
     without = [trainer for trainer, points in finished.items() if not points]
     if without and len(without) < len(finished):
         notes.append(
-            f"finished nothing, and does not narrow the points all trainers finished: {', '.join(without)}"
+            f"finished nothing, and is ignored in the points all trainers finished: {', '.join(without)}"
         )
     return SweepSummary(
         sweep_id=sweep.record.sweep_id if sweep.record is not None else None,
@@ -72,7 +71,7 @@ def summarize(sweep: LoadedSweep) -> SweepSummary:
 
 
 def _version_notes(environments: Sequence[Environment]) -> list[str]:
-    """Experiments under different versions stand side by side; whoever compares them should know."""
+    """Notes about experiments that ran under different versions."""
     found: dict[str, set[str]] = {}
     for environment in environments:
         for package, version in environment.versions.items():
@@ -85,7 +84,7 @@ def _version_notes(environments: Sequence[Environment]) -> list[str]:
 
 
 def _own_notes(results: Iterable[CaseResult]) -> list[str]:
-    """What experiments noted themselves; the same note of several is said once."""
+    """The experiments' own notes; a note shared by several appears once."""
     names: dict[str, list[str]] = {}
     for result in results:
         trace_note = result.measured.trace_note if result.measured is not None else None
@@ -96,17 +95,17 @@ def _own_notes(results: Iterable[CaseResult]) -> list[str]:
     ]
 
 
-def _unsure_notes(experiments: Iterable[Experiment]) -> list[str]:
-    """A median of steps that differ wildly is a figure, too; ratios made of it are not worth much."""
-    unsure = [row.name for row in experiments if (row.step_time_error or 0.0) > _UNSURE]
-    if not unsure:
+def _noisy_notes(experiments: Iterable[Experiment]) -> list[str]:
+    """A note about medians of very noisy steps, whose ratios are unreliable."""
+    noisy = [row.name for row in experiments if (row.step_time_error or 0.0) > _NOISY]
+    if not noisy:
         return []
-    error = f"{100 * _UNSURE:.0f} %"
-    return [f"step times known to no better than {error} (was the machine busy?): {', '.join(unsure)}"]
+    error = f"{100 * _NOISY:.0f} %"
+    return [f"step times with an error above {error} (was the machine busy?): {', '.join(noisy)}"]
 
 
 def experiment_of(entry: Entry) -> Experiment:
-    """One experiment as a row of figures."""
+    """The figures of one experiment."""
     result = entry.result
     case = result.case if result is not None else None
     measured = result.measured if result is not None else None
@@ -148,13 +147,13 @@ def experiment_of(entry: Entry) -> Experiment:
 
 
 def _message(entry: Entry) -> str | None:
-    """Why there is no measurement; an exception may hold a whole tensor in words."""
+    """Why there is no measurement, shortened: an exception may contain a whole tensor."""
     text = entry.result.message if entry.result is not None else entry.reason
     return None if text is None else shortened(text, _LONGEST_MESSAGE)
 
 
 def _peak_memory(result: CaseResult | None) -> tuple[int | None, str | None]:
-    """The peak that counts on this experiment's device, and which one that is."""
+    """Peak memory on this experiment's device, and which memory that is."""
     if result is None or result.memory is None:
         return None, None
     on_cpu = result.case.device == "cpu"
@@ -163,14 +162,14 @@ def _peak_memory(result: CaseResult | None) -> tuple[int | None, str | None]:
 
 
 def _totals(entries: Sequence[Entry]) -> Totals:
-    ends = _ends(entries)
-    succeeded = ends.get(End.OK.value, 0)
+    ends = _status_counts(entries)
+    succeeded = ends.get(Status.OK.value, 0)
     return Totals(
         experiments=len(entries), succeeded=succeeded, success_rate=succeeded / len(entries), ends=ends
     )
 
 
-def _ends(entries: Iterable[Entry]) -> dict[str, int]:
+def _status_counts(entries: Iterable[Entry]) -> dict[str, int]:
     return dict(Counter(entry.end for entry in entries).most_common())
 
 
@@ -178,18 +177,18 @@ Point = tuple[object, ...]
 
 
 def _point(result: CaseResult) -> Point:
-    """What two experiments must share to be compared; the trainer alone may differ."""
+    """What two experiments must share to be compared; only the trainer may differ."""
     case = result.case
     device = result.environment.device_name if result.environment is not None else case.device
     return case.model, case.batch_size, case.seq_len, case.dtype, case.optimizer, case.compile, device
 
 
 def _finished_points(entries: Iterable[Entry]) -> dict[str, dict[Point, CaseResult]]:
-    """Every trainer's finished experiments by point; a trainer that finished none is there, and empty."""
+    """Every trainer's finished experiments by point; a trainer that finished none has an empty entry."""
     finished: dict[str, dict[Point, CaseResult]] = {}
     for entry in entries:
         points = finished.setdefault(entry.trainer, {})
-        if entry.result is not None and entry.result.end is End.OK:
+        if entry.result is not None and entry.result.end is Status.OK:
             points[_point(entry.result)] = entry.result
     return finished
 
@@ -263,7 +262,7 @@ def _hardware_flops(result: CaseResult) -> float | None:
 def _ratio(
     pairs: Iterable[tuple[CaseResult, CaseResult]], figure: Callable[[CaseResult], float | None]
 ) -> Ratio | None:
-    """The figure of the first of each pair over the second's."""
+    """The figure of the first of each pair relative to the second."""
     both = ((figure(own), figure(baseline)) for own, baseline in pairs)
     ratios = [own / baseline for own, baseline in both if own and baseline]
     if not ratios:
@@ -279,7 +278,7 @@ def _largest_batches(results: Iterable[CaseResult]) -> list[LargestBatch]:
         groups.setdefault((case.trainer, case.model, case.seq_len, case.dtype), []).append(result)
     rows = []
     for (trainer, model, seq_len, dtype), members in groups.items():
-        fit = [result.case.batch_size for result in members if result.end is End.OK]
+        fit = [result.case.batch_size for result in members if result.end is Status.OK]
         failed = sorted(
             (result for result in members if result.end.value in _OUT_OF_MEMORY),
             key=lambda result: result.case.batch_size,
@@ -300,7 +299,7 @@ def _largest_batches(results: Iterable[CaseResult]) -> list[LargestBatch]:
 
 
 def _failures(entries: Sequence[Entry]) -> list[Failure]:
-    failures = [_failure(entry) for entry in entries if entry.end != End.OK.value]
+    failures = [_failure(entry) for entry in entries if entry.end != Status.OK.value]
     frequency = Counter(failure.end for failure in failures)
     first = {end: index for index, end in enumerate(frequency)}
     return sorted(failures, key=lambda failure: (-frequency[failure.end], first[failure.end]))

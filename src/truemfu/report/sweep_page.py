@@ -1,4 +1,4 @@
-"""A sweep as one self-contained page."""
+"""A sweep as a self-contained HTML report."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .render import context_lines, failure_texts, headline, tables_of
 
 
 def write_sweep_page(path: Path, summary: SweepSummary) -> Path:
-    """Write the page to `path` and return where it lies."""
+    """Write the report to `path` and return the path."""
     return write_page(path, title="Profiling sweep", lead=_lead(summary), sections=_sections(summary))
 
 

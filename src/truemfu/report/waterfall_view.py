@@ -1,7 +1,6 @@
-"""Where the peak went, laid out: a bar for each part that starts where the one above ended, and a table.
+"""The layout of a waterfall: a bar for each part that starts where the one above ended, and a table.
 
-Places are in percent of the drawing's width, which is the peak, or more where a gain lifted what was left
-above it.
+Positions are in percent of the drawing's width, which is the peak, or more if a gain exceeds it.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ _SHOWN = 0.0005
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """A part as a bar. `kind` says how it is coloured: peak, loss, largest, gain or useful."""
+    """A part as a bar. `kind` selects its colour: peak, loss, largest, gain or useful."""
 
     name: str
     points: str
@@ -47,7 +46,7 @@ class WaterfallView:
 
 
 def view_of(hardware: RunHardware | None) -> WaterfallView | None:
-    """The waterfall of a run; None where it has none."""
+    """The waterfall of a run; None without one."""
     fall = hardware.waterfall if hardware is not None else None
     if hardware is None or fall is None or not fall.parts:
         return None
@@ -60,7 +59,7 @@ def view_of(hardware: RunHardware | None) -> WaterfallView | None:
 
 
 def points(share: float | None) -> str:
-    """A share of the peak in points of it."""
+    """A share of the peak in percentage points."""
     return "unknown" if share is None else f"{100 * share:.1f}".replace("-", "−").replace("−0.0", "0.0")
 
 
@@ -97,8 +96,8 @@ def _holds(part: WaterfallPart, key: str | None) -> bool:
     return key is not None and key in (part.key, *(inner.key for inner in part.of))
 
 
-def _not_told_apart(part: WaterfallPart) -> str:
-    return f"not told apart; unknown or left out: {', '.join(part.missing)}" if part.missing else ""
+def _not_separated(part: WaterfallPart) -> str:
+    return f"not separated; unknown or left out: {', '.join(part.missing)}" if part.missing else ""
 
 
 def _rows(fall: WaterfallRecord, limiter: str | None) -> Iterator[Row]:
@@ -108,7 +107,7 @@ def _rows(fall: WaterfallRecord, limiter: str | None) -> Iterator[Row]:
                 name=part.name,
                 points=points(part.share),
                 flops=_tflops(part.share, fall.peak_flops_per_s),
-                missing=_not_told_apart(part),
+                missing=_not_separated(part),
                 is_inner=part is not outer,
                 is_largest=part is outer and _holds(outer, limiter),
             )
@@ -133,7 +132,7 @@ def _sum(parts: Sequence[WaterfallPart]) -> float:
 
 
 def _reading(parts: Sequence[WaterfallPart]) -> Iterator[str]:
-    """What one must know to read this very waterfall right."""
+    """Notes for reading this waterfall."""
     if any(part.share is not None and part.share < -_SHOWN for part in parts):
         yield "A negative part is a gain: after it, more is left than before."
     if abs(_sum(parts) - 1) > _SUM_TOLERANCE:

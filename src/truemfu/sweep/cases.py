@@ -1,7 +1,7 @@
-"""A matrix, multiplied out: one named case for each combination, in the order they run.
+"""The cases of a matrix: one named case for each combination, in the order they run.
 
-Names are `<Trainer>_bs<B>_seq<S>`, and `_<model>` and `_<dtype>` behind it where the matrix has several.
-Batches run in ascending order, so that a small one tells what a larger one can expect.
+Names are `<Trainer>_bs<B>_seq<S>`, followed by `_<model>` and `_<dtype>` where the matrix has several.
+Batches run in ascending order, so that a small one predicts whether a larger one fits.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _SETTINGS = [
 ]
 
 _LONGEST_PART = 60
-"""Of a trainer's or a model's name in a file's name, which has at most 255 bytes for all its parts."""
+"""Longest part of a file name for a trainer or a model; a whole file name has at most 255 bytes."""
 
 
 def resolved(config: SweepConfig, device: str) -> SweepConfig:
-    """The same with every `auto` decided for this device, cuda or cpu."""
+    """`config` with every `auto` resolved for this device, cuda or cpu."""
     default = "bf16" if device == "cuda" else "fp32"
     dtypes = list(dict.fromkeys(default if dtype == "auto" else dtype for dtype in config.dtypes))
     return msgspec.structs.replace(config, device=device, dtypes=dtypes)
@@ -71,7 +71,7 @@ def cases_of(config: SweepConfig, device: str) -> dict[str, SweepCase]:
 
 
 def short_names(full: Sequence[str]) -> dict[str, str]:
-    """A short name for each, fit for a file name; a second `Mine` of another module becomes `Mine-2`."""
+    """A short name for each, valid in a file name; a second `Mine` of another module becomes `Mine-2`."""
     short: dict[str, str] = {}
     for name in full:
         base = _slug(name)

@@ -1,9 +1,9 @@
-"""The matrix and its settings: one frozen value, from profiling_config.json and the flags over it.
+"""The matrix and its settings: one frozen value, from profiling_config.json, overridden by flags.
 
     profiling_config.json ─► load_config ─► override(flags) ─► SweepConfig ─► cases.cases_of
 
-Every value is checked here, before anything starts: a misspelt name in a matrix of an hour's work is found at
-once. Nothing is imported for it but the tables of names: a user's trainer or factory is only looked up.
+Every value is checked here, before anything starts, so that a misspelt name is reported at once and not an
+hour later. Only the tables of names are imported: a user's trainer or factory is located, not imported.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ DTYPES = ("auto", "fp32", "bf16")
 DEVICES = ("auto", "cuda", "cpu")
 ATTENTION = get_args(Attention)
 
-_MOST = 2**63 - 1  # what JSON and torch hold
-_Count = Annotated[int, Meta(ge=1, le=_MOST)]
-_CountOrNone = Annotated[int, Meta(ge=0, le=_MOST)]
+_MAX_INT = 2**63 - 1  # the largest integer of JSON decoders and torch
+_Count = Annotated[int, Meta(ge=1, le=_MAX_INT)]
+_CountOrZero = Annotated[int, Meta(ge=0, le=_MAX_INT)]
 _Positive = Annotated[float, Meta(gt=0)]
 
 
-_OF_A_CASE: dict[str, Any] = {entry.name: entry.default for entry in msgspec.structs.fields(SweepCase)}
-"""What an experiment takes where nothing is said."""
+_CASE_DEFAULTS: dict[str, Any] = {entry.name: entry.default for entry in msgspec.structs.fields(SweepCase)}
+"""Defaults of the settings of an experiment."""
 
 
 class SweepConfig(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename={"models": "model_sizes"}
 ):
-    """A matrix of experiments, how each is run, and what bounds it; by itself the default one."""
+    """A matrix of experiments, how each is run, and its limits; the default matrix if nothing is set."""
 
     trainers: list[str] = field(default_factory=lambda: list(TRAINERS))
     """Names of `TRAINERS`, or `package.module:Class`."""
@@ -56,30 +56,30 @@ class SweepConfig(
     """Names of `SIZES`, Hugging Face configurations, or `package.module:factory`; `model_sizes` in a file."""
     dtypes: list[str] = field(default_factory=lambda: ["auto"])
     """auto is bf16 on a GPU and fp32 on a CPU."""
-    optimizer: str = _OF_A_CASE["optimizer"]
-    learning_rate: _Positive = _OF_A_CASE["learning_rate"]
-    compile: bool = _OF_A_CASE["compile"]
+    optimizer: str = _CASE_DEFAULTS["optimizer"]
+    learning_rate: _Positive = _CASE_DEFAULTS["learning_rate"]
+    compile: bool = _CASE_DEFAULTS["compile"]
     device: str = "auto"
-    attention: str = _OF_A_CASE["attention"]
+    attention: str = _CASE_DEFAULTS["attention"]
     """The convention of the FLOP counts."""
-    max_grad_norm: _Positive = _OF_A_CASE["max_grad_norm"]
-    noise_multiplier: Annotated[float, Meta(ge=0)] = _OF_A_CASE["noise_multiplier"]
-    seed: _CountOrNone = _OF_A_CASE["seed"]
-    warm_up_steps: _CountOrNone = _OF_A_CASE["warm_up_steps"]
-    min_steps: _Count = _OF_A_CASE["min_steps"]
-    max_steps: _Count = _OF_A_CASE["max_steps"]
-    max_timed_s: _Positive = _OF_A_CASE["max_timed_s"]
-    profiled_steps: _CountOrNone = _OF_A_CASE["profiled_steps"]
+    max_grad_norm: _Positive = _CASE_DEFAULTS["max_grad_norm"]
+    noise_multiplier: Annotated[float, Meta(ge=0)] = _CASE_DEFAULTS["noise_multiplier"]
+    seed: _CountOrZero = _CASE_DEFAULTS["seed"]
+    warm_up_steps: _CountOrZero = _CASE_DEFAULTS["warm_up_steps"]
+    min_steps: _Count = _CASE_DEFAULTS["min_steps"]
+    max_steps: _Count = _CASE_DEFAULTS["max_steps"]
+    max_timed_s: _Positive = _CASE_DEFAULTS["max_timed_s"]
+    profiled_steps: _CountOrZero = _CASE_DEFAULTS["profiled_steps"]
     timeout_s: _Positive = 1800.0
-    """An experiment that takes longer is ended."""
+    """An experiment that takes longer is killed."""
     memory_limit_gib: _Positive | None = None
-    """Of the host, for each experiment; None: no limit of our own."""
+    """Host memory of each experiment; None: no limit."""
     prune: bool = False
-    """Leave out larger batches after an out-of-memory, and mark them."""
+    """After an out-of-memory, skip larger batches and mark them `pruned`."""
     find_fit: bool = True
-    """After an out-of-memory try smaller batches and models until one fits."""
-    gpus: list[_CountOrNone] | None = None
-    """Numbers among the visible GPUs; None: all of them."""
+    """After an out-of-memory, try smaller batches and models until one fits."""
+    gpus: list[_CountOrZero] | None = None
+    """Indices of visible GPUs; None: all of them."""
 
 
 TEST_CONFIG = SweepConfig(
@@ -99,7 +99,7 @@ FIELDS = tuple(entry.encode_name for entry in msgspec.structs.fields(SweepConfig
 """The keys of profiling_config.json."""
 
 _AXES = ("trainers", "batch_sizes", "seq_lengths", "model_sizes", "dtypes")
-_ENDLESS = (
+_FINITE = (
     "learning_rate",
     "max_grad_norm",
     "noise_multiplier",
@@ -110,7 +110,7 @@ _ENDLESS = (
 
 
 def load_config(path: Path | str) -> SweepConfig:
-    """The configuration in a JSON file; one line that names the file for whatever is wrong with it."""
+    """The configuration in a JSON file; a one-line UsageError that names the file if it is invalid."""
     path = Path(path)
     try:
         content = msgspec.json.decode(read_given(path).removeprefix(codecs.BOM_UTF8))
@@ -121,7 +121,7 @@ def load_config(path: Path | str) -> SweepConfig:
     except RecursionError:
         raise UsageError(f"{path} is nested too deeply") from None
     if not isinstance(content, dict):
-        raise UsageError(f"{path} must hold a JSON object with keys such as trainers and batch_sizes")
+        raise UsageError(f"{path} must be a JSON object with keys such as trainers and batch_sizes")
     try:
         return parse(content)
     except UsageError as error:
@@ -129,7 +129,7 @@ def load_config(path: Path | str) -> SweepConfig:
 
 
 def override(config: SweepConfig, **flags: Any) -> SweepConfig:
-    """`config` with the values of the flags that were given: None is a flag that was not."""
+    """`config` with the values of the given flags; a flag of None was not given."""
     values = as_mapping(config)
     given = {name: value for name, value in flags.items() if value is not None}
     if "models" in given:
@@ -138,13 +138,13 @@ def override(config: SweepConfig, **flags: Any) -> SweepConfig:
 
 
 def as_mapping(config: SweepConfig) -> dict[str, Any]:
-    """The configuration as profiling_config.json holds it."""
+    """The configuration as in profiling_config.json."""
     values: dict[str, Any] = msgspec.to_builtins(config)
     return values
 
 
 def parse(values: Mapping[str, Any]) -> SweepConfig:
-    """A checked configuration from the keys of profiling_config.json, `model_size` understood, too."""
+    """A checked configuration from the keys of profiling_config.json; `model_size` is accepted too."""
     values = dict(values)
     if "model_size" in values:
         if "model_sizes" in values:
@@ -157,27 +157,27 @@ def parse(values: Mapping[str, Any]) -> SweepConfig:
             )
     for axis in _AXES:
         if isinstance(values.get(axis), (list, tuple)):
-            with contextlib.suppress(TypeError):  # a list in the list: `convert` says what is wrong with it
+            with contextlib.suppress(TypeError):  # a nested list: `convert` reports it
                 values[axis] = list(dict.fromkeys(values[axis]))
     try:
         config = msgspec.convert(values, SweepConfig)
     except msgspec.ValidationError as error:
-        raise _unfit(values, error) from None
+        raise _invalid_value(values, error) from None
     _check(config)
     return config
 
 
-def _unfit(values: Mapping[str, Any], error: msgspec.ValidationError) -> UsageError:
-    """msgspec's "Expected `int` >= 1 - at `$.batch_sizes[0]`", with the value that came."""
-    expected, _, place = str(error).partition(" - at ")
-    found = re.fullmatch(r"`\$\.(\w+)(?:\[(\d+|\.\.\.)\])?`", place)
+def _invalid_value(values: Mapping[str, Any], error: msgspec.ValidationError) -> UsageError:
+    """msgspec's "Expected `int` >= 1 - at `$.batch_sizes[0]`", with the value that was given."""
+    expected, _, key_path = str(error).partition(" - at ")
+    found = re.fullmatch(r"`\$\.(\w+)(?:\[(\d+|\.\.\.)\])?`", key_path)
     if found is None:
         return UsageError(shortened(str(error)))
     key, index = found[1], found[2]
     got = values[key]
     if index is not None and index.isdigit():
         got = got[int(index)]
-    wanted = re.sub(r", got .*", "", expected.removeprefix("Expected ")).replace("`", "")
+    expected_type = re.sub(r", got .*", "", expected.removeprefix("Expected ")).replace("`", "")
     words = {
         "int": "a whole number",
         "float": "a number",
@@ -185,19 +185,19 @@ def _unfit(values: Mapping[str, Any], error: msgspec.ValidationError) -> UsageEr
         "array": "a list",
         "bool": "true or false",
     }
-    wanted = re.sub(r"\b(int|float|str|array|bool)\b", lambda match: words[match[0]], wanted)
-    return UsageError(f"{key} must be {wanted.replace('|', 'or')}; got {brief(got)}")
+    expected_type = re.sub(r"\b(int|float|str|array|bool)\b", lambda match: words[match[0]], expected_type)
+    return UsageError(f"{key} must be {expected_type.replace('|', 'or')}; got {brief(got)}")
 
 
 def _check(config: SweepConfig) -> None:
-    """What the types do not say: lists are not empty, names are known, limits are in order."""
+    """Checks beyond types: lists are not empty, names are known, limits are consistent."""
     for axis, found in zip(
         _AXES,
         (config.trainers, config.batch_sizes, config.seq_lengths, config.models, config.dtypes),
         strict=True,
     ):
         if not found:
-            raise UsageError(f"{axis} is empty: there would be nothing to run")
+            raise UsageError(f"{axis} is empty: nothing to run")
     if config.gpus == []:
         raise UsageError("gpus is empty: leave it out for all visible GPUs")
     for trainer in config.trainers:
@@ -205,18 +205,18 @@ def _check(config: SweepConfig) -> None:
     for model in config.models:
         _check_model(model)
     for dtype in config.dtypes:
-        _one_of("dtype", dtype, DTYPES)
-    _one_of("optimizer", config.optimizer, OPTIMIZERS)
-    _one_of("device", config.device, DEVICES)
-    _one_of("attention", config.attention, ATTENTION)
-    for name in _ENDLESS:
+        _check_one_of("dtype", dtype, DTYPES)
+    _check_one_of("optimizer", config.optimizer, OPTIMIZERS)
+    _check_one_of("device", config.device, DEVICES)
+    _check_one_of("attention", config.attention, ATTENTION)
+    for name in _FINITE:
         if math.isinf(getattr(config, name) or 0.0):
             raise UsageError(f"{name} must be a finite number; got {getattr(config, name)}")
     if config.max_steps < config.min_steps:
         raise UsageError(f"max_steps ({config.max_steps}) must not be below min_steps ({config.min_steps})")
 
 
-def _one_of(what: str, name: str, known: Sequence[str]) -> None:
+def _check_one_of(what: str, name: str, known: Sequence[str]) -> None:
     if name not in known:
         raise UsageError(f"{what} must be one of {', '.join(known)}; got {brief(name)}{closest(name, known)}")
 
@@ -226,7 +226,7 @@ def _check_trainer(name: str) -> None:
         _check_importable("trainer", name)
     elif name not in TRAINERS:
         raise UsageError(
-            f"no trainer {brief(name)}{_closest_of(name, TRAINERS)}: expected {', '.join(TRAINERS)} or "
+            f"no trainer {brief(name)}{_closest_any_case(name, TRAINERS)}: expected {', '.join(TRAINERS)} or "
             "package.module:Class"
         )
     if name in NEEDS_OPACUS and find_module("opacus") is None:
@@ -239,29 +239,29 @@ def _check_model(name: str) -> None:
     if is_path(name):
         path = Path(name)
         if path.is_dir() and not (path / "config.json").is_file():
-            raise UsageError(f"the folder {brief(name)} holds no config.json of a Hugging Face model")
+            raise UsageError(f"the folder {brief(name)} does not contain a Hugging Face config.json")
     elif ":" in name:
         _check_importable("model", name)
     else:
         raise UsageError(
-            f"no model {brief(name)}{_closest_of(name, SIZES)}: expected {', '.join(SIZES)}, a Hugging Face "
-            "config.json or its folder, or package.module:factory"
+            f"no model {brief(name)}{_closest_any_case(name, SIZES)}: expected {', '.join(SIZES)}, a "
+            "Hugging Face config.json or its folder, or package.module:factory"
         )
 
 
-def _closest_of(name: str, known: Iterable[str]) -> str:
-    """Like `closest`, without regard to case."""
+def _closest_any_case(name: str, known: Iterable[str]) -> str:
+    """Like `closest`, ignoring case."""
     lower = {entry.lower(): entry for entry in known}
     match = difflib.get_close_matches(name[:80].lower(), list(lower), n=1)
     return f" (did you mean {lower[match[0]]!r}?)" if match else ""
 
 
 def _check_importable(what: str, name: str) -> None:
-    """The form, and whether there is such a module; it is imported in the worker, not here."""
+    """Check the form and that the module exists; it is imported in the worker, not here."""
     if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*", name):
-        raise UsageError(f"{what} {brief(name)} is not of the form package.module:name")
+        raise UsageError(f"{what} {brief(name)} does not have the form package.module:name")
     module = name.partition(":")[0]
     if find_module(module) is None:
         raise UsageError(
-            f"{what} {brief(name)}: there is no module {brief(module)} here or on the Python path"
+            f"{what} {brief(name)}: module {brief(module)} is not in the current folder or on the Python path"
         )

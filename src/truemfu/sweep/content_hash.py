@@ -1,13 +1,13 @@
-"""What decides a result, in one hash: a result with the same hash is not measured again.
+"""One hash of everything that affects a result: a result with the same hash is not measured again.
 
     the case ─┐
     versions of Python, torch, Opacus, transformers, truemfu ─┤
-    the device's name, the memory limit, what the environment sets ─┼─► SHA-256
+    the device's name, the memory limit, environment variables ─┼─► SHA-256
     truemfu's own sources that measure and count ─┤
     the user's own trainer, factory or configuration file ─┘
 
-Nothing of it is imported: versions come from the installed packages' metadata, modules are only looked up.
-A module of the user's that the trainer imports in turn is not followed; `rerun` is for that.
+Nothing is imported: versions come from the metadata of installed packages, modules are only located.
+Modules that the user's trainer imports are not included; use `rerun` after changing those.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..records import SweepCase
 
 _PACKAGES = ("torch", "opacus", "transformers")
 
-# What a measurement passes through; the supervisor's own files do not change a figure.
+# The code that a measurement runs; the supervisor's files do not affect a figure.
 _SOURCES = ("sweep", "flops", "hardware", "monitor/training_side/clock.py", "utilization.py", "convention.py")
 _SUPERVISOR = {"config.py", "cases.py", "paths.py", "gpus.py", "content_hash.py", "supervisor", "launchers"}
 
@@ -38,9 +38,9 @@ def find_module(name: str) -> ModuleSpec | None:
     """Where a worker finds a module, the current folder last, without importing it or its packages."""
     top, *below = name.split(".")
     if sys.modules.get(top, sys) is None:
-        return None  # how Python marks a module that is not to be imported
+        return None  # Python's mark for a module that must not be imported
     here = os.getcwd()
-    # `python -m` and `python -c` put the current folder first, which a worker does not look at there.
+    # `python -m` and `python -c` put the current folder first; a worker does not.
     path = sys.path[1:] if sys.path[:1] in ([""], [here]) else sys.path
     spec = PathFinder.find_spec(top, [*path, here]) or find_spec(top)
     reached = top
@@ -54,7 +54,7 @@ def find_module(name: str) -> ModuleSpec | None:
 
 def is_path(model: str) -> bool:
     """Whether a case's model is a Hugging Face configuration on disk rather than `module:factory`."""
-    return os.path.exists(model)  # which takes a name that is too long for a path for none
+    return os.path.exists(model)  # False for a name that is too long for a path
 
 
 _VARIABLES = (
@@ -67,11 +67,11 @@ _VARIABLES = (
     "PYTORCH_CUDA_ALLOC_CONF",
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
 )
-"""Of the environment: what a worker takes over, and figures depend on."""
+"""Environment variables that a worker inherits and that affect its figures."""
 
 
-class Surroundings(msgspec.Struct, frozen=True, kw_only=True):
-    """What all experiments of one sweep share and what decides their results, too."""
+class HashedEnvironment(msgspec.Struct, frozen=True, kw_only=True):
+    """What all experiments of a sweep share and what affects their results."""
 
     device_name: str
     memory_limit_bytes: int | None
@@ -82,15 +82,15 @@ class Surroundings(msgspec.Struct, frozen=True, kw_only=True):
     """Digest of truemfu's own files that measure and count."""
 
 
-def surroundings(device_name: str, memory_limit_bytes: int | None) -> Surroundings:
-    """As things are in this environment, now."""
+def hashed_environment(device_name: str, memory_limit_bytes: int | None) -> HashedEnvironment:
+    """The environment of this process, now."""
     versions = {"truemfu": __version__}
     for package in _PACKAGES:
         try:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return Surroundings(
+    return HashedEnvironment(
         device_name=device_name,
         memory_limit_bytes=memory_limit_bytes,
         python=platform.python_version(),
@@ -100,15 +100,17 @@ def surroundings(device_name: str, memory_limit_bytes: int | None) -> Surroundin
     )
 
 
-def content_hash(case: SweepCase, around: Surroundings) -> str:
+def content_hash(case: SweepCase, environment: HashedEnvironment) -> str:
     """The hash of one experiment."""
     files = [*_files_of(case.trainer), *_files_of(case.model)]
-    content = msgspec.json.encode([msgspec.to_builtins(case), msgspec.to_builtins(around), _digest(files)])
+    content = msgspec.json.encode(
+        [msgspec.to_builtins(case), msgspec.to_builtins(environment), _digest(files)]
+    )
     return hashlib.sha256(content).hexdigest()
 
 
 def _files_of(name: str) -> list[Path]:
-    """The file behind `module:attribute` or behind a path to a configuration; none for our own names."""
+    """The file of `module:attribute` or of a configuration's path; none for built-in names."""
     if is_path(name):
         path = Path(name)
         return [path / "config.json" if path.is_dir() else path]

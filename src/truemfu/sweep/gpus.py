@@ -1,8 +1,8 @@
-"""Which GPUs there are, and what they are called, without torch and without a CUDA context.
+"""The GPUs of this machine and their names, without torch and without a CUDA context.
 
-The supervisor must start fast and must never hold GPU memory, so it asks the driver: NVML where
+The supervisor must start fast and must never hold GPU memory, so it queries the driver: NVML where
 nvidia-ml-py is installed, else the `nvidia-smi` tool, else the device files alone. An existing
-CUDA_VISIBLE_DEVICES is respected: its entries, as they are written, are the GPUs there are.
+CUDA_VISIBLE_DEVICES is respected: its entries, as written, are the visible GPUs.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _ASK_TIMEOUT_S = 30.0
 
 
 def visible_gpus() -> list[str]:
-    """What CUDA_VISIBLE_DEVICES would hold for each GPU in turn: an index, or the user's own entry."""
+    """The value of CUDA_VISIBLE_DEVICES for each GPU: an index, or the user's own entry."""
     allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
     present = _names()
     if allowed is None:
         return [str(index) for index in range(len(present))]
     entries = [entry.strip() for entry in allowed.split(",") if entry.strip()]
-    # CUDA itself stops reading at the first entry it does not know; -1 is the usual way to say "none".
+    # CUDA itself stops reading at the first entry it does not know; -1 usually means "none".
     return entries[: entries.index("-1")] if "-1" in entries else entries if present else []
 
 
@@ -36,26 +36,26 @@ def resolve_device(device: str, gpus: list[int] | None = None) -> str:
         return "cpu"
     found = visible_gpus()
     if not found and (device == "cuda" or gpus is not None):
-        asked = "device is cuda" if gpus is None else f"gpus is {', '.join(map(str, gpus))}"
-        raise UsageError(f"{asked}, but no NVIDIA GPU is visible: use --device cpu, or check nvidia-smi")
+        requested = "device is cuda" if gpus is None else f"gpus is {', '.join(map(str, gpus))}"
+        raise UsageError(f"{requested}, but no NVIDIA GPU is visible: use --device cpu, or check nvidia-smi")
     return "cuda" if found else "cpu"
 
 
-def chosen_gpus(asked: list[int] | None) -> dict[int, str]:
-    """The visible GPUs by number, or those of them that were asked for; each once."""
+def chosen_gpus(requested: list[int] | None) -> dict[int, str]:
+    """The visible GPUs by number, or those that were requested; each once."""
     found = visible_gpus()
-    if asked is None:
+    if requested is None:
         return dict(enumerate(found))
-    wrong = [number for number in asked if number >= len(found)]
+    wrong = [number for number in requested if number >= len(found)]
     if wrong:
         raise UsageError(
             f"gpus must be numbers from 0 to {len(found) - 1} (visible here: {len(found)}); got {wrong[0]}"
         )
-    return {number: found[number] for number in asked}
+    return {number: found[number] for number in requested}
 
 
 def device_name(device: str) -> str:
-    """What the experiments run on, by name; GPUs of several kinds are all named."""
+    """The name of the device the experiments run on; several GPU models are all named."""
     if device == "cuda":
         return " + ".join(sorted(set(_names()))) or "unknown GPU"
     return _cpu_name()
@@ -76,7 +76,7 @@ def _names() -> list[str]:
 def _names_by_nvml() -> list[str] | None:
     try:
         return gpu_names()
-    except CounterError:  # the Python package is not there, or the driver
+    except CounterError:  # the Python package or the driver is missing
         return None
 
 
@@ -106,6 +106,6 @@ def _cpu_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     except OSError:
-        # No /proc: another system than Linux.
+        # No /proc: not Linux.
         pass
     return platform.processor() or platform.machine()

@@ -1,7 +1,7 @@
-"""What a supervisor asks of a worker: one line of JSON on its standard input.
+"""The order that a supervisor sends to a worker: one line of JSON on its standard input.
 
-A worker is started before it has a case, so that its imports are done when the case comes. It never learns
-more than this one value; it answers with files (`progress.py`, `records.CaseResult`) and its exit code.
+A worker is started before it has a case, so that its imports are done when the case arrives. This
+value is all it receives; it answers with files (`progress.py`, `records.CaseResult`) and its exit code.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Purpose = Literal["measure", "probe"]
 
 
 class WorkerOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """One case to run, and where to write what becomes of it. Paths are absolute."""
+    """One case to run, and where to write its result. Paths are absolute."""
 
     case: SweepCase
     name: str
@@ -30,9 +30,9 @@ class WorkerOrder(msgspec.Struct, frozen=True, kw_only=True):
     log_path: str
     """The worker's output goes here from the moment it has read the order."""
     memory_limit_bytes: int | None = None
-    """Host memory (private data) the worker may take; None: no limit of its own."""
+    """Host memory (private data) the worker may use; None: no limit."""
     purpose: Purpose = "measure"
-    """measure: the whole experiment. probe: two steps, to see whether they fit; no result file."""
+    """measure: the whole experiment. probe: two steps, to check that they fit in memory; no result file."""
     git_commit: str | None = None
 
 
@@ -46,4 +46,4 @@ def decode_order(line: bytes) -> WorkerOrder:
     try:
         return msgspec.json.decode(line, type=WorkerOrder)
     except msgspec.MsgspecError as error:
-        raise RecordError(f"standard input holds no WorkerOrder: {error}") from error
+        raise RecordError(f"standard input is not a valid WorkerOrder: {error}") from error

@@ -1,22 +1,22 @@
-"""The folder of a sweep: every file name in it, and who may write there.
+"""The folder of a sweep: every file name in it, and who may write recorded.
 
     sweep.json                  which experiments belong here, with which settings
     logs/<name>.log             what the worker printed; the last line is its result
     results/<name>.json         its result
     runs/<name>/                TensorBoard events and the profiler's trace, <name>.pt.trace.json.gz
-    running/lock                held by the one supervisor at work here
+    running/lock                held by the supervisor of the running sweep
     running/<name>.json         an experiment in progress: its process and token
     running/<name>.progress     the phases it has reached
     running/slot-<n>.log        what a worker printed before it was given an experiment
-    report.html                 the page about all of them
+    report.html                 the HTML report of all experiments
 
-Whose folder it is: one that has no sweep.json may hold anything but these names. One that has a sweep.json is
+Ownership: a folder without sweep.json may contain anything except these names. One with a sweep.json is
 continued as long as experiments differ in trainer, batch and sequence alone, which their names show: the same
 matrix resumes, a larger one or a single experiment is added to it. Other settings (model, dtype, optimizer,
 steps, …) make another sweep, which needs another folder, or `rerun="all"`, which starts this one over.
 
-Nothing is written or removed outside: names come from our own records, which take none that leads elsewhere,
-and no symbolic link inside the folder is followed.
+Nothing outside is written or removed: names come from records, which reject a name that is a path, and no
+symbolic link inside the folder is followed.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from ..text import shortened
 from .cases import cases_of
 from .config import SweepConfig, as_mapping
 
-# What may differ between two calls for one folder: the axes that names show, and what bounds an experiment
-# without being part of it.
+# What may differ between two calls for one folder: the axes that names show, and limits that are not part of
+# an experiment.
 _AXES = ("trainers", "batch_sizes", "seq_lengths")
 _FREE = (*_AXES, "timeout_s", "memory_limit_gib", "prune", "find_fit", "gpus")
 
@@ -54,7 +54,7 @@ _LOCK_FILE = "lock"
 
 
 class RunningCase(msgspec.Struct, frozen=True, kw_only=True):
-    """An experiment in progress, for whoever finds it after its supervisor has died."""
+    """A running experiment, for the next supervisor if this one dies."""
 
     pid: int
     token: str
@@ -66,7 +66,7 @@ class RunningCase(msgspec.Struct, frozen=True, kw_only=True):
 class SweepFolder:
     """The paths of one sweep's files. No other module builds one from its parts.
 
-    `logs` and `results` are given by a reader who has a copy of that folder alone, under any name.
+    `logs` and `results` are given by a reader that has only a copy of that folder, under any name.
     """
 
     def __init__(self, root: Path, *, logs: Path | None = None, results: Path | None = None) -> None:
@@ -84,9 +84,9 @@ class SweepFolder:
         return self.logs, self.results, self.runs, self.running
 
     def make(self) -> list[str]:
-        """Make what is missing of the folders, in the place of whatever an experiment put there.
+        """Create missing folders, replacing anything else that an experiment put at their paths.
 
-        The names of those that had to be made; an OSError where one cannot be.
+        Returns the names of the created folders; an OSError if one cannot be created.
         """
         self.root.mkdir(parents=True, exist_ok=True)
         return [part.name for part in self.parts if plain_files.make_folder(part)]
@@ -121,12 +121,12 @@ class SweepFolder:
         return plain_files.names_in(self.results, ".json")
 
     def markers(self) -> dict[str, Path]:
-        """The experiments whose supervisor has not said that they ended, by name."""
+        """The experiments that their supervisor has not marked as finished, by name."""
         return {name: self.marker(name) for name in plain_files.names_in(self.running, ".json")}
 
 
 class FolderLock:
-    """Held while a supervisor is at work in a folder; gone with its process, however that ends."""
+    """Held while a supervisor uses a folder; released with its process, however that ends."""
 
     def __init__(self, folder: SweepFolder) -> None:
         self._folder = folder
@@ -134,15 +134,15 @@ class FolderLock:
         self._file = self._take()
 
     def renew(self) -> None:
-        """Take it again where its file has been removed or replaced meanwhile."""
+        """Take it again if its file has been removed or replaced."""
         try:
-            there, own = os.lstat(self._path), os.fstat(self._file)
-            if (there.st_dev, there.st_ino) == (own.st_dev, own.st_ino):
+            current, own = os.lstat(self._path), os.fstat(self._file)
+            if (current.st_dev, current.st_ino) == (own.st_dev, own.st_ino):
                 return
-            if not stat.S_ISREG(there.st_mode):
+            if not stat.S_ISREG(current.st_mode):
                 plain_files.remove(self._path)
         except FileNotFoundError:
-            pass  # removed: it is made again
+            pass  # removed: it is created again
         before, self._file = self._file, self._take()
         os.close(before)
 
@@ -157,37 +157,37 @@ class FolderLock:
             owner = os.read(file, 32).decode(errors="replace").strip()
             os.close(file)
             raise UsageError(
-                f"another sweep is at work in {self._folder.root} (process {owner or 'unknown'}): wait for "
+                f"another sweep is running in {self._folder.root} (process {owner or 'unknown'}): wait for "
                 "it, or give another folder"
             ) from None
         except OSError as error:
-            # Some network file systems know no locks; the sweep then relies on its user.
+            # Some network file systems have no locks; the user must then avoid concurrent sweeps.
             if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
                 os.close(file)
                 raise
-        with contextlib.suppress(OSError):  # a full disk: the lock holds, its owner is not named
+        with contextlib.suppress(OSError):  # a full disk: the lock is held, but its owner is not recorded
             os.truncate(file, 0)
             os.pwrite(file, str(os.getpid()).encode(), 0)
         return file
 
 
-def mend(folder: SweepFolder, record: SweepRecord, lock: FolderLock) -> list[str]:
-    """Put back what an experiment has removed or replaced of the folder itself; what that was, in words.
+def repair(folder: SweepFolder, record: SweepRecord, lock: FolderLock) -> list[str]:
+    """Restore what an experiment removed or replaced of the folder itself; a message for what was restored.
 
-    A UsageError where another sweep has taken the folder meanwhile.
+    A UsageError if another sweep has taken the folder meanwhile.
     """
-    mended = []
+    repaired = []
     try:
-        mended = [f"{name}/" for name in folder.make()]
+        repaired = [f"{name}/" for name in folder.make()]
         lock.renew()
         if not _holds(folder.record, record):
             if plain_files.is_folder(folder.record):
                 plain_files.remove(folder.record)
             write_record(folder.record, record)
-            mended.append(folder.record.name)
+            repaired.append(folder.record.name)
     except OSError as error:
-        return [f"the sweep's folder cannot be put in order: {error.strerror}"]
-    return [f"{', '.join(mended)} had been removed or changed: written again"] if mended else []
+        return [f"the sweep's folder cannot be restored: {error.strerror}"]
+    return [f"{', '.join(repaired)} was removed or changed: restored"] if repaired else []
 
 
 def _holds(path: Path, record: SweepRecord) -> bool:
@@ -200,9 +200,9 @@ def _holds(path: Path, record: SweepRecord) -> bool:
 def claim(
     root: Path, config: SweepConfig, cases: Mapping[str, SweepCase], *, start_over: bool
 ) -> tuple[SweepFolder, SweepRecord, FolderLock]:
-    """Make the folder this sweep's, or continue the one that is there; a UsageError where neither can be.
+    """Create the sweep's folder, or continue the sweep in it; a UsageError if neither is possible.
 
-    `config` has no `auto` left in it, and `cases` are its cases. `start_over` replaces a sweep of other
+    Every `auto` in `config` is resolved, and `cases` are its cases. `start_over` replaces a sweep with other
     settings, and its files.
     """
     folder = SweepFolder(root.absolute())
@@ -211,11 +211,11 @@ def claim(
     for part in folder.parts:
         if os.path.lexists(part) and not plain_files.is_folder(part):
             raise UsageError(
-                f"{part} is {plain_files.what_is_there(part) or 'a file'}: a sweep writes to folders of its "
-                "own alone; remove it, or give another folder"
+                f"{part} is {plain_files.what_is_there(part) or 'a file'}: a sweep only writes to its own "
+                "folders; remove it, or give another folder"
             )
     if not os.path.lexists(folder.record):
-        _refuse_strangers(folder)
+        _refuse_foreign_files(folder)
     try:
         folder.make()
         lock = FolderLock(folder)
@@ -233,21 +233,21 @@ def claim(
     return folder, record, lock
 
 
-def _refuse_strangers(folder: SweepFolder) -> None:
+def _refuse_foreign_files(folder: SweepFolder) -> None:
     for path in folder.parts:
         try:
             taken = path.exists() and any(path.iterdir())
         except OSError as error:
             raise UsageError(f"cannot read {path}: {error.strerror}; give another folder") from error
-        if taken and not _only_a_lock(path):
+        if taken and not _holds_only_a_lock(path):
             raise UsageError(
-                f"{folder.root} holds {path.name}/, which is not of a sweep (there is no {RECORD_FILE}): "
+                f"{folder.root} contains {path.name}/, which does not belong to a sweep (no {RECORD_FILE}): "
                 "give another folder"
             )
 
 
-def _only_a_lock(path: Path) -> bool:
-    """What a sweep leaves that was refused after it had taken the lock."""
+def _holds_only_a_lock(path: Path) -> bool:
+    """What a sweep leaves behind that was refused after it took the lock."""
     return [entry.name for entry in path.iterdir()] == [_LOCK_FILE]
 
 
@@ -264,51 +264,53 @@ def _record_for(
     if not os.path.lexists(folder.record):
         return fresh
     try:
-        there = read_record(folder.record, SweepRecord)
+        recorded = read_record(folder.record, SweepRecord)
         try:
-            joined = _joined(folder, there, config, cases)
+            joined = _joined(folder, recorded, config, cases)
         except (TypeError, msgspec.ValidationError) as error:
-            raise RecordError(f"{folder.record} holds no matrix of a sweep: {one_line(error)}") from error
+            raise RecordError(
+                f"{folder.record} does not contain the matrix of a sweep: {one_line(error)}"
+            ) from error
     except (RecordError, UsageError):
         if not start_over:
             raise
         _clear(folder, fresh.cases)
         return fresh
-    known = set(there.cases)
+    known = set(recorded.cases)
     return msgspec.structs.replace(
-        there,
-        cases=there.cases + [name for name in fresh.cases if name not in known],
+        recorded,
+        cases=recorded.cases + [name for name in fresh.cases if name not in known],
         config=as_mapping(joined),
     )
 
 
 def _joined(
-    folder: SweepFolder, there: SweepRecord, config: SweepConfig, cases: Mapping[str, SweepCase]
+    folder: SweepFolder, recorded: SweepRecord, config: SweepConfig, cases: Mapping[str, SweepCase]
 ) -> SweepConfig:
-    """The matrix that holds both sweeps, or a UsageError that says why there is none."""
+    """The matrix that covers both sweeps, or a UsageError with the reason why there is none."""
     new = as_mapping(config)
     for key, value in new.items():
-        if key not in _FREE and there.config.get(key) != value:
-            raise _another_sweep(folder, key, there.config.get(key), value)
-    axes = {key: _union(there.config.get(key) or [], new[key]) for key in _AXES}
+        if key not in _FREE and recorded.config.get(key) != value:
+            raise _another_sweep(folder, key, recorded.config.get(key), value)
+    axes = {key: _union(recorded.config.get(key) or [], new[key]) for key in _AXES}
     joined = msgspec.convert({**new, **axes}, SweepConfig)
     together = cases_of(joined, config.device)
-    for name, case in _cases_there(there, config).items() | cases.items():
+    for name, case in _recorded_cases(recorded, config).items() | cases.items():
         if together.get(name) != case:
             differing = together[name].trainer if name in together else "none"
             raise _another_sweep(folder, f"trainer of {name}", differing, case.trainer)
     return joined
 
 
-def _cases_there(there: SweepRecord, config: SweepConfig) -> Mapping[str, SweepCase]:
-    axes = {key: there.config.get(key) or [] for key in _AXES}
+def _recorded_cases(recorded: SweepRecord, config: SweepConfig) -> Mapping[str, SweepCase]:
+    axes = {key: recorded.config.get(key) or [] for key in _AXES}
     return cases_of(msgspec.convert({**as_mapping(config), **axes}, SweepConfig), config.device)
 
 
-def _another_sweep(folder: SweepFolder, what: str, there: Any, here: Any) -> UsageError:
+def _another_sweep(folder: SweepFolder, what: str, recorded: Any, here: Any) -> UsageError:
     return UsageError(
-        f"{folder.root} belongs to another sweep: {what} is {_brief(there)} there and {_brief(here)} here; "
-        "give another folder, or --rerun all to start it over"
+        f"{folder.root} belongs to another sweep: {what} is {_brief(recorded)} there and {_brief(here)} "
+        "here; give another folder, or --rerun all to start it over"
     )
 
 
@@ -321,8 +323,8 @@ def _union(first: list[Any], second: list[Any]) -> list[Any]:
 
 
 def _clear(folder: SweepFolder, names: list[str]) -> None:
-    """Remove what the sweep before has written, its own names alone."""
-    with contextlib.suppress(RecordError):  # an unreadable record names nothing: that is left where it is
+    """Remove the files of the previous sweep, and only those."""
+    with contextlib.suppress(RecordError):  # an unreadable record names no files: they stay
         names = _union(names, read_record(folder.record, SweepRecord).cases)
     for name in names:
         for path in (folder.log(name), folder.result(name), folder.run(name)):

@@ -1,15 +1,15 @@
-"""A worker's process and everything it has started: begun, watched, and ended without a remainder.
+"""A worker's process and all its descendants: started, watched, and ended completely.
 
     start ─► own session and process group, own token in its environment
       │
-    wait ─► the kernel wakes us when it ends (pidfd); where there is none, we look every 50 ms
+    wait ─► the kernel wakes us when it ends (pidfd); without pidfd, polling every 50 ms
       │
     end ─► TERM to the group ─► grace ─► KILL to the group
-             ─► every process that carries the token, wherever it has hidden itself
+             ─► every process with the token in its environment
 
 A child that daemonises leaves the group and the session, but not its environment: the token is found in
-/proc/*/environ. Without /proc (macOS) the group is all there is. A process that starts another with an
-empty environment escapes both.
+/proc/*/environ. Without /proc (macOS) only the group is ended. A daemon with an empty environment escapes
+both.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from .. import plain_files
 
 TOKEN_NAME = "TRUEMFU_SWEEP_TOKEN"
 ANSWER_NAME = "TRUEMFU_SWEEP_ANSWER"
-"""The worker's descriptor of a file without a name: what it writes there becomes `WorkerProcess.answer`."""
+"""The worker's descriptor of an unnamed file: what it writes there becomes `WorkerProcess.answer`."""
 GRACE_S = 5.0
 
-_LOOK_EVERY_S = 0.05
-_HURRY_EVERY_S = 0.1
-_KILL_ATTEMPTS_S = 10.0
+_POLL_INTERVAL_S = 0.05
+_HURRY_POLL_INTERVAL_S = 0.1
+_KILL_TIMEOUT_S = 10.0
 _PROC = Path("/proc")
 
 
 class WorkerProcess:
-    """One worker, from start to the last process of it."""
+    """One worker process and all its descendants."""
 
     def __init__(self, command: Sequence[str], *, environment: Mapping[str, str], log: Path) -> None:
         self.token = uuid.uuid4().hex
         self.answer = b""
-        """What the worker handed over, known once it has ended; no full disk and no lost folder loses it."""
+        """The worker's result, known once it has ended; a full disk or a removed folder does not lose it."""
         self._peak_bytes: int | None = None
         plain_files.remove(log)
-        self._answer_file = _file_without_name()
+        self._answer_file = _unnamed_file()
         output = plain_files.open_plain(log, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW)
         try:
             self._process = subprocess.Popen(
@@ -76,7 +76,7 @@ class WorkerProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """As the shell sees it; None while it runs, and where a signal ended it."""
+        """None while it runs, and if a signal ended it."""
         code = self._process.returncode
         return None if code is None or code < 0 else code
 
@@ -93,49 +93,49 @@ class WorkerProcess:
 
     @property
     def peak_bytes(self) -> int | None:
-        """The most host memory it was seen to hold; `wait` looks each time it is called."""
+        """The peak of its host memory, updated by each `wait`."""
         return self._peak_bytes
 
     def send(self, line: bytes) -> None:
-        """Hand it its order; a worker that is already gone is found by `wait`."""
+        """Send it its order; `wait` detects a worker that has already ended."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(line)
             self._process.stdin.close()
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether it has ended, waiting for it at most this long."""
-        self._look_at_memory()
+        """Wait for it at most this long; whether it has ended."""
+        self._update_peak_memory()
         if self._process.returncode is not None:
             return True
         if self._pidfd is None:
-            return self._wait_by_looking(timeout_s)
+            return self._wait_by_polling(timeout_s)
         waiter = select.poll()
         waiter.register(self._pidfd, select.POLLIN)
         return bool(waiter.poll(max(timeout_s, 0.0) * 1000))
 
     def pause(self) -> None:
-        """Keep it from running until `go_on`: what it has done so far stays."""
+        """Stop it from running until `resume`."""
         self._signal(signal.SIGSTOP)
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         self._signal(signal.SIGCONT)
 
     def end(self, grace_s: float = 0.0, *, hurry: Callable[[], bool] = lambda: False) -> list[int]:
-        """End it and all it has started; the ids of processes that would not die, normally none.
+        """End it and all its descendants; the ids of processes that could not be killed, normally none.
 
-        With a grace it is asked first, and killed when the grace is over or `hurry` says so. To be called
-        once, in any case, also when it has ended by itself: what it has left behind is ended, and its exit
-        code can be read.
+        With a grace period it gets SIGTERM first, and is killed when that is over or `hurry` returns True.
+        Must be called exactly once, also for a worker that has ended by itself: its descendants are
+        ended, and its exit code becomes known.
         """
         if grace_s > 0 and not self.wait(0):
             self._signal(signal.SIGTERM)
             self._signal(signal.SIGCONT)
             until = time.monotonic() + grace_s
-            while not self.wait(min(_HURRY_EVERY_S, until - time.monotonic())):
+            while not self.wait(min(_HURRY_POLL_INTERVAL_S, until - time.monotonic())):
                 if time.monotonic() >= until or hurry():
                     break
-        # The group is signalled while its leader is not yet reaped: until then nobody else can get its id.
+        # The group is signalled while its leader is not yet reaped: until then its id cannot be reused.
         self._signal(signal.SIGKILL)
         self._process.wait()
         if self._pidfd is not None:
@@ -151,26 +151,26 @@ class WorkerProcess:
         return left
 
     def _signal(self, number: signal.Signals) -> None:
-        # Nobody may be left in the group; macOS says EPERM where all that is left is a zombie.
+        # The group may be empty; macOS raises EPERM if only a zombie is left.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
 
-    def _wait_by_looking(self, timeout_s: float) -> bool:
+    def _wait_by_polling(self, timeout_s: float) -> bool:
         until = time.monotonic() + timeout_s
         while self._process.poll() is None:
             if time.monotonic() >= until:
                 return False
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(_POLL_INTERVAL_S)
         return True
 
-    def _look_at_memory(self) -> None:
+    def _update_peak_memory(self) -> None:
         found = peak_memory_bytes(self.pid)
         if found is not None:
             self._peak_bytes = max(found, self._peak_bytes or 0)
 
 
-def _file_without_name() -> int:
-    """In memory where the system has such files (Linux), else on the disk for temporary ones."""
+def _unnamed_file() -> int:
+    """In memory where the system supports it (Linux), else a temporary file."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("truemfu-answer")
     with tempfile.TemporaryFile() as file:
@@ -178,7 +178,7 @@ def _file_without_name() -> int:
 
 
 def peak_memory_bytes(pid: int) -> int | None:
-    """The most resident memory a process has held (VmHWM); None where it is gone or there is no /proc."""
+    """Peak resident memory of a process (VmHWM); None if it has ended or there is no /proc."""
     try:
         status = (_PROC / str(pid) / "status").read_text()
     except OSError:
@@ -190,19 +190,19 @@ def peak_memory_bytes(pid: int) -> int | None:
 
 
 def kill_leftovers(token: str) -> list[int]:
-    """Kill every process that carries this token; the ids of those that are still there after ten seconds."""
-    until = time.monotonic() + _KILL_ATTEMPTS_S
-    while found := list(_carriers(token)):
+    """Kill every process with this token; the ids of those that still exist after ten seconds."""
+    until = time.monotonic() + _KILL_TIMEOUT_S
+    while found := list(_processes_with_token(token)):
         for pid in found:
-            _kill_if_carrier(pid, token)
+            _kill_if_token_matches(pid, token)
         if time.monotonic() > until:
             return found
-        time.sleep(_LOOK_EVERY_S / 5)
+        time.sleep(_POLL_INTERVAL_S / 5)
     return []
 
 
 def kernel_oom_kills() -> int | None:
-    """How many processes the kernel has killed for want of memory: in our cgroup, or else in the machine."""
+    """How many processes the kernel's OOM killer has killed: in this cgroup, or else on the machine."""
     for path in _oom_counters():
         try:
             for line in path.read_text().splitlines():
@@ -210,7 +210,7 @@ def kernel_oom_kills() -> int | None:
                 if name == "oom_kill":
                     return int(value)
         except (OSError, ValueError):
-            # This system counts elsewhere.
+            # This counter does not exist here.
             continue
     return None
 
@@ -231,28 +231,28 @@ def _oom_counters() -> Iterator[Path]:
     yield _PROC / "vmstat"
 
 
-def _carriers(token: str) -> Iterator[int]:
+def _processes_with_token(token: str) -> Iterator[int]:
     if not _PROC.is_dir() or sys.platform != "linux":
         return
     for entry in os.listdir(_PROC):
-        if entry.isdigit() and _carries(int(entry), token):
+        if entry.isdigit() and _has_token(int(entry), token):
             yield int(entry)
 
 
-def _carries(pid: int, token: str) -> bool:
+def _has_token(pid: int, token: str) -> bool:
     try:
         environment = (_PROC / str(pid) / "environ").read_bytes()
     except OSError:
-        # It has ended meanwhile, or belongs to someone else and so is none of ours.
+        # It has ended, or belongs to another user and so is not a descendant.
         return False
     return f"{TOKEN_NAME}={token}".encode() in environment.split(b"\0")
 
 
-def _kill_if_carrier(pid: int, token: str) -> None:
-    """By pidfd where there is one, with a second look: the id may have gone to another process meanwhile."""
+def _kill_if_token_matches(pid: int, token: str) -> None:
+    """By pidfd if possible, checking the token again: the id may have been reused."""
     pidfd = _pidfd(pid)
     try:
-        if _carries(pid, token):
+        if _has_token(pid, token):
             if pidfd is None:
                 os.kill(pid, signal.SIGKILL)
             else:
@@ -271,5 +271,5 @@ def _pidfd(pid: int) -> int | None:
     try:
         return os.pidfd_open(pid)
     except OSError:
-        # It is gone, or the kernel is older than 5.3.
+        # It has ended, or the kernel is older than 5.3.
         return None

@@ -1,7 +1,7 @@
-"""The trail a worker leaves while it runs: one line of JSON as each phase begins.
+"""The progress file of a worker: one line of JSON as each phase begins.
 
-The supervisor shows the last line live. When a worker dies without a word, the last line tells how far it
-came and how much memory it held then.
+The supervisor shows the last line live. If a worker dies without a result, the last line records the phase
+it reached and its memory at that point.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..records import Phase
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """A phase begins. Memory is the peak so far; the GPU's is None without one."""
+    """The begin of a phase. Memory is the peak so far; that of the GPU is None without a GPU."""
 
     phase: Phase
     at_s: float
@@ -29,12 +29,12 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def append_progress(path: Path, progress: Progress) -> None:
-    """Add a line, at once, or raise an OSError: its path may have been removed, or its disk be full."""
+    """Add a line at once; an OSError if the folder was removed or the disk is full."""
     plain_files.append(path, msgspec.json.encode(progress) + b"\n")
 
 
 def read_progress(path: Path) -> list[Progress]:
-    """The lines so far, in order; none where there is no such file. A line being written is left out."""
+    """The lines so far, in order; none without a file. An incomplete last line is left out."""
     try:
         data = plain_files.read(path)
     except OSError:

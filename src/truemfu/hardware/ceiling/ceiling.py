@@ -1,18 +1,18 @@
-"""The matmul ceiling: what this very device reaches now, when it does nothing but large matrix products.
+"""The matmul ceiling: the rate this device reaches now with nothing but large matrix products.
 
-A datasheet's peak holds at a clock that the power limit may not allow, so a run is best read beside two
-measured figures: `burst` (the best short run: the silicon before the power limit cuts in) and `sustained`
-(the second half of a longer run: what a training job can hope for).
+A datasheet's peak assumes a clock that the power limit may not allow, so a run is best compared with two
+measured figures: `burst` (the best short run, before the power limit takes effect) and `sustained` (the
+second half of a longer run: what a training job can reach).
 
     each dtype: search over shapes, burst ─► then each dtype: hold its best shape ─► values, and the gap
 
 All bursts come first, so that no dtype is measured on a chip that another one has heated. The gap to the
-datasheet splits into two factors, whose product is the rate over the datasheet's:
+datasheet is two factors, whose product is the rate relative to the datasheet's:
 
-    clock_of_datasheet = clock run at / datasheet's clock     the power limit's, or the chip's own, doing
+    clock_of_datasheet = clock run at / datasheet's clock     set by the power limit or the chip itself
     pipe_of_clock      = rate / peak at the clock run at      how full the kernel keeps the arithmetic pipe
 
-Nothing outside changes: own random generator, torch's TF32 setting put back, operands freed after each shape.
+No side effects: own random generator, torch's TF32 setting restored, operands freed after each shape.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _ACCELERATOR_DTYPES = ("bf16", "fp16", "tf32", "fp8")
 _CPU_DTYPES = ("fp32", "bf16")
 
-# Under a matrix product an H200 is at its power limit after 0.1 s, and its clock swings for another second
+# In matrix products an H200 reaches its power limit after 0.1 s, and its clock oscillates for another second
 # before it settles: the second half of 2 s is after that.
 _ACCELERATOR_SECONDS = 2.0
 _CPU_SECONDS = 0.5
@@ -48,11 +48,11 @@ _OFTEN = 0.5
 class CeilingRun:
     """The best shape of one dtype, in a burst or held.
 
-    `clock_hz` is counted by the SMs, `reported_clock_hz` is what the driver asked for: under load the first
-    is lower, and the true one. `power_w` is the mean of about the last second, so a burst has
-    none. `throttle` says in which share of the driver's readings each reason held the clock back.
-    `limited_by` names the larger loss: the reason that held the clock back (`power_limit`, `clock` where no
-    reason is told) or `pipe`. What is not known is None.
+    `clock_hz` is measured by the SMs, `reported_clock_hz` is requested by the driver: under load the first
+    is lower, and the actual one. `power_w` is the mean of about the last second, so a burst has
+    none. `throttle` has the share of the driver's readings with each throttle reason.
+    `limited_by` names the larger loss: the throttle reason (`power_limit`, `clock` if none is reported)
+    or `pipe`. Unknown values are None.
     """
 
     shape: Shape
@@ -71,9 +71,9 @@ class CeilingRun:
 
 @dataclass(frozen=True, kw_only=True)
 class MatmulCeiling:
-    """What one dtype reached. Where the device cannot run it, there are no runs and `skipped` says why.
+    """The rates of one dtype. If the device cannot run it, there are no runs and `skipped` has the reason.
 
-    `notes` say what could not be read of this device, and why.
+    `notes` name what could not be read on this device, and why.
     """
 
     dtype: str
@@ -87,7 +87,7 @@ class MatmulCeiling:
 
     @property
     def shape(self) -> Shape | None:
-        """That of the burst; the one held may be another."""
+        """The shape of the burst; that of the sustained run may differ."""
         return None if self.burst is None else self.burst.shape
 
     @property
@@ -120,7 +120,7 @@ def measure_ceiling(
 
     `dtypes` defaults to bf16, fp16, tf32 and fp8 on an accelerator, fp32 and bf16 on a CPU; `seconds` is the
     length of each sustained run, 2 s on an accelerator and 0.5 s on a CPU. The search takes about
-    four seconds more per dtype on an accelerator. `progress` is told in words what is measured next.
+    four seconds more per dtype on an accelerator. `progress` is called with a text on what is measured next.
     """
     import torch
 
@@ -133,18 +133,18 @@ def measure_ceiling(
     if not 0 < seconds < math.inf:
         raise UsageError(f"seconds must be a positive number; got {seconds!r}")
     names = tuple(dict.fromkeys(dtype_name(dtype) for dtype in dtypes))
-    tell = progress or _silent
+    report = progress or _no_progress
     where: AbstractContextManager[object] = (
         torch.cuda.device(target) if target.type == "cuda" else nullcontext()
     )
     watch = Watch.open(target)
     try:
         with where, torch.no_grad():
-            bursts = {name: search(target, name, watch, tell) for name in names}
+            bursts = {name: search(target, name, watch, report) for name in names}
             held: dict[str, Tried] = {}
             for name, tried in bursts.items():
                 if not isinstance(tried, str):
-                    held[name] = hold(target, name, tried, watch, seconds, tell, rested=not held)
+                    held[name] = hold(target, name, tried, watch, seconds, report, rested=not held)
     finally:
         watch.close()
     return tuple(_ceiling(target, name, tried, held.get(name), watch.notes) for name, tried in bursts.items())
@@ -153,9 +153,9 @@ def measure_ceiling(
 def limited_by(
     clock_of_datasheet: float | None, pipe_of_clock: float | None, throttle: Mapping[str, float] | None
 ) -> str | None:
-    """What cost more of the datasheet's peak: the clock, by the reason that held it back, or the pipe.
+    """What cost more of the datasheet's peak: the clock, by its throttle reason, or the pipe.
 
-    Without the two factors it is the reason the driver told, where it told one. Idling is no reason.
+    Without the two factors it is the reason the driver reported, if any. Idling is not a reason.
     """
     often = {
         name: share for name, share in (throttle or {}).items() if share >= _OFTEN and name != "gpu_idle"
@@ -176,14 +176,14 @@ def _ceiling(
     clock_hz = None if spec is None else datasheet_clock_hz(spec, dtype)
     bursts = [] if isinstance(tried, str) else tried[:1]
     if held is not None:
-        # Where nothing slows the chip, or something else did during the search, a part of the held run wins.
+        # Part of the sustained run is faster if nothing slows the chip, or something did during the search.
         bursts += [replace(held, runs=(run,), loaded_s=run.seconds) for run in held.runs]
     burst = max(bursts, key=lambda one: one.flops_per_s, default=None)
     return MatmulCeiling(
         dtype=dtype,
         device_name=_name_of(device),
-        burst=None if burst is None else _ran(burst, peak, clock_hz),
-        sustained=None if held is None else _ran(held, peak, clock_hz),
+        burst=None if burst is None else _ceiling_run(burst, peak, clock_hz),
+        sustained=None if held is None else _ceiling_run(held, peak, clock_hz),
         datasheet_flops_per_s=peak,
         datasheet_clock_hz=clock_hz,
         skipped=tried if isinstance(tried, str) else None,
@@ -191,8 +191,10 @@ def _ceiling(
     )
 
 
-def _ran(tried: Tried, peak_flops_per_s: float | None, datasheet_clock_hz: float | None) -> CeilingRun:
-    """A shape's runs beside the datasheet."""
+def _ceiling_run(
+    tried: Tried, peak_flops_per_s: float | None, datasheet_clock_hz: float | None
+) -> CeilingRun:
+    """A shape's runs compared with the datasheet."""
     seen = observed(tried.runs, tried.loaded_s)
     share = None if peak_flops_per_s is None else tried.flops_per_s / peak_flops_per_s
     clock = seen.clock_hz / datasheet_clock_hz if seen.clock_hz and datasheet_clock_hz else None
@@ -209,8 +211,8 @@ def _ran(tried: Tried, peak_flops_per_s: float | None, datasheet_clock_hz: float
     )
 
 
-def _silent(_: str) -> None:
-    """Nobody watches."""
+def _no_progress(_: str) -> None:
+    """The default `progress`: does nothing."""
 
 
 def _as_device(device: torch.device | str | int | None) -> torch.device:
@@ -221,7 +223,7 @@ def _as_device(device: torch.device | str | int | None) -> torch.device:
         return accelerator or torch.device("cpu")
     if isinstance(device, int):
         if accelerator is None:
-            raise UsageError(f"there is no accelerator here, so no device {device}; use device='cpu'")
+            raise UsageError(f"this machine has no accelerator, so no device {device}; use device='cpu'")
         device = f"{accelerator.type}:{device}"
     try:
         found = torch.device(device)
@@ -230,10 +232,10 @@ def _as_device(device: torch.device | str | int | None) -> torch.device:
     if found.type == "cpu":
         return found
     if accelerator is None or accelerator.type != found.type:
-        raise UsageError(f"there is no {found.type} device here; use device='cpu'")
+        raise UsageError(f"this machine has no {found.type} device; use device='cpu'")
     count = torch.accelerator.device_count()
     if found.index is not None and found.index >= count:
-        raise UsageError(f"there is no {found}; this machine has {count}, counted from 0")
+        raise UsageError(f"no device {found}: this machine has {count}, numbered from 0")
     return found
 
 

@@ -1,13 +1,13 @@
 """Clock, power and throttle reasons of a device while it runs matrix products.
 
-    Watch.open ─► stamps: the SMs' own cycle counters ─► the clock that was run at
-               └► NVML: the clock asked for, power and its limit, what held the clock back
+    Watch.open ─► stamps: the SMs' own cycle counters ─► the actual clock
+               └► NVML: the requested clock, power and its limit, throttle reasons
 
-The driver is asked from the thread that queues the products, right after it has queued them: the device is
-then busy with nothing else, and no second thread competes for the interpreter. Each reading stands for the
-run it falls into; shares between two readings are not needed here, so there is no `Sampler`.
+The driver is queried by the thread that queues the products, right after it has queued them: the device then
+runs nothing else, and no second thread competes for the interpreter. Each reading represents the run during
+which it was taken; shares between two readings are not needed here, so there is no `Sampler`.
 
-What cannot be read (another vendor, no driver, no nvidia-ml-py) is None, and `Watch.notes` says why.
+What cannot be read (another vendor, no driver, no nvidia-ml-py) is None, with the reason in `Watch.notes`.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     import torch
 
 POWER_MEAN_S = 1.0
-"""NVML's power is the mean of the last second on most chips: after less load it is not that of the load."""
+"""NVML's power is the mean of the last second on most chips: it does not represent a shorter load."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Some products in a row: how long they took, at which clock, and what the driver said meanwhile."""
+    """Consecutive products: their time, clock, and the driver's reading meanwhile."""
 
     products: int
     seconds: float
@@ -42,7 +42,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Observed:
-    """What some runs showed. `throttle`: for each reason the share of the readings that named it."""
+    """Clock, power and throttle reasons of some runs. `throttle`: the share of readings with each reason."""
 
     clock_hz: float | None = None
     reported_clock_hz: float | None = None
@@ -52,7 +52,7 @@ class Observed:
 
 
 class Watch:
-    """What can be read of one device; without arguments nothing."""
+    """Reads clock, power and throttle reasons of one device; without arguments nothing."""
 
     def __init__(
         self,
@@ -71,34 +71,34 @@ class Watch:
         import torch
 
         if device.type != "cuda" or torch.version.cuda is None:
-            return cls(notes=("clock, power and what held the clock back are read on NVIDIA GPUs only",))
+            return cls(notes=("clock, power and throttle reasons are read on NVIDIA GPUs only",))
         notes: list[str] = []
         stamps = CycleStamps.open(device)
         if isinstance(stamps, str):
-            notes.append(f"the clock run at is not known: {stamps}")
+            notes.append(f"the actual clock is not known: {stamps}")
         found = _find(str(torch.cuda.get_device_properties(device).uuid))
         if isinstance(found, str):
-            notes.append(f"power and what held the clock back are not known: {found}")
+            notes.append(f"power and throttle reasons are not known: {found}")
         source, index = (None, 0) if isinstance(found, str) else found
         return cls(
             stamps=None if isinstance(stamps, str) else stamps, source=source, index=index, notes=tuple(notes)
         )
 
     def stamp(self) -> Stamp | None:
-        """The cycle counters at this place of the stream."""
+        """The cycle counters at this point of the stream."""
         return None if self._stamps is None else self._stamps.take()
 
-    def look(self) -> CounterSample | None:
-        """What the driver says now; None where it fails or makes no sense this time.
+    def read_driver(self) -> CounterSample | None:
+        """The driver's reading now; None if it fails or is implausible this time.
 
-        It renews what it says ten times a second: until then its last word holds, but not for longer.
+        The driver updates it ten times a second: until then the last reading is returned, but not for longer.
         """
         if self._source is None:
             return None
         try:
             sample = self._source.read(self._index)
         except CounterError:
-            self._last = None  # the figures of the run stand without it
+            self._last = None  # the run's other figures are still valid
             return None
         if sample.fresh:
             self._last = sample if fault_of(sample, shares=()) is None else None
@@ -112,31 +112,34 @@ class Watch:
 
 
 def observed(runs: Sequence[Run], loaded_s: float) -> Observed:
-    """Runs in a row as one; `loaded_s` is how long the device had been under load at their end.
+    """Consecutive runs combined; `loaded_s` is how long the device had been under load at their end.
 
     The clock is the mean over the time of the runs. The driver's own clock and the throttle reasons are means
-    of its readings; power is the last reading, once that is about the load.
+    of its readings; power is the last reading, once it represents the load.
     """
     clocked = [(run.clock_hz, run.seconds) for run in runs if run.clock_hz is not None]
     samples = [run.sample for run in runs if run.sample is not None]
     reported_hz = [sample.sm_clock_hz for sample in samples if sample.sm_clock_hz is not None]
     powers_w = [sample.power_w for sample in samples if sample.power_w is not None]
     limits_w = [sample.power_limit_w for sample in samples if sample.power_limit_w is not None]
-    told = [sample.throttle_reasons for sample in samples if sample.throttle_reasons is not None]
-    reasons = sorted({reason for reasons in told for reason in reasons})
+    reported_reasons = [sample.throttle_reasons for sample in samples if sample.throttle_reasons is not None]
+    reasons = sorted({reason for reasons in reported_reasons for reason in reasons})
     return Observed(
         clock_hz=sum(hz * s for hz, s in clocked) / sum(s for _, s in clocked) if clocked else None,
         reported_clock_hz=statistics.fmean(reported_hz) if reported_hz else None,
         power_w=powers_w[-1] if powers_w and loaded_s >= POWER_MEAN_S else None,
         power_limit_w=limits_w[-1] if limits_w else None,
-        throttle={reason: sum(reason in one for one in told) / len(told) for reason in reasons}
-        if told
+        throttle={
+            reason: sum(reason in one for one in reported_reasons) / len(reported_reasons)
+            for reason in reasons
+        }
+        if reported_reasons
         else None,
     )
 
 
 def _find(uuid: str) -> tuple[CounterSource, int] | str:
-    """NVML and its number of the GPU that torch knows by this UUID; or why not."""
+    """NVML and its index of the GPU with torch's UUID; or the reason why there is none."""
     try:
         source = NvmlSource(energy=False)
     except CounterError as problem:
@@ -145,4 +148,4 @@ def _find(uuid: str) -> tuple[CounterSource, int] | str:
     if gpu is not None:
         return source, gpu.index
     source.close()
-    return f"NVML lists no GPU with the UUID {uuid} (a MIG slice has none of its own there)"
+    return f"NVML lists no GPU with the UUID {uuid} (MIG slices are not listed there)"

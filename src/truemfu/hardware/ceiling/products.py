@@ -1,4 +1,4 @@
-"""One matrix product of any dtype on any device, and the timing of some in a row."""
+"""One matrix product of any dtype on any device, and the timing of several in a row."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def flops_of(shape: Shape) -> int:
 
 
 def product_of(device: torch.device, dtype: str, shape: Shape) -> Product:
-    """A function that multiplies two random matrices of this dtype once; it alone holds them.
+    """A function that multiplies two random matrices of this dtype once; only it references them.
 
-    Random numbers, because zeros draw less power and run faster than any real data; from a generator of our
-    own, because the caller's random state is the caller's.
+    Random numbers, because zeros draw less power and run faster than any real data; from a separate
+    generator, to leave the caller's random state alone.
     """
     import torch
 
@@ -64,7 +64,7 @@ def product_of(device: torch.device, dtype: str, shape: Shape) -> Product:
 
 
 def _product(path: str) -> Callable[..., object]:
-    """A product that torch has under a private name."""
+    """A product under a private name of torch."""
     from ...torch_private import table
     from ...torch_private.find import ABSENT
 
@@ -76,7 +76,7 @@ def _product(path: str) -> Callable[..., object]:
 
 @contextmanager
 def fp32_precision(dtype: str) -> Iterator[None]:
-    """fp32 products on CUDA round to TF32 exactly when `dtype` is tf32; the user's setting comes back."""
+    """fp32 products on CUDA round to TF32 exactly if `dtype` is tf32; the user's setting is restored."""
     import torch
 
     matmul = torch.backends.cuda.matmul
@@ -93,8 +93,8 @@ def fp32_precision(dtype: str) -> Iterator[None]:
 def timed(product: Product, device: torch.device, products: int, watch: Watch) -> Run:
     """Seconds the device spends on some products: by its own events on CUDA, else by the wall clock.
 
-    The stamps stand outside the timed stretch, right before and after it; the driver is asked while the
-    device works through what was queued.
+    The stamps are outside the timed interval, right before and after it; the driver is queried while the
+    device runs the queued work.
     """
     import torch
 
@@ -105,7 +105,7 @@ def timed(product: Product, device: torch.device, products: int, watch: Watch) -
         for _ in range(products):
             product()
         end.record()
-        after, sample = watch.stamp(), watch.look()
+        after, sample = watch.stamp(), watch.read_driver()
         synchronize(device)
         seconds = start.elapsed_time(end) / 1e3
     else:
@@ -115,13 +115,13 @@ def timed(product: Product, device: torch.device, products: int, watch: Watch) -
             product()
         synchronize(device)
         seconds = time.perf_counter() - begin_s
-        after, sample = watch.stamp(), watch.look()
+        after, sample = watch.stamp(), watch.read_driver()
     clock_hz = None if before is None or after is None else mean_clock_hz(before, after)
     return Run(products=products, seconds=seconds, clock_hz=clock_hz, sample=sample)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what was queued; a CPU has."""
+    """Wait until the device has finished its queue; a CPU has none."""
     import torch
 
     if device.type != "cpu":

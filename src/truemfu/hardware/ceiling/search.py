@@ -1,14 +1,14 @@
-"""Which shape of product is the fastest here: in a burst, and held under the power limit.
+"""The fastest shape of a product: in a burst, and sustained under the power limit.
 
     search: each shape, a few short runs with a rest before each      ─► shapes, the best burst first
     hold:   the better ones, a trial each, in a row on a loaded chip  ─► the best of them, held
 
-Two questions, since the answers differ. A burst has power to spare, and the shape that fills the tensor pipe
-best wins. Held, the power limit sets the clock, and the shape with the most FLOP per joule wins. A training
-has products of many shapes, so its ceiling is the best one that can be held.
+The two differ. A burst has power to spare, and the shape that fills the tensor pipe best wins. In a sustained
+run the power limit sets the clock, and the shape with the most FLOP per joule wins. A training has products
+of many shapes, so its ceiling is the best sustained one.
 
-A rest before every short run, because the power limit cuts in within a tenth of a second of load: without
-rests the last shapes, and the last dtypes, would be measured on a slower chip than the first.
+The device idles before every short run, because the power limit takes effect within 0.1 s of load: otherwise
+the last shapes and dtypes would be measured on a slower chip than the first.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str], None]
 
-# Squares of three sizes, and what a search of thousands of shapes found best on an A100 and on an H100
+# Squares of three sizes, and the best of thousands of shapes on an A100 and on an H100
 # (S. Bekman's ml-engineering). All fit in 8 GB, in fp64 too. The small ones stay in a large L2 cache.
 _ACCELERATOR_SHAPES: tuple[Shape, ...] = (
     (2048, 2048, 2048),
@@ -47,7 +47,7 @@ _CPU_SHORT_RUN_S = 0.02
 _REST_S = 0.05
 _LONGEST_PRODUCT_S = 0.2
 
-# An H200's clock swings for a second after load begins, and takes a tenth of one to follow a change of shape.
+# An H200's clock oscillates for 1 s after load begins, and takes 0.1 s to follow a change of shape.
 _HEAT_S, _TRIAL_S = 1.0, 0.2
 _NEAR_BEST = 0.8
 _CHUNKS_PER_RUN = 20
@@ -83,7 +83,7 @@ def shapes_for(device: torch.device) -> tuple[Shape, ...]:
 
 
 def whole_waves(sm_count: int) -> tuple[Shape, ...]:
-    """A small and a large shape whose tiles are a whole number for every SM, so that none waits at the end.
+    """A small and a large shape whose tiles are a whole number for every SM, so that none is idle at the end.
 
     A product is cut into tiles of 256×128 or a part of that; the SMs work through them in waves, and the
     last wave leaves some idle unless the tiles are a multiple of the SMs: 132 of them as 11 × 12 here, 82 as
@@ -98,9 +98,9 @@ def whole_waves(sm_count: int) -> tuple[Shape, ...]:
 
 
 def search(device: torch.device, dtype: str, watch: Watch, progress: Progress) -> list[Tried] | str:
-    """The burst of every shape, the best first; or why there is none.
+    """The burst of every shape, the best first; or the reason why there is none.
 
-    A shape that would take too long for one product is left out: slow chips and dtypes are full with less.
+    A shape with a very long product is left out: smaller ones saturate slow chips and dtypes.
     """
     import torch
 
@@ -132,9 +132,9 @@ def hold(
     *,
     rested: bool,
 ) -> Tried:
-    """The second half of a run of `seconds` at the shape, of those with a good burst, that holds most.
+    """The second half of a run of `seconds` at the best sustained shape among those with a good burst.
 
-    A chip that has rested is loaded first; then each shape has a short trial, one right after the other.
+    An idle chip is loaded first; then each shape has a short trial, one right after the other.
     """
     best = bursts[0]
     near = [one for one in bursts if one.flops_per_s >= _NEAR_BEST * best.flops_per_s]
@@ -155,7 +155,7 @@ def hold(
                 load(best, min(_HEAT_S, seconds / 2), unwatched)
             trials: list[Tried] = []
             for one in near:
-                progress(f"{dtype}: which shape holds most, {named(one.shape)}")
+                progress(f"{dtype}: searching the best sustained shape, {named(one.shape)}")
                 trials.append(load(one, min(_TRIAL_S, seconds / 8), unwatched))
             best = max(trials, key=lambda one: one.flops_per_s)
         progress(f"{dtype}: sustained for {seconds:g} s, {named(best.shape)}")
@@ -183,9 +183,9 @@ def _burst(product: Product, device: torch.device, watch: Watch) -> Run:
 def _loaded(
     product: Product, device: torch.device, seconds: float, expected_s: float, watch: Watch
 ) -> list[Run]:
-    """Runs in a row, for about `seconds` in all.
+    """Consecutive runs, for about `seconds` in all.
 
-    Cut into runs so that it ends by the clock and not by an estimate made before the chip slowed.
+    Split into runs so that the clock ends it, not an estimate made before the chip slowed down.
     """
     products = max(1, round(seconds / _CHUNKS_PER_RUN / expected_s))
     runs: list[Run] = []
@@ -205,5 +205,5 @@ def _second_half(runs: Sequence[Run]) -> tuple[Run, ...]:
 
 
 def _first_line(error: Exception) -> str:
-    """Torch adds a page of hints to some."""
+    """Torch appends long hints to some errors."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,17 +1,17 @@
-"""From a window of activity counters to the matrix FLOP/s a GPU executed.
+"""The matrix FLOP/s a GPU executed, from a window of activity counters.
 
     Σ over pipes: activity × SMs × FLOP per cycle and SM × SM clock          (× the audit's correction)
 
 - **Pipes.** `hmma` does bf16, fp16, tf32 and fp8, `imma` int8, `dfma`/`dmma` fp64. A pipe's FLOP per cycle is
-  the table's for bf16 times a power of two for the dtype; where several dtypes share the hmma pipe, what was
-  counted of each decides the mean.
-- **Clock.** The one the SMs counted where there is one: by `cycle_stamps`, or by a driver that offers raw
-  cycles. The driver's own is what it asked for, more than what was run under load, and so is the rate that
-  comes of it.
-- **Upper bound.** The hmma pipe also ticks in some kernels without a product, strided copies among them, and
+  the table's for bf16 times a power of two for the dtype; if several dtypes share the hmma pipe, the mean is
+  weighted by their counted FLOPs.
+- **Clock.** The clock measured by the SMs if there is one: by `cycle_stamps`, or by a driver with raw cycles.
+  Otherwise the clock the driver requested, which under load is above the actual one, as is the resulting
+  rate.
+- **Upper bound.** The hmma pipe is also active in some kernels without a product, such as strided copies, and
   some kernels with products execute fewer FLOP per active cycle than others: half in Turing's mma (products
-  whose sizes are no multiples of eight), two thirds in cuDNN's convolutions with few input channels.
-  `truemfu audit` measures what a model's step executed over what activity reads
+  whose sizes are not multiples of eight), two thirds in cuDNN's convolutions with few input channels.
+  `truemfu audit` measures the executed FLOPs relative to the activity
   (`executed_over_activity`); without that the rate is an upper bound. On an H200 activity read 1.013 to 1.018
   times what Nsight Compute counted for a GPT of 1.3 B, 1.06 for a ViT and 1.13 for a ResNet-18.
 """
@@ -30,11 +30,11 @@ _OWN_PIPE = ("int8", "fp64")
 _NEGLIGIBLE = 0.0005
 
 CYCLE_COUNTERS, DRIVER = "cycle counters", "driver"
-"""Whose clock a rate rests on."""
+"""The source of the clock of a rate."""
 
 
 def executed_method(*, is_corrected: bool) -> str:
-    """How executed FLOPs by counters are named wherever a method is."""
+    """The method name of executed FLOPs from counters."""
     return f"hardware counters ({'corrected by an audit' if is_corrected else UPPER_BOUND})"
 
 
@@ -46,10 +46,10 @@ def executed_flops_per_s(
     clock_hz: float | None = None,
     executed_over_activity: float = 1.0,
 ) -> float | None:
-    """The matrix FLOP/s executed in a window; None where a part of it is not known.
+    """The matrix FLOP/s executed in a window; None if a part of it is not known.
 
     `flops_by_dtype` is the counted work on the hmma pipe (None: bf16 or fp16), `clock_hz` the clock the SMs
-    counted (None: by raw cycles, else the driver's), `executed_over_activity` an audit's correction of the
+    measured (None: by raw cycles, else the driver's), `executed_over_activity` an audit's correction of the
     hmma pipe. Without one the result is an upper bound.
     """
     if spec is None or spec.sm_count is None or spec.tensor_flops_per_cycle_per_sm is None:
@@ -67,12 +67,12 @@ def executed_flops_per_s(
         if share is not None and relative is not None:
             in_a_cycle += share * relative
         elif (flops_by_dtype or {}).get(dtype):
-            return None  # counted, and its pipe or rate is not known
+            return None  # counted, but its pipe or rate is not known
     return float(in_a_cycle * spec.sm_count * spec.tensor_flops_per_cycle_per_sm * clock)
 
 
 def on_tensor_pipes(flops_by_dtype: Mapping[str, float]) -> bool:
-    """Whether all of a mix but a trace runs on pipes whose activity tells its FLOPs; plain fp32 does not."""
+    """Whether nearly all of a mix runs on pipes whose activity gives its FLOPs; plain fp32 does not."""
     total = sum(flops_by_dtype.values())
     watched = sum(flops_by_dtype.get(dtype, 0.0) for dtype in (*_HMMA_DTYPES, *_OWN_PIPE))
     return total > 0 and watched >= (1 - _NEGLIGIBLE) * total
@@ -84,10 +84,10 @@ def has_rate(spec: DeviceSpec | None) -> bool:
 
 
 def counted_clock_hz(window: CounterWindow, sm_count: int) -> float | None:
-    """The clock by the raw cycles of a newer driver; None without them, and where they make no sense.
+    """The clock from the raw cycles of a newer driver; None without them, or if they are implausible.
 
-    The documentation does not say whether they are summed over the SMs: the reported clock decides, which
-    under load is too high.
+    The documentation does not state whether they are summed over the SMs: the reported clock decides,
+    although it is too high under load.
     """
     if window.cycles is None or not window.sm_clock_hz or not window.seconds:
         return None
@@ -114,7 +114,7 @@ def hmma_rate(spec: DeviceSpec, flops_by_dtype: Mapping[str, float]) -> float | 
 def relative_rate(spec: DeviceSpec, dtype: str) -> float | None:
     """FLOP per cycle of a dtype relative to bf16: a power of two, the one nearest to the peaks' ratio.
 
-    The ratio itself will not do: a datasheet states its dtypes at different clocks (an H200's fp64 at 1,980
+    The ratio itself is not exact: a datasheet states its dtypes at different clocks (an H200's fp64 at 1,980
     MHz, its bf16 at 1,830).
     """
     base, peak = spec.peak("bf16") or spec.peak("fp16"), spec.peak(dtype)
@@ -124,7 +124,7 @@ def relative_rate(spec: DeviceSpec, dtype: str) -> float | None:
 
 
 def datasheet_clock_hz(spec: DeviceSpec | None, dtype: str = "bf16") -> float | None:
-    """The clock at which the datasheet's peak of this dtype holds; None where the row does not tell.
+    """The clock of the datasheet's peak for this dtype; None if the row does not have it.
 
     `boost_clock_hz` is that of the 16-bit tensor peak. Makers quote other peaks at other clocks: an H200's
     66.9 TFLOP/s in fp64 are at 1,980 MHz, its 989.4 in bf16 at 1,830. An SM does a power of two of FLOP per

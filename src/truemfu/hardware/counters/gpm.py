@@ -1,8 +1,8 @@
-"""GPM, the activity counters of Hopper and later: what the driver says of the time between two samples of it.
+"""GPM, the activity counters of Hopper and later: activity between two samples, as computed by the driver.
 
-The driver renews these counters ten times a second. Two samples within one renewal are the same: compared,
-every share is 0 and one is NaN (0 of 0). Such a read is nothing new, neither an idle GPU nor a fault, and the
-sample before it is kept, so that the next comparison spans to it.
+The driver updates these counters ten times a second. Two samples within one update are equal: compared, every
+share is 0 and one is NaN (0 of 0). Such a read is stale, neither an idle GPU nor a fault, and the previous
+sample stays, so that the next comparison covers the whole time.
 """
 
 from __future__ import annotations
@@ -47,23 +47,23 @@ _CYCLE_IDS: Mapping[str, int] = MappingProxyType(
         "fp16": 260,
     }
 )
-# Error numbers after which asking again is of no use: invalid argument, not supported, no permission,
+# Errors that are permanent: invalid argument, not supported, no permission,
 # function not found, argument version, deprecated.
 NEVER = frozenset({2, 3, 4, 13, 25, 26})
 
-# On an H200 the oldest sample that was still the newest was 0.10 s old; by now the counters stand still.
+# On an H200 samples changed at least every 0.10 s; after this long the counters are not updated any more.
 _STANDSTILL_S = 0.2
 
 
 class Compared(NamedTuple):
-    """Shares since the sample before, and raw cycles where the driver counts them; empty where unknown."""
+    """Shares since the sample before, and raw cycles where the driver counts them; empty if unknown."""
 
     shares: Mapping[str, Any] = MappingProxyType({})
     cycles: Cycles | None = None
 
 
 class Gpm:
-    """Two samples in the driver's memory, compared and exchanged at every read."""
+    """Two samples in the driver's memory, compared and swapped at every read."""
 
     def __init__(self, nvml: Any, handle: Any) -> None:
         self._nvml = nvml
@@ -76,9 +76,9 @@ class Gpm:
         self.standstill_s = 0.0
 
     def read(self, at_s: float) -> Compared | None:
-        """What happened since the read before; empty the first time, None where there is nothing new yet.
+        """Activity since the previous read; empty the first time, None if there is no update yet.
 
-        Counters that stand still for long are unknown, and `standstill_s` says for how long they have.
+        Counters without an update for long are unknown; `standstill_s` is the time since their last update.
         """
         self._nvml.nvmlGpmSampleGet(self._handle, self._after)
         if self._moved_at_s is None:
@@ -86,7 +86,7 @@ class Gpm:
             return Compared()
         percents = self._compare(self._percents, _PERCENT_IDS)
         self.has_worked = True
-        if _nothing_new(percents.values()):
+        if _unchanged(percents.values()):
             since_s = at_s - self._moved_at_s
             if since_s < _STANDSTILL_S:
                 return None
@@ -96,8 +96,8 @@ class Gpm:
         self._keep(at_s)
         return Compared({name: None if v is None else v / 100 for name, v in percents.items()}, cycles)
 
-    def forget(self) -> None:
-        """The next read is a first one: nothing spans the trouble between."""
+    def reset(self) -> None:
+        """The next read is a first one: no interval covers the failure."""
         self._moved_at_s = None
         self.standstill_s = 0.0
 
@@ -106,7 +106,7 @@ class Gpm:
             self._nvml.nvmlGpmSampleFree(sample)
 
     def _keep(self, at_s: float) -> None:
-        """The sample just taken is the one to compare the next with."""
+        """The next sample is compared with the one just taken."""
         self._before, self._after = self._after, self._before
         self._moved_at_s = at_s
         self.standstill_s = 0.0
@@ -144,6 +144,6 @@ class Gpm:
         }
 
 
-def _nothing_new(percents: Iterable[float | None]) -> bool:
+def _unchanged(percents: Iterable[float | None]) -> bool:
     known = [percent for percent in percents if percent is not None]
     return any(map(math.isnan, known)) and not any(percent > 0 for percent in known)

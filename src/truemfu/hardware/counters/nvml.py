@@ -1,15 +1,15 @@
 """The only module that opens NVML, NVIDIA's driver library: its calls turned into `CounterSample`.
 
-    NvmlSource          every GPU, read again and again
-    gpu_names           one question each; NVML is open for its length alone
+    NvmlSource          every GPU, read repeatedly
+    gpu_names           one query each; NVML is only open during it
     driver_version
 
-No root, no daemon, no CUDA context: the library that nvidia-smi uses, which lets go of the interpreter's lock
-for the length of each call. What a GPU or driver cannot tell is asked for once and None from then on; what
-goes wrong otherwise (a GPU off the bus, a driver that is being replaced) fails that one read.
+No root, no daemon, no CUDA context: the library that nvidia-smi uses, whose calls release the GIL. A value
+that a GPU or driver does not support is queried once and None from then on; any other error (a GPU off the
+bus, a driver that is being replaced) fails that one read.
 
-Activity comes from GPM (`gpm.py`): the driver compares two samples, so the first read has none, and renews
-them ten times a second, so a read that comes too soon says `fresh=False` and nothing else.
+Activity comes from GPM (`gpm.py`): the driver compares two samples, so the first read has none, and updates
+them ten times a second, so a read that comes too soon has `fresh=False` and no values.
 
 nvidia-ml-py (module `pynvml`) is imported on opening; the extra is `nvidia`. torch is never imported.
 """
@@ -49,11 +49,11 @@ _THROTTLE_BITS: Mapping[int, str] = MappingProxyType(
     }
 )
 _INVALID_ARGUMENT, _NO_PERMISSION = 2, 4
-# Nothing to say this time: not found, no data, not ready.
+# No value this time: not found, no data, not ready.
 _NOT_NOW = frozenset({6, 21, 27})
 
 # Memory, processes and limits change slowly. The energy counter costs 3 ms of processor time a read on an
-# H200, a thousand times as much as any other figure; it adds up, so nothing is lost between two reads of it.
+# H200, a thousand times as much as any other figure; it is cumulative, so nothing is lost between two reads.
 _SLOW_S = 0.9
 _CLOSE_S = 1.0
 
@@ -61,8 +61,8 @@ _CLOSE_S = 1.0
 class NvmlSource:
     """Every GPU of this machine.
 
-    `energy` is False for whoever has no use for it and many GPUs: it is what a read costs. `nvml` is the
-    module `pynvml`, or what stands for it in a test.
+    `energy` is False for callers that do not need it: it is most of the cost of a read. `nvml` is the module
+    `pynvml`, or its replacement in a test.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class NvmlSource:
             return self._gpus[index].read()
 
     def close(self) -> None:
-        # A read that hangs in the driver still uses what would be freed here: the process's end frees it too.
+        # A read that hangs in the driver still uses this memory: it is freed at the end of the process.
         if self._closed or not self._reading.acquire(timeout=_CLOSE_S):
             return
         try:
@@ -109,15 +109,15 @@ class NvmlSource:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Slow:
-    """What is asked for about once a second, as it was then."""
+class _SlowValues:
+    """Values that are read about once a second."""
 
     at_s: float
     values: Mapping[str, Any]
 
 
 class _Gpu:
-    """One GPU: its handle, what it has been found not to support, and its two GPM samples."""
+    """One GPU: its handle, its unsupported queries, and its two GPM samples."""
 
     def __init__(self, nvml: Any, index: int, driver: str, clock: Callable[[], float], energy: bool) -> None:
         self._nvml = nvml
@@ -126,7 +126,7 @@ class _Gpu:
         self._clock = clock
         self._energy = energy
         self._unsupported: set[str] = set()
-        self._slow: _Slow | None = None
+        self._slow: _SlowValues | None = None
         self._names: dict[int, str | None] = {}
         self._gpm: Gpm | None = None
         self._no_gpm_reason: str | None = None
@@ -137,13 +137,13 @@ class _Gpu:
             self._info = self._describe()
             self._gpm = self._open_gpm()
         except (nvml.NVMLError, CounterError) as problem:
-            # The other GPUs of the machine are as good as ever.
+            # The other GPUs of the machine can still be read.
             self._lost = self._no_gpm_reason = f"GPU {index} cannot be opened: {problem}"
 
     def info(self) -> GpuInfo:
         reason, gpm = self._no_gpm_reason, self._gpm
         if reason is None and gpm is not None and gpm.standstill_s:
-            reason = f"no activity counters: they have stood still for {gpm.standstill_s:.1f} s"
+            reason = f"no activity counters: unchanged for {gpm.standstill_s:.1f} s"
         return msgspec.structs.replace(self._info, no_gpm_reason=reason)
 
     def read(self) -> CounterSample:
@@ -155,8 +155,8 @@ class _Gpu:
             activity = self._read_gpm(at_s)
             if activity is None:
                 return CounterSample(index=self._index, at_s=at_s, fresh=False)
-            clock_mhz = self._ask("clock", lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM))
-            power_mw = self._ask("power", lambda: nvml.nvmlDeviceGetPowerUsage(handle))
+            clock_mhz = self._query("clock", lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM))
+            power_mw = self._query("power", lambda: nvml.nvmlDeviceGetPowerUsage(handle))
             return CounterSample(
                 index=self._index,
                 at_s=at_s,
@@ -170,7 +170,7 @@ class _Gpu:
         except CounterError:
             self._slow = None
             if self._gpm is not None:
-                self._gpm.forget()
+                self._gpm.reset()
             raise
 
     def close(self) -> None:
@@ -180,12 +180,12 @@ class _Gpu:
 
     def _describe(self) -> GpuInfo:
         nvml, handle = self._nvml, self._handle
-        memory = self._ask("memory", lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
-        clock_mhz = self._ask("max", lambda: nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM))
+        memory = self._query("memory", lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
+        clock_mhz = self._query("max", lambda: nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM))
         return GpuInfo(
             index=self._index,
-            name=self._ask("name", lambda: str(nvml.nvmlDeviceGetName(handle))) or "unknown",
-            uuid=self._ask("uuid", lambda: str(nvml.nvmlDeviceGetUUID(handle))),
+            name=self._query("name", lambda: str(nvml.nvmlDeviceGetName(handle))) or "unknown",
+            uuid=self._query("uuid", lambda: str(nvml.nvmlDeviceGetUUID(handle))),
             memory_total_bytes=None if memory is None else int(memory.total),
             max_sm_clock_hz=_times(clock_mhz, 1e6),
             driver=self._driver,
@@ -194,9 +194,9 @@ class _Gpu:
     def _open_gpm(self) -> Gpm | None:
         """The counters, or None and `_no_gpm_reason`."""
         nvml, handle = self._nvml, self._handle
-        mig = self._ask("mig", lambda: nvml.nvmlDeviceGetMigMode(handle))
+        mig = self._query("mig", lambda: nvml.nvmlDeviceGetMigMode(handle))
         if mig is not None and mig[0] == nvml.NVML_DEVICE_MIG_ENABLE:
-            self._no_gpm_reason = "no activity counters: MIG is on, and they are not read by slice"
+            self._no_gpm_reason = "no activity counters: MIG is on, and counters of slices are not supported"
             return None
         if not hasattr(nvml, "nvmlGpmMetricsGet"):
             self._no_gpm_reason = "no activity counters: this nvidia-ml-py has no GPM; install a newer one"
@@ -207,12 +207,12 @@ class _Gpu:
                 return None
             return Gpm(nvml, handle)
         except nvml.NVMLError as problem:
-            self._no_gpm_reason = self._why_no_gpm(problem)
+            self._no_gpm_reason = self._gpm_reason(problem)
             return None
 
-    def _why_no_gpm(self, problem: Any) -> str:
+    def _gpm_reason(self, problem: Any) -> str:
         if problem.value == _NO_PERMISSION:
-            return "no activity counters: this user may not read GPM counters"
+            return "no activity counters: this user has no permission to read GPM counters"
         return f"no activity counters: GPM of driver {self._driver}: {problem}"
 
     def _read_gpm(self, at_s: float) -> Compared | None:
@@ -221,47 +221,49 @@ class _Gpu:
         try:
             return self._gpm.read(at_s)
         except self._nvml.NVMLError as problem:
-            # Samples it does not like to compare are an invalid argument as well, once it has compared some.
+            # After a first comparison, an invalid argument can also mean two samples it cannot compare.
             passing = problem.value == _INVALID_ARGUMENT and self._gpm.has_worked
             if passing or problem.value not in NEVER:
                 raise self._failed("the activity counters", problem) from None
-            self._no_gpm_reason = self._why_no_gpm(problem)
-            self._gpm = None  # its two samples are freed with the process
+            self._no_gpm_reason = self._gpm_reason(problem)
+            self._gpm = None  # its two samples are freed at the end of the process
             return Compared()
 
     def _throttle_reasons(self) -> tuple[str, ...] | None:
         nvml, handle = self._nvml, self._handle
-        mask = self._ask("reasons", lambda: nvml.nvmlDeviceGetCurrentClocksEventReasons(handle))
+        mask = self._query("reasons", lambda: nvml.nvmlDeviceGetCurrentClocksEventReasons(handle))
         if mask is None:  # its name before driver 535
-            mask = self._ask("reasons before", lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
+            mask = self._query(
+                "reasons before", lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
+            )
         return None if mask is None else tuple(name for bit, name in _THROTTLE_BITS.items() if mask & bit)
 
     def _slow_values(self, at_s: float) -> Mapping[str, Any]:
-        """What is asked for about once a second; the energy with the sample it was read for alone."""
+        """Values that are read about once a second; the energy only with the sample it was read for."""
         if self._slow is not None and 0 <= at_s - self._slow.at_s < _SLOW_S:
             return self._slow.values
         nvml, handle = self._nvml, self._handle
-        memory = self._ask("memory", lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
-        rates = self._ask("utilisation", lambda: nvml.nvmlDeviceGetUtilizationRates(handle))
-        limit_mw = self._ask("power limit", lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle))
+        memory = self._query("memory", lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
+        rates = self._query("utilisation", lambda: nvml.nvmlDeviceGetUtilizationRates(handle))
+        limit_mw = self._query("power limit", lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle))
         values = {
             "memory_used_bytes": None if memory is None else int(memory.used),
             "gpu_utilisation": None if rates is None else rates.gpu / 100,
             "power_limit_w": _times(limit_mw, 1e-3),
             "processes": self._processes(),
         }
-        self._slow = _Slow(at_s=at_s, values=values)
+        self._slow = _SlowValues(at_s=at_s, values=values)
         if not self._energy:
             return values
-        energy_mj = self._ask("energy", lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle))
+        energy_mj = self._query("energy", lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle))
         return {**values, "energy_j": _times(energy_mj, 1e-3)}
 
     def _processes(self) -> tuple[GpuProcess, ...] | None:
         nvml, handle = self._nvml, self._handle
-        found = self._ask("processes", lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle))
+        found = self._query("processes", lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle))
         if found is None:
             return None
-        # A name is asked for once in the life of a process; a number that comes back is another process.
+        # A name is queried once in the life of a process; an id that reappears is another process.
         self._names = {
             process.pid: self._names[process.pid]
             if process.pid in self._names
@@ -278,11 +280,11 @@ class _Gpu:
         try:
             words = str(self._nvml.nvmlSystemGetProcessName(pid)).split()
         except (self._nvml.NVMLError, UnicodeDecodeError):
-            return None  # unknown is None: another user's, gone by now, or cut in the middle of a letter
+            return None  # another user's, ended by now, or truncated inside a character
         return PurePath(words[0]).name if words else None
 
-    def _ask(self, what: str, call: Callable[[], T]) -> T | None:
-        """The answer; None where there is none. What is not supported is not asked for again."""
+    def _query(self, what: str, call: Callable[[], T]) -> T | None:
+        """The value; None without one. An unsupported query is not repeated."""
         if what in self._unsupported:
             return None
         try:
@@ -301,29 +303,31 @@ class _Gpu:
 
 
 def gpu_names() -> list[str]:
-    """The name of each GPU in this machine, in the order of the PCI bus; a CounterError where NVML fails."""
-    with _one_question() as nvml:
+    """The name of each GPU in this machine, in the order of the PCI bus; a CounterError if NVML fails."""
+    with _opened_nvml() as nvml:
         handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
         names = [nvml.nvmlDeviceGetName(handle) for handle in handles]
-    return [name.decode() if isinstance(name, bytes) else name for name in names]  # bytes: an old module's
+    return [
+        name.decode() if isinstance(name, bytes) else name for name in names
+    ]  # bytes in old versions of the module
 
 
 def driver_version() -> str:
-    """The version of the driver; a CounterError where NVML fails."""
-    with _one_question() as nvml:
+    """The version of the driver; a CounterError if NVML fails."""
+    with _opened_nvml() as nvml:
         return str(nvml.nvmlSystemGetDriverVersion())
 
 
 @contextmanager
-def _one_question() -> Iterator[Any]:
-    """NVML, opened and closed again. The library counts, so nobody else's is closed with it."""
+def _opened_nvml() -> Iterator[Any]:
+    """NVML, opened and closed again. The library counts its users, so others keep it open."""
     nvml = _module()
     try:
         nvml.nvmlInit()
         try:
             yield nvml
         finally:
-            with suppress(nvml.NVMLError):  # the answer is there
+            with suppress(nvml.NVMLError):  # the values are already read
                 nvml.nvmlShutdown()
     except nvml.NVMLError as problem:
         raise CounterError(f"NVML does not answer: {problem}") from None

@@ -1,15 +1,14 @@
-"""Reads the counters of some GPUs again and again, and keeps the last intervals of each.
+"""Reads the counters of some GPUs periodically, and stores the last intervals of each.
 
     source ─► poll ─► intervals of each GPU, the last `keep` of them ─► latest, intervals
 
-`poll` reads every GPU once. A thread does it every `period_s` between `start` and `stop`, and once more where
-`read_soon` asks for it; who has a loop of its own (`truemfu top`) calls it there. The thread is a daemon, so
-it ends with the process; it never touches CUDA, and the driver's calls let go of the interpreter's lock.
+`poll` reads every GPU once. A thread calls it every `period_s` between `start` and `stop`, and once more
+after `read_soon`; a caller with its own loop (`truemfu top`) calls it directly. The thread is a daemon, so it
+ends with the process; it never uses CUDA, and the driver's calls release the GIL.
 
-Trouble costs the interval it falls into, nothing else: a read that fails or returns nonsense is counted and
-the next two good reads make an interval again. A read that finds nothing new is no trouble: the interval goes
-on to the next one. A read that does not come back from the driver is a fault for as long as it lasts. Memory
-does not grow.
+An error only loses its own interval: a read that fails or returns invalid values is counted, and the next two
+good reads form an interval again. A stale read is not an error: the interval continues to the next read. A
+read that hangs in the driver is a fault as long as it lasts. Memory does not grow.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ from .samples import CounterSample, CounterSource, CounterWindow, GpuInfo
 from .windows import interval_of, with_energy
 
 _JOIN_S = 2.0
-# A read takes milliseconds; after this long it is said to hang.
-_HANGING_S = 3.0
+# A read takes milliseconds; after this long it is reported as hanging.
+_HANG_TIMEOUT_S = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Health:
-    """How the reading of one GPU goes: intervals made and dropped, and the trouble there is now.
+    """The state of reading one GPU: completed and dropped intervals, and the current fault.
 
-    `fault` is None again once an interval was made. `stopped` says why nothing is read any more.
+    `fault` is None again after the next interval. `stopped` is the reason why nothing is read any more.
     """
 
     intervals: int = 0
@@ -44,7 +43,7 @@ class Health:
 
 
 class Sampler:
-    """The recent past of some GPUs of a source (None: all of them)."""
+    """The recent intervals of some GPUs of a source (None: all of them)."""
 
     def __init__(
         self,
@@ -57,12 +56,12 @@ class Sampler:
         if not 0.001 <= period_s < float("inf"):
             raise UsageError(f"the time between two reads must be a millisecond or more, got {period_s!r} s")
         if keep < 1:
-            raise UsageError(f"at least one interval must be kept, got {keep!r}")
+            raise UsageError(f"at least one interval must be stored, got {keep!r}")
         known = {gpu.index for gpu in source.gpus()}
         wanted = sorted(known) if indices is None else list(dict.fromkeys(indices))
         if not set(wanted) <= known:
             missing = sorted(set(wanted) - known)
-            raise UsageError(f"there is no GPU {missing[0]}; this machine has {sorted(known)}")
+            raise UsageError(f"no GPU {missing[0]}: this machine has {sorted(known)}")
         self._source = source
         self._period_s = period_s
         self._tracks = {index: _Track(keep) for index in wanted}
@@ -74,25 +73,25 @@ class Sampler:
         self._asked_at_s: float | None = None
 
     def start(self) -> None:
-        """Read in a thread of its own from now on."""
+        """Start reading in a separate thread."""
         assert self._thread is None, "the sampler is running already"
         self._thread = threading.Thread(target=self._run, name="truemfu-counters", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread. One that hangs in the driver is left behind: it can do no more than read."""
+        """End the thread. One that hangs in the driver is abandoned: it only reads."""
         self._is_stopped = True
         self._wake.set()
         if self._thread is not None:
             self._thread.join(_JOIN_S)
 
     def read_soon(self, delay_s: float) -> None:
-        """Have the thread read once more after this long, besides its usual reads; the last call counts."""
+        """Make the thread read once more after this long, besides its usual reads; the last call counts."""
         self._extra_s = time.monotonic() + delay_s
         self._wake.set()
 
     def poll(self) -> bool:
-        """Read every GPU once; False when there is nothing left to read."""
+        """Read every GPU once; False if none can be read any more."""
         gpus = {gpu.index: gpu for gpu in self._source.gpus()}
         for index, track in self._tracks.items():
             if track.health.stopped is None:
@@ -100,7 +99,7 @@ class Sampler:
         return any(track.health.stopped is None for track in self._tracks.values())
 
     def gpus(self) -> list[GpuInfo]:
-        """Those that are read."""
+        """The GPUs that are read."""
         return [gpu for gpu in self._source.gpus() if gpu.index in self._tracks]
 
     def latest(self, index: int) -> CounterWindow | None:
@@ -111,7 +110,7 @@ class Sampler:
             return track.intervals[-1] if track.intervals and fault is None else None
 
     def intervals(self, index: int) -> list[CounterWindow]:
-        """The intervals kept, oldest first."""
+        """The stored intervals, oldest first."""
         with self._lock:
             return list(self._tracks[index].intervals)
 
@@ -121,10 +120,10 @@ class Sampler:
         return replace(health, fault=self.hanging() or health.fault)
 
     def hanging(self) -> str | None:
-        """What there is to say of a read that does not come back; it holds up those of all GPUs."""
+        """A message about a read that hangs in the driver; it blocks the reads of all GPUs."""
         asked_at_s = self._asked_at_s
         waited_s = 0.0 if asked_at_s is None else time.monotonic() - asked_at_s
-        return None if waited_s < _HANGING_S else f"the driver has not answered for {waited_s:.0f} s"
+        return None if waited_s < _HANG_TIMEOUT_S else f"the driver has not answered for {waited_s:.0f} s"
 
     def _run(self) -> None:
         due_s = time.monotonic()
@@ -133,12 +132,12 @@ class Sampler:
             if due_s <= now_s:
                 due_s += self._period_s
                 if due_s <= now_s:
-                    # A read that took long is followed by a pause all the same, not by a burst to catch up.
+                    # A slow read is followed by a normal pause, not by a burst to catch up.
                     due_s = now_s + self._period_s
             self._wait_until(due_s)
 
     def _wait_until(self, due_s: float) -> None:
-        """Wait for the next usual read, or for one that is asked for before."""
+        """Wait for the next usual read, or for one requested earlier."""
         while not self._is_stopped:
             extra_s, now_s = self._extra_s, time.monotonic()
             if extra_s is not None and extra_s <= now_s:
@@ -165,7 +164,7 @@ class Sampler:
         except CounterError as problem:
             fault = str(problem)
         except Exception as problem:
-            # Whatever the driver's library throws must not end the thread: the run it watches goes on.
+            # No exception of the driver's library may end the thread: the run continues.
             fault = f"unexpected {one_line(problem)}"
         finally:
             self._asked_at_s = None
@@ -174,7 +173,7 @@ class Sampler:
 
 
 class _Track:
-    """One GPU: its last sample, the last with a reading of its energy, its last intervals, its health."""
+    """One GPU: its last sample, the last one with an energy reading, its intervals and health."""
 
     def __init__(self, keep: int) -> None:
         self.last: CounterSample | None = None
@@ -184,7 +183,7 @@ class _Track:
         self._waiting = 0
 
     def with_energy_of(self, sample: CounterSample, interval: CounterWindow) -> list[CounterWindow]:
-        """The new interval, behind those made since the last energy reading if the sample has the next."""
+        """The new interval; if the sample has an energy reading, after all intervals since the last one."""
         if self._metered is None or sample.energy_j is None:
             return [interval]
         waiting = list(islice(reversed(self.intervals), self._waiting))[::-1]
@@ -197,9 +196,9 @@ class _Track:
         fault: str | None,
         stopped: str | None,
     ) -> None:
-        """`new` is one more interval, behind the last ones as they are to be now; or nothing.
+        """`new` is empty, or replaces the last intervals and adds one.
 
-        A fault lasts until there is an interval again: a first good read shows nothing yet.
+        A fault lasts until the next interval: a first good read alone gives none.
         """
         was = self.health
         self.last = sample

@@ -1,13 +1,13 @@
-"""What a GPU did over a stretch of time, as the chip's own counters tell: the values.
+"""The values of a GPU's activity over an interval, from the chip's own counters.
 
     CounterSource.read ─► CounterSample ─┬─► CounterWindow (one interval) ─► combine, between ─► CounterWindow
     (NVML, or Replay)     CounterSample ─┘              windows.py
 
-The driver is behind `nvml.py`, the thread in `sampler.py`, recorded traces in `trace.py`. So a trace
-goes through every path that a real chip does.
+The driver is in `nvml.py`, the thread in `sampler.py`, recorded traces in `trace.py`, so that a trace takes
+the same code path as a real chip.
 
-A share is a number from 0 to 1. What the chip, the driver or our permission does not tell is None. Times are
-seconds of the monotonic clock of the process that read.
+A share is a number from 0 to 1. A value is None if the chip, the driver or missing permission prevents
+reading it. Times are seconds of the monotonic clock of the reading process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class GpuProcess(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GpuInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What does not change about a GPU. `no_gpm_reason` is None where its activity counters can be read."""
+    """The constant properties of a GPU. `no_gpm_reason` is None if its activity counters can be read."""
 
     index: int
     name: str
@@ -42,7 +42,7 @@ class Activities(msgspec.Struct, frozen=True, kw_only=True):
     """Shares of the GPU's time (of its SM cycles, but for the memory) that each part of it was active.
 
     `hmma_active` is the tensor pipe for fp16, bf16, tf32 and fp8, **and** some kernels without a product.
-    `imma` is for integers, `dfma` and `dmma` for fp64 (an H200's products show under the first);
+    `imma` is for integers, `dfma` and `dmma` for fp64 (an H200's products appear in the first);
     `tensor_active` is any of them. fp16, fp32, fp64 and integer are the plain units. `graphics_active` is the
     share of time with any kernel on the GPU.
     """
@@ -65,7 +65,7 @@ class Activities(msgspec.Struct, frozen=True, kw_only=True):
 ACTIVITIES: tuple[str, ...] = Activities.__struct_fields__
 
 FASTEST_CLOCK_HZ = 1e10
-"""No chip is this fast: what reads as much is nonsense."""
+"""No chip is this fast: a higher reading is invalid."""
 
 
 class Cycles(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -89,8 +89,8 @@ class CounterSample(
 ):
     """One read of one GPU. Activities are those since the fresh read before; the first read has none.
 
-    `fresh` is False where the driver had nothing new since then: such a read says nothing else, and the next
-    fresh one tells of all the time since the last.
+    `fresh` is False if the driver had no update since then: such a read has no other values, and the next
+    fresh one covers all the time since the last.
     """
 
     index: int
@@ -99,10 +99,10 @@ class CounterSample(
     cycles: Cycles | None = None
     sm_clock_hz: float | None = None
     power_w: float | None = None
-    """The mean of the last second or so, as the driver makes it."""
+    """The driver's mean of about the last second."""
     power_limit_w: float | None = None
     energy_j: float | None = None
-    """Since the driver was loaded; None in most reads where they follow each other quickly."""
+    """Since the driver was loaded; None in most reads in quick succession."""
     memory_used_bytes: int | None = None
     gpu_utilisation: float | None = None
     throttle_reasons: tuple[str, ...] | None = None
@@ -110,14 +110,14 @@ class CounterSample(
 
 
 class CounterWindow(Activities, frozen=True, kw_only=True):
-    """What one GPU did from `begin_s` to `end_s`.
+    """The activity of one GPU from `begin_s` to `end_s`.
 
-    `seconds` is what the intervals in it cover: less than the span where one was dropped. `energy_j` is that
-    of these seconds, from readings of the energy counter about a second apart and by time between them; None
-    where they tell of less than half. `sm_clock_hz` is the clock the driver asked for; the true one is
-    lower under load (`cycle_stamps` reads it). `gpu_utilisation` is the driver's own: the share of time
+    `seconds` is the time its intervals cover: less than the span if one was dropped. `energy_j` is for these
+    seconds, from readings of the energy counter about a second apart, interpolated by time; None if they
+    cover less than half. `sm_clock_hz` is the clock the driver requested; the actual one is lower under load
+    (`cycle_stamps` reads it). `gpu_utilisation` is the driver's own: the share of time
     with at least one kernel running, 1 for a single elementwise add. `throttle` is the share of time each
-    reason held the clock back; memory, processes and limits are the last known.
+    reason throttled the clock; memory, processes and limits are the last known.
     """
 
     index: int
@@ -142,19 +142,19 @@ class CounterSource(Protocol):
     """Where samples come from: NVML, a replay, or a fake."""
 
     def gpus(self) -> Sequence[GpuInfo]:
-        """The GPUs there are."""
+        """The available GPUs."""
 
     def read(self, index: int) -> CounterSample:
-        """One sample of a GPU; a `CounterError` where that fails this time."""
+        """One sample of a GPU; a `CounterError` if that fails this time."""
 
     def close(self) -> None:
-        """Let go of the driver or the file; nothing is read afterwards."""
+        """Release the driver or the file; nothing is read afterwards."""
 
 
 def find_gpu(gpus: Sequence[GpuInfo], uuid: str) -> GpuInfo | None:
     """The GPU with this UUID, as NVML or torch (without the word GPU in front) writes it.
 
-    The driver numbers GPUs otherwise than a process that sees some of them, so an index will not do.
+    The driver's indices differ from those of a process that sees only some GPUs, so an index is not enough.
     """
     wanted = uuid.removeprefix("GPU-").casefold()
     return next(

@@ -1,4 +1,4 @@
-"""Counter traces: what a source read, a line of JSON each; written on one machine, played back on another."""
+"""Counter traces: samples, one line of JSON each, recorded on one machine and replayed on another."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class _Failure(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=
 
 
 class Recorder:
-    """A source that writes down all that is read from another, a line of JSON each, for `Replay`.
+    """A source that records all samples of another, one line of JSON each, for `Replay`.
 
-    A file that cannot be written any more ends the recording, not the reading.
+    A write error ends the recording, not the reading.
     """
 
     def __init__(self, source: CounterSource, path: str | Path, *, note: str | None = None) -> None:
@@ -71,13 +71,13 @@ class Recorder:
             self._file.flush()
         except OSError as problem:
             self._file = None
-            warn_once(f"the trace {self._path} ends here: {problem.strerror}")
+            warn_once(f"the trace {self._path} is incomplete from here on: {problem.strerror}")
 
 
 class Replay:
-    """A source that gives the samples of a trace again, each GPU's in their order, failures included.
+    """A source that replays the samples of a trace, in order for each GPU, including failures.
 
-    `note` is what the trace says of where it comes from.
+    `note` is the trace's own description of its origin.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -100,7 +100,7 @@ class Replay:
         return line
 
     def close(self) -> None:
-        """Nothing to let go of: the file was read at once."""
+        """Nothing to release: the file was read at once."""
 
 
 def _trace(path: Path) -> tuple[_Header, list[CounterSample | _Failure]]:
@@ -117,7 +117,7 @@ def _trace(path: Path) -> tuple[_Header, list[CounterSample | _Failure]]:
         except msgspec.DecodeError as problem:
             if header is not None and number == len(raw):
                 break  # the writer was stopped in the middle of a line
-            raise RecordError(f"{path}, line {number}: no counter trace: {problem}") from None
+            raise RecordError(f"{path}, line {number}: not a counter trace: {problem}") from None
         if isinstance(line, _Header):
             header = line
         else:

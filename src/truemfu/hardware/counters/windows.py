@@ -1,7 +1,7 @@
-"""Samples of a GPU's counters become windows: what it did between two of them, and over many.
+"""Windows from samples of a GPU's counters: its activity between two samples, and over many.
 
-Pure arithmetic. An interval that is nonsense (time that runs backwards, a share above 1) raises, so that
-whoever samples can drop and count it. Shares of cycles are weighted by cycles: share × mean clock adds up.
+Pure arithmetic. An invalid interval (time that runs backwards, a share above 1) raises, so that the
+caller can drop and count it. Shares of cycles are weighted by cycles: share × mean clock adds up.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from ...errors import CounterError
 from .samples import ACTIVITIES, FASTEST_CLOCK_HZ, CounterSample, CounterWindow, Cycles, GpuInfo
 
 GPM_LAG_S = 0.1
-"""What a read tells is up to this old.
+"""The values of a read are up to this old.
 
-Seen on an H200 (driver 580) at 1,700 reads, one every 50 ms: activity, energy, power and clock are renewed
-every 100 ms, each at a moment of its own, and every second read found nothing new. NVIDIA says the same of
-Hopper: 100 ms is a hard limit (github.com/NVIDIA/DCGM/issues/310).
+Seen on an H200 (driver 580) at 1,700 reads, one every 50 ms: activity, energy, power and clock are updated
+every 100 ms, each at its own time, and every second read was stale. NVIDIA states the same
+for Hopper: 100 ms is a hard limit (github.com/NVIDIA/DCGM/issues/310).
 """
 
-# A driver may round a full share up by a hair; anything above is nonsense.
+# A driver may round a full share up slightly; anything above is invalid.
 _FULL = 1.001
 
 
 def fault_of(sample: CounterSample, *, shares: Sequence[str] = ACTIVITIES) -> str | None:
-    """Why this sample cannot be true, or None; `shares` are the activities to look at."""
+    """Why this sample is invalid, or None; `shares` are the activities to check."""
     for name in (*shares, "gpu_utilisation"):
         value = getattr(sample, name)
         if value is not None and not 0 <= value <= _FULL:
@@ -44,14 +44,14 @@ def fault_of(sample: CounterSample, *, shares: Sequence[str] = ACTIVITIES) -> st
 
 
 def interval_of(before: CounterSample, after: CounterSample, gpu: GpuInfo) -> CounterWindow:
-    """The time between two reads of one GPU; a `CounterError` where they make no sense together.
+    """The time between two reads of one GPU; a `CounterError` if they are inconsistent.
 
-    The clock, the power and the throttle reasons are read at both ends, and each end stands for half of it.
-    The energy is left to `with_energy`: it is not known at every read.
+    The clock, the power and the throttle reasons are read at both ends, and each end represents half of it.
+    `with_energy` adds the energy, which is not known at every read.
     """
-    assert before.fresh, "a read without news begins no interval"
-    assert after.fresh, "a read without news ends no interval"
-    # The activities of the first read are those of the interval before.
+    assert before.fresh, "a stale read cannot begin an interval"
+    assert after.fresh, "a stale read cannot end an interval"
+    # The activities of the first read belong to the previous interval.
     fault = fault_of(after) or fault_of(before, shares=())
     if fault is not None:
         raise CounterError(f"the counters returned nonsense: {fault}")
@@ -80,10 +80,10 @@ def interval_of(before: CounterSample, after: CounterSample, gpu: GpuInfo) -> Co
 def with_energy(
     parts: Iterable[CounterWindow], before: CounterSample, after: CounterSample
 ) -> list[CounterWindow]:
-    """The intervals between two readings of the energy counter, each with its part of what was used, by time.
+    """The intervals between two readings of the energy counter, each with its share by time.
 
-    The counter adds up, so over all of them it is exact whatever happened in between; a reading is up to
-    `GPM_LAG_S` old, so at each end it is good to that much of the time.
+    The counter is cumulative, so the sum is exact; a reading is up to `GPM_LAG_S` old, so each end is
+    accurate to that much time.
     """
     energy_j = _difference(before.energy_j, after.energy_j)
     assert energy_j is not None, "with_energy needs two readings"
@@ -94,14 +94,14 @@ def with_energy(
 
 
 def combine(windows: Iterable[CounterWindow]) -> CounterWindow | None:
-    """Consecutive windows of one GPU as one; None for none.
+    """Consecutive windows of one GPU combined; None for none.
 
     The chip counts in cycles, so the share of a long time is the mean of the shares of its parts weighted
-    with their cycles (clock × seconds): then share × mean clock is the sum of what each part did. Where a
-    clock is not known, and for what does not run at the SM clock, the weight is the time.
+    with their cycles (clock × seconds): then share × mean clock is the sum over the parts. If a
+    clock is not known, and for units that do not run at the SM clock, the weight is the time.
 
-    The last reading of the energy counter may be a second old: what was used since is taken to be as much, by
-    time, as in the part that is known, if that is at least half.
+    The last reading of the energy counter may be a second old: the energy since then is extrapolated by time
+    from the known part, if that is at least half.
     """
     parts = list(windows)
     if len(parts) < 2:
@@ -136,18 +136,18 @@ def combine(windows: Iterable[CounterWindow]) -> CounterWindow | None:
 def between(
     windows: Iterable[CounterWindow], begin_s: float, end_s: float, *, lag_s: float = GPM_LAG_S
 ) -> CounterWindow | None:
-    """All that lies between two times as one window; those at its ends count by how far they reach in.
+    """The activity between two times as one window; windows at its ends count by their overlap.
 
-    So the window tells of the very time it is asked for, which matters where a run changes its pace in it. A
-    read is up to `lag_s` old, half of that on average.
+    So the window covers exactly the requested time, which matters if a run changes its pace in it. A read is
+    up to `lag_s` old, half of that on average.
     """
     begin_s, end_s = begin_s + lag_s / 2, end_s + lag_s / 2
-    parts = (_cut(part, max(part.begin_s, begin_s), min(part.end_s, end_s)) for part in windows)
+    parts = (_clipped(part, max(part.begin_s, begin_s), min(part.end_s, end_s)) for part in windows)
     return combine(part for part in parts if part is not None)
 
 
-def _cut(part: CounterWindow, begin_s: float, end_s: float) -> CounterWindow | None:
-    """The piece of an interval between two times inside it, as if it had been the same all along."""
+def _clipped(part: CounterWindow, begin_s: float, end_s: float) -> CounterWindow | None:
+    """The part of an interval between two times, assuming constant activity."""
     if begin_s >= end_s:
         return None
     share = (end_s - begin_s) / (part.end_s - part.begin_s)
@@ -193,7 +193,7 @@ def _mean(values: Sequence[float | None], weights: Sequence[float]) -> float | N
 
 
 def _sum(values: Sequence[float | None]) -> float | None:
-    """None where one is missing: a part of a sum would pass for the whole."""
+    """None if one is missing: a partial sum would be mistaken for the whole."""
     known = [value for value in values if value is not None]
     return sum(known) if len(known) == len(values) else None
 
@@ -228,7 +228,7 @@ def _throttle_together(parts: Sequence[CounterWindow]) -> dict[str, float] | Non
 
 
 def _cycles_between(before: Cycles | None, after: Cycles | None) -> Cycles | None:
-    """None where the counts do not grow together: they help where they are there, and are not needed."""
+    """None if the counts do not increase together; they are optional."""
     if before is None or after is None:
         return None
     grown = {name: _difference(getattr(before, name), getattr(after, name)) for name in _CYCLES}

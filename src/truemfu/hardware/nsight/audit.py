@@ -1,14 +1,14 @@
-"""The referee's tables: what the tensor cores executed by kernel, beside what was counted and expected.
+"""The tables of an audit: FLOPs executed by the tensor cores, by kernel, next to counted and expected FLOPs.
 
     launches ─┬─► KernelWork: operations, active cycles, FLOP per cycle ─┐
     StepCount ┴─► by kind: executed | counted | expected ────────────────┴─► Audit
 
-Expected is the count with what is known of kernels taken in: tiles that overhang their product
-(`tile_match`), and attention that works through whole blocks of its mask.
+Expected is the count including known properties of kernels: tiles that overhang their product
+(`tile_match`), and attention that computes whole blocks of its mask.
 
-The pipe's active cycles tell what a counter of activity makes of the step. Some kernels without a product
-tick it too, and some with products run below the usual rate of their dtype. Both are in one ratio, which is
-what `hybrid` corrects by:
+The pipe's active cycles are what an activity counter reads for the step. Some kernels without a product use
+the pipe too, and some with products run below the usual rate of their dtype. One ratio covers both, by which
+`hybrid` corrects:
 
     executed_over_activity = executed operations / (active cycles × usual FLOP per cycle)
 """
@@ -38,10 +38,10 @@ _AT_RATE = 0.99
 
 
 class KernelWork(msgspec.Struct, frozen=True, kw_only=True):
-    """All launches of one kernel; None is what ncu could not tell.
+    """All launches of one kernel; values that ncu did not report are None.
 
-    `needed_flops` is what the counted products need that these launches computed, where each of them was
-    found; `pipe_cycles` are all active cycles of the tensor pipe, `matrix_cycles` those with products.
+    `needed_flops` is what the counted products of these launches need, if each of them was found;
+    `pipe_cycles` are all active cycles of the tensor pipe, `matrix_cycles` those with products.
     """
 
     name: str
@@ -70,7 +70,7 @@ class KernelWork(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def share_of_usual_rate(self) -> float | None:
-        """1 where the kernel is as fast in a cycle as kernels of its dtype are."""
+        """1 if the kernel does as much per cycle as usual for its dtype."""
         if self.flops_per_cycle is None or self.usual_flops_per_cycle is None:
             return None
         return self.flops_per_cycle / self.usual_flops_per_cycle
@@ -86,7 +86,7 @@ class KernelWork(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_below_usual_rate(self) -> bool:
-        """Whether its work reads as more than it is to a counter of active cycles."""
+        """Whether a counter of active cycles overstates its work."""
         return self.share_of_usual_rate is not None and self.share_of_usual_rate < _AT_RATE
 
     def as_dict(self) -> dict[str, Any]:
@@ -101,11 +101,11 @@ class KernelWork(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Audit(msgspec.Struct, frozen=True, kw_only=True):
-    """What was executed, by kernel (the most first), and what had been counted, where that is known.
+    """Executed FLOPs by kernel (largest first), and the counted FLOPs, if known.
 
     The mappings by kind have the keys attention, convolution, matmul and other. `counted_by_kind` is what
-    the model needs; `expected_by_kind` has recomputation, tiles and the blocks of masks in it, and no key for
-    a kind where recomputation is not known. `unmeasured_launches` had no value.
+    the model needs; `expected_by_kind` includes recomputation, tiles and blocks of masks, and has no key
+    for a kind whose recomputation is not known. `unmeasured_launches` had no value.
     """
 
     kernels: tuple[KernelWork, ...]
@@ -117,11 +117,11 @@ class Audit(msgspec.Struct, frozen=True, kw_only=True):
     counted_by_kind: dict[str, int]
     expected_by_kind: dict[str, int]
     tile_flops: int | None
-    """Executed beyond 2·m·n·k because tiles overhang, by launches whose product was found; None without."""
+    """Executed beyond 2·m·n·k because tiles overhang, for launches with a matched product, or None."""
     unmatched_flops: int | None
-    """Executed by matrix products of which nobody knows what they were."""
+    """Executed by matrix products that match no counted one."""
     products: tuple[AuditedProduct, ...] = ()
-    """The products that were found, by shape."""
+    """The matched products, by shape."""
     count: StepCount | None = None
 
     @property
@@ -136,7 +136,7 @@ class Audit(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def executed_over_activity(self) -> float | None:
-        """What was executed over what the pipe's activity reads; None where a part of it is not known."""
+        """Executed FLOPs relative to the pipe's activity; None if a part of it is not known."""
         cycles = [kernel.usual_cycles for kernel in self.kernels]
         known = [usual for usual in cycles if usual is not None]
         if not self.pipe_cycles or self.unmeasured_launches or len(known) < len(cycles) or not sum(known):
@@ -145,7 +145,7 @@ class Audit(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def below_usual_rate(self) -> tuple[KernelWork, ...]:
-        """Kernels that take more cycles for their work than is usual for their dtype."""
+        """Kernels that need more cycles for their work than usual for their dtype."""
         return tuple(kernel for kernel in self.kernels if kernel.is_below_usual_rate)
 
     def as_dict(self) -> dict[str, Any]:
@@ -160,7 +160,7 @@ class Audit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def audit_of(launches: Sequence[KernelLaunch], count: StepCount | None = None) -> Audit:
-    """Add launches up by kernel; those of the counting process alone, where it told its number."""
+    """Sum launches by kernel; only those of the counting process, if its id is known."""
     own = count.process_id if count is not None else None
     if own is not None and any(launch.process_id == own for launch in launches):
         launches = [launch for launch in launches if launch.process_id == own]
@@ -222,15 +222,15 @@ class _LaunchWork(NamedTuple):
 
 
 def _launch_works(launches: Sequence[KernelLaunch], count: StepCount | None) -> list[_LaunchWork]:
-    """Each launch with what it executed and, for a product that was counted, what that needs."""
+    """Each launch with its executed FLOPs and, if it matches a counted product, the needed FLOPs."""
     shapes: dict[Shape, int] = defaultdict(int)
     for product in () if count is None else count.products:
         shapes[product.m, product.n, product.k] += product.flops
     works = [_LaunchWork(launch, kind_of(launch.name), launch.tensor_flops(), None) for launch in launches]
-    places = [place for place, work in enumerate(works) if work.kind == "matmul"]
-    launched = [(works[place].launch.name, works[place].executed or 0) for place in places]
-    for place, match in zip(places, matched_products(launched, shapes), strict=True):
-        works[place] = works[place]._replace(match=match)
+    indices = [index for index, work in enumerate(works) if work.kind == "matmul"]
+    launched = [(works[index].launch.name, works[index].executed or 0) for index in indices]
+    for index, match in zip(indices, matched_products(launched, shapes), strict=True):
+        works[index] = works[index]._replace(match=match)
     return works
 
 
@@ -259,7 +259,7 @@ def _kernel(works: Sequence[_LaunchWork]) -> KernelWork:
 
 
 def _usual_rate(compute_capability: str | None, flops_by_dtype: Mapping[str, int]) -> float | None:
-    """FLOP per cycle at which the cycles of all dtypes add up; None where one of them is not known."""
+    """FLOP per cycle at which the cycles of all dtypes add up; None if one of them is not known."""
     rates = _USUAL_RATES.get(compute_capability or "", {})
     if not flops_by_dtype or any(dtype not in rates for dtype in flops_by_dtype):
         return None
@@ -268,7 +268,7 @@ def _usual_rate(compute_capability: str | None, flops_by_dtype: Mapping[str, int
 
 
 def _expected(count: StepCount, counted: Mapping[str, int], tile_flops: int) -> dict[str, int]:
-    """What the count comes to on silicon, by kind, as far as that is known."""
+    """The expected executed FLOPs by kind, as far as known."""
     expected: dict[str, int] = {}
     if count.attention_blocked_flops is not None:
         expected["attention"] = count.attention_blocked_flops
@@ -278,7 +278,7 @@ def _expected(count: StepCount, counted: Mapping[str, int], tile_flops: int) -> 
     executed = count.hardware_flops - count.attention_flops
     recomputed = executed - sum(counted[kind] for kind in others)
     for kind in others:
-        # What was recomputed is not known by kind: with one kind alone it is all of that.
+        # Recomputation is not known by kind: with a single kind, all of it belongs to that.
         if not recomputed or len(others) == 1:
             expected[kind] = counted[kind] + recomputed + (tile_flops if kind == "matmul" else 0)
     return {kind: amount for kind, amount in expected.items() if amount}
@@ -299,5 +299,5 @@ _KINDS: Mapping[str, re.Pattern[str]] = {
 
 
 def kind_of(name: str, otherwise: str = "other") -> str:
-    """What a kernel or an operator does, as far as its name tells."""
+    """The kind of work of a kernel or an operator, from its name."""
     return next((kind for kind, pattern in _KINDS.items() if pattern.search(name)), otherwise)

@@ -1,8 +1,8 @@
-"""What an audit found of a model's kernels, for runs that follow: tiles, and how activity overstates them.
+"""An audit's findings on a model's kernels, for later runs: tiles, and how activity overstates their work.
 
     truemfu audit --json -- python train.py > audit.json ─► read_audit ─► hybrid mode
 
-A model of a few layers has every product that one of many layers has, so its audit tells the tiles of both.
+A model of a few layers has every product that one of many layers has, so its audit gives the tiles of both.
 `executed_over_activity` is of the whole step audited: a first layer unlike the others (patch embedding, first
 convolution) weighs more in a model that was cut.
 """
@@ -17,7 +17,7 @@ from ...errors import RecordError
 from ..tiles import Shape
 
 _MOST = 1.001
-"""The sums of a step are over many launches, each rounded."""
+"""A step sums many launches, each rounded."""
 
 
 class AuditedProduct(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,11 +31,11 @@ class AuditedProduct(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AuditedKernels(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of an audit that holds for other runs of such a model on such a GPU."""
+    """The part of an audit that applies to other runs of the model on the same GPU model."""
 
     executed_over_activity: float | None
     """Executed operations over what the tensor pipe's active cycles would have done at the rates of the
-    dtypes; None where ncu or the table of rates could not tell."""
+    dtypes; None if ncu or the table of rates does not have it."""
     executed_by_dtype: dict[str, int]
     products: tuple[AuditedProduct, ...]
     is_a_step: bool
@@ -47,15 +47,15 @@ class AuditedKernels(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_audit(path: Path) -> AuditedKernels:
-    """What `truemfu audit --json` printed into this file; a `RecordError` where it is something else."""
+    """What `truemfu audit --json` printed into this file; a `RecordError` if it is something else."""
     try:
         audited = msgspec.json.decode(path.read_bytes(), type=AuditedKernels)
     except OSError as error:
         raise RecordError(f"{path} cannot be read: {error.strerror}") from None
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise RecordError(f"{path} holds no audit: {error}") from None
+        raise RecordError(f"{path} is not an audit: {error}") from None
     if not audited.is_a_step:
-        raise RecordError(f"{path} tells of a selection of launches: audit a whole step")
+        raise RecordError(f"{path} covers a selection of launches: audit a whole step")
     ratio = audited.executed_over_activity
     if ratio is not None and not 0 < ratio <= _MOST:
         raise RecordError(f"{path}: executed_over_activity is {ratio:g}, expected above 0 and at most 1")

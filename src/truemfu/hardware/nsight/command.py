@@ -1,9 +1,9 @@
-"""Nsight Compute: where it is, how it is called, and what an audited process tells of its step.
+"""Nsight Compute: its location, its command line, and the step count of an audited process.
 
     command ─► ncu_command ─► ncu runs it ─► report ─► table_command ─► CSV (`csv_output`) ─┐
           the process marks a step, writes its StepCount ───────────────────────────────────┴─► `audit`
 
-Collecting replays every kernel, 0.2 to 0.4 s each, so a step of a few layers is what to audit. Clocks and
+Collecting replays every kernel, 0.2 to 0.4 s each, so audit a model of a few layers. Clocks and
 caches are left alone: operations do not depend on them.
 
 The file that an audited process writes, at the path in `COUNT_VARIABLE`, is `StepCount` as JSON. The process
@@ -23,24 +23,26 @@ from ...errors import RecordError, UsageError, one_line
 from .csv_output import MATRIX_METRIC, PIPE_METRIC, TENSOR_METRICS
 
 COUNT_VARIABLE = "TRUEMFU_AUDIT"
-"""Names the file into which an audited process writes the count of the step it marked."""
+"""The path of the file to which an audited process writes the count of its marked step."""
 
 METRICS = (*TENSOR_METRICS, PIPE_METRIC, MATRIX_METRIC)
-"""What an audit collects. A chip that has not all of them says n/a."""
+"""The metrics of an audit; n/a on chips without them."""
 
 _GET_NCU = (
     "Nsight Compute (ncu) is not installed or not on the PATH: it comes with the CUDA toolkit, or alone from "
     "https://developer.nvidia.com/nsight-compute"
 )
-_USUAL_PLACES = ("/usr/local/cuda/bin/ncu", "/opt/nvidia/nsight-compute/*/ncu")
+_INSTALL_PATTERNS = ("/usr/local/cuda/bin/ncu", "/opt/nvidia/nsight-compute/*/ncu")
 
 
 def find_ncu() -> str:
-    """The path of ncu: on the PATH, else where its installers put it (the newest)."""
+    """The path of ncu: on the PATH, else in the default folders of its installers (the newest)."""
     found = shutil.which("ncu")
     if found is None:
-        places = [path for pattern in _USUAL_PLACES for path in sorted(Path("/").glob(pattern.lstrip("/")))]
-        found = str(places[-1]) if places else None
+        candidates = [
+            path for pattern in _INSTALL_PATTERNS for path in sorted(Path("/").glob(pattern.lstrip("/")))
+        ]
+        found = str(candidates[-1]) if candidates else None
     if found is None:
         raise UsageError(_GET_NCU)
     return found
@@ -60,9 +62,9 @@ def ncu_command(
 ) -> list[str]:
     """The call that runs `command` under ncu and leaves its metrics in `report` (a name ending in .ncu-rep).
 
-    ncu's own messages go to `log_file`, a line for each kernel as it is profiled among them: with CSV asked
-    for in the same call there would be none. Without `from_start` only launches between cudaProfilerStart
-    and Stop are profiled. A `launch_count` ends the run once it is reached.
+    ncu's own messages go to `log_file`, including a line for each profiled kernel, which would be missing
+    with CSV output in the same call. Without `from_start` only launches between cudaProfilerStart and Stop
+    are profiled. A `launch_count` ends the run once it is reached.
     """
     call = [ncu, "--export", str(report), "--force-overwrite", "--log-file", str(log_file)]
     call += ["--metrics", ",".join((*METRICS, *metrics)), "--target-processes", "all"]
@@ -92,14 +94,14 @@ class ProductWork(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepCount(msgspec.Struct, frozen=True, kw_only=True):
-    """Our count of the step a process marked: what it needs and what it executes, recomputation included.
+    """The count of a process's marked step: needed FLOPs, and executed FLOPs including recomputation.
 
     `model_flops_by_operator` splits `model_flops`; `attention` is the convention. The parts of
-    `hardware_flops` that silicon does differently stand apart: plain products by their shapes, and fused
+    `hardware_flops` that GPUs execute differently are separate: plain products by their shapes, and fused
     attention, whose kernels execute `attention_blocked_flops` when they skip whole blocks of the mask;
     convolutions with fewer than eight input channels; grouped products, at most `grouped_padded_flops` with
-    the rows of each group rounded up to tiles. Where no step was marked or it could not be counted, `reason`
-    says why, and numbers are None. Written by the process whose number is `process_id`; beside a saved table
+    the rows of each group rounded up to tiles. If no step was marked or it could not be counted, `reason`
+    states why, and numbers are None. Written by the process with id `process_id`; next to a saved table
     the audit adds `is_whole_step`: whether all launches of the marked step were to be profiled and no others.
     """
 
@@ -122,7 +124,7 @@ class StepCount(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_step_count(path: Path) -> StepCount | None:
-    """What the audited process wrote; None where it wrote nothing."""
+    """The count the audited process wrote; None if it wrote nothing."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
@@ -132,4 +134,4 @@ def read_step_count(path: Path) -> StepCount | None:
     try:
         return msgspec.json.decode(data, type=StepCount)
     except msgspec.MsgspecError as error:
-        raise RecordError(f"{path} holds no count of a step: {one_line(error)}") from None
+        raise RecordError(f"{path} is not a step count: {one_line(error)}") from None

@@ -1,8 +1,8 @@
-"""What Nsight Compute prints as CSV, read into launches of kernels with their metrics in base units.
+"""Parses Nsight Compute's CSV into kernel launches with their metrics in base units.
 
-What ncu prints depends on its version, page and locale. Both layouts are read (a row per kernel with a line
+The output of ncu depends on its version, page and locale. Both layouts are read (a row per kernel with a line
 of units below the header, which the raw page gives; a row per metric), decimal and thousands signs of either
-kind, scaled units, and n/a: a chip without fp8 says so for every kernel, and a kernel for which all metrics
+kind, scaled units, and n/a: a chip without fp8 has it for every kernel, and a kernel for which all metrics
 are n/a is unknown, not zero.
 """
 
@@ -23,8 +23,8 @@ TENSOR_METRICS: tuple[str, ...] = tuple(
 """The multiplies and adds of the tensor cores by the dtype of their inputs: exactly 2·4096³ for 4096³."""
 
 PIPE_METRIC = "sm__pipe_tensor_op_hmma_cycles_active.sum"
-"""Cycles in which the tensor pipe of a sub-core is busy: what NVML's activity counter ticks for. Some kernels
-without a product tick it too."""
+"""Cycles in which the tensor pipe of a sub-core is busy: what NVML's activity counter counts. Some kernels
+without a product are counted too."""
 
 MATRIX_METRIC = "sm__pipe_tensor_op_hmma_type_hmma_hgmma_qgmma_cycles_active.sum"
 """Those of them with matrix instructions."""
@@ -36,7 +36,7 @@ _WHOLE = re.compile(r"sm__(?:ops|inst|pipe|cycles)_\w+\.sum")
 
 
 class KernelLaunch(msgspec.Struct, frozen=True, kw_only=True):
-    """One launch as ncu saw it: every metric by its name, in base units; None is n/a."""
+    """One launch: every metric of ncu by name, in base units; None is n/a."""
 
     name: str
     process_id: int | None = None
@@ -44,10 +44,10 @@ class KernelLaunch(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, float | None] = msgspec.field(default_factory=dict)
 
     def tensor_flops(self) -> dict[str, int] | None:
-        """Executed tensor operations by the dtype of their inputs; None where no metric has a value.
+        """Executed tensor operations by the dtype of their inputs; None if no metric has a value.
 
-        ncu knows them in overlapping cuts (`src_fp8` is `src_fp8_dst_fp16` and `src_fp8_dst_fp32` together,
-        each of them with and without sparsity): where a total is there, its cuts are left out.
+        ncu has overlapping subsets of them (`src_fp8` is `src_fp8_dst_fp16` and `src_fp8_dst_fp32` together,
+        each of them with and without sparsity): if a total is present, its subsets are left out.
         """
         found: dict[str, int] = {}
         for metric, value in self.metrics.items():
@@ -63,15 +63,15 @@ class KernelLaunch(msgspec.Struct, frozen=True, kw_only=True):
         return dict(by_dtype)
 
     def cycles(self, metric: str) -> int | None:
-        """The cycles that `PIPE_METRIC` or `MATRIX_METRIC` counted; None where they were not collected."""
+        """The cycles that `PIPE_METRIC` or `MATRIX_METRIC` counted; None if they were not collected."""
         value = self.metrics.get(metric)
         return None if value is None else round(value)
 
 
 def parse_ncu_csv(text: str) -> tuple[KernelLaunch, ...]:
-    """The launches in the CSV output of ncu, whatever stands before, between and after the table.
+    """The launches in the CSV output of ncu, ignoring other text before, between and after the table.
 
-    Launches are told apart by process and ID. Text without a table has none.
+    Launches are identified by process and ID. Text without a table has none.
     """
     launches: dict[tuple[str, str], dict[str, str]] = {}
     metrics: dict[tuple[str, str], dict[str, float | None]] = defaultdict(dict)
@@ -96,19 +96,19 @@ def parse_ncu_csv(text: str) -> tuple[KernelLaunch, ...]:
 
 
 def errors_in(text: str) -> list[str]:
-    """What went wrong with ncu itself, in its own words; that the command failed it calls an error, too."""
+    """ncu's own error messages, without the one that reports a failure of the command."""
     lines = [line for line in text.splitlines() if line.startswith("==ERROR==")]
     said = [line.removeprefix("==ERROR==").strip() for line in lines]
     return [words for words in said if not words.startswith(_OF_THE_COMMAND)]
 
 
 def is_from_ncu(text: str) -> bool:
-    """Whether ncu printed this: there is a table of it, be it without a launch, or a message of its own."""
+    """Whether ncu printed this: it has a table, even an empty one, or a message of ncu."""
     return any(_NCU_LINE.match(line) or _is_header(_cells(line)) for line in text.splitlines())
 
 
 def _rows(text: str) -> Iterator[tuple[dict[str, str], dict[str, str]]]:
-    """Every row of every table as column → cell, with the units below the header where there are some."""
+    """Every row of every table as column → cell, with the units below the header, if any."""
     header: list[str] | None = None
     units: dict[str, str] = {}
     for line in text.splitlines():
@@ -129,7 +129,7 @@ def _cells(line: str) -> list[str]:
     """Line by line: a stray quote in what the program printed must not swallow the table."""
     try:
         return next(csv.reader([line]), [])
-    except csv.Error:  # a field of megabytes, or a zero byte: no line of a table
+    except csv.Error:  # a field of megabytes, or a zero byte: not a line of a table
         return []
 
 
@@ -143,12 +143,12 @@ _GROUPS = re.compile(r"\d{1,3}(?:([.,'\s])\d{3})(?:\1\d{3})*")
 
 
 def parse_value(text: str, unit: str = "", *, whole: bool = False) -> float | None:
-    """A number as ncu prints it, in the base unit; None for n/a, nan and what is no amount.
+    """A number as ncu prints it, in the base unit; None for n/a, nan and negative or non-numeric text.
 
-    One sign with three digits behind it may be a decimal or a thousands sign. A count (`whole`) has no
-    decimals, so there it is thousands, unless the unit is scaled: then ncu keeps numbers below a thousand.
-    Elsewhere a comma is thousands, but for percents, and a point is decimal. With two signs the last is the
-    decimal one.
+    One separator followed by three digits may be a decimal or a thousands separator. A count (`whole`) has no
+    decimals, so there it is thousands, unless the unit is scaled: then ncu prints numbers below a thousand.
+    Elsewhere a comma is thousands, but for percents, and a point is decimal. Of two separators the last is
+    the decimal one.
     """
     scaled = _SCALED.fullmatch(unit)
     plain = text.replace("(!)", "").strip()

@@ -1,11 +1,11 @@
-"""Which counted product a GEMM launch computed, told from its kernel's name and the operations it executed.
+"""Matches GEMM launches with counted products, by kernel name and executed operations.
 
     launch: tile in the name, executed operations ─┐
-    counted products: m, n, k                      ┴─► the one that whole tiles make to exactly this number
+    counted products: m, n, k                      ┴─► the one whose whole tiles give exactly this number
 
 A kernel executes whole tiles, and clusters of tiles where it launches blocks in clusters
 (`nvjet_…_192x192_64x4_2x1_…`: two tiles of 192 along one side). With the tile and the shape known, what it
-executes beyond 2·m·n·k is arithmetic, so an equal integer is a match and no guess. Which of several products
+executes beyond 2·m·n·k is arithmetic, so an equal integer is an exact match. Which of several products
 with the same padded size a launch was does not matter for the sum. A kernel without a tile in its name
 matches where nothing overhangs; split-K and grouped kernels match nothing.
 """
@@ -23,7 +23,7 @@ _CLUSTER = re.compile(r"nvjet\w*?_\d+x\d+_\d+x\d+_(\d+)x(\d+)_")
 
 
 class Match(NamedTuple):
-    """The product of a launch, so many of them in one where it is batched."""
+    """The product of a launch, and how many of them if it is batched."""
 
     shape: Shape
     members: int
@@ -38,11 +38,11 @@ def matched_products(
 ) -> list[Match | None]:
     """For each launch (kernel name, executed operations) its product; None without a match.
 
-    `flops_by_shape` is what was counted: it is used up, so that no product is computed twice.
+    `flops_by_shape` is the counted work: it is consumed, so that no product matches twice.
     """
     left = dict(flops_by_shape)
     found: list[Match | None] = [None] * len(launches)
-    # A batched product is many in one launch. Single ones go first: many small ones add up to any number.
+    # A batched product is many in one launch. Single ones go first: many small ones can sum to any number.
     for members_allowed in (1, None):
         for index, (name, executed) in enumerate(launches):
             if found[index] is None and executed:

@@ -1,11 +1,11 @@
 """Experiments on this machine: a slot for each GPU, one experiment in a slot at a time; one slot on a CPU.
 
-A slot starts the worker of the next experiment ahead, so that its imports cost no time of their own:
+A slot starts the worker of the next experiment early, so that its imports take no extra time:
 
     current   start gate build warm_up timed │ count    profiled   done │
     next                                     │ imports   paused  imports│ order ─► …
 
-Nothing of the next worker runs while the current one measures. It does not touch the GPU before its order.
+The next worker is paused while the current one measures. It does not use the GPU before its order.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from truemfu.sweep.worker.__main__ import start
 start()
 """
 WORKER = (sys.executable, "-c", _START)
-"""Unlike `python -m`, without the current folder before the installed packages: a torch.py that happens to be
-there is not torch. A trainer in the current folder is found behind them."""
+"""Unlike `python -m`, this does not put the current folder before the installed packages: a torch.py there
+must not shadow torch. A trainer in the current folder is still found, after them."""
 
 
 class Slot:
-    """One place an experiment can run at, and the worker that is ready there for the next one."""
+    """A device that runs one experiment at a time, and the worker that is ready for the next one."""
 
     def __init__(
         self, name: str, visible_gpu: str, folder: SweepFolder, command: Sequence[str] = WORKER
@@ -47,39 +47,39 @@ class Slot:
         self._folder = folder
         self._ready: WorkerProcess | None = None
         self._ready_imports: list[str] = []
-        # Two workers of a slot can be there at once, so two files take turns.
+        # A slot can have two workers at once, so two log files alternate.
         self._logs = [folder.slot_log(f"{name}-{turn}") for turn in range(2)]
 
     def worker_for(self, case: SweepCase) -> WorkerProcess:
-        """A fresh worker: the one that was made ready, or a new one where that has died meanwhile.
+        """The worker that was made ready, or a new one if that has died.
 
-        Or where it was made ready for a case that needs other imports: they would be in this one's memory.
+        Also a new one if the ready worker has imported something else: its memory would include that.
         """
         ready, self._ready = self._ready, None
         if ready is not None:
-            ready.go_on()
+            ready.resume()
             if not ready.wait(0) and self._ready_imports == _imports(case):
                 return ready
             ready.end()
         return self._start(case)
 
     def make_ready(self, case: SweepCase) -> None:
-        """Start the worker of the next case; what it imports depends on the case."""
+        """Start the worker of the next case, with the imports of that case."""
         if self._ready is None:
-            with contextlib.suppress(OSError):  # then it is started when its turn comes, or says why not
+            with contextlib.suppress(OSError):  # it is then started when needed, which reports the error
                 self._ready = self._start(case)
                 self._ready_imports = _imports(case)
 
     def let_measure(self, phase: Phase) -> None:
-        """Keep the next worker still while the current one is in a phase that measures."""
+        """Pause the next worker while the current one is in a phase that measures."""
         if self._ready is not None:
             if phase in (Phase.COUNT, Phase.DONE):
-                self._ready.go_on()
+                self._ready.resume()
             else:
                 self._ready.pause()
 
     def close(self) -> None:
-        """End the worker that was made ready for nothing."""
+        """End the ready worker, which is not needed."""
         if self._ready is not None:
             self._ready.end()
             self._ready = None
@@ -90,7 +90,7 @@ class Slot:
     def _start(self, case: SweepCase) -> WorkerProcess:
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": self._visible_gpu}
         if "CUDA_VISIBLE_DEVICES" not in os.environ:
-            # Numbers then mean the same as in nvidia-smi.
+            # Indices are then those of nvidia-smi.
             environment.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
         self._logs.reverse()
         self._folder.make()  # an experiment may have removed it

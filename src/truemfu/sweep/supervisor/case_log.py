@@ -17,24 +17,24 @@ _LINE_CHARACTERS = 500
 
 @dataclass(frozen=True, kw_only=True)
 class LogEnd:
-    """What the end of a log holds."""
+    """The result and the last lines of a log."""
 
     result: CaseResult | None = None
     has_checksum: bool = False
-    """Whether the result would say by itself if it were damaged."""
+    """Whether the result has a checksum that reveals damage."""
     fault: str | None = None
     """Why there is no result."""
     tail: tuple[str, ...] = ()
-    """The last lines that say something, without results."""
+    """The last non-empty lines, without results."""
 
 
 def read_log_end(log: Path) -> LogEnd:
-    """The last line that is a result, whatever a stray child printed behind it, and the lines before."""
+    """The last line that is a result, even if a stray child printed after it, and the lines before."""
     try:
         found = [line for line in _last_lines(log)[0] if line.strip()]
     except OSError as error:
         return LogEnd(fault=f"{log.name} cannot be read: {error.strerror}")
-    words = [line for line in found if not _is_like_a_result(line)][-_TAIL_LINES:]
+    words = [line for line in found if not _looks_like_result(line)][-_TAIL_LINES:]
     tail = tuple(line.decode(errors="replace").rstrip()[:_LINE_CHARACTERS] for line in words)
     faults = []
     for line in reversed(found):
@@ -49,16 +49,16 @@ def read_log_end(log: Path) -> LogEnd:
 
 
 def last_lines(log: Path) -> list[str]:
-    """The last lines of a log that say something, without the result; none where it cannot be read."""
+    """The last non-empty lines of a log, without the result; none if it cannot be read."""
     return list(read_log_end(log).tail)
 
 
 def seal_log(log: Path, result: CaseResult) -> None:
-    """Make the result the last line of the log, in the place of one that is there already."""
+    """Write the result as the last line of the log, replacing an earlier result."""
     file = plain_files.open_plain(log, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
     try:
         lines, end = _last_lines(log)
-        if lines and _is_like_a_result(lines[-1]):
+        if lines and _looks_like_result(lines[-1]):
             end -= len(lines.pop())
         cut_short = bool(lines) and not lines[-1].endswith(b"\n")
         os.ftruncate(file, end)
@@ -69,16 +69,16 @@ def seal_log(log: Path, result: CaseResult) -> None:
 
 
 def _last_lines(log: Path) -> tuple[list[bytes], int]:
-    """The last lines of a log with their ends, and how long it is."""
+    """The last lines of a log with their line ends, and its size."""
     data, size = plain_files.read_end(log, _END_BYTES)
     return data.splitlines(keepends=True), size
 
 
-def _is_like_a_result(line: bytes) -> bool:
-    """Also one that is cut short, or damaged."""
+def _looks_like_result(line: bytes) -> bool:
+    """True also for a truncated or damaged result."""
     if line.startswith(b'{"version":'):
         return True
     try:
         return line.startswith(b"{") and decode(line, CaseResult, "") is not None
-    except RecordError:  # something else that looks like JSON
+    except RecordError:  # other JSON
         return False

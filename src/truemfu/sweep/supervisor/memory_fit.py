@@ -1,10 +1,10 @@
-"""After an out-of-memory: what does fit, from measurement.
+"""After an out-of-memory: the largest batch or model that fits in memory, by measurement.
 
     finished experiments of one trainer, model, sequence and dtype ─► a batch that fits, one that does not
         ─► between the two, probes (fresh workers, two steps each) by bisection
         ─► not even a batch of 1: the next smaller reference model
 
-Without a probe to ask, only what finished experiments tell is said.
+Without probes, only finished experiments are used.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from dataclasses import dataclass
 
 import msgspec
 
-from ...records import CaseResult, End, Memory, SweepCase
+from ...records import CaseResult, Memory, Status, SweepCase
 from ..sizes import SIZES
 
-OUT_OF_MEMORY = (End.CUDA_OOM, End.HOST_OOM)
+OUT_OF_MEMORY = (Status.CUDA_OOM, Status.HOST_OOM)
 
 _MAX_PROBES = 5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """Whether a case fits; None where the probe ended in another way, with the reason."""
+    """Whether a case fits in memory; None with a reason if the probe failed otherwise."""
 
     fits: bool | None
     memory: Memory | None = None
@@ -35,7 +35,7 @@ Prober = Callable[[SweepCase], Probe]
 
 
 def propose(results: Iterable[CaseResult], probe: Prober | None) -> Iterator[tuple[str, str]]:
-    """For each experiment that ran out of memory and has no answer yet: its name, and what fits, in words."""
+    """For each experiment that ran out of memory and has no answer yet: its name, and what fits, as text."""
     groups: dict[tuple[str, str, int, str], list[CaseResult]] = {}
     for result in results:
         case = result.case
@@ -48,7 +48,7 @@ def propose(results: Iterable[CaseResult], probe: Prober | None) -> Iterator[tup
 
 
 def _search(group: list[CaseResult], probe: Prober | None) -> str | None:
-    """The largest batch that fits, as far as a few probes tell; None where nothing is known to fit."""
+    """The largest batch that fits, as far as a few probes show; None if nothing is known to fit."""
     smallest_bad = min(
         (result for result in group if result.end in OUT_OF_MEMORY), key=lambda result: result.case.batch_size
     )
@@ -56,7 +56,7 @@ def _search(group: list[CaseResult], probe: Prober | None) -> str | None:
     total_bytes = smallest_bad.memory.device_total_bytes if smallest_bad.memory else None
     good, memory = 0, None
     for result in group:
-        if result.end is End.OK and good < result.case.batch_size < bad:
+        if result.end is Status.OK and good < result.case.batch_size < bad:
             good, memory = result.case.batch_size, result.memory
     for remaining in range(_MAX_PROBES, -1, -1):
         batch = _next_batch(good, bad, remaining)

@@ -1,4 +1,4 @@
-"""What a sweep tells while it runs, and what it hands back when it is over."""
+"""What a sweep reports while it runs, and what it returns at the end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...records import CaseResult, Phase
 
 @dataclass(frozen=True, kw_only=True)
 class CaseState:
-    """An experiment in progress."""
+    """A running experiment."""
 
     slot: str
     """Where it runs: gpu0, gpu1, …, or cpu."""
@@ -21,35 +21,35 @@ class CaseState:
 
 
 class Listener(Protocol):
-    """Who wants to know how a sweep goes; called by one thread at a time."""
+    """Receives the events of a sweep; called by one thread at a time."""
 
     def started(self, names: Sequence[str], reused: Sequence[CaseResult]) -> None:
-        """All experiments in order, and the results that are there already."""
+        """All experiments in order, and the results that are reused."""
 
     def changed(self, name: str, state: CaseState) -> None:
-        """Several times a second for each experiment in progress."""
+        """Called several times a second for each running experiment."""
 
     def ended(self, result: CaseResult) -> None:
         """An experiment has its result, which is on disk."""
 
-    def said(self, text: str) -> None:
-        """One line for people."""
+    def message(self, text: str) -> None:
+        """One line of text for the user."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepOutcome:
-    """What became of a sweep."""
+    """The results and times of a sweep."""
 
     results: list[CaseResult]
-    """In the order of the matrix; without those that an interruption left undone."""
+    """In the order of the matrix; without those that an interruption left unfinished."""
     interrupted: bool
     wall_s: float
     harness_s: float
     """The part of `wall_s` in which no experiment did its own work.
 
-    Own work is from the order to phase done, or to the end of a process that never came there: imports that
-    were not hidden, gate, build, steps, count, trace; and the same of probes. What remains is the start of
-    the supervisor, ending processes, completing results, and gaps between experiments.
+    Own work lasts from the order to phase done, or to the end of a process that did not reach it: imports
+    that were not hidden, gradient check, build, steps, count, trace; the same for probes. The rest is the
+    start of the supervisor, ending processes, completing results, and gaps between experiments.
     """
 
 

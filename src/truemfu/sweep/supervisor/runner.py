@@ -1,12 +1,12 @@
-"""A whole sweep: what is there already, what is left to run, and what became of it.
+"""A whole sweep: reuse existing results, run the rest, return the outcome.
 
     claim the folder ─► end what a killed supervisor left ─► reuse results with the same content hash
-        ─► a thread for each slot: next case ─► worker ─► result           (one failure never touches another)
-        ─► after an out-of-memory: what would fit
+        ─► a thread for each slot: next case ─► worker ─► result           (failures are isolated)
+        ─► after an out-of-memory: find what fits in memory
         ─► SweepOutcome
 
-Ctrl-C (or SIGTERM, or the end of the terminal) ends the workers in order, a second one at once; whatever has
-finished is on disk, and the same call goes on where it stopped.
+Ctrl-C (or SIGTERM, or the end of the terminal) ends the workers gracefully, a second one at once;
+finished results are on disk, and the same call continues where it stopped.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ import msgspec
 from ... import plain_files
 from ...commit import git_commit
 from ...errors import one_line
-from ...records import CaseResult, End, Memory, Phase, SweepCase, SweepRecord
+from ...records import CaseResult, Memory, Phase, Status, SweepCase, SweepRecord
 from ..cases import cases_of, resolved
 from ..config import SweepConfig, as_mapping, parse
-from ..content_hash import content_hash, surroundings
+from ..content_hash import content_hash, hashed_environment
 from ..gpus import device_name, resolve_device
 from ..launchers.local import WORKER, Slot, slots
 from ..order import WorkerOrder
-from ..paths import FolderLock, SweepFolder, claim, mend
+from ..paths import FolderLock, SweepFolder, claim, repair
 from .case_log import last_lines
 from .memory_fit import OUT_OF_MEMORY, Probe, propose
 from .outcome import CaseState, Listener, SweepOutcome, covered_s
@@ -54,8 +54,8 @@ def run_sweep(
 ) -> SweepOutcome:
     """Run every experiment of the matrix that has no result yet; a UsageError before anything has started.
 
-    `rerun` is one of `resume.RERUN`. `start_over` is whether a sweep of other settings in the folder is
-    replaced; None: with rerun "all" it is. `command` starts a worker.
+    `rerun` is one of `resume.RERUN`. `start_over`: whether a sweep with other settings in the folder is
+    replaced; None: only with rerun "all". `command` starts a worker.
     """
     began = time.monotonic()
     check_rerun(rerun)
@@ -63,18 +63,18 @@ def run_sweep(
     device = resolve_device(config.device, config.gpus)
     config = resolved(config, device)
     cases = cases_of(config, device)
-    places = slots(config, device, SweepFolder(folder.absolute()), command)
-    there, record, lock = claim(
+    all_slots = slots(config, device, SweepFolder(folder.absolute()), command)
+    sweep_folder, record, lock = claim(
         folder, config, cases, start_over=rerun == "all" if start_over is None else start_over
     )
     try:
-        sweep = _Sweep(config, cases, there, record, lock, listener)
+        sweep = _Sweep(config, cases, sweep_folder, record, lock, listener)
         with _stopped_by_signals(sweep.stop):
-            sweep.run(places, rerun)
+            sweep.run(all_slots, rerun)
         wall_s = time.monotonic() - began
         return SweepOutcome(
             results=sweep.ordered_results(),
-            interrupted=sweep.stop.asked,
+            interrupted=sweep.stop.requested,
             wall_s=wall_s,
             harness_s=max(wall_s - covered_s(sweep.own_work), 0.0),
         )
@@ -105,56 +105,56 @@ class _Sweep:
         self._cases = cases
         limit = config.memory_limit_gib
         self._memory_limit_bytes = None if limit is None else int(limit * 2**30)
-        around = surroundings(device_name(config.device), self._memory_limit_bytes)
-        self._hashes = {name: content_hash(case, around) for name, case in self._cases.items()}
+        environment = hashed_environment(device_name(config.device), self._memory_limit_bytes)
+        self._hashes = {name: content_hash(case, environment) for name, case in self._cases.items()}
         self._commit = git_commit()
         self._results: dict[str, CaseResult] = {}
         self._pending: deque[str] = deque()
         self._lock = threading.RLock()
         self._failure: BaseException | None = None
 
-    def run(self, places: list[Slot], rerun: str) -> None:
-        say = self._listener.said
+    def run(self, all_slots: list[Slot], rerun: str) -> None:
+        say = self._listener.message
         end_leftovers(self._folder, self._cases, self._record, say)
         self._results = reusable(
             self._folder, self._hashes, rerun=rerun, timeout_s=self._config.timeout_s, say=say
         )
         self._listener.started(list(self._cases), list(self._results.values()))
         self._pending.extend(name for name in self._cases if name not in self._results)
-        threads = [threading.Thread(target=self._serve, args=(place,), name=place.name) for place in places]
+        threads = [threading.Thread(target=self._serve, args=(slot,), name=slot.name) for slot in all_slots]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
         if self._failure is not None:
             raise self._failure
-        if not self.stop.asked:
-            self._say_what_fits(places[0])
-        self._write_what_is_missing()
+        if not self.stop.requested:
+            self._find_memory_fits(all_slots[0])
+        self._write_missing_files()
 
     def ordered_results(self) -> list[CaseResult]:
         return [self._results[name] for name in self._cases if name in self._results]
 
-    def _serve(self, place: Slot) -> None:
-        """One slot: a case after the other until none is left."""
+    def _serve(self, slot: Slot) -> None:
+        """One slot: run cases one after another until none is left."""
         try:
             name = self._next()
             while name is not None:
-                name = self._run_one(place, name)
+                name = self._run_one(slot, name)
         except BaseException as error:
             with self._lock:
                 self._failure = self._failure or error
-            self.stop.ask()
+            self.stop.request()
         finally:
-            place.close()
+            slot.close()
 
-    def _run_one(self, place: Slot, name: str) -> str | None:
-        """Run a case, make the next one ready when that disturbs nothing, and name it."""
+    def _run_one(self, slot: Slot, name: str) -> str | None:
+        """Run a case, start the next worker when that does not disturb it; the name of the next case."""
         upcoming: list[str] = []
 
-        def look(phase: Phase, elapsed_s: float) -> None:
+        def on_progress(phase: Phase, elapsed_s: float) -> None:
             limit_s = self._config.timeout_s
-            state = CaseState(slot=place.name, phase=phase, elapsed_s=elapsed_s, time_limit_s=limit_s)
+            state = CaseState(slot=slot.name, phase=phase, elapsed_s=elapsed_s, time_limit_s=limit_s)
             with self._lock:
                 self._listener.changed(name, state)
             if (
@@ -163,11 +163,11 @@ class _Sweep:
                 and (following := self._next()) is not None
             ):
                 upcoming.append(following)
-                place.make_ready(self._cases[following])
-            place.let_measure(phase)
+                slot.make_ready(self._cases[following])
+            slot.let_measure(phase)
 
         try:
-            worker = place.worker_for(self._cases[name])
+            worker = slot.worker_for(self._cases[name])
         except OSError as error:
             self._ended(save(self._folder, self._not_started(name, error)))
             return self._next()
@@ -177,12 +177,12 @@ class _Sweep:
             self._folder,
             time_limit_s=self._config.timeout_s,
             stop=self.stop,
-            on_look=look,
+            on_progress=on_progress,
         )
-        self._mend()
+        self._repair_folder()
         if result is not None:
             self._ended(result)
-        if upcoming and not self.stop.asked and not self._pruned(upcoming[0]):
+        if upcoming and not self.stop.requested and not self._pruned(upcoming[0]):
             return upcoming[0]
         return self._next()
 
@@ -192,16 +192,16 @@ class _Sweep:
             sweep_id=self._sweep_id,
             content_hash=self._hashes[name],
             case=self._cases[name],
-            end=End.ERROR,
+            end=Status.ERROR,
             phase=Phase.START,
             message=f"its process could not be started: {one_line(error)}",
         )
 
-    def _mend(self) -> None:
-        """What an experiment has done to the folder itself must not touch the next one."""
+    def _repair_folder(self) -> None:
+        """An experiment's changes to the folder itself must not affect the next one."""
         with self._lock:
-            for line in mend(self._folder, self._record, self._folder_lock):
-                self._listener.said(line)
+            for line in repair(self._folder, self._record, self._folder_lock):
+                self._listener.message(line)
 
     def _order(self, name: str, case: SweepCase, case_hash: str) -> WorkerOrder:
         return WorkerOrder(
@@ -217,16 +217,16 @@ class _Sweep:
         )
 
     def _next(self) -> str | None:
-        """The next case to run, if there is one and nobody has asked to stop."""
+        """The next case to run; None if there is none or a stop was requested."""
         with self._lock:
-            while self._pending and not self.stop.asked:
+            while self._pending and not self.stop.requested:
                 name = self._pending.popleft()
                 if not self._pruned(name):
                     return name
         return None
 
     def _pruned(self, name: str) -> bool:
-        """Whether a smaller batch of the same kind was out of memory; then that is its result."""
+        """Whether the same case with a smaller batch ran out of memory; its result is then `pruned`."""
         case = self._cases[name]
         with self._lock:
             smaller = [
@@ -244,9 +244,9 @@ class _Sweep:
             sweep_id=self._sweep_id,
             content_hash=self._hashes[name],
             case=case,
-            end=End.PRUNED,
+            end=Status.PRUNED,
             phase=Phase.START,
-            message=f"not run: {smaller[0].name} was out of memory already",
+            message=f"not run: {smaller[0].name} already ran out of memory",
         )
         self._ended(save(self._folder, pruned))
         return True
@@ -261,58 +261,58 @@ class _Sweep:
                 )
             self._listener.ended(result)
 
-    def _say_what_fits(self, place: Slot) -> None:
-        prober = partial(self._probe, place) if self._config.find_fit else None
+    def _find_memory_fits(self, slot: Slot) -> None:
+        prober = partial(self._probe, slot) if self._config.find_fit else None
         try:
             for name, answer in propose(list(self._results.values()), prober):
                 result = msgspec.structs.replace(self._results[name], fits=answer)
                 self._results[name] = save(self._folder, result)
-                self._listener.said(f"{name}: {answer}")
+                self._listener.message(f"{name}: {answer}")
         except _Interrupted:
-            # What is not answered yet is asked again by the next call.
+            # The next call searches for the rest.
             return
         finally:
-            place.close()
+            slot.close()
 
-    def _probe(self, place: Slot, case: SweepCase) -> Probe:
-        """Two steps of a case in a fresh worker: do they fit?"""
-        name = f"probe-{place.name}"
+    def _probe(self, slot: Slot, case: SweepCase) -> Probe:
+        """Run two steps of a case in a fresh worker: do they fit in memory?"""
+        name = f"probe-{slot.name}"
         log = self._folder.slot_log(name)
         order = msgspec.structs.replace(self._order(name, case, ""), purpose="probe", log_path=str(log))
-        self._listener.said(
+        self._listener.message(
             f"trying {case.trainer}, {case.model}, batch {case.batch_size}, sequence {case.seq_len}"
         )
         try:
             plain_files.remove(self._folder.progress(name))
-            worker = place.worker_for(case)
+            worker = slot.worker_for(case)
         except OSError as error:
             return Probe(fits=None, reason=f"could not be started: {one_line(error)}")
         seen = watch(worker, order, time_limit_s=self._config.timeout_s, stop=self.stop)
-        last_words = last_lines(log)[-1:]
+        last_line = last_lines(log)[-1:]
         for path in (log, self._folder.progress(name)):
             with contextlib.suppress(OSError):  # a folder that cannot be written
                 plain_files.remove(path)
-        self._mend()
+        self._repair_folder()
         if seen.interrupted:
             raise _Interrupted
         self.own_work.append((seen.began_at_s, seen.working_until_s))
-        return _probe_answer(seen, worker.signal_name, last_words)
+        return _probe_answer(seen, worker.signal_name, last_line)
 
-    def _write_what_is_missing(self) -> None:
-        """A disk that was full may have room again by now, and an experiment may have removed files."""
+    def _write_missing_files(self) -> None:
+        """A full disk may have space again by now, and an experiment may have removed files."""
         for name, result in self._results.items():
             stored = stored_result(name, self._folder.result(name), self._folder.log(name))
             if stored.result != result or stored.faults or not self._folder.result(name).exists():
                 written = save(self._folder, result)
                 for note in written.notes[len(result.notes) :]:
-                    self._listener.said(f"{name}: {note}")
+                    self._listener.message(f"{name}: {note}")
 
 
 class _Interrupted(Exception):
     """Ctrl-C between probes."""
 
 
-def _probe_answer(seen: Watched, signal_name: str | None, last_words: list[str]) -> Probe:
+def _probe_answer(seen: Watched, signal_name: str | None, last_line: list[str]) -> Probe:
     last = seen.progress[-1] if seen.progress else None
     if last is not None and last.fits is not None:
         memory = Memory(
@@ -326,23 +326,23 @@ def _probe_answer(seen: Watched, signal_name: str | None, last_words: list[str])
     if seen.timed_out:
         return Probe(fits=None, reason="took too long")
     how = f"ended by {signal_name}" if signal_name else "failed"
-    return Probe(fits=None, reason=": ".join([how, *last_words]))
+    return Probe(fits=None, reason=": ".join([how, *last_line]))
 
 
 @contextmanager
 def _stopped_by_signals(stop: Stop) -> Iterator[None]:
-    """While a sweep runs in the main thread, Ctrl-C, SIGTERM and SIGHUP ask it to stop."""
+    """While a sweep runs in the main thread, Ctrl-C, SIGTERM and SIGHUP request its stop."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    def ask(number: int, frame: FrameType | None) -> None:
-        stop.ask()
+    def request_stop(number: int, frame: FrameType | None) -> None:
+        stop.request()
 
     numbers = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup: the sweep is to outlive its terminal
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # under nohup the sweep outlives its terminal
         numbers.append(signal.SIGHUP)
-    before = {number: signal.signal(number, ask) for number in numbers}
+    before = {number: signal.signal(number, request_stop) for number in numbers}
     try:
         yield
     finally:

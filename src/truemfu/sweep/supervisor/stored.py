@@ -1,10 +1,10 @@
-"""What became of an experiment, from its two copies on disk: results/<name>.json and the end of its log.
+"""The result of an experiment from its two copies on disk: results/<name>.json and the end of its log.
 
     the file, with a checksum that matches ──────────────────► it
     the file, without one (of an earlier version) ───────────► it, unless a log with a checksum differs
     no file, or a damaged one, or the result of another ─────► the log's
 
-Whatever is wrong with either copy is said in one line.
+Each fault of either copy is reported in one line.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class Stored:
 
     result: CaseResult | None = None
     faults: tuple[str, ...] = ()
-    """What is wrong with its files, a line each."""
+    """The faults of its files, one line each."""
     log_tail: tuple[str, ...] = ()
     """The last lines of the log, where there is no result."""
     is_of_another: bool = False
-    """Whether all there is are files that hold the result of another experiment."""
+    """Whether its files only contain the result of another experiment."""
 
 
 def stored_result(name: str, file: Path, log: Path) -> Stored:
@@ -43,7 +43,7 @@ def stored_result(name: str, file: Path, log: Path) -> Stored:
     logged = _own(end.result, name, log.name, of_others)
     if written is not None and logged is not None and written != logged:
         taken = f"the result in {log.name}" if end.has_checksum else "the first"
-        faults.append(f"{file} and the last line of {log.name} differ: one is damaged, {taken} is taken")
+        faults.append(f"{file} and the last line of {log.name} differ: one is damaged, using {taken}")
         written = logged if end.has_checksum else written
     if written is None and logged is not None:
         instead = f"read from {log.name} instead"
@@ -59,7 +59,7 @@ def stored_result(name: str, file: Path, log: Path) -> Stored:
 
 
 def _in_file(file: Path, faults: list[str]) -> tuple[CaseResult | None, bool]:
-    """The result, and whether a checksum vouches for it."""
+    """The result, and whether a checksum confirms it."""
     if not os.path.lexists(file):
         return None, False
     try:
@@ -74,5 +74,5 @@ def _own(found: CaseResult | None, name: str, where: str, of_others: list[str]) 
     """The result, unless it is another experiment's."""
     if found is None or found.name == name:
         return found
-    of_others.append(f"{where} holds the result of {found.name}")
+    of_others.append(f"{where} contains the result of {found.name}")
     return None

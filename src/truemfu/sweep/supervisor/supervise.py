@@ -1,12 +1,12 @@
-"""One experiment, supervised: an order to a worker, and a result in any case.
+"""One supervised experiment: an order to a worker, and always a result.
 
-    order ─► worker ─► progress … ─► its process is gone ─► what it left is ended ─► CaseResult
+    order ─► worker ─► progress … ─► its process ends ─► its descendants are killed ─► CaseResult
                 │                          ▲
                 └── time limit, Ctrl-C ────┘  TERM, then KILL
 
-What is believed, in this order: the result the worker handed over, which no file system can lose; the one it
-wrote in this very run; the one at the end of its log; how its process ended, and how far its progress says it
-came. An experiment may do anything to the files here: what is in their place is replaced, and named.
+Sources of the result, in this order: the one the worker sent, which does not depend on a file system; the one
+it wrote in this run; the one at the end of its log; how its process ended, and the last phase in its progress
+file. An experiment may do anything to these files: they are replaced, and a note names the change.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ import msgspec
 
 from ... import plain_files
 from ...errors import RecordError
-from ...records import CaseResult, End, Memory, Phase, PhaseTime, decode, read_record, write_record
+from ...records import CaseResult, Memory, Phase, PhaseTime, Status, decode, read_record, write_record
 from ..order import WorkerOrder, encode_order
 from ..paths import RunningCase, SweepFolder
 from ..process import GRACE_S, WorkerProcess, kernel_oom_kills
 from ..progress import Progress, read_progress
 from .case_log import last_lines, read_log_end, seal_log
 
-_LOOK_EVERY_S = 0.25
-_LINGER_S = 60.0
+_POLL_INTERVAL_S = 0.25
+_EXIT_TIMEOUT_S = 60.0
 """How long a worker may take to end once it has written its result."""
 
 
 class Stop:
-    """Ctrl-C, for whoever waits: once to end in order, twice to end at once."""
+    """A request to stop (Ctrl-C): the first ends gracefully, the second at once."""
 
     def __init__(self) -> None:
-        self._asked = threading.Event()
+        self._requested = threading.Event()
         self._at_once = threading.Event()
 
-    def ask(self) -> None:
-        if self._asked.is_set():
+    def request(self) -> None:
+        if self._requested.is_set():
             self._at_once.set()
-        self._asked.set()
+        self._requested.set()
 
     @property
-    def asked(self) -> bool:
-        return self._asked.is_set()
+    def requested(self) -> bool:
+        return self._requested.is_set()
 
     @property
     def at_once(self) -> bool:
@@ -59,7 +59,7 @@ class Stop:
 
 @dataclass(frozen=True, kw_only=True)
 class Watched:
-    """How a worker's process ended, and the trail it left."""
+    """How a worker's process ended, and its progress."""
 
     began_at_s: float
     wall_s: float
@@ -67,7 +67,7 @@ class Watched:
     timed_out: bool = False
     interrupted: bool = False
     kernel_killed: bool = False
-    """Whether the kernel killed a process for want of memory meanwhile."""
+    """Whether the kernel's OOM killer killed a process meanwhile."""
     stuck: list[int]
     """Processes that could not be killed."""
 
@@ -77,7 +77,7 @@ class Watched:
 
     @property
     def working_until_s(self) -> float:
-        """When its own work ended: at phase done, or with its process."""
+        """The end of its own work: at phase done, or with its process."""
         done = [entry.at_s for entry in self.progress if entry.phase is Phase.DONE]
         return done[0] if done else self.began_at_s + self.wall_s
 
@@ -88,10 +88,10 @@ def watch(
     *,
     time_limit_s: float,
     stop: Stop,
-    on_look: Callable[[Phase, float], None] = lambda phase, elapsed_s: None,
+    on_progress: Callable[[Phase, float], None] = lambda phase, elapsed_s: None,
 ) -> Watched:
-    """Give the worker its order and stay until it, and all it has started, is gone."""
-    trail = Path(order.progress_path)
+    """Send the worker its order and wait until it and all its descendants have ended."""
+    progress_file = Path(order.progress_path)
     kills_before = kernel_oom_kills()
     began_at_s, began = time.time(), time.monotonic()
     done_since: float | None = None
@@ -99,16 +99,20 @@ def watch(
     seen: list[Progress] = []
     try:
         worker.send(encode_order(order))
-        while not worker.wait(_LOOK_EVERY_S):
+        while not worker.wait(_POLL_INTERVAL_S):
             elapsed_s = time.monotonic() - began
-            seen = _longer(read_progress(trail), seen)
+            seen = _longer(read_progress(progress_file), seen)
             phase = seen[-1].phase if seen else Phase.START
-            on_look(phase, elapsed_s)
+            on_progress(phase, elapsed_s)
             if phase is Phase.DONE and done_since is None:
                 done_since = elapsed_s
-            interrupted = stop.asked
+            interrupted = stop.requested
             timed_out = elapsed_s > time_limit_s
-            if interrupted or timed_out or (done_since is not None and elapsed_s - done_since > _LINGER_S):
+            if (
+                interrupted
+                or timed_out
+                or (done_since is not None and elapsed_s - done_since > _EXIT_TIMEOUT_S)
+            ):
                 break
     finally:
         stuck = worker.end(GRACE_S, hurry=lambda: stop.at_once)
@@ -116,7 +120,7 @@ def watch(
     return Watched(
         began_at_s=began_at_s,
         wall_s=time.monotonic() - began,
-        progress=_longer(read_progress(trail), seen),
+        progress=_longer(read_progress(progress_file), seen),
         timed_out=timed_out,
         interrupted=interrupted,
         kernel_killed=kills is not None and kills_before is not None and kills > kills_before,
@@ -124,9 +128,9 @@ def watch(
     )
 
 
-def _longer(trail: list[Progress], before: list[Progress]) -> list[Progress]:
-    """The trail, or what was seen of it before its file was lost."""
-    return trail if len(trail) >= len(before) else before
+def _longer(now: list[Progress], before: list[Progress]) -> list[Progress]:
+    """The progress now, or as read before its file was lost."""
+    return now if len(now) >= len(before) else before
 
 
 def run_case(
@@ -136,16 +140,16 @@ def run_case(
     *,
     time_limit_s: float,
     stop: Stop,
-    on_look: Callable[[Phase, float], None] = lambda phase, elapsed_s: None,
+    on_progress: Callable[[Phase, float], None] = lambda phase, elapsed_s: None,
 ) -> CaseResult | None:
-    """Run one experiment to its end and write its result; None where it was interrupted without one."""
+    """Run one experiment to its end and write its result; None if it was interrupted without one."""
     name = order.name
     before = _signature(folder.result(name))
     notes = _prepare(worker, order, folder)
-    seen = watch(worker, order, time_limit_s=time_limit_s, stop=stop, on_look=on_look)
+    seen = watch(worker, order, time_limit_s=time_limit_s, stop=stop, on_progress=on_progress)
     answer = _answer(worker, folder, order, before)
-    if answer is not None and answer.end is not End.OK and (seen.timed_out or seen.interrupted):
-        # What it wrote when it was asked to end is not what became of it.
+    if answer is not None and answer.end is not Status.OK and (seen.timed_out or seen.interrupted):
+        # A failure written after the request to stop is caused by it.
         answer = None
     if answer is None and seen.interrupted:
         result = None
@@ -155,15 +159,15 @@ def run_case(
         notes += [f"process {pid} could not be killed" for pid in seen.stuck]
         result = save(folder, msgspec.structs.replace(result, notes=result.notes + notes))
     for path in (folder.marker(name), folder.progress(name)):
-        with contextlib.suppress(OSError):  # a folder that cannot be written: the next call clears it
+        with contextlib.suppress(OSError):  # not writable: the next call removes it
             plain_files.remove(path)
     return result
 
 
 def save(folder: SweepFolder, result: CaseResult) -> CaseResult:
-    """Write a result to its file and the end of its log; what was in the way, or failed, is in its notes."""
+    """Write a result to its file and the end of its log; replaced files and errors are in its notes."""
     file, log = folder.result(result.name), folder.log(result.name)
-    found = _make_way(folder, file, log)
+    found = _clear_paths(folder, file, log)
     if found:
         result = msgspec.structs.replace(result, notes=[*result.notes, *found])
     problems = []
@@ -178,23 +182,23 @@ def save(folder: SweepFolder, result: CaseResult) -> CaseResult:
     return msgspec.structs.replace(result, notes=result.notes + problems) if problems else result
 
 
-def _make_way(folder: SweepFolder, *files: Path) -> list[str]:
-    """Make folders that are missing, and remove what stands in the place of files; what that was."""
+def _clear_paths(folder: SweepFolder, *files: Path) -> list[str]:
+    """Create missing folders, and remove anything that is not a file at these paths; a note for each."""
     found = []
     try:
         if made := folder.make():
-            found.append(f"{', '.join(f'{name}/' for name in made)} had been removed, and was made again")
+            found.append(f"{', '.join(f'{name}/' for name in made)} was removed and has been created again")
         for path in files:
             if (instead := plain_files.what_is_there(path)) is not None:
                 plain_files.remove(path)
-                found.append(f"{path.parent.name}/{path.name} had become {instead}, and was replaced")
+                found.append(f"{path.parent.name}/{path.name} became {instead} and has been replaced")
     except OSError:
-        pass  # writing the files says why
+        pass  # writing the files reports the error
     return found
 
 
 def _prepare(worker: WorkerProcess, order: WorkerOrder, folder: SweepFolder) -> list[str]:
-    """Clear what an earlier run left, and leave a mark for whoever comes after a killed supervisor."""
+    """Remove files of an earlier run, and write a marker for the case that this supervisor is killed."""
     log, marker = folder.log(order.name), folder.marker(order.name)
     try:
         folder.make()
@@ -215,7 +219,7 @@ def _prepare(worker: WorkerProcess, order: WorkerOrder, folder: SweepFolder) -> 
 
 
 def _signature(path: Path) -> tuple[int, int] | None:
-    """What changes when a file is written anew under its name."""
+    """Changes when a file is rewritten."""
     try:
         found = os.lstat(path)
     except OSError:
@@ -229,10 +233,10 @@ def _answer(
     """The worker's own result of this run."""
     path = folder.result(order.name)
     found: list[CaseResult | None] = []
-    with contextlib.suppress(RecordError):  # it ended before it had handed all of it over
+    with contextlib.suppress(RecordError):  # it ended before it had sent all of it
         found.append(decode(worker.answer, CaseResult, "the worker's answer"))
     if _signature(path) not in (None, before):
-        with contextlib.suppress(RecordError):  # not ours, or half of one
+        with contextlib.suppress(RecordError):  # not a result, or an incomplete one
             found.append(read_record(path, CaseResult))
     found.append(read_log_end(folder.log(order.name)).result)
     this = (order.name, order.sweep_id, order.content_hash)
@@ -247,16 +251,16 @@ def _conclude(
 ) -> CaseResult:
     tail = last_lines(folder.log(order.name))
     if not tail and not seen.progress:
-        # It never took its order: what it printed until then explains why.
+        # It never read its order: its output until then explains why.
         tail = last_lines(worker.log)
     if answer is None:
-        end, message = _cause(worker, seen, tail, folder)
+        status, message = _cause(worker, seen, tail, folder)
         answer = CaseResult(
             name=order.name,
             sweep_id=order.sweep_id,
             content_hash=order.content_hash,
             case=order.case,
-            end=end,
+            end=status,
             phase=seen.phase,
             message=message,
             phases=[PhaseTime(phase=entry.phase, began_at_s=entry.at_s) for entry in seen.progress],
@@ -271,27 +275,30 @@ def _conclude(
         signal=worker.signal_name,
         began_at_s=seen.began_at_s,
         wall_s=seen.wall_s,
-        log_tail=[] if answer.end is End.OK else tail,
+        log_tail=[] if answer.end is Status.OK else tail,
         memory=answer.memory or peaks(seen.progress, worker.peak_bytes),
     )
 
 
-def _cause(worker: WorkerProcess, seen: Watched, tail: list[str], folder: SweepFolder) -> tuple[End, str]:
-    """The end of a worker that left no result, and why in one line."""
+def _cause(worker: WorkerProcess, seen: Watched, tail: list[str], folder: SweepFolder) -> tuple[Status, str]:
+    """The status of a worker that left no result, and the reason in one line."""
     where = f"in phase {seen.phase.value}"
     last = f": {tail[-1]}" if tail else ""
     if seen.timed_out:
-        return End.TIMEOUT, f"not done within its time limit, after {seen.wall_s:.1f} s {where}"
+        return (
+            Status.TIMEOUT,
+            f"did not finish within its time limit, ended after {seen.wall_s:.1f} s {where}",
+        )
     if worker.signal_name == "SIGKILL" and seen.kernel_killed:
-        held = "" if worker.peak_bytes is None else f"; it held at least {worker.peak_bytes / 2**30:.1f} GiB"
-        return End.HOST_OOM, f"the kernel killed it for want of memory {where}{held}"
+        held = "" if worker.peak_bytes is None else f"; it used at least {worker.peak_bytes / 2**30:.1f} GiB"
+        return Status.HOST_OOM, f"killed by the kernel because memory ran out {where}{held}"
     if worker.signal_name == "SIGABRT" and any("bad_alloc" in line for line in tail):
-        return End.HOST_OOM, f"a native library ran out of memory {where}{last}"
+        return Status.HOST_OOM, f"a native library ran out of memory {where}{last}"
     if worker.signal_name is not None:
-        return End.SIGNAL, f"ended by {worker.signal_name} {where}"
+        return Status.SIGNAL, f"ended by {worker.signal_name} {where}"
     if _disk_is_full(folder.root):
         last += f"; the disk of {folder.root} is full: {os.strerror(errno.ENOSPC)}"
-    return End.ERROR, f"exited with code {worker.exit_code} {where} without a result{last}"
+    return Status.ERROR, f"exited with code {worker.exit_code} {where} without a result{last}"
 
 
 def _disk_is_full(folder: Path) -> bool:
@@ -301,24 +308,24 @@ def _disk_is_full(folder: Path) -> bool:
         return False
 
 
-def peaks(trail: list[Progress], process_bytes: int | None = None) -> Memory:
-    """The peaks that were seen: the GPU's from the trail, the host's from whoever saw more."""
+def peaks(progress: list[Progress], process_bytes: int | None = None) -> Memory:
+    """Peak memory: of the GPU from the progress, of the host the larger of progress and `process_bytes`."""
 
     def most(values: list[int | None]) -> int | None:
         return max((value for value in values if value is not None), default=None)
 
     return Memory(
-        allocated_bytes=most([entry.allocated_bytes for entry in trail]),
-        reserved_bytes=most([entry.reserved_bytes for entry in trail]),
-        process_bytes=most([*(entry.process_bytes for entry in trail), process_bytes]),
+        allocated_bytes=most([entry.allocated_bytes for entry in progress]),
+        reserved_bytes=most([entry.reserved_bytes for entry in progress]),
+        process_bytes=most([*(entry.process_bytes for entry in progress), process_bytes]),
     )
 
 
 def _seal_interrupted(folder: SweepFolder, name: str) -> None:
-    """The log says so; an earlier result still holds, and goes to its end again."""
+    """Note the interruption in the log; an earlier result stays valid and becomes its last line again."""
     try:
-        _make_way(folder, folder.log(name))
-        plain_files.append(folder.log(name), b"interrupted before it was done\n")
+        _clear_paths(folder, folder.log(name))
+        plain_files.append(folder.log(name), b"interrupted before it finished\n")
         if os.path.lexists(folder.result(name)):
             seal_log(folder.log(name), read_record(folder.result(name), CaseResult))
     except (OSError, RecordError):

@@ -1,12 +1,13 @@
-"""What a trainer is, and which ones there are.
+"""The interface of a trainer, and the built-in trainers.
 
     load_trainer("DPSGDTrainer") ─► the class ─► class(model, settings) ─► step(batch) ─► loss
 
-A trainer is any class with the two methods of `Trainer` and the attribute `private`; one of your own is named
-`package.module:Class`. It must train the very model it is given, in place: the gate (`gate.py`) compares
-that model's parameters before and after a step. A new trainer here is one class and one line in `TRAINERS`.
+A trainer is any class with the two methods of `Trainer` and the attribute `private`; a custom one is named
+`package.module:Class`. It must train the given model in place: the gradient check (`gradient_check.py`)
+compares that model's parameters before and after a step. A new trainer here is one class and one line in
+`TRAINERS`.
 
-Nothing here imports torch: a supervisor reads the names and starts at once.
+Nothing here imports torch, so that a supervisor can read the names and start at once.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ OPTIMIZERS = ("sgd", "adamw")
 
 
 class Unsupported(TruemfuError):
-    """This trainer cannot train this model (or not in this way); the message says why."""
+    """This trainer cannot train this model (or not in this way); the message states why."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerSettings:
-    """How to train. Clipping and noise are for trainers that are private."""
+    """How to train. Only private trainers clip and add noise."""
 
     optimizer: str = "sgd"
     """One of `OPTIMIZERS`."""
@@ -53,7 +54,7 @@ class Trainer(Protocol):
     def __init__(self, model: nn.Module, settings: TrainerSettings) -> None: ...
 
     def step(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """One whole optimizer step; the mean loss, on the device, without waiting for it."""
+        """One whole optimizer step; the mean loss, on the device, without synchronising."""
 
 
 TRAINERS: Mapping[str, str] = MappingProxyType(
@@ -84,10 +85,10 @@ def load_trainer(name: str) -> type[Trainer]:
             raise UsageError(f'{name} needs Opacus: pip install "truemfu[dp]"') from error
         raise UsageError(f"cannot import {brief(home)}: {text_of(error)}") from error
     if not isinstance(found, type) or not callable(getattr(found, "step", None)):
-        raise UsageError(f"{name!r} is no trainer: expected a class with step(batch)")
+        raise UsageError(f"{name!r} is not a trainer: expected a class with step(batch)")
     if not isinstance(getattr(found, "private", None), bool):
         raise UsageError(
-            f"{name!r} is no trainer: expected a class attribute `private`, True where it clips the gradient "
-            "of each sample"
+            f"{name!r} is not a trainer: expected a class attribute `private`, True if it clips the "
+            "gradient of each sample"
         )
     return found

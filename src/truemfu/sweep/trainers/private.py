@@ -1,14 +1,14 @@
 """Three ways to clip each sample's gradient, on Opacus. They are timed; no (ε, δ) is claimed.
 
-    DPSGDTrainer                     every sample's gradient is kept, then clipped and added up
+    DPSGDTrainer                     every sample's gradient is stored, then clipped and summed
     DPGhostClippingTrainer           norms from activations and output gradients, without the gradients;
                                      a second backward pass of the losses scaled by them
-    DPFastGradientClippingTrainer    norms from each layer's per-sample gradients, dropped at once;
+    DPFastGradientClippingTrainer    norms from each layer's per-sample gradients, freed at once;
                                      the same second pass
 
-All add Gaussian noise, because it costs time. The batch is as it is given (no Poisson sampling), and
-gradients are divided by its size. The wrappers are put on by hand: `PrivacyEngine` given
-`use_ghost_clipping=False` silently times ghost clipping.
+All add Gaussian noise, because it costs time. The batch is used as given (no Poisson sampling), and
+gradients are divided by its size. The wrappers are applied directly: `PrivacyEngine` with
+`use_ghost_clipping=False` silently uses ghost clipping.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class _OpacusTrainer:
 
 
 class DPSGDTrainer(_OpacusTrainer):
-    """DP-SGD as it was published: one gradient per sample, held in memory."""
+    """DP-SGD as published: one gradient per sample, stored in memory."""
 
     def _wrap(self, model: nn.Module, settings: TrainerSettings) -> tuple[Any, Callable[..., Any]]:
         return GradSampleModule(model, loss_reduction="mean"), DPOptimizer
@@ -114,7 +114,7 @@ class DPFastGradientClippingTrainer(_TwoPassTrainer):
 
 @contextmanager
 def _as_unsupported(what: str) -> Iterator[None]:
-    """What Opacus' own code raises means that it cannot train this model; an out-of-memory stays one."""
+    """Turn an error raised in Opacus' code into `Unsupported`; an out-of-memory stays one."""
     try:
         yield
     except Exception as error:
@@ -124,7 +124,7 @@ def _as_unsupported(what: str) -> Iterator[None]:
 
 
 _DEVICE_ERRORS: tuple[type[Exception], ...] = tuple(
-    kind for kind in [getattr(torch, "AcceleratorError", None)] if kind is not None
+    error for error in [getattr(torch, "AcceleratorError", None)] if error is not None
 )
 
 

@@ -17,11 +17,11 @@ from ...errors import ModelError, UsageError, closest
 from .base import OPTIMIZERS, TrainerSettings
 
 IGNORED = -100
-"""A label that stands for no target."""
+"""The label of a token without a target."""
 
 
 class StandardTrainer:
-    """Forward, backward and optimizer step in plain PyTorch; compiled where asked."""
+    """Forward, backward and optimizer step in plain PyTorch; compiled if requested."""
 
     private = False
 

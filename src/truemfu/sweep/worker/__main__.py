@@ -4,7 +4,7 @@
                                (no CUDA)  (none: exit 0)                                   │
         to the supervisor, to results/<name>.json, and the same as the log's last line ◄───┘
 
-Exit codes: 0 measured (a probe: answered), 1 failed, with the reason in the result, 2 no order at all.
+Exit codes: 0 measured (a probe: answered), 1 failed, with the reason in the result, 2 invalid order.
 The worker may be started long before its order: until then it only imports.
 """
 
@@ -31,15 +31,15 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
-    """Wait for an order, run it, say what became of it."""
+    """Wait for an order, run it, report the result."""
     _die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a KeyboardInterrupt is then one that a trainer raises
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # so any KeyboardInterrupt was raised by a trainer
     answer_file = _answer_file()
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's greetings
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # hides the profiler's start messages
     parser = argparse.ArgumentParser(prog="python -m truemfu.sweep.worker")
     parser.add_argument("--import", dest="imports", action="append", default=[], metavar="NAME")
     for name in parser.parse_args().imports:
-        with contextlib.suppress(ImportError):  # the trainer that needs it says so, in its result
+        with contextlib.suppress(ImportError):  # the trainer that needs it reports that in its result
             importlib.import_module(name)
 
     from torch import nn
@@ -50,12 +50,14 @@ def main() -> int:
     from ..trainers.base import TrainerSettings
     from ..trainers.standard import make_optimizer
     from .experiment import Experiment
-    from .worker_report import Voice
+    from .worker_report import WorkerOutput
 
-    # Embeddings look up integers, which have no gradient: true for every model, and no news.
+    # Embeddings look up integers, which have no gradient: true for every model, so not worth a warning.
     warnings.filterwarnings("ignore", message="Full backward hook is firing")
 
-    make_optimizer(nn.Linear(1, 1), TrainerSettings())  # loads a third of torch: better now than in the gate
+    make_optimizer(
+        nn.Linear(1, 1), TrainerSettings()
+    )  # loads a third of torch now, not in the gradient check
     line = sys.stdin.buffer.readline()
     if not line.strip():
         return 0
@@ -67,12 +69,12 @@ def main() -> int:
     began_at_s = time.time()
     _write_to(Path(order.log_path))
     with contextlib.suppress(FileNotFoundError):  # the current folder may have been removed
-        sys.path.append(os.getcwd())  # a trainer or a factory there is found, behind installed packages
-    voice = Voice(answer_file)
-    experiment = Experiment(order, voice.say, started_at_s=STARTED_AT_S, began_at_s=began_at_s)
+        sys.path.append(os.getcwd())  # find trainers and factories there, after installed packages
+    output = WorkerOutput(answer_file)
+    experiment = Experiment(order, output.say, started_at_s=STARTED_AT_S, began_at_s=began_at_s)
     if order.purpose == "probe":
         return 1 if experiment.probe() is None else 0
-    return voice.report(experiment.run(), SweepFolder(Path(order.folder)).result(order.name))
+    return output.report(experiment.run(), SweepFolder(Path(order.folder)).result(order.name))
 
 
 def _die_with_parent() -> None:
@@ -81,12 +83,12 @@ def _die_with_parent() -> None:
         return
     parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended while we asked
+    if os.getppid() != parent:  # it ended before prctl
         os._exit(1)
 
 
 def _answer_file() -> int | None:
-    """The descriptor the supervisor reads the result from, which no child of the trainer's inherits."""
+    """The descriptor from which the supervisor reads the result; no child of the trainer inherits it."""
     given = os.environ.pop(ANSWER_NAME, "")
     if not given.isdigit():
         return None
@@ -95,7 +97,7 @@ def _answer_file() -> int | None:
 
 
 def _write_to(log_path: Path) -> None:
-    """From now on output goes to the case's own log, and nothing can be read any more."""
+    """Redirect output to the case's own log, and input from the null device."""
     sys.stdout.flush()
     sys.stderr.flush()
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -112,12 +114,12 @@ def _write_to(log_path: Path) -> None:
 
 
 def start() -> NoReturn:
-    """Work as a process of its own."""
+    """Run as a worker process, then exit."""
     code = main()
     with contextlib.suppress(Exception):  # the log's disk may be full, or its streams closed
         sys.stdout.flush()
         sys.stderr.flush()
-    os._exit(code)  # everything is written; taking torch and CUDA down in order takes longer than some steps
+    os._exit(code)  # all is written; an orderly exit of torch and CUDA is slow
 
 
 if __name__ == "__main__":

@@ -4,9 +4,8 @@
     path/config.json, path/     a Hugging Face configuration, random weights
     package.module:factory      a callable that returns a module, or (module, batch)
 
-Batches come from a real (small) data loader, in this process, so that the wait for them is a real one too.
-Text with itself as labels is drawn anew for every batch from a seeded generator; any other batch is the same
-one every time.
+Batches come from a real (small) data loader, in this process, so that waiting for them is realistic too.
+Text whose labels are its tokens is drawn from a seeded generator for every batch; others are repeated.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ Batch = dict[str, Any]
 _TEXT = {"input_ids", "decoder_input_ids", "labels"}
 
 _BATCHES = 16
-"""Different batches before the loader begins again."""
+"""Number of different batches before the loader starts over."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,15 +68,15 @@ def build_case_model(case: SweepCase, device: torch.device) -> CaseModel:
         return with_example(target.model.to(device), case)
     if not isinstance(target.batch, Mapping):
         raise BatchError(
-            f"{case.model!r} brought a {type(target.batch).__name__} as its batch: expected a mapping of the "
-            "model's arguments, with labels where there are any"
+            f"{case.model!r} returned a {type(target.batch).__name__} as its batch: expected a mapping of "
+            "the model's arguments, with labels where there are any"
         )
     return CaseModel(model=target.model.to(device).train(), example=dict(target.batch), brought_batch=True)
 
 
 def with_example(model: nn.Module, case: SweepCase) -> CaseModel:
-    """A model with a batch made up for it, of the case's size."""
-    _keep_no_cache(model)
+    """A model with a generated batch of the case's size."""
+    _disable_kv_cache(model)
     example = training_batch(model, BatchRequest(samples=case.batch_size, length=case.seq_len))
     if example.keys() <= _TEXT:
         _check_positions(model, case)
@@ -85,7 +84,7 @@ def with_example(model: nn.Module, case: SweepCase) -> CaseModel:
 
 
 def training_batch(model: nn.Module, request: BatchRequest) -> Batch:
-    """A batch made up for the model; a decoder is given the labels, because the loss is computed outside."""
+    """A generated batch; a decoder gets the labels as input, because the loss is computed outside."""
     batch = example_batch(model, request)
     labels = batch.get("labels")
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False) and labels is not None:
@@ -99,7 +98,7 @@ def samples_of(batch: Batch) -> int:
 
 
 def count_target_of(case: SweepCase) -> Target:
-    """The same model and batch, for counting; without values where that can be had."""
+    """The same model and batch, for counting; without values where possible."""
     target = _resolved(case)
     if not isinstance(target.batch, Mapping) or ModelView(target.model).takes("labels"):
         return target
@@ -114,7 +113,7 @@ def _resolved(case: SweepCase) -> Target:
 
 
 def endless_batches(built: CaseModel, case: SweepCase, device: torch.device) -> Iterator[Batch]:
-    """Batches on the device, without end, through a data loader; copies to a GPU do not wait."""
+    """Endless batches on the device, through a data loader; copies to a GPU do not block."""
     on_gpu = device.type == "cuda"
     ids = built.example.get("input_ids")
     all_tokens = isinstance(ids, Tensor) and all(value is ids for value in built.example.values())
@@ -142,7 +141,7 @@ class _Text(Dataset[dict[str, Tensor]]):
     def __init__(self, built: CaseModel, case: SweepCase) -> None:
         self._size = _BATCHES * case.batch_size
         view = ModelView(built.model)
-        # A configuration may give tokens a meaning of their own; without one all of them are ordinary.
+        # A configuration may define special tokens; without one all tokens are ordinary.
         known = torch.arange(view.vocab) if view.config is None else view.tokens(1 << 16).unique()
         generator = torch.Generator().manual_seed(case.seed)
         length = built.example["input_ids"].shape[1]
@@ -157,7 +156,7 @@ class _Text(Dataset[dict[str, Tensor]]):
 
 
 class _OneBatch(Dataset[Batch]):
-    """A batch that cannot be made anew, over and over."""
+    """The same batch, repeated."""
 
     def __init__(self, batch: Batch) -> None:
         self._batch = batch
@@ -172,20 +171,20 @@ class _OneBatch(Dataset[Batch]):
 
 
 def _check_positions(model: nn.Module, case: SweepCase) -> None:
-    """Looking up a position that is not there would be an obscure error, on a GPU the end of the process."""
+    """A missing position would be an obscure error, and on a GPU it would end the process."""
     for name, module in model.named_modules():
         own = name.rpartition(".")[2]
         if isinstance(module, nn.Embedding) and (own == "wpe" or own.startswith(("pos", "embed_pos"))):
             limit = min(module.num_embeddings, ModelView(model).max_length or module.num_embeddings)
             if limit < case.seq_len:
                 raise UsageError(
-                    f"{case.model} knows {limit} positions ({name}): too few for a sequence length of "
+                    f"{case.model} has {limit} positions ({name}): too few for a sequence length of "
                     f"{case.seq_len}"
                 )
 
 
-def _keep_no_cache(model: nn.Module) -> None:
-    """Keys and values are kept for generation only; in training they would be memory held for nothing."""
+def _disable_kv_cache(model: nn.Module) -> None:
+    """The KV cache is only needed for generation; in training it would waste memory."""
     config: Any = getattr(model, "config", None)
     if getattr(config, "use_cache", None):
         config.use_cache = False

@@ -1,4 +1,4 @@
-"""Where an experiment runs: device, driver, versions, host; and the memory it has taken."""
+"""Where an experiment runs: device, driver, versions, host; and its peak memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PACKAGES = ("opacus", "transformers")
 
 
 def environment(device: torch.device, git_commit: str | None) -> Environment:
-    """What there is to know of this process' surroundings."""
+    """The environment of this process."""
     versions = {"truemfu": __version__, **library_versions(_PACKAGES)}
     on_gpu = device.type == "cuda"
     return Environment(
@@ -49,8 +49,8 @@ def memory(device: torch.device) -> Memory:
     )
 
 
-def forget_peaks(device: torch.device) -> None:
-    """From now on peaks are those to come; the host's only where the system lets us (Linux)."""
+def reset_peaks(device: torch.device) -> None:
+    """Start new memory peaks; for the host only where the system allows it (Linux)."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     with contextlib.suppress(OSError):
@@ -58,7 +58,7 @@ def forget_peaks(device: torch.device) -> None:
 
 
 def process_peak_bytes() -> int:
-    """The most resident memory this process has held."""
+    """Peak resident memory of this process."""
     found = peak_memory_bytes(os.getpid())
     if found is not None:
         return found
@@ -67,7 +67,7 @@ def process_peak_bytes() -> int:
 
 
 def cpu_name() -> str:
-    """The processor as the system calls it."""
+    """The name of the processor."""
     try:
         found = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:
@@ -80,7 +80,7 @@ def _driver() -> str | None:
     try:
         return driver_version()
     except NvmlMissing:
-        pass  # the extra is not installed: the file below knows it too
+        pass  # the extra is not installed: read the file below
     except CounterError as error:
         print(f"note: {error}")
     try:

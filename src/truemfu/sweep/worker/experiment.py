@@ -1,8 +1,8 @@
 """One experiment from its order to its result, inside the worker's process.
 
 gate ─► build ─► warm_up ─► timed ─► count ─► profiled ─► done
-  │        any of them may raise:       │      the end is typed, the traceback is in the log, and what was
-  │                                     │      found so far (gate, parameters, memory) is in the result
+  │        any of them may raise:       │      the status names the failure, the log has the traceback, and
+  │                                     │      the result has all values so far (gradient check, memory, …)
   ├─► incorrect: never timed            │
   └─► incorrect: the timed steps did not train ◄┘
 """
@@ -21,24 +21,24 @@ import torch
 from ...errors import UsageError, one_line
 from ...records import (
     CaseResult,
-    End,
     Environment,
     Flops,
-    Gate,
+    GradientCheck,
     Measured,
     Memory,
     Phase,
     PhaseTime,
+    Status,
     SweepCase,
 )
-from ..failures import end_of, is_out_of_memory
+from ..failures import is_out_of_memory, status_of
 from ..order import WorkerOrder
 from ..paths import SweepFolder
 from ..progress import Progress, append_progress
 from ..trainers.base import Trainer, TrainerSettings, load_trainer
 from .case_model import Batch, CaseModel, build_case_model, endless_batches, samples_of
-from .environment import environment, forget_peaks, memory
-from .gradient_check import NO_NUMBER, check_trainer
+from .environment import environment, memory, reset_peaks
+from .gradient_check import NAN_RELATIVE_ERROR, check_trainer
 from .measure import count_work, time_steps, warm_up
 from .memory_limit import limit_memory
 from .models import parameter_count
@@ -47,11 +47,11 @@ from .run_files import clear_run_folder, write_events, write_trace
 PROBE_STEPS = 2
 
 LEAST_WORK = 0.5
-"""Of the model's FLOPs, what a step must execute: forward alone is a third of them."""
+"""Share of the model's FLOPs that a step must execute: forward alone is a third."""
 
 
 class Experiment:
-    """Runs one order; what it finds on the way is kept for the result, however it ends."""
+    """Runs one order; what it measures until a failure is still in the result."""
 
     def __init__(
         self, order: WorkerOrder, say: Callable[[str], None], *, started_at_s: float, began_at_s: float
@@ -66,20 +66,20 @@ class Experiment:
         self._phases = [PhaseTime(phase=Phase.START, began_at_s=started_at_s)]
         self._notes: list[str] = []
         self._environment: Environment | None = None
-        self._gate: Gate | None = None
+        self._gradient_check: GradientCheck | None = None
         self._parameters: int | None = None
         self._measured: Measured | None = None
         self._memory: Memory | None = None
-        self._leave_trail(Phase.START)
+        self._append_progress(Phase.START)
 
     def run(self) -> CaseResult:
         """The whole experiment."""
         try:
             limit_memory(self._order.memory_limit_bytes)
-            end, message = self._run()
-        except BaseException as error:  # whatever a trainer raises, KeyboardInterrupt included
-            end, message = end_of(error)
-            limit_memory(None)  # the report must not fail for what the experiment took
+            status, message = self._run()
+        except BaseException as error:  # anything a trainer raises, also KeyboardInterrupt
+            status, message = status_of(error)
+            limit_memory(None)  # so that writing the result has memory
             self._memory = self._memory or memory(self._device)
             self._show(error)
         return CaseResult(
@@ -87,25 +87,25 @@ class Experiment:
             sweep_id=self._order.sweep_id,
             content_hash=self._order.content_hash,
             case=self._case,
-            end=end,
+            end=status,
             phase=self._phases[-1].phase,
             message=message,
             began_at_s=self._began_at_s,
             phases=self._phases,
             parameters=self._parameters,
-            measured=self._measured if end is End.OK else None,
+            measured=self._measured if status is Status.OK else None,
             memory=self._memory,
-            gate=self._gate,
+            gate=self._gradient_check,
             environment=self._environment,
             notes=self._notes,
         )
 
     def probe(self) -> bool | None:
-        """Whether a few steps fit into memory; None where something else went wrong."""
+        """Whether a few steps fit in memory; None after any other failure."""
         fits: bool | None = True
         try:
             limit_memory(self._order.memory_limit_bytes)
-            self._look_around()
+            self._check_device()
             trainer, built = self._build(load_trainer(self._case.trainer))
             self._begin(Phase.WARM_UP)
             batches = endless_batches(built, self._case, self._device)
@@ -117,23 +117,25 @@ class Experiment:
         self._begin(Phase.DONE, fits=fits)
         return fits
 
-    def _run(self) -> tuple[End, str | None]:
+    def _run(self) -> tuple[Status, str | None]:
         case, device = self._case, self._device
         files = SweepFolder(Path(self._order.folder))
         run_folder, trace = files.run(self._order.name), files.trace(self._order.name)
         self._note(clear_run_folder(run_folder))
-        self._look_around()
+        self._check_device()
         trainer_class = load_trainer(case.trainer)
-        self._begin(Phase.GATE)
-        self._gate = check_trainer(trainer_class, case, device)
-        if not self._gate.passed:
+        self._begin(Phase.GRADIENT_CHECK)
+        self._gradient_check = check_trainer(trainer_class, case, device)
+        if not self._gradient_check.passed:
             self._memory = memory(device)
-            return End.INCORRECT, _why_incorrect(case, self._gate)
-        if self._gate.clipped and self._gate.stands_in:
-            self._note(f"per-sample gradients were checked on another model than its own: {self._gate.model}")
+            return Status.INCORRECT, _why_incorrect(case, self._gradient_check)
+        if self._gradient_check.clipped and self._gradient_check.stands_in:
+            self._note(
+                f"per-sample gradients were checked on a different model: {self._gradient_check.model}"
+            )
         trainer, built = self._build(trainer_class)
         if built.brought_batch:
-            self._note(f"{case.model} brings its own batch: batch size and sequence length are not used")
+            self._note(f"{case.model} provides its own batch: batch size and sequence length are not used")
         batches = endless_batches(built, case, device)
         self._begin(Phase.WARM_UP)
         warm_up(trainer, batches, case.warm_up_steps, device)
@@ -145,12 +147,12 @@ class Experiment:
         flops = None
         try:
             flops = count_work(trainer, next(batches), case, device, timed.steps.median_s)
-        except Exception as error:  # what has been timed stays timed
+        except Exception as error:  # the timed steps stay valid
             self._note(f"no FLOPs: {one_line(error)}")
             self._show(error)
         idle = why_untrained(timed.losses, flops)
         if idle is not None:
-            return End.INCORRECT, f"the steps of {case.trainer} do not train: {idle}"
+            return Status.INCORRECT, f"the steps of {case.trainer} do not train: {idle}"
 
         self._begin(Phase.PROFILED)
         steps, trace_note = write_trace(trainer, batches, case, device, trace)
@@ -168,9 +170,9 @@ class Experiment:
         )
         self._begin(Phase.DONE)
         self._note(write_events(run_folder, self._order.name, self._measured, timed.losses))
-        return End.OK, None
+        return Status.OK, None
 
-    def _look_around(self) -> None:
+    def _check_device(self) -> None:
         if self._device.type == "cuda" and not torch.cuda.is_available():
             raise UsageError("no CUDA device is visible to this process: use device 'cpu', or see nvidia-smi")
         self._environment = environment(self._device, self._order.git_commit)
@@ -188,7 +190,7 @@ class Experiment:
             compile=case.compile,
         )
         trainer = trainer_class(built.model, settings)
-        forget_peaks(self._device)  # what building took for a moment is not what training needs
+        reset_peaks(self._device)  # temporary memory of the build does not count
         return trainer, built
 
     def _note(self, text: str | None) -> None:
@@ -197,14 +199,14 @@ class Experiment:
 
     def _begin(self, phase: Phase, *, fits: bool | None = None) -> None:
         self._phases.append(PhaseTime(phase=phase, began_at_s=time.time()))
-        self._leave_trail(phase, fits)
+        self._append_progress(phase, fits)
         self._say(f"[{phase.value}]")
 
-    def _leave_trail(self, phase: Phase, fits: bool | None = None) -> None:
+    def _append_progress(self, phase: Phase, fits: bool | None = None) -> None:
         path = Path(self._order.progress_path)
         try:
             append_progress(path, self._progress(phase, fits))
-        except OSError as error:  # costs the trail, not the experiment
+        except OSError as error:  # without it the experiment still runs
             self._say(f"note: {path} cannot be written: {error.strerror}")
 
     def _progress(self, phase: Phase, fits: bool | None = None) -> Progress:
@@ -219,25 +221,25 @@ class Experiment:
         )
 
     def _show(self, error: BaseException) -> None:
-        """The traceback into the log; its frames, which hold tensors, are let go."""
-        with contextlib.suppress(Exception):  # an exception may fail at being shown
+        """Write the traceback to the log, and release its frames, which hold tensors."""
+        with contextlib.suppress(Exception):  # formatting the exception may fail
             self._say("".join(traceback.format_exception(error)).rstrip())
         traceback.clear_frames(error.__traceback__)
 
 
 def why_untrained(losses: list[float], flops: Flops | None) -> str | None:
-    """Why these timed steps cannot have trained the model; None where nothing speaks against it.
+    """Why these timed steps cannot have trained the model; None if there is no such evidence.
 
-    The gate has seen one step on a small model. Here are the steps that were timed: a loss that is never a
-    number, or far less work than forward and backward take. Where an operator was not counted, the executed
-    work is a lower bound, and nothing is concluded from it.
+    The gradient check covers one step on a small model. This covers the timed steps: a loss that is
+    always NaN or infinite, or far less work than forward and backward need. If an operator was not counted,
+    the executed work is a lower bound, and nothing is concluded from it.
     """
     reasons = []
     if not any(map(math.isfinite, losses)):
         reasons.append(f"the loss is {losses[-1]} in all {len(losses)} timed steps")
     if flops is not None and not flops.uncounted and flops.hardware_flops < LEAST_WORK * flops.model_flops:
         reasons.append(
-            f"one executes {flops.hardware_flops:,} FLOPs, where forward and backward of the model take "
+            f"a step executes {flops.hardware_flops:,} FLOPs, but forward and backward of the model need "
             f"{flops.model_flops:,}"
         )
     return "; ".join(reasons) or None
@@ -250,12 +252,12 @@ def _samples_and_tokens(batch: Batch) -> tuple[int, int]:
     return samples, ids.numel() if isinstance(ids, torch.Tensor) else samples
 
 
-def _why_incorrect(case: SweepCase, gate: Gate) -> str:
-    where = f"on {gate.model}, {gate.batch_size} × {gate.seq_len}"
-    if gate.relative_error == NO_NUMBER:
-        return f"the step of {case.trainer} makes parameters that are no numbers {where}"
-    loop = "clipped per-sample gradient" if gate.clipped else "per-sample gradient"
+def _why_incorrect(case: SweepCase, check: GradientCheck) -> str:
+    where = f"on {check.model}, {check.batch_size} × {check.seq_len}"
+    if check.relative_error == NAN_RELATIVE_ERROR:
+        return f"the step of {case.trainer} produces NaN or infinite parameters {where}"
+    loop = "clipped per-sample gradient" if check.clipped else "per-sample gradient"
     return (
-        f"the step of {case.trainer} differs from the mean {loop} by {gate.relative_error:.1e} "
-        f"(allowed: {gate.tolerance:.0e}) {where}"
+        f"the step of {case.trainer} differs from the mean {loop} by {check.relative_error:.1e} "
+        f"(allowed: {check.tolerance:.0e}) {where}"
     )

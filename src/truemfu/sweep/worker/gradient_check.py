@@ -1,4 +1,4 @@
-"""Is this trainer's gradient the one its name promises? Asked on a small model before anything is timed.
+"""Checks a trainer's gradient on a small model, before anything is timed.
 
     small model, 3 samples × 5 tokens
         ├─► one sample at a time, plain autograd ─► (private: clip each) ─► mean ──► expected change
@@ -6,8 +6,8 @@
                                                             largest relative difference ≤ 1e-4: passed
 
 The clipping norm is the median of the samples' own norms, so that some are clipped and some are not. Samples
-and tokens differ in number: per-sample gradients that go wrong along the other axis do so silently when the
-two are equal. Everything runs in fp32, on the case's device.
+and tokens differ in number: if they were equal, gradients along the wrong axis would go unnoticed.
+Everything runs in fp32, on the case's device.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import ModelError, UsageError, one_line
-from ...records import Gate, SweepCase
+from ...records import GradientCheck, SweepCase
 from ..failures import is_out_of_memory
 from ..trainers.base import Trainer, TrainerSettings, Unsupported
 from ..trainers.standard import losses_by_sample
 from .case_model import Batch, to_device
-from .environment import forget_peaks
-from .gradient_check_model import GateModel, cut, gate_model
+from .environment import reset_peaks
+from .gradient_check_model import GradientCheckModel, cut, gradient_check_model
 
 TOLERANCE = 1e-4
 
-NO_NUMBER = sys.float_info.max
-"""The relative error of a step that makes NaN: JSON knows no infinity."""
+NAN_RELATIVE_ERROR = sys.float_info.max
+"""The relative error of a step that produces NaN: JSON has no infinity."""
 
-# A parameter whose change is a smaller share of the whole is measured against this share: rounding alone
-# is a large part of a gradient that cancels to zero (the bias of attention's keys).
+# A parameter with a smaller share of the total change is compared relative to this share: a gradient that
+# cancels to zero (the bias of attention's keys) is mostly rounding.
 _SMALLEST_SHARE = 1e-2
 
-# A power of two, so that nothing is rounded, and so large that the old weights do not drown the change.
+# A power of two avoids rounding; a large one keeps the change above the precision of the old weights.
 _LEARNING_RATE = 1024.0
 
 _SEED = 0
@@ -46,19 +46,21 @@ _SEED = 0
 Changes = dict[str, Tensor]
 
 
-def check_trainer(trainer_class: type[Trainer], case: SweepCase, device: torch.device) -> Gate:
-    """Compare one step of the trainer with a per-sample loop; random state and memory peaks are put back."""
-    with _undisturbed(device):
-        return _check(trainer_class, case, gate_model(case, device), device)
+def check_trainer(trainer_class: type[Trainer], case: SweepCase, device: torch.device) -> GradientCheck:
+    """Compare one step of the trainer with a per-sample loop; random state and memory peaks are restored."""
+    with _isolated(device):
+        return _check(trainer_class, case, gradient_check_model(case, device), device)
 
 
-def _check(trainer_class: type[Trainer], case: SweepCase, small: GateModel, device: torch.device) -> Gate:
+def _check(
+    trainer_class: type[Trainer], case: SweepCase, small: GradientCheckModel, device: torch.device
+) -> GradientCheck:
     model, private = small.model, trainer_class.private
     batch = to_device(small.batch, device)
     if private and small.stands_in and case.batch_size == case.seq_len:
         raise Unsupported(
-            f"{trainer_class.__name__} cannot be checked on {case.model} itself, and gradients that go wrong "
-            f"do so silently where batch and sequence are equal: take another one than {case.seq_len}"
+            f"{trainer_class.__name__} cannot be checked on {case.model} itself, and wrong gradients can go "
+            f"unnoticed if batch and sequence are equal: use a batch size other than {case.seq_len}"
         )
     gradients, dependent = _loop(model, batch, small.samples)
     max_grad_norm = 1.0
@@ -79,7 +81,7 @@ def _check(trainer_class: type[Trainer], case: SweepCase, small: GateModel, devi
             for name, zero in ((name, torch.zeros_like(value)) for name, value in gradients[0].items())
         }
     if _norm(expected) == 0:
-        raise ModelError(f"the loss of {small.name} has no gradient: nothing can be trained, or checked")
+        raise ModelError(f"the loss of {small.name} has no gradient: nothing can be trained or checked")
     settings = TrainerSettings(
         optimizer="sgd",
         learning_rate=_LEARNING_RATE,
@@ -94,11 +96,13 @@ def _check(trainer_class: type[Trainer], case: SweepCase, small: GateModel, devi
     except NotImplementedError as error:
         raise Unsupported(f"{trainer_class.__name__} cannot train {small.name}: {error}") from error
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        raise UsageError(f"{case.trainer}: step(batch) must return the mean loss, as a tensor of one number")
+        raise UsageError(
+            f"{case.trainer}: step(batch) must return the mean loss, as a tensor with one element"
+        )
     after = dict(model.named_parameters())
     made = {name: (after[name].detach() - before[name]) / _LEARNING_RATE for name in expected}
     relative_error = _difference(made, expected)
-    return Gate(
+    return GradientCheck(
         passed=relative_error <= TOLERANCE,
         relative_error=relative_error,
         tolerance=TOLERANCE,
@@ -111,26 +115,26 @@ def _check(trainer_class: type[Trainer], case: SweepCase, small: GateModel, devi
 
 
 def _loop(model: nn.Module, batch: Batch, samples: int) -> tuple[list[Changes], str | None]:
-    """Each sample's own gradient, or why it has none: its loss alone is not its loss in the batch."""
+    """Each sample's own gradient, or why it has none: its loss depends on the rest of the batch."""
     with torch.no_grad():
         together = losses_by_sample(model, batch)
     gradients, alone = [], []
     for index in range(samples):
         try:
             loss = losses_by_sample(model, cut(batch, samples, slice(index, index + 1))).mean()
-        except Exception as error:  # the batch as a whole has just been understood
+        except Exception as error:  # the whole batch has just worked
             if is_out_of_memory(error):
                 raise
-            return [], f"one alone raises {one_line(error)}"
+            return [], f"a single sample raises {one_line(error)}"
         alone.append(loss.detach())
         gradients.append(_gradient(model, loss))
     if not torch.allclose(torch.stack(alone), together, rtol=1e-3, atol=1e-5):
-        return [], "its loss alone is not its loss in the batch (batch normalisation, or something random?)"
+        return [], "its loss alone differs from its loss in the batch (batch normalisation, or randomness?)"
     return gradients, None
 
 
 def _whole_batch(model: nn.Module, batch: Batch) -> Changes:
-    torch.manual_seed(_SEED)  # as before the trainer's step: what is drawn at random is the same
+    torch.manual_seed(_SEED)  # the seed of the trainer's step: the same random values
     gradient = _gradient(model, losses_by_sample(model, batch).mean())
     return {name: -value for name, value in gradient.items()}
 
@@ -151,7 +155,7 @@ def _norm(changes: Changes) -> Tensor:
 
 
 def _difference(made: Changes, expected: Changes) -> float:
-    """The largest relative difference of any parameter; `NO_NUMBER` where one has become NaN or infinite."""
+    """The largest relative difference of any parameter; `NAN_RELATIVE_ERROR` if one is NaN or infinite."""
     whole = _norm(expected)
     worst = torch.stack(
         [
@@ -159,14 +163,14 @@ def _difference(made: Changes, expected: Changes) -> float:
             for name, value in expected.items()
         ]
     ).max()
-    return worst.item() if worst.isfinite() else NO_NUMBER
+    return worst.item() if worst.isfinite() else NAN_RELATIVE_ERROR
 
 
 @contextmanager
-def _undisturbed(device: torch.device) -> Iterator[None]:
-    """Full fp32 inside; afterwards random state, memory, its peaks and compiled code are those of no gate.
+def _isolated(device: torch.device) -> Iterator[None]:
+    """Full fp32 inside; afterwards random state, memory, peaks and compiled code are as if nothing had run.
 
-    A gate that fails leaves the peaks for its result.
+    After an error the peaks stay, for the result.
     """
     on_gpu = device.type == "cuda"
     products, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
@@ -180,7 +184,7 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
         torch.backends.cudnn.allow_tf32 = convolutions
     gc.collect()  # wrapped models refer to themselves
     if "torch._dynamo" in sys.modules:
-        torch.compiler.reset()  # having seen two shapes, it would compile the case's model for any shape
+        torch.compiler.reset()  # a second shape would make it compile for dynamic shapes
     if on_gpu:
         torch.cuda.empty_cache()
-    forget_peaks(device)
+    reset_peaks(device)

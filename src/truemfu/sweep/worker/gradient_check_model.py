@@ -1,10 +1,10 @@
-"""The small model a trainer is checked on: of the same kind as the case's, in fp32, without dropout.
+"""The small model a trainer is checked on: of the case's architecture, in fp32, without dropout.
 
     a reference size          two layers of the reference model
     a Hugging Face config     the same architecture, shrunk
     a factory                 its own model, if that is small
 
-Where none of these can be had, it is the reference model, and its name says so.
+If none of these is possible, it is the reference model, and its name states that.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _SMALL = ModelSize(vocab=50, hidden=32, layers=2, heads=4)
 _MAX_PARAMETERS = 20_000_000
 _SEED = 0
 _WEIGHT_STD = 0.2
-_HEAD_WIDTH = 8  # so small for the sake of large vocabularies
+_HEAD_WIDTH = 8  # small because of large vocabularies
 
-# What configurations call their sizes.
+# Names of sizes in configurations.
 _LAYERS = (
     "num_hidden_layers",
     "n_layer",
@@ -75,14 +75,14 @@ _PARTS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class GateModel:
-    """A small model, a batch for it on the host, and its name for people."""
+class GradientCheckModel:
+    """A small model, a batch for it on the host, and its display name."""
 
     name: str
     model: nn.Module
     batch: Batch
     stands_in: bool = False
-    """Whether it is of another kind than the case's, because that cannot be had small."""
+    """Whether it has another architecture, because the case's model cannot be made small."""
 
     @property
     def samples(self) -> int:
@@ -91,11 +91,11 @@ class GateModel:
 
     @property
     def length(self) -> int:
-        """Tokens of a sample, or whatever its second dimension is."""
+        """Tokens of a sample, or the size of its second dimension."""
         return next((v.shape[1] for v in self.batch.values() if isinstance(v, Tensor) and v.dim() > 1), 1)
 
 
-def gate_model(case: SweepCase, device: torch.device) -> GateModel:
+def gradient_check_model(case: SweepCase, device: torch.device) -> GradientCheckModel:
     """The small model for this case, on the device."""
     torch.manual_seed(_SEED)
     if case.model in SIZES:
@@ -112,33 +112,35 @@ def gate_model(case: SweepCase, device: torch.device) -> GateModel:
             model = model_from_config(shrunk, BuildOptions(dtype=torch.float32), device=str(device))
             batch = training_batch(model, BatchRequest(samples=_SAMPLES, length=_LENGTH, images=0))
             losses_by_sample(model, to_device(batch, device))
-        except Exception as error:  # a shrunk configuration may not hang together; the name says what came
+        except Exception as error:  # a shrunk configuration may be inconsistent; the name has the reason
             if is_out_of_memory(error):
                 raise
             reasons.append(one_line(error))
             continue
-        return _without_dropout(GateModel(name=f"{case.model}, shrunk", model=model, batch=_repeated(batch)))
+        return _without_dropout(
+            GradientCheckModel(name=f"{case.model}, shrunk", model=model, batch=_repeated(batch))
+        )
     return _reference(device, f" ({case.model} cannot be made small: {reasons[-1]})")
 
 
-def _reference(device: torch.device, why: str = "") -> GateModel:
+def _reference(device: torch.device, why: str = "") -> GradientCheckModel:
     model = ReferenceModel(_SMALL, device=device, dtype=torch.float32)
     for parameter in model.parameters():
-        if parameter.dim() > 1:  # larger than at the start of a training: so attention matters to the loss
+        if parameter.dim() > 1:  # larger than initial weights, so that attention affects the loss
             nn.init.normal_(parameter, std=_WEIGHT_STD)
     batch = training_batch(model, BatchRequest(samples=_SAMPLES, length=_LENGTH))
-    return GateModel(
+    return GradientCheckModel(
         name=f"reference model, 2 layers{why}", model=model, batch=_repeated(batch), stands_in=bool(why)
     )
 
 
-def _from_factory(case: SweepCase, device: torch.device) -> GateModel:
+def _from_factory(case: SweepCase, device: torch.device) -> GradientCheckModel:
     small = msgspec.structs.replace(case, batch_size=_SAMPLES, seq_len=_LENGTH, dtype="fp32")
     built = build_case_model(small, torch.device("cpu"))
     if parameter_count(built.model) > _MAX_PARAMETERS:
         return _reference(device, f" ({case.model} has {parameter_count(built.model):,} parameters)")
     batch = _few_samples(built.example) if built.brought_batch else _repeated(built.example)
-    return _without_dropout(GateModel(name=case.model, model=built.model.to(device), batch=batch))
+    return _without_dropout(GradientCheckModel(name=case.model, model=built.model.to(device), batch=batch))
 
 
 def _few_samples(batch: Batch) -> Batch:
@@ -148,7 +150,7 @@ def _few_samples(batch: Batch) -> Batch:
 
 
 def cut(batch: Batch, samples: int, which: slice) -> Batch:
-    """These samples of the batch; tensors that are not one entry per sample belong to all of them."""
+    """These samples of the batch; tensors without one entry per sample are shared by all."""
     return {
         name: value[which].contiguous()
         if isinstance(value, Tensor) and value.dim() > 0 and len(value) == samples
@@ -158,7 +160,7 @@ def cut(batch: Batch, samples: int, which: slice) -> Batch:
 
 
 def _repeated(batch: Batch) -> Batch:
-    """The first sample becomes one token over and over: its gradient is larger than that of the others."""
+    """The first sample repeats one token, so that its gradient is larger than the others'."""
     ids = batch.get("input_ids")
     if ids is None or ids.dim() != 2:
         return batch
@@ -169,20 +171,24 @@ def _repeated(batch: Batch) -> Batch:
 
 
 def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration with every number in it, also those its author left to transformers.
+    """The configuration with all numbers, including the defaults of transformers.
 
-    What transformers does not know stays as it is: building the model says so.
+    An architecture unknown to transformers stays as it is: building the model reports it.
     """
     if importlib.util.find_spec("transformers") is None:
         return config
     from transformers import CONFIG_MAPPING
 
-    kind = config.get("model_type")
-    return dict(CONFIG_MAPPING[kind].from_dict(config).to_dict()) if kind in CONFIG_MAPPING else config
+    model_type = config.get("model_type")
+    return (
+        dict(CONFIG_MAPPING[model_type].from_dict(config).to_dict())
+        if model_type in CONFIG_MAPPING
+        else config
+    )
 
 
 def _shrunk(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The configuration with little of everything, then with few layers alone; nested ones alike."""
+    """The configuration with all sizes reduced, then with fewer layers only; nested ones too."""
     heads = next((config[key] for key in _HEADS if config.get(key)), 4)
     few_heads = min(int(heads), 4)
     width = _HEAD_WIDTH * few_heads
@@ -217,8 +223,8 @@ def _replaced(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str
     return changed
 
 
-def _without_dropout(small: GateModel) -> GateModel:
-    """A loop and a step can only be compared where nothing is drawn at random."""
+def _without_dropout(small: GradientCheckModel) -> GradientCheckModel:
+    """The per-sample loop and the step are only comparable without randomness."""
     for module in small.model.modules():
         if isinstance(module, _DROPOUTS):
             module.p = 0.0

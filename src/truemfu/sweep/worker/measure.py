@@ -1,11 +1,10 @@
-"""The timed pass, and the count of what a step does.
+"""The timed steps, and the FLOP count of a step.
 
     warm up ─► steps in chunks: mark, step, mark, step, … ─► wait for the device ─► stable? ─► next chunk
-                        nothing waits inside a chunk
+                        no synchronisation inside a chunk
 
-A step lasts from the end of the one before it to its own end, so the wait for its batch is in it. Marks are
-CUDA events on a GPU and the host's clock elsewhere. Peaks of memory are read before anything is counted or
-profiled.
+A step lasts from the end of the previous step to its own end, including the wait for its batch. Marks are
+CUDA events on a GPU and the host's clock elsewhere. Memory peaks are read before counting and profiling.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from .case_model import Batch, count_target_of
 
 @dataclass(frozen=True, kw_only=True)
 class TimedPass:
-    """The timed steps: how long they took, what they lost, and how long they waited for data."""
+    """The timed steps: their times, losses, and the time they waited for data."""
 
     steps: StepTimes
     losses: list[float]
@@ -39,7 +38,7 @@ class TimedPass:
 
 
 def warm_up(trainer: Trainer, batches: Iterator[Batch], steps: int, device: torch.device) -> None:
-    """Steps that nobody times: kernels are chosen, memory is taken, code is compiled."""
+    """Untimed steps: kernels are chosen, memory is allocated, code is compiled."""
     for _ in range(steps):
         trainer.step(next(batches))
     synchronize(device)
@@ -48,7 +47,7 @@ def warm_up(trainer: Trainer, batches: Iterator[Batch], steps: int, device: torc
 def time_steps(
     trainer: Trainer, batches: Iterator[Batch], case: SweepCase, device: torch.device
 ) -> TimedPass:
-    """Steps until their median is stable, or as many as the case allows."""
+    """Time steps until their median is stable, or up to the case's limit."""
     times_s: list[float] = []
     waits_s: list[float] = []
     losses: list[Tensor] = []
@@ -78,7 +77,7 @@ def time_steps(
 
 
 def _more_steps(times_s: list[float], case: SweepCase, elapsed_s: float) -> int:
-    """How many further steps to time: as many as so far, within what the case allows; 0 when stable."""
+    """How many further steps to time: as many as so far, within the case's limits; 0 when stable."""
     error = median_error(times_s)
     if error is not None and error <= case.target_spread:
         return 0
@@ -104,7 +103,7 @@ def step_times(times_s: list[float], target_spread: float, source: str) -> StepT
 
 
 def median_error(times_s: list[float]) -> float | None:
-    """The median's standard error over the median, whatever the distribution; None below five steps.
+    """The median's standard error over the median, for any distribution; None below five steps.
 
     Of n sorted values, those at ranks n/2 ± √n/2 enclose the true median two times in three (the number of
     values below it is binomial, with a standard deviation of √n/2); half their distance is the error.
@@ -119,17 +118,17 @@ def median_error(times_s: list[float]) -> float | None:
 
 
 def _quantile(ordered: list[float], share: float) -> float:
-    """The value below which this share of a sorted list lies, between neighbours where it falls there."""
-    place = share * (len(ordered) - 1)
-    below = math.floor(place)
+    """The quantile of a sorted list, interpolated between neighbours."""
+    position = share * (len(ordered) - 1)
+    below = math.floor(position)
     above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
 
 
 def count_work(
     trainer: Trainer, batch: Batch, case: SweepCase, device: torch.device, step_time_s: float
 ) -> Flops:
-    """The model's FLOPs, counted apart from any trainer, and those this trainer executes in a real step."""
+    """The model's FLOPs, counted without a trainer, and those this trainer executes in a real step."""
     convention = Convention(attention=cast(Attention, case.attention))  # checked there
     needed = count_target(count_target_of(case), convention=convention, backward=True)
     executed = count_step(trainer.step, batch, convention=convention)
@@ -157,6 +156,6 @@ def _uncounted(*counts: FlopCount) -> dict[str, int]:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what was asked of it."""
+    """Wait until the device has finished all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,8 +1,8 @@
-"""A limit on the host memory of this process, so that one experiment cannot take the machine's.
+"""A limit on the host memory of this process, so that one experiment cannot use up the machine's.
 
 RLIMIT_DATA counts private memory that may be written to, unlike RLIMIT_AS: of address space, CUDA and torch
 reserve tens of gigabytes that they never use. Some libraries reserve writable memory as well, a gigabyte for
-the matrix products of one on ARM; what of it lies untouched when the limit is set is not the experiment's.
+the matrix products of one on ARM; reserved memory that is unused when the limit is set does not count.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _MIB = 1 << 20
 
 
 def limit_memory(limit_bytes: int | None) -> None:
-    """Limit the private memory of this process, which must be below it now; None lifts the limit again."""
+    """Limit the private memory of this process, which must be below it now; None removes the limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     soft = hard
     if limit_bytes is not None:
@@ -23,7 +23,7 @@ def limit_memory(limit_bytes: int | None) -> None:
         if held >= limit_bytes:
             raise MemoryError(
                 f"the limit of {limit_bytes // _MIB} MiB is below the {held // _MIB} MiB that the worker "
-                "holds before it has built anything"
+                "uses before it builds anything"
             )
         soft = limit_bytes + reserved
         if hard != resource.RLIM_INFINITY:
@@ -32,13 +32,13 @@ def limit_memory(limit_bytes: int | None) -> None:
 
 
 def is_limited() -> bool:
-    """Whether a limit holds now."""
+    """Whether a limit is set now."""
     soft, _ = resource.getrlimit(resource.RLIMIT_DATA)
     return soft != resource.RLIM_INFINITY
 
 
 def _held_and_reserved_bytes() -> tuple[int, int]:
-    """Private memory in use, and that which counts against the limit unused; zeros where nobody tells."""
+    """Private memory in use, and unused memory that counts against the limit; zeros if unknown."""
     try:
         status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
     except OSError:

@@ -1,9 +1,9 @@
 """The reference models: one GPT-style decoder in plain PyTorch, in four sizes.
 
-They are what the sweep times and what `truemfu count 1b` counts, so they must run under every trainer,
-the differentially private ones too. Three details are there for these: positions are rotary, so no embedding
+The sweep times them and `truemfu count 1b` counts them, so they must run under every trainer, including
+differentially private ones. Those need three details: positions are rotary, so no embedding
 is looked up with an index that is not of the batch's shape; every `Linear` sees (batch, sequence, features);
-and the head has a weight of its own.
+and the head's weight is not shared.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class ReferenceModel(nn.Module):
         self.apply(_initialise)
 
     def gradient_checkpointing_enable(self) -> None:
-        """From now on keep only the input of each block and recompute the rest in backward."""
+        """From now on store only the input of each block and recompute the rest in backward."""
         self.gradient_checkpointing = True
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> ReferenceOutput:
@@ -105,7 +105,7 @@ def _in_dtype(size: str, dtype: torch.dtype) -> ReferenceModel:
 REFERENCE_MODELS: Mapping[str, Callable[[torch.dtype], ReferenceModel]] = MappingProxyType(
     {size: partial(_in_dtype, size) for size in SIZES}
 )
-"""Each size as a function of the dtype, which is what the command line asks for."""
+"""Each size as a function of the dtype, as the command line needs it."""
 
 
 def parameter_count(model: nn.Module) -> int:

@@ -1,7 +1,7 @@
-"""What an experiment leaves in runs/<name>/: the profiler's trace and TensorBoard's events.
+"""The files of an experiment in runs/<name>/: the profiler's trace and TensorBoard's events.
 
-Both are written when everything has been timed. Neither is worth an experiment: where one cannot be written,
-a note says why.
+Both are written when everything has been timed. If one cannot be written, the experiment still
+succeeds, with a note.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .measure import synchronize
 
 
 def clear_run_folder(folder: Path) -> str | None:
-    """Empty the folder: what an earlier run of the same experiment left is not this one's; a note if not."""
+    """Remove files of an earlier run of the same experiment; a note if that fails."""
     try:
         plain_files.remove(folder)
         folder.mkdir(parents=True)
@@ -38,10 +38,10 @@ def clear_run_folder(folder: Path) -> str | None:
 def write_trace(
     trainer: Trainer, batches: Iterator[Batch], case: SweepCase, device: torch.device, path: Path
 ) -> tuple[int, str | None]:
-    """Profile some steps and write their trace, gzipped: the steps it holds, and a note if fewer than asked.
+    """Profile some steps and write the gzipped trace: its number of steps, and a note if it has fewer.
 
-    The limit is on the JSON inside, which is what a viewer has to load. A trace above it is made again with
-    as many steps as fit.
+    The limit is on the JSON inside, which is what a viewer has to load. A larger trace is made again with
+    fewer steps.
     """
     plain = path.with_name(path.name.removesuffix(".gz"))
     steps, note = case.profiled_steps, None
@@ -58,7 +58,7 @@ def write_trace(
                 f"{size:,} bytes, more than {case.max_trace_bytes:,}"
             )
             steps = fewer
-    except Exception as error:  # what has been timed stays timed
+    except Exception as error:  # the timed steps stay valid
         with contextlib.suppress(OSError):
             plain_files.remove(path)
         return 0, f"no trace: {one_line(error)}"
@@ -83,18 +83,18 @@ def _profile(
 
 
 def _compress(plain: Path, path: Path) -> None:
-    """Gzip the trace. torch says nothing when the disk was full: a whole trace ends with its bracket."""
+    """Gzip the trace. torch does not report a full disk, but a complete trace ends with a brace."""
     with plain.open("rb") as source:
         source.seek(-min(64, plain.stat().st_size), 2)
         if not source.read().rstrip().endswith(b"}"):
-            raise OSError(f"{plain.name} is cut short")
+            raise OSError(f"{plain.name} is incomplete")
         source.seek(0)
         with gzip.open(path, "wb", compresslevel=6) as target:
             shutil.copyfileobj(source, target)
 
 
 def write_events(folder: Path, name: str, measured: Measured, losses: list[float]) -> str | None:
-    """One row of scalars per timed step, for TensorBoard; a note where they cannot be written."""
+    """One row of scalars per timed step, for TensorBoard; a note if they cannot be written."""
     try:
         tracker = make_tracker("tensorboard", folder)
         tracker.start({"experiment": name})
@@ -119,6 +119,6 @@ def write_events(folder: Path, name: str, measured: Measured, losses: list[float
         tracker.finish({"median_step_time_s": measured.steps.median_s})
     except UsageError as error:
         return f"no TensorBoard events: {error}"
-    except Exception as error:  # what has been measured stays measured
+    except Exception as error:  # the measurement stays valid
         return f"TensorBoard events cannot be written: {one_line(error)}"
     return None

@@ -1,4 +1,4 @@
-"""A worker's last words: the result file, a report people can read, and the result as one line of JSON."""
+"""A worker's report: the result file, a readable summary, and the result as one line of JSON."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import sys
 from pathlib import Path
 
 from ... import plain_files
-from ...records import CaseResult, End, encode, write_record
+from ...records import CaseResult, Status, encode, write_record
 
 _GIB = 1 << 30
 _STDOUT = 1
 
 
-class Voice:
-    """How a worker speaks: lines for its log, and its result to the supervisor.
+class WorkerOutput:
+    """A worker's output: lines for its log, and its result for the supervisor.
 
-    Both go to descriptors of its own: whatever the trainer does to sys.stdout, its measurement is heard.
+    Both use separate descriptors, so that a trainer that changes sys.stdout cannot lose the result.
     """
 
     def __init__(self, answer_file: int | None = None) -> None:
@@ -25,26 +25,26 @@ class Voice:
         self._answer_file = answer_file
 
     def say(self, text: str) -> None:
-        """A line for the log, at once. A disk that is full costs the line, not the experiment."""
-        with contextlib.suppress(Exception):  # what the trainer has put there, or closed
+        """Write a line to the log at once. On a full disk the line is lost, the experiment continues."""
+        with contextlib.suppress(Exception):  # the trainer may have replaced or closed it
             sys.stdout.flush()
         with contextlib.suppress(OSError):
             plain_files.write_all(self._log, text.encode(errors="replace") + b"\n")
 
     def report(self, result: CaseResult, file: Path) -> int:
-        """Hand the result over, write it to `file` and say it in the log, the JSON last; the exit code."""
-        handed_over = self._hand_over(encode(result))
+        """Send the result, write it to `file` and to the log, with the JSON last; returns the exit code."""
+        sent = self._send(encode(result))
         try:
             write_record(file, result)
-            handed_over = True
+            sent = True
         except OSError as error:
             self.say(f"note: the result cannot be written: {error.strerror or error}")
         for line in lines_about(result):
             self.say(line)
         self.say(encode(result).decode())
-        return 0 if handed_over and result.end is End.OK else 1
+        return 0 if sent and result.end is Status.OK else 1
 
-    def _hand_over(self, data: bytes) -> bool:
+    def _send(self, data: bytes) -> bool:
         if self._answer_file is None:
             return False
         try:
@@ -55,7 +55,7 @@ class Voice:
 
 
 def lines_about(result: CaseResult) -> list[str]:
-    """The result for people, a line for each thing."""
+    """The result as readable lines."""
     lines = [f"{result.name}: {result.end.value}" + (f": {result.message}" if result.message else "")]
     if result.environment is not None:
         lines.append(f"  device      {result.environment.device_name}")
@@ -66,7 +66,7 @@ def lines_about(result: CaseResult) -> list[str]:
     if result.gate is not None:
         verdict = "passed" if result.gate.passed else "failed"
         lines.append(
-            f"  gate        {verdict}, relative error {result.gate.relative_error:.1e} on {result.gate.model}"
+            f"  gradients   {verdict}, relative error {result.gate.relative_error:.1e} on {result.gate.model}"
         )
     measured = result.measured
     if measured is not None:

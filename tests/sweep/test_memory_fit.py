@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from truemfu.records import CaseResult, End, Memory, Phase, SweepCase
+from truemfu.records import CaseResult, Memory, Phase, Status, SweepCase
 from truemfu.sweep.supervisor.memory_fit import Probe, propose
 
 GIB = 2**30
 
 
-def result(batch_size: int, end: End, *, model: str = "1b", trainer: str = "DPSGDTrainer") -> CaseResult:
+def result(batch_size: int, end: Status, *, model: str = "1b", trainer: str = "DPSGDTrainer") -> CaseResult:
     case = SweepCase(trainer=trainer, model=model, batch_size=batch_size, seq_len=512)
     memory = Memory(allocated_bytes=batch_size * 20 * GIB, device_total_bytes=140 * GIB)
     return CaseResult(
@@ -37,7 +37,7 @@ class Gpu:
 
 def test_bisection_between_what_fits_and_what_does_not() -> None:
     gpu = Gpu(one_b=6)
-    answers = dict(propose([result(4, End.OK), result(8, End.CUDA_OOM)], gpu))
+    answers = dict(propose([result(4, Status.OK), result(8, Status.CUDA_OOM)], gpu))
     assert answers == {
         "DPSGDTrainer_bs8": "batch 6 fits (measured: 120.0 GiB of 140.0 GiB); batch 7 does not"
     }
@@ -46,26 +46,26 @@ def test_bisection_between_what_fits_and_what_does_not() -> None:
 
 def test_every_out_of_memory_of_a_kind_gets_the_one_answer() -> None:
     gpu = Gpu(one_b=3)
-    answers = dict(propose([result(4, End.CUDA_OOM), result(8, End.HOST_OOM)], gpu))
+    answers = dict(propose([result(4, Status.CUDA_OOM), result(8, Status.HOST_OOM)], gpu))
     assert set(answers) == {"DPSGDTrainer_bs4", "DPSGDTrainer_bs8"}
     assert set(answers.values()) == {"batch 3 fits (measured: 60.0 GiB of 140.0 GiB); batch 4 does not"}
     assert gpu.asked == [("1b", 2), ("1b", 3)]
 
 
 def test_other_trainers_do_not_bound_it() -> None:
-    others = [result(4, End.OK, trainer="StandardTrainer"), result(8, End.ERROR)]
-    answers = dict(propose([*others, result(16, End.CUDA_OOM)], None))
+    others = [result(4, Status.OK, trainer="StandardTrainer"), result(8, Status.ERROR)]
+    answers = dict(propose([*others, result(16, Status.CUDA_OOM)], None))
     assert answers == {}
 
 
 def test_without_probes_only_what_finished_is_said() -> None:
-    answers = dict(propose([result(2, End.OK), result(4, End.OK), result(8, End.CUDA_OOM)], None))
+    answers = dict(propose([result(2, Status.OK), result(4, Status.OK), result(8, Status.CUDA_OOM)], None))
     assert answers == {"DPSGDTrainer_bs8": "batch 4 fits (measured: 80.0 GiB of 140.0 GiB); batch 8 does not"}
 
 
 def test_a_few_probes_are_enough_for_a_large_batch() -> None:
     gpu = Gpu(one_b=700)
-    answer = dict(propose([result(1024, End.CUDA_OOM)], gpu))["DPSGDTrainer_bs1024"]
+    answer = dict(propose([result(1024, Status.CUDA_OOM)], gpu))["DPSGDTrainer_bs1024"]
     assert len(gpu.asked) == 5
     assert answer.startswith("batch 672 fits")
     assert answer.endswith("batch 704 does not")
@@ -73,14 +73,14 @@ def test_a_few_probes_are_enough_for_a_large_batch() -> None:
 
 def test_a_batch_of_one_is_always_tried_before_giving_up() -> None:
     gpu = Gpu(one_b=1)
-    answer = dict(propose([result(1024, End.CUDA_OOM)], gpu))["DPSGDTrainer_bs1024"]
+    answer = dict(propose([result(1024, Status.CUDA_OOM)], gpu))["DPSGDTrainer_bs1024"]
     assert gpu.asked[-1] == ("1b", 1)
     assert answer.startswith("batch 1 fits")
 
 
 def test_a_smaller_model_where_no_batch_fits() -> None:
     gpu = Gpu(small=8, tiny=8)
-    answer = dict(propose([result(2, End.CUDA_OOM)], gpu))["DPSGDTrainer_bs2"]
+    answer = dict(propose([result(2, Status.CUDA_OOM)], gpu))["DPSGDTrainer_bs2"]
     assert gpu.asked == [("1b", 1), ("medium", 1), ("small", 1)]
     assert answer == (
         "not even a batch of 1 of 1b fits at sequence length 512; small at batch 1 does "
@@ -89,7 +89,7 @@ def test_a_smaller_model_where_no_batch_fits() -> None:
 
 
 def test_a_model_of_the_users_own_has_no_smaller_one() -> None:
-    answer = dict(propose([result(1, End.CUDA_OOM, model="mine:build")], Gpu()))["DPSGDTrainer_bs1"]
+    answer = dict(propose([result(1, Status.CUDA_OOM, model="mine:build")], Gpu()))["DPSGDTrainer_bs1"]
     assert answer == "not even a batch of 1 of mine:build fits at sequence length 512"
 
 
@@ -97,7 +97,7 @@ def test_a_probe_that_fails_otherwise_ends_the_search_and_is_said() -> None:
     def broken(case: SweepCase) -> Probe:
         return Probe(fits=None, reason="took too long")
 
-    answer = dict(propose([result(4, End.OK), result(8, End.CUDA_OOM)], broken))["DPSGDTrainer_bs8"]
+    answer = dict(propose([result(4, Status.OK), result(8, Status.CUDA_OOM)], broken))["DPSGDTrainer_bs8"]
     assert answer == (
         "batch 4 fits (measured: 80.0 GiB of 140.0 GiB); batch 8 does not; a probe of batch 6 took too long"
     )

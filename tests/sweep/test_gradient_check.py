@@ -1,4 +1,4 @@
-"""The gate: the four trainers pass it, and every way of being wrong that we could think of does not."""
+"""The gradient check: the four trainers pass it, and every kind of wrong trainer we know of does not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from truemfu.errors import ModelError, UsageError
-from truemfu.records import Gate, SweepCase
+from truemfu.records import GradientCheck, SweepCase
 from truemfu.sweep.sizes import ModelSize
 from truemfu.sweep.trainers.base import (
     NEEDS_OPACUS,
@@ -23,8 +23,8 @@ from truemfu.sweep.trainers.base import (
     load_trainer,
 )
 from truemfu.sweep.trainers.standard import StandardTrainer, losses_by_sample, make_optimizer
-from truemfu.sweep.worker import gradient_check_model as gate_model
-from truemfu.sweep.worker.gradient_check import NO_NUMBER, TOLERANCE, check_trainer
+from truemfu.sweep.worker import gradient_check_model as model_module
+from truemfu.sweep.worker.gradient_check import NAN_RELATIVE_ERROR, TOLERANCE, check_trainer
 from truemfu.sweep.worker.models import ReferenceModel, ReferenceOutput
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 CPU = torch.device("cpu")
 
 
-def gate_of(trainer: type[Trainer], model: str = "tiny", **sizes: int) -> Gate:
+def check_of(trainer: type[Trainer], model: str = "tiny", **sizes: int) -> GradientCheck:
     sizes = {"batch_size": 4, "seq_len": 4, **sizes}
     case = SweepCase(trainer=trainer.__name__, model=model, dtype="fp32", device="cpu", **sizes)
     return check_trainer(trainer, case, CPU)
@@ -159,16 +159,16 @@ class Breaks(ClippingLoop):
 @pytest.mark.parametrize("name", TRAINERS)
 def test_our_trainers_pass(name: str) -> None:
     trainer = load_trainer(name)
-    gate = gate_of(trainer)
-    assert gate.passed
-    assert 0 < gate.relative_error < TOLERANCE / 5
-    assert not gate.stands_in
-    assert gate.batch_size != gate.seq_len
-    assert gate.clipped is trainer.private is (name in NEEDS_OPACUS)
+    check = check_of(trainer)
+    assert check.passed
+    assert 0 < check.relative_error < TOLERANCE / 5
+    assert not check.stands_in
+    assert check.batch_size != check.seq_len
+    assert check.clipped is trainer.private is (name in NEEDS_OPACUS)
 
 
 def test_a_right_trainer_of_the_users_own_passes() -> None:
-    assert gate_of(ClippingLoop).passed
+    assert check_of(ClippingLoop).passed
 
 
 @pytest.mark.parametrize(
@@ -187,24 +187,24 @@ def test_a_right_trainer_of_the_users_own_passes() -> None:
     ids=lambda wrong: wrong.__name__,
 )
 def test_a_wrong_trainer_fails_by_far(wrong: type[Trainer]) -> None:
-    gate = gate_of(wrong)
-    assert not gate.passed
-    assert gate.relative_error > 10 * TOLERANCE
+    check = check_of(wrong)
+    assert not check.passed
+    assert check.relative_error > 10 * TOLERANCE
 
 
 def test_a_step_that_makes_nan_fails_with_an_error_json_can_hold() -> None:
-    gate = gate_of(MakesNaN)
-    assert not gate.passed
-    assert gate.relative_error == NO_NUMBER
+    check = check_of(MakesNaN)
+    assert not check.passed
+    assert check.relative_error == NAN_RELATIVE_ERROR
 
 
 def test_a_trainer_that_says_it_cannot_is_unsupported_and_one_that_breaks_is_not() -> None:
     with pytest.raises(
         Unsupported, match="Refuses cannot train reference model, 2 layers: no attention, please"
     ):
-        gate_of(Refuses)
+        check_of(Refuses)
     with pytest.raises(ZeroDivisionError):
-        gate_of(Breaks)
+        check_of(Breaks)
 
 
 @pytest.mark.parametrize("loss", [0.5, torch.zeros(3)])
@@ -215,11 +215,11 @@ def test_a_step_that_does_not_return_one_loss_is_one_clear_line(loss: object) ->
             return loss  # type: ignore[return-value]
 
     with pytest.raises(UsageError, match=r"Returns: step\(batch\) must return the mean loss, as a tensor"):
-        gate_of(Returns)
+        check_of(Returns)
 
 
-def test_the_gate_does_not_make_later_compilation_dynamic() -> None:
-    """Having seen the gate's shapes, torch.compile would compile the experiment's model for any shape."""
+def test_the_gradient_check_does_not_make_later_compilation_dynamic() -> None:
+    """A second shape would make torch.compile compile the experiment's model for dynamic shapes."""
     compiled: list[list[object]] = []
 
     class Compiles(StandardTrainer):
@@ -232,7 +232,7 @@ def test_the_gate_does_not_make_later_compilation_dynamic() -> None:
             compiled.append([size for value in inputs for size in getattr(value, "shape", [value])])
             return graph
 
-    assert gate_of(Compiles).passed
+    assert check_of(Compiles).passed
     compiled.clear()
     trainer = Compiles(ReferenceModel(ModelSize(vocab=50, hidden=32, layers=1, heads=4)), TrainerSettings())
     ids = torch.zeros(4, 7, dtype=torch.long)
@@ -241,7 +241,7 @@ def test_the_gate_does_not_make_later_compilation_dynamic() -> None:
     assert all(type(size) is int for sizes in compiled for size in sizes)
 
 
-def test_fp32_is_not_rounded_to_tf32_in_the_gate_and_is_as_before_behind_it() -> None:
+def test_fp32_is_not_rounded_to_tf32_in_the_gradient_check_and_is_as_before_behind_it() -> None:
     seen = []
 
     class Looks(StandardTrainer):
@@ -252,7 +252,7 @@ def test_fp32_is_not_rounded_to_tf32_in_the_gate_and_is_as_before_behind_it() ->
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     torch.set_float32_matmul_precision("high")
     try:
-        gate_of(Looks)
+        check_of(Looks)
         assert seen == [("highest", False)]
         assert torch.get_float32_matmul_precision() == "high"
         assert torch.backends.cudnn.allow_tf32 == before[1]
@@ -263,7 +263,7 @@ def test_fp32_is_not_rounded_to_tf32_in_the_gate_and_is_as_before_behind_it() ->
 def test_random_state_is_left_alone() -> None:
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    gate_of(load_trainer("DPSGDTrainer"))
+    check_of(load_trainer("DPSGDTrainer"))
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -374,59 +374,63 @@ def test_positions_shared_by_all_samples_are_unsupported_not_silently_wrong(
     name: str, factories: str
 ) -> None:
     with pytest.raises(Unsupported, match=r"cannot train Positions: Opacus .* equal size"):
-        gate_of(load_trainer(name), f"{factories}:Positions")
+        check_of(load_trainer(name), f"{factories}:Positions")
 
 
 def test_a_small_model_of_a_factory_is_checked_itself_without_its_dropout(factories: str) -> None:
-    gate = gate_of(load_trainer("DPSGDTrainer"), f"{factories}:Dropping")
-    assert gate.passed
-    assert gate.model == f"{factories}:Dropping"
+    check = check_of(load_trainer("DPSGDTrainer"), f"{factories}:Dropping")
+    assert check.passed
+    assert check.model == f"{factories}:Dropping"
 
 
-def test_a_large_model_of_a_factory_is_not_checked_itself_and_the_gate_says_so(factories: str) -> None:
-    gate = gate_of(load_trainer("StandardTrainer"), f"{factories}:Large")
-    assert gate.passed
-    assert gate.stands_in
-    assert gate.model == f"reference model, 2 layers ({factories}:Large has 25,001,320 parameters)"
+def test_a_large_model_of_a_factory_is_not_checked_itself_and_the_gradient_check_says_so(
+    factories: str,
+) -> None:
+    check = check_of(load_trainer("StandardTrainer"), f"{factories}:Large")
+    assert check.passed
+    assert check.stands_in
+    assert check.model == f"reference model, 2 layers ({factories}:Large has 25,001,320 parameters)"
 
 
 def test_batch_normalisation_trains_plainly_but_has_no_gradient_per_sample(factories: str) -> None:
-    gate = gate_of(load_trainer("StandardTrainer"), f"{factories}:pictures")
-    assert gate.passed
-    assert gate.batch_size == 2  # three would be as many as channels
-    with pytest.raises(Unsupported, match="because its loss alone is not its loss in the batch"):
-        gate_of(load_trainer("DPSGDTrainer"), f"{factories}:pictures")
+    check = check_of(load_trainer("StandardTrainer"), f"{factories}:pictures")
+    assert check.passed
+    assert check.batch_size == 2  # three would be as many as channels
+    with pytest.raises(Unsupported, match="because its loss alone differs from its loss in the batch"):
+        check_of(load_trainer("DPSGDTrainer"), f"{factories}:pictures")
 
 
 def test_a_model_that_cannot_take_one_sample_is_compared_on_the_batch(factories: str) -> None:
-    assert gate_of(load_trainer("StandardTrainer"), f"{factories}:normalised_rows").passed
-    with pytest.raises(Unsupported, match="because one alone raises ValueError: Expected more than 1 value"):
-        gate_of(load_trainer("DPSGDTrainer"), f"{factories}:normalised_rows")
+    assert check_of(load_trainer("StandardTrainer"), f"{factories}:normalised_rows").passed
+    with pytest.raises(
+        Unsupported, match="because a single sample raises ValueError: Expected more than 1 value"
+    ):
+        check_of(load_trainer("DPSGDTrainer"), f"{factories}:normalised_rows")
 
 
 def test_what_a_model_draws_at_random_is_drawn_alike_for_plain_training(factories: str) -> None:
-    assert gate_of(load_trainer("StandardTrainer"), f"{factories}:DropsInForward").passed
-    with pytest.raises(Unsupported, match="or something random"):
-        gate_of(load_trainer("DPSGDTrainer"), f"{factories}:DropsInForward")
+    assert check_of(load_trainer("StandardTrainer"), f"{factories}:DropsInForward").passed
+    with pytest.raises(Unsupported, match="or randomness"):
+        check_of(load_trainer("DPSGDTrainer"), f"{factories}:DropsInForward")
 
 
 @pytest.mark.parametrize("name", TRAINERS)
 def test_tensors_that_belong_to_all_samples_are_not_cut(name: str, factories: str) -> None:
-    gate = gate_of(load_trainer(name), f"{factories}:shared_inputs")
-    assert gate.passed
-    assert gate.batch_size == 2
+    check = check_of(load_trainer(name), f"{factories}:shared_inputs")
+    assert check.passed
+    assert check.batch_size == 2
 
 
 def test_a_loss_without_a_gradient_is_one_clear_line(factories: str) -> None:
     with pytest.raises(ModelError, match="nothing_to_learn has no gradient"):
-        gate_of(load_trainer("StandardTrainer"), f"{factories}:nothing_to_learn")
+        check_of(load_trainer("StandardTrainer"), f"{factories}:nothing_to_learn")
 
 
 def test_equal_batch_and_sequence_need_a_check_of_the_very_model(factories: str) -> None:
     """A large model that looks positions up once for all samples runs there, and is silently wrong."""
     with pytest.raises(Unsupported, match=r"cannot be checked on \w+:Large itself"):
-        gate_of(load_trainer("DPSGDTrainer"), f"{factories}:Large", batch_size=4, seq_len=4)
-    assert gate_of(load_trainer("DPSGDTrainer"), f"{factories}:Large", batch_size=4, seq_len=5).passed
+        check_of(load_trainer("DPSGDTrainer"), f"{factories}:Large", batch_size=4, seq_len=4)
+    assert check_of(load_trainer("DPSGDTrainer"), f"{factories}:Large", batch_size=4, seq_len=5).passed
 
 
 def llama(path: Path) -> str:
@@ -447,18 +451,18 @@ def llama(path: Path) -> str:
 
 @pytest.mark.parametrize("name", TRAINERS)
 def test_a_hugging_face_config_is_checked_on_a_small_copy_of_itself(name: str, tmp_path: Path) -> None:
-    gate = gate_of(load_trainer(name), llama(tmp_path / "config.json"))
-    assert gate.passed
-    assert gate.model.endswith("config.json, shrunk")
+    check = check_of(load_trainer(name), llama(tmp_path / "config.json"))
+    assert check.passed
+    assert check.model.endswith("config.json, shrunk")
 
 
 def test_tied_gpt2_is_unsupported_by_private_trainers(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}))
-    assert gate_of(load_trainer("StandardTrainer"), str(path)).passed
+    assert check_of(load_trainer("StandardTrainer"), str(path)).passed
     for name in NEEDS_OPACUS:
         with pytest.raises(Unsupported, match=f"{name} cannot train GPT2LMHeadModel"):
-            gate_of(load_trainer(name), str(path))
+            check_of(load_trainer(name), str(path))
 
 
 @pytest.mark.parametrize(
@@ -477,34 +481,34 @@ def test_other_architectures_are_checked_on_a_small_copy_too(
         pytest.importorskip("transformers", minversion="5.0")  # before it, a small copy is not small enough
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"model_type": kind, "architectures": [architecture]}))
-    gate = gate_of(load_trainer("StandardTrainer"), str(path))
-    assert gate.passed
-    assert gate.relative_error < TOLERANCE / 10
-    assert gate.model.endswith("config.json, shrunk")
+    check = check_of(load_trainer("StandardTrainer"), str(path))
+    assert check.passed
+    assert check.relative_error < TOLERANCE / 10
+    assert check.model.endswith("config.json, shrunk")
 
 
 def test_tied_weights_are_right_where_the_gradients_are_made(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     config = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True}
     path.write_text(json.dumps({**config, "vocab_size": 1000}))
-    assert gate_of(load_trainer("DPSGDTrainer"), str(path)).passed
-    assert gate_of(load_trainer("DPFastGradientClippingTrainer"), str(path)).passed
+    assert check_of(load_trainer("DPSGDTrainer"), str(path)).passed
+    assert check_of(load_trainer("DPFastGradientClippingTrainer"), str(path)).passed
     with pytest.raises(Unsupported, match="Parameter tying is not supported with Ghost Clipping"):
-        gate_of(load_trainer("DPGhostClippingTrainer"), str(path))
+        check_of(load_trainer("DPGhostClippingTrainer"), str(path))
 
 
 def test_a_config_that_stays_large_is_not_built_for_the_gate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built: list[str] = []
-    build = gate_model.model_from_config
+    build = model_module.model_from_config
 
     def note(*args: Any, device: str = "meta") -> nn.Module:
         built.append(device)
         return build(*args, device=device)
 
-    monkeypatch.setattr(gate_model, "model_from_config", note)
+    monkeypatch.setattr(model_module, "model_from_config", note)
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"model_type": "llama", "vocab_size": 1_000_000}))
-    assert "cannot be made small" in gate_of(load_trainer("StandardTrainer"), str(path)).model
+    assert "cannot be made small" in check_of(load_trainer("StandardTrainer"), str(path)).model
     assert built == ["meta", "meta"]
