@@ -28,7 +28,7 @@ from ...records import RUN_FILE
 from ...trackers.base import Tracker, known
 from ...trackers.file import JsonArrayFile
 from ...trackers.lane import Lane
-from ...trackers.names import rename
+from ...trackers.metric_aliases import rename
 from ...trackers.table import check_tracker, make_tracker
 from ...trackers.wandb import WandbTracker
 from ..config import MonitorConfig

@@ -7,7 +7,7 @@ from math import isnan, nan
 import pytest
 
 from truemfu.errors import UsageError
-from truemfu.trackers.names import PRESETS, rename
+from truemfu.trackers.metric_aliases import PRESETS, rename
 
 ROW = {
     "global_step": 7,
