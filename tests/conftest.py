@@ -26,7 +26,7 @@ LONG = (
     "tests/test_cli_sweep.py",
     "tests/sweep/test_supervise.py::test_a_hang_is_ended_at_its_time_limit_even_if_it_ignores_term",
     # real Opacus on every model
-    "tests/sweep/test_gate.py",
+    "tests/sweep/test_gradient_check.py",
     # real ranks
     "tests/monitor/test_job.py",
     "tests/monitor/test_ranks.py",

@@ -62,7 +62,7 @@ def test_mfu_is_none_when_a_part_is_unknown(
 
 
 def test_above_one_is_shown_as_it_is_with_one_warning() -> None:
-    with pytest.warns(TruemfuWarning, match=r"wrong peak.*not synchronised.*another dtype"):
+    with pytest.warns(TruemfuWarning, match=r"wrong peak.*not synchronised.*a different dtype"):
         assert calculate_mfu(3e15, 1.0, 1e15) == 3.0
     assert calculate_mfu(4e15, 1.0, 1e15) == 4.0  # a second warning would be an error here
 

@@ -24,10 +24,9 @@ if TYPE_CHECKING:
     from .flops import FlopCount
 
 ABOVE_ONE = (
-    "a utilisation above 1 was measured and is reported unchanged; likely causes: a wrong peak (another "
-    "chip, a wrong override, a dense peak under sparse kernels), a time that is too short because the device "
-    "was not synchronised, a peak for another dtype than the one that ran, or the FLOPs of several devices "
-    "over the time of one"
+    "a utilisation above 1 was measured and is reported unchanged; likely causes: a wrong peak (wrong chip, "
+    "a wrong override, a dense peak under sparse kernels), a time that is too short because the device was "
+    "not synchronised, a peak for a different dtype, or the FLOPs of several devices over the time of one"
 )
 
 

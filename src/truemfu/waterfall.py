@@ -388,8 +388,8 @@ _SELDOM = 0.1
 
 def _reasons(throttle: Mapping[str, float]) -> tuple[str, ...]:
     """The frequent throttle reasons, most frequent first; idling is not a reason."""
-    told = [name for name, share in throttle.items() if share >= _SELDOM and name != "gpu_idle"]
-    return tuple(sorted(told, key=lambda name: -throttle[name]))
+    frequent = [name for name, share in throttle.items() if share >= _SELDOM and name != "gpu_idle"]
+    return tuple(sorted(frequent, key=lambda name: -throttle[name]))
 
 
 def _clock_name(g: float | None, reasons: Sequence[str]) -> str:

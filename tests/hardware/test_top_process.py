@@ -31,7 +31,7 @@ GPU     FLOP util  TFLOP/s  "GPU util"  tensor      SM    DRAM  reported MHz    
 0 H200     72.6 %      718     100.0 %  86.4 %  89.8 %  17.0 %   1538 / 1980  688 / 700     2 / 140  python3 1.2
 1 H200      0.0 %        0     100.0 %   0.0 %  98.1 %  90.0 %   1980 / 1980  653 / 700     4 / 140  python3 3.0
 GPU 0: clock throttled by power limit 100.0 % of the time
-FLOP util: driver clock; the actual one is 4 to 11 % lower in steady tensor work
+FLOP util: driver clock; the real one is 4 to 11 % lower in steady tensor work
 """  # noqa: E501
 
 

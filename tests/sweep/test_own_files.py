@@ -93,7 +93,7 @@ def test_an_experiment_that_harms_the_sweeps_files_keeps_its_result_and_spares_t
     )
     bad, good = outcome.results
     assert [(result.name, result.end) for result in outcome.results] == [(BAD, Status.OK), (GOOD, Status.OK)]
-    assert [text.partition(", and was")[0] for text in bad.notes] == ([] if note is None else [note])
+    assert [text.partition(" and has been")[0] for text in bad.notes] == ([] if note is None else [note])
     assert good.notes == []
     for result in outcome.results:
         assert read_record(folder.result(result.name), CaseResult) == result

@@ -354,7 +354,7 @@ def test_a_failure_has_its_own_end(tmp_path: Path, trainer: str, end: Status, me
             "the loss is nan in all 5 timed steps; a step executes 0 FLOPs, but forward and backward of the "
             "model need ",
         ),
-        ("OnlyLooks", "one executes "),
+        ("OnlyLooks", "a step executes "),
         ("Diverges", "the loss is inf in all 5 timed steps"),
     ],
 )

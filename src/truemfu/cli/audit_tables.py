@@ -31,8 +31,8 @@ def show_audit(result: Audit, top: int, as_json: bool, *, is_a_step: bool = True
     check = _check(result) if is_a_step else None
     verdict = _verdict(result, check)
     if as_json:
-        told = {"crosscheck": None if check is None else check.as_dict(), "verdict": verdict}
-        print_json({**result.as_dict(), **told, "is_a_step": is_a_step})
+        comparison = {"crosscheck": None if check is None else check.as_dict(), "verdict": verdict}
+        print_json({**result.as_dict(), **comparison, "is_a_step": is_a_step})
         return 0
     console = output()
     console.print(_fitted_table(console, result, top))

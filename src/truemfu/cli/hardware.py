@@ -90,8 +90,8 @@ def peak(dtypes: tuple[str, ...], seconds: float | None, as_json: bool) -> int:
 
     for dtype in dtypes:
         _check_dtype(dtype)
-    with _progress() as tell:
-        ceilings = measure_ceiling(dtypes=dtypes or None, seconds=seconds, progress=tell)
+    with _progress() as report_progress:
+        ceilings = measure_ceiling(dtypes=dtypes or None, seconds=seconds, progress=report_progress)
     code = 0 if any(ceiling.burst or ceiling.sustained for ceiling in ceilings) else 1
     if as_json:
         print_json([ceiling.as_dict() for ceiling in ceilings])

@@ -40,7 +40,7 @@ _PROCESSES_SHOWN = 2
 NOT_HELD_BACK = ("gpu_idle",)
 """Throttle reasons of the driver that cost nothing."""
 _WORTH_SAYING = 0.005
-TRUE_CLOCK = "the actual one is 4 to 11 % lower in steady tensor work"
+TRUE_CLOCK = "the real one is 4 to 11 % lower in steady tensor work"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -83,26 +83,26 @@ def _share_of_time(spent: Iterable[tuple[float | None, float | None]]) -> float 
 
 def _hardware(window: LastWindow, rows: Sequence[LogRow]) -> RunHardware:
     """A row's metrics of a window in the summary's form; a row is not enough for advice."""
-    told = window.metrics.get
+    metric = window.metrics.get
     rate_tflops, hfu, clock_mhz = (
-        told(f"perf/{name}") for name in ("executed_tflops_per_gpu", "executed_hfu", "sm_clock_mhz")
+        metric(f"perf/{name}") for name in ("executed_tflops_per_gpu", "executed_hfu", "sm_clock_mhz")
     )
     peak = 1e12 * rate_tflops / hfu if rate_tflops and hfu else peak_flops_per_s(rows)
     parts = _parts({k.removeprefix(_LOSS): v for k, v in window.metrics.items() if k.startswith(_LOSS)})
     return RunHardware(
         executed_flops_per_s=None if rate_tflops is None else 1e12 * rate_tflops,
         executed_hfu=hfu,
-        executed_over_activity=told("perf/executed_over_activity"),
-        executed_over_counted=told("perf/executed_over_counted"),
-        executed_over_expected=told("perf/executed_over_expected"),
+        executed_over_activity=metric("perf/executed_over_activity"),
+        executed_over_counted=metric("perf/executed_over_counted"),
+        executed_over_expected=metric("perf/executed_over_expected"),
         clock_hz=None if clock_mhz is None else 1e6 * clock_mhz,
         clock_source=window.clock_source,
-        power_w=told("perf/power_w"),
-        energy_j_per_step=told("perf/energy_j_per_step"),
-        energy_j_per_million_tokens=told("perf/energy_j_per_million_tokens"),
-        tensor_active=told("perf/tensor_active"),
-        sm_active=told("perf/sm_active"),
-        dram_active=told("perf/dram_active"),
+        power_w=metric("perf/power_w"),
+        energy_j_per_step=metric("perf/energy_j_per_step"),
+        energy_j_per_million_tokens=metric("perf/energy_j_per_million_tokens"),
+        tensor_active=metric("perf/tensor_active"),
+        sm_active=metric("perf/sm_active"),
+        dram_active=metric("perf/dram_active"),
         limiter=_limiter(parts),
         waterfall=WaterfallRecord(parts=parts, peak_flops_per_s=peak) if parts else None,
     )
@@ -163,7 +163,7 @@ def _name(key: str, shares: Mapping[str, float], every: Mapping[str, Part]) -> s
 
 def _inner(outer: Part, shares: Mapping[str, float]) -> list[WaterfallPart]:
     """The parts of a part; the rest is in the last of them."""
-    told = [inner for inner in outer.of if inner.key in shares]
+    known = [inner for inner in outer.of if inner.key in shares]
     unknown = [inner.name for inner in outer.of if inner.key not in shares]
     return [
         WaterfallPart(
@@ -171,7 +171,7 @@ def _inner(outer: Part, shares: Mapping[str, float]) -> list[WaterfallPart]:
             name=_either([*unknown, inner.name]) if inner is outer.of[-1] else inner.name,
             share=shares[inner.key],
         )
-        for inner in told
+        for inner in known
     ]
 
 

@@ -155,7 +155,7 @@ def hold(
                 load(best, min(_HEAT_S, seconds / 2), unwatched)
             trials: list[Tried] = []
             for one in near:
-                progress(f"{dtype}: searching the best sustained shape, {named(one.shape)}")
+                progress(f"{dtype}: trying under load, {named(one.shape)}")
                 trials.append(load(one, min(_TRIAL_S, seconds / 8), unwatched))
             best = max(trials, key=lambda one: one.flops_per_s)
         progress(f"{dtype}: sustained for {seconds:g} s, {named(best.shape)}")

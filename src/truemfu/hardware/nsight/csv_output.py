@@ -98,8 +98,8 @@ def parse_ncu_csv(text: str) -> tuple[KernelLaunch, ...]:
 def errors_in(text: str) -> list[str]:
     """ncu's own error messages, without the one that reports a failure of the command."""
     lines = [line for line in text.splitlines() if line.startswith("==ERROR==")]
-    said = [line.removeprefix("==ERROR==").strip() for line in lines]
-    return [words for words in said if not words.startswith(_OF_THE_COMMAND)]
+    messages = [line.removeprefix("==ERROR==").strip() for line in lines]
+    return [words for words in messages if not words.startswith(_OF_THE_COMMAND)]
 
 
 def is_from_ncu(text: str) -> bool:
