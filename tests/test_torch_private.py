@@ -229,7 +229,7 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_known_model_is_counted_as_worked_out_by_hand() -> None:
-    assert self_check._compared() == ""
+    assert self_check._first_difference() == ""
 
 
 @pytest.mark.parametrize(
@@ -278,7 +278,7 @@ def test_the_check_ends_with_the_time_of_its_count_and_is_made_again() -> None:
 @pytest.mark.usefixtures("unchecked")
 def test_an_error_in_the_check_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(self_check, "_as_it_runs", lambda: 1 / 0)
+        patched.setattr(self_check, "_in_a_real_run", lambda: 1 / 0)
         with pytest.raises(ModelError, match="wrongly: ZeroDivisionError"):
             count_flops(nn.Linear(4, 4), (torch.zeros(2, 4),))
     assert count_flops(nn.Linear(4, 4), (torch.zeros(2, 4),)).forward == 64

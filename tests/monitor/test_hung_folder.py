@@ -119,7 +119,7 @@ def test_a_folder_that_hangs_holds_up_nobody(tmp_path: Path, after: int) -> None
     assert not {"MainThread", "truemfu-resolver", "truemfu-Memory"} & set(found["held"])
     lost = "; ".join(found["lost"])
     assert "rows of tracker file: it did not finish within" in lost
-    assert "what training_run.json should hold: it did not finish within" in lost
+    assert "the content of training_run.json: it did not finish within" in lost
     assert any("tracker training_run.json failed" in text for text in found["warnings"])
 
 
@@ -128,7 +128,7 @@ def test_a_git_that_hangs_holds_up_the_commit_alone(tmp_path: Path) -> None:
     assert found["held"] == ["truemfu-training_run.json"]
     assert found["steps"] == list(range(1, STEPS + 1))
     assert found["took_s"] < 15
-    assert [text.split(":")[0] for text in found["lost"]] == ["what training_run.json should hold"]
+    assert [text.split(":")[0] for text in found["lost"]] == ["the content of training_run.json"]
     rows = json.loads((tmp_path / "run" / "training_log.json").read_text())
     assert [row["global_step"] for row in rows] == list(range(1, STEPS + 1))
     run = json.loads((tmp_path / "run" / "training_run.json").read_text())
