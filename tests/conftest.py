@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -16,6 +17,9 @@ if (
     # A shell starts what it runs in the background with Ctrl-C ignored, and every process started from here
     # would inherit that: the tests that interrupt one would wait for ever.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# As many processes as cores run tests: more threads in each would wait for one another.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 _FOREVER_S = 240
 LONG = (
