@@ -344,8 +344,8 @@ for step in range(4):
     monitor.log_step(step, 0, loss.detach(), 1.0, 0.1)
 monitor.save_logs()
 asked = []
-look = monitor._live._clock.clock.look
-monitor._live._clock.clock.look = lambda: asked.append(look())
+poll = monitor._live._clock.clock.poll
+monitor._live._clock.clock.poll = lambda: asked.append(poll())
 torch.cuda.synchronize()
 monitor._live._clock.moment()  # an event that nobody has asked for yet
 asked.clear()
