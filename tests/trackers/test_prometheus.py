@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from truemfu.errors import UsageError
 from truemfu.trackers import prometheus_server
-from truemfu.trackers.names import rename
+from truemfu.trackers.metric_aliases import rename
 from truemfu.trackers.prometheus import PrometheusTracker
 from truemfu.trackers.prometheus_server import MOST_CONNECTIONS, parse_address
 from truemfu.trackers.table import make_tracker
