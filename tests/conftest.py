@@ -34,8 +34,22 @@ LONG = (
     # real ranks
     "tests/monitor/test_job.py",
     "tests/monitor/test_ranks.py",
-    # real trackers, all at once
+    "tests/flops/test_wrappers.py::test_one_rank_counts_alone",
+    "tests/flops/test_wrappers.py::test_other_wrappers",
+    # real trackers, all at once or with many connections
     "tests/monitor/test_all_trackers.py",
+    "tests/trackers/test_prometheus.py::test_idle_connections",
+    # every public model in a monitored run, or in processes of its own
+    "tests/monitor/test_logged_flops.py::test_every_case_logs_its_truth",
+    "tests/flops/test_identity.py::test_all_models_have_the_same_identity",
+    # a clock that must pass: counters in windows, folders that hang, rows on disk ten seconds later
+    "tests/monitor/test_hybrid.py",
+    "tests/monitor/test_hung_folder.py",
+    "tests/monitor/test_steps.py::test_steps_are_on_disk_ten_seconds_later",
+    # commands as processes, on a terminal
+    "tests/monitor/test_audited_run.py",
+    "tests/hardware/test_top_process.py",
+    "tests/test_terminal_injection.py",
     # a process for each private name of torch, and for each attack
     "tests/test_torch_private.py::test_without_a_name",
     "tests/test_fault_suite.py::test_no_attack_of_the_short_form",
