@@ -33,7 +33,7 @@ demo: setup     ## every trainer once on this machine, the summary, and out/demo
 test: setup     ## the tests, in about ten minutes on two cores
 	$(BIN)/python -m pytest -n 2 -m "not long"
 
-test-all: test  ## and the long ones: real workers, ranks, trackers, kills, faults
+test-all: test  ## and the long ones: real workers, ranks, trackers, kills
 	$(BIN)/python -m pytest -n 2 -m long
 
 faults: setup   ## every attack of the fault suite, in about ten minutes; FAULTS="--seed 1" for others

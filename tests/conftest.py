@@ -26,6 +26,7 @@ LONG = (
     # real workers, one process for each experiment
     "tests/sweep/test_worker.py",
     "tests/sweep/test_runner.py",
+    "tests/sweep/test_own_files.py",
     "tests/test_compat_sweep.py",
     "tests/test_cli_sweep.py",
     "tests/sweep/test_supervise.py::test_a_hang_is_ended_at_its_time_limit_even_if_it_ignores_term",
@@ -46,13 +47,15 @@ LONG = (
     "tests/monitor/test_hybrid.py",
     "tests/monitor/test_hung_folder.py",
     "tests/monitor/test_steps.py::test_steps_are_on_disk_ten_seconds_later",
+    "tests/flops/test_interruption.py::test_what_would_take_too_long_on_real_copies",
     # commands as processes, on a terminal
+    "tests/hardware/test_peak_command.py::test_progress_goes_to_a_terminal",
+    "tests/test_provenance.py::test_no_file_of_a_run_holds_a_secret",
     "tests/monitor/test_audited_run.py",
     "tests/hardware/test_top_process.py",
     "tests/test_terminal_injection.py",
-    # a process for each private name of torch, and for each attack
+    # a process for each private name of torch
     "tests/test_torch_private.py::test_without_a_name",
-    "tests/test_fault_suite.py::test_no_attack_of_the_short_form",
     # processes that are killed or asked to end, and what they have on disk some seconds later
     "tests/monitor/test_signals.py",
     "tests/monitor/test_faults.py::test_an_impatient_second_interrupt",
