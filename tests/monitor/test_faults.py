@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 import truemfu.monitor.monitor as monitor_module
 from truemfu import TrainingMonitor
 from truemfu.errors import TruemfuWarning, UsageError
+from truemfu.trackers.lane import Lane
 
 PEAK = {"monitoring": {"peak_tflops": 10.0}}
 WIDTH = 16
@@ -784,6 +785,32 @@ def test_an_impatient_second_interrupt_does_not_abort(tmp_path: Path) -> None:
     errors = ended.communicate(timeout=200)[1]
     assert "terminate called" not in errors
     assert ended.returncode != -signal.SIGABRT
+
+
+@pytest.mark.filterwarnings("ignore::truemfu.errors.TruemfuWarning")
+def test_rows_that_are_queued_are_not_lost_where_writing_them_at_once_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flush, failed = Lane.flush, []
+
+    def fail_once(lane: Lane) -> None:
+        if threading.current_thread().name == "truemfu-resolver" and lane.name == "file" and not failed:
+            failed.append(lane)
+            raise SystemExit("from a thread of ours")
+        flush(lane)
+
+    monkeypatch.setattr(Lane, "flush", fail_once)
+    model = Tokens()
+    monitor = TrainingMonitor(tmp_path, {"monitoring": {"save_freq": 1}}, model=model)
+    for step in range(1, 6):
+        loss = model(ids())
+        loss.backward()
+        monitor.log_step(step, 0, loss, 1.0, 1.0)
+    monitor.close()
+    assert failed
+    rows = json.loads((tmp_path / "training_log.json").read_text())
+    assert [row["global_step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert monitor.summary()["lost"] == []
 
 
 def test_no_file_of_the_run_is_touched_on_the_training_thread(tmp_path: Path) -> None:

@@ -75,6 +75,8 @@ class Output:
         self._is_written = self._has_wandb = False
         self._details_are_due = False
         self._unsaved = 0
+        self.rows_queued = 0
+        """Rows that every tracker has in its lane; what becomes of them there is the lane's account."""
         self._started_at = datetime.now(timezone.utc).isoformat(timespec="seconds")
         self._wanted = _wanted(trackers, config)
 
@@ -96,14 +98,15 @@ class Output:
         if self._local is not None:
             self._local.put_all([(row["global_step"], row) for row in rows])
             self._unsaved += len(rows)
-            if self._unsaved >= self._config.save_freq:
-                self._local.flush()
-                self._unsaved = 0
         if self._remote:
             for row, number, is_skipped in zip(rows, steps, skip_remote, strict=True):
                 position = StepPosition(row["global_step"], number)
                 self._details_are_due |= position.step in detailed
                 self._put_remote(position, row, is_skipped=bool(is_skipped))
+        self.rows_queued += len(rows)
+        if self._local is not None and self._unsaved >= self._config.save_freq:
+            self._unsaved = 0
+            self._local.flush()
 
     def _put_remote(self, position: StepPosition, row: dict[str, Any], *, is_skipped: bool) -> None:
         if not is_skipped and position.reaches(self._config.logging_steps or 1):

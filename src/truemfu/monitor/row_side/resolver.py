@@ -240,6 +240,7 @@ class Resolver:
 
     def _put(self, rows: Sequence[_Row]) -> None:
         """Hand rows to the output, and add them to the totals: those with the same amounts together."""
+        queued = self._output.rows_queued
         try:
             self._output.put_all(
                 [row.metrics for row in rows],
@@ -251,7 +252,10 @@ class Resolver:
                 same = list(alike)
                 self.totals.add(same[0].amounts, [row.took for row in same])
         except BaseException as error:
-            self._not_logged(error, len(rows))
+            if self._output.rows_queued > queued:
+                self._notices(f"rows could not be written at once: {one_line(error)}")
+            else:
+                self._not_logged(error, len(rows))
 
     def _oldest_pending(self) -> StepNote | None:
         """The next step to process."""
