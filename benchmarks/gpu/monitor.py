@@ -15,8 +15,8 @@ Why: "free to leave on" is a claim about a real run. For the 1.3 B reference mod
   truth       the MFU it logs against count ÷ (time between CUDA events × peak) by hand
 Ends with one line of JSON; exits 1 where a check failed.
 
-    python benchmarks/gpu/monitor.py [--shapes 4x512 8x1024] [--compile [MODE]] [--llama] [--pairs]
-                                     [--start-up-only]
+    python benchmarks/gpu/monitor.py [--shapes 4x512 8x1024] [--compile [MODE]] [--llama] [--mask]
+                                     [--pairs] [--parts start-up waiting truth cost]
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ LIMIT = 0.0005
 FEWEST_PAIRS = 20
 """From which an interval tells anything."""
 START_UP_STEPS = 30
+PARTS = ("start-up", "waiting", "truth", "cost")
 WAITING = (
     "Synchronize",
     "cudaMemcpy",
@@ -73,7 +74,7 @@ WAITING = (
 class Training:
     """The run that is measured."""
 
-    def __init__(self, samples: int, length: int, *, llama: bool, compiled: str | None) -> None:
+    def __init__(self, samples: int, length: int, *, llama: bool, masked: bool, compiled: str | None) -> None:
         torch.manual_seed(0)
         if llama:
             from transformers import LlamaConfig, LlamaForCausalLM
@@ -95,6 +96,8 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
         ids = torch.randint(32000, (samples, length), device="cuda")
         self.batch = {"input_ids": ids, "labels": ids}
+        if masked:
+            self.batch["attention_mask"] = torch.ones_like(ids)
         self.step_number = 0
 
     def forward_backward(self) -> torch.Tensor:
@@ -481,6 +484,11 @@ def mfu_by_hand(training: Training, monitor: TrainingMonitor) -> dict[str, float
     return {"logged": harmonic, "by_hand": by_hand, "difference": harmonic / by_hand - 1, "rows": len(logged)}
 
 
+def further_waiting(on: Counter[str], off: Counter[str]) -> dict[str, int]:
+    """Waiting calls with the monitor that are not there without it; a query and this copy do not wait."""
+    return {k: v for k, v in (on - off).items() if "Query" not in k and k != "cudaMemcpyAsync"}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", nargs="*", default=["4x512", "8x1024"])
@@ -492,7 +500,7 @@ def main() -> int:
         "--limit-s", type=float, default=3600.0, help="compare no longer than this, also with fewer steps"
     )
     parser.add_argument("--pairs", action="store_true", help="let single steps take turns, not blocks")
-    parser.add_argument("--start-up-only", action="store_true", help="time the count and compare nothing")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="only these")
     parser.add_argument(
         "--compile",
         nargs="?",
@@ -501,6 +509,7 @@ def main() -> int:
         help="torch.compile the model; with reduce-overhead it is replayed as CUDA graphs",
     )
     parser.add_argument("--llama", action="store_true", help="transformers' Llama of that size, launch-bound")
+    parser.add_argument("--mask", action="store_true", help="batches with an attention_mask, all ones")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     lines: list[str] = []
@@ -523,9 +532,12 @@ def main() -> int:
     results: dict[str, Any] = {}
     for shape in options.shapes:
         samples, length = (int(n) for n in shape.split("x"))
-        training = Training(samples, length, llama=options.llama, compiled=options.compile)
+        training = Training(
+            samples, length, llama=options.llama, masked=options.mask, compiled=options.compile
+        )
         name = type(training.model).__name__
         how = f"compiled ({options.compile})" if options.compile else "eager"
+        how += ", attention_mask" if options.mask else ""
         size = f"{parameter_count(training.model):,} parameters"
         say(f"\n{name}, {size}, {samples} × {length}, AdamW, bf16, {how}")
         for _ in range(10):
@@ -534,86 +546,90 @@ def main() -> int:
         share = host_share(training)
         say(f"  plain step {plain_s * 1e3:.2f} ms; the host launches one in {share:.0%} of its time")
         with tempfile.TemporaryDirectory() as folder:
+            result = results[f"{name} {shape} {how}"] = {"host_share": share}
             before_bytes = torch.cuda.memory_allocated()
-            started = start_up(training, f"{folder}/first")
-            check(
-                "start-up under sync debug mode 'error'",
-                started["error"] is None and started["counts"] == 1,
-                started["error"]
-                or f"counting took {started['counting_s']:.2f} s, {started['counts']} time(s), after step "
-                f"{started['at_steps']} of the run; a step took {started['before_ms']:.2f} ms before it, "
-                f"{started['after_ms']:.2f} ms after it with the monitor, {started['plain_after_ms']:.2f} ms "
-                f"without; rows by {started['methods']}",
-            )
-            check("a count takes at most 5 s", started["counting_s"] <= 5, f"{started['counting_s']:.2f} s")
-            off = waiting_calls(training, None)
-            traced = TrainingMonitor(f"{folder}/traced")
-            on = waiting_calls(training, traced, with_count=True)
-            traced.close()
-            extra = {k: v for k, v in (on - off).items() if "Query" not in k and k != "cudaMemcpyAsync"}
-            check(
-                "no further waiting call in the traced start-up", not extra, f"off {dict(off)}, on {dict(on)}"
-            )
-            if options.start_up_only:
-                results[f"{name} {shape} {how}"] = {"start_up": started}
-                del training
-                torch.cuda.empty_cache()
-                continue
+            if "start-up" in options.parts:
+                started = result["start_up"] = start_up(training, f"{folder}/first")
+                check(
+                    "start-up under sync debug mode 'error'",
+                    started["error"] is None and started["counts"] == 1,
+                    started["error"]
+                    or f"counting took {started['counting_s']:.2f} s, {started['counts']} time(s), after "
+                    f"step {started['at_steps']} of the run; a step took {started['before_ms']:.2f} ms "
+                    f"before it, {started['after_ms']:.2f} ms after it with the monitor, "
+                    f"{started['plain_after_ms']:.2f} ms without; rows by {started['methods']}",
+                )
+                check(
+                    "a count takes at most 5 s", started["counting_s"] <= 5, f"{started['counting_s']:.2f} s"
+                )
+                off = waiting_calls(training, None)
+                traced = TrainingMonitor(f"{folder}/traced")
+                on = waiting_calls(training, traced, with_count=True)
+                traced.close()
+                check(
+                    "no further waiting call in the traced start-up",
+                    not further_waiting(on, off),
+                    f"off {dict(off)}, on {dict(on)}",
+                )
             monitor = TrainingMonitor(folder)
             monitor.attach(training.model)
             training.step(monitor)
             monitor.save_logs()
-            error = without_waiting(training, monitor)
-            check("sync debug mode 'error'", error is None, error or "20 steps, nothing raised, nothing said")
-            off, on = waiting_calls(training, None), waiting_calls(training, monitor)
-            extra = {k: v for k, v in (on - off).items() if "Query" not in k and k != "cudaMemcpyAsync"}
-            check("no further waiting call in ten traced steps", not extra, f"off {dict(off)}, on {dict(on)}")
-            hand = mfu_by_hand(training, monitor)
-            check(
-                "MFU logged against by hand",
-                abs(hand["difference"]) <= 0.005,
-                f"{hand['logged']:.4%} against {hand['by_hand']:.4%} ({hand['difference']:+.3%})",
-            )
-            own = own_costs(training, monitor, COST_ROUNDS if options.pairs else 1)
-            say(
-                f"  by the clock: the model's call +{own['call_us']:.1f} µs, log_step "
-                f"{own['log_step_us']:.1f} µs (medians; mean {own['log_step_mean_us']:.1f} µs), together "
-                f"{own['mean_us']:.1f} µs a step, {own['mean_us'] / plain_s / 1e6:.4%} of one; the monitor's "
-                f"threads {own['threads_us']:.1f} µs a step, {own['threads_us'] / plain_s / 1e6:.4%}"
-            )
-            say(f"  step times by {monitor.summary()['time_source']}")
-            if options.pairs:
-                cost = pairs(training, monitor, options.steps, options.limit_s)
-            else:
-                cost = overhead(training, monitor, options.steps, options.off, options.limit_s)
-            low, high = cost["interval_95"]
-            check(
-                "monitor on against off",
-                cost["median"] <= LIMIT and cost["steps_on"] >= options.steps,
-                f"{cost['median']:+.4%}, 95 % interval {low:+.4%} … {high:+.4%}; 5th to 95th percentile of "
-                f"the pairs {cost['spread'][0]:+.3%} … {cost['spread'][1]:+.3%}; of the means "
-                f"{cost['of_means']:+.4%}; of the median steps {cost['of_median_steps']:+.4%}, 95 % interval "
-                f"{cost['of_median_steps_95'][0]:+.4%} … {cost['of_median_steps_95'][1]:+.4%}; "
-                f"{cost['steps_on']:,} steps on and {cost['steps_off']:,} off, "
-                f"in blocks of {' and '.join(map(str, cost['block_steps']))}, "
-                f"{cost['step_ms_off']:.2f} ms a step off",
-            )
-            is_shown = cost["pairs"] >= FEWEST_PAIRS and max(high, cost["of_median_steps_95"][1]) <= LIMIT
-            say(f"  that spread {'shows' if is_shown else 'does not show'} that it is at most {LIMIT:.2%}")
-            added = torch.cuda.memory_allocated() - before_bytes
-            say(f"  GPU memory added: {added:,} bytes")
-            summary = monitor.summary()
-            for text in summary["warnings"]:
+            if "waiting" in options.parts:
+                error = without_waiting(training, monitor)
+                check(
+                    "sync debug mode 'error'",
+                    error is None,
+                    error or "20 steps, nothing raised",
+                )
+                off, on = waiting_calls(training, None), waiting_calls(training, monitor)
+                check(
+                    "no further waiting call in ten traced steps",
+                    not further_waiting(on, off),
+                    f"off {dict(off)}, on {dict(on)}",
+                )
+            if "truth" in options.parts:
+                hand = result["mfu"] = mfu_by_hand(training, monitor)
+                check(
+                    "MFU logged against by hand",
+                    abs(hand["difference"]) <= 0.005,
+                    f"{hand['logged']:.4%} against {hand['by_hand']:.4%} ({hand['difference']:+.3%})",
+                )
+            if "cost" in options.parts:
+                own = result["own_costs"] = own_costs(training, monitor, COST_ROUNDS if options.pairs else 1)
+                say(
+                    f"  by the clock: the model's call +{own['call_us']:.1f} µs, log_step "
+                    f"{own['log_step_us']:.1f} µs (medians; mean {own['log_step_mean_us']:.1f} µs), together "
+                    f"{own['mean_us']:.1f} µs a step, {own['mean_us'] / plain_s / 1e6:.4%} of one; the "
+                    f"monitor's threads {own['threads_us']:.1f} µs a step, "
+                    f"{own['threads_us'] / plain_s / 1e6:.4%}"
+                )
+                say(f"  step times by {monitor.summary()['time_source']}")
+                if options.pairs:
+                    cost = pairs(training, monitor, options.steps, options.limit_s)
+                else:
+                    cost = overhead(training, monitor, options.steps, options.off, options.limit_s)
+                result["overhead"] = cost
+                low, high = cost["interval_95"]
+                check(
+                    "monitor on against off",
+                    cost["median"] <= LIMIT and cost["steps_on"] >= options.steps,
+                    f"{cost['median']:+.4%}, 95 % interval {low:+.4%} … {high:+.4%}; 5th to 95th percentile "
+                    f"of the pairs {cost['spread'][0]:+.3%} … {cost['spread'][1]:+.3%}; of the means "
+                    f"{cost['of_means']:+.4%}; of the median steps {cost['of_median_steps']:+.4%}, "
+                    f"95 % interval {cost['of_median_steps_95'][0]:+.4%} … "
+                    f"{cost['of_median_steps_95'][1]:+.4%}; "
+                    f"{cost['steps_on']:,} steps on and {cost['steps_off']:,} off, "
+                    f"in blocks of {' and '.join(map(str, cost['block_steps']))}, "
+                    f"{cost['step_ms_off']:.2f} ms a step off",
+                )
+                is_shown = cost["pairs"] >= FEWEST_PAIRS and max(high, cost["of_median_steps_95"][1]) <= LIMIT
+                say(f"  this {'shows' if is_shown else 'does not show'} that it is at most {LIMIT:.2%}")
+                result["added_bytes"] = added = torch.cuda.memory_allocated() - before_bytes
+                say(f"  GPU memory added: {added:,} bytes")
+            for text in monitor.summary()["warnings"]:
                 say(f"  said: {text}")
             monitor.close()
-        results[f"{name} {shape} {how}"] = {
-            "start_up": started,
-            "host_share": share,
-            "own_costs": own,
-            "overhead": cost,
-            "mfu": hand,
-            "added_bytes": added,
-        }
         del training, monitor
         torch.cuda.empty_cache()
     say()

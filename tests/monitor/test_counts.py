@@ -739,7 +739,7 @@ def test_values_on_the_device_are_never_waited_for(
     rows = rows_in(tmp_path)
     assert {row["perf/method"] for row in rows} == {"closed form"}
     assert [round(row["perf/mfu"] * row["perf/step_time"] * 1e12) for row in rows[1:]] == [truth] * 39
-    assert monitor.summary()["warnings"] == []
+    assert ["data_ptr" in text for text in monitor.summary()["warnings"]] == [True] * (kind is Pointed)
 
 
 @pytest.mark.gpu
