@@ -256,7 +256,7 @@ def test_what_is_between_steps_is_told_apart(run: Run) -> None:
                 run.model(x=torch.randn(4, 8))
             time.sleep(0.4)
     rows = run.rows()[-4:]
-    assert [row.get("perf/forwards_between_steps") for row in rows] == [None, None, None, 1]
+    assert all("perf/forwards_between_steps" not in row for row in rows)
     assert all(0.04 <= row["perf/data_wait"] < 0.2 for row in rows)
     assert all(row["perf/between_steps"] < 0.2 for row in rows)
     assert rows[3]["perf/evaluation_time"] >= 0.42  # with the wait of the evaluation

@@ -12,6 +12,8 @@
     live.py         the progress display of a sweep
     summarize.py    truemfu summarize
     report.py       truemfu report
+    run.py          truemfu run
+    status.py       truemfu status
     console.py      formats of numbers and tables
 
 Exit codes: 0 done, 1 the work itself failed (an experiment, or the driver does not answer), 2 wrong
@@ -40,6 +42,8 @@ from .console import say, silence
 from .count import count
 from .hardware import devices, peak
 from .report import report
+from .run import run
+from .status import status
 from .summarize import summarize
 from .sweep import sweep
 from .top import top
@@ -59,7 +63,11 @@ def cli(context: click.Context) -> None:
     """How much of its hardware does a PyTorch training run use?
 
     \b
-    First the work of one training step, exact, without a GPU and without weights:
+    Any training, without a line of code:
+        truemfu run train.py --epochs 3            also torchrun, accelerate, srun: truemfu run -- torchrun …
+        truemfu status DIR                         while it runs
+    \b
+    The work of one training step, exact, without a GPU and without weights:
         truemfu count 1b --batch 4 --seq 512
         truemfu count path/to/config.json --batch 1 --seq 8192
         truemfu count mypackage.models:build --json
@@ -87,6 +95,8 @@ def cli(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
+cli.add_command(run)
+cli.add_command(status)
 cli.add_command(count)
 cli.add_command(devices)
 cli.add_command(peak)
@@ -102,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     own = arguments[: arguments.index("--")] if "--" in arguments else arguments
     debug = "--debug" in own
-    if arguments[:1] != ["audit"]:  # it runs the user's command in the user's environment
+    if arguments[:1] not in (["audit"], ["run"]):  # they run the user's command in the user's environment
         _stay_offline()
     with _quiet_libraries(debug), _terminable(arguments[:1]):
         code = _run(arguments, debug)

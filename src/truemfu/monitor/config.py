@@ -72,13 +72,17 @@ class MonitorConfig:
 
 
 def load_config(
-    config: Mapping[str, Any] | str | os.PathLike[str] | None, *, flops_profile_freq: int | None = None
+    config: MonitorConfig | Mapping[str, Any] | str | os.PathLike[str] | None,
+    *,
+    flops_profile_freq: int | None = None,
 ) -> MonitorConfig:
     """The settings in a mapping, in a YAML or JSON file, or the defaults; explicit arguments take precedence.
 
     Raises a one-line UsageError for an unknown key, a wrong type or value, two spellings that disagree,
     and a file that cannot be read.
     """
+    if isinstance(config, MonitorConfig):
+        return config
     if isinstance(config, (str, os.PathLike)):
         content = _read(Path(config))
         try:

@@ -183,6 +183,11 @@ class LiveRun:
         """Signals that arrived during a finished count: the caller delivers them."""
         return self._counts.signals
 
+    @property
+    def has_batches(self) -> bool:
+        """Whether a batch of the current step was noted."""
+        return self._batches.has_notes
+
     def next_position(self) -> StepPosition | None:
         """Which step comes next, as far as that is known."""
         return self._intake.next_position()
@@ -255,6 +260,8 @@ class LiveRun:
             self._audit.end_step()
         if attention_mask is not None or flops is not None or datasets or measuring.profiler is not None:
             extras = self._extras(attention_mask, flops, datasets)
+        if self._hooks.are_unsettled:
+            self._hooks.settle()
         batches = self._batches.take()
         if not batches.notes or not self._hooks.see_whole_batches:
             batches = self._without_forward_passes(batches, is_given=extras.given_flops is not None)

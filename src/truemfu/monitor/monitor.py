@@ -16,9 +16,10 @@ import contextlib
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -38,6 +39,7 @@ from .summary import RunFigures, info_of, show, summary_of
 from .training_side import forks
 from .training_side.batch_notes import Batch, by_name_or_position
 from .training_side.between_steps import BetweenSteps
+from .training_side.called_models import CalledModels
 from .training_side.datasets import DatasetMetrics, PendingDatasetMetrics, shifts_labels
 from .training_side.kept_forms import FORMS_FILE
 from .training_side.measuring import Measuring
@@ -67,10 +69,12 @@ class TrainingMonitor:
     TRUEMFU_DISABLED=1 in the environment every method does nothing.
     """
 
+    _all: ClassVar[weakref.WeakSet[TrainingMonitor]] = weakref.WeakSet()
+
     def __init__(
         self,
         output_dir: str | os.PathLike[str],
-        config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        config: MonitorConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
         log_file: str = "training_log.json",
         flops_profile_freq: int = _Default(500),
         *,
@@ -79,6 +83,7 @@ class TrainingMonitor:
     ) -> None:
         explicit = None if isinstance(flops_profile_freq, _Default) else flops_profile_freq
         self.config: MonitorConfig = load_config(config, flops_profile_freq=explicit)
+        TrainingMonitor._all.add(self)
         override_flops_per_s()  # raises if the environment's peak is not a number
         self._audited = None if self.config.audit is None else read_audit(Path(self.config.audit))
         self.output_dir = Path(output_dir)
@@ -113,16 +118,17 @@ class TrainingMonitor:
         if model is not None:
             self.attach(model)
 
-    def attach(self, model: Models) -> TrainingMonitor:
+    def attach(self, model: Models | CalledModels) -> TrainingMonitor:
         """Watch this model, or several: each training forward pass notes its batch. Attach what you call.
 
         Several models (a list, or a mapping of names to models) get one MFU for the step and one each. Of a
         model without its own forward, the submodules are watched.
         """
-        models, before = WatchedModels(model), self._hooks.models
+        models = model if isinstance(model, CalledModels) else WatchedModels(model)
+        before = self._hooks.models
         if self._is_disabled:
             return self
-        if before is not None and before.are(model):
+        if before is not None and not isinstance(model, CalledModels) and before.are(model):
             models = before
         else:
             self._measuring.forget()
@@ -191,7 +197,7 @@ class TrainingMonitor:
     def log_step(
         self,
         step: int,
-        epoch: float,
+        epoch: float | None,
         loss: Any,
         grad_norm: Any,
         learning_rate: Any,
@@ -255,6 +261,20 @@ class TrainingMonitor:
             except Exception as error:
                 self._notices(f"the rows so far could not be saved: {one_line(error)}")
             deliver(live.signals)
+
+    @classmethod
+    def exists(cls) -> bool:
+        """Whether this process has a monitor."""
+        return bool(cls._all)
+
+    @property
+    def has_batches(self) -> bool:
+        """Whether a batch of the current step was noted."""
+        return self._live is not None and self._live.has_batches
+
+    def notice(self, text: str) -> None:
+        """Warn once, and repeat it in the summary: what an integration has to report."""
+        self._notices(text)
 
     @property
     def last(self) -> dict[str, Any]:

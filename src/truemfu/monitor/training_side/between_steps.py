@@ -114,8 +114,9 @@ class BetweenSteps:
         self._long_gaps.append((step, gap_s))
         if recent < _FEWEST_STEPS or alike >= recent / 2:
             return None
-        self.end_s = self.first_s - waited_s
-        return ("evaluation" if self.forwards else "other"), waited_s
+        kind = "evaluation" if self.forwards else "other"
+        self.end_s, self.forwards = self.first_s - waited_s, 0
+        return kind, waited_s
 
     def wait_begins(self) -> None:
         """A loader's `next` begins; a loader inside another is counted once."""

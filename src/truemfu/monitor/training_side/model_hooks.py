@@ -12,6 +12,7 @@ from ...errors import one_line
 from ..notices import Notices
 from .attachment import Attachment
 from .batch_notes import Batch
+from .called_models import CalledModels
 from .intake import is_tensor
 from .watched import Watched, WatchedModels
 
@@ -30,13 +31,17 @@ class ModelHooks:
         self._attachments: list[Attachment] = []
         self.are_disabled = False
         """Whether the caller passes each micro-batch to `observe`."""
-        self.see_whole_batches = True
-        """Whether one module gets every complete batch, or none is watched."""
+        self.are_unsettled = False
+        """Whether it is not yet known which modules a step calls: `settle` is due after each."""
 
     def attach(self, models: WatchedModels) -> None:
         """Watch these models instead of others."""
         self.detach()
-        self._models, self.see_whole_batches = models, models.is_one
+        self._models = models
+        if isinstance(models, CalledModels):
+            models.watch_calls(self._seen, self._evaluated)
+            self.are_unsettled = True
+            return
         for watched in models.modules:
             if (module := watched.module) is not None:
                 self._attach(watched, module)
@@ -57,6 +62,18 @@ class ModelHooks:
         for attachment in self._attachments:
             attachment.remove()
         self._attachments = []
+        if isinstance(self._models, CalledModels):
+            self._models.leave_calls()
+
+    def settle(self) -> None:
+        """A step has ended: modules that were called inside others are not watched any more."""
+        if isinstance(self._models, CalledModels):
+            self.are_unsettled = self._models.settle()
+
+    @property
+    def see_whole_batches(self) -> bool:
+        """Whether one module gets every complete batch, or none is watched."""
+        return self._models is None or self._models.is_one
 
     def disable(self) -> None:
         """From now on the caller passes each micro-batch to `observe`."""
@@ -65,7 +82,7 @@ class ModelHooks:
     @property
     def are_there(self) -> bool:
         """Whether any model has a hook."""
-        return bool(self._attachments)
+        return bool(self._attachments) or isinstance(self._models, CalledModels)
 
     @property
     def models(self) -> WatchedModels | None:
@@ -100,5 +117,8 @@ class ModelHooks:
 
         The step in which that is found has no MFU; it includes the compilation.
         """
-        followed = [attachment.follow() for attachment in self._attachments]
+        attachments = self._attachments
+        if isinstance(self._models, CalledModels):
+            attachments = self._models.attachments
+        followed = [attachment.follow() for attachment in attachments]
         return any(followed)

@@ -45,7 +45,7 @@ class WatchedModels:
     """The modules a monitor watches, and the slots of their forward passes."""
 
     def __init__(self, models: Models) -> None:
-        named = _named(models)
+        named = named_models(models)
         self._roots = tuple(map(weakref.ref, named.values()))
         self._names = list(named)
         self.modules: list[Watched] = []
@@ -68,7 +68,7 @@ class WatchedModels:
 
     def are(self, models: Models) -> bool:
         """Whether these are the watched models, under the same names."""
-        named = _named(models)
+        named = named_models(models)
         return self._names == list(named) and [root() for root in self._roots] == list(named.values())
 
     def slot(self, watched: Watched) -> int:
@@ -85,7 +85,7 @@ def is_of_first_module(slot: int, slots: Iterable[int]) -> bool:
     return slot // _CONDITIONS == min(slots) // _CONDITIONS
 
 
-def _named(models: Models) -> dict[str, nn.Module]:
+def named_models(models: Models) -> dict[str, nn.Module]:
     """The models by name: the caller's, or the names of their classes."""
     if isinstance(models, nn.Module):
         return {type(models).__name__: models}
@@ -110,7 +110,7 @@ def _named(models: Models) -> dict[str, nn.Module]:
 
 def _parts(model: nn.Module) -> list[nn.Module]:
     """The modules to watch: the model itself, or its submodules if it has no forward."""
-    if _has_forward(model):
+    if has_forward(model):
         return [model]
     parts = list(dict.fromkeys(_outermost(model)))
     if not parts:
@@ -123,13 +123,13 @@ def _parts(model: nn.Module) -> list[nn.Module]:
 
 def _outermost(model: nn.Module) -> Iterator[nn.Module]:
     for child in model.children():
-        if not _has_forward(child):
+        if not has_forward(child):
             yield from _outermost(child)
         elif next(child.parameters(), None) is not None:  # a loss or a metric is not watched
             yield child
 
 
-def _has_forward(model: nn.Module) -> bool:
+def has_forward(model: nn.Module) -> bool:
     inner = unwrap(model)
     found = inspect.getattr_static(type(inner), "forward", None)  # reading a scripted model's raises
     return "forward" in vars(inner) or found is not nn.Module.forward

@@ -1,0 +1,121 @@
+"""`truemfu run`: any training command, watched without a change to it.
+
+options ─► RunSettings ─► environment of the command ─► exec: the command takes the place of this process
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import click
+
+from .console import FilePath, debug_option, say
+
+_NOT_FOUND = 127
+_MODES = ("smart", "profiler", "estimate", "hybrid")
+_FOLDER = "truemfu-runs"
+
+
+@click.command(
+    short_help="Run any training command, and report on it.",
+    context_settings={"allow_interspersed_args": False},
+)
+@click.option(
+    "--output",
+    "-o",
+    type=FilePath(),
+    help=f"The run folder.  [default: {_FOLDER}/DATE-TIME-NAME]",
+)
+@click.option("--config", type=FilePath(), help="A YAML or JSON file with the settings of docs/monitor.md.")
+@click.option("--mode", type=click.Choice(_MODES), help="How FLOPs are found.  [default: smart]")
+@click.option(
+    "--tracker",
+    "trackers",
+    multiple=True,
+    metavar="NAME",
+    help="Log to wandb, tensorboard, mlflow, trackio or prometheus too; may be repeated.",
+)
+@debug_option
+@click.argument("command", nargs=-1, type=click.UNPROCESSED)
+def run(
+    output: Path | None,
+    config: Path | None,
+    mode: str | None,
+    trackers: tuple[str, ...],
+    command: tuple[str, ...],
+) -> None:
+    """Run COMMAND and measure the training in it: step time, tokens/s, FLOPs, MFU, HFU.
+
+    The script is not changed and needs no line of truemfu. Its output, exit code, arguments, signals and
+    files are its own; a summary follows on stderr, and the run folder has every step. All processes that
+    COMMAND starts are watched: torchrun, accelerate, deepspeed and srun work.
+
+    \b
+    Examples
+        truemfu run train.py --epochs 3                    short for: python train.py --epochs 3
+        truemfu run -- python -m mypackage.train
+        truemfu run -o runs/a -- torchrun --nproc-per-node 8 train.py
+        truemfu run --mode hybrid -- accelerate launch train.py
+
+    \b
+    While it runs, and afterwards
+        truemfu status runs/a
+        truemfu report runs/a -o report.html
+
+    TRUEMFU_DISABLED=1 runs COMMAND without measuring. Exit code: that of COMMAND; 127 if it is not found, 2
+    for a wrong option.
+    """
+    from ..environment import is_disabled
+    from ..errors import UsageError
+    from ..integrations.run_settings import RunSettings, python_command
+    from ..monitor.config import load_config
+
+    if not command:
+        raise UsageError("give the command to run: truemfu run -- python train.py")
+    call = python_command(command, sys.executable)
+    if not _is_there(command[0], call):
+        say(f"error: {command[0]}: command not found, or not executable", err=True)
+        raise click.exceptions.Exit(_NOT_FOUND)
+    if not is_disabled():
+        load_config(config)
+        folder = output or _default_folder(command)
+        if folder.exists() and not folder.is_dir():
+            raise UsageError(f"{folder} is not a folder: give --output another name")
+        settings = RunSettings(
+            output=str(folder.absolute()),
+            config=None if config is None else str(config.absolute()),
+            mode=mode,
+            trackers=trackers or None,
+        )
+        os.environ.update(settings.environment(os.environ))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # by Python, and a command would inherit that
+        signal.signal(ignored, signal.SIG_DFL)
+    os.execvp(call[0], call)
+
+
+def _is_there(name: str, call: list[str]) -> bool:
+    """Whether the command exists; a UsageError for a file that is neither Python nor executable."""
+    from ..errors import UsageError
+
+    if call[0] != name:  # a Python script
+        return Path(name).is_file()
+    if shutil.which(name) is not None:
+        return True
+    if Path(name).is_file():
+        raise UsageError(
+            f"{name} is neither a Python script (.py) nor executable: give the command that runs it, "
+            f"truemfu run -- PROGRAM {name}"
+        )
+    return False
+
+
+def _default_folder(command: tuple[str, ...]) -> Path:
+    name = next((Path(word).stem for word in command if word.endswith(".py")), Path(command[0]).stem)
+    return Path(_FOLDER) / f"{datetime.datetime.now():%Y%m%d-%H%M%S}-{name}"

@@ -1,0 +1,95 @@
+"""Waits for torch without importing it: a script that never does costs nothing.
+
+`import torch` ──► the spec that Python finds, its loader wrapped ──► torch runs ──► AutoMonitor.install
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from ..environment import is_disabled
+from .run_settings import RunSettings, is_first_process, say, settings_from_environment
+
+
+def watch_from_environment() -> None:
+    """Watch this process's training as `truemfu run` was told; without it do nothing."""
+    settings = None if is_disabled() else settings_from_environment()
+    if settings is None:
+        return
+
+    def loaded() -> None:
+        from .auto import AutoMonitor
+
+        AutoMonitor.install(settings)
+
+    sys.meta_path.insert(0, _TorchFinder(loaded))
+    if is_first_process():
+        atexit.register(_closing_line, settings)
+
+
+class _TorchFinder(MetaPathFinder):
+    """Finds torch as Python does, and calls `loaded` once it has run."""
+
+    def __init__(self, loaded: Callable[[], None]) -> None:
+        self._loaded = loaded
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != "torch" or path is not None:
+            return None
+        with contextlib.suppress(ValueError):
+            sys.meta_path.remove(self)
+        for finder in sys.meta_path:
+            spec = finder.find_spec(name, path, target)
+            if spec is not None:
+                if spec.loader is not None:
+                    spec.loader = _Loader(spec.loader, self._loaded)
+                return spec
+        sys.meta_path.insert(0, self)
+        return None
+
+
+class _Loader(Loader):
+    """Loads as the original does; the module never sees this one."""
+
+    def __init__(self, original: Any, loaded: Callable[[], None]) -> None:
+        self._original, self._loaded = original, loaded
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        spec.loader = self._original
+        module: ModuleType | None = self._original.create_module(spec)
+        spec.loader = self
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._original
+        module.__loader__ = self._original
+        self._original.exec_module(module)
+        try:
+            self._loaded()
+        except Exception as error:
+            say(f"this process is not watched: {type(error).__name__}: {error}")
+
+
+def _closing_line(settings: RunSettings) -> None:
+    """At the end of the command: where the figures are, or why there are none."""
+    from pathlib import Path
+
+    from ..records import RUN_FILE
+
+    folder = Path(settings.output)
+    if any(folder.glob(f"**/{RUN_FILE}")):
+        say(f"the run is in {settings.output}; as a page: truemfu report {settings.output} -o report.html")
+        return
+    auto = sys.modules.get("truemfu.integrations.auto")
+    why = "torch was not imported" if auto is None else auto.AutoMonitor.why_nothing()
+    say(f"no training was seen: {why}")
