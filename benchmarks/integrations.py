@@ -5,8 +5,8 @@ Each run trains a small model in a framework with an integration of truemfu, wit
 that are slow on purpose. A timer of this script takes the time from the end of each step to the end of the
 next, less the evaluations and checkpoints between them: by CUDA events on a GPU, by the host's clock on a
 CPU. Prints, per framework: median step by both, the ratio of the two sums over all steps (1 is ideal, the
-target is within 2 %), the largest difference of one step, and the seconds left out by both. Ends with one line
-of JSON.
+target is within 2 %), the largest difference of one step, and the seconds left out by both. Ends with one
+line of JSON.
 
     python benchmarks/integrations.py [FRAMEWORK ...] [--steps 60]
 

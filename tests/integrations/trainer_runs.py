@@ -152,7 +152,7 @@ def sum_of(truths: Sequence[Truth]) -> Truth:
 
 
 def assert_logged_as_by_the_trainer(run: Run) -> None:
-    """Rows and log have the same bits: loss, norm and rate are the Trainer's, MFU, HFU and tokens/s the rows'."""
+    """Each log has the very numbers of its row: those of the Trainer, and those that the callback adds."""
     names = {
         "loss": "training/loss",
         "grad_norm": "training/grad_norm",

@@ -113,7 +113,7 @@ class TrueMFUCallback(transformers.TrainerCallback):  # type: ignore[misc]
             )
             return None
         callbacks = trainer.callback_handler.callbacks
-        # With both report_to="truemfu" and callbacks=[TrueMFUCallback(...)] the latter, which comes last, is used.
+        # The one that the user made comes after the one by report_to="truemfu", and is used.
         ours = [one for one in callbacks if isinstance(one, TrueMFUCallback) and not one._is_second]
         if not ours or ours[-1] is not self:
             self._is_second = True
