@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 pytest.importorskip("transformers", minversion="5.22")
 pytest.importorskip("accelerate")
@@ -447,13 +449,23 @@ def test_a_wrong_configuration_is_reported_at_once() -> None:
         TrueMFUCallback(config={"monitoring": {"peak_tflop": 1}})
 
 
-def rank_process(rank: int, port: int, folder: Path) -> None:
+def sharded_llama() -> nn.Module:
+    """Sharded by FSDP2, and marked as transformers marks a model that it sharded while loading it."""
+    torch.distributed.init_process_group("gloo")
+    model, mesh = case("llama-sdpa").build(), init_device_mesh("cpu", (2,))
+    for module in (*model.model.layers, model):
+        fully_shard(module, mesh=mesh)
+    model._is_distributed_loading_by_transformers = True
+    return model
+
+
+def rank_process(rank: int, port: int, folder: Path, build: Callable[[], nn.Module]) -> None:
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
     collator = Unpadded()
     trainer, _ = monitored(
-        model=llama(),
+        model=build(),
         args=arguments(folder, gradient_accumulation_steps=2, ddp_backend="gloo"),
         train_dataset=samples(),
         data_collator=collator,
@@ -469,16 +481,20 @@ def rank_process(rank: int, port: int, folder: Path) -> None:
     (folder / f"{rank}.json").write_text(json.dumps(found))
 
 
-def test_two_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("build", "wrapper"), [(llama, "DistributedDataParallel"), (sharded_llama, "FSDPLlamaForCausalLM")]
+)
+def test_two_ranks(build: Callable[[], nn.Module], wrapper: str, tmp_path: Path) -> None:
     port = int(free_address().rpartition(":")[2])
-    codes, found = run_ranks(rank_process, [(rank, port, tmp_path) for rank in (0, 1)], tmp_path, 240)
+    orders = [(rank, port, tmp_path, build) for rank in (0, 1)]
+    codes, found = run_ranks(rank_process, orders, tmp_path, 240)
     assert codes == [0, 0]
-    assert found[0]["wrapper"] == "DistributedDataParallel"
+    assert found[0]["wrapper"] == wrapper
     run = Run(tmp_path / "truemfu", found[0]["log_history"])
     assert run.steps == [1, 2, 3, 4]
     assert run.tokens == [2 * tokens for tokens in found[0]["tokens"]]  # of the job
     assert run.model_flops == found[0]["flops"]
-    assert [row["training/grad_norm"] for row in run.rows] == [entry["grad_norm"] for entry in run.logs]
+    assert [row.get("training/grad_norm") for row in run.rows] == [entry["grad_norm"] for entry in run.logs]
     assert [row["training/lr"] for row in run.rows] == [entry["learning_rate"] for entry in run.logs]
     assert [row["perf/mfu"] for row in run.rows] == [entry["perf/mfu"] for entry in run.logs]
     assert run.summary["warnings"] == []
