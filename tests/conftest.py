@@ -48,6 +48,11 @@ LONG = (
     "tests/monitor/test_hung_folder.py",
     "tests/monitor/test_steps.py::test_steps_are_on_disk_ten_seconds_later",
     "tests/flops/test_interruption.py::test_what_would_take_too_long_on_real_copies",
+    # trainers of other libraries: TRL's, compiled ones, ranks
+    "tests/integrations/test_trl.py",
+    "tests/integrations/test_transformers.py::test_every_step_is_counted[compiled]",
+    "tests/integrations/test_transformers.py::test_training_is_the_same_to_the_bit[True]",
+    "tests/integrations/test_transformers.py::test_two_ranks",
     # commands as processes, on a terminal
     "tests/hardware/test_peak_command.py::test_progress_goes_to_a_terminal",
     "tests/test_provenance.py::test_no_file_of_a_run_holds_a_secret",
