@@ -13,7 +13,7 @@ PACKAGE = ROOT / "src" / "truemfu"
 
 # A module imports from its own folder and from stations before its own.
 STATIONS = (
-    ("text", "lazy"),
+    ("text", "lazy", "environment"),
     ("errors",),
     ("torch_versions",),
     ("convention",),

@@ -328,6 +328,15 @@ class MonitorCost(msgspec.Struct, frozen=True, kw_only=True):
     profiling_s: float | None = None
 
 
+class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
+    """What ran in a run without belonging to its steps: evaluation, checkpoints, generation."""
+
+    times: int | None = None
+    seconds: float | None = None
+    share: float | None = None
+    """Of the run's time."""
+
+
 class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     """The summary of a run."""
 
@@ -348,6 +357,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     """Time between steps that is not known to be data wait."""
     forwards_between_steps: int | None = None
     """Forward passes without gradients in that time."""
+    left_out: dict[str, LeftOut] = {}
     method: str | None = None
     peak_source: str | None = None
     monitor_cost: MonitorCost | None = None

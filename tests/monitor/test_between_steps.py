@@ -322,3 +322,115 @@ def test_the_end_of_an_evaluation_is_no_wait_of_the_training(tmp_path: Path) -> 
     rows = json.loads((tmp_path / "training_log.json").read_text())
     assert len(rows) == 6
     assert not [row for row in rows if row.get("perf/data_wait") == 0]
+
+
+def some_steps(folder: Path, steps: int, after: Callable[[TrainingMonitor, nn.Module, int], None]) -> Run:
+    """A run on batches that take no time, with something after each step."""
+    model = Model()
+    monitor = TrainingMonitor(folder, {"monitoring": {"peak_tflops": 1.0}}, model=model)
+    for step in range(1, steps + 1):
+        loss = model(torch.ones(2, 8))
+        loss.backward()
+        monitor.log_step(step, 0, loss, 1.0, 1.0)
+        after(monitor, model, step)
+    monitor.close()
+    rows = json.loads((folder / "training_log.json").read_text(encoding="utf-8"))
+    return rows, monitor.summary()
+
+
+def test_an_evaluation_now_and_then_is_no_part_of_a_step(tmp_path: Path) -> None:
+    def evaluate(monitor: TrainingMonitor, model: nn.Module, step: int) -> None:
+        if step % 5 == 0 and step < 20:
+            with torch.no_grad():
+                model(torch.ones(2, 8))
+            time.sleep(SLEEP_S)
+
+    rows, summary = some_steps(tmp_path, 20, evaluate)
+    after = [row for row in rows if "perf/evaluation_time" in row]
+    assert [row["global_step"] for row in after] == [6, 11, 16]
+    assert all(row["perf/evaluation_time"] >= SLEEP_S for row in after)
+    assert all(row["perf/step_time"] < SLEEP_S for row in after)
+    left_out = summary["left_out"]
+    assert list(left_out) == ["evaluation"]
+    assert left_out["evaluation"]["times"] == 3
+    assert left_out["evaluation"]["seconds"] == pytest.approx(
+        sum(row["perf/evaluation_time"] for row in after)
+    )
+    steps_s = sum(row["perf/step_time"] for row in rows)
+    assert left_out["evaluation"]["share"] == pytest.approx(
+        left_out["evaluation"]["seconds"] / (left_out["evaluation"]["seconds"] + steps_s)
+    )
+    assert "left out: evaluation" in dict(lines_of(summary))
+
+
+def test_a_checkpoint_now_and_then_is_no_part_of_a_step_and_is_not_named(tmp_path: Path) -> None:
+    rows, summary = some_steps(
+        tmp_path, 12, lambda monitor, model, step: time.sleep(SLEEP_S if step in (6, 9) else 0)
+    )
+    assert [row["global_step"] for row in rows if "perf/other_pause_time" in row] == [7, 10]
+    assert summary["left_out"]["other"]["times"] == 2
+
+
+def test_what_happens_in_most_steps_belongs_to_them(tmp_path: Path) -> None:
+    rows, summary = some_steps(
+        tmp_path, 12, lambda monitor, model, step: time.sleep(SLEEP_S if step % 4 else 0)
+    )
+    assert summary["left_out"] == {}
+    assert sum(row.get("perf/step_time", 0.0) >= SLEEP_S for row in rows) == 9
+
+
+def test_a_wait_for_data_after_an_evaluation_stays_in_the_step(tmp_path: Path) -> None:
+    model = Model()
+    monitor = TrainingMonitor(tmp_path, {"monitoring": {"peak_tflops": 1.0}}, model=model)
+    for step, batch in enumerate(monitor.data(DataLoader(Slow(12), batch_size=2)), 1):
+        loss = model(batch)
+        loss.backward()
+        monitor.log_step(step, 0, loss, 1.0, 1.0)
+        if step == 5:
+            with torch.no_grad():
+                model(batch)
+            time.sleep(4 * SLEEP_S)
+    monitor.close()
+    row = json.loads((tmp_path / "training_log.json").read_text(encoding="utf-8"))[5]
+    assert row["perf/evaluation_time"] >= 4 * SLEEP_S
+    assert 2 * SLEEP_S <= row["perf/data_wait"] <= row["perf/step_time"] < 4 * SLEEP_S
+    assert row["perf/between_steps"] < SLEEP_S
+
+
+@pytest.mark.parametrize("kind", ["evaluation", "checkpoint", "generation", "other"])
+def test_each_kind_of_pause_has_its_own_time(tmp_path: Path, kind: str) -> None:
+    def pause(monitor: TrainingMonitor, model: nn.Module, step: int) -> None:
+        if step == 2:
+            with monitor.pause(kind):
+                time.sleep(SLEEP_S)
+
+    rows, summary = some_steps(tmp_path, 4, pause)
+    name = "other_pause" if kind == "other" else kind
+    assert [row.get(f"perf/{name}_time", 0.0) >= SLEEP_S for row in rows] == [False, False, True, False]
+    assert {kind: paused["times"] for kind, paused in summary["left_out"].items()} == {kind: 1}
+
+
+@pytest.mark.filterwarnings("ignore:pause expects")
+def test_a_pause_of_another_name_is_other(tmp_path: Path) -> None:
+    def pause(monitor: TrainingMonitor, model: nn.Module, step: int) -> None:
+        with monitor.pause("lunch"):
+            pass
+
+    _, summary = some_steps(tmp_path, 3, pause)
+    assert list(summary["left_out"]) == ["other"]
+    assert [text for text in summary["warnings"] if "lunch" in text and "evaluation" in text]
+
+
+def test_everything_can_be_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRUEMFU_DISABLED", "1")
+    model, folder = Model(), tmp_path / "out"
+    with TrainingMonitor(folder, model=model) as monitor:
+        assert not model._forward_pre_hooks
+        for step, batch in enumerate(monitor.data([torch.ones(2, 8)] * 3)):
+            monitor.observe({"x": batch})
+            with monitor.pause("evaluation"):
+                loss = model(batch)
+            monitor.log_step(step, 0, loss, 1.0, 1.0)
+        monitor.save_logs()
+        summary = monitor.summary()
+    assert (summary["steps"], summary["warnings"], folder.exists()) == (0, [], False)

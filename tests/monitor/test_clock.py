@@ -53,8 +53,8 @@ def test_pauses_are_left_out_of_the_step_they_fall_into(monkeypatch: pytest.Monk
     at(monkeypatch, 0.0, 10.0, 25.0, 30.0, 31.0)
     steps = StepClock(HostClock())
     steps.begin()
-    steps.pause(steps.moment())  # 10 … 25
-    steps.pause(steps.moment())  # 30 … 31
+    steps.pause(steps.moment(), "other")  # 10 … 25
+    steps.pause(steps.moment(), "other")  # 30 … 31
     assert duration_s(steps.end(40.0)) == 40.0 - 15.0 - 1.0
     assert duration_s(steps.end(41.0)) == 1.0
 
@@ -64,7 +64,7 @@ def test_a_pause_is_taken_off_no_other_step(monkeypatch: pytest.MonkeyPatch) -> 
     steps = StepClock(HostClock())
     steps.begin()
     spans = [steps.end(3.0), steps.end(5.0)]
-    steps.pause(steps.moment())
+    steps.pause(steps.moment(), "other")
     spans += [steps.end(10.0), steps.end(11.0)]
     assert [duration_s(span) for span in spans] == [2.0, 2.0, 3.0, 1.0]
 

@@ -40,7 +40,7 @@ from .row_side.resolver import Resolver
 from .summary import RunFigures, info_of
 from .training_side import forks
 from .training_side.batch_notes import Batch, BatchNotes, StepBatches
-from .training_side.between_steps import BetweenSteps
+from .training_side.between_steps import LONG_GAP_S, BetweenSteps
 from .training_side.clock import Mark, StepClock, clock_for
 from .training_side.compilations import compilations
 from .training_side.counts import Counts
@@ -209,6 +209,8 @@ class LiveRun:
                 between.last_s = began_s
         elif not in_backward:  # else a checkpoint wraps the model, and its first run was not seen
             between.begun(began_s)
+            if between.end_s is not None and began_s - between.end_s > LONG_GAP_S:
+                self._exclude_unusual_gap()
         if is_first and self._has_more_to_begin:
             self._begin_step(in_backward=in_backward)
         if slot is not None and self._measuring.check_is_due(slot):
@@ -216,6 +218,14 @@ class LiveRun:
             self.own_check_s += time.perf_counter() - began_s
         else:
             self.own_time_s += time.perf_counter() - began_s
+
+    def _exclude_unusual_gap(self) -> None:
+        """A long time has passed since the last step: exclude it if most steps have nothing like it."""
+        gap = self._between.unusual_gap(self.logged)
+        if gap is not None:
+            self._clock.pause_since_last_step(*gap)
+            if self._watch is not None:
+                self._watch.restart()
 
     def _begin_step(self, *, in_backward: bool) -> None:
         if not self.logged:  # later steps begin where the last one ended
@@ -348,7 +358,7 @@ class LiveRun:
             self._notices.with_warnings_collected(
                 functools.partial(self._counts.run, request, self._intake.last_step or 0)
             )
-            self._clock.pause(mark)
+            self._clock.pause(mark, None)
             if self._watch is not None:
                 self._watch.restart()
             self._resolver.wake()
@@ -376,9 +386,9 @@ class LiveRun:
             self._watch.restart()
         return mark
 
-    def resume(self, mark: Mark) -> None:
-        """Continue the step."""
-        self._clock.pause(mark)
+    def resume(self, mark: Mark, kind: str) -> None:
+        """Continue the step; `kind` is what ran since the mark."""
+        self._clock.pause(mark, kind)
         if self._audit is not None:
             self._audit.resume()
 

@@ -11,15 +11,20 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ..utilization import share_of_peak
 from .row_side.flops_of_steps import StepFlops
 
 WINDOW_STEPS = 100
+PAUSES = ("evaluation", "checkpoint", "generation", "other")
+"""What runs between and inside steps without belonging to them."""
+_PAUSE_METRICS = {kind: f"perf/{kind}_time" for kind in PAUSES} | {"other": "perf/other_pause_time"}
+_NOTHING_LEFT_OUT: Mapping[str, float] = MappingProxyType({})
 
 
 class StepTime(NamedTuple):
@@ -32,6 +37,8 @@ class StepTime(NamedTuple):
     """From the end of the last step to the first forward pass, without known data wait."""
     forwards: int = 0
     """Forward passes without gradients in that time."""
+    left_out_s: Mapping[str, float] = _NOTHING_LEFT_OUT
+    """Seconds since the last step that are excluded from this one, by what ran in them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +118,7 @@ NOTHING = StepAmounts(samples=None, tokens=None, useful_tokens=None, flops=None,
 
 def performance(amounts: StepAmounts, time: StepTime) -> dict[str, Any]:
     """The `perf/` metrics of one step."""
-    steps, seconds, data_wait_s, between_s, forwards = time
+    steps, seconds, data_wait_s, between_s, forwards, left_out_s = time
     row = amounts.timeless.copy()
     if seconds is not None and seconds > 0:
         row["perf/step_time"] = seconds / steps
@@ -126,6 +133,8 @@ def performance(amounts: StepAmounts, time: StepTime) -> dict[str, Any]:
         row["perf/between_steps"] = between_s / steps
     if forwards:
         row["perf/forwards_between_steps"] = forwards
+    for kind, paused_s in left_out_s.items():
+        row[_PAUSE_METRICS[kind]] = paused_s
     return row
 
 

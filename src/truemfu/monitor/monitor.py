@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 
-from ..errors import UsageError, one_line
+from ..environment import is_disabled
+from ..errors import UsageError, brief, one_line
 from ..flops import HostCopy, deliver, start_host_copy
 from ..hardware.detect import override_flops_per_s
 from ..hardware.nsight.audited import read_audit
@@ -30,6 +31,7 @@ from ..records import RUN_FILE
 from ..trackers.base import Tracker
 from .config import MonitorConfig, load_config
 from .live_run import LiveRun
+from .metrics import PAUSES
 from .notices import Notices
 from .row_side.output import Output
 from .summary import RunFigures, info_of, show, summary_of
@@ -61,7 +63,8 @@ class TrainingMonitor:
 
     `config` is a mapping or a YAML file with the sections `monitoring`, `wandb`, `training`; `trackers` are
     names ("wandb", "tensorboard", "mlflow", "trackio", "prometheus") or objects with the four methods of
-    `truemfu.trackers.base.Tracker`. A W&B run that is already active is used without being named.
+    `truemfu.trackers.base.Tracker`. A W&B run that is already active is used without being named. With
+    TRUEMFU_DISABLED=1 in the environment every method does nothing.
     """
 
     def __init__(
@@ -97,14 +100,16 @@ class TrainingMonitor:
         self._pending_datasets: list[tuple[PendingDatasetMetrics, HostCopy]] = []
         self._live: LiveRun | None = None
         """The run, from its first batch or step on."""
-        self._is_closed = self._is_broken = False
+        self._is_closed = self._is_disabled = is_disabled()
+        self._is_broken = False
         self._unlogged = 0
         """Steps that never reached the run: the monitor failed, or was already switched off."""
         self._forks = forks.number
         self._pauses = 0
         self._training_lock = threading.RLock()
         """Guards the training thread's state, which threads of the monitor read at times."""
-        atexit.register(self.close)
+        if not self._is_disabled:
+            atexit.register(self.close)
         if model is not None:
             self.attach(model)
 
@@ -115,6 +120,8 @@ class TrainingMonitor:
         model without its own forward, the submodules are watched.
         """
         models, before = WatchedModels(model), self._hooks.models
+        if self._is_disabled:
+            return self
         if before is not None and before.are(model):
             models = before
         else:
@@ -154,8 +161,14 @@ class TrainingMonitor:
         return WatchedData(loader, self._between)
 
     @contextlib.contextmanager
-    def pause(self) -> Iterator[None]:
-        """Exclude what runs inside (an evaluation, a checkpoint) from the step."""
+    def pause(self, kind: str = "other") -> Iterator[None]:
+        """Exclude what runs inside from the step: "evaluation", "checkpoint", "generation" or "other".
+
+        Rows and summary have the time of each kind.
+        """
+        if kind not in PAUSES:
+            self._notices(f"pause expects {', '.join(PAUSES[:-1])} or {PAUSES[-1]}; got {brief(kind)}: other")
+            kind = "other"
         live, mark, began_s = self._live, None, time.perf_counter()
         if live is not None and not self._pauses:
             mark = self._guarded(live.pause)
@@ -167,7 +180,7 @@ class TrainingMonitor:
             self._pauses -= 1
             self._between.is_paused = self._pauses > 0
             if live is not None and mark is not None and not self._pauses:
-                self._guarded(live.resume, mark)
+                self._guarded(live.resume, mark, kind)
                 if self._between.end_s is not None:
                     self._between.end_s += time.perf_counter() - began_s
 
@@ -288,7 +301,7 @@ class TrainingMonitor:
 
     def _guarded(self, work: Callable[..., Any], *args: Any) -> Any:
         """Run a part of the monitor; an exception becomes one warning and does not propagate."""
-        if self._is_broken:
+        if self._is_broken or self._is_disabled:
             return None
         try:
             with self._training_lock:
@@ -305,6 +318,8 @@ class TrainingMonitor:
 
     def _run_to_log(self, tensors: Batch) -> LiveRun | None:
         """The run that a step belongs to; None if the step is not logged."""
+        if self._is_disabled:
+            return None
         if self._is_broken:
             self._unlogged += not self._is_closed
             return None

@@ -117,6 +117,14 @@ def lines_of(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("padding lost", _share(summary["padding_lost"], "no mask known")),
         ("waiting for data", _share(summary["data_wait_share"], "no loader seen: see monitor.data")),
         ("other, between steps", _between(summary)),
+        *[
+            (
+                f"left out: {kind}",
+                f"{_seconds(paused['seconds'])}, {_times(paused['times'])}, "
+                f"{_share(paused['share'], '')} of the run",
+            )
+            for kind, paused in summary["left_out"].items()
+        ],
         *_hardware(summary.get("hardware"), summary["scope"]),
         ("monitor's own cost", _cost(summary)),
         *[("note", text) for text in summary["notes"]],
@@ -195,6 +203,10 @@ def _between(summary: Mapping[str, Any]) -> str:
     return _share(summary["between_steps_share"], "no forward pass seen") + (f" ({seen})" if seen else "")
 
 
+def _times(number: int) -> str:
+    return "once" if number == 1 else f"{number:,} times"
+
+
 def _hardware(hardware: Mapping[str, Any] | None, scope: str) -> list[tuple[str, str]]:
     """The counters' figures; empty without counters."""
     if hardware is None:
@@ -267,6 +279,6 @@ def _cost(summary: Mapping[str, Any]) -> str:
 def _counting(cost: Mapping[str, Any]) -> str:
     """How long counts held up the training, and after which steps; step times exclude that."""
     steps = [str(step) for step in cost["counted_after_steps"]]
-    times = "once" if cost["counts"] == 1 else f"{cost['counts']} times"
+    times = _times(cost["counts"])
     where = ", ".join(steps[:_STEPS_SHOWN]) + (" …" if len(steps) > _STEPS_SHOWN else "")
     return f"counting took {cost['counting_s']:.1f} s, {times}, at step{'s' * (len(steps) > 1)} {where}"

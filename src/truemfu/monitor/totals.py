@@ -57,6 +57,10 @@ class Totals:
         self._data_wait_s: float | None = None
         self._between_s: float | None = None
         self._forwards = 0
+        self._run_s = 0.0
+        """The time of all steps, warm-up included, and what was left out of them."""
+        self._left_out: dict[str, list[float]] = {}
+        """How often something other than steps ran, and its seconds."""
         self.methods: dict[str, int] = {}
         self.peak_source: str | None = None
         self.hfu_method: str | None = None
@@ -84,6 +88,12 @@ class Totals:
         for name in () if amounts.flops is None else amounts.flops.by_model:
             if (mfu := rates.get(f"perf/mfu/{name}")) is not None:
                 by_model.setdefault(name, Reservoir()).add([mfu / s for s in seconds])
+        self._run_s += sum(seconds)
+        for time in times:
+            for kind, paused_s in time.left_out_s.items():
+                number, sum_s = self._left_out.get(kind, (0, 0.0))
+                self._left_out[kind] = [number + 1, sum_s + paused_s]
+                self._run_s += paused_s
         if not amounts.warmup:
             self._time_s += sum(seconds)
             self._data_wait_s = _plus(self._data_wait_s, [time.data_wait_s for time in timed])
@@ -127,6 +137,11 @@ class Totals:
             "data_wait_share": self._share(self._data_wait_s),
             "between_steps_share": self._share(self._between_s),
             "forwards_between_steps": self._forwards,
+            "left_out": {
+                kind: {"times": int(number), "seconds": sum_s, "share": sum_s / self._run_s}
+                for kind, (number, sum_s) in self._left_out.items()
+                if self._run_s
+            },
             "hfu_method": self.hfu_method,
             "method": max(self.methods, key=lambda m: self.methods[m]) if self.methods else None,
             "methods": dict(self.methods),

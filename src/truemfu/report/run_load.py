@@ -40,6 +40,10 @@ class LogRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     data_wait_s: float | None = msgspec.field(name="perf/data_wait", default=None)
     between_steps_s: float | None = msgspec.field(name="perf/between_steps", default=None)
     forwards_between_steps: int = msgspec.field(name="perf/forwards_between_steps", default=0)
+    evaluation_s: float | None = msgspec.field(name="perf/evaluation_time", default=None)
+    checkpoint_s: float | None = msgspec.field(name="perf/checkpoint_time", default=None)
+    generation_s: float | None = msgspec.field(name="perf/generation_time", default=None)
+    other_pause_s: float | None = msgspec.field(name="perf/other_pause_time", default=None)
     method: str | None = msgspec.field(name="perf/method", default=None)
     hfu_method: str | None = msgspec.field(name="perf/hfu_method", default=None)
     """The source of the executed work, if that is not the count."""

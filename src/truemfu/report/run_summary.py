@@ -11,7 +11,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from ..records import RunHardware, RunSummary, WaterfallPart, WaterfallRecord
+from ..records import LeftOut, RunHardware, RunSummary, WaterfallPart, WaterfallRecord
 from ..waterfall import USEFUL, Part, WaterfallInputs, between_steps_notes, waterfall
 from .run_load import LastWindow, LogRow
 
@@ -39,10 +39,28 @@ def summary_of_log(rows: Sequence[LogRow], last_window: LastWindow | None = None
         data_wait_share=_share_of_time((row.data_wait_s, row.step_time_s) for row in steady),
         between_steps_share=between_share,
         forwards_between_steps=forwards,
+        left_out=_left_out(rows),
         method=methods.most_common(1)[0][0] if methods else None,
         hardware=None if last_window is None else _hardware(last_window, rows),
         notes=between_steps_notes(between_share, forwards),
     )
+
+
+def _left_out(rows: Sequence[LogRow]) -> dict[str, LeftOut]:
+    """What ran without belonging to a step, by kind."""
+    paused = {
+        "evaluation": [row.evaluation_s for row in rows],
+        "checkpoint": [row.checkpoint_s for row in rows],
+        "generation": [row.generation_s for row in rows],
+        "other": [row.other_pause_s for row in rows],
+    }
+    seconds = {kind: [s for s in found if s is not None] for kind, found in paused.items()}
+    run_s = sum(row.step_time_s or 0.0 for row in rows) + sum(map(sum, seconds.values()))
+    return {
+        kind: LeftOut(times=len(found), seconds=sum(found), share=sum(found) / run_s)
+        for kind, found in seconds.items()
+        if found and run_s
+    }
 
 
 def peak_flops_per_s(rows: Sequence[LogRow]) -> float | None:

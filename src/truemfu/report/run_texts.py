@@ -106,6 +106,17 @@ def _figures(record: RunRecord, summary: RunSummary, rows: Sequence[LogRow]) -> 
             evaluations(summary.forwards_between_steps) or "of the time",
             "no forward pass was seen",
         ),
+        *[
+            _figure(
+                f"left out: {kind}",
+                duration,
+                paused.seconds,
+                f"{share(paused.share)} of the run; not part of any step",
+                "not known",
+            )
+            for kind, paused in summary.left_out.items()
+            if paused.share is not None
+        ],
         _cost(summary.monitor_cost),
     ]
 

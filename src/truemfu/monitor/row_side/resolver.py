@@ -38,7 +38,13 @@ from ..ranks.rank_link import RankLink
 from ..totals import Totals
 from ..training_side.batch_notes import BatchNote
 from ..training_side.between_steps import between
-from ..training_side.clock import CudaClock, HostClock, allow_queries_during_capture, duration_s
+from ..training_side.clock import (
+    CudaClock,
+    HostClock,
+    allow_queries_during_capture,
+    duration_s,
+    left_out_s,
+)
 from ..training_side.counts import Counts
 from ..training_side.datasets import dataset_metrics
 from ..training_side.hardware_watch import Cut
@@ -325,6 +331,8 @@ class Resolver:
                     about="attention_mask",
                 )
         took = StepTime(position.steps, duration_s(note.span), *between(*note.gap))
+        if note.span.pauses:
+            took = took._replace(left_out_s=left_out_s(note.span))
         if self.hardware is not None:
             detail = partial(self._details.of, note.states, notes, measured=note.measured)
             self._add_to_window(self.hardware, counted, took, note.extras.cut, detail)

@@ -7,17 +7,28 @@ Data wait is the time in a loader's `next` on the training thread, for loaders p
 for torch's DataLoaders. The wait for a DataLoader belongs to an evaluation if gradients are disabled or a
 forward pass without gradients follows. Everything else is "other, between steps": a slow generator of batches
 cannot be distinguished from writing a checkpoint.
+
+A long gap that occurs now and then (an evaluation, a checkpoint) is excluded from the step; one of which most
+steps have the like (generation in reinforcement learning, a slow generator) belongs to it.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
+LONG_GAP_S = 0.005
+"""Shorter gaps are never excluded; without a forward pass in it, a gap that is not `_CLEARLY_LONG_GAP_S`
+long may be a delay by the operating system."""
+_CLEARLY_LONG_GAP_S = 0.02
+_RECENT_STEPS = 20
+_FEWEST_STEPS = 4
+"""Before that it is not known which gaps are usual."""
 _MOST_WAITS = 64
 """Waits stored separately per step; further ones are added to the last."""
 _now_s = time.perf_counter
@@ -62,6 +73,7 @@ class BetweenSteps:
     __slots__ = (
         "_began_s",
         "_depth",
+        "_long_gaps",
         "end_s",
         "first_s",
         "forwards",
@@ -83,6 +95,27 @@ class BetweenSteps:
         self.forwards = 0
         self._depth = 0
         self._began_s = 0.0
+        self._long_gaps: deque[tuple[int, float]] = deque(maxlen=_RECENT_STEPS)
+        """Steps that followed a long gap, and its seconds."""
+
+    def unusual_gap(self, step: int) -> tuple[str, float] | None:
+        """Whether the long gap before this step is one of few: what ran in it, and the data wait in it.
+
+        `step` counts the steps of this run. The gap is then excluded; `first_s` must be known.
+        """
+        assert self.end_s is not None
+        assert self.first_s is not None
+        waited_s = sum(wait.seconds for wait in self.waits)
+        gap_s = self.first_s - self.end_s - waited_s
+        recent = min(step, _RECENT_STEPS)
+        alike = sum(s > step - recent and seconds >= gap_s / 2 for s, seconds in self._long_gaps)
+        if gap_s < (LONG_GAP_S if self.forwards else _CLEARLY_LONG_GAP_S):
+            return None
+        self._long_gaps.append((step, gap_s))
+        if recent < _FEWEST_STEPS or alike >= recent / 2:
+            return None
+        self.end_s = self.first_s - waited_s
+        return ("evaluation" if self.forwards else "other"), waited_s
 
     def wait_begins(self) -> None:
         """A loader's `next` begins; a loader inside another is counted once."""

@@ -265,12 +265,23 @@ def clock_for(device: torch.device, *, thins_out: bool = False) -> HostClock | C
     return CudaClock(device, thins_out=thins_out) if device.type == "cuda" else HostClock()
 
 
+class Pause(NamedTuple):
+    """A time that is excluded from a step."""
+
+    begin: Mark
+    end: Mark
+    kind: str | None
+    """What ran in it, a key of `PAUSES`; None for a count of the monitor, which is reported elsewhere."""
+    kept_s: float = 0.0
+    """Seconds in it that belong to the step: waits for its data."""
+
+
 class Span(NamedTuple):
     """The marks of one step: `begin` is None for a first step whose beginning was not seen."""
 
     begin: Mark | None
     end: Mark
-    pauses: Sequence[tuple[Mark, Mark]]
+    pauses: Sequence[Pause]
 
 
 class StepClock:
@@ -279,7 +290,7 @@ class StepClock:
     def __init__(self, clock: HostClock | CudaClock) -> None:
         self.clock = clock
         self._begin: Mark | None = None
-        self._pauses: Sequence[tuple[Mark, Mark]] = ()
+        self._pauses: Sequence[Pause] = ()
         self.unmarked_s: float | None = None
         """The end of the oldest step without a later event; None if every step has one."""
 
@@ -293,9 +304,15 @@ class StepClock:
         self.unmarked_s = None
         return self.clock.moment(time.perf_counter())
 
-    def pause(self, begin: Mark) -> None:
+    def pause(self, begin: Mark, kind: str | None) -> None:
         """Exclude the time from `begin` until now from the step."""
-        self._pauses = (*self._pauses, (begin, self.moment()))
+        self._pauses = (*self._pauses, Pause(begin, self.moment(), kind))
+
+    def pause_since_last_step(self, kind: str, kept_s: float) -> None:
+        """Exclude the time since the last step or pause ended, except for `kept_s`."""
+        begin = self._pauses[-1].end if self._pauses else self._begin
+        if begin is not None:
+            self._pauses = (*self._pauses, Pause(begin, self.moment(), kind, kept_s))
 
     def end(self, now_s: float, *, exact: bool = True) -> Span:
         """A step ends here, and the next one begins; if not `exact`, its mark may have no event."""
@@ -316,10 +333,26 @@ def duration_s(span: Span) -> float | None:
     if span.begin is None:
         return None
     seconds = seconds_between(span.begin, span.end)
-    for begin, end in span.pauses:
-        paused_s = seconds_between(begin, end)
+    for pause in span.pauses:
+        paused_s = paused_seconds(pause)
         seconds = None if seconds is None or paused_s is None else seconds - paused_s
     return seconds
+
+
+def paused_seconds(pause: Pause) -> float | None:
+    """How long a pause was, once its end has passed; None if that is unknown."""
+    seconds = seconds_between(pause.begin, pause.end)
+    return None if seconds is None else max(0.0, seconds - pause.kept_s)
+
+
+def left_out_s(span: Span) -> dict[str, float]:
+    """Seconds excluded from a step by what ran in them; counts are not included."""
+    found: dict[str, float] = {}
+    for pause in span.pauses:
+        seconds = None if pause.kind is None else paused_seconds(pause)
+        if pause.kind is not None and seconds is not None:
+            found[pause.kind] = found.get(pause.kind, 0.0) + seconds
+    return found
 
 
 def seconds_between(begin: Mark, end: Mark) -> float | None:
