@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-EPOCHS, BATCH, TRAIN_IMAGES, TEST_IMAGES = 3, 8, 64, 24
+EPOCHS, BATCH, TRAIN_IMAGES, TEST_IMAGES = 3, 8, 64, 128
 
 
 class SmallNet(nn.Module):

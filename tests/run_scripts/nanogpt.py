@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 vocab_size, block_size, n_layer, n_head, n_embd = 64, 32, 2, 2, 32
-batch_size, max_iters, eval_interval, eval_iters = 4, 20, 5, 3
+batch_size, max_iters, eval_interval, eval_iters = 4, 20, 5, 10
 learning_rate, min_lr, warmup_iters, grad_clip = 1e-3, 1e-4, 4, 1.0
 
 
