@@ -67,6 +67,17 @@ LONG = (
     "tests/monitor/test_faults.py::test_a_run_that_ends_while_it_counts",
     "tests/monitor/test_faults.py::test_a_process_killed_after_it_counted",
     "tests/monitor/test_faults.py::test_a_process_ends_as_it_would_have",
+    # whole training scripts, each run alone and watched
+    "tests/integrations/test_run.py::test_a_script[",
+    "tests/integrations/test_run.py::test_sft_by_trl",
+    "tests/integrations/test_run.py::test_a_gan",
+    "tests/integrations/test_run.py::test_actor_and_critic",
+    "tests/integrations/test_run.py::test_an_unusual_optimizer",
+    "tests/integrations/test_run.py::test_the_surroundings",
+    "tests/integrations/test_run.py::test_an_exception_in_step_7",
+    "tests/integrations/test_run.py::test_ctrl_c",
+    "tests/integrations/test_run.py::test_a_kill",
+    "tests/integrations/test_run.py::test_switched_off",
 )
 """Tests for `make test-all` alone, by the beginning of their name; `make test` is to take ten minutes."""
 
