@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from .shadow.snapshot import snapshot
     from .shadow.tensor_makers import live
     from .structure.estimate import Estimator, estimate_flops
-    from .wrappers import has_values, unwrap
+    from .wrappers import has_values, is_compiled_wrapper, unwrap
 
 _HOMES = {
     "check_call": "arguments",
@@ -107,6 +107,7 @@ _HOMES = {
     "Estimator": "structure.estimate",
     "estimate_flops": "structure.estimate",
     "has_values": "wrappers",
+    "is_compiled_wrapper": "wrappers",
     "unwrap": "wrappers",
 }
 
@@ -144,6 +145,7 @@ __all__ = [
     "estimate_flops",
     "example_batch",
     "has_values",
+    "is_compiled_wrapper",
     "is_readable",
     "live",
     "loss_of",

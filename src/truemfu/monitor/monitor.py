@@ -38,6 +38,7 @@ from .summary import RunFigures, info_of, show, summary_of
 from .training_side import forks
 from .training_side.batch_notes import Batch, by_name_or_position
 from .training_side.between_steps import BetweenSteps
+from .training_side.called_models import CalledModels
 from .training_side.datasets import DatasetMetrics, PendingDatasetMetrics, shifts_labels
 from .training_side.kept_forms import FORMS_FILE
 from .training_side.measuring import Measuring
@@ -113,16 +114,17 @@ class TrainingMonitor:
         if model is not None:
             self.attach(model)
 
-    def attach(self, model: Models) -> TrainingMonitor:
+    def attach(self, model: Models | CalledModels) -> TrainingMonitor:
         """Watch this model, or several: each training forward pass notes its batch. Attach what you call.
 
         Several models (a list, or a mapping of names to models) get one MFU for the step and one each. Of a
         model without its own forward, the submodules are watched.
         """
-        models, before = WatchedModels(model), self._hooks.models
+        models = model if isinstance(model, CalledModels) else WatchedModels(model)
+        before = self._hooks.models
         if self._is_disabled:
             return self
-        if before is not None and before.are(model):
+        if before is not None and not isinstance(model, CalledModels) and before.are(model):
             models = before
         else:
             self._measuring.forget()
@@ -191,7 +193,7 @@ class TrainingMonitor:
     def log_step(
         self,
         step: int,
-        epoch: float,
+        epoch: float | None,
         loss: Any,
         grad_norm: Any,
         learning_rate: Any,

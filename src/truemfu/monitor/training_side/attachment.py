@@ -21,15 +21,24 @@ _is_compiling = torch.compiler.is_compiling
 _is_grad_enabled = torch.is_grad_enabled
 
 
-class _BatchHook:
-    """Before a forward pass: `seen` gets its batch if gradients are enabled.
-
-    A batch that cannot be passed to the model by name alone or by position alone is seen as None. Copies of
-    the model (an averaged one, a saved one) carry a hook that does nothing. So does compiled code, where a
-    hook would become part of the graph.
-    """
+class _Hook:
+    """Copies of the model (an averaged one, a saved one) carry a hook that does nothing."""
 
     _truemfu_skip = True
+
+    def __deepcopy__(self, memo: Any) -> Callable[..., None]:
+        return contextlib.nullcontext().__exit__  # takes anything, does nothing
+
+    def __reduce__(self) -> Any:
+        return (getattr, (contextlib.nullcontext(), "__exit__"))  # loads where truemfu is not installed
+
+
+class _BatchHook(_Hook):
+    """Before a forward pass: `seen` gets its batch if gradients are enabled.
+
+    A batch that cannot be passed to the model by name alone or by position alone is seen as None. In compiled
+    code, where a hook would become part of the graph, it does nothing.
+    """
 
     def __init__(
         self, model: nn.Module, seen: Callable[[Batch | None], None], evaluated: Callable[[], None]
@@ -45,12 +54,6 @@ class _BatchHook:
         else:
             self._evaluated()
 
-    def __deepcopy__(self, memo: Any) -> Callable[..., None]:
-        return contextlib.nullcontext().__exit__  # takes anything, does nothing
-
-    def __reduce__(self) -> Any:
-        return (getattr, (contextlib.nullcontext(), "__exit__"))  # loads where truemfu is not installed
-
     def _batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch | None:
         """The arguments of a forward pass as one batch."""
         if not args:
@@ -60,21 +63,38 @@ class _BatchHook:
         return dict(enumerate(args)) if not kwargs else None
 
 
+class _EndHook(_Hook):
+    """After a forward pass, also one that raises: `ended` is called."""
+
+    def __init__(self, ended: Callable[[], None]) -> None:
+        self._ended = ended
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if not _is_compiling():
+            self._ended()
+
+
 class Attachment:
     """A hook on a model: `seen` gets each training batch, `evaluated` is called without gradients.
 
-    A model compiled by `Module.compile` calls no hook, or compiles it too. There the attribute in which torch
-    stores the compiled call is wrapped; copies and saved models do not include that attribute.
+    `ended`, if given, is called after every forward pass. A model compiled by `Module.compile` calls no hook,
+    or compiles it too. There the attribute in which torch stores the compiled call is wrapped; copies and
+    saved models do not include that attribute.
     """
 
     def __init__(
-        self, model: nn.Module, seen: Callable[[Batch | None], None], evaluated: Callable[[], None]
+        self,
+        model: nn.Module,
+        seen: Callable[[Batch | None], None],
+        evaluated: Callable[[], None],
+        ended: Callable[[], None] | None = None,
     ) -> None:
         self._model = weakref.ref(model)
-        self._handle: Any = None
+        self._handles: list[Any] = []
         self._compiled: Any = None
         self._watching: Any = None
         self._hook = _BatchHook(model, seen, evaluated)
+        self._ended = ended
         self._watch(model)
 
     def follow(self) -> bool:
@@ -89,16 +109,19 @@ class Attachment:
     def _watch(self, model: nn.Module) -> None:
         compiled = compiled_call(model)
         if compiled is None:
-            self._handle = model.register_forward_pre_hook(self._hook, with_kwargs=True)
+            self._handles.append(model.register_forward_pre_hook(self._hook, with_kwargs=True))
+            if self._ended is not None:
+                end_hook = _EndHook(self._ended)
+                self._handles.append(model.register_forward_hook(end_hook, always_call=True))
         else:
-            self._compiled, self._watching = compiled, _watching(compiled, self._hook)
+            self._compiled, self._watching = compiled, _watching(compiled, self._hook, self._ended)
             model.__dict__[CALL] = self._watching
 
     def _leave(self, model: nn.Module) -> None:
         """Remove the hook or wrapper, unless other code has replaced it."""
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
         if self._watching is not None and compiled_call(model) is self._watching:
             model.__dict__[CALL] = self._compiled
         self._compiled = self._watching = None
@@ -110,13 +133,19 @@ class Attachment:
             self._leave(model)
 
 
-def _watching(compiled: Callable[..., Any], hook: _BatchHook) -> Callable[..., Any]:
-    """A compiled model's call with the hook before it, outside of the compiled code."""
+def _watching(
+    compiled: Callable[..., Any], hook: _BatchHook, ended: Callable[[], None] | None
+) -> Callable[..., Any]:
+    """A compiled model's call with the hooks around it, outside of the compiled code."""
 
     @functools.wraps(compiled)
     def watching(*args: Any, **kwargs: Any) -> Any:
         hook(None, args, kwargs)
-        return compiled(*args, **kwargs)
+        try:
+            return compiled(*args, **kwargs)
+        finally:
+            if ended is not None and not _is_compiling():
+                ended()
 
     return watching
 

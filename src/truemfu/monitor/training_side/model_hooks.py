@@ -12,6 +12,7 @@ from ...errors import one_line
 from ..notices import Notices
 from .attachment import Attachment
 from .batch_notes import Batch
+from .called_models import CalledModels
 from .intake import is_tensor
 from .watched import Watched, WatchedModels
 
@@ -37,6 +38,8 @@ class ModelHooks:
         """Watch these models instead of others."""
         self.detach()
         self._models, self.see_whole_batches = models, models.is_one
+        if isinstance(models, CalledModels):
+            models.watch_calls(self._seen, self._evaluated)
         for watched in models.modules:
             if (module := watched.module) is not None:
                 self._attach(watched, module)
@@ -57,6 +60,8 @@ class ModelHooks:
         for attachment in self._attachments:
             attachment.remove()
         self._attachments = []
+        if isinstance(self._models, CalledModels):
+            self._models.leave_calls()
 
     def disable(self) -> None:
         """From now on the caller passes each micro-batch to `observe`."""
@@ -65,7 +70,7 @@ class ModelHooks:
     @property
     def are_there(self) -> bool:
         """Whether any model has a hook."""
-        return bool(self._attachments)
+        return bool(self._attachments) or isinstance(self._models, CalledModels)
 
     @property
     def models(self) -> WatchedModels | None:
@@ -100,5 +105,8 @@ class ModelHooks:
 
         The step in which that is found has no MFU; it includes the compilation.
         """
-        followed = [attachment.follow() for attachment in self._attachments]
+        attachments = self._attachments
+        if isinstance(self._models, CalledModels):
+            attachments = self._models.settled()
+        followed = [attachment.follow() for attachment in attachments]
         return any(followed)

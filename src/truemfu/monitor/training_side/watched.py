@@ -110,7 +110,7 @@ def _named(models: Models) -> dict[str, nn.Module]:
 
 def _parts(model: nn.Module) -> list[nn.Module]:
     """The modules to watch: the model itself, or its submodules if it has no forward."""
-    if _has_forward(model):
+    if has_forward(model):
         return [model]
     parts = list(dict.fromkeys(_outermost(model)))
     if not parts:
@@ -123,13 +123,13 @@ def _parts(model: nn.Module) -> list[nn.Module]:
 
 def _outermost(model: nn.Module) -> Iterator[nn.Module]:
     for child in model.children():
-        if not _has_forward(child):
+        if not has_forward(child):
             yield from _outermost(child)
         elif next(child.parameters(), None) is not None:  # a loss or a metric is not watched
             yield child
 
 
-def _has_forward(model: nn.Module) -> bool:
+def has_forward(model: nn.Module) -> bool:
     inner = unwrap(model)
     found = inspect.getattr_static(type(inner), "forward", None)  # reading a scripted model's raises
     return "forward" in vars(inner) or found is not nn.Module.forward

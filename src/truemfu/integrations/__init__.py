@@ -1,0 +1,1 @@
+"""A place for the monitor in other trainers: one file per framework."""
