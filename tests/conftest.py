@@ -59,6 +59,12 @@ LONG = (
     "tests/monitor/test_audited_run.py",
     "tests/hardware/test_top_process.py",
     "tests/test_terminal_injection.py",
+    # trainers of other projects: processes, compilation, many short runs
+    "tests/integrations/test_lightning.py::test_by_the_environment_without_a_line_of_code",
+    "tests/integrations/test_lightning.py::test_without_the_variable_nothing_is_added",
+    "tests/integrations/test_lightning.py::test_two_ranks_of_ddp",
+    "tests/integrations/test_lightning.py::test_training_is_the_same_to_the_bit",
+    "tests/integrations/test_accelerate.py::test_two_launched_processes",
     # a process for each private name of torch
     "tests/test_torch_private.py::test_without_a_name",
     # processes that are killed or asked to end, and what they have on disk some seconds later
