@@ -112,13 +112,12 @@ CASES = (
     Case("sine_lbfgs", of_closures, samples=samples_of_closures),
     # these two print dynamo's counters as their last line: frames, graph breaks, graphs
     Case("compiled", constant(8), samples=4, tokens=4 * 16),
-    Case("compiled_function", constant(8), samples=6),
     Case(
         "hf_trainer",
         constant(8, times=2),
         samples=4,
         tokens=4 * 16,
-        left_out={"evaluation": (2, 2), "checkpoint": (1, 2)},
+        left_out={"evaluation": (2, 3), "checkpoint": (1, 2)},
     ),
     Case(
         "lightning_module",
@@ -283,6 +282,16 @@ def test_an_unusual_optimizer_is_measured_or_reported(name: str, expected: Flops
     else:
         sentences = [line for line in run.stderr.splitlines() if "optimizer" in line or "models" in line]
         assert len(sentences) == 1, run.stderr
+
+
+def test_a_model_that_only_a_compiled_function_calls_is_reported(tmp_path: Path) -> None:
+    """Its last line has dynamo's counters: frames, graph breaks, graphs."""
+    alone, run = alone_and_watched([sys.executable, str(SCRIPTS / "compiled_function.py")], tmp_path)
+    assert alone.code == 0, alone.stderr
+    assert_same(alone, run)
+    assert len(run.rows()) == 8
+    assert set(flops(run.rows())) == {None}
+    assert [text for text in run.run_file()["summary"]["warnings"] if "has no MFU" in text]
 
 
 @pytest.mark.parametrize("short", [False, True], ids=["command", "short"])

@@ -1,14 +1,14 @@
 """Finds model and step of an unmodified script by itself, for `truemfu run`.
 
     an optimizer is made ──► the models that hold its parameters ──► watched: the outermost calls in them
-    a module is put around a model (DDP, torch.compile, a trainer) ──► that one is watched instead
+    torch.compile(model) ──► the compiled model is watched instead; of other wrappers (DDP) the model inside
     optimizers have updated all of their parameters ──► log_step: loss of the last backward, learning rate
 
 A step ends when every optimizer of the script has stepped: a GAN's two, or five of the critic's steps and one
 of the generator's. An optimizer that many steps of the others pass by is not waited for. An optimizer that
 wraps another one steps with it. Nothing here raises into the script, reads a device value or replaces a
-method of the user's model. Two functions of torch are wrapped: `Optimizer.__init__`, which has no hook, and
-those of `seen_losses.py`.
+method of the user's model. What has no hook in torch is wrapped: `Optimizer.__init__`, `torch.compile` and
+the functions of `seen_losses.py`.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ import functools
 import os
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..errors import TruemfuError, one_line
 from .find_models import models_with, parameters_of
 from .run_settings import RunSettings, say
 from .seen_losses import SeenLosses
+from .trainer_pauses import TrainerPauses
 
 _PASSED_BY = 20
 """Steps of other optimizers after which one that never stepped is not waited for."""
@@ -46,6 +47,7 @@ class AutoMonitor:
     def __init__(self, settings: RunSettings) -> None:
         self._settings = settings
         self._losses = SeenLosses()
+        self._pauses = TrainerPauses(self._pause)
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._ever_stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -53,7 +55,6 @@ class AutoMonitor:
         """Parameters of the models that are watched."""
         self._models: list[weakref.ref[nn.Module]] = []
         self._monitor: Any = None
-        self._registration: Any = None
         self._is_off = False
         self._made_any = False
         self._since_step = 0
@@ -74,6 +75,16 @@ class AutoMonitor:
             auto._guarded(auto._optimizer_made, optimizer)
 
         torch.optim.Optimizer.__init__ = init  # type: ignore[method-assign,assignment]
+        compiled = torch.compile
+
+        @functools.wraps(compiled)
+        def compile_(*args: Any, **kwargs: Any) -> Any:
+            result = compiled(*args, **kwargs)
+            if isinstance(result, nn.Module):
+                auto._guarded(auto._compiled, result)
+            return result
+
+        torch.compile = compile_
         register_optimizer_step_post_hook(auto._on_step)
 
     @classmethod
@@ -112,8 +123,6 @@ class AutoMonitor:
         models = models_with(parameters)
         self._known = {id(p) for p in parameters} | {id(p) for model in models for p in model.parameters()}
         self._watch(models, parameters)
-        if self._registration is None:
-            self._registration = register_module_module_registration_hook(self._on_registration)
 
     def _watch(self, models: list[nn.Module], parameters: list[torch.Tensor]) -> None:
         from ..monitor.training_side.called_models import CalledModels
@@ -122,6 +131,7 @@ class AutoMonitor:
             self._monitor = self._opened_monitor()
         if self._is_off:
             return
+        self._pauses.follow()
         self._models = list(map(weakref.ref, models))
         if any(hasattr(p, _ZERO_3) and not p.numel() for p in parameters):
             self._monitor.notice(
@@ -148,16 +158,15 @@ class AutoMonitor:
             config = replace(config, mode=settings.mode)
         return TrainingMonitor(_free_folder(Path(settings.output)), config, trackers=settings.trackers)
 
-    def _on_registration(self, outer: nn.Module, name: str, inner: nn.Module | None) -> None:
-        """A module becomes part of another: if a watched model does, the outer one is watched instead."""
-        if inner is not None and any(model() is inner for model in self._models) and not self._is_off:
-            self._guarded(self._watch_around, outer, inner)
+    def _pause(self, kind: str) -> AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._monitor is None else self._monitor.pause(kind)
 
-    def _watch_around(self, outer: nn.Module, inner: nn.Module) -> None:
-        models = [found for model in self._models if (found := model()) is not None and found is not inner]
-        if not any(model is outer for model in models):
-            models.append(outer)
-        self._watch(models, [])
+    def _compiled(self, outer: nn.Module) -> None:
+        """A module was compiled: if it holds a watched model, it is watched instead, and nothing in it."""
+        inside = {id(module) for module in outer.modules()} - {id(outer)}
+        models = [found for model in self._models if (found := model()) is not None]
+        if any(id(model) in inside for model in models):
+            self._watch([*[model for model in models if id(model) not in inside], outer], [])
 
     def _on_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not torch.compiler.is_compiling() and not self._is_off:
@@ -177,9 +186,6 @@ class AutoMonitor:
         self.steps += 1
         self._stepped.clear()
         self._since_step = 0
-        if self._registration is not None:
-            self._registration.remove()
-            self._registration = None
         rate = optimizer.param_groups[0].get("lr") if optimizer.param_groups else None
         self._monitor.log_step(self.steps, None, self._losses.take(), None, rate)
 

@@ -534,6 +534,7 @@ class LiveRun:
             profiling_s=resolver.profile_cost_s,
             hardware=None if resolver.hardware is None else resolver.hardware.as_dict(),
             notes=[*resolver.notes, *self._ranks.notes],
+            left_out_last=self._clock.left_out_since_last_step(),
             held_up_steps=resolver.lost_steps,
             failed_steps=resolver.failed_steps,
             stranded_steps=resolver.stranded_steps,

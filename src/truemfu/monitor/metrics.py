@@ -24,7 +24,7 @@ WINDOW_STEPS = 100
 PAUSES = ("evaluation", "checkpoint", "generation", "other")
 """What runs between and inside steps without belonging to them."""
 _PAUSE_METRICS = {kind: f"perf/{kind}_time" for kind in PAUSES} | {"other": "perf/other_pause_time"}
-_NOTHING_LEFT_OUT: Mapping[str, float] = MappingProxyType({})
+NOTHING_LEFT_OUT: Mapping[str, float] = MappingProxyType({})
 
 
 class StepTime(NamedTuple):
@@ -37,7 +37,7 @@ class StepTime(NamedTuple):
     """From the end of the last step to the first forward pass, without known data wait."""
     forwards: int = 0
     """Forward passes without gradients in that time."""
-    left_out_s: Mapping[str, float] = _NOTHING_LEFT_OUT
+    left_out_s: Mapping[str, float] = NOTHING_LEFT_OUT
     """Seconds since the last step that are excluded from this one, by what ran in them."""
 
 

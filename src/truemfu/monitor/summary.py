@@ -36,6 +36,8 @@ class RunFigures:
     profiling_s: float = 0.0
     hardware: Mapping[str, Any] | None = None
     notes: Sequence[str] = ()
+    left_out_last: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of pauses after the last step, by what ran in them."""
     held_up_steps: int = 0
     """Lost because the monitor fell behind."""
     failed_steps: int = 0
@@ -70,7 +72,7 @@ def info_of(
 
 def summary_of(figures: RunFigures, *, lost: Sequence[str], warnings: Sequence[str]) -> dict[str, Any]:
     """The run as plain data; None where a value is unknown. `lost` is what did not reach a tracker."""
-    run = figures.totals.as_dict()
+    run = figures.totals.as_dict(figures.left_out_last)
     own_s = figures.own_time_s / figures.logged if figures.logged else None
     step_s = run["median_step_time_s"]
     lost_steps = {

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .metrics import StepAmounts, StepTime
+from .metrics import NOTHING_LEFT_OUT, PAUSES, StepAmounts, StepTime
 
 _RESERVOIR_SIZE = 4096
 _RATES = {
@@ -59,7 +59,7 @@ class Totals:
         self._forwards = 0
         self._run_s = 0.0
         """The time of all steps, warm-up included, and what was left out of them."""
-        self._left_out: dict[str, list[float]] = {}
+        self._left_out: dict[str, tuple[int, float]] = {}
         """How often something other than steps ran, and its seconds."""
         self.methods: dict[str, int] = {}
         self.peak_source: str | None = None
@@ -92,7 +92,7 @@ class Totals:
         for time in times:
             for kind, paused_s in time.left_out_s.items():
                 number, sum_s = self._left_out.get(kind, (0, 0.0))
-                self._left_out[kind] = [number + 1, sum_s + paused_s]
+                self._left_out[kind] = number + 1, sum_s + paused_s
                 self._run_s += paused_s
         if not amounts.warmup:
             self._time_s += sum(seconds)
@@ -119,8 +119,17 @@ class Totals:
         """As a share of the time of the steps after warm-up."""
         return None if seconds is None or not self._time_s else seconds / self._time_s
 
-    def as_dict(self) -> dict[str, Any]:
-        """The run as plain data; None where a value is unknown."""
+    def as_dict(self, left_out_last: Mapping[str, float] = NOTHING_LEFT_OUT) -> dict[str, Any]:
+        """The run as plain data; None where a value is unknown. `left_out_last` came after the last step."""
+        left_out = {
+            kind: (
+                self._left_out.get(kind, (0, 0.0))[0] + (kind in left_out_last),
+                self._left_out.get(kind, (0, 0.0))[1] + left_out_last.get(kind, 0.0),
+            )
+            for kind in PAUSES
+            if kind in self._left_out or kind in left_out_last
+        }
+        run_s = self._run_s + sum(left_out_last.values())
         steady = self._steady["step_time_s"].median() is not None
         source = self._steady if steady else self._warmup
         return {
@@ -138,9 +147,9 @@ class Totals:
             "between_steps_share": self._share(self._between_s),
             "forwards_between_steps": self._forwards,
             "left_out": {
-                kind: {"times": int(number), "seconds": sum_s, "share": sum_s / self._run_s}
-                for kind, (number, sum_s) in self._left_out.items()
-                if self._run_s
+                kind: {"times": number, "seconds": sum_s, "share": sum_s / run_s}
+                for kind, (number, sum_s) in left_out.items()
+                if run_s
             },
             "hfu_method": self.hfu_method,
             "method": max(self.methods, key=lambda m: self.methods[m]) if self.methods else None,

@@ -314,6 +314,14 @@ class StepClock:
         if begin is not None:
             self._pauses = (*self._pauses, Pause(begin, self.moment(), kind, kept_s))
 
+    def left_out_since_last_step(self) -> dict[str, float]:
+        """Seconds excluded from the step that has begun, by the host's clock."""
+        found: dict[str, float] = {}
+        for pause in self._pauses:
+            if pause.kind is not None:
+                found[pause.kind] = found.get(pause.kind, 0.0) + pause.end.host_s - pause.begin.host_s
+        return found
+
     def end(self, now_s: float, *, exact: bool = True) -> Span:
         """A step ends here, and the next one begins; if not `exact`, its mark may have no event."""
         begin, clock = self._begin, self.clock
