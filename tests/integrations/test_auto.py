@@ -1,0 +1,205 @@
+"""How model, step and loss of an unmodified script are found; whole scripts are in test_run.py."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from truemfu import TrainingMonitor
+from truemfu.integrations.auto import AutoMonitor
+from truemfu.integrations.find_models import models_with, parameters_of
+from truemfu.integrations.run_settings import RunSettings, python_command, settings_from_environment
+from truemfu.integrations.seen_losses import SeenLosses
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+
+
+def test_the_outermost_modules_hold_the_parameters() -> None:
+    first, second, other = model(), model(), model()
+    outer = nn.ModuleDict({"inner": first})
+    copied = copy.deepcopy(second)
+    assert models_with([first[0].weight]) == [outer]
+    assert {id(found) for found in models_with([first[0].weight, copied[1].bias])} == {id(outer), id(copied)}
+    assert models_with([nn.Parameter(torch.ones(2))]) == []
+    assert models_with(other.parameters()) == [other]
+
+
+class Around(torch.optim.Optimizer):
+    """An optimizer that wraps another one and shares its groups."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner, self.param_groups = inner, inner.param_groups
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+
+
+class Script:
+    """A script whose optimizers are watched, without a wrapped torch."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.auto = AutoMonitor(RunSettings(output=str(folder)))
+
+    def optimizer(self, *models: nn.Module) -> torch.optim.Optimizer:
+        made = torch.optim.SGD([p for m in models for p in m.parameters()], lr=0.5)
+        self.made(made)
+        return made
+
+    def made(self, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.register_step_post_hook(self.auto._on_step)
+        self.auto._optimizer_made(optimizer)
+
+    def rows(self) -> list[dict[str, Any]]:
+        self.auto._monitor.close()
+        rows: list[dict[str, Any]] = json.loads((self.folder / "training_log.json").read_text())
+        return rows
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Script]:
+    monkeypatch.setenv("TRUEMFU_PEAK_TFLOPS", "1")
+    TrainingMonitor._all.clear()
+    made = Script(tmp_path / "run")
+    yield made
+    if made.auto._monitor is not None:
+        made.auto._monitor.close()
+
+
+def train(trained: nn.Module) -> None:
+    trained(torch.ones(2, 4)).sum().backward()
+
+
+def samples(rows: list[dict[str, Any]]) -> list[int]:
+    return [round(row["perf/samples_per_second"] * row["perf/step_time"]) for row in rows]
+
+
+def test_a_step_ends_with_the_optimizer_that_steps_least_often(script: Script) -> None:
+    critic, generator = model(), model()
+    often, seldom = script.optimizer(critic), script.optimizer(generator)
+    for _ in range(3):
+        for _ in range(5):
+            train(critic)
+            often.step()
+        train(generator)
+        seldom.step()
+    rows = script.rows()
+    assert [row["global_step"] for row in rows] == [1, 2, 3]
+    assert all(row["training/lr"] == 0.5 for row in rows)
+    one = 2 * (2 * 2 * 4 * 8) + 3 * (2 * 2 * 8 * 1)
+    assert [round(row["perf/mfu"] * row["perf/step_time"] * 1e12) for row in rows] == [6 * one] * 3
+
+
+def test_an_optimizer_around_another_one_steps_with_it(script: Script) -> None:
+    trained = model()
+    inner = script.optimizer(trained)
+    outer = Around(inner)
+    script.made(outer)
+    for _ in range(4):
+        train(trained)
+        outer.step()
+    assert samples(script.rows()) == [2] * 4
+
+
+def test_an_optimizer_that_never_steps_is_not_waited_for(script: Script) -> None:
+    trained, unused = model(), model()
+    optimizer, never = script.optimizer(trained), script.optimizer(unused)
+    for _ in range(25):
+        train(trained)
+        optimizer.step()
+    rows = script.rows()
+    assert never is not None
+    assert samples(rows) == [40, *[2] * 5]
+
+
+def test_parameters_of_no_module_are_reported(script: Script) -> None:
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    with pytest.warns(match="no model was found"):
+        script.made(optimizer)
+    for _ in range(3):
+        weight.sum().backward()
+        optimizer.step()
+    rows = script.rows()
+    assert len(rows) == 3
+    assert not any("perf/mfu" in row for row in rows)
+
+
+def test_zero_3_is_reported(script: Script) -> None:
+    trained = model()
+    for parameter in trained.parameters():
+        parameter.ds_id = 1  # type: ignore[attr-defined]
+        parameter.data = torch.empty(0)
+    with pytest.warns(match="ZeRO-3"):
+        script.optimizer(trained)
+    assert not trained._forward_pre_hooks
+
+
+def test_a_script_with_its_own_monitor_is_left_alone(script: Script, tmp_path: Path) -> None:
+    trained = model()
+    with TrainingMonitor(tmp_path / "own", model=trained) as monitor:
+        optimizer = script.optimizer(trained)
+        train(trained)
+        optimizer.step()
+        monitor.log_step(1, 0, 1.0, 1.0, 0.1)
+    assert script.auto._monitor is None
+    assert not script.folder.exists()
+
+
+def test_an_exception_of_ours_stays_away(script: Script, capsys: pytest.CaptureFixture[str]) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("broken")
+
+    trained = model()
+    optimizer = script.optimizer(trained)
+    script.auto._stepped_by = fails  # type: ignore[method-assign]
+    train(trained)
+    optimizer.step()
+    optimizer.step()
+    assert capsys.readouterr().err.count("broken") == 1
+    assert not trained._forward_pre_hooks
+
+
+def test_the_loss_is_what_backward_starts_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.autograd, "backward", torch.autograd.backward)
+    monkeypatch.setattr(torch.amp.GradScaler, "scale", torch.amp.GradScaler.scale)
+    losses = SeenLosses()
+    losses.install()
+    weight = nn.Parameter(torch.tensor(3.0))
+    (2 * weight).backward()
+    first = losses.take()
+    assert first is not None
+    assert (first.item(), first.requires_grad) == (6.0, False)
+    assert losses.take() is None
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(4 * weight).backward()
+    assert losses.take().item() == 12.0  # type: ignore[union-attr]
+    torch.autograd.backward([weight * torch.ones(2)], [torch.ones(2)])
+    assert losses.take() is None
+
+
+def test_settings_travel_through_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = RunSettings(output="/somewhere", mode="estimate", trackers=("tensorboard",))
+    given = settings.environment({"PYTHONPATH": "/own", "A": "b"})
+    assert given["PYTHONPATH"].endswith(":/own")
+    assert given["A"] == "b"
+    monkeypatch.setenv("TRUEMFU_RUN", given["TRUEMFU_RUN"])
+    assert settings_from_environment() == settings
+    assert python_command(["train.py", "-x"], "py") == ["py", "train.py", "-x"]
+    assert python_command(["torchrun", "train.py"], "py") == ["torchrun", "train.py"]
+
+
+def test_parameters_of_every_group() -> None:
+    trained = model()
+    optimizer = torch.optim.SGD([{"params": trained[0].parameters()}, {"params": trained[1].parameters()}])
+    assert len(parameters_of(optimizer)) == 4
