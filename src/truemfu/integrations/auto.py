@@ -7,8 +7,8 @@
 A step ends when every optimizer of the script has stepped: a GAN's two, or five of the critic's steps and one
 of the generator's. An optimizer that many steps of the others pass by is not waited for. An optimizer that
 wraps another one steps with it. Nothing here raises into the script, reads a device value or replaces a
-method of the user's model. What has no hook in torch is wrapped: `Optimizer.__init__`, `torch.compile` and
-the functions of `seen_losses.py`.
+method of the user's model. What has no hook in torch is wrapped: `Optimizer.__init__`, `torch.compile`,
+`Module.compile` and the functions of `seen_losses.py`.
 """
 
 from __future__ import annotations
@@ -85,6 +85,14 @@ class AutoMonitor:
             return result
 
         torch.compile = compile_
+        compiled_in_place = nn.Module.compile
+
+        @functools.wraps(compiled_in_place)
+        def compile_in_place(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            compiled_in_place(module, *args, **kwargs)
+            auto._guarded(auto._compiled, module)
+
+        nn.Module.compile = compile_in_place  # type: ignore[method-assign,assignment]
         register_optimizer_step_post_hook(auto._on_step)
 
     @classmethod
@@ -162,11 +170,13 @@ class AutoMonitor:
         return contextlib.nullcontext() if self._monitor is None else self._monitor.pause(kind)
 
     def _compiled(self, outer: nn.Module) -> None:
-        """A module was compiled: if it holds a watched model, it is watched instead, and nothing in it."""
-        inside = {id(module) for module in outer.modules()} - {id(outer)}
+        """A module was compiled: nothing in it is watched; it is, if it holds a watched model."""
+        inside = set(map(id, outer.modules()))
         models = [found for model in self._models if (found := model()) is not None]
         if any(id(model) in inside for model in models):
             self._watch([*[model for model in models if id(model) not in inside], outer], [])
+        elif any(id(module) in inside for model in models for module in model.modules()):
+            self._watch(models, [])  # a part of one: its compiled call is seen from outside
 
     def _on_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not torch.compiler.is_compiling() and not self._is_off:
