@@ -111,7 +111,10 @@ CASES = (
     Case("image_classification", constant(24), samples=8, left_out={"evaluation": (2, 3)}),
     Case("sine_lbfgs", of_closures, samples=samples_of_closures),
     # these two print dynamo's counters as their last line: frames, graph breaks, graphs
-    Case("compiled", constant(8), samples=4, tokens=4 * 16),
+    *[
+        Case("compiled", constant(8), samples=4, tokens=4 * 16, arguments=(how,))
+        for how in ("before", "after", "in_place", "parts")
+    ],
     Case(
         "hf_trainer",
         constant(8, times=2),

@@ -1,4 +1,9 @@
-"""A model given to torch.compile; the last line is what dynamo counted."""
+"""A compiled model, by torch.compile before or after the optimizer is made, or in place: the argument.
+
+The last line is what dynamo counted.
+"""
+
+import sys
 
 import torch
 from torch import nn
@@ -27,9 +32,18 @@ def example_batch():
 
 def main():
     torch.manual_seed(0)
-    model = build()
-    compiled = torch.compile(model, backend="aot_eager")
+    how = sys.argv[1]
+    compiled = model = build()
+    if how == "before":
+        compiled = torch.compile(model, backend="aot_eager")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if how == "after":
+        compiled = torch.compile(model, backend="aot_eager")
+    elif how == "in_place":
+        model.compile(backend="aot_eager")
+    elif how == "parts":
+        for layer in model.layers:
+            layer.compile(backend="aot_eager")
     for step in range(STEPS):
         ids = torch.randint(VOCABULARY, (BATCH, LENGTH + 1))
         logits = compiled(ids[:, :-1])
