@@ -258,6 +258,7 @@ def write_summary(path: Path) -> None:
         "median_step_time_s": 1.0,
         "median_mfu": 0.5,
         "median_mfu_by_model": {EVIL: 0.5},
+        "left_out": {EVIL: {"times": 2, "seconds": 1.5, "share": 0.1}},
         "between_steps_share": 0.5,
         "forwards_between_steps": 1,
         "model": {"name": EVIL, "parameters": 1, "trainable_parameters": 1},

@@ -186,8 +186,16 @@ def own_names() -> set[str]:
     return found
 
 
-OTHERS = {"_replace", "_current_frames", "_is_owned", "_getframe", "_exit", "_model_mapping", "_from_config"}
-"""Of the standard library and of transformers."""
+OTHERS = {
+    "_replace",
+    "_current_frames",
+    "_is_owned",
+    "_getframe",
+    "_exit",
+    "_model_mapping",
+    "_from_config",
+} | {"_should_accumulate"}
+"""Of the standard library, of transformers and of Lightning."""
 ATEN = {"_safe_softmax", "_softmax", "_unsafe_view", "_to_copy", "_unique2", "_local_scalar_dense"}
 """Operators: public names of torch.ops, whatever they begin with."""
 

@@ -537,7 +537,12 @@ def test_only_our_sections_and_keys_are_touched() -> None:
     assert load_config(config) == MonitorConfig(save_freq=9, reduced_logging=True)
 
 
-@pytest.mark.parametrize("config", [["monitoring"], 5, MonitorConfig(), b"config.yaml"])
+def test_settings_that_were_read_before_are_used_as_they_are() -> None:
+    settings = MonitorConfig(save_freq=7)
+    assert load_config(settings) is settings
+
+
+@pytest.mark.parametrize("config", [["monitoring"], 5, b"config.yaml"])
 def test_what_is_neither_mapping_nor_path_is_an_error(config: Any) -> None:
     with pytest.raises(UsageError, match=r"^the configuration must be a mapping of sections; got"):
         load_config(config)
