@@ -34,7 +34,16 @@ LONG = (
     "tests/sweep/test_gradient_check.py",
     # real ranks
     "tests/monitor/test_job.py",
+    "tests/monitor/test_job_figures.py",
+    "tests/monitor/test_elastic_job.py",
     "tests/monitor/test_ranks.py",
+    "tests/monitor/test_mesh.py::test_ranks",
+    "tests/monitor/test_mesh.py::test_pipelines",
+    "tests/monitor/test_mesh.py::test_stages",
+    "tests/monitor/test_mesh.py::test_experts",
+    "tests/monitor/test_mesh.py::test_parts",
+    "tests/monitor/test_mesh.py::test_an_unknown_share",
+    "tests/monitor/test_mesh.py::test_numbers",
     "tests/flops/test_wrappers.py::test_one_rank_counts_alone",
     "tests/flops/test_wrappers.py::test_other_wrappers",
     # real trackers, all at once or with many connections
@@ -84,6 +93,8 @@ LONG = (
     "tests/integrations/test_run.py::test_ctrl_c",
     "tests/integrations/test_run.py::test_a_kill",
     "tests/integrations/test_run.py::test_switched_off",
+    "tests/integrations/test_run.py::test_a_model_is_saved",
+    "tests/integrations/test_run.py::test_forked_children",
 )
 """Tests for `make test-all` alone, by the beginning of their name; `make test` is to take ten minutes."""
 

@@ -250,6 +250,19 @@ def write_summary(path: Path) -> None:
         "counting_s": 0.0,
         "counted_after_steps": [],
     }
+    rank = {
+        "rank": 0,
+        "status": EVIL,
+        "host": EVIL,
+        "device": EVIL,
+        "last_seen": EVIL,
+        "steps": 1,
+        "step_time_s": 1.0,
+        "data_wait_s": 0.1,
+        "collective_s": 0.1,
+        "clock_mhz": 1.0,
+        "memory_bytes": 1,
+    }
     summary = {
         "steps": 1,
         "skipped_steps": 0,
@@ -271,6 +284,9 @@ def write_summary(path: Path) -> None:
         "median_tokens_per_second": 1.0,
         "median_samples_per_second": 1.0,
         "scope": EVIL,
+        "totals": {"tokens": 1, "samples": 1, "model_flops": 1, "is_complete": False},
+        "ranks": [rank, {"rank": 1, "status": EVIL}],
+        "stragglers": [{"text": EVIL}],
         "padding_lost": None,
         "data_wait_share": None,
         "hardware": hardware,

@@ -28,7 +28,8 @@ PACKAGE = Path(__file__).parent.parent / "src" / "truemfu"
 ALL = [(path, how) for path in table.NAMES for how in ("missing", "without effect")]
 NOT_NEEDED = {
     table.FLEX_FORWARD, table.FLEX_BACKWARD, table.FLEX_CHECK, table.CURRENT_STREAM, table.DEFAULT_STORE,
-    table.SCALED_MM, table.INT_MM, table.COMPILED_CALL,
+    table.SCALED_MM, table.INT_MM, table.COMPILED_CALL, table.PIPELINE_STAGE,
+    table.NCCL_RECORDS,
 }  # fmt: skip
 """By a training on a CPU, in one process, without flex attention and without `Module.compile`."""
 WRITTEN = {table.FLEX_CHECK, table.DEFAULT_GENERATOR, table.COMPILED_CALL, table.RUN_BACKWARD}
@@ -141,7 +142,7 @@ def test_without_the_place_of_a_compiled_call_a_step_that_is_not_seen_names_it()
 def test_every_name_of_the_table_is_there() -> None:
     absent = {path for path in table.NAMES if find(path) is ABSENT}
     too_new = {path for path, private in table.NAMES.items() if private.since > TORCH}
-    assert absent <= too_new | {table.CURRENT_STREAM}  # torch without CUDA has no streams
+    assert absent <= too_new | {table.CURRENT_STREAM, table.NCCL_RECORDS}  # torch without CUDA has neither
 
 
 def private_uses(path: Path) -> set[str]:

@@ -2,6 +2,7 @@
 
     TruemfuError                 anything we raise on purpose; its text is one clear line
     ├── ModelError               the model cannot be built, run or differentiated
+    │   └── SplitOverRanks       its work is spread over ranks so that one rank's share is unknown
     ├── BatchError               the batch does not fit the model, or lacks something that is needed
     ├── RecordError              a file that should hold one of our records does not
     ├── CounterError             the hardware's counters cannot be read, now or at all
@@ -40,6 +41,10 @@ class TruemfuError(Exception):
 
 class ModelError(TruemfuError):
     """The model cannot be built, run or differentiated."""
+
+
+class SplitOverRanks(ModelError):
+    """The model's work is spread over ranks in a way that leaves this rank's share unknown."""
 
 
 class BatchError(TruemfuError):

@@ -337,6 +337,56 @@ class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
     """Of the run's time."""
 
 
+class RunTotals(msgspec.Struct, frozen=True, kw_only=True):
+    """What was processed in all, over all ranks; None where a step's amount is unknown."""
+
+    steps: int | None = None
+    ranks: int | None = None
+    is_complete: bool = True
+    """Whether every rank has reported every step."""
+    model_flops: float | None = None
+    tokens: float | None = None
+    useful_tokens: float | None = None
+    samples: float | None = None
+
+
+class RankSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank of a job, as rank 0 last saw it."""
+
+    rank: int
+    status: str | None = None
+    """ "ended", "silent", "no last row" or "never reported"."""
+    host: str | None = None
+    device: str | None = None
+    last_seen: str | None = None
+    step: int | None = None
+    steps: int | None = None
+    """After warm-up; the means below are over these."""
+    step_time_s: float | None = None
+    data_wait_s: float | None = None
+    collective_s: float | None = None
+    """Of its last window: a step's time in collectives, whether other kernels ran meanwhile or not."""
+    clock_mhz: float | None = None
+    memory_bytes: int | None = None
+
+
+class StragglerSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank that held up its job for some time."""
+
+    rank: int
+    host: str | None = None
+    device: str | None = None
+    cause: str | None = None
+    """ "input", "gpu", "host", "link", "work", "silent" or "ended"."""
+    since_s: float | None = None
+    until_s: float | None = None
+    since_step: int | None = None
+    excess_s: float | None = None
+    lost_s: float | None = None
+    share: float | None = None
+    text: str | None = None
+
+
 class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     """The summary of a run."""
 
@@ -358,6 +408,11 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     forwards_between_steps: int | None = None
     """Forward passes without gradients in that time."""
     left_out: dict[str, LeftOut] = {}
+    totals: RunTotals | None = None
+    ranks: list[RankSummary] = []
+    """Of a job, the first few dozen."""
+    stragglers: list[StragglerSummary] = []
+    """Of a job: those that still held it up, then the newest others."""
     method: str | None = None
     peak_source: str | None = None
     monitor_cost: MonitorCost | None = None
@@ -391,7 +446,7 @@ class RunRecord(_Record, frozen=True, kw_only=True):
     time_source: str | None = None
     world_size: int | None = None
     scope: str | None = None
-    """What the rates cover: "one device", "this rank × 8"."""
+    """What the rates cover: "one device", "job of 8 ranks, summed"."""
     model: ModelFacts | None = None
     batch_shapes: list[dict[str, list[int]]] = []
     """Names and shapes of the tensors of the latest distinct batches."""

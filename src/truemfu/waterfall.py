@@ -247,6 +247,11 @@ def waterfall(inputs: WaterfallInputs) -> Waterfall | None:
         if t is not None and busy is not None and sm is not None:
             empty = {"unfilled": ("SMs empty while a kernel ran", max(0.0, b - max(sm, t)))}
             inner["no_tensor"] = _of_which("no_tensor", g * (b - t), empty, g)
+    if inputs.world_size > 1:
+        known.notes.append(
+            "communication between ranks is not a part of its own: its kernels are part of the time without "
+            "tensor work, unless they overlap with others, which their timing does not show"
+        )
     reasons = _reasons(inputs.throttle or {})
     values = (g, b, t, e, tau, h, m, p)
     missing = {key for key, value in zip(_MISSING, values, strict=True) if value is None}

@@ -17,6 +17,7 @@ from truemfu.integrations.auto import AutoMonitor
 from truemfu.integrations.find_models import models_with, parameters_of
 from truemfu.integrations.run_settings import RunSettings, python_command, settings_from_environment
 from truemfu.integrations.seen_losses import SeenLosses
+from truemfu.monitor import created
 
 
 def model() -> nn.Module:
@@ -58,7 +59,7 @@ class Script:
 
     def made(self, optimizer: torch.optim.Optimizer) -> None:
         optimizer.register_step_post_hook(self.auto._on_step)
-        self.auto._optimizer_made(optimizer)
+        self.auto._guarded(self.auto._optimizer_made, optimizer)
 
     def rows(self) -> list[dict[str, Any]]:
         self.auto._monitor.close()
@@ -69,8 +70,8 @@ class Script:
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Script]:
     monkeypatch.setenv("TRUEMFU_PEAK_TFLOPS", "1")
-    TrainingMonitor._all.clear()
     made = Script(tmp_path / "run")
+    monkeypatch.setattr(created, "listeners", [made.auto._monitor_made])
     yield made
     if made.auto._monitor is not None:
         made.auto._monitor.close()
@@ -118,8 +119,76 @@ def test_an_optimizer_that_never_steps_is_not_waited_for(script: Script) -> None
         train(trained)
         optimizer.step()
     rows = script.rows()
-    assert never is not None
     assert samples(rows) == [40, *[2] * 5]
+    del never  # until here it exists
+
+
+def test_a_second_training_does_not_wait_for_the_optimizer_of_the_first(script: Script) -> None:
+    first, second = model(), model()
+    finished = script.optimizer(first)
+    for _ in range(3):
+        train(first)
+        finished.step()
+    optimizer = script.optimizer(second)
+    for _ in range(4):
+        train(second)
+        optimizer.step()
+    assert samples(script.rows()) == [2] * 7
+
+
+def test_an_optimizer_that_stops_is_not_waited_for_after_two_cycles(script: Script) -> None:
+    goes_on, stops = model(), model()
+    first, second = script.optimizer(goes_on), script.optimizer(stops)
+    for _ in range(3):
+        for trained, optimizer in ((goes_on, first), (stops, second)):
+            train(trained)
+            optimizer.step()
+    for _ in range(6):
+        train(goes_on)
+        first.step()
+    train(stops)
+    second.step()
+    train(goes_on)
+    first.step()
+    assert samples(script.rows()) == [2, 2, 2, 8, 2, 2, 2]
+
+
+def test_models_of_many_trainings_are_found_at_reused_addresses(script: Script) -> None:
+    for _ in range(8):
+        trained = model()
+        optimizer = script.optimizer(trained)
+        for _ in range(2):
+            train(trained)
+            optimizer.step()
+        del trained, optimizer
+    rows = script.rows()
+    assert samples(rows) == [2] * 16
+
+
+def test_a_model_whose_parameters_are_added_later_is_counted(script: Script) -> None:
+    body, head = nn.Linear(4, 8), nn.Linear(8, 1)
+    optimizer = script.optimizer(body)
+    optimizer.add_param_group({"params": head.parameters()})
+    script.auto._group_added(optimizer)
+    for _ in range(3):
+        head(body(torch.ones(2, 4))).sum().backward()
+        optimizer.step()
+    rows = script.rows()
+    one = 2 * (2 * 2 * 4 * 8) + 3 * (2 * 2 * 8 * 1)
+    assert [round(row["perf/mfu"] * row["perf/step_time"] * 1e12) for row in rows] == [one] * 3
+
+
+def test_the_model_of_a_copied_optimizer_is_found(script: Script) -> None:
+    pair = copy.deepcopy((trained := model(), torch.optim.SGD(trained.parameters(), lr=0.5)))
+    copied, optimizer = pair
+    optimizer.register_step_post_hook(script.auto._on_step)
+    with pytest.warns(match="without a training forward pass"):  # it is found when it steps first
+        for _ in range(3):
+            train(copied)
+            optimizer.step()
+        rows = script.rows()
+    assert "perf/samples_per_second" not in rows[0]
+    assert samples(rows[1:]) == [2] * 2
 
 
 def test_parameters_of_no_module_are_reported(script: Script) -> None:
@@ -156,6 +225,32 @@ def test_a_script_with_its_own_monitor_is_left_alone(script: Script, tmp_path: P
     assert not script.folder.exists()
 
 
+def test_a_script_that_makes_its_own_monitor_later_is_left_alone(script: Script, tmp_path: Path) -> None:
+    trained = model()
+    optimizer = script.optimizer(trained)
+    with TrainingMonitor(tmp_path / "own", model=trained) as monitor:
+        train(trained)
+        optimizer.step()
+        monitor.log_step(1, 0, 1.0, 1.0, 0.1)
+    assert script.auto.steps == 0
+    assert not (script.folder / "training_log.json").exists()
+    assert monitor.summary()["steps"] == 1
+
+
+def test_the_monitor_passes_its_model_on_without_hooks(script: Script) -> None:
+    trained = model()
+    optimizer = script.optimizer(trained)
+    seen = script.auto._without_hooks(lambda saved: len(saved["model"]._forward_pre_hooks))
+    for _ in range(3):
+        train(trained)
+        assert seen({"model": trained}) == 0
+        assert len(trained._forward_pre_hooks) == 1
+        optimizer.step()
+    rows = script.rows()
+    assert samples(rows) == [2] * 3
+    assert script.auto._monitor.summary()["monitor_cost"]["counts"] == 1
+
+
 def test_an_exception_of_ours_stays_away(script: Script, capsys: pytest.CaptureFixture[str]) -> None:
     def fails(*_: object) -> None:
         raise RuntimeError("broken")
@@ -189,7 +284,7 @@ def test_the_loss_is_what_backward_starts_from(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_settings_travel_through_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = RunSettings(output="/somewhere", mode="estimate", trackers=("tensorboard",))
+    settings = RunSettings(output="/somewhere", mode="estimate", trackers=("tensorboard",), began_s=1.5)
     given = settings.environment({"PYTHONPATH": "/own", "A": "b"})
     assert given["PYTHONPATH"].endswith(":/own")
     assert given["A"] == "b"

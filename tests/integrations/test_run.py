@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +33,7 @@ from tests.integrations.run_pairs import (
 )
 
 from truemfu import count_flops
+from truemfu.monitor.config import MODES
 
 Flops = Callable[[ModuleType, Ended], list[int]]
 Amount = int | Callable[[Ended], list[int]] | None
@@ -404,6 +406,106 @@ def test_a_script_that_is_not_python(tmp_path: Path) -> None:
     assert len(run.stderr.splitlines()) == 1, run.stderr
     assert "notes.txt" in run.stderr
     assert not run.output.exists()
+
+
+SAVING = """
+import torch
+from torch import nn
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+    def forward(self, x):
+        if not torch.jit.is_scripting():
+            print("forward", tuple(x.shape))
+        return self.linear(x)
+torch.manual_seed(0)
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(4):
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    torch.save(model, f"model{step}.pt")
+with torch.serialization.safe_globals([Net, nn.Linear, set]):
+    print(type(torch.load("model3.pt", weights_only=True)).__name__)
+print(torch.jit.script(model)(torch.ones(2, 4)).tolist())
+"""
+
+
+def test_a_model_is_saved_scripted_and_printed_from_as_alone(tmp_path: Path) -> None:
+    (tmp_path / "saving.py").write_text(SAVING)
+    alone, run = alone_and_watched([sys.executable, str(tmp_path / "saving.py")], tmp_path)
+    assert alone.code == 0, alone.stderr
+    assert (run.code, run.stdout) == (alone.code, alone.stdout), run.stderr
+    assert len(run.rows()) == 4
+    for step in range(4):
+        assert has_hooks(run.folder / f"model{step}.pt") == has_hooks(alone.folder / f"model{step}.pt")
+
+
+def has_hooks(path: Path) -> bool:
+    """Whether a saved model has hooks: their names are in its pickle."""
+    with zipfile.ZipFile(path) as archive:
+        return b"nullcontext" in archive.read(f"{path.stem}/data.pkl")
+
+
+CHILDREN = """
+import multiprocessing, sys, torch
+from torch import nn
+def train(number):
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(5):
+        model(torch.ones(number, 4)).sum().backward()
+        optimizer.step()
+if __name__ == "__main__":
+    for number in (2, 3):
+        child = multiprocessing.get_context("fork").Process(target=train, args=(number,))
+        child.start()
+        child.join()
+"""
+
+
+def test_forked_children_that_train_have_a_folder_each(tmp_path: Path) -> None:
+    (tmp_path / "children.py").write_text(CHILDREN)
+    output = tmp_path / "output"
+    run = ended(watched([sys.executable, str(tmp_path / "children.py")], output), tmp_path, output)
+    assert run.code == 0, run.stderr
+    logs = sorted(output.rglob("training_log.json"))
+    assert [log.parent.name.partition("-")[0] for log in logs] == ["process", "output"]
+    rows = [json.loads(log.read_text()) for log in logs]
+    assert [[samples_of(row) for row in found] for found in rows] in ([[3] * 5, [2] * 5], [[2] * 5, [3] * 5])
+
+
+def samples_of(row: dict[str, Any]) -> int:
+    return round(row["perf/samples_per_second"] * row["perf/step_time"])
+
+
+@pytest.mark.parametrize(
+    ("options", "command", "code", "named"),
+    [
+        (["--tracker", "fluffy"], ["true"], 2, "fluffy"),
+        (["--output", "file/below"], ["true"], 2, "not a folder"),
+        ([], ["./no-program"], 126, "no-program"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_the_command_runs(
+    options: list[str], command: list[str], code: int, named: str, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "no-program").write_text("no first line with a program\n")
+    (tmp_path / "no-program").chmod(0o755)
+    call = [sys.executable, "-m", "truemfu", "run", *options, "--", *command]
+    run = ended(call, tmp_path, tmp_path / "output")
+    assert (run.code, run.stdout) == (code, "")
+    assert len(run.stderr.splitlines()) == 1, run.stderr
+    assert named in run.stderr
+
+
+def test_the_help_names_every_mode() -> None:
+    shown = subprocess.run(
+        [sys.executable, "-m", "truemfu", "run", "--help"], capture_output=True, text=True, check=True
+    )
+    assert all(re.search(rf"\b{mode}\b", shown.stdout) for mode in MODES)
 
 
 def faulty(how: str) -> list[str]:

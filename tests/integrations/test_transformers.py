@@ -47,7 +47,8 @@ from tests.monitor.rank_processes import free_address, run_ranks
 from truemfu import TrainingMonitor
 from truemfu.errors import TruemfuWarning, UsageError
 from truemfu.integrations import transformers as integration
-from truemfu.integrations.transformers import LOGGED, TrueMFUCallback
+from truemfu.integrations.guarded import LOGGED
+from truemfu.integrations.transformers import TrueMFUCallback
 
 WRAPPED = {
     "training_step",
@@ -409,7 +410,9 @@ def test_a_failure_of_the_callback_leaves_the_training_alone(
 
     trainer, _ = monitored(up_to_date=False, model=llama(), args=arguments(tmp_path), train_dataset=samples())
     monkeypatch.setattr(TrainingMonitor, "log_step", fail)
-    with pytest.warns(TruemfuWarning, match=r"switched off, training continues: OSError: the log is gone"):
+    with pytest.warns(
+        TruemfuWarning, match=r"switched off for this training, which continues: OSError: the log is gone"
+    ):
         assert trainer.train().global_step == 4
     assert not wrapped_in(trainer)
 
@@ -493,7 +496,8 @@ def test_two_ranks(build: Callable[[], nn.Module], wrapper: str, tmp_path: Path)
     assert found[0]["wrapper"] == wrapper
     run = Run(tmp_path / "truemfu", found[0]["log_history"])
     assert run.steps == [1, 2, 3, 4]
-    assert run.tokens == [2 * tokens for tokens in found[0]["tokens"]]  # of the job
+    of_both = zip(found[0]["tokens"], found[1]["tokens"], strict=True)
+    assert run.tokens == [one + other for one, other in of_both]
     assert run.model_flops == found[0]["flops"]
     assert [row.get("training/grad_norm") for row in run.rows] == [entry["grad_norm"] for entry in run.logs]
     assert [row["training/lr"] for row in run.rows] == [entry["learning_rate"] for entry in run.logs]

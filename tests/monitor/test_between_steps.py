@@ -379,6 +379,23 @@ def test_what_happens_in_most_steps_belongs_to_them(tmp_path: Path) -> None:
     assert sum(row.get("perf/step_time", 0.0) >= SLEEP_S for row in rows) == 9
 
 
+def unusual(gaps: list[tuple[float, int]]) -> list[int]:
+    """The gaps, of seconds and forward passes, that are excluded."""
+    steps, found = BetweenSteps(), []
+    for step, (seconds, forwards) in enumerate(gaps):
+        steps.end_s, steps.first_s, steps.forwards = 0.0, seconds, forwards
+        if steps.unusual_gap(step) is not None:
+            found.append(step)
+    return found
+
+
+def test_an_evaluation_in_each_step_belongs_to_it_however_long_it_takes_at_times() -> None:
+    assert unusual([(0.002, 3)] * 8 + [(0.4, 3)] + [(0.002, 3)] * 8 + [(0.4, 5)]) == []
+    assert unusual([(0.002, 3)] * 8 + [(0.4, 30)]) == [8]
+    assert unusual([(0.002, 0)] * 8 + [(0.4, 3)]) == [8]
+    assert unusual([(0.4, 0)] * 8 + [(0.3, 0), (0.9, 0)]) == [9]
+
+
 def test_a_wait_for_data_after_an_evaluation_stays_in_the_step(tmp_path: Path) -> None:
     model = Model()
     monitor = TrainingMonitor(tmp_path, {"monitoring": {"peak_tflops": 1.0}}, model=model)

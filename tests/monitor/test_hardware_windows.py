@@ -40,7 +40,6 @@ def step(
         useful_tokens=8192,
         flops=flops,
         warmup=False,
-        world_size=1,
     )
 
 
@@ -141,11 +140,12 @@ def test_the_tiles_of_the_waterfall_are_those_of_the_cross_check() -> None:
     assert expected == pytest.approx(1 + 0.05 * 0.6)
 
 
-def test_energy_is_the_jobs_and_its_rate_by_token_is_not_multiplied() -> None:
+def test_the_energy_of_a_job_is_not_known_from_one_gpu() -> None:
     one, eight = figures(), figures(world_size=8)
     assert one.energy_j_per_step == pytest.approx(600 * STEP_S)
-    assert eight.energy_j_per_step == pytest.approx(8 * one.energy_j_per_step)
-    assert eight.energy_j_per_million_tokens == pytest.approx(one.energy_j_per_million_tokens)
+    assert one.energy_j_per_million_tokens == pytest.approx(600 * STEP_S / 8192 * 1e6)
+    assert eight.power_w == one.power_w
+    assert eight.energy_j_per_step is eight.energy_j_per_million_tokens is None
 
 
 def test_with_several_ranks_communication_may_be_in_the_busy_time() -> None:

@@ -211,7 +211,7 @@ def flops_of(found: dict[str, Any]) -> int:
 
 
 @pytest.mark.parametrize(("name", "world_size"), [("ddp", 2), ("ddp", 3), ("fsdp2", 2)])
-def test_every_rank_has_its_mfu_and_rank_0_alone_writes(tmp_path: Path, name: str, world_size: int) -> None:
+def test_every_rank_has_its_mfu_and_rank_0_alone_logs(tmp_path: Path, name: str, world_size: int) -> None:
     if name == "fsdp2" and not hasattr(torch.cpu.Stream, "record_event"):
         pytest.skip("FSDP2 on a CPU needs a newer torch")
     codes, found = job(tmp_path, name, world_size)
@@ -219,11 +219,13 @@ def test_every_rank_has_its_mfu_and_rank_0_alone_writes(tmp_path: Path, name: st
     for rank in range(world_size):
         assert flops_of(found[rank]) == flops(2)
         assert found[rank]["last"]["perf/mfu"] > 0
-        assert found[rank]["summary"]["scope"] == f"this rank × {world_size}"
+        scope = f"rank {rank} of {world_size} alone" if rank else f"job of {world_size} ranks, summed"
+        assert found[rank]["summary"]["scope"] == scope
         assert found[rank]["summary"]["warnings"] == []
     names = {path.name for path in tmp_path.iterdir()}
     own = {f"{rank}.json" for rank in range(world_size)}
-    assert names - own == {"training_log.json", "training_run.json", "closed_forms.json"}
+    assert names - own == {"training_log.json", "training_run.json", "closed_forms.json", "ranks"}
+    assert len(list((tmp_path / "ranks").iterdir())) == world_size
     assert len(json.loads((tmp_path / "training_log.json").read_text())) == 4
 
 
@@ -290,7 +292,7 @@ def test_a_second_model_is_not_taken_for_the_first(tmp_path: Path) -> None:
     assert flops_of(found[1]) == flops(400)
 
 
-def test_ranks_that_share_each_product_have_no_mfu_rather_than_a_wrong_one(tmp_path: Path) -> None:
+def test_ranks_that_share_each_product_count_the_whole_layers(tmp_path: Path) -> None:
     codes, found = job(tmp_path, "tensor parallel")
     assert codes == [0, 0]
-    assert all("perf/step_time" in rank["last"] and "perf/mfu" not in rank["last"] for rank in found.values())
+    assert [rank["last"]["perf/method"] for rank in found.values()] == ["closed form"] * 2

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from fractions import Fraction
 
 import pytest
 
 from truemfu.monitor.metrics import StepAmounts, StepTime, Window, performance
+from truemfu.monitor.ranks.job_sums import JobStep
+from truemfu.monitor.ranks.role import RankRole
 from truemfu.monitor.row_side.flops_of_steps import StepFlops
 from truemfu.monitor.totals import Reservoir, Totals
 
@@ -24,29 +27,75 @@ STEP = StepAmounts(
     useful_tokens=1024.0,
     flops=FLOPS,
     warmup=False,
-    world_size=8,
 )
+OWN = {
+    "perf/step_time": 0.5,
+    "perf/steps_per_second": 2.0,
+    "perf/tokens_per_second_per_gpu": 4096.0,
+    "perf/real_tokens_per_second_per_gpu": 2048.0,
+    "perf/samples_per_second_per_gpu": 8.0,
+    "perf/tflops_per_gpu": 4.0,
+    "perf/padding_efficiency": 0.5,
+    "perf/data_wait": 0.1,
+    "perf/method": "closed form",
+}
 
 
-def test_a_row_holds_every_rate_for_the_job_and_for_this_gpu() -> None:
-    assert performance(STEP, TIME) == {
-        "perf/step_time": 0.5,
-        "perf/steps_per_second": 2.0,
-        "perf/tokens_per_second": 8 * 4096.0,
-        "perf/tokens_per_second_per_gpu": 4096.0,
-        "perf/real_tokens_per_second": 8 * 2048.0,
-        "perf/real_tokens_per_second_per_gpu": 2048.0,
-        "perf/samples_per_second": 64.0,
-        "perf/samples_per_second_per_gpu": 8.0,
+def test_a_row_of_a_single_process_holds_every_rate() -> None:
+    assert performance(STEP, TIME) == OWN | {
+        "perf/tokens_per_second": 4096.0,
+        "perf/real_tokens_per_second": 2048.0,
+        "perf/samples_per_second": 8.0,
         "perf/mfu": 0.4,
         "perf/mfu_percent": 40.0,
         "perf/hfu": pytest.approx(0.6),
         "perf/hfu_percent": pytest.approx(60.0),
-        "perf/tflops_per_gpu": 4.0,
-        "perf/padding_efficiency": 0.5,
-        "perf/data_wait": 0.1,
-        "perf/method": "closed form",
     }
+
+
+def test_a_row_of_a_job_holds_the_sums_over_its_ranks_and_this_gpus_own_rates() -> None:
+    sums = {
+        "tokens": 5000,
+        "useful_tokens": 3000,
+        "samples": 11,
+        "model_flops": 9 * 10**12,
+        "hardware_flops": 12 * 10**12,
+        "peak_flops_per_s": 30 * 10**12,
+    }
+    in_job = dataclasses.replace(STEP, in_job=True, job=JobStep(sums))
+    own = OWN | {"perf/mfu_per_gpu": 0.4, "perf/hfu_per_gpu": pytest.approx(0.6)}
+    assert performance(in_job, TIME) == own | {
+        "perf/tokens_per_second": 10000.0,
+        "perf/real_tokens_per_second": 6000.0,
+        "perf/samples_per_second": 22.0,
+        "perf/mfu": pytest.approx(0.6),
+        "perf/mfu_percent": pytest.approx(60.0),
+        "perf/hfu": pytest.approx(0.8),
+        "perf/hfu_percent": pytest.approx(80.0),
+    }
+    assert performance(dataclasses.replace(STEP, in_job=True), TIME) == own
+
+
+def test_executed_flops_of_different_methods_are_not_added_up() -> None:
+    by_counters = dataclasses.replace(STEP, flops=dataclasses.replace(FLOPS, executed_method="counters"))
+    assert STEP.shares["hardware_flops"] == 3 * 10**12
+    assert by_counters.shares["hardware_flops by counters"] == 3 * 10**12
+    job = JobStep({"hardware_flops": 6 * 10**12, "peak_flops_per_s": 20 * 10**12})
+    assert "perf/hfu" not in performance(dataclasses.replace(by_counters, in_job=True, job=job), TIME)
+
+
+def test_a_ranks_share_is_exact() -> None:
+    in_group_of_three = dataclasses.replace(STEP, role=RankRole(flops_shared_by=3, tokens_shared_by=3))
+    shared = in_group_of_three.shares
+    assert shared["model_flops"] == Fraction(2 * 10**12, 3)
+    assert shared["tokens"] == Fraction(2048, 3)
+    assert shared["peak_flops_per_s"] == 10**13
+    row = performance(in_group_of_three, TIME)
+    assert row["perf/mfu"] == pytest.approx(performance(STEP, TIME)["perf/mfu"] / 3)
+    assert row["perf/tflops_per_gpu"] == pytest.approx(performance(STEP, TIME)["perf/tflops_per_gpu"] / 3)
+    later_stage = dataclasses.replace(STEP, role=RankRole(has_tokens=False))
+    assert not [name for name in performance(later_stage, TIME) if "tokens" in name or "samples" in name]
+    assert (later_stage.shares["tokens"], later_stage.shares["model_flops"]) == (0, 2 * 10**12)
 
 
 def test_steps_that_were_not_logged_share_the_time() -> None:
@@ -108,9 +157,11 @@ def test_totals_are_medians_over_the_steps_after_warm_up() -> None:
     assert run["warmup_steps"] == 1
     assert run["median_step_time_s"] == 0.5
     assert run["median_mfu"] == 0.4
-    assert run["median_tokens_per_second"] == 8 * 4096.0
+    assert run["median_tokens_per_second"] == 4096.0
     assert run["padding_lost"] == 0.5
     assert run["data_wait_share"] == pytest.approx(0.2)
+    assert run["totals"]["model_flops"] == 4 * 2 * 10**12
+    assert run["totals"]["tokens"] == 4 * 2048
     assert run["method"] == "closed form"
 
 

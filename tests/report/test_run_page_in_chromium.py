@@ -79,6 +79,17 @@ def layout(page: Path, tmp_path: Path, width: int, *arguments: str) -> Layout:
     return told
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _starts(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Some containers have a Chromium that does not start."""
+    try:
+        printed = chromium(tmp_path_factory.mktemp("profile"), "--dump-dom", "data:text/html,<p>starts</p>")
+    except (OSError, subprocess.SubprocessError) as error:
+        pytest.skip(f"Chromium does not start here: {type(error).__name__}")
+    if "<p>starts</p>" not in printed:
+        pytest.skip("Chromium does not start here: it printed no page")
+
+
 @pytest.fixture
 def page(run_folder: Path, change_run: Callable[..., dict[str, Any]]) -> Path:
     """A page with everything on it: counters, damage, warnings with words that cannot be broken."""

@@ -82,6 +82,15 @@ def test_datasets_are_labels_whatever_their_names() -> None:
     assert found[key("truemfu_dataset_accuracy", dataset="code")] == 0.5
 
 
+def test_a_rank_is_a_label_of_its_figures() -> None:
+    tracker = started()
+    tracker.log(1, {"perf/rank/0/step_time": 0.5, "perf/rank/12/step_time": 0.75, "perf/step_time": 0.5})
+    values = scrape(tracker)
+    assert values[key("truemfu_rank_step_time", of_rank="12")] == 0.75
+    assert values[key("truemfu_rank_step_time", of_rank="0")] == 0.5
+    tracker.finish({})
+
+
 def test_names_that_would_be_one_time_series_stay_apart() -> None:
     tracker = started(folder="\udcff")
     tracker.log(

@@ -10,14 +10,14 @@ import os
 import shutil
 import signal
 import sys
+import time
 from pathlib import Path
 
 import click
 
 from .console import FilePath, debug_option, say
 
-_NOT_FOUND = 127
-_MODES = ("smart", "profiler", "estimate", "hybrid")
+_NOT_FOUND, _CANNOT_RUN = 127, 126
 _FOLDER = "truemfu-runs"
 
 
@@ -32,7 +32,11 @@ _FOLDER = "truemfu-runs"
     help=f"The run folder.  [default: {_FOLDER}/DATE-TIME-NAME]",
 )
 @click.option("--config", type=FilePath(), help="A YAML or JSON file with the settings of docs/monitor.md.")
-@click.option("--mode", type=click.Choice(_MODES), help="How FLOPs are found.  [default: smart]")
+@click.option(
+    "--mode",
+    metavar="MODE",
+    help="How FLOPs are found: smart, hybrid, profiler or estimate (docs/monitor.md).  [default: smart]",
+)
 @click.option(
     "--tracker",
     "trackers",
@@ -67,14 +71,18 @@ def run(
         truemfu status runs/a
         truemfu report runs/a -o report.html
 
-    TRUEMFU_DISABLED=1 runs COMMAND without measuring. Exit code: that of COMMAND; 127 if it is not found, 2
-    for a wrong option.
+    TRUEMFU_DISABLED=1 runs COMMAND without measuring. Exit code: that of COMMAND; 127 if it is not found,
+    126 if it cannot be run, 2 for a wrong option.
     """
     from ..environment import is_disabled
     from ..errors import UsageError
+    from ..hardware.detect import override_flops_per_s
     from ..integrations.run_settings import RunSettings, python_command
-    from ..monitor.config import load_config
+    from ..monitor.config import MODES, load_config
+    from ..trackers.table import check_tracker
 
+    if mode is not None and mode not in MODES:
+        raise UsageError(f"--mode must be one of {', '.join(MODES)}; got {mode!r}")
     if not command:
         raise UsageError("give the command to run: truemfu run -- python train.py")
     call = python_command(command, sys.executable)
@@ -84,20 +92,28 @@ def run(
     if not is_disabled():
         load_config(config)
         folder = output or _default_folder(command)
-        if folder.exists() and not folder.is_dir():
-            raise UsageError(f"{folder} is not a folder: give --output another name")
+        if taken := next((p for p in (folder, *folder.absolute().parents) if p.is_file()), None):
+            raise UsageError(f"{taken} is not a folder: give --output another name")
+        for tracker in trackers:
+            check_tracker(tracker)
+        override_flops_per_s()
         settings = RunSettings(
             output=str(folder.absolute()),
             config=None if config is None else str(config.absolute()),
             mode=mode,
             trackers=trackers or None,
+            began_s=time.time(),
         )
         os.environ.update(settings.environment(os.environ))
     sys.stdout.flush()
     sys.stderr.flush()
     for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # by Python, and a command would inherit that
         signal.signal(ignored, signal.SIG_DFL)
-    os.execvp(call[0], call)
+    try:
+        os.execvp(call[0], call)
+    except OSError as error:  # an executable file without `#!`, or for another machine
+        say(f"error: {call[0]} cannot be run: {error.strerror}", err=True)
+        raise click.exceptions.Exit(_CANNOT_RUN) from None
 
 
 def _is_there(name: str, call: list[str]) -> bool:

@@ -59,13 +59,17 @@ def status(folder: Path, as_json: bool) -> None:
         ("step", f"{found['last_step']:,}" if last is not None else "none yet"),
         ("loss", _text(found["loss"], "{:.6g}")),
         ("step, median", _text(summary.median_step_time_s, "{:.4g} s")),
-        ("MFU, median", _text(summary.median_mfu, "{:.2%}")),
-        ("HFU, median", _text(summary.median_hfu, "{:.2%}")),
+        ("MFU, median", _share(summary.median_mfu)),
+        ("HFU, median", _share(summary.median_hfu)),
         ("tokens/s", _text(summary.median_tokens_per_second, "{:,.0f}")),
         ("FLOPs by", summary.method or "nothing yet"),
     ]
     for label, text in lines:
         say(f"  {label:14}{text}")
+
+
+def _share(share: float | None) -> str:
+    return _text(share, "{:.2%}") if share is None or share >= 0.01 else f"{100 * share:.2g} %"
 
 
 def _text(value: object, form: str) -> str:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .batch import CUMULATIVE, GRIDS, documents_of, is_readable
     from .closed_form.flop_model import PER_VALUES, FlopModel
     from .closed_form.form import CLOSED_FORM
+    from .closed_form.whole_sequences import has_whole_sequences, whole_sequences
     from .count.count import count_flops, count_step, profile_model_flops, uncounted_notice, warn_uncounted
     from .count.loss import loss_of
     from .count.step_work import StepWork
@@ -62,6 +63,8 @@ _HOMES = {
     "FlopModel": "closed_form.flop_model",
     "PER_VALUES": "closed_form.flop_model",
     "CLOSED_FORM": "closed_form.form",
+    "has_whole_sequences": "closed_form.whole_sequences",
+    "whole_sequences": "closed_form.whole_sequences",
     "count_flops": "count.count",
     "count_step": "count.count",
     "profile_model_flops": "count.count",
@@ -145,6 +148,7 @@ __all__ = [
     "estimate_flops",
     "example_batch",
     "has_values",
+    "has_whole_sequences",
     "is_compiled_wrapper",
     "is_readable",
     "live",
@@ -167,6 +171,7 @@ __all__ = [
     "unwrap",
     "user_handler",
     "warn_uncounted",
+    "whole_sequences",
 ]
 
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

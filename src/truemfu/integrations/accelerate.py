@@ -22,9 +22,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ..environment import is_disabled
 from ..monitor.monitor import TrainingMonitor
 from ..trackers.base import Tracker
-from .guarded import guarded, replace_method
-
-_SAVE = ("save_state", "save_model")
+from .guarded import guarded, pausing, replace_method
+from .trainer_pauses import paused_methods
 
 
 def watch(
@@ -81,13 +80,6 @@ class _Steps:
         accelerator, monitor = self._accelerator, self._monitor
         self._attach(accelerator._models)
 
-        def paused(save: Callable[..., Any]) -> Callable[..., Any]:
-            def call(*args: Any, **kwargs: Any) -> Any:
-                with monitor.pause("checkpoint"):
-                    return save(*args, **kwargs)
-
-            return call
-
         def after(method: Callable[..., Any], then: Callable[[Any], None]) -> Callable[..., Any]:
             def call(*args: Any, **kwargs: Any) -> Any:
                 result = method(*args, **kwargs)
@@ -109,7 +101,10 @@ class _Steps:
             return end_training(*args, **kwargs)
 
         replacements = {
-            **{name: paused(getattr(accelerator, name)) for name in _SAVE},
+            **{
+                name: pausing(monitor.pause, kind, getattr(accelerator, name))
+                for name, kind in paused_methods("accelerate.accelerator").items()
+            },
             "prepare": after(accelerator.prepare, self._attach),
             "prepare_model": after(accelerator.prepare_model, self._attach),
             "clip_grad_norm_": after(accelerator.clip_grad_norm_, self._norms.append),

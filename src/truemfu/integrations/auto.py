@@ -4,15 +4,15 @@
     torch.compile(model) ──► the compiled model is watched instead; of other wrappers (DDP) the model inside
     optimizers have updated all of their parameters ──► log_step: loss of the last backward, learning rate
 
-A step ends when every optimizer of the script has stepped: a GAN's two, or five of the critic's steps and one
-of the generator's. An optimizer that many steps of the others pass by is not waited for. An optimizer that
-wraps another one steps with it. Nothing here raises into the script, reads a device value or replaces a
-method of the user's model. What has no hook in torch is wrapped: `Optimizer.__init__`, `torch.compile`,
-`Module.compile` and the functions of `seen_losses.py`.
+A step ends when every optimizer of the script has stepped (`seen_optimizers.py`). A script with a monitor of
+its own is left alone. Nothing here raises into the script, reads a device value or replaces a method of the
+user's model. What has no hook in torch is wrapped: `Optimizer.__init__` and `add_param_group`,
+`torch.compile`, `Module.compile`, what saves or scripts a model, and the functions of `seen_losses.py`.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import os
@@ -24,17 +24,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..errors import TruemfuError, one_line
+from ..monitor import created
 from .find_models import models_with, parameters_of
 from .run_settings import RunSettings, say
 from .seen_losses import SeenLosses
+from .seen_optimizers import SeenOptimizers
 from .trainer_pauses import TrainerPauses
 
-_PASSED_BY = 20
-"""Steps of other optimizers after which one that never stepped is not waited for."""
 _ZERO_3 = "ds_id"
 """An attribute of parameters that DeepSpeed's ZeRO-3 has emptied."""
 
@@ -48,16 +49,11 @@ class AutoMonitor:
         self._settings = settings
         self._losses = SeenLosses()
         self._pauses = TrainerPauses(self._pause)
-        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._ever_stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._known: set[int] = set()
-        """Parameters of the models that are watched."""
+        self._optimizers = SeenOptimizers()
         self._models: list[weakref.ref[nn.Module]] = []
         self._monitor: Any = None
-        self._is_off = False
-        self._made_any = False
-        self._since_step = 0
+        self._is_off = self._is_opening = False
+        self._why_nothing = "no optimizer of torch.optim was made"
         self._seen_batches = False
         """Whether the last step had a batch."""
         self.steps = 0
@@ -66,15 +62,17 @@ class AutoMonitor:
     def install(cls, settings: RunSettings) -> None:
         """Watch this process, in which torch has just been imported."""
         auto = cls.current = cls(settings)
+        created.listeners.append(auto._monitor_made)
         auto._losses.install()
-        made = torch.optim.Optimizer.__init__
-
-        @functools.wraps(made)
-        def init(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
-            made(optimizer, *args, **kwargs)
-            auto._guarded(auto._optimizer_made, optimizer)
-
-        torch.optim.Optimizer.__init__ = init  # type: ignore[method-assign,assignment]
+        torch.save = auto._without_hooks(torch.save)
+        torch.jit.script = auto._without_hooks(torch.jit.script)
+        torch.jit.trace = auto._without_hooks(torch.jit.trace)
+        optimizers = torch.optim.Optimizer
+        optimizers.__init__ = auto._followed(optimizers.__init__, auto._optimizer_made)  # type: ignore[method-assign]
+        optimizers.add_param_group = auto._followed(  # type: ignore[method-assign]
+            optimizers.add_param_group, auto._group_added
+        )
+        nn.Module.compile = auto._followed(nn.Module.compile, auto._compiled)  # type: ignore[method-assign]
         compiled = torch.compile
 
         @functools.wraps(compiled)
@@ -85,23 +83,23 @@ class AutoMonitor:
             return result
 
         torch.compile = compile_
-        compiled_in_place = nn.Module.compile
-
-        @functools.wraps(compiled_in_place)
-        def compile_in_place(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-            compiled_in_place(module, *args, **kwargs)
-            auto._guarded(auto._compiled, module)
-
-        nn.Module.compile = compile_in_place  # type: ignore[method-assign,assignment]
         register_optimizer_step_post_hook(auto._on_step)
 
     @classmethod
     def why_nothing(cls) -> str:
         """Why this process has no figures."""
-        auto = cls.current
-        if auto is None or not auto._made_any:
-            return "no optimizer of torch.optim was made"
-        return "no optimizer made a step"
+        return "it could not be watched" if cls.current is None else cls.current._why_nothing
+
+    def _followed(self, method: Callable[..., Any], work: Callable[[Any], None]) -> Callable[..., Any]:
+        """A method, and then `work` with its object."""
+
+        @functools.wraps(method)
+        def call(owner: Any, *args: Any, **kwargs: Any) -> Any:
+            result = method(owner, *args, **kwargs)
+            self._guarded(work, owner)
+            return result
+
+        return call
 
     def _guarded(self, work: Callable[..., None], *args: Any) -> None:
         """Run a part of this; its exception ends the watching, not the script."""
@@ -110,35 +108,63 @@ class AutoMonitor:
         try:
             work(*args)
         except Exception as error:
-            self._is_off = True
             text = str(error) if isinstance(error, TruemfuError) else one_line(error)
             say(f"this process is not watched any more: {text}")
-            if self._monitor is not None:
-                with contextlib.suppress(Exception):
-                    self._monitor.detach()
+            self._turn_off(f"the monitor failed: {text}")
+
+    def _turn_off(self, why: str) -> None:
+        self._is_off = True
+        if not self.steps:
+            self._why_nothing = why
+        if self._monitor is not None:
+            with contextlib.suppress(Exception):
+                self._monitor.detach()
+
+    def _monitor_made(self, monitor: Any) -> None:
+        """A `TrainingMonitor` was made: if the script made it, that one is enough."""
+        if not self._is_opening:
+            self._turn_off("the script has a monitor of its own")
+
+    def _without_hooks(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that saves or compiles a model: it gets the model without our hooks."""
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            is_watched = self._monitor is not None and not self._is_off
+            if not is_watched or not any(map(_holds_a_module, (*args, *kwargs.values()))):
+                return function(*args, **kwargs)
+            with self._monitor.without_hooks():
+                return function(*args, **kwargs)
+
+        return call
 
     def _optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
-        self._made_any = True
+        self._why_nothing = "no optimizer made a step"
         self._optimizers.add(optimizer)
-        if torch.compiler.is_compiling():
-            return
-        if not all(id(p) in self._known for p in parameters_of(optimizer)):
+        if not torch.compiler.is_compiling():
+            self._find_models_of(optimizer)
+
+    def _group_added(self, optimizer: torch.optim.Optimizer) -> None:
+        """Parameters were added to an optimizer; the first ones are, while it is being made."""
+        if optimizer in self._optimizers:
+            self._find_models_of(optimizer)
+
+    def _find_models_of(self, optimizer: torch.optim.Optimizer) -> None:
+        models = [found for model in self._models if (found := model()) is not None]
+        known = {id(p) for model in models for p in model.parameters()}
+        if not all(id(p) in known for p in parameters_of(optimizer)):
             self._find_models()
 
     def _find_models(self) -> None:
         """Watch the models of all optimizers, from their outermost module on."""
-        parameters = [p for optimizer in self._optimizers for p in parameters_of(optimizer)]
-        models = models_with(parameters)
-        self._known = {id(p) for p in parameters} | {id(p) for model in models for p in model.parameters()}
-        self._watch(models, parameters)
+        parameters = self._optimizers.parameters()
+        self._watch(models_with(parameters), parameters)
 
     def _watch(self, models: list[nn.Module], parameters: list[torch.Tensor]) -> None:
         from ..monitor.training_side.called_models import CalledModels
 
         if self._monitor is None:
             self._monitor = self._opened_monitor()
-        if self._is_off:
-            return
         self._pauses.follow()
         self._models = list(map(weakref.ref, models))
         if any(hasattr(p, _ZERO_3) and not p.numel() for p in parameters):
@@ -150,21 +176,32 @@ class AutoMonitor:
             self._monitor.attach(CalledModels(*models))
         else:
             self._monitor.notice(
-                "no model was found: the optimizer's parameters belong to no torch.nn.Module; there is no MFU"
+                "no model was found: the optimizer's parameters belong to no torch.nn.Module, or to one that "
+                "gc.freeze() hides; there is no MFU"
             )
 
     def _opened_monitor(self) -> Any:
         from ..monitor.config import load_config
         from ..monitor.monitor import TrainingMonitor
 
-        if TrainingMonitor.exists():  # the script has its own
-            self._is_off = True
-            return None
         settings = self._settings
         config = load_config(settings.config)
         if settings.mode is not None:
             config = replace(config, mode=settings.mode)
-        return TrainingMonitor(_free_folder(Path(settings.output)), config, trackers=settings.trackers)
+        self._is_opening = True
+        try:
+            monitor = TrainingMonitor(_free_folder(settings), config, trackers=settings.trackers)
+        finally:
+            self._is_opening = False
+        atexit.register(self._at_exit)  # runs before the monitor's own
+        return monitor
+
+    def _at_exit(self) -> None:
+        if self._monitor.has_batches and not self.steps:
+            self._monitor.notice(
+                "forward passes were seen, but no step of an optimizer, so there are no rows: one inside a "
+                "compiled function is not seen"
+            )
 
     def _pause(self, kind: str) -> AbstractContextManager[None]:
         return contextlib.nullcontext() if self._monitor is None else self._monitor.pause(kind)
@@ -183,44 +220,53 @@ class AutoMonitor:
             self._guarded(self._stepped_by, optimizer)
 
     def _stepped_by(self, optimizer: torch.optim.Optimizer) -> None:
-        if optimizer not in self._optimizers:  # one that was unpickled or copied
-            self._optimizer_made(optimizer)
-        self._stepped.add(optimizer)
-        self._ever_stepped.add(optimizer)
-        self._since_step += 1
-        if self._monitor is None or not self._all_stepped():
+        if optimizer not in self._optimizers:  # one that was unpickled or copied, or had been passed by
+            self._optimizers.follow(optimizer)
+            self._find_models_of(optimizer)
+        if not self._optimizers.have_stepped(optimizer) or self._monitor is None:
             return
-        if self.steps and self._models and not self._monitor.has_batches and self._seen_batches:
+        has_batches = self._monitor.has_batches
+        if self.steps and self._models and not has_batches and self._seen_batches:
             return  # an optimizer around another one: its step is that of the inner one
-        self._seen_batches = self._monitor.has_batches
+        self._seen_batches = has_batches
         self.steps += 1
-        self._stepped.clear()
-        self._since_step = 0
+        self._optimizers.begin_step()
         rate = optimizer.param_groups[0].get("lr") if optimizer.param_groups else None
         self._monitor.log_step(self.steps, None, self._losses.take(), None, rate)
 
-    def _all_stepped(self) -> bool:
-        """Whether every optimizer has stepped since the last step ended, wrapped ones with their wrapper."""
-        missing = [o for o in self._optimizers if o not in self._stepped]
-        if not missing:
-            return True
-        if self._since_step >= _PASSED_BY:
-            for optimizer in [o for o in missing if o not in self._ever_stepped]:
-                self._optimizers.discard(optimizer)
-            return not any(o in self._ever_stepped for o in missing)
-        updated = {id(p) for optimizer in self._stepped for p in parameters_of(optimizer)}
-        return all(id(p) in updated for optimizer in missing for p in parameters_of(optimizer))
 
-
-def _free_folder(folder: Path) -> Path:
-    """The run folder, or one inside it if another process of the command trains into it."""
-    if int(os.environ.get("WORLD_SIZE", "1") or 1) > 1:
+def _free_folder(settings: RunSettings) -> Path:
+    """The run folder, or one inside it if another process of the command has trained or trains into it."""
+    folder = Path(settings.output)
+    if _world_size() > 1:
         return folder  # the ranks of one job share it; rank 0 writes
-    owner = folder / "process"
+    owner, own = folder / "process", os.getpid()
     folder.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(OSError, ValueError):
-        number = int(owner.read_text(encoding="ascii"))
-        if number != os.getpid() and Path(f"/proc/{number}").exists():
-            return folder / f"process-{os.getpid()}"
-    owner.write_text(str(os.getpid()), encoding="ascii")
+        command, process = owner.read_text(encoding="ascii").split()
+        if int(process) != own and (command == str(settings.began_s) or _is_running(int(process))):
+            return folder / f"process-{own}"
+    owner.write_text(f"{settings.began_s} {own}", encoding="ascii")
     return folder
+
+
+def _world_size() -> int:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1") or 1)
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except OSError:
+        return False
+    return True
+
+
+def _holds_a_module(value: Any, *, deeper: bool = True) -> bool:
+    """Whether this is a module, or a container with one."""
+    if isinstance(value, nn.Module):
+        return True
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return deeper and any(_holds_a_module(found, deeper=False) for found in inside)

@@ -3,7 +3,7 @@
     parameters ──► the modules that own them ──► the modules around those, up to the outermost
 
 All modules of the process are looked through, by the garbage collector's list: a model may have been built,
-copied or loaded in any way. That takes some tens of milliseconds, once per model.
+copied or loaded in any way. That happens when an optimizer is made, not in a step.
 """
 
 from __future__ import annotations

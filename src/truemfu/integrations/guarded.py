@@ -1,4 +1,4 @@
-"""What keeps an integration out of a trainer's way.
+"""What the integrations share: how they stay out of a trainer's way, and what they add to its log.
 
 A trainer's methods are replaced on its instance, for the time of a run, and put back. An exception in an
 integration becomes one warning and never reaches the trainer.
@@ -8,11 +8,34 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import one_line, warn_once
 
+if TYPE_CHECKING:
+    from ..monitor.monitor import TrainingMonitor
+
+LOGGED = ("perf/mfu", "perf/hfu", "perf/tokens_per_second")
+"""What the newest row adds to a trainer's own log."""
 _Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def newest_figures(monitor: TrainingMonitor) -> dict[str, Any]:
+    """The metrics in `LOGGED` of the newest finished row, as far as they are known."""
+    row = monitor.last
+    return {name: row[name] for name in LOGGED if row.get(name) is not None}
+
+
+def pausing(pause: Callable[[str], AbstractContextManager[None]], kind: str, method: _Method) -> _Method:
+    """The method, with all that runs in it left out of the step."""
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with pause(kind):
+            return method(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
 
 
 def replace_method(owner: Any, name: str, replacement: Callable[..., Any]) -> Callable[[], None]:

@@ -27,17 +27,9 @@ from ..monitor.config import load_config
 from ..monitor.monitor import TrainingMonitor
 from ..monitor.training_side.called_models import CalledModels
 from ..trackers.base import Tracker
-from .guarded import guarded, replace_method
+from .guarded import guarded, newest_figures, pausing, replace_method
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
-_LOGGED = (
-    "perf/mfu",
-    "perf/hfu",
-    "perf/tokens_per_second",
-    "perf/samples_per_second",
-    "perf/step_time",
-    "perf/data_wait",
-)
 _NORM_CLIPPING = "Precision.clip_grad_by_norm"
 """The implementation whose norm can be kept: it computes one for the whole model and drops it."""
 
@@ -148,12 +140,7 @@ class _Fit:
         trainer = self.trainer
         several = len(trainer.optimizers) > 1
         self.monitor.attach(CalledModels(pl_module, are_separate=several, is_other_call=_is_redirected))
-        save = trainer.save_checkpoint
-
-        def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
-            with self.monitor.pause("checkpoint"):
-                return save(*args, **kwargs)
-
+        save_checkpoint = pausing(self.monitor.pause, "checkpoint", trainer.save_checkpoint)
         validation = trainer.fit_loop.epoch_loop.val_loop
         run = validation.run
 
@@ -194,12 +181,11 @@ class _Fit:
 
     def _show(self) -> None:
         """The newest finished row for the Trainer's loggers, callbacks and progress bar."""
-        row = self.monitor.last
-        step = row.get("global_step")
+        step = self.monitor.last.get("global_step")
         if step is None or step == self._shown_step:
             return
         self._shown_step = step
-        metrics = {name: row[name] for name in _LOGGED if row.get(name) is not None}
+        metrics = newest_figures(self.monitor)
         for logger in self.trainer.loggers:
             if not (self._has_wandb and type(logger).__name__ == "WandbLogger"):  # the monitor logs there
                 logger.log_metrics(metrics, step=step - 1)  # Lightning's own metrics of that batch are there

@@ -23,6 +23,8 @@ class RunSettings:
     config: str | None = None
     mode: str | None = None
     trackers: tuple[str, ...] | None = None
+    began_s: float = 0.0
+    """Unix time at which the command was started, which tells it from other commands."""
 
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
         """The environment of a command that is to be watched; it keeps this process's id."""

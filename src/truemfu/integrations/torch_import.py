@@ -86,8 +86,8 @@ def _closing_line(settings: RunSettings) -> None:
 
     from ..records import RUN_FILE
 
-    folder = Path(settings.output)
-    if any(folder.glob(f"**/{RUN_FILE}")):
+    files = Path(settings.output).glob(f"**/{RUN_FILE}")
+    if any(file.stat().st_mtime >= settings.began_s for file in files):
         say(f"the run is in {settings.output}; as a page: truemfu report {settings.output} -o report.html")
         return
     auto = sys.modules.get("truemfu.integrations.auto")

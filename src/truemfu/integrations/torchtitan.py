@@ -20,9 +20,7 @@ from torchtitan.components.metrics import MetricsProcessor
 from ..environment import is_disabled
 from ..monitor.monitor import TrainingMonitor
 from ..monitor.training_side.called_models import CalledModels
-from .guarded import guarded
-
-_LOGGED = ("perf/mfu", "perf/hfu", "perf/tokens_per_second", "perf/step_time")
+from .guarded import guarded, newest_figures
 
 
 class TrueMFUMetrics(MetricsProcessor):  # type: ignore[misc]
@@ -83,8 +81,7 @@ class TrueMFUMetrics(MetricsProcessor):  # type: ignore[misc]
     def _end(self, step: int, loss: float, grad_norm: float, metrics: dict[str, Any]) -> None:
         if self._monitor is not None:
             self._monitor.log_step(step, None, loss, grad_norm, self._rate)
-            row = self._monitor.last
-            metrics.update({name: row[name] for name in _LOGGED if row.get(name) is not None})
+            metrics.update(newest_figures(self._monitor))
 
     def close(self) -> None:
         """Write the remaining rows and print the summary."""

@@ -1,16 +1,18 @@
-"""Evaluation and checkpoints of known trainers, for a script that is watched without their callbacks.
+"""Evaluation and checkpoints of known trainers: what runs in these methods is no part of a step.
 
-A method in the table is wrapped on its class once its library is imported: what runs in it is no part of a
-step. Nothing else of the trainers is touched.
+The integrations wrap them on one trainer (`paused_methods`). For a script that is watched without an
+integration they are wrapped on their class, once its library is imported (`TrainerPauses`).
 """
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any
+from contextlib import AbstractContextManager
+
+from .guarded import pausing
 
 METHODS = (
     ("transformers.trainer", "Trainer", "evaluate", "evaluation"),
@@ -22,14 +24,20 @@ METHODS = (
     ("pytorch_lightning.loops.evaluation_loop", "_EvaluationLoop", "run", "evaluation"),
     ("pytorch_lightning.trainer.trainer", "Trainer", "save_checkpoint", "checkpoint"),
     ("accelerate.accelerator", "Accelerator", "save_state", "checkpoint"),
+    ("accelerate.accelerator", "Accelerator", "save_model", "checkpoint"),
 )
 """Module, class and method, and what runs in it."""
+
+
+def paused_methods(module: str) -> dict[str, str]:
+    """The methods in this module's row of the table, and what runs in each."""
+    return {name: kind for found, _, name, kind in METHODS if found == module}
 
 
 class TrainerPauses:
     """Wraps each method once."""
 
-    def __init__(self, pause: Callable[[str], Any]) -> None:
+    def __init__(self, pause: Callable[[str], AbstractContextManager[None]]) -> None:
         self._pause, self._thread = pause, threading.get_ident()
         self._wrapped: set[tuple[str, ...]] = set()
 
@@ -41,14 +49,8 @@ class TrainerPauses:
             method = None if owner is None else vars(owner).get(name)
             if callable(method) and entry not in self._wrapped:
                 self._wrapped.add(entry)
-                setattr(owner, name, self._pausing(method, kind))
+                setattr(owner, name, pausing(self._pause_here, kind, method))
 
-    def _pausing(self, method: Callable[..., Any], kind: str) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def pausing(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() != self._thread:
-                return method(*args, **kwargs)
-            with self._pause(kind):
-                return method(*args, **kwargs)
-
-        return pausing
+    def _pause_here(self, kind: str) -> AbstractContextManager[None]:
+        """A pause, unless another thread than the training's calls the method."""
+        return self._pause(kind) if threading.get_ident() == self._thread else contextlib.nullcontext()

@@ -31,19 +31,14 @@ from ..errors import one_line, warn_once
 from ..monitor.config import load_config
 from ..monitor.monitor import TrainingMonitor
 from ..trackers.base import Tracker
+from .guarded import guarded, newest_figures, pausing, replace_method
+from .trainer_pauses import paused_methods
 
 TESTED_VERSIONS = "5.22"
-LOGGED = ("perf/mfu", "perf/hfu", "perf/tokens_per_second")
-"""What the newest row adds to the log of a logging step."""
 LOGGED_AT_END = ("median_mfu", "median_hfu", "median_tokens_per_second")
 """What the summary adds, as `perf/…`, to the log at the end of the training."""
 
-_PAUSES = {
-    "evaluate": "evaluation",
-    "predict": "evaluation",
-    "_save_checkpoint": "checkpoint",
-    "save_model": "checkpoint",
-}
+_PAUSES = paused_methods("transformers.trainer")
 _NOTED = ("training_step", "_get_grad_norm", "_get_learning_rate")
 _LOOP = ("_run_epoch", "_finalize_training")
 """Together they run all steps; an exception that leaves them ends the training."""
@@ -90,11 +85,11 @@ class TrueMFUCallback(transformers.TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._training is not None:
-            self._training.guarded(self._training.end_step, state)
+            self._training.end_step(state)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if self._training is not None and logs is not None:
-            self._training.guarded(self._training.add_to_log, logs, state)
+            self._training.add_to_log(logs, state)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._training is not None:
@@ -133,25 +128,34 @@ class _Training:
         self._loss: torch.Tensor | None = None
         self._grad_norm: Any = None
         self._learning_rate: Any = None
-        self._wrapped = _WrappedMethods()
+        self._undo: list[Callable[[], None]] = []
         monitor.attach(trainer.model_wrapped)  # what training_step calls: compiled or parallel, where it is
         for name, note in zip(_NOTED, (self._add_loss, self._keep_norm, self._keep_rate), strict=True):
-            self._wrapped.add(trainer, name, functools.partial(self._noting, note))
+            self._replace(trainer, name, functools.partial(self._noting, note))
         for name, kind in _PAUSES.items():
-            self._wrapped.add(trainer, name, functools.partial(self._pausing, kind))
+            self._replace(trainer, name, functools.partial(pausing, monitor.pause, kind))
         for name in _LOOP:
-            self._wrapped.add(trainer, name, self._ending)
-        self._wrapped.add(trainer.callback_handler, "on_epoch_begin", self._ending)
+            self._replace(trainer, name, self._ending)
+        self._replace(trainer.callback_handler, "on_epoch_begin", self._ending)
 
+    def _replace(self, owner: Any, name: str, wrap: Callable[[Method], Method]) -> None:
+        method = getattr(owner, name)
+        self._undo.append(replace_method(owner, name, functools.wraps(method)(wrap(method))))
+
+    @guarded
     def end_step(self, state: Any) -> None:
+        if self._is_over:
+            return
         loss, self._loss = self._loss, None
         self.monitor.log_step(state.global_step, state.epoch, loss, self._grad_norm, self._learning_rate)
 
+    @guarded
     def add_to_log(self, logs: dict[str, Any], state: Any) -> None:
         """Put the figures into this log and into `log_history`, which has received it already."""
+        if self._is_over:
+            return
         if "loss" in logs:
-            row = self.monitor.last
-            found = {name: row.get(name) for name in LOGGED}
+            found = newest_figures(self.monitor)
         elif "train_runtime" in logs and state.is_world_process_zero:
             self.monitor.save_logs()  # waits for the last rows: the training is over
             summary = self.monitor.summary()
@@ -166,25 +170,20 @@ class _Training:
     def end(self) -> None:
         if not self._is_over:
             self._is_over = True
-            self._wrapped.restore()
+            for put_back in reversed(self._undo):
+                put_back()
             self.monitor.close()
 
-    def guarded(self, work: Method, *args: Any) -> None:
-        """Do a part of the monitoring; an exception ends it with one warning, and not the training."""
-        if self._is_over:
-            return
-        try:
-            work(*args)
-        except Exception as error:
-            self.end()
-            warn_once(f"TrueMFUCallback failed and is switched off, training continues: {one_line(error)}")
+    give_up = end
 
+    @guarded
     def _add_loss(self, loss: torch.Tensor) -> None:
         # As the Trainer sums the micro-batches of a step: in float32 and on the device.
         if self._loss is None:
             self._loss = torch.zeros((), device=loss.device)
         self._loss += loss
 
+    @guarded
     def _keep_norm(self, norm: Any) -> None:
         # The norm of sharded gradients is a partial sum on each rank until a collective adds them up.
         is_partial = any(not placement.is_replicate() for placement in getattr(norm, "placements", ()))
@@ -196,15 +195,8 @@ class _Training:
     def _noting(self, note: Method, method: Method) -> Method:
         def call(*args: Any, **kwargs: Any) -> Any:
             result = method(*args, **kwargs)
-            self.guarded(note, result)
+            note(result)
             return result
-
-        return call
-
-    def _pausing(self, kind: str, method: Method) -> Method:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with self.monitor.pause(kind):
-                return method(*args, **kwargs)
 
         return call
 
@@ -217,28 +209,6 @@ class _Training:
                 raise
 
         return call
-
-
-class _WrappedMethods:
-    """Methods of single objects, wrapped until `restore`; their classes are not changed."""
-
-    def __init__(self) -> None:
-        self._added: list[tuple[Any, str, Method, Method | None]] = []
-
-    def add(self, owner: Any, name: str, wrap: Callable[[Method], Method]) -> None:
-        own, method = vars(owner).get(name), getattr(owner, name)
-        wrapper = functools.wraps(method)(wrap(method))
-        setattr(owner, name, wrapper)
-        self._added.append((owner, name, wrapper, own))
-
-    def restore(self) -> None:
-        for owner, name, wrapper, own in self._added:
-            if vars(owner).get(name) is not wrapper:
-                continue  # replaced since then by someone else
-            if own is None:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, own)
 
 
 def _trainer_that_calls(callback: TrueMFUCallback) -> Any:

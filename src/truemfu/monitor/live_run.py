@@ -15,7 +15,7 @@ import contextlib
 import functools
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +28,23 @@ from ..hardware.detect import spec_of
 from ..hardware.nsight.audited import AuditedKernels
 from ..torch_private.loading import listen
 from ..torch_private.watching import backward_number, functorch_level, miss_compiled_calls
+from ..trackers.lane import Lane
 from .config import MonitorConfig
 from .hybrid.hardware_windows import HardwareWindows
 from .notices import Notices
+from .ranks.collective_times import CollectiveTimes
+from .ranks.find_role import context_parallel_size, role_of
+from .ranks.job import Job
+from .ranks.rank_file import FOLDER, LastMessages, RankFile, file_name
+from .ranks.rank_gpu import RankGpu
 from .ranks.rank_link import RankLink
+from .ranks.reporter import HostTime, Identity, RankReporter
+from .ranks.role import UNKNOWN, WHOLE
 from .row_side.audit_step import AuditStep
 from .row_side.flops_of_steps import Counting, state_of
 from .row_side.frequency import DETAILS_S, StepsOrSeconds
 from .row_side.output import Output
-from .row_side.resolver import Resolver
+from .row_side.resolver import Resolver, peak_memory_bytes
 from .summary import RunFigures, info_of
 from .training_side import forks
 from .training_side.batch_notes import Batch, BatchNotes, StepBatches
@@ -57,6 +65,10 @@ from .training_side.step_note import NO_EXTRAS, WARMUP_STEPS, StepExtras, StepNo
 from .training_side.watched import Watched
 
 _ROWS_TIMEOUT_S = 5.0
+_RANKS_TIMEOUT_S = 2.0
+"""At the end, for what other ranks have not reported yet."""
+_RANK_FILE_TIMEOUT_S = 1.0
+_POLL_S = 0.02
 _UNSENT_TIMEOUT_S = 1.0
 """When device values could not be sent: earlier steps may still become rows."""
 _SLOW_STEP_S = 1.0
@@ -64,6 +76,8 @@ _SLOW_STEP_S = 1.0
 _MAX_HOLD_S = 6.0
 """After that the resolver sends held values; the training thread has done so unless its step is long."""
 _LOCK_TIMEOUT_S = 0.3
+_READY = (float, type(None))
+"""Types of numbers that are taken as they are."""
 Datasets = Sequence[tuple[PendingDatasetMetrics, HostCopy]]
 
 
@@ -93,20 +107,24 @@ class LiveRun:
         self._forks = forks.number
         self._model_facts = facts_of(hooks.roots)
         self._ranks = RankLink.current(notice=notices)
+        # What holds for all ranks of a job is one warning, rank 0's.
+        about_figures = notices if self._ranks.is_first else self._ranks.note
+        self.role = WHOLE
+        """Which part of the job's work this rank does; found in the first forward pass."""
+        self._role_is_due = True
         self._values = HostValues(notices)
         self._intake = Intake(self._values, notices)
         self._clock = StepClock(clock_for(device, thins_out=True))
-        self._watch, executed = self._opened_watch(audited)
+        self._watch, executed = self._opened_watch(audited, about_figures)
         self._audit = AuditStep.from_environment(self._ranks, device, notices)
         kept = KeptInBackground(folder, notices) if self._ranks.is_first else None
         if kept is not None:
             output.other_files.append(kept.lane)
             kept.start()
-        about_flops = notices if self._ranks.is_first else self._ranks.note
         self._counts = Counts(
             config,
             ranks=self._ranks,
-            notice=about_flops,
+            notice=about_figures,
             kept=kept,
         )
         self._batches = BatchNotes(self._values, notices, lambda: self._counts.values_matter)
@@ -114,12 +132,16 @@ class LiveRun:
             config,
             self._counts,
             ranks=self._ranks,
-            notice=about_flops,
+            notice=about_figures,
             device=device,
             executed_method=executed,
         )
+        self._is_finished = False
+        self._last_messages: LastMessages | None = None
+        self._folder, self._began_at_s = folder, time.time()
         self.logged = self._steps_done = 0
         """Steps that were handed over, and how many they represent."""
+        self._job, self._reporter, self._rank_file = self._joined(folder)
         self._has_more_to_begin = True
         self._last_requested: tuple[StepBatches | None, States] = None, ()
         self._compilations = compilations()
@@ -136,6 +158,9 @@ class LiveRun:
             details=StepsOrSeconds(config.detailed_log_freq, DETAILS_S, began_s=time.perf_counter()),
             audit=self._audit,
             send_held=self._send_held,
+            role=lambda: self.role if self._counts.shares_are_known else UNKNOWN,
+            reporter=self._reporter,
+            job=self._job,
             measured_peak_flops_per_s=_times(config.measured_peak_tflops, 1e12),
             audited_tiles={} if audited is None else audited.tile_factors(),
             hardware=None
@@ -145,7 +170,7 @@ class LiveRun:
                 spec=spec_of(device),
                 audited=audited,
                 world_size=self._ranks.world_size,
-                notice=notices,
+                notice=about_figures,
             ),
         )
         self._leave_loaders = listen(between)
@@ -156,27 +181,61 @@ class LiveRun:
             write_at_signals(self._write_out, is_held) if self._ranks.is_first else lambda: None
         )
 
-    def _opened_watch(self, audited: AuditedKernels | None) -> tuple[HardwareWatch | None, str]:
+    def _joined(self, folder: Path) -> tuple[Job | None, RankReporter | None, Lane | None]:
+        """What a rank of a job has besides: rank 0's view of the job, this rank's reports and their file."""
+        ranks, device = self._ranks, self._device
+        if ranks.world_size == 1:
+            return None, None, None
+        own = Identity.current(ranks.rank, ranks.world_size, device)
+        notice = self._notices if ranks.is_first else ranks.note
+        file = Lane(
+            RankFile(folder / FOLDER / file_name(own.host, own.device)), "the rank's rows", notice=notice
+        )
+        file.start({})
+        if ranks.is_first:
+            self._output.other_files.append(file)
+        job = Job(ranks.world_size, notice=self._notices) if ranks.is_first else None
+        gpu = None
+        if device.type == "cuda" and self._config.hardware_counters_enabled:
+            processors = torch.cuda.get_device_properties(device).multi_processor_count
+            gpu = RankGpu(own.device, processors)
+        reporter = RankReporter(
+            own,
+            role_name=lambda: self.role.name,
+            memory_bytes=lambda: peak_memory_bytes(device),
+            send=ranks.send_message if job is None else lambda message: job.take([message], from_store=False),
+            file=file,
+            gpu=gpu,
+            collectives=CollectiveTimes() if device.type == "cuda" else None,
+            host_time=HostTime(threading.get_native_id()) if device.type == "cpu" else None,
+        )
+        ranks.exchange_rows(None if job is None else job.take)
+        return job, reporter, file
+
+    def _opened_watch(
+        self, audited: AuditedKernels | None, notice: Callable[[str], None]
+    ) -> tuple[HardwareWatch | None, str]:
         """The counters of `hybrid`, if there are any, and how HFU is measured unless it is counted."""
-        if self._config.mode != "hybrid" or not self._ranks.is_first:
+        if self._config.mode != "hybrid":
             return None, "profiler"
         if not self._config.hardware_counters_enabled:
-            self._measuring.go_without_counters(None)
+            self._go_without_counters(None)
             return None, "profiler"
         try:
-            watch = open_watch(self._device, self._notices)
+            watch = open_watch(self._device, notice)
         except Exception as error:
             watch = one_line(error)
         if not isinstance(watch, HardwareWatch):
-            self._measuring.go_without_counters(watch)
+            self._go_without_counters(watch)
             return None, "profiler"
         if has_rate(spec_of(self._device)):
             is_corrected = audited is not None and audited.executed_over_activity is not None
             return watch, executed_method(is_corrected=is_corrected)
-        self._measuring.go_without_counters(
-            f"the FLOP per cycle of {_device_name(self._device)} are not known"
-        )
+        self._go_without_counters(f"the FLOP per cycle of {_device_name(self._device)} are not known")
         return watch, "profiler"
+
+    def _go_without_counters(self, reason: str | None) -> None:
+        self._measuring.go_without_counters(reason if self._ranks.is_first else None)
 
     @property
     def signals(self) -> list[int]:
@@ -192,6 +251,26 @@ class LiveRun:
         """Which step comes next, as far as that is known."""
         return self._intake.next_position()
 
+    def forget_role(self) -> None:
+        """Other models are watched from now on."""
+        self._role_is_due = True
+
+    def _find_role(self) -> None:
+        """Find this rank's role: in a forward pass, when pipeline stages and split sequences are there."""
+        self._role_is_due = False
+        if self._ranks.world_size == 1:
+            return
+        measuring, models = self._measuring, self._hooks.roots
+        try:
+            self.role = role_of(models)
+            self._batches.set_sequence_parts(context_parallel_size(models))
+        except Exception as error:
+            self.role, measuring.knows_role = UNKNOWN, False
+            self._notices(f"this rank's share of the work is unknown, so there is no MFU: {one_line(error)}")
+        else:
+            measuring.knows_role = True
+            self._counting.flops_shared_by = self.role.flops_shared_by
+
     def forget_batches(self) -> None:
         """Drop the notes of the current step: its batches are passed to `observe` instead."""
         self._batches.take()
@@ -204,6 +283,8 @@ class LiveRun:
         `slot` is None for a batch that gives only the step's samples and tokens, `watched` for one that was
         passed to `observe`.
         """
+        if self._role_is_due:
+            self._find_role()
         batches, between, in_backward = self._batches, self._between, backward_number() != -1
         is_first = not batches.has_notes
         name = None if watched is None else watched.name
@@ -214,7 +295,8 @@ class LiveRun:
                 between.last_s = began_s
         elif not in_backward:  # else a checkpoint wraps the model, and its first run was not seen
             between.begun(began_s)
-            if between.end_s is not None and began_s - between.end_s > LONG_GAP_S:
+            end_s = between.end_s
+            if end_s is not None and (began_s - end_s > LONG_GAP_S or between.forwards):
                 self._exclude_unusual_gap()
         if is_first and self._has_more_to_begin:
             self._begin_step(in_backward=in_backward)
@@ -225,7 +307,7 @@ class LiveRun:
             self.own_time_s += time.perf_counter() - began_s
 
     def _exclude_unusual_gap(self) -> None:
-        """A long time has passed since the last step: exclude it if most steps have nothing like it."""
+        """Exclude the time since the last step if it is long and most steps have nothing like it."""
         gap = self._between.unusual_gap(self.logged)
         if gap is not None:
             self._clock.pause_since_last_step(*gap)
@@ -279,14 +361,14 @@ class LiveRun:
                 extras = extras._replace(cut=cut)
         last_end_s = self._between.end_s
         is_slow = last_end_s is not None and now_s - last_end_s > _SLOW_STEP_S
-        take = intake.number  # floats need no conversion
+        take = intake.number  # floats and None need no conversion
         note = StepNote(
             step,
             steps,
-            epoch if type(epoch) is float else take("epoch", epoch),
-            loss if type(loss) is float else take("loss", loss),
-            grad_norm if type(grad_norm) is float else take("grad_norm", grad_norm),
-            learning_rate if type(learning_rate) is float else take("learning_rate", learning_rate),
+            epoch if type(epoch) in _READY else take("epoch", epoch),
+            loss if type(loss) in _READY else take("loss", loss),
+            grad_norm if type(grad_norm) in _READY else take("grad_norm", grad_norm),
+            learning_rate if type(learning_rate) in _READY else take("learning_rate", learning_rate),
             batches,
             measuring.states,
             measuring.is_counted,
@@ -410,11 +492,19 @@ class LiveRun:
         """On any thread: process the remaining steps, and end everything except the output."""
         in_closing = self._notices.in_closing
         in_closing(self._leave_loaders)
+        self._is_finished = True
+        if self._job is not None:
+            take = functools.partial(self._job.take, from_store=False)
+            self._last_messages = LastMessages(self._folder, since_s=self._began_at_s, take=take)
+            self._resolver.reads_files = True
+            self._job.expect_all()
+        ends_s = time.monotonic() + _RANKS_TIMEOUT_S
         try:
             in_closing(self._finish_last_rows)
             in_closing(self._counts.end)
         finally:  # also after a KeyboardInterrupt
             in_closing(self._resolver.stop, _ROWS_TIMEOUT_S)
+            in_closing(self._leave_job, ends_s)
             in_closing(self._ranks.stop)
             if self._audit is not None:
                 in_closing(self._audit.close, self.logged)
@@ -424,8 +514,23 @@ class LiveRun:
         is_sent = self._send_all()
         patience_s = 0.0 if self._audit is None else self._audit.patience_s
         timeout_s = max(_ROWS_TIMEOUT_S, patience_s) if is_sent else _UNSENT_TIMEOUT_S
-        if not self._finish_rows(timeout_s) and not self._resolver.finish_pending(timeout_s):
+        if not self._finish_rows(timeout_s, hold_s=_RANKS_TIMEOUT_S) and not self._resolver.finish_pending(
+            timeout_s, hold_s=0.0
+        ):
             self._notices("the last steps were not processed in time and are lost")
+
+    def _leave_job(self, ends_s: float) -> None:
+        """Send this rank's last row; on rank 0, wait until `ends_s` for those of the others."""
+        if self._reporter is None:
+            return
+        self._reporter.close()
+        while self._job is not None and self._job.unfinished() and time.monotonic() < ends_s:
+            self._ranks.read_soon()
+            time.sleep(_POLL_S)
+        if self._last_messages is not None:
+            self._last_messages.close()
+        if self._rank_file is not None and not self._ranks.is_first:
+            self._rank_file.close({}, _RANK_FILE_TIMEOUT_S)
 
     @property
     def is_first_rank(self) -> bool:
@@ -447,10 +552,10 @@ class LiveRun:
         except Exception as error:
             self._notices(f"the hardware counters could not be closed: {one_line(error)}")
 
-    def _finish_rows(self, timeout_s: float) -> bool:
+    def _finish_rows(self, timeout_s: float, *, hold_s: float | None = None) -> bool:
         """Wait for the rows of all steps so far; on the training thread, run the counts they need."""
         is_here = threading.get_ident() == self._between.thread and self._can_count()
-        return self._resolver.finish_pending(timeout_s, self._run_counts if is_here else None)
+        return self._resolver.finish_pending(timeout_s, self._run_counts if is_here else None, hold_s=hold_s)
 
     def _send_all(self) -> bool:
         """Send the device values that the rows so far need; whether that succeeded."""
@@ -499,7 +604,8 @@ class LiveRun:
             return
         with contextlib.suppress(Exception):  # the device may have failed: earlier rows are complete
             self._send_from_other_thread(_LOCK_TIMEOUT_S)
-        self._resolver.finish_pending(0.75 * (ends_s - time.perf_counter()))
+        left_s = ends_s - time.perf_counter()
+        self._resolver.finish_pending(0.75 * left_s, hold_s=0.25 * left_s)
         self._output.write_local(max(ends_s - time.perf_counter(), 0.0))
 
     def batch_shapes(self) -> list[dict[str, list[int]]]:
@@ -508,7 +614,7 @@ class LiveRun:
 
     def info(self) -> dict[str, Any]:
         """The description of the whole run."""
-        return info_of(
+        info = info_of(
             self._config,
             device=_device_name(self._device),
             time_source=self._clock.clock.source,
@@ -517,6 +623,21 @@ class LiveRun:
             model=self._model_facts,
             batch_shapes=self.batch_shapes(),
         )
+        return info if self._job is None else info | {"scope": self._job.scope}
+
+    def _job_figures(self) -> dict[str, Any] | None:
+        job, reporter = self._job, self._reporter
+        if job is None or reporter is None:
+            return None
+        totals = job.totals(reporter)
+        tokens, useful_tokens = totals["tokens"], totals["useful_tokens"]
+        is_known = tokens and useful_tokens is not None
+        return {
+            "totals": totals,
+            "padding_lost": 1 - useful_tokens / tokens if is_known else None,
+            "ranks": job.table(),
+            "stragglers": job.stragglers(),
+        }
 
     def figures(self) -> RunFigures:
         """The figures of the run so far."""
@@ -533,7 +654,12 @@ class LiveRun:
             counted_after_steps=[done.step for done in counts.done],
             profiling_s=resolver.profile_cost_s,
             hardware=None if resolver.hardware is None else resolver.hardware.as_dict(),
-            notes=[*resolver.notes, *self._ranks.notes],
+            job=self._job_figures(),
+            notes=[
+                *resolver.notes,
+                *self._ranks.notes,
+                *([] if self._job is None or not self._is_finished else self._job.notes()),
+            ],
             left_out_last=self._clock.left_out_since_last_step(),
             held_up_steps=resolver.lost_steps,
             failed_steps=resolver.failed_steps,

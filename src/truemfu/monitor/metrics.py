@@ -3,8 +3,8 @@
     StepAmounts (a step's tokens, FLOPs …) + StepTime (how long it took) ─► performance: the `perf/` metrics
 
 Similar steps share one `StepAmounts`, so what depends on it alone is computed once. Rates without a suffix
-are the job's: this rank's times the number of ranks. Rates `_per_gpu` are this rank's own. Unknown metrics
-are omitted from a row.
+are the job's: what all ranks did in this step, over the time it took rank 0. Rates `_per_gpu` are this rank's
+own. Unknown metrics are omitted from a row.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ..utilization import share_of_peak
+from .ranks.amounts import PEAK, Exact, exact
+from .ranks.job_sums import JobStep
+from .ranks.role import WHOLE, RankRole
 from .row_side.flops_of_steps import StepFlops
 
 WINDOW_STEPS = 100
@@ -41,50 +44,133 @@ class StepTime(NamedTuple):
     """Seconds since the last step that are excluded from this one, by what ran in them."""
 
 
+_SIZES = ("samples", "tokens", "useful_tokens")
+_MODEL_FLOPS, _MEASURED_PEAK = "model_flops", "measured_peak_flops_per_s"
+_PER_GPU = ("perf/tokens_per_second", "perf/real_tokens_per_second", "perf/samples_per_second")
+_PER_GPU_IN_JOB = (*_PER_GPU, "perf/mfu", "perf/hfu")
+"""Rates that a row also has for this rank alone."""
+
+
+def _rates(
+    *,
+    samples: Exact | None,
+    tokens: Exact | None,
+    useful_tokens: float | Exact | None,
+    model_flops: float | Exact | None,
+    hardware_flops: float | Exact | None,
+    peak: float | Exact | None,
+    measured_peak: float | Exact | None,
+    by_model: Mapping[str, Exact],
+) -> dict[str, float]:
+    """The rates of some amounts that were processed in one second."""
+    found: dict[str, float] = {}
+    for name, amount in (("tokens", tokens), ("real_tokens", useful_tokens), ("samples", samples)):
+        if amount is not None:
+            found[f"perf/{name}_per_second"] = float(amount)
+    mfu = _share(model_flops, peak)
+    if mfu is not None:
+        found["perf/mfu"] = mfu
+        found["perf/mfu_percent"] = 100 * mfu
+        of_measured = _share(model_flops, measured_peak)
+        if of_measured is not None:
+            found["perf/mfu_of_measured_peak"] = of_measured
+    for name, own_flops in by_model.items():
+        own = _share(own_flops, peak)
+        if own is not None:
+            found[f"perf/mfu/{name}"] = own
+    hfu = _share(hardware_flops, peak)
+    if hfu is not None:
+        found["perf/hfu"] = hfu
+        found["perf/hfu_percent"] = 100 * hfu
+    return found
+
+
+def _share(flops: float | Exact | None, peak: float | Exact | None) -> float | None:
+    if flops is None or peak is None:
+        return None
+    return share_of_peak(float(flops), 1.0, float(peak))
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepAmounts:
-    """What a step processed on this rank; MFU and HFU are model and executed FLOPs over the peak's."""
+    """What was counted on this rank in a step; MFU and HFU are model and executed FLOPs over the peak's."""
 
     samples: int | None
     tokens: int | None
     useful_tokens: float | None
     flops: StepFlops | None
     warmup: bool
-    world_size: int
+    role: RankRole = WHOLE
+    """Which part of these amounts is this rank's."""
+    in_job: bool = False
+    """Whether the rates without a suffix are those of a job, which `job` has; else they are this rank's."""
+    job: JobStep | None = None
+    """The sums over all ranks, this one included; None if unknown."""
     measured_peak_flops_per_s: float | None = None
     """What `truemfu peak` measured, if the user configured it."""
 
     @cached_property
     def rates(self) -> tuple[tuple[str, float], ...]:
         """The metrics that are divided by a step's seconds, as they are for a step of one second."""
-        found: dict[str, float] = {}
-        for name, amount in (
-            ("tokens", self.tokens),
-            ("real_tokens", self.useful_tokens),
-            ("samples", self.samples),
-        ):
-            if amount is not None:
-                found[f"perf/{name}_per_second"] = amount * self.world_size
-                found[f"perf/{name}_per_second_per_gpu"] = amount
+        own = self._rates_of(self.own)
+        found = own.copy()
+        if self.in_job:
+            found = {} if self.job is None else self._rates_of(self.job.sums)
+        per_gpu = _PER_GPU_IN_JOB if self.in_job else _PER_GPU
+        found |= {f"{name}_per_gpu": own[name] for name in per_gpu if name in own}
+        if self.flops is not None:
+            found["perf/tflops_per_gpu"] = float(self.own[_MODEL_FLOPS]) / 1e12
+        return tuple(found.items())
+
+    def _rates_of(self, sums: Mapping[str, Exact]) -> dict[str, float]:
+        prefix = f"{_MODEL_FLOPS}/"
+        return _rates(
+            samples=sums.get("samples"),
+            tokens=sums.get("tokens"),
+            useful_tokens=sums.get("useful_tokens"),
+            model_flops=sums.get(_MODEL_FLOPS),
+            hardware_flops=sums.get(self._hardware_flops_name),
+            peak=sums.get(PEAK),
+            measured_peak=sums.get(_MEASURED_PEAK),
+            by_model={
+                name.removeprefix(prefix): flops for name, flops in sums.items() if name.startswith(prefix)
+            },
+        )
+
+    @property
+    def _hardware_flops_name(self) -> str:
+        """Executed FLOPs that were found in different ways are not added up."""
+        method = None if self.flops is None else self.flops.executed_method
+        return "hardware_flops" if method is None else f"hardware_flops by {method}"
+
+    @cached_property
+    def shares(self) -> dict[str, Exact]:
+        """What this rank did, and adds to the sums of its job."""
+        role = self.role
+        found: dict[str, Exact] = {}
+        for name, amount in zip(_SIZES, (self.samples, self.tokens, self.useful_tokens), strict=True):
+            if not role.has_tokens:
+                found[name] = 0
+            elif amount is not None and role.is_known:
+                found[name] = exact(amount, role.tokens_shared_by)
         flops = self.flops
         if flops is not None:
-            peak = flops.peak_flops_per_s
-            mfu, hfu = (share_of_peak(f, 1.0, peak) for f in (flops.model_flops, flops.hardware_flops))
-            if mfu is not None:
-                found["perf/mfu"] = mfu
-                found["perf/mfu_percent"] = 100 * mfu
-                of_measured = share_of_peak(flops.model_flops, 1.0, self.measured_peak_flops_per_s)
-                if of_measured is not None:
-                    found["perf/mfu_of_measured_peak"] = of_measured
-            for name, own_flops in flops.by_model.items():
-                own = share_of_peak(own_flops, 1.0, peak)
-                if own is not None:
-                    found[f"perf/mfu/{name}"] = own
-            if hfu is not None:
-                found["perf/hfu"] = hfu
-                found["perf/hfu_percent"] = 100 * hfu
-            found["perf/tflops_per_gpu"] = flops.model_flops / 1e12
-        return tuple(found.items())
+            found[_MODEL_FLOPS] = exact(flops.model_flops, role.flops_shared_by)
+            if flops.hardware_flops is not None:
+                found[self._hardware_flops_name] = exact(flops.hardware_flops, role.flops_shared_by)
+            if flops.peak_flops_per_s is not None:
+                found[PEAK] = exact(flops.peak_flops_per_s)
+            for model, own_flops in flops.by_model.items():
+                found[f"{_MODEL_FLOPS}/{model}"] = exact(own_flops, role.flops_shared_by)
+        if self.measured_peak_flops_per_s is not None:
+            found[_MEASURED_PEAK] = exact(self.measured_peak_flops_per_s)
+        return found
+
+    @cached_property
+    def own(self) -> dict[str, Exact]:
+        """The shares as this rank's own figures: tokens that count on another rank are unknown, not 0."""
+        known = self.shares
+        return known if self.role.has_tokens else {n: v for n, v in known.items() if n not in _SIZES}
 
     @cached_property
     def rates_by_name(self) -> tuple[tuple[str, ...], tuple[float, ...]]:
@@ -112,7 +198,7 @@ class StepAmounts:
         return flops.executed_method if flops is not None and is_known else None
 
 
-NOTHING = StepAmounts(samples=None, tokens=None, useful_tokens=None, flops=None, warmup=False, world_size=1)
+NOTHING = StepAmounts(samples=None, tokens=None, useful_tokens=None, flops=None, warmup=False)
 """For a step of which nothing is known."""
 
 

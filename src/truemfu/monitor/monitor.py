@@ -16,10 +16,12 @@ import contextlib
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from multiprocessing import parent_process
+from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -30,6 +32,7 @@ from ..hardware.detect import override_flops_per_s
 from ..hardware.nsight.audited import read_audit
 from ..records import RUN_FILE
 from ..trackers.base import Tracker
+from . import created
 from .config import MonitorConfig, load_config
 from .live_run import LiveRun
 from .metrics import PAUSES
@@ -69,8 +72,6 @@ class TrainingMonitor:
     TRUEMFU_DISABLED=1 in the environment every method does nothing.
     """
 
-    _all: ClassVar[weakref.WeakSet[TrainingMonitor]] = weakref.WeakSet()
-
     def __init__(
         self,
         output_dir: str | os.PathLike[str],
@@ -83,7 +84,6 @@ class TrainingMonitor:
     ) -> None:
         explicit = None if isinstance(flops_profile_freq, _Default) else flops_profile_freq
         self.config: MonitorConfig = load_config(config, flops_profile_freq=explicit)
-        TrainingMonitor._all.add(self)
         override_flops_per_s()  # raises if the environment's peak is not a number
         self._audited = None if self.config.audit is None else read_audit(Path(self.config.audit))
         self.output_dir = Path(output_dir)
@@ -113,8 +113,13 @@ class TrainingMonitor:
         self._pauses = 0
         self._training_lock = threading.RLock()
         """Guards the training thread's state, which threads of the monitor read at times."""
+        self._end_of_child: Finalize | None = None
         if not self._is_disabled:
             atexit.register(self.close)
+            if parent_process() is not None:  # a child of multiprocessing may end without `atexit`
+                self._end_of_child = Finalize(None, self.close, exitpriority=0)
+        for listener in created.listeners:
+            listener(self)
         if model is not None:
             self.attach(model)
 
@@ -132,6 +137,8 @@ class TrainingMonitor:
             models = before
         else:
             self._measuring.forget()
+            if self._live is not None:
+                self._live.forget_role()
             shift = models.first is None or shifts_labels(models.first)
             self._datasets = DatasetMetrics(shift=shift, notice=self._notices)
         self._hooks.attach(models)
@@ -140,6 +147,10 @@ class TrainingMonitor:
     def detach(self) -> None:
         """Leave the model as it was before `attach`."""
         self._hooks.detach()
+
+    def without_hooks(self) -> AbstractContextManager[None]:
+        """The model as it was before `attach`, for what runs inside: to save or to script it."""
+        return self._hooks.removed()
 
     def observe(self, batch: Mapping[str, Any] | Sequence[Any] | torch.Tensor) -> None:
         """Note a micro-batch explicitly, where the model's forward does not receive all of it.
@@ -262,11 +273,6 @@ class TrainingMonitor:
                 self._notices(f"the rows so far could not be saved: {one_line(error)}")
             deliver(live.signals)
 
-    @classmethod
-    def exists(cls) -> bool:
-        """Whether this process has a monitor."""
-        return bool(cls._all)
-
     @property
     def has_batches(self) -> bool:
         """Whether a batch of the current step was noted."""
@@ -295,6 +301,8 @@ class TrainingMonitor:
             return
         self._is_closed = True
         self._notices.in_closing(atexit.unregister, self.close)
+        if self._end_of_child is not None:
+            self._notices.in_closing(self._end_of_child.cancel)
         self._notices.in_closing(self._close)
 
     def __enter__(self) -> TrainingMonitor:

@@ -17,6 +17,8 @@ from .totals import Totals
 _SMALLEST_SHARE_SHOWN = 0.005
 _STEPS_SHOWN = 5
 _TENSORS_SHOWN = 4
+_RANKS_SHOWN = 16
+_STRAGGLERS_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,8 @@ class RunFigures:
     counted_after_steps: Sequence[int] = ()
     profiling_s: float = 0.0
     hardware: Mapping[str, Any] | None = None
+    job: Mapping[str, Any] | None = None
+    """On rank 0 of a job: what holds for all ranks, in place of this rank's."""
     notes: Sequence[str] = ()
     left_out_last: Mapping[str, float] = field(default_factory=dict)
     """Seconds of pauses after the last step, by what ran in them."""
@@ -64,7 +68,7 @@ def info_of(
         "time_source": time_source,
         "world_size": world_size,
         "rank": rank,
-        "scope": "one device" if world_size == 1 else f"this rank × {world_size}",
+        "scope": "one device" if world_size == 1 else f"rank {rank} of {world_size} alone",
         "model": model,
         "batch_shapes": list(batch_shapes),
     }
@@ -83,6 +87,7 @@ def summary_of(figures: RunFigures, *, lost: Sequence[str], warnings: Sequence[s
     return {
         **run,
         **figures.info,
+        **(figures.job or {}),
         "monitor_cost": {
             "training_thread_us_per_step": None if own_s is None else own_s * 1e6,
             "share_of_step": None if own_s is None or not step_s else own_s / step_s,
@@ -116,8 +121,13 @@ def lines_of(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("FLOPs by", _method(summary)),
         ("tokens/s", _rate(summary["median_tokens_per_second"], summary["scope"])),
         ("samples/s", _rate(summary["median_samples_per_second"], summary["scope"])),
+        *_total(summary),
         ("padding lost", _share(summary["padding_lost"], "no mask known")),
-        ("waiting for data", _share(summary["data_wait_share"], "no loader seen: see monitor.data")),
+        (
+            "waiting for data",
+            _share(summary["data_wait_share"], "no loader seen: see monitor.data")
+            + (" (rank 0)" if summary.get("ranks") and summary["data_wait_share"] is not None else ""),
+        ),
         ("other, between steps", _between(summary)),
         *[
             (
@@ -128,6 +138,8 @@ def lines_of(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
             for kind, paused in summary["left_out"].items()
         ],
         *_hardware(summary.get("hardware"), summary["scope"]),
+        *_ranks(summary.get("ranks", ())),
+        *_stragglers(summary.get("stragglers", ())),
         ("monitor's own cost", _cost(summary)),
         *[("note", text) for text in summary["notes"]],
         *[("lost", text) for text in summary["lost"]],
@@ -179,6 +191,54 @@ def _steps(summary: Mapping[str, Any]) -> str:
     if summary["warmup_steps"]:
         text += f"; {summary['warmup_steps']:,} warm-up"
     return text + f"; medians over {summary['medians_over']}"
+
+
+def _total(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What was processed in all; empty if nothing is known."""
+    totals = summary["totals"]
+    known = [
+        f"{totals[name]:,} {label}"
+        for name, label in (("tokens", "tokens"), ("samples", "samples"))
+        if totals[name] is not None
+    ]
+    if totals["model_flops"] is not None:
+        known.append(f"{totals['model_flops']:.6g} model FLOPs")
+    if not known:
+        return []
+    more = "" if totals["is_complete"] else " (as far as reported)"
+    return [("in all", ", ".join(known) + more)]
+
+
+def _ranks(ranks: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """A line for each rank of a small job."""
+    if len(ranks) > _RANKS_SHOWN:
+        return []
+    return [(f"rank {rank['rank']}", _rank(rank)) for rank in ranks]
+
+
+def _stragglers(stragglers: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """A line for each rank that held up the job, up to a few."""
+    return [("late rank", straggler["text"]) for straggler in stragglers[:_STRAGGLERS_SHOWN]]
+
+
+def _rank(rank: Mapping[str, Any]) -> str:
+    if "host" not in rank:
+        return str(rank["status"])
+    texts = [
+        rank["device"] if rank["device"].startswith(rank["host"]) else f"{rank['host']} {rank['device']}"
+    ]
+    texts.append(f"{rank['steps']:,} steps of {_seconds(rank['step_time_s'])}")
+    if rank["data_wait_s"] is not None:
+        texts.append(f"{_seconds(rank['data_wait_s'])} of that waiting for data")
+    if rank["collective_s"] is not None:
+        texts.append(f"{_seconds(rank['collective_s'])} in collectives")
+    if rank["clock_mhz"] is not None:
+        texts.append(f"{rank['clock_mhz']:,.0f} MHz")
+    if rank["memory_bytes"] is not None:
+        texts.append(f"{rank['memory_bytes'] / 2**30:.3g} GiB")
+    if rank["status"] != "ended":
+        texts.append(f"{rank['status']}, last seen {rank['last_seen']}")
+    return ", ".join(texts)
 
 
 def _method(summary: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .metrics import NOTHING_LEFT_OUT, PAUSES, StepAmounts, StepTime
+from .ranks.amounts import TOTALS, Exact
 
 _RESERVOIR_SIZE = 4096
 _RATES = {
@@ -61,6 +62,8 @@ class Totals:
         """The time of all steps, warm-up included, and what was left out of them."""
         self._left_out: dict[str, tuple[int, float]] = {}
         """How often something other than steps ran, and its seconds."""
+        self._sums: dict[str, tuple[int, Exact]] = {}
+        """By amount: over how many steps it is known, and its sum."""
         self.methods: dict[str, int] = {}
         self.peak_source: str | None = None
         self.hfu_method: str | None = None
@@ -70,6 +73,11 @@ class Totals:
         """Add steps with the same amounts, each with its own time."""
         self.steps += len(times)
         self.skipped_steps += sum([time.steps - 1 for time in times])
+        shares = amounts.own
+        for name in TOTALS:
+            if name in shares:
+                known, total = self._sums.get(name, (0, 0))
+                self._sums[name] = known + len(times), total + len(times) * shares[name]
         into = self._steady
         if amounts.warmup:
             into = self._warmup
@@ -119,6 +127,13 @@ class Totals:
         """As a share of the time of the steps after warm-up."""
         return None if seconds is None or not self._time_s else seconds / self._time_s
 
+    def _sum(self, name: str) -> float | None:
+        """The sum of an amount; None if it is unknown for a step."""
+        known, total = self._sums.get(name, (0, 0))
+        if known != self.steps or not known:
+            return None
+        return total if isinstance(total, int) else float(total)
+
     def as_dict(self, left_out_last: Mapping[str, float] = NOTHING_LEFT_OUT) -> dict[str, Any]:
         """The run as plain data; None where a value is unknown. `left_out_last` came after the last step."""
         left_out = {
@@ -150,6 +165,12 @@ class Totals:
                 kind: {"times": number, "seconds": sum_s, "share": sum_s / run_s}
                 for kind, (number, sum_s) in left_out.items()
                 if run_s
+            },
+            "totals": {
+                "steps": self.steps,
+                "ranks": 1,
+                "is_complete": True,
+                **{name: self._sum(name) for name in TOTALS},
             },
             "hfu_method": self.hfu_method,
             "method": max(self.methods, key=lambda m: self.methods[m]) if self.methods else None,

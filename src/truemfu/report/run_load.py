@@ -2,6 +2,7 @@
 
     training_run.json ─► RunRecord       facts about the run, and at its end the summary
     training_log.json ─► LogRow …        one row per logged step; of two rows of one step the last counts
+    ranks/*.jsonl     ─► RanksOfRun      what each rank of a job reported, as far as its file is there
 
 Both may be damaged, or one may be missing: a run that was killed, a file copied while it grew. Everything
 readable is read, and `notes` names the rest. The files may have been copied from anywhere.
@@ -21,6 +22,7 @@ import msgspec
 from .. import plain_files
 from ..errors import RecordError, UsageError
 from ..records import LOG_FILE, RUN_FILE, RunRecord, read_record
+from .ranks_view import RanksOfRun, load_ranks
 
 _WITHOUT_RECORD = "device, versions and the run's summary are not known; this report is based on its log"
 
@@ -32,6 +34,8 @@ class LogRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     loss: float | None = msgspec.field(name="training/loss", default=None)
     step_time_s: float | None = msgspec.field(name="perf/step_time", default=None)
     mfu: float | None = msgspec.field(name="perf/mfu", default=None)
+    mfu_per_gpu: float | None = msgspec.field(name="perf/mfu_per_gpu", default=None)
+    """Of this rank alone, in a job of several."""
     hfu: float | None = msgspec.field(name="perf/hfu", default=None)
     tflops_per_gpu: float | None = msgspec.field(name="perf/tflops_per_gpu", default=None)
     tokens_per_s: float | None = msgspec.field(name="perf/tokens_per_second", default=None)
@@ -71,6 +75,8 @@ class LoadedRun:
     """None without a readable run file."""
     rows: tuple[LogRow, ...]
     """By step, each step once."""
+    ranks: RanksOfRun
+    """Empty for a single process."""
     last_window: LastWindow | None = None
     """Only read without a summary, which covers all windows."""
     notes: tuple[str, ...] = ()
@@ -108,6 +114,8 @@ def load_run(folder: Path | str) -> LoadedRun:
         raise UsageError(
             f"{folder} does not contain a readable run: {fault}, and the log {log_name} has no readable row"
         )
+    ranks = load_ranks(folder)
+    notes += [f"Rows of a rank are missing: {fault}." for fault in ranks.faults]
     summary = None if record is None else record.summary
     logged = None if summary is None else summary.steps
     if logged is not None and len(found) > logged:
@@ -119,6 +127,7 @@ def load_run(folder: Path | str) -> LoadedRun:
         folder=folder,
         record=record,
         rows=tuple(row for row, _ in found),
+        ranks=ranks,
         last_window=_last_window(found) if summary is None else None,
         notes=tuple(notes),
     )

@@ -9,6 +9,8 @@ from pathlib import Path
 from ..records import RunRecord, RunSummary
 from .chart import SIDE, Chart, Series, line_chart, thinning
 from .html import write_template
+from .ranks_view import life_of
+from .render import duration
 from .run_load import LoadedRun, LogRow
 from .run_summary import summary_of_log
 from .run_texts import (
@@ -23,6 +25,7 @@ from .run_texts import (
 )
 from .waterfall_view import view_of
 
+_MOST_RANKS = 512
 _TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 
@@ -44,6 +47,13 @@ def write_run_page(path: Path, run: LoadedRun) -> Path:
         no_waterfall=why_no_waterfall(record, summary),
         of_last_window=None if run.last_window is None else of_last_window(run.last_window),
         hardware=[] if summary.hardware is None else hardware_figures(summary.hardware, record.scope),
+        ranks=run.ranks.lines[:_MOST_RANKS],
+        more_ranks=max(0, len(run.ranks.lines) - _MOST_RANKS),
+        stragglers=[straggler.text for straggler in summary.stragglers if straggler.text],
+        life=[
+            (part.name, duration(part.seconds), share(part.share))
+            for part in life_of(run.ranks.of_first, _paused_s(run.rows))
+        ],
         side=SIDE,
         remarks=[
             ("Warnings", summary.warnings),
@@ -67,6 +77,12 @@ def _lead(record: RunRecord, summary: RunSummary) -> str:
     if began := started(record):
         words.append(began)
     return f"{', '.join(words)}."
+
+
+def _paused_s(rows: Sequence[LogRow]) -> dict[str, float]:
+    """Seconds of what ran outside of steps, over all attempts that are in the log."""
+    kinds = ("evaluation", "checkpoint", "generation", "other_pause")
+    return {kind.replace("_", " "): sum(getattr(row, f"{kind}_s") or 0.0 for row in rows) for kind in kinds}
 
 
 def _charts(rows: Sequence[LogRow], summary: RunSummary) -> list[Chart]:

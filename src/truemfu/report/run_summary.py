@@ -64,10 +64,11 @@ def _left_out(rows: Sequence[LogRow]) -> dict[str, LeftOut]:
 
 
 def peak_flops_per_s(rows: Sequence[LogRow]) -> float | None:
-    """The peak of the last MFU: FLOP/s over MFU."""
+    """The peak of one device, by the last MFU: FLOP/s over MFU."""
     for row in reversed(rows):
-        if row.mfu and row.tflops_per_gpu:
-            return 1e12 * row.tflops_per_gpu / row.mfu
+        own_mfu = row.mfu if row.mfu_per_gpu is None else row.mfu_per_gpu
+        if own_mfu and row.tflops_per_gpu:
+            return 1e12 * row.tflops_per_gpu / own_mfu
     return None
 
 

@@ -46,12 +46,28 @@ def facts(record: RunRecord, summary: RunSummary, rows: Sequence[LogRow]) -> lis
         ("step times by", record.time_source or UNKNOWN),
         ("steps", _steps(summary, rows)),
         ("the monitor, in all", UNKNOWN if cost is None else _cost_once(cost)),
+        *_totals(summary),
         ("ranks", UNKNOWN if record.world_size is None else f"{record.world_size:,}"),
         ("versions", ", ".join(f"{name} {text}" for name, text in versions.items() if text) or UNKNOWN),
         ("started", started(record) or UNKNOWN),
         *([("command", " ".join(record.command))] if record.command else []),
         *([("git commit", record.git_commit)] if record.git_commit else []),
     ]
+
+
+def _totals(summary: RunSummary) -> list[tuple[str, str]]:
+    """What was processed in all, where the summary has it."""
+    totals = summary.totals
+    if totals is None:
+        return []
+    known = [
+        f"{amount:,.0f} {name}"
+        for amount, name in ((totals.tokens, "tokens"), (totals.samples, "samples"))
+        if amount is not None
+    ]
+    known += [] if totals.model_flops is None else [f"{totals.model_flops:.6g} model FLOPs"]
+    more = "" if totals.is_complete else " (as far as its ranks reported)"
+    return [("in all", ", ".join(known) + more)] if known else []
 
 
 def _trained(record: RunRecord) -> list[tuple[str, str]]:
@@ -98,7 +114,13 @@ def _figures(record: RunRecord, summary: RunSummary, rows: Sequence[LogRow]) -> 
         ),
         _figure("samples/s", number, summary.median_samples_per_second, scope, "no batch was seen"),
         _figure("padding lost", share, summary.padding_lost, "of all tokens", "no attention mask was seen"),
-        _figure("waiting for data", share, summary.data_wait_share, "of the time", "no loader was seen"),
+        _figure(
+            "waiting for data",
+            share,
+            summary.data_wait_share,
+            "of rank 0's time" if summary.ranks else "of the time",
+            "no loader was seen",
+        ),
         _figure(
             "other, between steps",
             share,

@@ -70,6 +70,8 @@ COMPILED_CALL = "torch.nn:Module._compiled_call_impl"
 DEFAULT_STORE = "torch.distributed.distributed_c10d:_get_default_store"
 VERSION = "torch:Tensor._version"
 LOADER_ITERATOR = "torch.utils.data.dataloader:_BaseDataLoaderIter"
+PIPELINE_STAGE = "torch.distributed.pipelining.stage:_PipelineStageBase"
+NCCL_RECORDS = "torch._C:_distributed_c10d._dump_nccl_trace_json"
 SCALED_MM = "torch:_scaled_mm"
 INT_MM = "torch:_int_mm"
 
@@ -109,6 +111,8 @@ NAMES: dict[str, Private] = {
         (DEFAULT_STORE, "ranks are not compared and do not share their counts", (2, 6)),
         (VERSION, "numbers on the device are copied at once, which is slower", (2, 6)),
         (LOADER_ITERATOR, "waiting for data is measured only for loaders given to monitor.data", (2, 6)),
+        (PIPELINE_STAGE, "pipeline stages are not recognised: each counts as a whole model", (2, 6)),
+        (NCCL_RECORDS, "the time of a rank in collectives is unknown", (2, 6)),
         (SCALED_MM, "the fp8 rate of this device cannot be measured", (2, 6)),
         (INT_MM, "the int8 rate of this device cannot be measured", (2, 6)),
     )
@@ -119,6 +123,7 @@ ATTRIBUTES: dict[str, str] = {
     "_forward_hooks _forward_pre_hooks": "of a module: it is observed by a hook, and not estimated",
     "_orig_mod": "of a compiled module: it is counted with its wrapper, or not at all",
     "_get_fsdp_state _mp_policy": "of a module sharded by FSDP: it can be neither counted nor estimated",
+    "_fsdp_param_group _fsdp_param_groups": "of a module sharded by FSDP: the job's FLOPs are unknown",
     "_schema": "of an operator: models cannot be counted",
     "_sequence_nr": "of an autograd node: models cannot be counted",
     "_nested_tensor_size": "of a nested tensor: its products are not counted",

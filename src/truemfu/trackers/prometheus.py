@@ -3,9 +3,10 @@
     http://127.0.0.1:9464/metrics       truemfu_mfu{rank="0",run="llama"} 0.41
 
 `perf/mfu` is `truemfu_mfu`, `training/loss` is `truemfu_training_loss`; the metrics of a dataset carry its
-name as the label `dataset`. The description of the run is in the labels of `truemfu_run_info`. It is served
-to this machine only; `monitoring.prometheus_address: 0.0.0.0` or `PrometheusTracker(address="0.0.0.0")`
-serves it to anyone who can reach the port.
+name as the label `dataset`, those of a rank under `perf/rank/` its number as the label `of_rank`. The
+description of the run is in the labels of `truemfu_run_info`. It is served to this machine only;
+`monitoring.prometheus_address: 0.0.0.0` or `PrometheusTracker(address="0.0.0.0")` serves it to anyone who can
+reach the port.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from .prometheus_server import LOOPBACK, MetricsServer
 
 DEFAULT_PORT = 9464
 _DATASET = re.compile(r"dataset/(?P<dataset>.*)/(?P<metric>[^/]+)", re.DOTALL)
+_RANK = re.compile(r"perf/rank/(?P<rank>[^/]+)/(?P<metric>.+)")
 _NOT_IN_NAMES = re.compile(r"\W+", re.ASCII)
 
 
@@ -71,8 +73,11 @@ class PrometheusTracker:
         for key, value in row.items():
             if isinstance(value, str):
                 continue  # a gauge is a number; texts are in truemfu_run_info
-            dataset = _DATASET.fullmatch(key)
-            if dataset:
+            dataset, of_rank = _DATASET.fullmatch(key), _RANK.fullmatch(key)
+            if of_rank:
+                labels = {**self._labels, "of_rank": of_rank["rank"]}
+                self._set(f"perf/rank/{of_rank['metric']}", value, labels)
+            elif dataset:
                 labels = {**self._labels, "dataset": writable(dataset["dataset"])}
                 self._set(f"dataset//{dataset['metric']}", value, labels)
             else:

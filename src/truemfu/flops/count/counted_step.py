@@ -23,7 +23,13 @@ from ...errors import TruemfuError, one_line
 from ...torch_private.dispatch import FakeTensorMode, check_fake_tensors, disable_modes
 from ...torch_private.trees import tree_flatten
 from ..interruption import OtherCountRuns, TimeIsUp, supervision, was_interrupted
-from ..isolation.process_state import flex_attention_anywhere, quiet_fake_tensors, uncompiled, untouched_casts
+from ..isolation.process_state import (
+    flex_attention_anywhere,
+    local_attention,
+    quiet_fake_tensors,
+    uncompiled,
+    untouched_casts,
+)
 from ..isolation.random_states import own_random_draws
 from ..isolation.shared_state import untouched_globals
 from ..shadow.shadow import Maker, Shadow
@@ -147,9 +153,10 @@ class CountedStep:
         args, kwargs = shadow.tree(self.args), shadow.tree(self.kwargs)
         loss_fn = shadow.tree(self.loss_fn)
         follow_modules(model, tally)
-        tally.restores_outside_gradients = True
+        tally.is_on_shadow = True
         untouched = untouched_globals(self.model, self.loss_fn)
-        with untouched, own_random_draws(self.model) as drawn, untouched_casts(), uncompiled():
+        casts, attention = untouched_casts(), local_attention()
+        with untouched, own_random_draws(self.model) as drawn, casts, attention, uncompiled():
             try:
                 with fake_mode, watched_launches(tally), following_calls(tally, on_shadow=True), tally:
                     self._forward_and_backward(model, args, kwargs, loss_fn, tally)

@@ -63,6 +63,7 @@ from ..registry import OPERATOR_FORMULAS
 from ..shadow.fake_kernels import FAKE_KERNELS
 from ..shadow.values import Following, FollowingMode, Value
 from ..splits import with_ancestors
+from . import collectives
 from .data_flow import DataFlow, in_function, is_custom
 
 _DEVICE = torch.ops.prim.device.default
@@ -154,7 +155,8 @@ class Tally(TorchDispatchMode):
         self.pairs = PairCounter(convention, documents)
         self.entries: list[Entry] = []
         self.operators = 0
-        self.restores_outside_gradients = False
+        self.is_on_shadow = False
+        """Whether a shadow is counted, so that no collective may start."""
         self.outside_parameters: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         """Parameters outside the model that the step used, through globals, and their previous gradients."""
         self.uncounted: Counter[str] = Counter()
@@ -226,6 +228,14 @@ class Tally(TorchDispatchMode):
         fake_kernel = FAKE_KERNELS.get(name) if self._following is not None else None
         if fake_kernel is not None:
             out = fake_kernel(*args, **kwargs)
+        elif self.is_on_shadow and name.partition("::")[0] in collectives.NAMESPACES:
+            out = collectives.run_on_shapes(
+                func,
+                args,
+                kwargs,
+                in_forward=current_graph_task_id() == -1,
+                is_assumed=self._following is None or bool(self._following.assumptions),
+            )
         elif self._following is not None and isinstance(func, OpOverload):
             out = self._following.run(func, args, kwargs)
         elif self._generator is not None and _draws(func):
@@ -268,7 +278,7 @@ class Tally(TorchDispatchMode):
                 and id(argument) not in self.outside_parameters
             ):
                 self.outside_parameters[id(argument)] = (argument, argument.grad)
-                if self.restores_outside_gradients:
+                if self.is_on_shadow:
                     argument.grad = None  # else the count would add to it in place
 
     def _phase(self, node: Any) -> str:

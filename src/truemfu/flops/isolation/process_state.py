@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
+from ...torch_private.meshes import patched_attention
 from ...torch_private.replacing import replaced
 from ...torch_private.table import FLEX_CHECK
 
@@ -84,6 +86,20 @@ def flex_attention_anywhere() -> Iterator[None]:
     """Let flex attention accept CPU tensors that need gradients, since fake tensors need no kernel."""
     with replaced(FLEX_CHECK, _only_on_other_threads):
         yield
+
+
+@contextlib.contextmanager
+def local_attention() -> Iterator[None]:
+    """Inside `context_parallel`: attention without its exchange of keys and values between ranks."""
+    patched = patched_attention()
+    if patched is None:
+        yield
+        return
+    exchanging, F.scaled_dot_product_attention = F.scaled_dot_product_attention, patched[1]
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = exchanging
 
 
 def _only_on_other_threads(check: Any) -> Any:

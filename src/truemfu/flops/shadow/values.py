@@ -192,7 +192,7 @@ def _histogram(source: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     return torch.histc(exact, *args, **kwargs).to(source.dtype)
 
 
-def _mark_unknown(tensors: Iterable[torch.Tensor]) -> None:
+def mark_unknown(tensors: Iterable[torch.Tensor]) -> None:
     """Mark these as unknown: an unknown value was written into them."""
     for tensor in tensors:
         if (value := value_of(tensor)) is not None:
@@ -415,7 +415,7 @@ class Following:
         tensors = [t for t in tree_flatten(written)[0] if isinstance(t, torch.Tensor)]
         seeded = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
         if seeded or any(v is None for v in values):
-            _mark_unknown(tensors)
+            mark_unknown(tensors)
             return
         known = [value for value in values if value is not None]
         written_to = value_of(tensors[0]) if len(tensors) == 1 else None
@@ -435,7 +435,7 @@ class Following:
         try:
             self._write(func, flat, spec, positions, known)
         except NotImplementedError:  # it has no CPU kernel
-            _mark_unknown(tensors)
+            mark_unknown(tensors)
 
     @staticmethod
     def _write(

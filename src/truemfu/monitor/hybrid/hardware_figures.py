@@ -22,6 +22,7 @@ from ...hardware.specs import DeviceSpec
 from ...utilization import rate_over_peak
 from ...waterfall import Waterfall, WaterfallInputs, waterfall
 from ..metrics import StepAmounts, StepTime
+from ..ranks.amounts import Exact
 from ..training_side.hardware_watch import Measured
 
 
@@ -43,20 +44,20 @@ class StepSums:
 
     def add(self, amounts: StepAmounts, time: StepTime) -> None:
         """Add a step whose `flops` are the counted ones."""
-        flops, elapsed_s = amounts.flops, time.elapsed_s
+        shares, elapsed_s = amounts.own, time.elapsed_s
+        peak = None if amounts.flops is None else amounts.flops.peak_flops_per_s
         self.steps += time.steps
         self.elapsed_s += elapsed_s or 0.0
         self.data_wait_s += time.data_wait_s or 0.0
         self.between_s += time.between_s or 0.0
         self.forwards += time.forwards
-        peak = None if flops is None else flops.peak_flops_per_s
-        self.model_flops = _plus(self.model_flops, None if flops is None else flops.model_flops)
-        self.hardware_flops = _plus(self.hardware_flops, None if flops is None else flops.hardware_flops)
+        self.model_flops = _plus(self.model_flops, shares.get("model_flops"))
+        self.hardware_flops = _plus(self.hardware_flops, shares.get("hardware_flops"))
         self.peak_flops = _plus(
             self.peak_flops, None if peak is None or elapsed_s is None else peak * elapsed_s
         )
-        self.tokens = _plus(self.tokens, amounts.tokens)
-        self.useful_tokens = _plus(self.useful_tokens, amounts.useful_tokens)
+        self.tokens = _plus(self.tokens, shares.get("tokens"))
+        self.useful_tokens = _plus(self.useful_tokens, shares.get("useful_tokens"))
 
     def merge(self, other: StepSums) -> None:
         """Add the sums over other steps."""
@@ -193,8 +194,8 @@ def figures_of(
     power_w = window.power_w
     if window.energy_j is not None and window.seconds > 0:
         power_w = window.energy_j / window.seconds
-    # Like all rates without a suffix, the job's: this rank's times the number of ranks.
-    energy_j = None if power_w is None else power_w * sums.elapsed_s * world_size
+    # A job's energy is not known from the counters of one of its GPUs.
+    energy_j = None if power_w is None or world_size > 1 else power_w * sums.elapsed_s
     return HardwareFigures(
         seconds=window.seconds,
         steps=sums.steps,
@@ -208,7 +209,7 @@ def figures_of(
         energy_j_per_step=None if energy_j is None or not sums.steps else energy_j / sums.steps,
         energy_j_per_million_tokens=None
         if energy_j is None or not sums.tokens
-        else energy_j / (sums.tokens * world_size) * 1e6,
+        else energy_j / sums.tokens * 1e6,
         tensor_active=window.tensor_active,
         sm_active=window.sm_active,
         dram_active=window.dram_active,
@@ -338,5 +339,5 @@ def _over_everything(detail: StepDetail) -> float | None:
     return 1 + (detail.tile_factor - 1) * (1 - detail.attention_share)
 
 
-def _plus(total: float | None, amount: float | None) -> float | None:
-    return None if total is None or amount is None else total + amount
+def _plus(total: float | None, amount: float | Exact | None) -> float | None:
+    return None if total is None or amount is None else total + float(amount)

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from ...errors import one_line, warn_once
 from .count_exchange import COUNT, NOTHING, WAITING, Answer, Question
 from .count_log import CountLog
+from .row_exchange import RowExchange
 from .store_thread import StoreCalls, StoreThread
 
 __all__ = ["COUNT", "NOTHING", "WAITING", "Answer", "LinkLimits", "RankLink"]
@@ -77,6 +78,7 @@ class RankLink:
         self._questions: dict[tuple[str, str], Question] = {}
         self._writes: deque[Callable[[StoreCalls], None]] = deque(maxlen=_MAX_WRITES)
         self._log = CountLog(f"{self._prefix}/counts")
+        self._exchange: RowExchange | None = None
         self._read: threading.Event | None = None
         self._no_group_since_s: float | None = None
         self._thread = StoreThread(
@@ -157,6 +159,33 @@ class RankLink:
             self._read.wait(self._limits.read_s)
         return self._log.steps()
 
+    def exchange_rows(self, take: Callable[[list[bytes]], None] | None) -> None:
+        """Begin to exchange messages; `take`, on rank 0, gets new ones on the store thread."""
+        self._exchange = RowExchange(f"{self._prefix}/rows", world_size=self.world_size, take=take)
+        self._thread.wake()
+
+    def send_message(self, message: bytes) -> None:
+        """Row thread: send this to rank 0, in place of one that was not sent yet."""
+        if self._exchange is not None:
+            self._exchange.put(message)
+            self._thread.wake()
+
+    def read_soon(self) -> None:
+        """Row thread of rank 0: read messages more often for a moment."""
+        if self._exchange is not None:
+            self._exchange.hurry()
+            self._thread.wake()
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether messages can be exchanged: the store responds, and there is a process group."""
+        return self._thread.check() and self._thread.is_connected
+
+    @property
+    def failure(self) -> str | None:
+        """Why the store is not used any more."""
+        return self._thread.failure
+
     def stop(self, timeout_s: float = _STOP_S) -> None:
         """End the store thread once the queue is written or `timeout_s` has passed; no more warnings."""
         if self.world_size > 1 and self._thread.is_usable:
@@ -225,7 +254,11 @@ class RankLink:
             self._writes[0](calls)
             with contextlib.suppress(IndexError):  # cleared meanwhile
                 self._writes.popleft()
-        return None if is_last else self._poll_all(calls)
+        read_in_s = None if self._exchange is None else self._exchange.work(calls)
+        if is_last:
+            return None
+        pauses_s = [pause_s for pause_s in (read_in_s, self._poll_all(calls)) if pause_s is not None]
+        return min(pauses_s) if pauses_s else None
 
     def _without_group(self) -> float | None:
         if self._read is not None:

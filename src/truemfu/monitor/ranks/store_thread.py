@@ -43,6 +43,13 @@ class StoreCalls:
         """The value of an existing key; for a missing one this would block."""
         return bytes(self._call(self._store.get, key))
 
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """The values of existing keys, in one call where the store has one for that."""
+        store = self._store
+        if hasattr(store, "has_extended_api") and store.has_extended_api():
+            return [bytes(value) for value in self._call(store.multi_get, keys)]
+        return [self.get(key) for key in keys]
+
     def set(self, key: str, value: bytes) -> None:
         self._call(self._store.set, key, value)
 
@@ -88,6 +95,11 @@ class StoreThread:
     def is_usable(self) -> bool:
         """Whether requests are still processed."""
         return self.failure is None and not self.is_stopped
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether requests are processed and there is a process group."""
+        return self.is_usable and _has_process_group()
 
     @property
     def is_stopped(self) -> bool:

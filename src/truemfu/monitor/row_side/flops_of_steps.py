@@ -72,6 +72,8 @@ class Counting:
         self.executed_ratio: float | None = None
         """Executed FLOPs over those counted, of the last profiled step or the last window of counters."""
         self._executed_method = executed_method
+        self.flops_shared_by = 1
+        """How many ranks count the same products, of which each executes its part."""
 
     @property
     def configured_peak_flops_per_s(self) -> float | None:
@@ -207,7 +209,7 @@ class Counting:
                 "the profile of a step is empty (another profiler was active); HFU is based on the count"
             )
         elif counted is not None and counted.hardware_flops:
-            self.executed_ratio = executed.hardware_flops / counted.hardware_flops
+            self.executed_ratio = self.flops_shared_by * executed.hardware_flops / counted.hardware_flops
 
     def with_executed(self, flops: StepFlops | None, *, run_again: bool) -> StepFlops | None:
         """The same step with its executed FLOPs scaled by the last measured ratio.

@@ -7,6 +7,9 @@ window of the hardware counters waits until they were read past it, unless `fini
 a step whose FLOPs are being counted waits until the training thread has done that. The training thread only
 appends to a bounded queue; if the resolver falls behind, the oldest steps are dropped and counted as lost.
 
+In a job of several ranks each resolver also reports what its rank did (`reporter`), and rank 0 holds a row
+back until all ranks have reported its step (`held_rows.py`).
+
 The training thread sends the device values of a few seconds together. If its next step does not come in time,
 they are sent from here (`send_held`), so that their steps are on disk within ten seconds.
 """
@@ -34,7 +37,12 @@ from ..hybrid.hardware_figures import StepDetail
 from ..hybrid.hardware_windows import HardwareWindows
 from ..metrics import NOTHING, StepAmounts, StepTime, Window, performance
 from ..notices import Notices
+from ..ranks.amounts import Exact
+from ..ranks.job import Job
+from ..ranks.job_sums import JobStep
 from ..ranks.rank_link import RankLink
+from ..ranks.reporter import RankReporter
+from ..ranks.role import RankRole
 from ..totals import Totals
 from ..training_side.batch_notes import BatchNote
 from ..training_side.between_steps import between
@@ -50,17 +58,20 @@ from ..training_side.datasets import dataset_metrics
 from ..training_side.hardware_watch import Cut
 from ..training_side.host_values import is_there, resolved
 from ..training_side.model_state import States
-from ..training_side.step_note import StepNote
+from ..training_side.step_note import StepNote, StepPosition
 from ..training_side.watched import is_of_first_module
+from . import held_rows
 from .audit_step import AuditStep
 from .flops_of_steps import Counting, StepFlops, state_of
 from .frequency import StepsOrSeconds
+from .given_flops import METHOD as GIVEN
 from .given_flops import given_flops
 from .output import Output
 from .step_detail import StepDetails
 
 _MAX_PENDING = 10_000
 _WAKE_EVERY_S = 3.0
+_SHORTEST_PAUSE_S = 0.1
 _MOST_TOGETHER = 32
 """The most rows handed to the output at once."""
 _ARRIVES_S = 0.2
@@ -68,6 +79,19 @@ _ARRIVES_S = 0.2
 _FAILING_S = 1.0
 _POLL_S = 0.005
 _TAKE_DOWN_S = 0.1
+
+
+class _Step(NamedTuple):
+    """A processed step, without what depends on other ranks."""
+
+    position: StepPosition
+    end_s: float
+    training: dict[str, Any]
+    """What the caller logged."""
+    datasets: dict[str, Any]
+    amounts: StepAmounts
+    took: StepTime
+    skip_remote: bool
 
 
 class _Row(NamedTuple):
@@ -99,6 +123,9 @@ class Resolver:
         hardware: HardwareWindows | None,
         audit: AuditStep | None,
         send_held: Callable[[], bool],
+        role: Callable[[], RankRole],
+        reporter: RankReporter | None,
+        job: Job | None,
     ) -> None:
         self._send_held = send_held
         self._clock, self._device = clock, device
@@ -118,10 +145,23 @@ class Resolver:
         self.is_awaited = False
         """Whether `finish_pending` is waiting: rows then do not wait for the counters."""
         self._waits_for_counts = True
-        self._taken = self._done = 0
+        self._taken = self._processed = self._done = 0
         self._failing_since_s: float | None = None
         self.window, self.totals = Window(), Totals()
-        self._last_amounts = self._last_executed = NOTHING
+        self._last_amounts = self._last_executed = self._last_in_job = NOTHING
+        self._role, self._reporter, self._job = role, reporter, job
+        self._last_sums: tuple[JobStep, dict[str, Exact], JobStep] | None = None
+        self.reads_files = False
+        """On rank 0, once the run has ended: whether what other ranks left in the run's folder is read."""
+        self._held: held_rows.HeldRows[_Step] | None = None
+        if job is not None:
+            self._held = held_rows.HeldRows(
+                job,
+                is_connected=lambda: ranks.is_connected or self.reads_files,
+                notice=notices,
+                note=ranks.note,
+                failure=lambda: ranks.failure,
+            )
         self.lost_steps = 0
         """Dropped because the queue was full."""
         self.failed_steps = 0
@@ -146,14 +186,24 @@ class Resolver:
         """Process new steps now instead of in a few seconds."""
         self._wake.set()
 
-    def finish_pending(self, timeout_s: float, meanwhile: Callable[[], object] | None = None) -> bool:
+    def finish_pending(
+        self,
+        timeout_s: float,
+        meanwhile: Callable[[], object] | None = None,
+        *,
+        hold_s: float | None = None,
+    ) -> bool:
         """Wait until every step so far is a row; False if that takes longer than `timeout_s`.
 
         `meanwhile` runs the counts that rows wait for, and its time is not included in the limit. Without it
-        such rows have the estimate.
+        such rows have the estimate. Rows wait for other ranks for `hold_s`, and then go without the figures
+        of the job. Without `hold_s` they are waited for for a second, and become rows later.
         """
+        if self._held is not None:
+            self._held.release_in(hold_s)
         wanted = self._taken
-        deadline = time.perf_counter() + timeout_s
+        began_s = time.perf_counter()
+        deadline = began_s + timeout_s
         try:
             while self._done + self.lost_steps < wanted:
                 self.is_awaited, self._waits_for_counts = True, meanwhile is not None
@@ -161,6 +211,9 @@ class Resolver:
                 now_s = time.perf_counter()
                 if now_s > deadline or not self._thread.is_alive() or self._fails_for_good(now_s):
                     return False
+                is_processed = self._processed + self.lost_steps >= wanted
+                if is_processed and hold_s is None and now_s > began_s + held_rows.SAVE_HOLD_S:
+                    return True
                 if meanwhile is not None:
                     meanwhile()
                     deadline += time.perf_counter() - now_s
@@ -194,7 +247,7 @@ class Resolver:
         while not self._stopping:
             began = time.thread_time()
             try:
-                self._wake.wait(_ARRIVES_S if is_sent else _WAKE_EVERY_S)
+                self._wake.wait(_ARRIVES_S if is_sent else self._pause_s)
                 is_sent = self._send_held()
                 self._drain()
                 self._failing_since_s = None
@@ -213,6 +266,12 @@ class Resolver:
         """Steps that will never become rows, since the thread has ended."""
         return 0 if self._thread.is_alive() else self._taken - self._done - self.lost_steps
 
+    @property
+    def _pause_s(self) -> float:
+        if self._reporter is None:
+            return _WAKE_EVERY_S
+        return min(_WAKE_EVERY_S, max(_SHORTEST_PAUSE_S, self._reporter.due_in_s))
+
     def _drain(self) -> None:
         self._counts.keep()
         self._is_log_read = False
@@ -220,10 +279,14 @@ class Resolver:
             self._clock.poll()
         while self._process_ready() == _MOST_TOGETHER:
             pass
+        if self._reporter is not None:
+            self._reporter.tick(now=self.is_awaited)
+        if self._job is not None:
+            self._job.check_silence()
 
     def _process_ready(self) -> int:
         """Process the oldest ready steps, up to `_MOST_TOGETHER`; returns how many."""
-        rows: list[_Row] = []
+        steps: list[_Step] = []
         taken = 0
         try:
             while (
@@ -234,15 +297,63 @@ class Resolver:
                 self._oldest = None
                 taken += 1
                 try:
-                    rows.append(self._row(oldest))
+                    steps.append(self._step(oldest))
                 except BaseException as error:
                     self._not_logged(error)
         finally:
-            if taken:
-                self._put(rows)
-                self._done += taken
+            if taken or self._held:
+                self._processed += taken
+                self._put([row for step in self._released(steps) if (row := self._row_of(step)) is not None])
+                self._done = self._processed - (0 if self._held is None else len(self._held))
                 self._output.wake()
         return taken
+
+    def _released(self, steps: Sequence[_Step]) -> Sequence[_Step]:
+        """The steps whose rows are due: the new ones, or on rank 0 of a job those all ranks have reported."""
+        if self._reporter is None:
+            return steps
+        for step in steps:
+            took = step.took
+            era = self._reporter.add(
+                *step.position,
+                took.elapsed_s,
+                took.data_wait_s,
+                paused_s=sum(took.left_out_s.values()),
+                is_warmup=step.amounts.warmup,
+                amounts=step.amounts.shares,
+            )
+            if self._held is not None:
+                self._held.put(step, era, *step.position)
+        if self._held is None:
+            return steps
+        if self.is_awaited and self._held:
+            self._ranks.read_soon()
+        return [
+            step._replace(amounts=self._in_job(step.amounts, others))
+            for step, others in self._held.release(is_awaited=self.is_awaited)
+        ]
+
+    def _row_of(self, step: _Step) -> _Row | None:
+        """The row of a released step; None, with a warning, if it cannot be computed."""
+        try:
+            return self._row(step)
+        except BaseException as error:
+            self._not_logged(error)
+            return None
+
+    def _in_job(self, amounts: StepAmounts, others: JobStep | None) -> StepAmounts:
+        """The amounts with the sums over all ranks; the last step's object if it is the same."""
+        job = None
+        if others is not None:
+            last, shares = self._last_sums, amounts.shares
+            if last is None or last[0] is not others or last[1] is not shares:
+                sums = {name: total + shares[name] for name, total in others.sums.items() if name in shares}
+                self._last_sums = last = others, shares, JobStep(sums)
+            job = last[2]
+        found = replace(amounts, job=job)
+        if found != self._last_in_job:
+            self._last_in_job = found
+        return self._last_in_job
 
     def _put(self, rows: Sequence[_Row]) -> None:
         """Hand rows to the output, and add them to the totals: those with the same amounts together."""
@@ -313,8 +424,8 @@ class Resolver:
             self._leave_windows_out(self.hardware, error)
             return True
 
-    def _row(self, note: StepNote) -> _Row:
-        """The row of a step; called in the order of steps."""
+    def _step(self, note: StepNote) -> _Step:
+        """A step with all that this rank knows of it; called in the order of steps."""
         position, batches = note.position, note.batches
         notes = [] if batches.is_missing else batches.notes  # some alone do not represent the step
         is_warmup = note.warmup or self._waited_for_a_count(*position)
@@ -339,23 +450,29 @@ class Resolver:
         amounts = self._with_executed(counted, run_again=batches.run_again)
         if self._audit is not None and self._audit.wants(note):
             self._audit.write(self._counting, note)
-        metrics: dict[str, Any] = {
+        datasets: dict[str, Any] = {}
+        if note.extras.datasets:
+            names = [name for pending, _ in note.extras.datasets for name in pending.names]
+            datasets = dataset_metrics(names, torch.cat([copy.get() for _, copy in note.extras.datasets]))
+        training = {
             "global_step": position.step,
             "training/loss": resolved(note.loss),
             "training/lr": resolved(note.learning_rate),
             "training/epoch": resolved(note.epoch),
             "training/grad_norm": resolved(note.grad_norm),
-            **performance(amounts, took),
         }
+        return _Step(position, note.span.end.host_s, training, datasets, amounts, took, note.skip_remote)
+
+    def _row(self, step: _Step) -> _Row:
+        """The row of a step; called in the order of steps."""
+        metrics: dict[str, Any] = {**step.training, **performance(step.amounts, step.took)}
         self._check(metrics)
-        is_detailed = self._details_are_due(position, note.span.end.host_s)
+        is_detailed = self._details_are_due(step.position, step.end_s)
         self.window.add_all([metrics])
         if is_detailed:
             metrics |= self._details_now()
-        if note.extras.datasets:
-            names = [name for pending, _ in note.extras.datasets for name in pending.names]
-            metrics |= dataset_metrics(names, torch.cat([copy.get() for _, copy in note.extras.datasets]))
-        return _Row(metrics, amounts, took, note.skip_remote, is_detailed)
+        metrics |= step.datasets
+        return _Row(metrics, step.amounts, step.took, step.skip_remote, is_detailed)
 
     def _check(self, metrics: Mapping[str, Any]) -> None:
         loss = metrics["training/loss"]
@@ -371,18 +488,21 @@ class Resolver:
         if self.hardware is not None and self.hardware.latest is not None:
             row |= self.hardware.latest.metrics()
         row["perf/memory_peak_bytes"] = peak_memory_bytes(self._device)
-        return row
+        return row if self._job is None else row | self._job.metrics()
 
     def _amounts(self, batches: Sequence[BatchNote], flops: StepFlops | None, *, warmup: bool) -> StepAmounts:
         """The amounts of a step; the last step's object if they are equal."""
-        sized = _sized(batches)
+        sized, role = _sized(batches), self._role()
+        if flops is not None and flops.method == GIVEN:  # they are this rank's own
+            role = replace(role, flops_shared_by=1)
         amounts = StepAmounts(
             samples=_sum([b.samples() for b in sized]),
             tokens=_sum([b.template.tokens for b in sized]),
             useful_tokens=_sum([resolved(b.useful_tokens) for b in sized]),
             flops=flops,
             warmup=warmup,
-            world_size=self._ranks.world_size,
+            role=role,
+            in_job=self._job is not None,
             measured_peak_flops_per_s=self._measured_peak_flops_per_s,
         )
         if amounts != self._last_amounts:

@@ -97,6 +97,12 @@ class Attachment:
         self._ended = ended
         self._watch(model)
 
+    def add(self) -> None:
+        """Watch the model again after `remove`."""
+        model = self._model()
+        if model is not None:
+            self._watch(model)
+
     def follow(self) -> bool:
         """Watch the compiled call of a model that was compiled since; whether it was."""
         model = self._model()

@@ -15,7 +15,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...flops import CUMULATIVE, GRIDS, AutocastState, HostCopy, autocast_state, documents_of, start_host_copy
+from ...flops import (
+    CUMULATIVE,
+    GRIDS,
+    AutocastState,
+    HostCopy,
+    autocast_state,
+    documents_of,
+    has_whole_sequences,
+    start_host_copy,
+    whole_sequences,
+)
 from ...torch_private.trees import tree_flatten, tree_leaves, tree_map
 from ...torch_private.watching import (
     detects_backward,
@@ -42,6 +52,10 @@ _UNSUPPORTED_BATCH = (
     "other functorch transforms, and positional mixed with keyword arguments to a forward(*args, **kwargs) "
     "are not supported"
 )
+_SPLIT_BATCH = (
+    "sequences are split over ranks (context parallel) and the batch is not made of tokens of plain rows, so "
+    "its step has no MFU: packed documents, images and other inputs are not supported there"
+)
 _TOO_MANY = "a step has too many micro-batches, so it has no MFU: is log_step called once per step?"
 
 
@@ -62,6 +76,8 @@ class Template:
     model: str | None = field(default=None)
     """The model's name, if several are watched."""
     values_ready: bool = field(default=False)
+    sequence_parts: int = field(default=1)
+    """Over how many ranks each sequence is split: `example` is the batch with whole sequences."""
     requested_for: int | None = field(default=None)
     """The number of the model state for which a count of such a batch was last requested."""
 
@@ -77,8 +93,11 @@ class Template:
             self.batch = tree_map(lambda v: v.get() if isinstance(v, HostCopy) else v, self.batch)
             self.values_ready = True
         batch: Batch = self.batch
-        for path, value in values.items():
-            batch = _with(batch, path, value)
+        if self.sequence_parts > 1:
+            batch = whole_sequences(batch, self.sequence_parts)
+        else:
+            for path, value in values.items():
+                batch = _with(batch, path, value)
         return tuple(batch.values()) if 0 in batch else batch
 
 
@@ -165,6 +184,14 @@ class BatchNotes:
         self._is_incomplete = False
         self.has_notes = False
         """Whether the current step has a micro-batch yet."""
+        self._sequence_parts = 1
+
+    def set_sequence_parts(self, parts: int) -> None:
+        """From now on each sequence is split over this many ranks."""
+        if parts != self._sequence_parts:
+            self._sequence_parts = parts
+            self._templates.clear()
+            self._last_template, self._last_bare = None, None
 
     def note(
         self,
@@ -195,6 +222,8 @@ class BatchNotes:
         template = self._last_template
         if template is None or signature != self._last_signature:
             template = self._template(tuple(signature), batch, slot, model)
+            if template.sequence_parts > 1 and not has_whole_sequences(batch):
+                return self._not_noted(_SPLIT_BATCH)
             self._last_signature, self._last_template, self._last_bare = signature, template, None
         note = self._last_bare
         if note is None:
@@ -284,6 +313,7 @@ class BatchNotes:
             autocast=autocast,
             slot=slot,
             model=model,
+            sequence_parts=self._sequence_parts,
         )
 
 

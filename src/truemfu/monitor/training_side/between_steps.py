@@ -73,7 +73,7 @@ class BetweenSteps:
     __slots__ = (
         "_began_s",
         "_depth",
-        "_long_gaps",
+        "_gaps",
         "end_s",
         "first_s",
         "forwards",
@@ -95,24 +95,29 @@ class BetweenSteps:
         self.forwards = 0
         self._depth = 0
         self._began_s = 0.0
-        self._long_gaps: deque[tuple[int, float]] = deque(maxlen=_RECENT_STEPS)
-        """Steps that followed a long gap, and its seconds."""
+        self._gaps: deque[tuple[int, float, int]] = deque(maxlen=_RECENT_STEPS)
+        """Steps that followed a gap that was long or had forward passes: its seconds, and how many."""
 
     def unusual_gap(self, step: int) -> tuple[str, float] | None:
-        """Whether the long gap before this step is one of few: what ran in it, and the data wait in it.
+        """Whether the gap before this step is long and one of few: what ran in it, and the data wait in it.
 
-        `step` counts the steps of this run. The gap is then excluded; `first_s` must be known.
+        Alike are gaps of at least half its length, and those with at least half as many forward passes: an
+        evaluation in each step takes longer now and then. `step` counts the steps of this run. The gap is
+        then excluded; `first_s` must be known.
         """
         assert self.end_s is not None
         assert self.first_s is not None
         waited_s = sum(wait.seconds for wait in self.waits)
         gap_s = self.first_s - self.end_s - waited_s
         recent = min(step, _RECENT_STEPS)
-        alike = sum(s > step - recent and seconds >= gap_s / 2 for s, seconds in self._long_gaps)
-        if gap_s < (LONG_GAP_S if self.forwards else _CLEARLY_LONG_GAP_S):
-            return None
-        self._long_gaps.append((step, gap_s))
-        if recent < _FEWEST_STEPS or alike >= recent / 2:
+        alike = sum(
+            s > step - recent and (seconds >= gap_s / 2 or 2 * forwards >= self.forwards > 0)
+            for s, seconds, forwards in self._gaps
+        )
+        is_long = gap_s >= (LONG_GAP_S if self.forwards else _CLEARLY_LONG_GAP_S)
+        if is_long or self.forwards:
+            self._gaps.append((step, gap_s, self.forwards))
+        if not is_long or recent < _FEWEST_STEPS or alike >= recent / 2:
             return None
         kind = "evaluation" if self.forwards else "other"
         self.end_s, self.forwards = self.first_s - waited_s, 0

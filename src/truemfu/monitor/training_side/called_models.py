@@ -45,6 +45,7 @@ class CalledModels(WatchedModels):
         self._roots = tuple(map(weakref.ref, named.values()))
         self._names = list(named)
         self.modules: list[Watched] = []
+        self.is_one = False
         self._are_separate, self._is_other_call = are_separate, is_other_call
         self._attachments: dict[str, Attachment] = {}
         self._found: set[str] = set()
@@ -70,11 +71,6 @@ class CalledModels(WatchedModels):
                         functools.partial(begun, None, is_training=False),
                         functools.partial(self._ended, key),
                     )
-
-    @property
-    def is_one(self) -> bool:  # type: ignore[override]
-        """Whether one module gets every complete batch: the root is called, and nothing outside of it."""
-        return len(self._roots) == len(self.modules) == 1 and self.modules[0].module is self.first
 
     def leave_calls(self) -> None:
         """Remove all hooks."""
@@ -118,6 +114,7 @@ class CalledModels(WatchedModels):
                 return
             self._found.add(name)
             self.modules.append(watched)
+            self.is_one = len(self._roots) == len(self.modules) == 1 and watched.module is root
         self._current = name
         if is_training:
             seen(watched, batch)

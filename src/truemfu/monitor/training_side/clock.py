@@ -24,7 +24,7 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
@@ -316,11 +316,7 @@ class StepClock:
 
     def left_out_since_last_step(self) -> dict[str, float]:
         """Seconds excluded from the step that has begun, by the host's clock."""
-        found: dict[str, float] = {}
-        for pause in self._pauses:
-            if pause.kind is not None:
-                found[pause.kind] = found.get(pause.kind, 0.0) + pause.end.host_s - pause.begin.host_s
-        return found
+        return _by_kind((pause, pause.end.host_s - pause.begin.host_s) for pause in self._pauses)
 
     def end(self, now_s: float, *, exact: bool = True) -> Span:
         """A step ends here, and the next one begins; if not `exact`, its mark may have no event."""
@@ -355,9 +351,12 @@ def paused_seconds(pause: Pause) -> float | None:
 
 def left_out_s(span: Span) -> dict[str, float]:
     """Seconds excluded from a step by what ran in them; counts are not included."""
+    return _by_kind((pause, paused_seconds(pause)) for pause in span.pauses)
+
+
+def _by_kind(pauses: Iterable[tuple[Pause, float | None]]) -> dict[str, float]:
     found: dict[str, float] = {}
-    for pause in span.pauses:
-        seconds = None if pause.kind is None else paused_seconds(pause)
+    for pause, seconds in pauses:
         if pause.kind is not None and seconds is not None:
             found[pause.kind] = found.get(pause.kind, 0.0) + seconds
     return found

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...convention import Convention
-from ...errors import TruemfuError, TruemfuWarning, one_line
+from ...errors import SplitOverRanks, TruemfuError, TruemfuWarning, one_line
 from ...flops import (
     PER_VALUES,
     AutocastState,
@@ -45,6 +45,7 @@ from ..ranks.rank_link import RankLink
 from .batch_notes import BatchNote
 from .kept_forms import KeptInBackground, form_key
 from .model_state import ModelState
+from .quiet_stdout import quiet_stdout
 
 Notice = Callable[[str], None]
 
@@ -60,6 +61,8 @@ _MOST_TIMES_ENDED = 2
 """After a count was interrupted by this many signals, it is finished before further ones are handled."""
 _MAX_DONE_LISTED = 64
 _SMALL_BUFFER_BYTES = 1 << 20
+_UNKNOWN = "unknown"
+"""The key under which ranks get the reason why the work of their model is unknown."""
 _ENDED_BEFORE = (
     "some FLOPs are estimated: the run ended before its batches were counted (between two steps, once their "
     "values have arrived); a longer run has the exact count"
@@ -127,6 +130,8 @@ class Counts:
         self._ranks, self._notice, self._kept = ranks, notice, kept
         self.lock = threading.Lock()
         self.is_at_work = False
+        self.shares_are_known = True
+        """Whether no count has found work that is split over ranks in an unknown way."""
         self._requests: OrderedDict[tuple[int, int], Request] = OrderedDict()
         self._waiting: deque[Request] = deque()
         self._slots: set[int | None] = set()
@@ -211,7 +216,7 @@ class Counts:
             with self.lock:
                 self.is_at_work = True
                 try:
-                    with supervision, request.autocast.applied():
+                    with supervision, request.autocast.applied(), quiet_stdout():
                         is_over = self._count(request)
                 finally:
                     self.is_at_work = False
@@ -229,6 +234,11 @@ class Counts:
             is_over = False
         except TimeIsUp:
             self._refuse(request, self._too_long)
+        except SplitOverRanks as error:
+            self.shares_are_known = False
+            reason = f"there is no MFU: {error}"
+            request.state.estimators[request.autocast] = None  # an estimate would not know better
+            self._refuse(request, reason, {_UNKNOWN: reason})
         except TruemfuWarning:  # a filter turned it into an error: `with_warnings_collected` tries again
             self._waiting.appendleft(request)
             raise
@@ -242,7 +252,12 @@ class Counts:
             self._took(step, _now_s() - began_s, is_over=is_over)
 
     def received(self, state: ModelState, autocast: AutocastState, data: dict[str, Any]) -> bool:
-        """Use the form that another rank has fitted; False if it does not match this rank's model."""
+        """Use the form that another rank has fitted; False if it has none, or does not match this model."""
+        if _UNKNOWN in data:
+            self.shares_are_known = False
+            state.forms[autocast] = state.estimators[autocast] = None
+            self._notice(data[_UNKNOWN])
+            return False
         try:
             form = FlopModel.from_export(state.model, data)
         except TruemfuError as error:
@@ -329,12 +344,14 @@ class Counts:
             return False
         form, has_counted = state.forms.get(autocast), request.wants_work
         if form is None:
+            asked = rank_key(state, autocast, self.convention)
+            self._ranks.ask(asked, state.structure)  # rank 0 thereby announces what it counts
             form = self._kept_form(state, autocast)
             if form is None:
                 form = FlopModel.fit(state.model, batch, convention=self.convention)
                 has_counted = True
             state.forms[autocast] = form
-            self._ranks.publish(rank_key(state, autocast, self.convention), state.structure, form.export())
+            self._ranks.publish(asked, state.structure, form.export())
         has_counted = has_counted or not form.knows(batch)
         count = form(batch)
         self._note(count, form)
@@ -378,15 +395,15 @@ class Counts:
         request.status = Status.ANSWERED
         self._requests.pop(_key(request.state, request.note), None)
 
-    def _refuse(self, request: Request, reason: str) -> None:
+    def _refuse(self, request: Request, reason: str, data: dict[str, Any] | None = None) -> None:
+        """Give the reason, and publish to other ranks that there is no count, with this data about it."""
         self.refuse(request)
         if request.wants_work:
             request.state.works.setdefault(request.note.template, reason)
         if request.autocast not in request.state.forms:
             request.state.forms[request.autocast] = None
-            self._ranks.publish(
-                rank_key(request.state, request.autocast, self.convention), request.state.structure, {}
-            )
+            key = rank_key(request.state, request.autocast, self.convention)
+            self._ranks.publish(key, request.state.structure, data or {})
         self._notice(reason)
 
 

@@ -52,21 +52,6 @@ def has_uninitialized(model: nn.Module) -> bool:
     return any(is_lazy(parameter) for parameter in model.parameters())
 
 
-def is_tensor_parallel(model: nn.Module) -> bool:
-    """Whether layers are split over ranks, other than by FSDP, which only shards their storage."""
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            placements = getattr(parameter, "placements", ())
-            shards = sum("Shard" in type(placement).__name__ for placement in placements)
-            if shards > 1 or (shards and not _is_under_fsdp(model)):
-                return True
-    return False
-
-
-def _is_under_fsdp(model: nn.Module) -> bool:
-    return any(base.__name__ == "FSDPModule" for m in model.modules() for base in type(m).__mro__)
-
-
 def structure(model: nn.Module) -> str:
     """A hash of module classes and parameters, equal in every process: ranks compare their models by it."""
     import hashlib

@@ -18,7 +18,7 @@ from ...errors import closest, one_line
 from ...flops import StepProfile, StepProfiler
 from ..config import MonitorConfig
 from ..notices import Notices
-from .fingerprint import has_uninitialized, is_tensor_parallel
+from .fingerprint import has_uninitialized
 from .model_state import ModelState, States, state_in
 
 
@@ -34,6 +34,8 @@ class Measuring:
         self.profiler: StepProfiler | None = None
         """That of the current step, if it is profiled."""
         self._profile_is_due = True
+        self.knows_role = True
+        """Whether it is known which part of the job's work this rank does; if not, there is no MFU."""
         self.states: States = ()
         """Indexed by the slot of a batch."""
         self._checked: set[int] = set()
@@ -85,11 +87,7 @@ class Measuring:
         last = state_in(self.states, slot)
         if last is not None and last.still_holds(model):
             return
-        if is_tensor_parallel(model):
-            self._notices(
-                "the model's layers are split over ranks (tensor parallel), so this rank's share of its "
-                "FLOPs is unknown and there is no MFU"
-            )
+        if not self.knows_role:
             self._set(slot, None)
             return
         self._set(slot, ModelState.of(model, number=self._states_made, last=last))

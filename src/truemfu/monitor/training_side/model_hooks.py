@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -65,6 +66,18 @@ class ModelHooks:
         if isinstance(self._models, CalledModels):
             self._models.leave_calls()
 
+    @contextlib.contextmanager
+    def removed(self) -> Iterator[None]:
+        """The models without any hook, for what runs inside."""
+        attachments = self._all()
+        for attachment in attachments:
+            attachment.remove()
+        try:
+            yield
+        finally:
+            for attachment in attachments:
+                attachment.add()
+
     def settle(self) -> None:
         """A step has ended: modules that were called inside others are not watched any more."""
         if isinstance(self._models, CalledModels):
@@ -117,8 +130,8 @@ class ModelHooks:
 
         The step in which that is found has no MFU; it includes the compilation.
         """
-        attachments = self._attachments
-        if isinstance(self._models, CalledModels):
-            attachments = self._models.attachments
-        followed = [attachment.follow() for attachment in attachments]
+        followed = [attachment.follow() for attachment in self._all()]
         return any(followed)
+
+    def _all(self) -> list[Attachment]:
+        return self._models.attachments if isinstance(self._models, CalledModels) else self._attachments

@@ -1,0 +1,204 @@
+"""Whatever the mesh, each token and each product of the job is counted once: four real gloo processes.
+
+sum over ranks of  FLOPs of a rank ÷ ranks that report the same  =  the count of the whole model and batch
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import mesh_jobs
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from mesh_jobs import LENGTH, WORLD, Decoder, Experts, Mixture, rank_process, tokens
+from rank_processes import free_address, run_ranks
+from torch import nn
+
+from truemfu import FlopModel, count_flops
+from truemfu.errors import SplitOverRanks
+
+SAMPLES = sum(rank + 1 for rank in range(WORLD))
+SHARES = {"ddp": SAMPLES, "fsdp": SAMPLES, "hsdp": SAMPLES, "tensor": 3, "sequence": 3}
+SHARES |= {"tensor_and_fsdp": 3, "tensor_and_fsdp_of_the_whole": 3}
+PIPES = {"pipeline": 8, "pipeline_1f1b": 8, "pipeline_interleaved": 8, "pipeline_and_ddp": 12}
+SPLIT_BY = dict.fromkeys(SHARES, 1)
+SPLIT_BY |= {"tensor": WORLD, "sequence": WORLD, "tensor_and_fsdp": 2, "tensor_and_fsdp_of_the_whole": 2}
+UNKNOWN = {
+    "experts_by_hand_whole": "exchanges tokens with other ranks",
+    "tensor_by_hand": "adds up matrices over ranks",
+    "tensor_and_ddp": "local shards of tensor-parallel layers",
+}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """What each rank found in each job."""
+    folder, store = tmp_path_factory.mktemp("meshes"), free_address()
+    names = tuple(mesh_jobs.JOBS)
+    arguments = [(rank, store, str(folder), names) for rank in range(WORLD)]
+    codes, written = run_ranks(rank_process, arguments, folder, mesh_jobs.TIME_LIMIT_S)
+    assert codes == [0] * WORLD
+    ranks = [written[rank] for rank in range(WORLD)]
+    errors = {name: rank[name]["error"] for rank in ranks for name in names if "error" in rank[name]}
+    assert errors == {}
+    return {name: [rank[name] for rank in ranks] for name in names}
+
+
+def job_flops(ranks: list[Any]) -> float:
+    return sum(rank["flops"] / rank["shared_by"][0] for rank in ranks)
+
+
+def job_tokens(ranks: list[Any]) -> float:
+    """Of several modules on a rank, the first one that gets tokens is the one with the batch."""
+    return sum(sum(filter(None, r["tokens"])) / r["shared_by"][1] for r in ranks if r["has_tokens"])
+
+
+def whole(samples: int, blocks: int = 3) -> int:
+    return count_flops(Decoder(0, blocks, of=blocks), (tokens(samples),)).model_flops
+
+
+@pytest.mark.parametrize("name", SHARES)
+def test_ranks_that_share_layers_or_shard_them(found: dict[str, list[Any]], name: str) -> None:
+    ranks = found[name]
+    assert job_flops(ranks) == whole(SHARES[name])
+    assert job_tokens(ranks) == SHARES[name] * LENGTH
+    assert [rank["shared_by"] for rank in ranks] == [[SPLIT_BY[name]] * 2] * WORLD
+    assert [rank["name"] for rank in ranks] == [""] * WORLD
+    assert [rank["warned"] for rank in ranks] == [[]] * WORLD
+
+
+@pytest.mark.parametrize("name", PIPES)
+def test_pipelines(found: dict[str, list[Any]], name: str) -> None:
+    ranks = found[name]
+    assert job_flops(ranks) == whole(PIPES[name], blocks=8)
+    assert job_tokens(ranks) == PIPES[name] * LENGTH
+    assert [rank["shared_by"] for rank in ranks] == [[1, 1]] * WORLD
+    assert [rank["warned"] for rank in ranks] == [[]] * WORLD
+
+
+def test_stages_have_names(found: dict[str, list[Any]]) -> None:
+    assert [rank["name"] for rank in found["pipeline"]] == [f"pipeline stage {n} of 4" for n in range(4)]
+    assert [rank["has_tokens"] for rank in found["pipeline"]] == [True, False, False, False]
+    names = [rank["name"] for rank in found["pipeline_interleaved"]]
+    assert names == [f"pipeline stages {n}, {n + 4} of 8" for n in range(4)]
+    assert [rank["has_tokens"] for rank in found["pipeline_and_ddp"]] == [True, True, False, False]
+
+
+@pytest.mark.parametrize("name", ["experts", "experts_by_hand"])
+def test_experts_on_several_ranks(found: dict[str, list[Any]], name: str) -> None:
+    ranks = found[name]
+    whole_batch = torch.cat([tokens(rank + 1, seed=rank) for rank in range(WORLD)])
+    assert job_flops(ranks) == count_flops(Mixture(Experts()), (whole_batch,)).model_flops
+    assert [rank["shared_by"] for rank in ranks] == [[1, 1]] * WORLD
+    assert [rank["warned"] for rank in ranks] == [[]] * WORLD
+
+
+def test_parts_of_a_model_have_the_rows_that_really_came(found: dict[str, list[Any]]) -> None:
+    """A rank's experts get more or fewer rows than its tokens have chosen."""
+    own = [count_flops(Mixture(Experts()), (tokens(rank + 1),)).model_flops for rank in range(WORLD)]
+    assert [rank["flops"] for rank in found["experts"]] == own
+    assert [rank["flops"] for rank in found["experts_by_hand"]] != own
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_an_unknown_share_is_no_number(found: dict[str, list[Any]], name: str) -> None:
+    for rank in found[name]:
+        assert rank["flops"] is None
+        assert not rank["has_mfu"]
+        assert rank["total_tokens"] is None
+        assert any(UNKNOWN[name] in note and "no MFU" in note for note in rank["notes"]), rank["notes"]
+
+
+def test_ranks_that_share_each_product_execute_their_part(found: dict[str, list[Any]]) -> None:
+    """A profiled step sees one rank's part, which stands for as much as the count of the whole layers."""
+    assert [rank["executed_ratio"] for rank in found["tensor_profiled"]] == [1.0] * WORLD
+
+
+def test_numbers_of_one_rank_in_a_forward_are_estimated(found: dict[str, list[Any]]) -> None:
+    for rank in found["local_heads"]:
+        assert rank["method"] == "estimate"
+        assert rank["shared_by"] == [WORLD, WORLD]
+    assert any("cannot be counted" in text for text in found["local_heads"][0]["warned"])
+
+
+# -- no collective inside a count --
+
+
+@pytest.fixture
+def group() -> Iterator[Any]:
+    """A job of one rank: its collectives end at once, and the group numbers them."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+gather = getattr(functional, "all_gather_single_autograd", None) or functional.all_gather_tensor_autograd
+
+
+class Communicating(nn.Module):
+    """Calls a collective in its forward pass, as models do."""
+
+    def __init__(self, case: str) -> None:
+        super().__init__()
+        self.layer, self.case = nn.Linear(8, 8), case
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layer(x)
+        group = dist.group.WORLD
+        if self.case == "sum of a metric":
+            dist.all_reduce(x.detach().mean())
+        elif self.case == "gathered features":
+            parts = [torch.empty_like(x)]
+            dist.all_gather(parts, x.detach())
+            x = x @ parts[0].T
+        elif self.case == "gathered with gradient":
+            x = x @ gather(x, 0, group).T
+        elif self.case == "equal parts":
+            x = functional.all_to_all_single_autograd(x, None, None, group)
+        elif self.case == "barrier":
+            dist.barrier()
+        elif self.case == "a known number":
+            x = x * functional.all_reduce(torch.ones(1), "sum", group).item()
+        elif self.case == "objects":
+            dist.all_gather_object([None], 3)
+        elif self.case == "sum of activations":
+            x = functional.all_reduce(x, "sum", group)
+        elif self.case == "parts of chosen sizes":
+            sizes = [int((x.argmax(-1) >= 0).sum())]
+            x = functional.all_to_all_single_autograd(x, sizes, sizes, group)
+        return x
+
+
+PRODUCT = 2 * 4 * 8 * 8
+COUNTED = {
+    "sum of a metric": PRODUCT,
+    "gathered features": PRODUCT + 2 * 4 * 4 * 8,
+    "gathered with gradient": PRODUCT + 2 * 4 * 4 * 8,
+    "equal parts": PRODUCT,
+    "barrier": PRODUCT,
+    "a known number": PRODUCT,
+}
+REFUSED = {
+    "objects": "collective",
+    "sum of activations": "adds up matrices",
+    "parts of chosen sizes": "exchanges tokens",
+}
+
+
+@pytest.mark.parametrize("case", [*COUNTED, *REFUSED])
+def test_no_collective_starts_in_a_count(group: Any, case: str) -> None:
+    model, x = Communicating(case), torch.ones(4, 8)
+    before = group._get_sequence_number_for_group()
+    model(x).sum().backward()
+    in_training = group._get_sequence_number_for_group()
+    assert in_training > before
+    for count in (count_flops, lambda *given: FlopModel.fit(*given)(given[1])):
+        if case in COUNTED:
+            assert count(model, (x,)).forward == COUNTED[case]
+        else:
+            with pytest.raises(SplitOverRanks, match=REFUSED[case]):
+                count(model, (x,))
+    assert group._get_sequence_number_for_group() == in_training
