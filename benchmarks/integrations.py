@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import datetime
 import importlib.metadata
 import json
 import statistics
@@ -27,6 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from source_id import source_id
 
 PAUSE_S = 0.3
 FIRST = 3
@@ -186,7 +189,124 @@ def transformers_run(steps: int) -> Row:
         return row_of("transformers", Path(folder) / "truemfu", timer, steps)
 
 
-RUNS: dict[str, Callable[[int], Row]] = {"transformers": transformers_run}
+class Net(torch.nn.Module):
+    """A language model without attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [torch.nn.Linear(128, 128) for _ in range(4)]
+        self.layers = torch.nn.Sequential(torch.nn.Embedding(1000, 128), *layers, torch.nn.Linear(128, 1000))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        scores = self.layers(input_ids)
+        return torch.nn.functional.cross_entropy(scores.flatten(0, 1), input_ids.flatten())
+
+
+def loader(batches: int) -> torch.utils.data.DataLoader[torch.Tensor]:
+    return torch.utils.data.DataLoader(torch.randint(1000, (8 * batches, 128)), batch_size=8)
+
+
+def lightning_run(steps: int) -> Row:
+    """Lightning's Trainer: accumulation 2, a validation every 20 batches, a checkpoint every 15 steps."""
+    import lightning.pytorch as pl
+
+    from truemfu.integrations.lightning import TrueMFUCallback
+
+    timer = Timer()
+
+    class Module(pl.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+
+        def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+            return self.net(batch)  # type: ignore[no-any-return]
+
+        def validation_step(self, batch: torch.Tensor) -> None:
+            self.net(batch)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters())
+
+    class Ends(pl.Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            if not trainer.fit_loop._should_accumulate():
+                timer.end_step()
+
+    def timed(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            began = timer.mark()
+            time.sleep(PAUSE_S)
+            result = method(*args, **kwargs)
+            timer.leave_out(began)
+            return result
+
+        return call
+
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = pl.Trainer(
+            max_steps=steps,
+            accumulate_grad_batches=2,
+            val_check_interval=20,
+            num_sanity_val_steps=0,
+            default_root_dir=folder,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=[
+                TrueMFUCallback(folder),
+                Ends(),
+                pl.callbacks.ModelCheckpoint(dirpath=folder, every_n_train_steps=15),
+            ],
+        )
+        trainer.save_checkpoint = timed(trainer.save_checkpoint)
+        trainer.fit_loop.epoch_loop.val_loop.run = timed(trainer.fit_loop.epoch_loop.val_loop.run)
+        trainer.fit(Module(), loader(2 * steps), loader(2))
+        return row_of("lightning", Path(folder), timer, steps)
+
+
+def accelerate_run(steps: int) -> Row:
+    """A loop with Accelerate: accumulation 2, a paused evaluation every 10 steps, a checkpoint every 15."""
+    from accelerate import Accelerator
+
+    from truemfu.integrations.accelerate import watch
+
+    timer = Timer()
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    with tempfile.TemporaryDirectory() as folder:
+        monitor = watch(accelerator, folder)
+        net = Net()
+        optimizer = torch.optim.AdamW(net.parameters())
+        net, optimizer, batches = accelerator.prepare(net, optimizer, loader(2 * steps))
+        done = 0
+        for batch in batches:
+            with accelerator.accumulate(net):
+                accelerator.backward(net(batch))
+                optimizer.step()
+                optimizer.zero_grad()
+            if not accelerator.sync_gradients:
+                continue
+            done += 1
+            timer.end_step()
+            began = timer.mark()
+            if done % 10 == 0:
+                with monitor.pause("evaluation"), torch.no_grad():
+                    time.sleep(PAUSE_S)
+                    net(batch)
+                timer.leave_out(began)
+            if done % 15 == 0:
+                began = timer.mark()
+                accelerator.save_state(str(Path(folder) / f"state-{done}"))
+                timer.leave_out(began)
+        monitor.close()
+        return row_of("accelerate", Path(folder), timer, steps)
+
+
+RUNS: dict[str, Callable[[int], Row]] = {
+    "transformers": transformers_run,
+    "lightning": lightning_run,
+    "accelerate": accelerate_run,
+}
 
 
 def main() -> None:
@@ -198,7 +318,7 @@ def main() -> None:
     if unknown:
         parser.error(f"unknown framework {unknown[0]}: {', '.join(RUNS)}")
     rows = [RUNS[name](options.steps).as_dict() for name in options.frameworks or RUNS]
-    print(f"torch {torch.__version__}")
+    print(f"integrations {datetime.date.today()}  truemfu ({source_id()}), torch {torch.__version__}")
     for row in rows:
         print(
             f"{row['framework']} {row['version']} on {row['device']}, {row['steps']} steps\n"
