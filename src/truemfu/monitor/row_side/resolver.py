@@ -197,13 +197,13 @@ class Resolver:
 
         `meanwhile` runs the counts that rows wait for, and its time is not included in the limit. Without it
         such rows have the estimate. Rows wait for other ranks for `hold_s`, and then go without the figures
-        of the job. Without `hold_s` they are waited for for a second, and become rows later.
+        of the job. Without `hold_s` other ranks have a second, counts not included; rows may follow later.
         """
         if self._held is not None:
             self._held.release_in(hold_s)
         wanted = self._taken
-        began_s = time.perf_counter()
-        deadline = began_s + timeout_s
+        deadline = time.perf_counter() + timeout_s
+        processed_s: float | None = None
         try:
             while self._done + self.lost_steps < wanted:
                 self.is_awaited, self._waits_for_counts = True, meanwhile is not None
@@ -211,8 +211,9 @@ class Resolver:
                 now_s = time.perf_counter()
                 if now_s > deadline or not self._thread.is_alive() or self._fails_for_good(now_s):
                     return False
-                is_processed = self._processed + self.lost_steps >= wanted
-                if is_processed and hold_s is None and now_s > began_s + held_rows.SAVE_HOLD_S:
+                if processed_s is None and self._processed + self.lost_steps >= wanted:
+                    processed_s = now_s
+                if hold_s is None and processed_s is not None and now_s > processed_s + held_rows.SAVE_HOLD_S:
                     return True
                 if meanwhile is not None:
                     meanwhile()
