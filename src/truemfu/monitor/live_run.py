@@ -28,17 +28,12 @@ from ..hardware.detect import spec_of
 from ..hardware.nsight.audited import AuditedKernels
 from ..torch_private.loading import listen
 from ..torch_private.watching import backward_number, functorch_level, miss_compiled_calls
-from ..trackers.lane import Lane
 from .config import MonitorConfig
 from .hybrid.hardware_windows import HardwareWindows
 from .notices import Notices
-from .ranks.collective_times import CollectiveTimes
 from .ranks.find_role import context_parallel_size, role_of
-from .ranks.job import Job
-from .ranks.rank_file import FOLDER, LastMessages, RankFile, file_name
-from .ranks.rank_gpu import RankGpu
+from .ranks.membership import Membership
 from .ranks.rank_link import RankLink
-from .ranks.reporter import HostTime, Identity, RankReporter
 from .ranks.role import UNKNOWN, WHOLE
 from .row_side.audit_step import AuditStep
 from .row_side.flops_of_steps import Counting, state_of
@@ -67,8 +62,6 @@ from .training_side.watched import Watched
 _ROWS_TIMEOUT_S = 5.0
 _RANKS_TIMEOUT_S = 2.0
 """At the end, for what other ranks have not reported yet."""
-_RANK_FILE_TIMEOUT_S = 1.0
-_POLL_S = 0.02
 _UNSENT_TIMEOUT_S = 1.0
 """When device values could not be sent: earlier steps may still become rows."""
 _SLOW_STEP_S = 1.0
@@ -136,12 +129,22 @@ class LiveRun:
             device=device,
             executed_method=executed,
         )
-        self._is_finished = False
-        self._last_messages: LastMessages | None = None
-        self._folder, self._began_at_s = folder, time.time()
         self.logged = self._steps_done = 0
         """Steps that were handed over, and how many they represent."""
-        self._job, self._reporter, self._rank_file = self._joined(folder)
+        self._member: Membership | None = None
+        """This rank in its job; None in a run of one process."""
+        if self._ranks.world_size > 1:
+            self._member = Membership(
+                self._ranks,
+                folder,
+                device=device,
+                reads_gpu=config.hardware_counters_enabled,
+                role_name=lambda: self.role.name,
+                memory_bytes=lambda: peak_memory_bytes(device),
+                notices=notices,
+            )
+            if self._ranks.is_first:
+                output.other_files.append(self._member.file)
         self._has_more_to_begin = True
         self._last_requested: tuple[StepBatches | None, States] = None, ()
         self._compilations = compilations()
@@ -159,8 +162,7 @@ class LiveRun:
             audit=self._audit,
             send_held=self._send_held,
             role=lambda: self.role if self._counts.shares_are_known else UNKNOWN,
-            reporter=self._reporter,
-            job=self._job,
+            member=self._member,
             measured_peak_flops_per_s=_times(config.measured_peak_tflops, 1e12),
             audited_tiles={} if audited is None else audited.tile_factors(),
             hardware=None
@@ -180,37 +182,6 @@ class LiveRun:
         self._leave_signals = (
             write_at_signals(self._write_out, is_held) if self._ranks.is_first else lambda: None
         )
-
-    def _joined(self, folder: Path) -> tuple[Job | None, RankReporter | None, Lane | None]:
-        """What a rank of a job has besides: rank 0's view of the job, this rank's reports and their file."""
-        ranks, device = self._ranks, self._device
-        if ranks.world_size == 1:
-            return None, None, None
-        own = Identity.current(ranks.rank, ranks.world_size, device)
-        notice = self._notices if ranks.is_first else ranks.note
-        file = Lane(
-            RankFile(folder / FOLDER / file_name(own.host, own.device)), "the rank's rows", notice=notice
-        )
-        file.start({})
-        if ranks.is_first:
-            self._output.other_files.append(file)
-        job = Job(ranks.world_size, notice=self._notices) if ranks.is_first else None
-        gpu = None
-        if device.type == "cuda" and self._config.hardware_counters_enabled:
-            processors = torch.cuda.get_device_properties(device).multi_processor_count
-            gpu = RankGpu(own.device, processors)
-        reporter = RankReporter(
-            own,
-            role_name=lambda: self.role.name,
-            memory_bytes=lambda: peak_memory_bytes(device),
-            send=ranks.send_message if job is None else lambda message: job.take([message], from_store=False),
-            file=file,
-            gpu=gpu,
-            collectives=CollectiveTimes() if device.type == "cuda" else None,
-            host_time=HostTime(threading.get_native_id()) if device.type == "cpu" else None,
-        )
-        ranks.exchange_rows(None if job is None else job.take)
-        return job, reporter, file
 
     def _opened_watch(
         self, audited: AuditedKernels | None, notice: Callable[[str], None]
@@ -492,19 +463,16 @@ class LiveRun:
         """On any thread: process the remaining steps, and end everything except the output."""
         in_closing = self._notices.in_closing
         in_closing(self._leave_loaders)
-        self._is_finished = True
-        if self._job is not None:
-            take = functools.partial(self._job.take, from_store=False)
-            self._last_messages = LastMessages(self._folder, since_s=self._began_at_s, take=take)
-            self._resolver.reads_files = True
-            self._job.expect_all()
+        if self._member is not None:
+            self._member.expect_last_reports()
         ends_s = time.monotonic() + _RANKS_TIMEOUT_S
         try:
             in_closing(self._finish_last_rows)
             in_closing(self._counts.end)
         finally:  # also after a KeyboardInterrupt
             in_closing(self._resolver.stop, _ROWS_TIMEOUT_S)
-            in_closing(self._leave_job, ends_s)
+            if self._member is not None:
+                in_closing(self._member.leave, ends_s)
             in_closing(self._ranks.stop)
             if self._audit is not None:
                 in_closing(self._audit.close, self.logged)
@@ -518,19 +486,6 @@ class LiveRun:
             timeout_s, hold_s=0.0
         ):
             self._notices("the last steps were not processed in time and are lost")
-
-    def _leave_job(self, ends_s: float) -> None:
-        """Send this rank's last row; on rank 0, wait until `ends_s` for those of the others."""
-        if self._reporter is None:
-            return
-        self._reporter.close()
-        while self._job is not None and self._job.unfinished() and time.monotonic() < ends_s:
-            self._ranks.read_soon()
-            time.sleep(_POLL_S)
-        if self._last_messages is not None:
-            self._last_messages.close()
-        if self._rank_file is not None and not self._ranks.is_first:
-            self._rank_file.close({}, _RANK_FILE_TIMEOUT_S)
 
     @property
     def is_first_rank(self) -> bool:
@@ -623,21 +578,8 @@ class LiveRun:
             model=self._model_facts,
             batch_shapes=self.batch_shapes(),
         )
-        return info if self._job is None else info | {"scope": self._job.scope}
-
-    def _job_figures(self) -> dict[str, Any] | None:
-        job, reporter = self._job, self._reporter
-        if job is None or reporter is None:
-            return None
-        totals = job.totals(reporter)
-        tokens, useful_tokens = totals["tokens"], totals["useful_tokens"]
-        is_known = tokens and useful_tokens is not None
-        return {
-            "totals": totals,
-            "padding_lost": 1 - useful_tokens / tokens if is_known else None,
-            "ranks": job.table(),
-            "stragglers": job.stragglers(),
-        }
+        job = None if self._member is None else self._member.job
+        return info if job is None else info | {"scope": job.scope}
 
     def figures(self) -> RunFigures:
         """The figures of the run so far."""
@@ -654,11 +596,11 @@ class LiveRun:
             counted_after_steps=[done.step for done in counts.done],
             profiling_s=resolver.profile_cost_s,
             hardware=None if resolver.hardware is None else resolver.hardware.as_dict(),
-            job=self._job_figures(),
+            job=None if self._member is None else self._member.figures(),
             notes=[
                 *resolver.notes,
                 *self._ranks.notes,
-                *([] if self._job is None or not self._is_finished else self._job.notes()),
+                *([] if self._member is None else self._member.last_notes()),
             ],
             left_out_last=self._clock.left_out_since_last_step(),
             held_up_steps=resolver.lost_steps,

@@ -38,10 +38,9 @@ from ..hybrid.hardware_windows import HardwareWindows
 from ..metrics import NOTHING, StepAmounts, StepTime, Window, performance
 from ..notices import Notices
 from ..ranks.amounts import Exact
-from ..ranks.job import Job
 from ..ranks.job_sums import JobStep
+from ..ranks.membership import Membership
 from ..ranks.rank_link import RankLink
-from ..ranks.reporter import RankReporter
 from ..ranks.role import RankRole
 from ..totals import Totals
 from ..training_side.batch_notes import BatchNote
@@ -124,8 +123,7 @@ class Resolver:
         audit: AuditStep | None,
         send_held: Callable[[], bool],
         role: Callable[[], RankRole],
-        reporter: RankReporter | None,
-        job: Job | None,
+        member: Membership | None,
     ) -> None:
         self._send_held = send_held
         self._clock, self._device = clock, device
@@ -149,15 +147,15 @@ class Resolver:
         self._failing_since_s: float | None = None
         self.window, self.totals = Window(), Totals()
         self._last_amounts = self._last_executed = self._last_in_job = NOTHING
-        self._role, self._reporter, self._job = role, reporter, job
+        self._role = role
+        self._reporter = None if member is None else member.reporter
+        self._job = None if member is None else member.job
         self._last_sums: tuple[JobStep, dict[str, Exact], JobStep] | None = None
-        self.reads_files = False
-        """On rank 0, once the run has ended: whether what other ranks left in the run's folder is read."""
         self._held: held_rows.HeldRows[_Step] | None = None
-        if job is not None:
+        if member is not None and member.job is not None:
             self._held = held_rows.HeldRows(
-                job,
-                is_connected=lambda: ranks.is_connected or self.reads_files,
+                member.job,
+                is_connected=member.reaches_others,
                 notice=notices,
                 note=ranks.note,
                 failure=lambda: ranks.failure,
