@@ -101,6 +101,9 @@ def uneven(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     dist.barrier()
     if DESTROYED in folder:
         dist.destroy_process_group()
+        assert monitor._live is not None
+        monitor._live._resolver.wake()
+        time.sleep(0.5)  # rows are looked at before the run ends
     monitor.close()
     return {"summary": monitor.summary()}
 

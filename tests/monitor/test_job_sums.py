@@ -136,13 +136,14 @@ class HeldJob:
         self.clock = Clock()
         self.said: list[str] = []
         self.noted: list[str] = []
-        self.is_connected = True
+        self.is_connected = self.had_group = True
         self.failure: str | None = None
         self.job = Job(3, notice=lambda text, **_: self.said.append(text), clock=self.clock)
         self.own = {rank: OwnAmounts() for rank in (1, 2)}
         self.held: HeldRows[int] = HeldRows(
             self.job,
             is_connected=lambda: self.is_connected,
+            expects_reports=lambda: self.is_connected or self.had_group,
             notice=lambda text, **_: self.said.append(text),
             note=self.noted.append,
             failure=lambda: self.failure,
@@ -211,9 +212,23 @@ def test_at_the_end_rows_wait_for_a_moment_only() -> None:
     assert "did not report their last steps" in of.noted[0]
 
 
+def test_rows_wait_for_files_of_other_ranks_after_the_group_was_destroyed() -> None:
+    of = HeldJob()
+    of.report(1, range(1, 3))
+    of.is_connected = False
+    of.put(1, 2)
+    assert of.released() == {}
+    of.report(2, range(1, 2))
+    assert of.released() == {1: 2}
+    of.clock.now_s = HOLD_S + 4
+    assert of.released() == {2: None}
+    assert of.said == []
+    assert "no process group" in of.noted[0]
+
+
 def test_without_a_connection_nothing_is_held() -> None:
     of = HeldJob()
-    of.is_connected = False
+    of.is_connected = of.had_group = False
     of.put(1, 2)
     assert of.released() == {1: None, 2: None}
     assert "no process group" in of.noted[0]

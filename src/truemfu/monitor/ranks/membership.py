@@ -75,9 +75,13 @@ class Membership:
             self._last_messages = LastMessages(self._folder, since_s=self._began_at_s, take=take)
             self.job.expect_all()
 
-    def reaches_others(self) -> bool:
-        """Whether reports of other ranks can arrive: by the store, or at the end by files."""
+    def is_connected(self) -> bool:
+        """Whether reports of other ranks arrive: by the store, or at the end by files."""
         return self._ranks.is_connected or self._last_messages is not None
+
+    def expects_reports(self) -> bool:
+        """The same, or by files later: many programs destroy the group some time before the run's end."""
+        return self.is_connected() or self._ranks.was_connected
 
     def leave(self, ends_s: float) -> None:
         """Send this rank's last row; on rank 0, wait until `ends_s` for those of the others."""

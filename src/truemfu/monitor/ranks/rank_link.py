@@ -182,6 +182,11 @@ class RankLink:
         return self._thread.check() and self._thread.is_connected
 
     @property
+    def was_connected(self) -> bool:
+        """Whether there is a process group or has been one, and its store has not failed."""
+        return self._thread.check() and self._thread.was_connected
+
+    @property
     def failure(self) -> str | None:
         """Why the store is not used any more."""
         return self._thread.failure

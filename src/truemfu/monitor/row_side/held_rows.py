@@ -3,8 +3,9 @@
     resolver ── put ──► held ── release ──► row with the job's figures, or without them
 
 A row is released in its order: once all ranks have reported its step, or after a limit, or when a caller
-waits for rows, or when the ranks cannot be reached at all. A rank that was too late once is not waited for
-again until it reports. Without the amounts of all ranks the figures of the job are unknown, never guessed.
+waits for rows, or when no report can be expected, since there never was a process group or its store failed.
+A rank that was too late once is not waited for again until it reports. Without the amounts of all ranks the
+figures of the job are unknown, never guessed.
 """
 
 from __future__ import annotations
@@ -49,12 +50,14 @@ class HeldRows(Generic[T]):
         job: Job,
         *,
         is_connected: Callable[[], bool],
+        expects_reports: Callable[[], bool],
         notice: Callable[..., None],
         note: Callable[[str], None],
         failure: Callable[[], str | None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._job, self._is_connected, self._clock = job, is_connected, clock
+        self._job, self._clock = job, clock
+        self._is_connected, self._expects_reports = is_connected, expects_reports
         self._notice, self._note, self._failure = notice, note, failure
         self._rows: deque[_Held[T]] = deque()
         self._release_at_s: float | None = None
@@ -76,19 +79,19 @@ class HeldRows(Generic[T]):
         if not self._rows:
             return []
         now_s = self._clock()
-        is_connected = self._is_connected()
+        expects_reports = self._expects_reports()
         found: list[tuple[T, JobStep | None]] = []
         while self._rows:
             held = self._rows[0]
             waiting = self._job.waiting_for(held.era, held.step)
-            if waiting and is_connected and not self._is_over(held, now_s):
+            if waiting and expects_reports and not self._is_over(held, now_s):
                 break
             self._rows.popleft()
             if waiting:
                 self._job.give_up(waiting)
             others = self._job.step(held.era, held.step, held.stride)
             if others is None:
-                self._report(held.step, is_connected=is_connected, is_awaited=is_awaited)
+                self._report(held.step, is_awaited=is_awaited)
             found.append((held.row, others))
         return found
 
@@ -99,13 +102,13 @@ class HeldRows(Generic[T]):
             or len(self._rows) > _MOST_HELD
         )
 
-    def _report(self, step: int, *, is_connected: bool, is_awaited: bool) -> None:
+    def _report(self, step: int, *, is_awaited: bool) -> None:
         missing = self._job.is_incomplete(step)
         then = f"the figures of the job are unknown for some steps, first for step {step}"
         failure = self._failure()
         if failure is not None:
             self._notice(f"{failure}; {then}", about="job figures")
-        elif not is_connected:
+        elif not self._is_connected():
             self._note(f"there was no process group to reach the other ranks; {_without_step(then)}")
         elif is_awaited:
             self._note(f"some ranks did not report their last steps in time; {_without_step(then)}")

@@ -155,7 +155,8 @@ class Resolver:
         if member is not None and member.job is not None:
             self._held = held_rows.HeldRows(
                 member.job,
-                is_connected=member.reaches_others,
+                is_connected=member.is_connected,
+                expects_reports=member.expects_reports,
                 notice=notices,
                 note=ranks.note,
                 failure=lambda: ranks.failure,
