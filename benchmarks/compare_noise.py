@@ -1,8 +1,8 @@
 """Records real step times for compare_statistics.py: the same training, over and over, on a busy machine.
 
-Each run is a process of its own with a TrainingMonitor, as users make them; what is kept are the step times of its
-rows after warm-up, in microseconds, and when the run began. Nothing is held still: whatever else the machine does
-is in the noise.
+Each run is a process of its own with a TrainingMonitor, as users make them. Kept are the step times of its
+rows after warm-up, in microseconds, when the run began, and the machine's load at its end. Whatever else the
+machine does is in the noise.
 
     python benchmarks/compare_noise.py --runs 40 --steps 2000 --output benchmarks/results/compare_noise.json
 """
@@ -58,7 +58,9 @@ def recorded(steps: int) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--runs", type=int, default=40)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--output", type=Path)
