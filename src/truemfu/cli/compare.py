@@ -89,12 +89,15 @@ def compare(
         1   B is slower beyond --max-regression, or an experiment of A failed in B
         2   not comparable (another device, dtype, model, batch or convention), or too few steps
     """
-    from ..report.compare import compare as compare_folders
+    from ..report.compare import compare as compare_sides
+    from ..report.compare_load import load_side, refuse_input
     from ..report.compare_texts import json_text, markdown
 
     _check_suffix(output_path)
-    found = compare_folders(a, b, max_regression=max_regression, run_to_run=run_to_run)
+    sides = load_side(a), load_side(b)
+    found = compare_sides(*sides, max_regression=max_regression, run_to_run=run_to_run)
     if output_path is not None:
+        refuse_input(output_path, *sides)
         _write(output_path, found)
     with ignoring_closed_pipe():
         if as_json or shown_as == "json":

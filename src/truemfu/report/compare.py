@@ -14,7 +14,6 @@ deviation between runs; with four runs in all it is measured.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from pathlib import Path
 from statistics import geometric_mean
 
 import msgspec
@@ -24,7 +23,6 @@ from .compare_load import (
     Measured,
     Side,
     have_same_peak,
-    load_side,
     refuse_if_different,
     unchecked_facts,
     version_differences,
@@ -110,13 +108,12 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compare(
-    a: Path, b: Path, *, max_regression: float | None = None, run_to_run: float = RUN_TO_RUN
+    first: Side, second: Side, *, max_regression: float | None = None, run_to_run: float = RUN_TO_RUN
 ) -> Comparison:
-    """Compare two folders; a UsageError if there is nothing to compare, or it would mean nothing."""
-    first, second = load_side(a), load_side(b)
+    """Compare two sides; a UsageError if there is nothing to compare, or it would mean nothing."""
     if first.is_sweep != second.is_sweep:
-        kinds = ["a sweep" if side.is_sweep else "a run" for side in (first, second)]
-        raise UsageError(f"cannot compare: {a} is {kinds[0]} and {b} is {kinds[1]}")
+        one, other = (f"{side.path} is {'a sweep' if side.is_sweep else 'a run'}" for side in (first, second))
+        raise UsageError(f"cannot compare: {one} and {other}")
     groups = _groups(first, second)
     confidence = 1 - (1 - CONFIDENCE) / len(groups)
     judge = _Judge(confidence=confidence, max_regression=max_regression, run_to_run=run_to_run)
@@ -127,8 +124,8 @@ def compare(
         is_within = is_within and not any(experiment.is_failure for experiment in unmatched)
     assumes = not all(shows_run_to_run(len(own), len(others)) for _, own, others in groups)
     return Comparison(
-        a=str(a),
-        b=str(b),
+        a=str(first.path),
+        b=str(second.path),
         kind="sweeps" if first.is_sweep else "runs",
         confidence=CONFIDENCE,
         max_regression=max_regression,

@@ -18,7 +18,7 @@ from ..errors import RecordError, UsageError
 from ..records import LOG_FILE, RUN_FILE, CaseResult, RunRecord, Status, read_record
 from ..sweep.paths import RECORD_FILE
 from .folder import run_or_sweep
-from .load import Entry, LoadedSweep
+from .load import Entry, LoadedSweep, files_of_sweep
 from .run_load import holds_run
 from .step_series import StepSeries, StepSize, read_series
 
@@ -35,6 +35,8 @@ class Measured:
     versions: Mapping[str, str] = field(default_factory=dict)
     """What may differ, and is stated then."""
     peak_source: str | None = None
+    files: tuple[Path, ...] = ()
+    """Of a run: where it was read from."""
     notes: tuple[str, ...] = ()
 
 
@@ -53,6 +55,11 @@ class Side:
     def is_sweep(self) -> bool:
         return not self.runs
 
+    @property
+    def files(self) -> list[Path]:
+        """The files it was read from."""
+        return [file for run in self.runs for file in run.files] or files_of_sweep(self.path)
+
 
 def load_side(path: Path) -> Side:
     """Read one of the two folders."""
@@ -62,7 +69,7 @@ def load_side(path: Path) -> Side:
     found = run_or_sweep(path)
     if isinstance(found, LoadedSweep):
         return Side(
-            path=path,
+            path=found.source,
             experiments={entry.name: _experiment(path, entry) for entry in found.entries},
             notes=tuple(f"{path}: {note}" for note in found.notes),
         )
@@ -102,6 +109,7 @@ def _run(folder: Path) -> Measured:
         facts={} if record is None else _facts_of_run(record, series),
         versions={} if record is None else {**record.versions, "Python": record.python or "unknown"},
         peak_source=None if summary is None else summary.peak_source,
+        files=(folder / RUN_FILE, folder / log_name),
         notes=tuple(notes),
     )
 
@@ -174,6 +182,13 @@ def _memory(result: CaseResult) -> int | None:
         return None
     on_gpu = result.memory.allocated_bytes
     return result.memory.process_bytes if on_gpu is None else on_gpu
+
+
+def refuse_input(path: Path, *sides: Side) -> None:
+    """Refuse to overwrite a measurement, also through a link."""
+    for file in (file for side in sides for file in side.files):
+        if path.exists() and file.exists() and path.samefile(file):
+            raise UsageError(f"{path} is an input file of this comparison: give --output another name")
 
 
 def refuse_if_different(first: Measured, second: Measured) -> None:
