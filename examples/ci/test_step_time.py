@@ -1,7 +1,7 @@
 """A gate on step time as a test: training must not become slower than a recorded run on the same machine.
 
-The first call records `baseline_run` beside this file, or where STEP_TIME_BASELINE points; remove it to record a
-new one. A baseline of another machine is refused by its device, model or batch (exit code 2), and that fails too.
+The first call records `baseline_run` beside this file, or where STEP_TIME_BASELINE points; remove it to record
+a new one. A baseline of another device, model or batch cannot be compared (exit code 2), and that fails too.
 
     pytest examples/ci/test_step_time.py
 """
@@ -42,11 +42,7 @@ def test_a_step_takes_no_longer_than_before(tmp_path: Path) -> None:
     if not BASELINE.exists():
         shutil.copytree(tmp_path / "run", BASELINE)
         pytest.skip(f"recorded {BASELINE}")
-    compared = subprocess.run(
-        [sys.executable, "-m", "truemfu", "compare", BASELINE, tmp_path / "run"]
-        + ["--max-regression", str(LIMIT_PERCENT)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-m", "truemfu", "compare", str(BASELINE), str(tmp_path / "run")]
+    command += ["--max-regression", str(LIMIT_PERCENT)]
+    compared = subprocess.run(command, capture_output=True, text=True, check=False)
     assert compared.returncode == 0, compared.stdout + compared.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import statistics
@@ -32,7 +33,7 @@ def test_quantiles_of_student(share: float, degrees: float, expected: float) -> 
 
 def test_quantiles_never_grow_with_degrees_of_freedom() -> None:
     found = [t_quantile(0.975, degrees / 10) for degrees in range(10, 500)]
-    assert all(one >= other - 1e-9 for one, other in zip(found, found[1:], strict=False))
+    assert all(one >= other - 1e-9 for one, other in itertools.pairwise(found))
 
 
 Estimator = Callable[[list[float], float], Estimate]
@@ -42,9 +43,7 @@ Estimator = Callable[[list[float], float], Estimate]
 @pytest.mark.parametrize("correlation", [0.0, 0.9])
 def test_an_interval_contains_the_truth(estimate: Estimator, truth: float, correlation: float) -> None:
     draw = random.Random(1)
-    found = [
-        estimate(correlated(draw, 600, correlation=correlation, spread=0.05), 0.95) for _ in range(200)
-    ]
+    found = [estimate(correlated(draw, 600, correlation=correlation, spread=0.05), 0.95) for _ in range(200)]
     assert sum(one.low <= truth <= one.high for one in found) >= 0.93 * len(found)
 
 

@@ -86,7 +86,9 @@ def test_a_log_that_was_cut_off_gives_its_whole_rows(tmp_path: Path, lost_bytes:
     assert (len(series.step_times_s), series.unread_lines) == (30 - lost, lost)
 
 
-@pytest.mark.parametrize("damage", [b"\xff\xfe nonsense", b'{"global_step": "x"},', b"{" * 200_000, b"\0" * 999])
+@pytest.mark.parametrize(
+    "damage", [b"\xff\xfe nonsense", b'{"global_step": "x"},', b"{" * 200_000, b"\0" * 999]
+)
 def test_a_damaged_line_costs_no_other(tmp_path: Path, damage: bytes) -> None:
     path = write_log(tmp_path, [row(step, 1.0) for step in range(1, 31)])
     lines = path.read_bytes().split(b"\n")
@@ -113,7 +115,7 @@ def test_a_fifo_is_an_error_at_once(tmp_path: Path) -> None:
 def test_memory_is_that_of_the_numbers(tmp_path: Path) -> None:
     """A row of 700 bytes takes less than 200, so a million of them fit in a few hundred megabytes."""
     steps = 30_000
-    padding = {f"training/metric_{number}": 0.123456789 for number in range(12)}
+    padding = {f"training/metric_{number}": 0.123456789 for number in range(16)}
     path = write_log(tmp_path, [row(step, 1.0 + step % 7, **padding) for step in range(1, steps + 1)])
     size = path.stat().st_size
     assert size > 600 * steps
