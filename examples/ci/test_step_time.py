@@ -1,7 +1,7 @@
 """A gate on step time as a test: training must not become slower than a recorded run on the same machine.
 
-The first call records `baseline_run` beside this file, or where STEP_TIME_BASELINE points; remove it to record
-a new one. A baseline of another device, model or batch cannot be compared (exit code 2), and that fails too.
+The first call records `baseline_run` beside this file, or where STEP_TIME_BASELINE points; remove it to
+record a new one. A baseline of another device, model or batch cannot be compared, which fails too.
 
     pytest examples/ci/test_step_time.py
 """
