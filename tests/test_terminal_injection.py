@@ -47,7 +47,7 @@ EVIL = (
     "[red]:skull:[/nothing]>"
 )
 NAME = EVIL.replace("/", "")  # of a file
-SHOWN = re.compile(r"\\(u00|x)1b\]52")  # as we show it, or as repr does
+SHOWN = re.compile(r"\\(u00|x)1b\\?\]52")  # as we show it (also escaped in Markdown), or as repr does
 TIMEOUT_S = 240.0
 
 DRIVER = """
