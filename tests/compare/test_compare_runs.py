@@ -155,8 +155,9 @@ def test_another_batch_or_peak_is_seen_in_the_rows(
     assert expected in err
 
 
-def test_a_peak_of_the_users_own_leaves_mfu_out(truemfu: Run, tmp_path: Path) -> None:
-    own = _set(summary={"peak_source": "override"})
+@pytest.mark.parametrize("source", ["override", "monitoring.peak_tflops"])
+def test_a_peak_of_the_users_own_leaves_mfu_out(truemfu: Run, tmp_path: Path, source: str) -> None:
+    own = _set(summary={"peak_source": source})
     one = write_run(tmp_path / "one", noisy(STEPS), own)
     other = write_run(tmp_path / "other", [], own)
     rows = [row(step, seconds) for step, seconds in enumerate(noisy(STEPS))]

@@ -204,8 +204,8 @@ def refuse_if_different(first: Measured, second: Measured) -> None:
         if own is not None and others is not None and _are_apart(own, others):
             raise UsageError(_refusal(label, f"{own.median:,.6g}", f"{others.median:,.6g}", first, second))
     peaks = (first.series.peak_flops_per_s, second.series.peak_flops_per_s)
-    is_of_table = first.peak_source == second.peak_source and first.peak_source not in (None, "override")
-    if is_of_table and not _is_about(*peaks):
+    are_of_table = all((side.peak_source or "").startswith("datasheet") for side in (first, second))
+    if are_of_table and not _is_about(*peaks):  # of one device: the dtypes differ
         one, other = (f"{(peak or 0) / 1e12:,.1f} TFLOP/s" for peak in peaks)
         raise UsageError(_refusal("peak of the dtypes used", one, other, first, second))
 
