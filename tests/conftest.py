@@ -68,6 +68,8 @@ LONG = (
     "tests/monitor/test_audited_run.py",
     "tests/hardware/test_top_process.py",
     "tests/test_terminal_injection.py",
+    # trainings of the examples of a gate
+    "tests/compare/test_ci_examples.py",
     # trainers of other projects: processes, compilation, many short runs
     "tests/integrations/test_lightning.py::test_by_the_environment_without_a_line_of_code",
     "tests/integrations/test_lightning.py::test_without_the_variable_nothing_is_added",

@@ -141,7 +141,12 @@ def test_no_file_of_a_run_holds_a_secret(tracker: str, tmp_path: Path) -> None:
     run = json.loads((out / "training_run.json").read_text())
     assert run["command"][:2] == [str(script), str(out)]
     assert run["command"][-2:] == ["--lr", "0.5"]
-    assert run["model"] == {"name": "Sequential", "parameters": 212, "trainable_parameters": 68}
+    assert run["model"] == {
+        "name": "Sequential",
+        "parameters": 212,
+        "trainable_parameters": 68,
+        "dtypes": ["float32"],
+    }
     assert run["batch_shapes"] == [{"input": [4, 8]}]
     assert run["git_commit"] is None or len(run["git_commit"]) >= 40
     assert run["versions"]["torch"]

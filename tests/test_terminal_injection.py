@@ -47,7 +47,7 @@ EVIL = (
     "[red]:skull:[/nothing]>"
 )
 NAME = EVIL.replace("/", "")  # of a file
-SHOWN = re.compile(r"\\(u00|x)1b\]52")  # as we show it, or as repr does
+SHOWN = re.compile(r"\\(u00|x)1b\\?\]52")  # as we show it (also escaped in Markdown), or as repr does
 TIMEOUT_S = 240.0
 
 DRIVER = """
@@ -137,7 +137,7 @@ def result(trainer: str, name: str, end: Status) -> CaseResult:
         hfu=0.5,
     )
     times = StepTimes(
-        times_s=[1.0],
+        times_s=[1.0] * 20,
         median_s=1.0,
         mean_s=1.0,
         p10_s=1.0,
@@ -340,6 +340,12 @@ CALLS: dict[str, list[str] | None] = {
     "summarize, JSON": ["summarize", "--logs-dir", "sweep", "--json"],
     "summarize, no folder": ["summarize", "--logs-dir", EVIL],
     "summarize, no kind": ["summarize", "--logs-dir", "sweep", "--output", EVIL],
+    "compare, tables": ["compare", "sweep", "sweep"],
+    "compare, Markdown": ["compare", "sweep", "sweep", "--format", "markdown"],
+    "compare, JSON": ["compare", "sweep", "sweep", "--json"],
+    "compare, no folder": ["compare", "sweep", EVIL],
+    "compare, no kind": ["compare", "sweep", "sweep", "--output", EVIL],
+    "compare, a limit": ["compare", "sweep", "sweep", "--max-regression", EVIL],
     "report, a sweep": ["report", "sweep", "-o", f"{NAME}.html"],
     "report, no folder": ["report", EVIL],
     "live": None,

@@ -429,6 +429,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Of its class."""
     parameters: int | None = None
     trainable_parameters: int | None = None
+    dtypes: list[str] = []
+    """Of its parameters, sorted; empty if unknown."""
 
 
 class RunRecord(_Record, frozen=True, kw_only=True):

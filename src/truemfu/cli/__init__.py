@@ -12,12 +12,13 @@
     live.py         the progress display of a sweep
     summarize.py    truemfu summarize
     report.py       truemfu report
+    compare.py      truemfu compare
     run.py          truemfu run
     status.py       truemfu status
     console.py      formats of numbers and tables
 
-Exit codes: 0 done, 1 the work itself failed (an experiment, or the driver does not answer), 2 wrong
-usage, 130 interrupted, 143 terminated.
+Exit codes: 0 done, 1 the work itself failed (an experiment, or the driver does not answer) or a comparison is
+beyond its limit, 2 wrong usage, 130 interrupted, 143 terminated.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ import click
 from .. import __version__
 from ..errors import CounterError, TruemfuError, TruemfuWarning, message_of, one_line
 from .audit import audit
+from .compare import compare
 from .console import say, silence
 from .count import count
 from .hardware import devices, peak
@@ -88,6 +90,7 @@ def cli(context: click.Context) -> None:
     In your own loop (docs/monitor.md), and an HTML report of that run:
         monitor = TrainingMonitor("out", model=model)    and log_step at the end of each step
         truemfu report out -o report.html
+        truemfu compare main branch --max-regression 5    whether a run or a sweep became slower
 
     MFU is the first divided by step time and peak. In Python: from truemfu import count_flops.
     """
@@ -105,6 +108,7 @@ cli.add_command(audit)
 cli.add_command(sweep)
 cli.add_command(summarize)
 cli.add_command(report)
+cli.add_command(compare)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -16,8 +16,14 @@ _A_SWEEP = f"a sweep ({RECORD_FILE}, {LOGS}, {RESULTS})"
 
 def load_folder(source: Path) -> LoadedRun | LoadedSweep:
     """Read `source`: the folder of a run or of a sweep, or one of its files."""
+    found = run_or_sweep(source)
+    return load_run(found) if isinstance(found, Path) else found
+
+
+def run_or_sweep(source: Path) -> Path | LoadedSweep:
+    """The folder of the run, or the sweep, at `source`; a run is not read yet."""
     if source.name in (RUN_FILE, LOG_FILE) and source.is_file():
-        return load_run(source.parent)
+        return source.parent
     if source.name == RECORD_FILE and source.is_file():
         return load_sweep(source.parent)
     if not source.is_dir():
@@ -37,7 +43,7 @@ def load_folder(source: Path) -> LoadedRun | LoadedSweep:
         return sweep
     if not is_run:
         raise UsageError(f"{source} contains neither {_A_RUN} nor {_A_SWEEP}")
-    return load_run(source)
+    return source
 
 
 def page_path(source: Path, found: LoadedRun | LoadedSweep) -> Path:

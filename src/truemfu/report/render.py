@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import csv
 import io
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -19,8 +18,9 @@ from types import MappingProxyType
 import msgspec
 
 from ..records import Status
-from ..text import on_one_line, printable
+from ..text import printable
 from .figures import Experiment, Failure, Ratio, SweepSummary
+from .markdown import markdown_table, markdown_text
 
 UNKNOWN = "-"
 
@@ -60,21 +60,20 @@ def failure_texts(summary: SweepSummary) -> list[tuple[str, list[str]]]:
 
 
 def markdown(summary: SweepSummary) -> str:
-    context = [_markdown_text(line) for line in context_lines(summary)]
-    parts = ["# Profiling sweep", f"{_markdown_text(headline(summary))}.", *context]
+    context = [markdown_text(line) for line in context_lines(summary)]
+    parts = ["# Profiling sweep", f"{markdown_text(headline(summary))}.", *context]
     for table in tables_of(summary):
-        parts.append(f"## {_markdown_text(table.title)}")
+        parts.append(f"## {markdown_text(table.title)}")
         if table.sentence:
-            parts.append(_markdown_text(table.sentence))
-        head = [_markdown_row(table.columns), _markdown_row(["---"] + ["---:"] * (len(table.columns) - 1))]
-        parts.append("\n".join(head + [_markdown_row(row) for row in table.rows]))
+            parts.append(markdown_text(table.sentence))
+        parts.append(markdown_table(table.columns, table.rows))
     if summary.failures:
         parts.append("## Failures")
     for line, log in failure_texts(summary):
-        parts.append(f"- {_markdown_text(line)}")
+        parts.append(f"- {markdown_text(line)}")
         if log:
             parts.append("\n".join(f"      {printable(entry)}" for entry in log))
-    parts.extend(f"Note: {_markdown_text(note)}" for note in summary.notes)
+    parts.extend(f"Note: {markdown_text(note)}" for note in summary.notes)
     return "\n\n".join(parts) + "\n"
 
 
@@ -227,30 +226,6 @@ def _ratio(ratio: Ratio | None) -> tuple[str, str]:
     if ratio is None:
         return UNKNOWN, UNKNOWN
     return f"{ratio.geometric_mean:.2f}×", f"{ratio.lowest:.2f} to {ratio.highest:.2f}"
-
-
-_ACTIVE_IN_MARKDOWN = re.compile(
-    r"""
-    [\\`*<|\[\]~&]                 # code, emphasis, HTML, cells, links and images, entities
-    | (?<![^\W_])_ | _(?![^\W_])   # emphasis; `bs4_seq512` is left as it is
-    | :(?=//) | (?<=www)\.         # addresses that become links automatically
-    """,
-    re.VERBOSE | re.IGNORECASE,
-)
-
-
-def _markdown_row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(map(_markdown_cell, cells))} |"
-
-
-def _markdown_cell(text: str) -> str:
-    """Text of an exception or a name, escaped so that it has no effect."""
-    return _ACTIVE_IN_MARKDOWN.sub(r"\\\g<0>", on_one_line(text))
-
-
-def _markdown_text(text: str) -> str:
-    """The same at the start of a line: no heading, quote or list."""
-    return re.sub(r"^[#>+-]", r"\\\g<0>", _markdown_cell(text))
 
 
 _FORMULA = ("=", "+", "-", "@")

@@ -100,4 +100,5 @@ def facts_of(models: Sequence[nn.Module]) -> dict[str, Any] | None:
         "name": ", ".join(type(unwrap(model)).__name__ for model in models),
         "parameters": sum(count for count, _ in parameters),
         "trainable_parameters": sum(count for count, is_trained in parameters if is_trained),
+        "dtypes": sorted({str(p.dtype).removeprefix("torch.") for p in every.values()}),
     }

@@ -1,0 +1,254 @@
+"""How often `truemfu compare` is wrong: equal runs reported as slower, and slow-downs of 5 % not found.
+
+Pairs of equal runs are made from noise, and B's steps then take 5 % longer. A pair counts as reported when
+its verdict is "slower", with the settings of the command. The noise is
+  CPU, recorded    step times of one training on a shared machine, each run in its own process
+                   (compare_noise.py). A run is `calm` if the load average at its end was below 3, or `busy`.
+                   Pairs are all pairs of calm runs, and busy runs that followed one another
+  CPU, resampled   longer runs, made of blocks of 150 consecutive steps of the same recording (about a second
+                   and a half: noise that lasts longer is cut)
+  H200, resampled  longer runs of 16 experiments (results/sweep_h200), made of blocks of ten consecutive steps
+                   of each; what differs between runs is not in it. Those whose steps vary by less than 5 %
+                   are shown apart: most others are bound by the host, and their steps have several levels
+  synthetic        seeded processes with known properties
+A row that is marked `ok` has at most 5 % false alarms and finds at least 95 %; the run length it states is
+what that takes. Rows that do not reach it are shown too. Exits 1 if a row that reached it before does not.
+
+    python benchmarks/compare_statistics.py
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import os
+import platform
+import random
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean, stdev
+
+from truemfu.report.compare import CONFIDENCE, RUN_TO_RUN
+from truemfu.report.intervals import Estimate, median_of, ratio_of
+
+RESULTS = Path(__file__).parent / "results"
+SLOW_DOWN = 1.05
+STEADY = 0.05
+CALM_LOAD = 3.0
+SYNTHETIC_RUNS = 60
+RESAMPLED_RUNS = 30
+MOST_FALSE, FEWEST_FOUND = 0.05, 0.95
+
+Runs = Sequence[Estimate]
+Pair = tuple[Runs, Runs]
+
+
+@dataclass(frozen=True)
+class Line:
+    """One row of the table."""
+
+    noise: str
+    design: str
+    steps: int
+    pairs: int
+    false_alarms: float
+    found: float
+    is_claimed: bool
+
+    @property
+    def is_good(self) -> bool:
+        return self.false_alarms <= MOST_FALSE and self.found >= FEWEST_FOUND
+
+    def text(self) -> str:
+        result = "ok" if self.is_good else "MISSED" if self.is_claimed else "-"
+        return (
+            f"{self.noise:36} {self.design:11} {self.steps:>6,} {self.pairs:>6,} {self.false_alarms:>8.1%} "
+            f"{self.found:>8.1%}  {result}"
+        )
+
+
+def is_slower(first: Runs, second: Runs) -> bool:
+    return ratio_of(first, second, confidence=CONFIDENCE, run_to_run=RUN_TO_RUN).low > 1
+
+
+def slowed(run: Estimate) -> Estimate:
+    """The run with steps that take 5 % longer: medians and quantiles scale with their steps."""
+    return Estimate(
+        value=SLOW_DOWN * run.value,
+        low=SLOW_DOWN * run.low,
+        high=SLOW_DOWN * run.high,
+        steps=run.steps,
+        independent_steps=run.independent_steps,
+    )
+
+
+def line(noise: str, design: str, steps: int, pairs: Iterable[Pair], *, is_claimed: bool) -> Line:
+    results = [(is_slower(a, b), is_slower(a, [slowed(run) for run in b])) for a, b in pairs]
+    false_alarms, found = (sum(column) / len(results) for column in zip(*results, strict=True))
+    return Line(noise, design, steps, len(results), false_alarms, found, is_claimed)
+
+
+def parts(times: Sequence[float], steps: int) -> list[Estimate]:
+    """The whole parts of a run with so many steps."""
+    return [median_of(times[at : at + steps], CONFIDENCE) for at in range(0, len(times) - steps + 1, steps)]
+
+
+def every_pair(runs: Sequence[Sequence[Estimate]]) -> list[Pair]:
+    """Parts of different runs, in both orders."""
+    return [([a], [b]) for one in runs for other in runs if one is not other for a in one for b in other]
+
+
+def recorded_lines(recording: dict[str, object]) -> Iterable[Line]:
+    runs = recording["runs"]
+    assert isinstance(runs, list)
+    calm = [run["step_times_us"] for run in runs if run["load"] < CALM_LOAD]
+    busy = [run["step_times_us"] for run in runs if run["load"] >= CALM_LOAD]
+    for steps in (100, 300, 700, 1450):
+        yield line(
+            f"CPU, recorded, calm ({len(calm)} runs)",
+            "1 run each",
+            steps,
+            every_pair([parts(times, steps) for times in calm]),
+            is_claimed=False,
+        )
+    for steps in (300, 1450):
+        estimates = [parts(times, steps) for times in busy]
+        followed = [pair for two in pairwise(estimates) for pair in every_pair(two)]
+        yield line(f"CPU, recorded, busy ({len(busy)} runs)", "1 run each", steps, followed, is_claimed=False)
+    whole = [parts(times, 1450)[0] for times in busy]
+    eights = [whole[at : at + 8] for at in range(len(whole) - 7)]
+    alternating = [
+        pair for eight in eights for pair in ((eight[::2], eight[1::2]), (eight[1::2], eight[::2]))
+    ]
+    yield line(f"CPU, recorded, busy ({len(busy)} runs)", "4 runs each", 1450, alternating, is_claimed=False)
+
+
+def resampled_cpu_lines(recording: dict[str, object]) -> Iterable[Line]:
+    """Long runs with the noise of the recorded ones."""
+    runs = recording["runs"]
+    assert isinstance(runs, list)
+    calm = [run["step_times_us"] for run in runs if run["load"] < CALM_LOAD]
+    for steps in (1000, 5000):
+        draw = random.Random(steps)
+        made = [median_of(blocks(draw, calm, steps, 150), CONFIDENCE) for _ in range(RESAMPLED_RUNS)]
+        yield line(
+            f"CPU, resampled, calm ({len(calm)} runs)",
+            "1 run each",
+            steps,
+            every_pair([[run] for run in made]),
+            is_claimed=steps >= 5000,
+        )
+
+
+def resampled_gpu_lines() -> Iterable[Line]:
+    """Long runs with the noise of each experiment on the H200, in two groups by spread."""
+    series = []
+    for path in sorted((RESULTS / "sweep_h200" / "results").glob("*.json")):
+        measured = json.loads(path.read_text(encoding="utf-8")).get("measured")
+        if measured is not None:
+            series.append(measured["steps"]["times_s"])
+    steady = [times for times in series if stdev(times) < STEADY * fmean(times)]
+    uneven = [times for times in series if times not in steady]
+    for name, group, lengths in (("spread < 5 %", steady, (50, 200)), ("≥ 5 %", uneven, (500, 2000, 8000))):
+        for steps in lengths:
+            draw = random.Random(steps)
+            pairs: list[Pair] = []
+            for times in group:
+                made = [median_of(blocks(draw, [times], steps, 10), CONFIDENCE) for _ in range(8)]
+                pairs += every_pair([[run] for run in made])
+            noise = f"H200, resampled, {name} ({len(group)})"
+            yield line(noise, "1 run each", steps, pairs, is_claimed=group is steady and steps >= 200)
+
+
+def blocks(draw: random.Random, runs: Sequence[Sequence[float]], steps: int, length: int) -> list[float]:
+    """A run of blocks of consecutive steps, each from any of `runs`."""
+    found: list[float] = []
+    while len(found) < steps:
+        times = draw.choice(runs)
+        at = draw.randrange(len(times) - length + 1)
+        found += times[at : at + length]
+    return found[:steps]
+
+
+def autoregressive(draw: random.Random, steps: int) -> list[float]:
+    """AR(1): correlation 0.9 from step to step, 3 % spread."""
+    level, push = draw.gauss(0, 0.03), 0.03 * math.sqrt(1 - 0.9**2)
+    found = []
+    for _ in range(steps):
+        level = 0.9 * level + draw.gauss(0, push)
+        found.append(math.exp(level))
+    return found
+
+
+def drifting(draw: random.Random, steps: int) -> list[float]:
+    """A random walk by 1 % over the run, and 2 % from step to step."""
+    level, found = 0.0, []
+    for _ in range(steps):
+        level += draw.gauss(0, 0.01 / math.sqrt(steps))
+        found.append(math.exp(level + draw.gauss(0, 0.02)))
+    return found
+
+
+def spiking(draw: random.Random, steps: int) -> list[float]:
+    """One step in twenty takes several times as long, without a finite variance (Pareto 1.2)."""
+    return [
+        math.exp(draw.gauss(0, 0.02)) + (draw.paretovariate(1.2) if draw.random() < 0.05 else 0.0)
+        for _ in range(steps)
+    ]
+
+
+def differing(draw: random.Random, steps: int) -> list[float]:
+    """AR(1) as above, and equal runs differ by a standard deviation of 0.7 %."""
+    level = math.exp(draw.gauss(0, 0.007))
+    return [level * seconds for seconds in autoregressive(draw, steps)]
+
+
+SYNTHETIC: dict[str, Callable[[random.Random, int], list[float]]] = {
+    "AR(1), 3 %": autoregressive,
+    "drift, 1 % a run": drifting,
+    "spikes": spiking,
+    "AR(1), runs ±0.7 %": differing,
+}
+
+
+def synthetic_lines() -> Iterable[Line]:
+    for name, process in SYNTHETIC.items():
+        for steps in (200, 2000):
+            draw = random.Random(f"{name} {steps}")
+            runs = [median_of(process(draw, steps), CONFIDENCE) for _ in range(SYNTHETIC_RUNS)]
+            pairs = every_pair([[run] for run in runs])
+            is_claimed = steps >= 2000 and process is not drifting
+            yield line(f"synthetic, {name}", "1 run each", steps, pairs, is_claimed=is_claimed)
+
+
+def main() -> int:
+    recording = json.loads((RESULTS / "compare_noise.json").read_text(encoding="utf-8"))
+    print(
+        f"{datetime.date.today()}, {platform.machine()}, {os.cpu_count()} cores, "
+        f"Python {platform.python_version()}; noise recorded {recording['recorded']} on "
+        f"{recording['machine']}, torch {recording['torch']}"
+    )
+    print(f"assumed between runs, 1 run each: {RUN_TO_RUN:.1%}; confidence {CONFIDENCE:.0%}\n")
+    print(
+        f"{'noise':36} {'design':11} {'steps':>6} {'pairs':>6} {'A/A':>8} {'found':>8}\n"
+        f"{'':36} {'':11} {'a run':>6} {'':>6} {'slower':>8} {'of +5 %':>8}"
+    )
+    missed = 0
+    for part in (
+        recorded_lines(recording),
+        resampled_cpu_lines(recording),
+        resampled_gpu_lines(),
+        synthetic_lines(),
+    ):
+        for found in part:
+            print(found.text(), flush=True)
+            missed += found.is_claimed and not found.is_good
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

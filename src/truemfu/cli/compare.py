@@ -1,0 +1,158 @@
+"""`truemfu compare`: whether a run or a sweep is slower than another, as a gate for CI."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ..text import on_one_line
+from .console import FilePath, debug_option, ignoring_closed_pipe, json_option, output, say, table
+
+if TYPE_CHECKING:
+    from ..report.compare import Comparison
+
+_BEYOND_LIMIT = 1
+_WIDTH = 80
+
+
+def _fraction(context: click.Context, param: click.Parameter, value: float | None) -> float | None:
+    """Per cent as a fraction."""
+    if value is not None and not math.isfinite(value):
+        raise click.BadParameter(f"{value} is not a number of per cent", context, param)
+    return None if value is None else value / 100
+
+
+@click.command(short_help="Whether B is slower than A: runs or sweeps, with confidence intervals.")
+@click.argument("a", type=FilePath())
+@click.argument("b", type=FilePath())
+@click.option(
+    "--max-regression",
+    type=click.FloatRange(min=0),
+    callback=_fraction,
+    metavar="PERCENT",
+    help="Exit with 1 if B is shown to be slower, by more than this.",
+)
+@click.option(
+    "--run-to-run",
+    type=click.FloatRange(min=0),
+    callback=_fraction,
+    default=1,
+    show_default=True,
+    metavar="PERCENT",
+    help="Assumed standard deviation between equal runs; unused with four runs or more in all.",
+)
+@click.option(
+    "--output",
+    "-o",
+    "output_path",
+    type=FilePath(),
+    help="Also write the comparison here; the suffix .html, .md or .json selects the format.",
+)
+@click.option(
+    "--format",
+    "shown_as",
+    type=click.Choice(["table", "markdown", "json"]),
+    default="table",
+    show_default=True,
+    help="Output format.",
+)
+@json_option
+@debug_option
+def compare(
+    a: Path,
+    b: Path,
+    max_regression: float | None,
+    run_to_run: float,
+    output_path: Path | None,
+    shown_as: str,
+    as_json: bool,
+) -> None:
+    """Compare B with A: step time, throughput, MFU and peak memory, as ratios with confidence intervals.
+
+    A and B are folders: a run (of TrainingMonitor or `truemfu run`), several runs of the same training, or a
+    sweep, whose experiments are matched by name. Steps after warm-up count. The intervals respect that
+    consecutive steps are alike, so noise is not reported as a difference.
+
+    \b
+    Examples
+        truemfu compare runs/main runs/branch
+        truemfu compare runs/main runs/branch --max-regression 5
+        truemfu compare sweep-1 sweep-2 -o comparison.html
+        truemfu compare main-runs branch-runs --format markdown      several runs in each folder
+
+    \b
+    Exit code
+        0   compared; no slow-down beyond --max-regression was shown
+        1   B is slower beyond --max-regression, or an experiment of A failed in B
+        2   not comparable (another device, dtype, model, batch or convention), or too few steps
+    """
+    from ..report.compare import compare as compare_sides
+    from ..report.compare_load import load_side, refuse_input
+    from ..report.compare_texts import json_text, markdown
+
+    _check_suffix(output_path)
+    sides = load_side(a), load_side(b)
+    found = compare_sides(*sides, max_regression=max_regression, run_to_run=run_to_run)
+    if output_path is not None:
+        refuse_input(output_path, *sides)
+        _write(output_path, found)
+    with ignoring_closed_pipe():
+        if as_json or shown_as == "json":
+            say(json_text(found), nl=False)
+        elif shown_as == "markdown":
+            say(markdown(found), nl=False)
+        else:
+            _show(found)
+    if not found.is_within_limit:
+        raise click.exceptions.Exit(_BEYOND_LIMIT)
+
+
+def _show(found: Comparison) -> None:
+    """Tables for a terminal of 80 columns or more; long names are folded."""
+    from ..report.compare_texts import conclusion, remarks, sides_of, tables_of
+
+    console = output(_WIDTH)
+    for line in sides_of(found):
+        console.print(on_one_line(line))
+    for text in tables_of(found):
+        console.print()
+        drawn = table(*text.columns, title=text.title)
+        for column in drawn.columns:
+            column.no_wrap = False
+            column.overflow = "fold"
+        for row in text.rows:
+            drawn.add_row(*map(on_one_line, row))
+        console.print(drawn)
+        if text.sentence:
+            console.print(text.sentence, style="dim")
+    console.print()
+    for remark in remarks(found):
+        console.print(f"note: {on_one_line(remark)}")
+    console.print(on_one_line(conclusion(found)), style="bold")
+
+
+_SUFFIXES = (".html", ".md", ".json")
+
+
+def _check_suffix(path: Path | None) -> None:
+    from ..errors import UsageError
+
+    if path is not None and path.suffix not in _SUFFIXES:
+        raise UsageError(f"--output must end in {', '.join(_SUFFIXES)}; got {str(path)!r}")
+
+
+def _write(path: Path, found: Comparison) -> None:
+    from ..errors import UsageError
+    from ..report.compare_texts import json_text, markdown, write_comparison_page
+
+    try:
+        if path.suffix == ".html":
+            write_comparison_page(path, found)
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(markdown(found) if path.suffix == ".md" else json_text(found), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}") from error
