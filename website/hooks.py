@@ -2,6 +2,7 @@
 
     docs/*.md ── a link to a file outside docs/ ─► a page with that file: repository/<path>
               ── <!-- device table -->         ─► the table of `truemfu.hardware.specs`
+              ── a script from a server        ─► one of docs/assets/: no request leaves a page
 
 The same Markdown is read on a code host, where `../benchmarks/results/x.txt` is a file of the repository. On the
 site such a link leads to a page with the file's content, so that the site is complete without the repository.
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
+from mkdocs.utils import get_relative_url
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
@@ -28,6 +30,8 @@ from truemfu.hardware.specs import DEVICES, DTYPES, DeviceSpec  # noqa: E402
 _LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)(#[^)\s]*)?(?=\))")
 _DEVICE_TABLE = "<!-- device table -->"
 _NO_SEARCH = "---\nsearch:\n  exclude: true\nhide:\n  - toc\n---\n"
+_FETCHED_WORKER = '<script src="https://unpkg.com/iframe-worker/shim"></script>'
+_HIDDEN = {"index.md": ["navigation", "toc"], "device_table.md": ["toc"]}
 _LANGUAGES = {".py": "python", ".json": "json", ".toml": "toml"}
 
 
@@ -50,9 +54,21 @@ def on_files(files: Files, config: Any, **_: Any) -> Files:
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     """Lead links out of docs/ to the added pages, and insert the table of devices."""
     uri = page.file.src_uri
+    page.meta.setdefault("hide", _HIDDEN.get(uri, []))
     if not uri.startswith("repository/"):
         markdown = _rewritten(markdown, f"docs/{uri}")
     return markdown.replace(_DEVICE_TABLE, device_table())
+
+
+def on_post_page(output: str, *, page: Any, **_: Any) -> str:
+    """Replace the script that the theme would fetch from a server when a page is opened as a file."""
+    own = get_relative_url("assets/file_worker.js", page.url)
+    return output.replace(_FETCHED_WORKER, f'<script src="{own}"></script>')
+
+
+def on_post_template(output: str, **_: Any) -> str:
+    """The same for the page of a wrong address."""
+    return output.replace(_FETCHED_WORKER, "")
 
 
 def device_table() -> str:
@@ -71,12 +87,17 @@ def _device_row(spec: DeviceSpec) -> str:
     memory, bandwidth = spec.memory_bytes, spec.memory_bandwidth_bytes_per_s
     cells = [
         spec.name,
-        *("" if peak is None else f"{peak / 1e12:,.4g}" for peak in peaks),
+        *("" if peak is None else _tflops(peak) for peak in peaks),
         "" if memory is None else f"{memory / 1e9:g} GB",
         "" if bandwidth is None else f"{bandwidth / 1e9:,.0f}",
         spec.source,
     ]
     return "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>"
+
+
+def _tflops(flops_per_s: float) -> str:
+    tflops = flops_per_s / 1e12
+    return f"{tflops:,.0f}" if tflops >= 1000 else f"{tflops:.4g}"
 
 
 def _linked_from_docs() -> Iterator[str]:
