@@ -40,7 +40,7 @@ faults: setup   ## every attack of the fault suite, in about ten minutes; FAULTS
 	$(BIN)/python -W ignore -m faults $(FAULTS)
 
 docs: setup     ## the documentation site in out/site; a broken link is an error
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 docs-serve: setup ## the same at http://127.0.0.1:8000, built again when a page changes
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve

@@ -3,8 +3,8 @@
 Why: two MFUs can only be compared if both count the same pairs of tokens, and the difference grows with the
 sequence. Counts the reference model of 1.3 B parameters on fake tensors; needs no GPU.
 
-Prints: date and versions; a Markdown table with the FLOPs of one sample at several lengths with all pairs, with the
-pairs of the causal mask, and by 6 × parameters × tokens; last, one line of JSON.
+Prints: date and versions; a Markdown table with the FLOPs of one sample at several lengths with all pairs,
+with the pairs of the causal mask, and by 6 × parameters × tokens; last, one line of JSON.
 
     PYTHONPATH=src python benchmarks/conventions.py [--output benchmarks/results/conventions.txt]
 """
@@ -27,15 +27,17 @@ LENGTHS = (512, 2048, 8192, 32768)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path)
     output: Path | None = parser.parse_args().output
     with torch.device("meta"):
         model = build_reference_model("1b", device="meta", dtype=torch.bfloat16)
     parameters = sum(parameter.numel() for parameter in model.parameters())
+    versions = f"torch {torch.__version__}, Python {platform.python_version()}, truemfu {truemfu.__version__}"
     lines = [
-        f"conventions: {datetime.date.today()}, torch {torch.__version__}, Python {platform.python_version()}, "
-        f"truemfu {truemfu.__version__}; 1b, {parameters:,} parameters, one sample",
+        f"conventions: {datetime.date.today()}, {versions}; 1b, {parameters:,} parameters, one sample",
         "",
         "| tokens | all pairs (`full`) | `causal` | causal ÷ full | 6 × parameters × tokens ÷ full |",
         "| --- | --- | --- | --- | --- |",

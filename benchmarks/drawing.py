@@ -67,6 +67,5 @@ def text(
 
 def box(x: float, y: float, width: float, height: float, fill: str, *, radius: float = 3) -> str:
     """A filled rectangle."""
-    return (
-        f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" rx="{radius:g}" fill="{fill}"/>'
-    )
+    size = f'width="{width:.1f}" height="{height:.1f}"'
+    return f'<rect x="{x:.1f}" y="{y:.1f}" {size} rx="{radius:g}" fill="{fill}"/>'

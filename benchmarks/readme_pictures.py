@@ -1,11 +1,11 @@
 """Three more pictures of the front page, made from what is committed here.
 
     hardware_truth_training.txt ─► docs/pictures/report-*.svg    the report of one run, with what to do next
-    docs/top.md                 ─► docs/pictures/top-*.svg       the screen of `truemfu top` on recorded traces
-    sweep_h200/results          ─► docs/pictures/heatmap-*.svg   MFU of trainers × batch sizes × sequence lengths
+    docs/top.md                 ─► docs/pictures/top-*.svg       `truemfu top` on recorded traces
+    sweep_h200/results          ─► docs/pictures/heatmap-*.svg   MFU of trainers × batch shapes
 
-Why: as in `readme_figures.py`. The screen in docs/top.md is the one that `tests/hardware/test_top_process.py` reads
-from a terminal. Writes each picture for a light and a dark page; needs the standard library alone.
+Why: as in `readme_figures.py`. The screen in docs/top.md is the one that `tests/hardware/test_top_process.py`
+reads from a terminal. Writes each picture for a light and a dark page; needs the standard library alone.
 
     python benchmarks/readme_pictures.py
 """
@@ -209,7 +209,9 @@ def draw_heatmap(scheme: str) -> str:
             below = f"{1000 * cell['step_s']:.0f} ms, {cell['memory_bytes'] / 2**30:.1f} GiB"
             middle = left + width / 2
             drawn += [
-                text(middle, y + 28, f"{100 * cell['mfu']:.1f} %", strong, size=18, bold=True, anchor="middle"),
+                text(
+                    middle, y + 28, f"{100 * cell['mfu']:.1f} %", strong, size=18, bold=True, anchor="middle"
+                ),
                 text(middle, y + 48, below, strong, size=12, anchor="middle"),
             ]
     described = "; ".join(

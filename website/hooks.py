@@ -4,8 +4,8 @@
               ── <!-- device table -->         ─► the table of `truemfu.hardware.specs`
               ── a script from a server        ─► one of docs/assets/: no request leaves a page
 
-The same Markdown is read on a code host, where `../benchmarks/results/x.txt` is a file of the repository. On the
-site such a link leads to a page with the file's content, so that the site is complete without the repository.
+The same Markdown is read on a code host, where `../benchmarks/results/x.txt` is a file of the repository. On
+the site such a link leads to a page with the file's content: the site is complete without the repository.
 A link to a file that does not exist is left as it is, and the strict build fails on it.
 """
 
