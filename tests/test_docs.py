@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -185,16 +186,42 @@ def build(config: Path, target: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_site_is_built_and_complete_in_itself(tmp_path: Path) -> None:
-    done = build(ROOT / "mkdocs.yml", tmp_path)
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    done = build(ROOT / "mkdocs.yml", folder)
     assert done.returncode == 0, done.stdout + done.stderr
-    devices = (tmp_path / "device_table.html").read_text(encoding="utf-8")
+    return folder
+
+
+def test_the_site_is_built_and_complete_in_itself(site: Path) -> None:
+    devices = (site / "device_table.html").read_text(encoding="utf-8")
     assert devices.count("<tr><td>") == len(DEVICES)
-    assert "log_step" in (tmp_path / "reference.html").read_text(encoding="utf-8")
-    assert (tmp_path / "repository/benchmarks/results/gpu_peak.txt.html").is_file()
+    assert "log_step" in (site / "reference.html").read_text(encoding="utf-8")
+    assert (site / "repository/benchmarks/results/gpu_peak.txt.html").is_file()
     fetched = re.compile(r"<(?:script|link|img|iframe)[^>]+(?:src|href)=\"?https?://[^>]+>")
-    pages = list(tmp_path.rglob("*.html"))
+    pages = list(site.rglob("*.html"))
     assert {str(p): found for p in pages if (found := fetched.findall(p.read_text(encoding="utf-8")))} == {}
+
+
+def test_the_site_filters_its_devices_in_a_browser(site: Path, tmp_path: Path) -> None:
+    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if chromium is None:
+        pytest.skip("there is no Chromium here")
+    page = (site / "device_table.html").read_text(encoding="utf-8")
+    typed = """<script>addEventListener("load", () => {
+      const field = document.getElementById("device-filter");
+      field.value = "h200"; field.dispatchEvent(new Event("input"));
+    });</script></body>"""
+    (site / "filtered.html").write_text(page.replace("</body>", typed), encoding="utf-8")
+    command = [chromium, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}"]
+    command += ["--dump-dom", "--virtual-time-budget=5000", (site / "filtered.html").as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    if "<html" not in done.stdout:
+        pytest.skip("Chromium does not start here")
+    fitting = sum("h200" in f"{spec.name} {spec.source}".lower() for spec in DEVICES)
+    assert f"{fitting} of {len(DEVICES)} devices" in done.stdout
+    assert len(re.findall(r"<tr><td>", done.stdout)) == fitting
 
 
 def test_a_broken_link_is_an_error(tmp_path: Path) -> None:

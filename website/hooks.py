@@ -31,7 +31,13 @@ _LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)(#[^)\s]*)?(?=\))")
 _DEVICE_TABLE = "<!-- device table -->"
 _NO_SEARCH = "---\nsearch:\n  exclude: true\nhide:\n  - toc\n---\n"
 _FETCHED_WORKER = '<script src="https://unpkg.com/iframe-worker/shim"></script>'
-_HIDDEN = {"index.md": ["navigation", "toc"], "device_table.md": ["toc"]}
+_WIDE = ["toc"]
+_HIDDEN = {
+    "index.md": ["navigation", "toc"],
+    "device_table.md": _WIDE,
+    "configuration.md": _WIDE,
+    "accuracy.md": _WIDE,
+}
 _LANGUAGES = {".py": "python", ".json": "json", ".toml": "toml"}
 
 
