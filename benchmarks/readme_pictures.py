@@ -73,7 +73,7 @@ def draw_report(scheme: str) -> str:
     ]
     tiles = {
         "MFU": (summary["MFU, median"].replace("%", " %"), "mfu"),
-        "HFU, measured": (summary["HFU, median"].split("%")[0] + " %", "hfu"),
+        "HFU, by counters": (summary["HFU, median"].split("%")[0] + " %", "hfu"),
         "step": (summary["step, median"], "text"),
         "tokens/s": (summary["tokens/s"].split(" (")[0], "text"),
         "power": (summary["energy"].split(" this")[0], "text"),
