@@ -15,7 +15,7 @@ NEWEST_TORCH  ?=
 NEWEST_VENV   := .venv-$(or $(NEWEST_TORCH),newest)
 NEWEST_STAMP  := $(NEWEST_VENV)/.installed
 
-.PHONY: help setup demo test test-all faults lint format test-oldest test-newest bench clean
+.PHONY: help setup demo test test-all faults docs docs-serve lint format test-oldest test-newest bench clean
 
 help:           ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1 # /p' $(MAKEFILE_LIST) | awk -F' # ' '{printf "make %-12s %s\n", $$1, $$2}'
@@ -38,6 +38,12 @@ test-all: test  ## and the long ones: real workers, ranks, trackers, kills
 
 faults: setup   ## every attack of the fault suite, in about ten minutes; FAULTS="--seed 1" for others
 	$(BIN)/python -W ignore -m faults $(FAULTS)
+
+docs: setup     ## the documentation site in out/site; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+docs-serve: setup ## the same at http://127.0.0.1:8000, built again when a page changes
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 lint: setup     ## ruff and mypy
 	$(BIN)/ruff check .

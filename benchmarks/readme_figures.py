@@ -17,12 +17,16 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-from xml.sax.saxutils import escape
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.drawing import COLOURS, SCHEMES, WIDTH, picture, text  # noqa: E402
+
 RESULTS = ROOT / "benchmarks" / "results"
 PICTURES = ROOT / "docs" / "pictures"
 
@@ -42,35 +46,7 @@ _NAMES = {
     "masked_attention": "Counted, skipped by the causal mask",
     "recomputation": "Recomputation",
 }
-_COLOURS = {
-    "light": {
-        "page": "#ffffff",
-        "text": "#1f2328",
-        "soft": "#59636e",
-        "track": "#f1f3f5",
-        "peak": "#aab4bf",
-        "loss": "#dfa35f",
-        "largest": "#cf4f14",
-        "gain": "#1f8f84",
-        "hfu": "#1f6fb2",
-        "mfu": "#2c8a4e",
-    },
-    "dark": {
-        "page": "#0d1117",
-        "text": "#e6edf3",
-        "soft": "#9198a1",
-        "track": "#1b222b",
-        "peak": "#5b6672",
-        "loss": "#9c7440",
-        "largest": "#e8763b",
-        "gain": "#45b3a6",
-        "hfu": "#5aa9ea",
-        "mfu": "#45b06c",
-    },
-}
-SCHEMES = tuple(_COLOURS)
-
-_WIDTH, _ROW, _BAR = 880, 34, 22
+_ROW, _BAR = 34, 22
 _NAMES_END, _BARS_END, _FIRST_ROW = 300, 770, 78
 
 
@@ -105,10 +81,10 @@ class _Bar:
 
 def read_waterfall(run: str = RUN) -> MeasuredWaterfall:
     """The waterfall of one run of `hardware_truth_training.txt`, as the script printed it."""
-    text = (RESULTS / "hardware_truth_training.txt").read_text(encoding="utf-8")
-    environment = _found(r"^training: (.+)$", text)
-    model = _found(r"^training, ([^:]+): FLOP a step", text)
-    section = text.partition("training: where the peak went, in points of it\n")[2]
+    printed = (RESULTS / "hardware_truth_training.txt").read_text(encoding="utf-8")
+    environment = _found(r"^training: (.+)$", printed)
+    model = _found(r"^training, ([^:]+): FLOP a step", printed)
+    section = printed.partition("training: where the peak went, in points of it\n")[2]
     line = _found(rf"^{re.escape(run)} {{2,}}(.+); sum 100\.0;", section)
     parts = {key: float(points) for key, points in (part.split() for part in line.split(", "))}
     return MeasuredWaterfall(run=run, environment=environment, model=model, parts=parts)
@@ -116,19 +92,13 @@ def read_waterfall(run: str = RUN) -> MeasuredWaterfall:
 
 def draw(measured: MeasuredWaterfall, scheme: str) -> str:
     """The waterfall as an SVG in one colour scheme, with a background of its own."""
-    bars, colours = _bars(measured), _COLOURS[scheme]
+    bars, colours = _bars(measured), COLOURS[scheme]
     most = max(bar.high for bar in bars)
     notes = _notes(measured)
     height = _FIRST_ROW + _ROW * len(bars) + 20 * len(notes) + 22
     drawn = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" '
-        f'height="{height}" role="img" font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, '
-        'sans-serif" font-size="14">',
-        f"<title>{escape(_title(measured))}</title>",
-        f"<desc>{escape('; '.join(f'{bar.name} {bar.points}' for bar in bars))}</desc>",
-        f'<rect width="{_WIDTH}" height="{height}" rx="8" fill="{colours["page"]}"/>',
-        _text(24, 32, _title(measured), colours["text"], size=18, bold=True),
-        _text(24, 55, _subtitle(measured), colours["soft"], size=13),
+        text(24, 32, _title(measured), colours["text"], size=18, bold=True),
+        text(24, 55, _subtitle(measured), colours["soft"], size=13),
     ]
     scale = (_BARS_END - _NAMES_END) / most
     for number, bar in enumerate(bars):
@@ -136,14 +106,15 @@ def draw(measured: MeasuredWaterfall, scheme: str) -> str:
         middle, bold = top + _BAR / 2 + 5, bar.kind in ("hfu", "mfu", "largest")
         left, width = _NAMES_END + bar.low * scale, max(1.5, (bar.high - bar.low) * scale)
         drawn += [
-            _text(_NAMES_END - 14, middle, bar.name, colours["text"], bold=bold, anchor="end"),
+            text(_NAMES_END - 14, middle, bar.name, colours["text"], bold=bold, anchor="end"),
             _box(_NAMES_END, top, _BARS_END - _NAMES_END, colours["track"]),
             _box(left, top, width, colours[bar.kind]),
-            _text(_WIDTH - 24, middle, bar.points, colours["text"], bold=bold, anchor="end"),
+            text(WIDTH - 24, middle, bar.points, colours["text"], bold=bold, anchor="end"),
         ]
     first_note = _FIRST_ROW + _ROW * len(bars) + 18
-    drawn += [_text(24, first_note + 20 * n, note, colours["soft"], size=13) for n, note in enumerate(notes)]
-    return "\n".join([*drawn, "</svg>", ""])
+    drawn += [text(24, first_note + 20 * n, note, colours["soft"], size=13) for n, note in enumerate(notes)]
+    described = "; ".join(f"{bar.name} {bar.points}" for bar in bars)
+    return picture(drawn, height, scheme, title=_title(measured), described=described)
 
 
 def accuracy_table() -> str:
@@ -251,22 +222,12 @@ def _notes(measured: MeasuredWaterfall) -> list[str]:
     return notes
 
 
-def _text(
-    x: float, y: float, text: str, fill: str, *, size: int = 14, bold: bool = False, anchor: str = "start"
-) -> str:
-    weight = ' font-weight="600"' if bold else ""
-    return (
-        f'<text x="{x:g}" y="{y:g}" fill="{fill}" font-size="{size}"{weight} text-anchor="{anchor}">'
-        f"{escape(text)}</text>"
-    )
-
-
 def _box(x: float, y: float, width: float, fill: str) -> str:
     return f'<rect x="{x:.1f}" y="{y:g}" width="{width:.1f}" height="{_BAR}" rx="2" fill="{fill}"/>'
 
 
-def _found(pattern: str, text: str) -> str:
-    found = re.search(pattern, text, re.MULTILINE)
+def _found(pattern: str, printed: str) -> str:
+    found = re.search(pattern, printed, re.MULTILINE)
     if found is None:
         raise ValueError(f"hardware_truth_training.txt has no line like {pattern}")
     return found[1]

@@ -23,6 +23,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 _FOREVER_S = 240
 LONG = (
+    # the whole documentation site, built
+    "tests/test_docs.py::test_the_site",
+    "tests/test_docs.py::test_a_broken_link",
     # real workers, one process for each experiment
     "tests/sweep/test_worker.py",
     "tests/sweep/test_runner.py",

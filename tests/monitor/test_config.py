@@ -669,13 +669,3 @@ def test_a_path_object_of_any_kind_will_do(tmp_path: Path) -> None:
             return str(file(tmp_path, "monitoring: {save_freq: 9}"))
 
     assert load_config(Somewhere()) == MonitorConfig(save_freq=9)
-
-
-def test_the_configuration_in_the_documentation_is_the_default_one(tmp_path: Path) -> None:
-    text = (Path(__file__).parents[2] / "docs" / "monitor.md").read_text(encoding="utf-8")
-    block = text.partition("```yaml\n")[2].partition("```")[0]
-    path = tmp_path / "config.yaml"
-    path.write_text(block, encoding="utf-8")
-    assert load_config(path) == MonitorConfig()
-    named = set(re.findall(r"^ *(?:# )?([a-z_]+):", block, re.MULTILINE))
-    assert {key.rpartition(".")[2] for key in SCHEMA} <= named
