@@ -516,6 +516,6 @@ def read_file(path: Path) -> bytes:
         raise RecordError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def write_record(path: Path, record: msgspec.Struct) -> None:
+def write_record(path: Path, record: msgspec.Struct, *, durable: bool = False) -> None:
     """Write a record under a temporary name and rename it: a reader never sees an incomplete one."""
-    plain_files.replace(path, msgspec.json.format(encode(record), indent=2) + b"\n")
+    plain_files.replace(path, msgspec.json.format(encode(record), indent=2) + b"\n", durable=durable)

@@ -26,11 +26,13 @@ from ..plain_files import read_given
 from ..records import SweepCase
 from ..text import shortened
 from .content_hash import find_module, is_path
+from .launchers.settings import ClusterSettings, check_settings
 from .sizes import SIZES
 from .trainers.base import NEEDS_OPACUS, OPTIMIZERS, TRAINERS
 
 DTYPES = ("auto", "fp32", "bf16")
 DEVICES = ("auto", "cuda", "cpu")
+LAUNCHERS = ("local", "slurm", "ray")
 ATTENTION = get_args(Attention)
 
 _MAX_INT = 2**63 - 1  # the largest integer of JSON decoders and torch
@@ -80,6 +82,10 @@ class SweepConfig(
     """After an out-of-memory, try smaller batches and models until one fits."""
     gpus: list[_CountOrZero] | None = None
     """Indices of visible GPUs; None: all of them."""
+    launcher: str = "local"
+    """One of `LAUNCHERS`: where experiments run."""
+    cluster: ClusterSettings = field(default_factory=ClusterSettings)
+    """What each experiment requests of a cluster."""
 
 
 TEST_CONFIG = SweepConfig(
@@ -155,6 +161,11 @@ def parse(values: Mapping[str, Any]) -> SweepConfig:
             raise UsageError(
                 f"unknown key {brief(key)}{closest(key, FIELDS)}; known keys: {', '.join(FIELDS)}"
             )
+    cluster = values.get("cluster")
+    for key in cluster if isinstance(cluster, Mapping) else ():
+        if key not in ClusterSettings.__struct_fields__:
+            known = ClusterSettings.__struct_fields__
+            raise UsageError(f"unknown key {brief(f'cluster.{key}')}{closest(str(key), known)}")
     for axis in _AXES:
         if isinstance(values.get(axis), (list, tuple)):
             with contextlib.suppress(TypeError):  # a nested list: `convert` reports it
@@ -170,11 +181,12 @@ def parse(values: Mapping[str, Any]) -> SweepConfig:
 def _invalid_value(values: Mapping[str, Any], error: msgspec.ValidationError) -> UsageError:
     """msgspec's "Expected `int` >= 1 - at `$.batch_sizes[0]`", with the value that was given."""
     expected, _, key_path = str(error).partition(" - at ")
-    found = re.fullmatch(r"`\$\.(\w+)(?:\[(\d+|\.\.\.)\])?`", key_path)
-    if found is None:
+    found = re.fullmatch(r"`\$\.(?:(cluster)\.)?(\w+)(?:\[(\d+|\.\.\.)\])?`", key_path)
+    if found is None or "unknown field" in expected:
         return UsageError(shortened(str(error)))
-    key, index = found[1], found[2]
-    got = values[key]
+    key, index = found[2], found[3]
+    got = values[key] if found[1] is None else values["cluster"][key]
+    key = key if found[1] is None else f"cluster.{key}"
     if index is not None and index.isdigit():
         got = got[int(index)]
     expected_type = re.sub(r", got .*", "", expected.removeprefix("Expected ")).replace("`", "")
@@ -184,8 +196,10 @@ def _invalid_value(values: Mapping[str, Any], error: msgspec.ValidationError) ->
         "str": "text",
         "array": "a list",
         "bool": "true or false",
+        "object": "an object",
     }
-    expected_type = re.sub(r"\b(int|float|str|array|bool)\b", lambda match: words[match[0]], expected_type)
+    known = rf"\b({'|'.join(words)})\b"
+    expected_type = re.sub(known, lambda match: words[match[0]], expected_type)
     return UsageError(f"{key} must be {expected_type.replace('|', 'or')}; got {brief(got)}")
 
 
@@ -209,6 +223,8 @@ def _check(config: SweepConfig) -> None:
     _check_one_of("optimizer", config.optimizer, OPTIMIZERS)
     _check_one_of("device", config.device, DEVICES)
     _check_one_of("attention", config.attention, ATTENTION)
+    _check_one_of("launcher", config.launcher, LAUNCHERS)
+    check_settings(config.cluster)
     for name in _FINITE:
         if math.isinf(getattr(config, name) or 0.0):
             raise UsageError(f"{name} must be a finite number; got {getattr(config, name)}")

@@ -58,7 +58,7 @@ class Slot:
         ready, self._ready = self._ready, None
         if ready is not None:
             ready.resume()
-            if not ready.wait(0) and self._ready_imports == _imports(case):
+            if not ready.wait(0) and self._ready_imports == imports_of(case):
                 return ready
             ready.end()
         return self._start(case)
@@ -68,7 +68,7 @@ class Slot:
         if self._ready is None:
             with contextlib.suppress(OSError):  # it is then started when needed, which reports the error
                 self._ready = self._start(case)
-                self._ready_imports = _imports(case)
+                self._ready_imports = imports_of(case)
 
     def let_measure(self, phase: Phase) -> None:
         """Pause the next worker while the current one is in a phase that measures."""
@@ -94,10 +94,11 @@ class Slot:
             environment.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
         self._logs.reverse()
         self._folder.make()  # an experiment may have removed it
-        return WorkerProcess([*self._command, *_imports(case)], environment=environment, log=self._logs[0])
+        return WorkerProcess([*self._command, *imports_of(case)], environment=environment, log=self._logs[0])
 
 
-def _imports(case: SweepCase) -> list[str]:
+def imports_of(case: SweepCase) -> list[str]:
+    """Arguments of a worker that imports ahead what this case needs."""
     return ["--import", "opacus"] if case.trainer in NEEDS_OPACUS else []
 
 

@@ -53,12 +53,22 @@ def reusable(
     return valid
 
 
-def end_leftovers(folder: SweepFolder, names: Collection[str], record: SweepRecord, say: Say) -> None:
+def end_leftovers(
+    folder: SweepFolder,
+    names: Collection[str],
+    record: SweepRecord,
+    say: Say,
+    *,
+    on_cluster: Collection[str] = (),
+) -> None:
     """End what a killed supervisor left running; an experiment not in `names` (not run now) is lost.
 
-    One that is not in the record belongs to a sweep that was started over: it gets no result.
+    One that is not in the record belongs to a sweep that was started over: it gets no result. Those in
+    `on_cluster` have a supervisor of their own on their node.
     """
     for name, path in folder.markers().items():
+        if name in on_cluster:
+            continue
         try:
             left = msgspec.json.decode(plain_files.read(path), type=RunningCase)
         except (msgspec.MsgspecError, OSError, UnicodeDecodeError, RecursionError) as error:

@@ -40,6 +40,7 @@ class Stop:
     """A request to stop (Ctrl-C): the first ends gracefully, the second at once."""
 
     def __init__(self) -> None:
+        self.by_ctrl_c = False
         self._requested = threading.Event()
         self._at_once = threading.Event()
 
@@ -55,6 +56,10 @@ class Stop:
     @property
     def at_once(self) -> bool:
         return self._at_once.is_set()
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleep this long, or until a stop is requested."""
+        self._requested.wait(timeout_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +177,7 @@ def save(folder: SweepFolder, result: CaseResult) -> CaseResult:
         result = msgspec.structs.replace(result, notes=[*result.notes, *found])
     problems = []
     try:
-        write_record(file, result)
+        write_record(file, result, durable=True)
     except OSError as error:
         problems.append(f"{file.relative_to(folder.root)} could not be written: {error.strerror}")
     try:
