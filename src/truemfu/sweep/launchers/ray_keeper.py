@@ -12,6 +12,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import secrets
 import signal
 import sys
 import threading
@@ -50,16 +51,14 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _keep(jobs: JobsFolder, stop: threading.Event) -> int:
-    import ray
-
     batch = jobs.read_batch()
-    _connect(ray, batch.settings.ray_address)
+    environment = submit_environment()
+    ray = _connected(batch.settings.ray_address)
     present = jobs.listing()
     waiting = [n for n in range(len(batch.names)) if n in present[".order"] and n not in present[".claim"]]
     limit = batch.settings.max_jobs or len(waiting)
     task = _task(ray, batch.request)
     command = [*python_command(NODE_AGENT), str(jobs.root)]
-    environment = submit_environment()
     running: dict[Any, int] = {}
     try:
         while (waiting or running) and not stop.is_set():
@@ -76,13 +75,29 @@ def _keep(jobs: JobsFolder, stop: threading.Event) -> int:
     return 0
 
 
-def _connect(ray: Any, address: str | None) -> None:
+def _connected(address: str | None) -> Any:
+    """Ray, after `ray.init`."""
+    if "RAY_AUTH_MODE" not in os.environ:  # read when Ray is imported
+        if address is None:
+            # Ray would leave a token in the user's home, which later clusters would then ask for.
+            os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        elif _has_token():
+            # `ray start` asks for the token where there is one; `ray.init` does not send it by itself.
+            os.environ["RAY_AUTH_MODE"] = "token"
+    import ray
+
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if address is None:
         # A local cluster of this process's own, whatever RAY_ADDRESS or an earlier `ray start` says.
         ray.init(address="local", include_dashboard=False, namespace=_NAMESPACE, **quiet)
     else:
         ray.init(address=address, namespace=_NAMESPACE, **quiet)
+    return ray
+
+
+def _has_token() -> bool:
+    given = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+    return any(name in os.environ for name in given) or (Path.home() / ".ray" / "auth_token").is_file()
 
 
 def _task(ray: Any, request: Request) -> Any:
@@ -129,7 +144,7 @@ def _note(ray: Any, jobs: JobsFolder, number: int, reference: Any) -> None:
         if isinstance(error, ray.exceptions.OutOfMemoryError):
             cause = "memory"
     end = jobs.read_end(number)
-    if end is None or end.result is None:
+    if jobs.read_order(number) is not None and (end is None or end.result is None):
         jobs.write_engine_word(number, EngineWord(over=True, reason=reason, cause=cause))
 
 
@@ -145,10 +160,8 @@ def _cancel(ray: Any, jobs: JobsFolder, running: dict[Any, int]) -> None:
 
 def _check(address: str, gpus: int, cpus: int, memory_bytes: int) -> int:
     """0 if some node has that much; else the reason is the last line of standard output."""
-    import ray
-
     try:
-        _connect(ray, address)
+        ray = _connected(address)
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         ray.shutdown()
     except Exception as error:

@@ -97,7 +97,8 @@ def _placed(config: SweepConfig, device: str, folder: SweepFolder, command: Sequ
     """The engine and the request of each experiment; a UsageError if it cannot be satisfied."""
     engine = engine_of(config.launcher, config.cluster)
     request = request_of(config.cluster, device, config.timeout_s)
-    engine.check(request)
+    if not launchers_in_use(folder):  # else it has been found to work
+        engine.check(request)
     return Placed(
         engine,
         config.launcher,
