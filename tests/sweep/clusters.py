@@ -31,7 +31,7 @@ ENDS = {
 }
 """How an experiment has to end wherever it runs: status, exit code, signal, message."""
 
-TIME_LIMIT_S = 20.0
+TIME_LIMIT_S = 45.0
 """Of an experiment: light workers need a fraction of a second, on a busy machine some seconds."""
 
 IN_A_PROCESS = """

@@ -86,6 +86,5 @@ def _hours(estimate_s: float | None, gpus: int, config: SweepConfig) -> str:
     hours = estimate_s / 3600
     parallel = config.cluster.max_jobs
     wall = "" if parallel is None else f", at least {hours / parallel:.2g} h with {parallel} at a time"
-    return (
-        f"hours: about {hours:.2g} h of experiments ({hours * gpus:.2g} GPU hours) by earlier results{wall}"
-    )
+    gpu_hours = f" ({hours * gpus:.2g} GPU hours)" if gpus else ""
+    return f"hours: about {hours:.2g} h of experiments{gpu_hours}, from earlier results{wall}"
