@@ -26,7 +26,6 @@ ENDS = {
     "Exits": (Status.ERROR, 3, None, "exited with code 3 in phase warm_up without a result: about to leave"),
     "Hangs": (Status.TIMEOUT, None, "SIGKILL", "did not finish within its time limit"),
     "Daemonises": (Status.OK, 0, None, ""),
-    "Sleeps": (Status.OK, 0, None, ""),
     "Nothing": (Status.OK, 0, None, ""),
 }
 """How an experiment has to end wherever it runs: status, exit code, signal, message."""
@@ -52,7 +51,7 @@ def name_of(what: str, batch: int = 2) -> str:
 
 def sweep_of(what: list[str], *, launcher: str, cluster: dict[str, Any], **settings: Any) -> SweepConfig:
     """A sweep of light workers; one second is enough to see another process's files on this machine."""
-    settings = {"batch_sizes": [2], "memory_limit_gib": 1.0, "timeout_s": TIME_LIMIT_S, **settings}
+    settings = {"batch_sizes": [2], "memory_limit_gib": 0.25, "timeout_s": TIME_LIMIT_S, **settings}
     return small(
         trainers=[f"light_worker:{name}" for name in what],
         find_fit=False,
@@ -108,11 +107,14 @@ def check_gpus_were_not_shared(folder: Path) -> None:
     for index, (gpu, began, ended) in enumerate(whole):
         for other_gpu, other_began, other_ended in whole[:index]:
             assert gpu != other_gpu or ended <= other_began or other_ended <= began
-    assert any(
-        first[0] != second[0] and first[1] < second[2] and second[1] < first[2]
-        for index, first in enumerate(whole)
-        for second in whole[:index]
-    )
+
+
+def check_two_at_once_have_different_gpus(root: Path, mark: Path, settings: dict[str, Any]) -> None:
+    """Each of the two waits for the other, so both run at once."""
+    config = sweep_of(["Meets"], **settings, batch_sizes=[2, 4])
+    outcome = run_sweep(config, root, listener=Recorder(), command=WORKER)
+    assert [result.end for result in outcome.results] == [Status.OK, Status.OK]
+    assert {line["gpu"] for line in ran(mark)} == {"0", "1"}
 
 
 def check_nothing_is_left(root: Path, mark: Path) -> None:

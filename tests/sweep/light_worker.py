@@ -79,9 +79,11 @@ def waits() -> None:
     until_exists(FOLDER / "go")
 
 
-def sleeps() -> None:
-    """Long enough that two GPUs are in use at once."""
-    time.sleep(1.0)
+def meets() -> None:
+    """Ends only once another one runs beside it."""
+    (FOLDER / f"met-{os.getpid()}").touch()
+    while len(list(FOLDER.glob("met-*"))) < 2:
+        time.sleep(0.05)
 
 
 def until_exists(path: Path) -> None:
@@ -99,7 +101,7 @@ WHAT = {
     "Hangs": hangs,
     "Daemonises": daemonises,
     "Waits": waits,
-    "Sleeps": sleeps,
+    "Meets": meets,
     "Nothing": lambda: None,
 }
 

@@ -16,6 +16,7 @@ from clusters import (
     check_gpus_were_not_shared,
     check_nothing_is_left,
     check_ran_once,
+    check_two_at_once_have_different_gpus,
     name_of,
     ran,
     results,
@@ -99,6 +100,11 @@ def test_every_end_is_the_same_as_on_one_machine(cluster: Cluster, tmp_path: Pat
     until(lambda: processes_started_with(tmp_path) == [])
 
 
+def test_two_at_once_have_different_gpus(cluster: Cluster, tmp_path: Path) -> None:
+    settings = {"launcher": "ray", "cluster": cluster.settings()}
+    check_two_at_once_have_different_gpus(tmp_path / "out", tmp_path, settings)
+
+
 def test_a_killed_submitter_is_called_again_and_the_local_ray_ends_with_the_sweep(tmp_path: Path) -> None:
     what, root = ["Nothing", "Waits", "Daemonises"], tmp_path / "out"
     settings: dict[str, Any] = {"what": what, "launcher": "ray", "cluster": {"max_jobs": 1}}
@@ -142,7 +148,7 @@ def test_a_killed_driver_loses_what_ran_and_the_rest_is_run_by_the_next_call(
 
 def test_cancel_ends_the_tasks(cluster: Cluster, tmp_path: Path) -> None:
     root = tmp_path / "out"
-    first = submitter(root, what=["Waits", "Sleeps"], launcher="ray", cluster=cluster.settings(max_jobs=1))
+    first = submitter(root, what=["Waits", "Nothing"], launcher="ray", cluster=cluster.settings(max_jobs=1))
     until(lambda: bool(ran(tmp_path)))
     first.terminate()  # leaves the jobs
     first.wait()

@@ -17,6 +17,7 @@ from clusters import (
     check_gpus_were_not_shared,
     check_nothing_is_left,
     check_ran_once,
+    check_two_at_once_have_different_gpus,
     name_of,
     ran,
     results,
@@ -87,6 +88,12 @@ def test_every_end_is_the_same_as_on_one_machine(tmp_path: Path) -> None:
     check_ran_once(tmp_path, what)
 
 
+@needs_slurm
+def test_two_at_once_have_different_gpus(tmp_path: Path) -> None:
+    settings = {"launcher": "slurm", "cluster": ONE_GPU}
+    check_two_at_once_have_different_gpus(tmp_path / "out", tmp_path, settings)
+
+
 def test_every_end_on_one_machine(tmp_path: Path) -> None:
     what = list(ENDS)
     found, _ = results(tmp_path / "out", sweep_of(what, launcher="local", cluster={}))
@@ -97,7 +104,7 @@ def test_every_end_on_one_machine(tmp_path: Path) -> None:
 
 @needs_slurm
 def test_a_killed_submitter_is_called_again(tmp_path: Path) -> None:
-    what, root = ["Sleeps", "Waits", "Daemonises"], tmp_path / "out"
+    what, root = ["Nothing", "Waits", "Daemonises"], tmp_path / "out"
     first = submitter(root, what=what, launcher="slurm", cluster={**ONE_GPU, "max_jobs": 1})
     until(lambda: any(line["name"] == name_of("Waits") for line in ran(tmp_path)))
     job = job_of(root)
@@ -108,7 +115,7 @@ def test_a_killed_submitter_is_called_again(tmp_path: Path) -> None:
     (tmp_path / "go").touch()
     found, heard = results(root, sweep_of(what, launcher="slurm", cluster=ONE_GPU))
     assert [result.end for result in found.values()] == [Status.OK] * 3
-    assert heard.reused == [name_of("Sleeps")]
+    assert heard.reused == [name_of("Nothing")]
     assert f"on Slurm already: job {job}" in heard.lines[0]
     check_ran_once(tmp_path, what)
     check_nothing_is_left(root, tmp_path)
@@ -150,7 +157,7 @@ def test_a_job_that_slurm_starts_again_does_not_run_twice(tmp_path: Path) -> Non
 
 @needs_slurm
 def test_scancel_from_outside_is_lost_and_runs_again_when_called_again(tmp_path: Path) -> None:
-    what, root = ["Waits", "Sleeps"], tmp_path / "out"
+    what, root = ["Waits", "Nothing"], tmp_path / "out"
     first = submitter(root, what=what, launcher="slurm", cluster={**ONE_GPU, "max_jobs": 1})
     until(lambda: bool(ran(tmp_path)))
     slurm("scancel", job_of(root))
@@ -165,7 +172,7 @@ def test_scancel_from_outside_is_lost_and_runs_again_when_called_again(tmp_path:
     (tmp_path / "go").touch()
     found, _ = results(root, sweep_of(what, launcher="slurm", cluster=ONE_GPU))
     assert [result.end for result in found.values()] == [Status.OK, Status.OK]
-    assert [line["name"] for line in ran(tmp_path) if line["event"] == "began"].count(name_of("Sleeps")) == 1
+    assert [line["name"] for line in ran(tmp_path) if line["event"] == "began"].count(name_of("Nothing")) == 1
 
 
 @needs_slurm
