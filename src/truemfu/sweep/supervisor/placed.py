@@ -55,8 +55,8 @@ class _OnCluster:
     jobs: JobsFolder
     left: dict[int, Job]
     claims: dict[int, Claim] = field(default_factory=dict)
-    interrupted: set[int] = field(default_factory=set)
-    """Their nodes have said that they were interrupted."""
+    interrupted: dict[int, float] = field(default_factory=dict)
+    """When their nodes have said that they were interrupted."""
     over_since: dict[int, float] = field(default_factory=dict)
     """When the engine first said that the job is over, for claimed experiments without a result."""
 
@@ -223,7 +223,7 @@ class Placed:
         if ended is None or number in found.interrupted:
             return False
         if ended.result is None:
-            found.interrupted.add(number)
+            found.interrupted[number] = time.monotonic()
             return True
         if not os.path.lexists(self._folder.result(ended.result.name)):
             save(self._folder, ended.result)
@@ -263,6 +263,12 @@ class Placed:
             for number, word in words.items():
                 if word.over and number in found.left:
                     moved = self._over(found, number, word, board) or moved
+            for number, since in list(found.interrupted.items()):
+                # Its job was requeued and waits, or the engine does not answer: it ran once, and that is over.
+                if time.monotonic() - since > found.batch.settings.stale_view_s:
+                    word = words.get(number, EngineWord(over=False, reason="gives no reason"))
+                    self._lose(found, number, word, board)
+                    moved = True
             if not found.left:
                 self._drop(found)
         return moved
@@ -325,7 +331,7 @@ class Placed:
     def _finish(self, found: _OnCluster, number: int, result: CaseResult, board: Board) -> None:
         found.jobs.forget(number)
         del found.left[number]
-        found.interrupted.discard(number)
+        found.interrupted.pop(number, None)
         found.over_since.pop(number, None)
         board.repair()
         board.ended(result)
