@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +19,7 @@ from supervised import HERE, small
 from tests.command_line import caller
 
 from truemfu.errors import UsageError
-from truemfu.records import CaseResult, Phase, Status
+from truemfu.records import CaseResult, Phase, Status, SweepRecord, write_record
 from truemfu.sweep.cases import cases_of
 from truemfu.sweep.config import override
 from truemfu.sweep.launchers.jobs import Claim, Ended, Job, JobsFolder
@@ -206,3 +209,37 @@ def test_a_dry_run_shows_requests_and_hours(
     listed = json.loads(run(*arguments, "--json").out)
     assert (listed["estimated_s"], listed["request"]["gpus"]) == (7200.0, 1)
     assert list(listed["experiments"]) == ["StandardTrainer_bs4_seq512"]
+
+
+ASK = """
+import sys
+from pathlib import Path
+from truemfu.cli.sweep import _leave_or_cancel
+sys.exit(_leave_or_cancel(Path(sys.argv[1]), 3, ask=True))
+"""
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [("y\n", "cancelled: 0 experiments"), ("\n", "--cancel"), ("\x04", "--cancel"), ("\x03", "--cancel")],
+)
+def test_ctrl_c_on_a_terminal_asks_once_whether_to_cancel(tmp_path: Path, answer: str, said: str) -> None:
+    (tmp_path / "running").mkdir()
+    record = SweepRecord(sweep_id="1", created_at_s=0.0, truemfu_version="0", cases=[], config={})
+    write_record(tmp_path / "sweep.json", record)
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(sys.executable, [sys.executable, "-c", ASK, str(tmp_path)])
+    shown = b""
+    with contextlib.suppress(OSError):  # Linux ends a terminal without a process with an error
+        while part := os.read(terminal, 4096):
+            shown += part
+            if b"[y/N]" in shown and answer:
+                os.write(terminal, answer.encode())
+                answer = ""
+    _, status = os.waitpid(pid, 0)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(status) == 130
+    text = shown.decode()
+    assert text.count("3 experiments on the cluster. Cancel? [y/N]") == 1
+    assert said in text

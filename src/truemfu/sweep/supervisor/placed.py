@@ -264,7 +264,7 @@ class Placed:
                 if word.over and number in found.left:
                     moved = self._over(found, number, word, board) or moved
             for number, since in list(found.interrupted.items()):
-                # Its job was requeued and waits, or the engine does not answer: it ran once, and that is over.
+                # Its job was requeued and waits, or the engine does not answer: its only run is over.
                 if time.monotonic() - since > found.batch.settings.stale_view_s:
                     word = words.get(number, EngineWord(over=False, reason="gives no reason"))
                     self._lose(found, number, word, board)
