@@ -72,7 +72,6 @@ def cluster() -> Iterator[Cluster]:
 def mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(HERE)
     monkeypatch.setenv("TRUEMFU_TEST_FOLDER", str(tmp_path))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     return tmp_path
 
 

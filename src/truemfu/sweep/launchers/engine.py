@@ -3,7 +3,7 @@
     engine        Slurm, Ray
     node agent    `supervisor/on_node.py`, started once for each experiment on the node the engine chose
 
-To add one: a class with these methods, and a line in `engine_of`.
+To add one: a class with these methods, and a line in `engines.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from .jobs import Batch, EngineWord, JobsFolder
-from .settings import ClusterSettings, Request
+from .settings import Request
 
 _START = """
 import sys
@@ -67,17 +67,6 @@ class Engine(Protocol):
 
     def cancel(self, batch: Batch, jobs: JobsFolder) -> None:
         """Ask the engine to end all jobs of a batch; a UsageError if it refuses."""
-
-
-def engine_of(launcher: str, settings: ClusterSettings) -> Engine:
-    """The engine with this name."""
-    if launcher == "slurm":
-        from .slurm import Slurm
-
-        return Slurm(settings)
-    from .ray_engine import Ray
-
-    return Ray(settings)
 
 
 def submit_environment() -> dict[str, str]:

@@ -26,7 +26,8 @@ import msgspec
 from ... import plain_files
 from ...errors import RecordError, UsageError
 from ...records import CaseResult, Phase, Status, read_record
-from ..launchers.engine import Engine, engine_of, last_line_of
+from ..launchers.engine import Engine, last_line_of
+from ..launchers.engines import engine_of
 from ..launchers.jobs import Batch, Claim, EngineWord, Job, JobsFolder
 from ..launchers.settings import ClusterSettings, Request
 from ..order import WorkerOrder

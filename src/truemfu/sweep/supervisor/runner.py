@@ -32,7 +32,7 @@ from ..cases import cases_of, resolved
 from ..config import SweepConfig, as_mapping, parse
 from ..content_hash import content_hash, hashed_environment
 from ..launchers.device import device_name_of, device_of
-from ..launchers.engine import engine_of
+from ..launchers.engines import engine_of
 from ..launchers.local import WORKER, Slot, slots
 from ..launchers.settings import request_of
 from ..order import WorkerOrder
