@@ -63,7 +63,10 @@ def run_sweep(
     device = resolve_device(config.device, config.gpus)
     config = resolved(config, device)
     cases = cases_of(config, device)
-    all_slots = slots(config, device, SweepFolder(folder.absolute()), command)
+    all_slots = {
+        gpus: slots(config, device, SweepFolder(folder.absolute()), command, gpus_per_experiment=gpus)
+        for gpus in sorted(config.gpus_per_experiment)
+    }
     sweep_folder, record, lock = claim(
         folder, config, cases, start_over=rerun == "all" if start_over is None else start_over
     )
@@ -113,23 +116,29 @@ class _Sweep:
         self._lock = threading.RLock()
         self._failure: BaseException | None = None
 
-    def run(self, all_slots: list[Slot], rerun: str) -> None:
+    def run(self, all_slots: Mapping[int, list[Slot]], rerun: str) -> None:
+        """`all_slots`: the slots for experiments on this many GPUs."""
         say = self._listener.message
         end_leftovers(self._folder, self._cases, self._record, say)
         self._results = reusable(
             self._folder, self._hashes, rerun=rerun, timeout_s=self._config.timeout_s, say=say
         )
         self._listener.started(list(self._cases), list(self._results.values()))
-        self._pending.extend(name for name in self._cases if name not in self._results)
-        threads = [threading.Thread(target=self._serve, args=(slot,), name=slot.name) for slot in all_slots]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        for gpus, same_size in all_slots.items():
+            self._pending.extend(
+                name for name, case in self._cases.items() if case.gpus == gpus and name not in self._results
+            )
+            threads = [
+                threading.Thread(target=self._serve, args=(slot,), name=slot.name) for slot in same_size
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
         if self._failure is not None:
             raise self._failure
         if not self.stop.requested:
-            self._find_memory_fits(all_slots[0])
+            self._find_memory_fits({gpus: same_size[0] for gpus, same_size in all_slots.items()})
         self._write_missing_files()
 
     def ordered_results(self) -> list[CaseResult]:
@@ -261,8 +270,8 @@ class _Sweep:
                 )
             self._listener.ended(result)
 
-    def _find_memory_fits(self, slot: Slot) -> None:
-        prober = partial(self._probe, slot) if self._config.find_fit else None
+    def _find_memory_fits(self, slot_by_gpus: Mapping[int, Slot]) -> None:
+        prober = partial(self._probe, slot_by_gpus) if self._config.find_fit else None
         try:
             for name, answer in propose(list(self._results.values()), prober):
                 result = msgspec.structs.replace(self._results[name], fits=answer)
@@ -272,10 +281,12 @@ class _Sweep:
             # The next call searches for the rest.
             return
         finally:
-            slot.close()
+            for slot in slot_by_gpus.values():
+                slot.close()
 
-    def _probe(self, slot: Slot, case: SweepCase) -> Probe:
+    def _probe(self, slot_by_gpus: Mapping[int, Slot], case: SweepCase) -> Probe:
         """Run two steps of a case in a fresh worker: do they fit in memory?"""
+        slot = slot_by_gpus[case.gpus]
         name = f"probe-{slot.name}"
         log = self._folder.slot_log(name)
         order = msgspec.structs.replace(self._order(name, case, ""), purpose="probe", log_path=str(log))
