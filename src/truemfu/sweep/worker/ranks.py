@@ -46,7 +46,7 @@ start()
 """As for a worker: the current folder does not come before the installed packages."""
 
 _RANK_GRACE_S = 3
-"""How long a rank may ignore SIGTERM after another one has failed; less than the supervisor gives the worker."""
+"""How long a rank may ignore SIGTERM after another one failed; the supervisor gives the worker longer."""
 
 
 def run_ranks(order: WorkerOrder) -> CaseResult:
