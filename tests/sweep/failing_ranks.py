@@ -8,6 +8,10 @@ from __future__ import annotations
 import os
 
 import failing_trainers
+from torch import nn
+
+from truemfu.sweep.trainers.base import TrainerSettings
+from truemfu.sweep.trainers.standard import StandardTrainer
 
 
 def is_faulty_rank() -> bool:
@@ -46,9 +50,8 @@ class Hangs(_InOneRank, failing_trainers.Hangs):
     pass
 
 
-class EatsMemory(_InOneRank, failing_trainers.EatsMemory):
-    pass
+class TrainsAlone(StandardTrainer):
+    """Not a fault of one rank: no rank gets the gradients of the others."""
 
-
-class Daemonises(_InOneRank, failing_trainers.Daemonises):
-    pass
+    def __init__(self, model: nn.Module, settings: TrainerSettings) -> None:
+        super().__init__(getattr(model, "module", model), settings)

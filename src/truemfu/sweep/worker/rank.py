@@ -18,7 +18,7 @@ from datetime import timedelta
 from typing import NoReturn
 
 import msgspec
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ...records import CaseResult, Phase
 from ..failures import status_of
@@ -54,7 +54,7 @@ class ReportStore:
     def write(self, report: RankReport) -> None:
         """Returns when the worker has it."""
         key = str(report.rank)
-        self._store.set(key, msgspec.json.encode(report))
+        self._store.set(key, msgspec.json.encode(report).decode())
         self._store.wait([key])
 
     def read(self, ranks: int) -> dict[int, RankReport]:
