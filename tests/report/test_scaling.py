@@ -1,4 +1,4 @@
-"""Several GPUs and several kinds of them in one summary: scaling against one GPU, and nothing unlike averaged."""
+"""Several GPUs and several kinds of them in one summary: scaling, and nothing unlike is averaged."""
 
 from __future__ import annotations
 

@@ -186,8 +186,8 @@ WRONG = {
     ),
     "one GPU": (
         {"parallel": "ddp"},
-        "parallel is ddp, but gpus_per_experiment is 1: leave parallel out, or set gpus_per_experiment to 2 or "
-        "more",
+        "parallel is ddp, but gpus_per_experiment is 1: leave parallel out, or set "
+        "gpus_per_experiment to 2 or more",
     ),
     "no way": ({"gpus_per_experiment": [1, 4]}, "gpus_per_experiment is 4: set parallel to ddp or fsdp2"),
 }
