@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import NoReturn
 
 import msgspec
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+import torch
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -33,6 +34,7 @@ from ...records import CaseResult, Phase, Status
 from ..order import WorkerOrder, encode_order
 from ..progress import Progress, append_progress, read_progress
 from ..trainers.base import Unsupported, load_trainer
+from .environment import environment
 from .lifetime import exit_at_once
 from .rank import RankReport, ReportStore, failed_result
 
@@ -59,8 +61,12 @@ def run_ranks(order: WorkerOrder) -> CaseResult:
         store = ReportStore()
         exit_codes = _torchrun(order, store.port)
         reports = store.read(order.case.gpus)
+    except SignalException as stop:  # torchrun has ended the ranks
+        _end_by(-stop.sigval)
     except Exception as error:
-        return failed_result(order, error)
+        has_device = order.case.device == "cpu" or torch.cuda.is_available()
+        found = environment(torch.device(order.case.device), order.git_commit) if has_device else None
+        return msgspec.structs.replace(failed_result(order, error), environment=found)
     if set(reports) == set(range(order.case.gpus)) and not exit_codes:
         return reports[0].result
     if 0 in reports and reports[0].result.end is Status.OK:
@@ -155,6 +161,11 @@ def _end_like(order: WorkerOrder, rank: int, exit_code: int) -> NoReturn:
     last = seen[-1] if seen else Progress(phase=Phase.START, at_s=time.time())
     with contextlib.suppress(OSError):  # the message then has no rank
         append_progress(path, msgspec.structs.replace(last, at_s=time.time(), rank=rank))
+    _end_by(exit_code)
+
+
+def _end_by(exit_code: int) -> NoReturn:
+    """End with this exit code; a negative one is a signal."""
     if exit_code < 0:
         number = signal.Signals(-exit_code)
         if number not in (signal.SIGKILL, signal.SIGSTOP):
