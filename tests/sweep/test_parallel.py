@@ -86,12 +86,7 @@ RANK_FAULTS = {
     "OutOfGpuMemory": (Status.CUDA_OOM, 1, None, "rank 1: OutOfMemoryError: CUDA out of memory."),
     "KillsItself": (Status.SIGNAL, None, "SIGKILL", "rank 1: ended by SIGKILL in phase warm_up"),
     "Segfaults": (Status.SIGNAL, None, "SIGSEGV", "rank 1: ended by SIGSEGV in phase warm_up"),
-    "Exits": (
-        Status.ERROR,
-        3,
-        None,
-        "rank 1: exited with code 3 in phase warm_up without a result: about to leave",
-    ),
+    "Exits": (Status.ERROR, 3, None, "rank 1: exited with code 3 in phase warm_up without a result: "),
 }
 
 
