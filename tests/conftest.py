@@ -27,6 +27,7 @@ LONG = (
     "tests/sweep/test_worker.py",
     "tests/sweep/test_runner.py",
     "tests/sweep/test_own_files.py",
+    "tests/sweep/test_parallel.py::test_ranks",
     "tests/test_compat_sweep.py",
     # real Slurm and Ray
     "tests/sweep/test_slurm.py",

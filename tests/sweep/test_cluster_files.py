@@ -207,8 +207,15 @@ def test_a_dry_run_shows_requests_and_hours(
         in second.out
     )
     listed = json.loads(run(*arguments, "--json").out)
-    assert (listed["estimated_s"], listed["request"]["gpus"]) == (7200.0, 1)
+    assert listed["estimated_s"] == 7200.0
     assert list(listed["experiments"]) == ["StandardTrainer_bs4_seq512"]
+    assert {name: request["gpus"] for name, request in listed["requests"].items()} == {name: 1}
+
+    several = json.loads(run(*arguments, "--gpus-per-experiment", "1,2", "--parallel", "ddp", "--json").out)
+    assert sorted(request["gpus"] for request in several["requests"].values()) == [1, 2]
+    few = run(*arguments, "--gpus-per-experiment", "2", "--parallel", "ddp", "--job-gpus", "1")
+    assert (few.code, few.out) == (2, "")
+    assert "cluster.gpus is 1, fewer than the 2 GPUs of an experiment" in few.err
 
 
 ASK = """

@@ -29,6 +29,7 @@ _ONE_EXPERIMENT: dict[str, list[Any]] = {
     "batch_sizes": [4],
     "seq_lengths": [512],
     "models": ["1b"],
+    "gpus_per_experiment": [1],
 }
 
 
@@ -64,6 +65,12 @@ _ONE_EXPERIMENT: dict[str, list[Any]] = {
 @click.option("--compile", "compiled", is_flag=True, help="Use torch.compile, if the trainer supports it.")
 @click.option("--device", help="cuda or cpu.  [default: a GPU if there is one]")
 @click.option("--gpus", multiple=True, help="Numbers of the GPUs to use, one experiment each at a time: 0,1")
+@click.option(
+    "--gpus-per-experiment", multiple=True, help="GPUs of one experiment, on a CPU processes: 1,2,4"
+)
+@click.option(
+    "--parallel", help="ddp or fsdp2: how several GPUs share the training. The batch is that of each GPU."
+)
 @click.option("--timeout", "timeout_s", type=float, metavar="SECONDS", help="Time limit of an experiment.")
 @click.option(
     "--memory-limit",
@@ -155,6 +162,8 @@ def sweep(
 
 def _config(mode: str, path: Path | None, folder: Path, flags: dict[str, Any]) -> SweepConfig:
     """Mode and file give the defaults; flags override them. A sweep on a cluster brings its own settings."""
+    import msgspec
+
     from ..errors import UsageError, closest
     from ..sweep.config import TEST_CONFIG, SweepConfig, load_config, override
 
@@ -175,7 +184,7 @@ def _config(mode: str, path: Path | None, folder: Path, flags: dict[str, Any]) -
         several = [key for key in _ONE_EXPERIMENT if len(given.get(key) or []) > 1]
         if several:
             raise UsageError(f"single mode runs one experiment; got several {several[0]}: use --mode profile")
-        start = override(start, **_ONE_EXPERIMENT)
+        start = override(msgspec.structs.replace(start, parallel=None), **_ONE_EXPERIMENT)
     return override(start, **given, cluster=_given_cluster(start, flags))
 
 
@@ -214,11 +223,13 @@ def _given(flags: dict[str, Any]) -> dict[str, Any]:
         "models": _texts(flags["models"]),
         "dtypes": _texts(flags["dtypes"]),
         "gpus": _numbers("--gpus", flags["gpus"]),
+        "gpus_per_experiment": _numbers("--gpus-per-experiment", flags["gpus_per_experiment"]),
         "compile": flags["compiled"] or None,
         "prune": flags["prune"] or None,
         "find_fit": False if flags["no_fit"] else None,
         **{
-            name: flags[name] for name in ("optimizer", "device", "timeout_s", "memory_limit_gib", "launcher")
+            name: flags[name]
+            for name in ("optimizer", "device", "parallel", "timeout_s", "memory_limit_gib", "launcher")
         },
     }
 

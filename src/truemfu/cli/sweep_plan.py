@@ -22,23 +22,28 @@ def show_plan(config: SweepConfig, folder: Path, as_json: bool) -> None:
 
     device = device_of(config)
     cases = cases_of(config, device)
-    request = None
+    requests: dict[str, Request] = {}
     if config.launcher != "local":
-        request = request_of(config.cluster, device, config.timeout_s)
+        requests = {
+            name: request_of(config.cluster, device, config.timeout_s, case.gpus)
+            for name, case in cases.items()
+        }
+    took_s = _expected_s(folder, cases)
     if as_json:
-        _print_json(cases, request, _estimate_s(folder, cases))
+        _print_json(cases, requests, took_s)
         return
     console = output(WIDEST_TABLE)
     columns = ("experiment", "trainer", "model", "batch", "sequence", "dtype", "device")
-    wanted = [] if request is None else _words(request)
-    drawn = table(*columns, *(["GPUs", "CPUs", "memory", "time limit"] if wanted else []))
+    drawn = table(*columns, *(["GPUs", "CPUs", "memory", "time limit"] if requests else []))
     for name, case in cases.items():
         shape = (str(case.batch_size), str(case.seq_len))
-        drawn.add_row(name, case.trainer, case.model, *shape, case.dtype, case.device, *wanted)
+        device = case.device if case.gpus == 1 else f"{case.gpus} × {case.device}, {case.parallel}"
+        wanted = _words(requests[name]) if requests else []
+        drawn.add_row(name, case.trainer, case.model, *shape, case.dtype, device, *wanted)
     console.print(drawn)
     console.print(f"experiments: {len(cases)}; none was started")
-    if request is not None:
-        console.print(_hours(_estimate_s(folder, cases), request.gpus, config))
+    if requests:
+        console.print(_hours(took_s, requests, config))
 
 
 def _words(request: Request) -> list[str]:
@@ -47,21 +52,23 @@ def _words(request: Request) -> list[str]:
     return [str(request.gpus), cpus, memory, f"{request.time_s / 60:.0f} min"]
 
 
-def _print_json(cases: dict[str, SweepCase], request: Request | None, estimate_s: float | None) -> None:
+def _print_json(
+    cases: dict[str, SweepCase], requests: dict[str, Request], took_s: dict[str, float] | None
+) -> None:
     import msgspec
 
     listed = msgspec.to_builtins(cases)
-    if request is not None:
+    if requests:
         listed = {
             "experiments": listed,
-            "request": msgspec.to_builtins(request),
-            "estimated_s": estimate_s,
+            "requests": msgspec.to_builtins(requests),
+            "estimated_s": None if took_s is None else sum(took_s.values()),
         }
     print_json(listed)
 
 
-def _estimate_s(folder: Path, cases: dict[str, SweepCase]) -> float | None:
-    """Seconds of all experiments one after another; None if the folder has no earlier result.
+def _expected_s(folder: Path, cases: dict[str, SweepCase]) -> dict[str, float] | None:
+    """Seconds of each experiment; None if the folder has no earlier result.
 
     An experiment takes as long as it did, one without a result the median of the others.
     """
@@ -69,7 +76,7 @@ def _estimate_s(folder: Path, cases: dict[str, SweepCase]) -> float | None:
     from ..sweep.supervisor.stored import stored_result
 
     files = SweepFolder(folder)
-    took_s = {}
+    took_s: dict[str, float] = {}
     for name in files.result_names():
         found = stored_result(name, files.result(name), files.log(name)).result
         if found is not None and found.wall_s is not None:
@@ -77,14 +84,15 @@ def _estimate_s(folder: Path, cases: dict[str, SweepCase]) -> float | None:
     if not took_s:
         return None
     usual_s = median(took_s.values())
-    return sum(took_s.get(name, usual_s) for name in cases)
+    return {name: took_s.get(name, usual_s) for name in cases}
 
 
-def _hours(estimate_s: float | None, gpus: int, config: SweepConfig) -> str:
-    if estimate_s is None:
+def _hours(took_s: dict[str, float] | None, requests: dict[str, Request], config: SweepConfig) -> str:
+    if took_s is None:
         return "hours: unknown, because the output folder has no earlier results"
-    hours = estimate_s / 3600
+    hours = sum(took_s.values()) / 3600
+    gpu_s = sum(seconds * requests[name].gpus for name, seconds in took_s.items())
     parallel = config.cluster.max_jobs
     wall = "" if parallel is None else f", at least {hours / parallel:.2g} h with {parallel} at a time"
-    gpu_hours = f" ({hours * gpus:.2g} GPU hours)" if gpus else ""
+    gpu_hours = f" ({gpu_s / 3600:.2g} GPU hours)" if gpu_s else ""
     return f"hours: about {hours:.2g} h of experiments{gpu_hours}, from earlier results{wall}"

@@ -44,8 +44,18 @@ from .config import SweepConfig, as_mapping
 
 # What may differ between two calls for one folder: the axes that names show, and limits that are not part of
 # an experiment.
-_AXES = ("trainers", "batch_sizes", "seq_lengths")
-_FREE = (*_AXES, "timeout_s", "memory_limit_gib", "prune", "find_fit", "gpus", "launcher", "cluster")
+_AXES = ("trainers", "batch_sizes", "seq_lengths", "gpus_per_experiment")
+_FREE = (
+    *_AXES,
+    "timeout_s",
+    "memory_limit_gib",
+    "prune",
+    "find_fit",
+    "gpus",
+    "parallel",
+    "launcher",
+    "cluster",
+)
 
 
 RECORD_FILE = "sweep.json"
@@ -306,19 +316,22 @@ def _joined(
     for key, value in new.items():
         if key not in _FREE and recorded.config.get(key) != value:
             raise _another_sweep(folder, key, recorded.config.get(key), value)
-    axes = {key: _union(recorded.config.get(key) or [], new[key]) for key in _AXES}
-    joined = msgspec.convert({**new, **axes}, SweepConfig)
+    here, there = config.parallel, recorded.config.get("parallel")
+    if here and there and here != there:
+        raise _another_sweep(folder, "parallel", there, here)
+    recorded_axes = {key: recorded.config.get(key) or [] for key in _AXES}
+    # A sweep of a version that could not use several GPUs.
+    recorded_axes["gpus_per_experiment"] = recorded_axes["gpus_per_experiment"] or [1]
+    axes = {key: _union(recorded_axes[key], new[key]) for key in _AXES}
+    covers_both = {**new, "parallel": here or there}
+    joined = msgspec.convert({**covers_both, **axes}, SweepConfig)
     together = cases_of(joined, config.device)
-    for name, case in _recorded_cases(recorded, config).items() | cases.items():
+    recorded_cases = cases_of(msgspec.convert({**covers_both, **recorded_axes}, SweepConfig), config.device)
+    for name, case in recorded_cases.items() | cases.items():
         if together.get(name) != case:
             differing = together[name].trainer if name in together else "none"
             raise _another_sweep(folder, f"trainer of {name}", differing, case.trainer)
     return joined
-
-
-def _recorded_cases(recorded: SweepRecord, config: SweepConfig) -> Mapping[str, SweepCase]:
-    axes = {key: recorded.config.get(key) or [] for key in _AXES}
-    return cases_of(msgspec.convert({**as_mapping(config), **axes}, SweepConfig), config.device)
 
 
 def _another_sweep(folder: SweepFolder, what: str, recorded: Any, here: Any) -> UsageError:

@@ -78,7 +78,11 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def request_of(settings: ClusterSettings, device: str, timeout_s: float, gpus: int = 1) -> Request:
-    """The request of an experiment that uses `gpus` GPUs where it runs on cuda."""
+    """The request of an experiment on `gpus` GPUs; a UsageError if `settings` grant it fewer on cuda."""
+    if device == "cuda" and settings.gpus is not None and settings.gpus < gpus:
+        raise UsageError(
+            f"cluster.gpus is {settings.gpus}, fewer than the {gpus} GPUs of an experiment: leave it out"
+        )
     used = settings.gpus if settings.gpus is not None else gpus if device == "cuda" else 0
     return Request(
         gpus=used,

@@ -17,7 +17,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -84,16 +84,17 @@ class Placed:
         engine: Engine,
         launcher: str,
         settings: ClusterSettings,
-        request: Request,
+        requests: Mapping[int, Request],
         folder: SweepFolder,
         *,
         timeout_s: float,
         command: Sequence[str],
     ) -> None:
+        """`requests`: that of an experiment on this many GPUs."""
         self._engine = engine
         self._launcher = launcher
         self._settings = settings
-        self._request = request
+        self._requests = requests
         self._folder = folder
         self._timeout_s = timeout_s
         self._command = list(command)
@@ -141,31 +142,38 @@ class Placed:
         """Submit as much as the engine takes; a UsageError if it takes nothing and nothing is on it."""
         size = self._engine.batch_size() if self._unsubmitted else 1
         while self._unsubmitted and not board.stop.requested:
-            names = self._unsubmitted[:size]
+            orders = [board.order(name) for name in self._unsubmitted[:size]]
+            # The jobs of a batch have one request.
+            orders = [order for order in orders if order.case.gpus == orders[0].case.gpus]
             try:
-                placed = self._submit_batch(names, board)
+                placed = self._submit_batch(orders)
             except UsageError as error:
                 if not self._batches:
                     raise
                 board.say(f"{len(self._unsubmitted)} experiments are submitted later: {error}")
                 return
-            del self._unsubmitted[:size]
+            names = set(placed.batch.names)
+            self._unsubmitted = [name for name in self._unsubmitted if name not in names]
             self._batches.append(placed)
             count = f"{len(names)} experiment{'' if len(names) == 1 else 's'}"
             board.say(f"{count} submitted to {self._engine.name}: job {placed.batch.engine_job}")
 
-    def _submit_batch(self, names: list[str], board: Board) -> _OnCluster:
+    def _submit_batch(self, orders: Sequence[WorkerOrder]) -> _OnCluster:
+        request = self._requests[orders[0].case.gpus]
         batch = Batch(
             id=uuid.uuid4().hex[:12],
             launcher=self._launcher,
-            names=names,
-            request=self._request,
+            names=[order.name for order in orders],
+            request=request,
             settings=self._settings,
             working_folder=os.getcwd(),
             created_at_s=time.time(),
         )
         jobs = JobsFolder(self._folder.jobs(batch.id))
-        left = {number: self._job(board.order(name)) for number, name in enumerate(names)}
+        left = {
+            number: Job(order=order, time_limit_s=self._timeout_s, gpus=request.gpus, command=self._command)
+            for number, order in enumerate(orders)
+        }
         # With a limit on parallel jobs, one batch follows the other.
         after = self._batches[-1].batch if self._batches and self._settings.max_jobs else None
         try:
@@ -184,9 +192,6 @@ class Placed:
             jobs.remove()
             raise
         return _OnCluster(batch=batch, jobs=jobs, left=left)
-
-    def _job(self, order: WorkerOrder) -> Job:
-        return Job(order=order, time_limit_s=self._timeout_s, gpus=self._request.gpus, command=self._command)
 
     def _recover(self, found: _OnCluster, say: Callable[[str], None]) -> None:
         """A supervisor may have died before it had submitted a batch, or before it had noted that."""

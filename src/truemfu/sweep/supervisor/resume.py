@@ -16,7 +16,7 @@ from ..process import kill_leftovers
 from ..progress import read_progress
 from .case_log import last_lines
 from .stored import stored_result
-from .supervise import peaks, save
+from .supervise import environment_of, peaks, save
 
 RERUN = ("none", "failed", "all", *(status.value for status in Status if status is not Status.OK))
 """What to run again although it has a result: nothing, failed experiments, all, or those of one status."""
@@ -105,5 +105,6 @@ def _lost(name: str, left: RunningCase, sweep_id: str, folder: SweepFolder) -> C
         message="its supervisor ended before it finished",
         log_tail=last_lines(folder.log(name)),
         memory=peaks(progress_lines),
+        environment=environment_of(progress_lines),
         began_at_s=left.began_at_s,
     )

@@ -68,9 +68,13 @@ def run_sweep(
     cases = cases_of(config, device)
     own_folder = SweepFolder(folder.absolute())
     _refuse_jobs_elsewhere(own_folder, config.launcher, rerun)
-    all_slots, placed = [], None
+    all_slots: dict[int, list[Slot]] = {}
+    placed = None
     if config.launcher == "local":
-        all_slots = slots(config, device, own_folder, command)
+        all_slots = {
+            gpus: slots(config, device, own_folder, command, gpus_per_experiment=gpus)
+            for gpus in sorted(config.gpus_per_experiment)
+        }
     else:
         placed = _placed(config, device, own_folder, command)
     sweep_folder, record, lock = claim(
@@ -96,14 +100,18 @@ def run_sweep(
 def _placed(config: SweepConfig, device: str, folder: SweepFolder, command: Sequence[str]) -> Placed:
     """The engine and the request of each experiment; a UsageError if it cannot be satisfied."""
     engine = engine_of(config.launcher, config.cluster)
-    request = request_of(config.cluster, device, config.timeout_s)
+    requests = {
+        gpus: request_of(config.cluster, device, config.timeout_s, gpus)
+        for gpus in config.gpus_per_experiment
+    }
     if not launchers_in_use(folder):  # else it has been found to work
-        engine.check(request)
+        for request in requests.values():
+            engine.check(request)
     return Placed(
         engine,
         config.launcher,
         config.cluster,
-        request,
+        requests,
         folder,
         timeout_s=config.timeout_s,
         command=command,
@@ -151,22 +159,23 @@ class _Sweep:
         self._lock = threading.RLock()
         self._failure: BaseException | None = None
 
-    def run(self, all_slots: list[Slot], rerun: str, placed: Placed | None = None) -> None:
+    def run(self, all_slots: Mapping[int, list[Slot]], rerun: str, placed: Placed | None = None) -> None:
+        """`all_slots`: the slots for experiments on this many GPUs; none if they are placed on a cluster."""
         say = self._listener.message
         on_cluster = placed.find(say) if placed is not None else set()
         end_leftovers(self._folder, self._cases, self._record, say, on_cluster=on_cluster)
         hashes = {name: known for name, known in self._hashes.items() if name not in on_cluster}
         self._results = reusable(self._folder, hashes, rerun=rerun, timeout_s=self._config.timeout_s, say=say)
         self._listener.started(list(self._cases), list(self._results.values()))
-        self._pending.extend(
-            name for name in self._cases if name not in self._results and name not in on_cluster
-        )
+        pending = [name for name in self._cases if name not in self._results and name not in on_cluster]
         if placed is not None:
-            placed.run([name for name in self._pending if not self._pruned(name)], self._board())
-        else:
-            self._serve_all(all_slots)
+            self._pending.extend(pending)
+            placed.run([name for name in pending if not self._pruned(name)], self._board())
+        for gpus, same_size in all_slots.items():
+            self._pending.extend(name for name in pending if self._cases[name].gpus == gpus)
+            self._serve_all(same_size)
         if not self.stop.requested:
-            self._find_memory_fits(all_slots[0] if all_slots else None)
+            self._find_memory_fits({gpus: same_size[0] for gpus, same_size in all_slots.items()})
         self._write_missing_files()
 
     def _board(self) -> Board:
@@ -180,9 +189,9 @@ class _Sweep:
             stop=self.stop,
         )
 
-    def _serve_all(self, all_slots: list[Slot]) -> None:
+    def _serve_all(self, same_size: list[Slot]) -> None:
         """A thread for each slot, until no experiment is left."""
-        threads = [threading.Thread(target=self._serve, args=(slot,), name=slot.name) for slot in all_slots]
+        threads = [threading.Thread(target=self._serve, args=(slot,), name=slot.name) for slot in same_size]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -327,9 +336,9 @@ class _Sweep:
                 )
             self._listener.ended(result)
 
-    def _find_memory_fits(self, slot: Slot | None) -> None:
+    def _find_memory_fits(self, slot_by_gpus: Mapping[int, Slot]) -> None:
         """By probes in a slot; on a cluster from finished experiments alone."""
-        prober = partial(self._probe, slot) if self._config.find_fit and slot is not None else None
+        prober = partial(self._probe, slot_by_gpus) if self._config.find_fit and slot_by_gpus else None
         try:
             for name, answer in propose(list(self._results.values()), prober):
                 result = msgspec.structs.replace(self._results[name], fits=answer)
@@ -339,11 +348,12 @@ class _Sweep:
             # The next call searches for the rest.
             return
         finally:
-            if slot is not None:
+            for slot in slot_by_gpus.values():
                 slot.close()
 
-    def _probe(self, slot: Slot, case: SweepCase) -> Probe:
+    def _probe(self, slot_by_gpus: Mapping[int, Slot], case: SweepCase) -> Probe:
         """Run two steps of a case in a fresh worker: do they fit in memory?"""
+        slot = slot_by_gpus[case.gpus]
         name = f"probe-{slot.name}"
         log = self._folder.slot_log(name)
         order = msgspec.structs.replace(self._order(name, case, ""), purpose="probe", log_path=str(log))
