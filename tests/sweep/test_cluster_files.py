@@ -209,8 +209,12 @@ def test_a_dry_run_shows_requests_and_hours(
     listed = json.loads(run(*arguments, "--json").out)
     assert listed["estimated_s"] == 7200.0
     assert list(listed["experiments"]) == ["StandardTrainer_bs4_seq512"]
-    assert {name: request["gpus"] for name, request in listed["requests"].items()} == {name: 1}
+    assert {name: request["gpus"] for name, request in listed["requests"].items()} == {
+        "StandardTrainer_bs4_seq512": 1
+    }
 
+    arguments[arguments.index("single")] = "profile"
+    arguments += ["--trainers", "StandardTrainer", "--batch-sizes", "4", "--seq-lengths", "512"]
     several = json.loads(run(*arguments, "--gpus-per-experiment", "1,2", "--parallel", "ddp", "--json").out)
     assert sorted(request["gpus"] for request in several["requests"].values()) == [1, 2]
     few = run(*arguments, "--gpus-per-experiment", "2", "--parallel", "ddp", "--job-gpus", "1")
