@@ -82,6 +82,11 @@ def ran(folder: Path) -> list[dict[str, Any]]:
         return []
 
 
+def is_collected(root: Path, number: int) -> bool:
+    """Whether the submitter has taken this experiment's result from the node: its order is then gone."""
+    return not any((jobs / f"{number}.order").exists() for jobs in SweepFolder(root).all_jobs())
+
+
 def check_ends(found: dict[str, CaseResult], what: list[str]) -> None:
     assert list(found) == what
     for name, result in found.items():

@@ -18,6 +18,7 @@ from clusters import (
     check_nothing_is_left,
     check_ran_once,
     check_two_at_once_have_different_gpus,
+    is_collected,
     name_of,
     ran,
     results,
@@ -107,6 +108,7 @@ def test_a_killed_submitter_is_called_again(tmp_path: Path) -> None:
     what, root = ["Nothing", "Waits", "Daemonises"], tmp_path / "out"
     first = submitter(root, what=what, launcher="slurm", cluster={**ONE_GPU, "max_jobs": 1})
     until(lambda: any(line["name"] == name_of("Waits") for line in ran(tmp_path)))
+    until(lambda: is_collected(root, 0))
     job = job_of(root)
     first.kill()
     first.wait()
