@@ -25,7 +25,7 @@ from clusters import (
     submitter,
     sweep_of,
 )
-from supervised import HERE, Recorder, until
+from supervised import HERE, Recorder, small, until
 
 from truemfu.errors import UsageError
 from truemfu.records import CaseResult, Status, read_record
@@ -289,3 +289,24 @@ def test_without_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match=r"no Slurm on this machine \(no sbatch\)"):
         results(tmp_path / "out", sweep_of(["Nothing"], launcher="slurm", cluster={}))
     assert not (tmp_path / "out").exists()
+
+
+@needs_slurm
+def test_two_ranks_of_one_experiment_are_one_job(tmp_path: Path) -> None:
+    """With real workers: torchrun inside the job, beside the same experiment on one process."""
+    config = small(
+        trainers=["StandardTrainer"],
+        gpus_per_experiment=[1, 2],
+        parallel="ddp",
+        launcher="slurm",
+        cluster={"cpus": 2, "memory_gib": 4.0, "stale_view_s": 1.0},
+    )
+    heard = Recorder()
+    outcome = run_sweep(config, tmp_path / "out", listener=heard)
+    one, two = outcome.results
+    assert [result.end for result in (one, two)] == [Status.OK, Status.OK]
+    assert one.measured is not None and two.measured is not None
+    assert one.measured.flops is not None and two.measured.flops is not None
+    assert two.measured.flops.model_flops == 2 * one.measured.flops.model_flops
+    assert len(two.measured.ranks) == 2
+    assert sum("submitted to Slurm" in line for line in heard.lines) == 2
