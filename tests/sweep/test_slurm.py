@@ -305,8 +305,10 @@ def test_two_ranks_of_one_experiment_are_one_job(tmp_path: Path) -> None:
     outcome = run_sweep(config, tmp_path / "out", listener=heard)
     one, two = outcome.results
     assert [result.end for result in (one, two)] == [Status.OK, Status.OK]
-    assert one.measured is not None and two.measured is not None
-    assert one.measured.flops is not None and two.measured.flops is not None
+    assert one.measured is not None
+    assert two.measured is not None
+    assert one.measured.flops is not None
+    assert two.measured.flops is not None
     assert two.measured.flops.model_flops == 2 * one.measured.flops.model_flops
     assert len(two.measured.ranks) == 2
     assert sum("submitted to Slurm" in line for line in heard.lines) == 2
