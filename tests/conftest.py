@@ -30,7 +30,11 @@ LONG = (
     "tests/sweep/test_worker.py",
     "tests/sweep/test_runner.py",
     "tests/sweep/test_own_files.py",
+    "tests/sweep/test_parallel.py::test_ranks",
     "tests/test_compat_sweep.py",
+    # real Slurm and Ray
+    "tests/sweep/test_slurm.py",
+    "tests/sweep/test_ray.py",
     "tests/test_cli_sweep.py",
     "tests/sweep/test_supervise.py::test_a_hang_is_ended_at_its_time_limit_even_if_it_ignores_term",
     # real Opacus on every model

@@ -31,6 +31,7 @@ from truemfu.records import (
     Measured,
     Memory,
     Phase,
+    RankFigures,
     Status,
     StepTimes,
     SweepCase,
@@ -121,9 +122,17 @@ def hostile():
 """
 
 
-def result(trainer: str, name: str, end: Status) -> CaseResult:
+def result(trainer: str, name: str, end: Status, *, gpus: int = 1) -> CaseResult:
     case = SweepCase(
-        trainer=trainer, model=EVIL, batch_size=4, seq_len=8, dtype=EVIL, optimizer=EVIL, device=EVIL
+        trainer=trainer,
+        model=EVIL,
+        batch_size=4,
+        seq_len=8,
+        dtype=EVIL,
+        optimizer=EVIL,
+        device=EVIL,
+        gpus=gpus,
+        parallel=EVIL if gpus > 1 else None,
     )
     flops = Flops(
         model_flops=10,
@@ -155,6 +164,9 @@ def result(trainer: str, name: str, end: Status) -> CaseResult:
         data_wait_s=0.0,
         final_loss=1.0,
         trace=EVIL,
+        ranks=[RankFigures(rank=0, host=f"{EVIL}2", device_name=EVIL, step_time_s=1.0, memory=Memory())]
+        if gpus > 1
+        else [],
     )
     return CaseResult(
         name=name,
@@ -183,6 +195,7 @@ def write_sweep(folder: Path) -> None:
         result("StandardTrainer", "standard", Status.OK),
         result(f"a{NAME}", "a", Status.OK),
         result(f"b{NAME}", "b", Status.ERROR),
+        result(f"e{NAME}", "e", Status.OK, gpus=2),
     ]
     for part in ("logs", "results"):
         (folder / part).mkdir(parents=True)

@@ -73,14 +73,19 @@ def append(path: Path, data: bytes) -> None:
         os.close(file)
 
 
-def replace(path: Path, data: bytes) -> None:
-    """Write under a temporary name and rename it: a reader never sees an incomplete file."""
+def replace(path: Path, data: bytes, *, durable: bool = False) -> None:
+    """Write under a temporary name and rename it: a reader never sees an incomplete file.
+
+    `durable`: its content is on the disk, or the file server, before it gets its name.
+    """
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         remove(temporary)
         file = open_plain(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW)
         try:
             write_all(file, data)
+            if durable:
+                os.fsync(file)
         finally:
             os.close(file)
         os.replace(temporary, path)

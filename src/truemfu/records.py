@@ -94,6 +94,7 @@ class SweepCase(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     """A size of `sweep.models.SIZES`, a Hugging Face config file or folder, or `package.module:factory`."""
     batch_size: int
+    """Of each rank: on two GPUs a step trains on twice as many samples."""
     seq_len: int
     dtype: str = "bf16"
     """fp32 or bf16: the dtype of weights and activations."""
@@ -117,6 +118,10 @@ class SweepCase(msgspec.Struct, frozen=True, kw_only=True):
     profiled_steps: int = 2
     """Steps under torch.profiler after the timed ones; 0: no trace."""
     max_trace_bytes: int = 200_000_000
+    gpus: int = 1
+    """How many GPUs it uses, one rank each; on a CPU the number of processes."""
+    parallel: str | None = None
+    """How the ranks share the training, ddp or fsdp2; None with one."""
 
 
 class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,8 +150,19 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     device_total_bytes: int | None = None
 
 
+class RankFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank of an experiment on several GPUs."""
+
+    rank: int
+    host: str
+    device_name: str
+    step_time_s: float
+    """Median of its own timed steps."""
+    memory: Memory
+
+
 class Flops(msgspec.Struct, frozen=True, kw_only=True):
-    """The FLOPs of one step: needed by the model, and executed by this trainer."""
+    """The FLOPs of one step: needed by the model, and executed by this trainer; of all ranks."""
 
     model_flops: int
     hardware_flops: int
@@ -176,7 +192,7 @@ class GradientCheck(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """The measurements of a successful experiment."""
+    """The measurements of a successful experiment: of all ranks, with the step times of the slowest."""
 
     steps: StepTimes
     tokens_per_step: int
@@ -190,12 +206,15 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     """The profiler's trace, relative to the sweep's folder; None without a trace."""
     trace_note: str | None = None
     """Why there is no trace, or why it covers fewer steps than requested."""
+    ranks: list[RankFigures] = []
+    """Each rank of an experiment on several GPUs; none with one."""
 
 
 class Environment(msgspec.Struct, frozen=True, kw_only=True):
     """Where an experiment ran."""
 
     device_name: str
+    """Of several ranks on unlike devices: all names, joined by " + "."""
     python: str
     versions: dict[str, str]
     host: str
@@ -227,7 +246,7 @@ class CaseResult(_SweepsRecord, frozen=True, kw_only=True):
     log_tail: list[str] = []
     exit_code: int | None = None
     signal: str | None = None
-    """The name of the signal that ended it, for instance SIGSEGV."""
+    """The name of the signal that ended it, for instance SIGSEGV; of several ranks, the one that failed."""
     began_at_s: float | None = None
     wall_s: float | None = None
     """From sending the case to the worker until its process ended."""
@@ -235,6 +254,7 @@ class CaseResult(_SweepsRecord, frozen=True, kw_only=True):
     parameters: int | None = None
     measured: Measured | None = None
     memory: Memory | None = None
+    """Of several ranks, the one with the highest peak."""
     gate: GradientCheck | None = None
     environment: Environment | None = None
     fits: str | None = None
@@ -518,6 +538,6 @@ def read_file(path: Path) -> bytes:
         raise RecordError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def write_record(path: Path, record: msgspec.Struct) -> None:
+def write_record(path: Path, record: msgspec.Struct, *, durable: bool = False) -> None:
     """Write a record under a temporary name and rename it: a reader never sees an incomplete one."""
-    plain_files.replace(path, msgspec.json.format(encode(record), indent=2) + b"\n")
+    plain_files.replace(path, msgspec.json.format(encode(record), indent=2) + b"\n", durable=durable)

@@ -20,6 +20,7 @@ from truemfu.records import (
     Measured,
     Memory,
     Phase,
+    RankFigures,
     Status,
     StepTimes,
     SweepCase,
@@ -36,13 +37,14 @@ WriteSweep = Callable[..., Path]
 
 
 def _name(case: SweepCase) -> str:
-    return f"{case.trainer.rpartition(':')[2]}_bs{case.batch_size}_seq{case.seq_len}"
+    suffix = f"_{case.parallel}x{case.gpus}" if case.gpus > 1 else ""
+    return f"{case.trainer.rpartition(':')[2]}_bs{case.batch_size}_seq{case.seq_len}{suffix}"
 
 
 def _measured(
     case: SweepCase, step_time_s: float, hardware: float, peak_flops_per_s: float | None
 ) -> Measured:
-    tokens = case.batch_size * case.seq_len
+    tokens = case.gpus * case.batch_size * case.seq_len
     model_flops = 8_000_000_000 * tokens
     hardware_flops = int(hardware * model_flops)
     return Measured(
@@ -73,6 +75,16 @@ def _measured(
         data_wait_s=1e-4,
         final_loss=10.4,
         trace=f"runs/{_name(case)}/{_name(case)}.pt.trace.json.gz",
+        ranks=[
+            RankFigures(
+                rank=rank,
+                host="host",
+                device_name="NVIDIA H200",
+                step_time_s=step_time_s,
+                memory=Memory(allocated_bytes=(6 + rank) * GIB),
+            )
+            for rank in range(case.gpus if case.gpus > 1 else 0)
+        ],
     )
 
 
@@ -92,9 +104,20 @@ def make_result() -> MakeResult:
         device: str = "cuda",
         device_name: str = "NVIDIA H200",
         torch_version: str = "2.11.0",
+        host: str = "host",
+        gpus: int = 1,
+        parallel: str | None = None,
         **fields: Any,
     ) -> CaseResult:
-        case = SweepCase(trainer=trainer, model="1b", batch_size=batch_size, seq_len=seq_len, device=device)
+        case = SweepCase(
+            trainer=trainer,
+            model="1b",
+            batch_size=batch_size,
+            seq_len=seq_len,
+            device=device,
+            gpus=gpus,
+            parallel=parallel,
+        )
         ok, on_gpu = end is Status.OK, device == "cuda"
         memory = int(memory_gib * GIB)
         values: dict[str, Any] = {
@@ -128,7 +151,7 @@ def make_result() -> MakeResult:
                 device_name=device_name,
                 python="3.12.3",
                 versions={"torch": torch_version, "opacus": "1.6.0"},
-                host="host",
+                host=host,
                 git_commit=None,
             ),
         }

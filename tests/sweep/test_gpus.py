@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from supervised import Recorder
 
 from truemfu.errors import UsageError
 from truemfu.records import SweepCase
@@ -14,6 +15,7 @@ from truemfu.sweep.config import TEST_CONFIG, override
 from truemfu.sweep.gpus import chosen_gpus, device_name, resolve_device, visible_gpus
 from truemfu.sweep.launchers.local import slots
 from truemfu.sweep.paths import SweepFolder
+from truemfu.sweep.supervisor.runner import run_sweep
 
 
 @pytest.fixture
@@ -142,3 +144,21 @@ def test_a_worker_made_ready_with_other_imports_is_not_used(tmp_path: Path) -> N
     assert plain.pid != ready.pid
     assert ready.signal_name == "SIGKILL"
     plain.end()
+
+
+@pytest.mark.usefixtures("three_gpus")
+def test_a_slot_of_several_gpus_has_them_to_itself(tmp_path: Path) -> None:
+    folder = SweepFolder(tmp_path)
+    config = override(TEST_CONFIG, gpus=[2, 0])
+    (both,) = slots(config, "cuda", folder, [sys.executable, "-c", SHOW], gpus_per_experiment=2)
+    assert both.name == "gpu2-0"
+    assert [slot.name for slot in slots(TEST_CONFIG, "cuda", folder, gpus_per_experiment=2)] == ["gpu0-1"]
+    assert [slot.name for slot in slots(TEST_CONFIG, "cpu", folder, gpus_per_experiment=4)] == ["cpu"]
+
+
+@pytest.mark.usefixtures("three_gpus")
+def test_too_few_gpus_start_nothing(tmp_path: Path) -> None:
+    config = override(TEST_CONFIG, device="cuda", gpus_per_experiment=[1, 4], parallel="ddp")
+    with pytest.raises(UsageError, match="gpus_per_experiment is 4, but only 3 GPUs can be used here"):
+        run_sweep(config, tmp_path / "sweep", listener=Recorder())
+    assert not (tmp_path / "sweep").exists()

@@ -20,7 +20,14 @@ from truemfu.errors import UsageError
 from truemfu.records import SweepCase
 from truemfu.sweep.trainers.base import NEEDS_OPACUS, TRAINERS, TrainerSettings, load_trainer
 from truemfu.sweep.worker.case_model import build_case_model, endless_batches
-from truemfu.sweep.worker.measure import count_work, median_error, step_times, time_steps, warm_up
+from truemfu.sweep.worker.measure import (
+    count_needed,
+    count_work,
+    median_error,
+    step_times,
+    time_steps,
+    warm_up,
+)
 from truemfu.sweep.worker.models import parameter_count
 from truemfu.sweep.worker.run_files import clear_run_folder, write_trace
 
@@ -149,7 +156,7 @@ def test_model_flops_are_the_same_under_every_trainer_and_executed_ones_are_not(
     trainer = load_trainer(name)(built.model, TrainerSettings())
     batches = endless_batches(built, CASE, CPU)
     warm_up(trainer, batches, 1, CPU)
-    flops = count_work(trainer, next(batches), CASE, CPU, step_time_s=1.0)
+    flops = count_work(trainer, next(batches), CASE, CPU, step_time_s=1.0, needed=count_needed(CASE))
     # Per token: 2·parameters of the matrices, and 4·hidden·tokens of attention in each layer; backward twice.
     matrices = 2 * 12 * 64 * 64 + 64 * 1000
     assert flops.model_flops == 3 * 16 * (2 * matrices + 2 * 4 * 64 * 8)
@@ -163,7 +170,14 @@ def test_without_a_peak_there_is_no_mfu(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.delenv("TRUEMFU_PEAK_TFLOPS", raising=False)
     built = build_case_model(CASE, CPU)
     trainer = load_trainer("StandardTrainer")(built.model, TrainerSettings())
-    flops = count_work(trainer, next(endless_batches(built, CASE, CPU)), CASE, CPU, step_time_s=1.0)
+    flops = count_work(
+        trainer,
+        next(endless_batches(built, CASE, CPU)),
+        CASE,
+        CPU,
+        step_time_s=1.0,
+        needed=count_needed(CASE),
+    )
     assert (flops.peak_flops_per_s, flops.mfu, flops.hfu) == (None, None, None)
 
 
@@ -257,7 +271,9 @@ def test_labels_that_the_model_does_not_take_are_no_obstacle_to_its_count(
     one = case(model=f"{Path(__file__).stem}:classifier")
     built = build_case_model(one, CPU)
     trainer = load_trainer("StandardTrainer")(built.model, TrainerSettings())
-    flops = count_work(trainer, next(endless_batches(built, one, CPU)), one, CPU, step_time_s=1.0)
+    flops = count_work(
+        trainer, next(endless_batches(built, one, CPU)), one, CPU, step_time_s=1.0, needed=count_needed(one)
+    )
     assert flops.model_flops == flops.hardware_flops == 2 * 2 * 6 * 4 * 3  # no gradient for the input
 
 
@@ -281,7 +297,7 @@ def test_heads_of_all_kinds_are_trained_and_counted(config: dict[str, Any], tmp_
     trainer = load_trainer("StandardTrainer")(built.model, TrainerSettings(learning_rate=0.01))
     batches = endless_batches(built, one, CPU)
     assert trainer.step(next(batches)) > 0
-    flops = count_work(trainer, next(batches), one, CPU, step_time_s=1.0)
+    flops = count_work(trainer, next(batches), one, CPU, step_time_s=1.0, needed=count_needed(one))
     assert 0 < flops.model_flops <= flops.hardware_flops
 
 

@@ -8,24 +8,15 @@ Progress goes to stderr; stdout gets the summary, or only JSON with `--json`.
 from __future__ import annotations
 
 import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from .console import (
-    WIDEST_TABLE,
-    FilePath,
-    debug_option,
-    ignoring_closed_pipe,
-    json_option,
-    output,
-    say,
-    table,
-)
+from .console import FilePath, debug_option, ignoring_closed_pipe, json_option, say
 
 if TYPE_CHECKING:
-    from ..records import SweepCase
     from ..report.figures import SweepSummary
     from ..sweep.config import SweepConfig
 
@@ -38,6 +29,7 @@ _ONE_EXPERIMENT: dict[str, list[Any]] = {
     "batch_sizes": [4],
     "seq_lengths": [512],
     "models": ["1b"],
+    "gpus_per_experiment": [1],
 }
 
 
@@ -73,6 +65,12 @@ _ONE_EXPERIMENT: dict[str, list[Any]] = {
 @click.option("--compile", "compiled", is_flag=True, help="Use torch.compile, if the trainer supports it.")
 @click.option("--device", help="cuda or cpu.  [default: a GPU if there is one]")
 @click.option("--gpus", multiple=True, help="Numbers of the GPUs to use, one experiment each at a time: 0,1")
+@click.option(
+    "--gpus-per-experiment", multiple=True, help="GPUs of one experiment, on a CPU processes: 1,2,4"
+)
+@click.option(
+    "--parallel", help="ddp or fsdp2: how several GPUs share the training. The batch is that of each GPU."
+)
 @click.option("--timeout", "timeout_s", type=float, metavar="SECONDS", help="Time limit of an experiment.")
 @click.option(
     "--memory-limit",
@@ -88,7 +86,25 @@ _ONE_EXPERIMENT: dict[str, list[Any]] = {
 )
 @click.option("--prune", is_flag=True, help="After an out-of-memory, skip larger batches (marked pruned).")
 @click.option("--no-fit", is_flag=True, help="After an out-of-memory, do not search for the batch that fits.")
-@click.option("--dry-run", is_flag=True, help="List the experiments and start none.")
+@click.option("--launcher", help="Where experiments run: local, slurm or ray.  [default: local]")
+@click.option("--partition", help="Slurm's partition.")
+@click.option("--account", help="Slurm's account.")
+@click.option(
+    "--sbatch-option",
+    "sbatch_options",
+    multiple=True,
+    metavar="OPTION",
+    help="A further option of sbatch: --sbatch-option=--constraint=h200",
+)
+@click.option(
+    "--ray-address", metavar="HOST:PORT", help="A Ray cluster, or auto.  [default: a local one is started]"
+)
+@click.option("--job-gpus", type=int, metavar="N", help="GPUs that an experiment requests of a cluster.")
+@click.option("--job-cpus", type=int, metavar="N", help="CPUs that an experiment requests of a cluster.")
+@click.option("--job-memory", type=float, metavar="GIB", help="Host memory that it requests of a cluster.")
+@click.option("--max-jobs", type=int, metavar="N", help="At most so many experiments on a cluster at a time.")
+@click.option("--cancel", is_flag=True, help="Cancel the experiments of this folder on their cluster.")
+@click.option("--dry-run", is_flag=True, help="List the experiments, and what each requests; start none.")
 @json_option
 @debug_option
 def sweep(
@@ -96,6 +112,7 @@ def sweep(
     config_path: Path | None,
     folder: Path | None,
     rerun: str | None,
+    cancel: bool,
     dry_run: bool,
     as_json: bool,
     **flags: Any,
@@ -121,17 +138,21 @@ def sweep(
         truemfu sweep --batch-sizes 4,8,16 --seq-lengths 512 --model-sizes small,medium --prune
         truemfu sweep --config profiling_config.json --output out/night --timeout 900
         truemfu sweep --output out/night --rerun failed
+        truemfu sweep --launcher slurm --partition gpu --max-jobs 8 --output /shared/night
+        truemfu sweep --output /shared/night              finds its jobs again and waits for them
 
     Call an interrupted sweep again to continue it. Exit codes: 0 every experiment succeeded, 1 at least one
     did not, 2 wrong usage and nothing was started, 130 interrupted.
     """
-    from ..sweep.cases import cases_of
-    from ..sweep.gpus import resolve_device
+    from .sweep_plan import show_plan
 
-    config = _config(mode, config_path, flags)
-    folder = folder or Path(FOLDERS[mode])
+    files = folder or Path(FOLDERS.get(mode, FOLDERS["profile"]))
+    if cancel:
+        return _cancel(files)
+    config = _config(mode, config_path, files, flags)
+    folder = files
     if dry_run:
-        _list(cases_of(config, resolve_device(config.device, config.gpus)), as_json)
+        show_plan(config, folder, as_json)
         return 0
     if mode == "test" and rerun is None:
         # A test always runs again, but another sweep's folder is only started over on request.
@@ -139,8 +160,10 @@ def sweep(
     return _run(config, folder, rerun or "none", as_json)
 
 
-def _config(mode: str, path: Path | None, flags: dict[str, Any]) -> SweepConfig:
-    """Mode and file give the defaults; flags override them."""
+def _config(mode: str, path: Path | None, folder: Path, flags: dict[str, Any]) -> SweepConfig:
+    """Mode and file give the defaults; flags override them. A sweep on a cluster brings its own settings."""
+    import msgspec
+
     from ..errors import UsageError, closest
     from ..sweep.config import TEST_CONFIG, SweepConfig, load_config, override
 
@@ -150,6 +173,8 @@ def _config(mode: str, path: Path | None, flags: dict[str, Any]) -> SweepConfig:
         if path is not None:
             raise UsageError("test mode has its own matrix: leave out --config, or use --mode profile")
         start = TEST_CONFIG
+    elif path is None and (recorded := _recorded_on_cluster(folder)) is not None:
+        start = recorded
     elif path is not None or Path(CONFIG_NAME).is_file():
         start = load_config(path or CONFIG_NAME)
     else:
@@ -159,8 +184,34 @@ def _config(mode: str, path: Path | None, flags: dict[str, Any]) -> SweepConfig:
         several = [key for key in _ONE_EXPERIMENT if len(given.get(key) or []) > 1]
         if several:
             raise UsageError(f"single mode runs one experiment; got several {several[0]}: use --mode profile")
-        start = override(start, **_ONE_EXPERIMENT)
-    return override(start, **given)
+        start = override(msgspec.structs.replace(start, parallel=None), **_ONE_EXPERIMENT)
+    return override(start, **given, cluster=_given_cluster(start, flags))
+
+
+def _recorded_on_cluster(folder: Path) -> SweepConfig | None:
+    """The settings of the sweep in this folder, if its experiments were given to a cluster."""
+    from ..errors import RecordError, UsageError
+    from ..records import SweepRecord, read_record
+    from ..sweep.config import parse
+    from ..sweep.paths import SweepFolder
+
+    try:
+        config = parse(read_record(SweepFolder(folder).record, SweepRecord).config)
+    except (RecordError, UsageError):  # no sweep, or one of another version: `claim` reports that
+        return None
+    return None if config.launcher == "local" else config
+
+
+def _given_cluster(start: SweepConfig, flags: dict[str, Any]) -> dict[str, Any]:
+    """The cluster's settings, overridden by flags."""
+    import msgspec
+
+    names = {"job_gpus": "gpus", "job_cpus": "cpus", "job_memory": "memory_gib"}
+    same = ("partition", "account", "ray_address", "max_jobs")
+    given = {**{name: flags[name] for name in same}, **{key: flags[flag] for flag, key in names.items()}}
+    given["sbatch_options"] = list(flags["sbatch_options"]) or None
+    values: dict[str, Any] = msgspec.to_builtins(start.cluster)
+    return {**values, **{name: value for name, value in given.items() if value is not None}}
 
 
 def _given(flags: dict[str, Any]) -> dict[str, Any]:
@@ -172,10 +223,14 @@ def _given(flags: dict[str, Any]) -> dict[str, Any]:
         "models": _texts(flags["models"]),
         "dtypes": _texts(flags["dtypes"]),
         "gpus": _numbers("--gpus", flags["gpus"]),
+        "gpus_per_experiment": _numbers("--gpus-per-experiment", flags["gpus_per_experiment"]),
         "compile": flags["compiled"] or None,
         "prune": flags["prune"] or None,
         "find_fit": False if flags["no_fit"] else None,
-        **{name: flags[name] for name in ("optimizer", "device", "timeout_s", "memory_limit_gib")},
+        **{
+            name: flags[name]
+            for name in ("optimizer", "device", "parallel", "timeout_s", "memory_limit_gib", "launcher")
+        },
     }
 
 
@@ -199,23 +254,6 @@ def _numbers(option: str, values: tuple[str, ...]) -> list[int] | None:
         except ValueError:
             raise UsageError(f"{option} takes comma-separated whole numbers; got {text!r}") from None
     return numbers
-
-
-def _list(cases: dict[str, SweepCase], as_json: bool) -> None:
-    if as_json:
-        import msgspec
-
-        from .console import print_json
-
-        print_json(msgspec.to_builtins(cases))
-        return
-    console = output(WIDEST_TABLE)
-    drawn = table("experiment", "trainer", "model", "batch", "sequence", "dtype", "device")
-    for name, case in cases.items():
-        shape = (str(case.batch_size), str(case.seq_len))
-        drawn.add_row(name, case.trainer, case.model, *shape, case.dtype, case.device)
-    console.print(drawn)
-    console.print(f"experiments: {len(cases)}; none was started")
 
 
 def _run(
@@ -254,11 +292,39 @@ def _run(
             say(f"traces: tensorboard --logdir {shlex.quote(str(files.runs))} (or Perfetto)")
             if page is not None:
                 say(f"report: {page}")
+    if outcome.interrupted and outcome.on_cluster:
+        return _leave_or_cancel(folder, outcome.on_cluster, ask=outcome.by_ctrl_c)
     if outcome.interrupted:
         how = "the same command" if rerun == "none" else "the same command with --rerun none"
         say(f"interrupted: {how} continues from here", err=True)
         return 130
     return 0 if all(result.end is Status.OK for result in outcome.results) else 1
+
+
+def _leave_or_cancel(folder: Path, count: int, *, ask: bool) -> int:
+    """After an interruption: the jobs stay, unless the user at the terminal says otherwise."""
+    experiments = f"{count} experiment{'' if count == 1 else 's'}"
+    if ask and sys.stdin.isatty() and sys.stderr.isatty():
+        try:
+            say(f"{experiments} on the cluster. Cancel? [y/N] ", err=True, nl=False)
+            answer = sys.stdin.readline()
+        except (KeyboardInterrupt, OSError):
+            answer = ""
+        if answer.strip().lower() in ("y", "yes"):
+            _cancel(folder)
+            return 130
+    again = f"truemfu sweep --output {shlex.quote(str(folder))}"
+    say(f"{experiments} stay on the cluster: {again} waits for them", err=True)
+    say(f"cancel them: {again} --cancel", err=True)
+    return 130
+
+
+def _cancel(folder: Path) -> int:
+    from ..sweep.supervisor.placed import cancel_all
+
+    count = cancel_all(folder, lambda text: say(text, err=True))
+    say(f"cancelled: {count} experiment{'' if count == 1 else 's'}", err=True)
+    return 0
 
 
 def _write_page(page: Path, summary: SweepSummary) -> Path | None:

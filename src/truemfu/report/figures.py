@@ -19,6 +19,9 @@ class Experiment(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str | None
     optimizer: str | None
     device: str | None
+    host: str | None
+    gpus: int
+    parallel: str | None
     end: str
     phase: str | None
     message: str | None
@@ -37,6 +40,8 @@ class Experiment(msgspec.Struct, frozen=True, kw_only=True):
     hardware_flops: int | None
     peak_memory_bytes: int | None
     memory_kind: str | None
+    peak_memory_by_rank_bytes: list[int]
+    """Of an experiment on several GPUs; `peak_memory_bytes` is the highest of them."""
     reserved_bytes: int | None
     process_bytes: int | None
     data_wait_s: float | None
@@ -53,9 +58,12 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrainerTotals(msgspec.Struct, frozen=True, kw_only=True):
-    """One trainer over the whole sweep."""
+    """One trainer over all its experiments on one kind of device and number of GPUs."""
 
     trainer: str
+    device: str | None
+    gpus: int
+    parallel: str | None
     experiments: int
     succeeded: int
     success_rate: float
@@ -78,9 +86,12 @@ class Ratio(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AgainstBaseline(msgspec.Struct, frozen=True, kw_only=True):
-    """A trainer relative to the baseline; above 1 is slower, larger, more work."""
+    """A trainer relative to the baseline on the same kind of device; above 1 is slower, larger, more work."""
 
     trainer: str
+    device: str | None
+    gpus: int
+    parallel: str | None
     step_time: Ratio | None
     peak_memory: Ratio | None
     hardware_flops: Ratio | None
@@ -91,10 +102,31 @@ class LargestBatch(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     seq_len: int
     dtype: str
+    device: str | None
+    gpus: int
+    parallel: str | None
     largest_finished: int | None
     smallest_out_of_memory: int | None
     fits: str | None
     """What was found to fit after an out-of-memory, as text."""
+
+
+class Scaling(msgspec.Struct, frozen=True, kw_only=True):
+    """An experiment on several GPUs, relative to the same one on one GPU."""
+
+    name: str
+    gpus: int
+    parallel: str | None
+    device: str | None
+    tokens_per_s: float
+    on_one: str | None
+    """The name of the experiment on one GPU."""
+    on_one_tokens_per_s: float | None
+    efficiency: float | None
+    """Tokens/s over n times the tokens/s of one GPU; 1 is perfect."""
+    reason: str | None
+    """Why there is no efficiency."""
+    peak_memory_by_rank_bytes: list[int]
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,6 +147,7 @@ class SweepSummary(msgspec.Struct, frozen=True, kw_only=True):
     sweep_id: str | None
     created_at_s: float | None
     devices: list[str]
+    hosts: list[str]
     versions: dict[str, str]
     memory_kind: str | None
     baseline: str
@@ -122,6 +155,7 @@ class SweepSummary(msgspec.Struct, frozen=True, kw_only=True):
     trainers: list[TrainerTotals]
     against_baseline: list[AgainstBaseline]
     largest_batches: list[LargestBatch]
+    scaling: list[Scaling]
     experiments: list[Experiment]
     failures: list[Failure]
     """Grouped by cause, the most frequent first."""

@@ -26,7 +26,10 @@ from ..sweep.supervisor.stored import stored_result
 NOT_RUN = "not run"
 """In addition to the values of `Status`: requested, and never started."""
 
-_NAME = re.compile(r"(?P<trainer>.+?)_bs(?P<batch_size>\d+)_seq(?P<seq_len>\d+)(?:_.*)?")
+_NAME = re.compile(
+    r"(?P<trainer>.+?)_bs(?P<batch_size>\d+)_seq(?P<seq_len>\d+)(?:_.*?)??"
+    r"(?:_(?P<parallel>ddp|fsdp2)x(?P<gpus>\d+))?"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +43,8 @@ class Entry:
     end: str
     """A value of `Status`, or `NOT_RUN`."""
     result: CaseResult | None = None
+    gpus: int = 1
+    parallel: str | None = None
     reason: str | None = None
     """Why there is no result."""
     log_tail: tuple[str, ...] = ()
@@ -111,6 +116,8 @@ def entry_of(result: CaseResult) -> Entry:
         trainer=result.case.trainer,
         batch_size=result.case.batch_size,
         seq_len=result.case.seq_len,
+        gpus=result.case.gpus,
+        parallel=result.case.parallel,
         end=result.end.value,
         result=result,
     )
@@ -229,6 +236,8 @@ def _entry(name: str, outcome: CaseResult | _Missing, trainers: Mapping[str, str
         trainer=trainers.get(prefix, prefix),
         batch_size=int(parts["batch_size"]) if parts else None,
         seq_len=int(parts["seq_len"]) if parts else None,
+        gpus=int(parts["gpus"] or 1) if parts else 1,
+        parallel=parts["parallel"] if parts else None,
         end=Status.LOST.value if outcome.begun else NOT_RUN,
         reason=outcome.reason,
         log_tail=outcome.log_tail,

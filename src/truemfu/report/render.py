@@ -14,6 +14,7 @@ import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Protocol
 
 import msgspec
 
@@ -49,6 +50,8 @@ def tables_of(summary: SweepSummary) -> list[TextTable]:
     tables = [_experiments(summary), _trainers(summary)]
     if summary.against_baseline:
         tables.append(_against_baseline(summary))
+    if summary.scaling:
+        tables.append(_scaling(summary))
     if any(row.smallest_out_of_memory is not None for row in summary.largest_batches):
         tables.append(_largest_batches(summary))
     return tables
@@ -107,22 +110,67 @@ def context_lines(summary: SweepSummary) -> list[str]:
     )
     if summary.devices:
         versions = ", ".join(f"{package} {version}" for package, version in summary.versions.items())
-        lines.append(f"{', '.join(summary.devices)}; {versions}.")
+        hosts = f" on {', '.join(summary.hosts)}" if len(summary.hosts) > 1 else ""
+        lines.append(f"{', '.join(summary.devices)}{hosts}; {versions}.")
     return lines
 
 
+def _on_column(summary: SweepSummary) -> tuple[str, ...]:
+    """A column that names the device, if the sweep has several kinds of it or numbers of GPUs."""
+    kinds = {(row.device, row.gpus, row.parallel) for row in summary.trainers}
+    return ("on",) if len(kinds) > 1 or any(row.gpus > 1 for row in summary.trainers) else ()
+
+
+class _Placed(Protocol):
+    @property
+    def device(self) -> str | None: ...
+    @property
+    def gpus(self) -> int: ...
+    @property
+    def parallel(self) -> str | None: ...
+
+
+def _on_cell(summary: SweepSummary, row: _Placed) -> tuple[str, ...]:
+    """The cell of that column: `2 × NVIDIA H200, ddp`."""
+    if not _on_column(summary):
+        return ()
+    device = row.device or "unknown device"
+    return (f"{row.gpus} × {device}, {row.parallel}" if row.gpus > 1 else device,)
+
+
+_SEVERAL_GPUS = (
+    " On several GPUs: tokens/s, MFU and HFU of all, step time of the slowest rank, memory of the fullest; "
+    "the batch is that of each rank."
+)
+
+
 def _experiments(summary: SweepSummary) -> TextTable:
+    several_hosts = len(summary.hosts) > 1
     return TextTable(
         title="Experiments",
         sentence=(
             "Median step time with its standard error; MFU is the model's work over time and peak, HFU the "
             f"executed work. Peak memory: {summary.memory_kind or 'not measured'}."
+            + (_SEVERAL_GPUS if summary.scaling else "")
         ),
-        columns=("experiment", "status", "step", "±", "tokens/s", "peak memory", "HFU", "MFU"),
+        columns=(
+            "experiment",
+            "status",
+            *_on_column(summary),
+            *(("host",) if several_hosts else ()),
+            "step",
+            "±",
+            "tokens/s",
+            "peak memory",
+            "HFU",
+            "MFU",
+        ),
         rows=[
             (
                 row.name,
                 row.end,
+                *_on_cell(summary, row),
+                *((row.host or UNKNOWN,) if several_hosts else ()),
                 duration(row.step_time_s),
                 share(row.step_time_error),
                 number(row.tokens_per_s),
@@ -144,6 +192,7 @@ def _trainers(summary: SweepSummary) -> TextTable:
         ),
         columns=(
             "trainer",
+            *_on_column(summary),
             "ok",
             "of",
             "success",
@@ -155,6 +204,7 @@ def _trainers(summary: SweepSummary) -> TextTable:
         rows=[
             (
                 row.trainer,
+                *_on_cell(summary, row),
                 str(row.succeeded),
                 str(row.experiments),
                 share(row.success_rate),
@@ -172,10 +222,21 @@ def _against_baseline(summary: SweepSummary) -> TextTable:
     return TextTable(
         title=f"Against {summary.baseline}",
         sentence="At equal model, batch, sequence, dtype and device: geometric mean, lowest to highest.",
-        columns=("trainer", "points", "step time", "range", "peak memory", "range", "executed work", "range"),
+        columns=(
+            "trainer",
+            *_on_column(summary),
+            "points",
+            "step time",
+            "range",
+            "peak memory",
+            "range",
+            "executed work",
+            "range",
+        ),
         rows=[
             (
                 row.trainer,
+                *_on_cell(summary, row),
                 str(row.step_time.points if row.step_time else 0),
                 *_ratio(row.step_time),
                 *_ratio(row.peak_memory),
@@ -186,14 +247,46 @@ def _against_baseline(summary: SweepSummary) -> TextTable:
     )
 
 
+def _scaling(summary: SweepSummary) -> TextTable:
+    return TextTable(
+        title="Scaling",
+        sentence=(
+            "Tokens/s over n times the tokens/s of the same experiment on one GPU of the same kind, with the "
+            "same batch on each GPU."
+        ),
+        columns=("experiment", "GPUs", "tokens/s", "on one GPU", "efficiency", "peak memory by rank"),
+        rows=[
+            (
+                row.name,
+                str(row.gpus),
+                number(row.tokens_per_s),
+                number(row.on_one_tokens_per_s),
+                share(row.efficiency) if row.reason is None else f"{UNKNOWN} ({row.reason})",
+                ", ".join(map(size, row.peak_memory_by_rank_bytes)) or UNKNOWN,
+            )
+            for row in summary.scaling
+        ],
+    )
+
+
 def _largest_batches(summary: SweepSummary) -> TextTable:
     return TextTable(
         title="Largest batch",
         sentence="After out-of-memory failures: batches that finished, batches that did not, and what fits.",
-        columns=("trainer", "model", "sequence", "dtype", "finished", "out of memory", "found to fit"),
+        columns=(
+            "trainer",
+            *_on_column(summary),
+            "model",
+            "sequence",
+            "dtype",
+            "finished",
+            "out of memory",
+            "found to fit",
+        ),
         rows=[
             (
                 row.trainer,
+                *_on_cell(summary, row),
                 row.model,
                 str(row.seq_len),
                 row.dtype,

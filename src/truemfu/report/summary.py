@@ -1,10 +1,12 @@
 """Computes the summary of a sweep from its entries: pure arithmetic, no files, no drawing.
 
-Three rules keep the figures honest.
+Four rules keep the figures honest.
 
 - Every experiment is in the denominator, including failed, pruned, lost and never started ones.
-- Trainers are only compared at equal points (model, batch, sequence, dtype, optimizer, device). A mean over
-  what each trainer finished favours one that failed on the large ones; it is also given, with a label.
+- Trainers are only compared at equal points (model, batch, sequence, dtype, optimizer, device, GPUs). A mean
+  over what each trainer finished favours one that failed on the large ones; it is also given, with a label.
+- Means and ratios are taken over one kind of device and one number of GPUs: unlike ones have separate rows.
+  Hosts with the same devices share them, and are listed.
 - Peak memory is what torch allocated on the GPU, or on a CPU the process's resident memory. The two are never
   mixed in a mean; `memory_kind` states which one it is.
 """
@@ -14,6 +16,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from ..records import CaseResult, Environment, Status
 from ..text import shortened
@@ -28,6 +31,7 @@ from .figures import (
     TrainerTotals,
 )
 from .load import NOT_RUN, Entry, LoadedSweep
+from .scaling import peaks_by_rank, scaling_of
 
 BASELINE = "StandardTrainer"
 GPU_MEMORY, HOST_MEMORY = "GPU allocated", "process resident"
@@ -43,7 +47,8 @@ def summarize(sweep: LoadedSweep) -> SweepSummary:
     results = [entry.result for entry in sweep.entries if entry.result is not None]
     kinds = {row.memory_kind for row in experiments if row.memory_kind is not None}
     memory_kind = GPU_MEMORY if GPU_MEMORY in kinds else HOST_MEMORY if kinds else None
-    finished = _finished_points(sweep.entries)
+    sites = _sites(sweep.entries)
+    finished = _finished_points(sweep.entries, sites)
     environments = [result.environment for result in results if result.environment is not None]
     notes = [*sweep.notes, *_version_notes(environments), *_own_notes(results), *_noisy_notes(experiments)]
     if len(kinds) > 1:
@@ -57,17 +62,50 @@ def summarize(sweep: LoadedSweep) -> SweepSummary:
         sweep_id=sweep.record.sweep_id if sweep.record is not None else None,
         created_at_s=sweep.record.created_at_s if sweep.record is not None else None,
         devices=list(dict.fromkeys(environment.device_name for environment in environments)),
+        hosts=_hosts(results),
         versions=dict(environments[-1].versions) if environments else {},
         memory_kind=memory_kind,
         baseline=BASELINE,
         totals=_totals(sweep.entries),
-        trainers=_trainers(sweep.entries, finished, memory_kind),
+        trainers=_trainers(sweep.entries, sites, finished, memory_kind),
         against_baseline=_against_baseline(finished),
-        largest_batches=_largest_batches(results),
+        largest_batches=_largest_batches(sweep.entries, sites),
+        scaling=scaling_of(results),
         experiments=experiments,
         failures=_failures(sweep.entries),
         notes=notes,
     )
+
+
+class _Site(NamedTuple):
+    """What experiments must share for a mean over them."""
+
+    device: str | None
+    gpus: int
+    parallel: str | None
+
+
+def _sites(entries: Sequence[Entry]) -> dict[str, _Site]:
+    """Where each experiment ran, by name; one of unknown device on the sweep's only device, if it has one."""
+    environments = {entry.name: entry.result.environment for entry in entries if entry.result is not None}
+    devices = {found.device_name for found in environments.values() if found is not None}
+    only = devices.pop() if len(devices) == 1 else None
+    sites = {}
+    for entry in entries:
+        found = environments.get(entry.name)
+        sites[entry.name] = _Site(found.device_name if found else only, entry.gpus, entry.parallel)
+    return sites
+
+
+def _hosts(results: Iterable[CaseResult]) -> list[str]:
+    """Every host, in the order of their experiments."""
+    hosts: dict[str, None] = {}
+    for result in results:
+        ranks = result.measured.ranks if result.measured is not None else []
+        hosts.update(dict.fromkeys(rank.host for rank in ranks))
+        if result.environment is not None:
+            hosts[result.environment.host] = None
+    return list(hosts)
 
 
 def _version_notes(environments: Sequence[Environment]) -> list[str]:
@@ -121,6 +159,9 @@ def experiment_of(entry: Entry) -> Experiment:
         dtype=case.dtype if case else None,
         optimizer=case.optimizer if case else None,
         device=result.environment.device_name if result and result.environment else None,
+        host=result.environment.host if result and result.environment else None,
+        gpus=entry.gpus,
+        parallel=entry.parallel,
         end=entry.end,
         phase=result.phase.value if result else None,
         message=_message(entry),
@@ -137,6 +178,7 @@ def experiment_of(entry: Entry) -> Experiment:
         hardware_flops=flops.hardware_flops if flops else None,
         peak_memory_bytes=peak,
         memory_kind=kind,
+        peak_memory_by_rank_bytes=peaks_by_rank(result),
         reserved_bytes=memory.reserved_bytes if memory else None,
         process_bytes=memory.process_bytes if memory else None,
         data_wait_s=measured.data_wait_s if measured else None,
@@ -173,42 +215,52 @@ def _status_counts(entries: Iterable[Entry]) -> dict[str, int]:
     return dict(Counter(entry.end for entry in entries).most_common())
 
 
-Point = tuple[object, ...]
-
-
-def _point(result: CaseResult) -> Point:
+class Point(NamedTuple):
     """What two experiments must share to be compared; only the trainer may differ."""
+
+    site: _Site
+    settings: tuple[object, ...]
+
+
+def _point(result: CaseResult, site: _Site) -> Point:
     case = result.case
-    device = result.environment.device_name if result.environment is not None else case.device
-    return case.model, case.batch_size, case.seq_len, case.dtype, case.optimizer, case.compile, device
+    settings = (case.model, case.batch_size, case.seq_len, case.dtype, case.optimizer, case.compile)
+    return Point(site, (*settings, case.device))
 
 
-def _finished_points(entries: Iterable[Entry]) -> dict[str, dict[Point, CaseResult]]:
+def _finished_points(
+    entries: Iterable[Entry], sites: Mapping[str, _Site]
+) -> dict[str, dict[Point, CaseResult]]:
     """Every trainer's finished experiments by point; a trainer that finished none has an empty entry."""
     finished: dict[str, dict[Point, CaseResult]] = {}
     for entry in entries:
         points = finished.setdefault(entry.trainer, {})
         if entry.result is not None and entry.result.end is Status.OK:
-            points[_point(entry.result)] = entry.result
+            points[_point(entry.result, sites[entry.name])] = entry.result
     return finished
 
 
 def _trainers(
     entries: Sequence[Entry],
+    sites: Mapping[str, _Site],
     finished: Mapping[str, Mapping[Point, CaseResult]],
     memory_kind: str | None,
 ) -> list[TrainerTotals]:
     reached = [set(points) for points in finished.values() if points]
     common = set.intersection(*reached) if reached else set()
+    groups: dict[tuple[str, _Site], list[Entry]] = {}
+    for entry in entries:
+        groups.setdefault((entry.trainer, sites[entry.name]), []).append(entry)
     rows = []
-    for trainer, points in finished.items():
-        own = [entry for entry in entries if entry.trainer == trainer]
+    for (trainer, site), own in groups.items():
+        points = {point: result for point, result in finished[trainer].items() if point.site == site}
         at_common = _peaks((points[point] for point in common if point in points), memory_kind)
         overall = _peaks(points.values(), memory_kind)
         totals = _totals(own)
         rows.append(
             TrainerTotals(
                 trainer=trainer,
+                **site._asdict(),
                 experiments=totals.experiments,
                 succeeded=totals.succeeded,
                 success_rate=totals.success_rate,
@@ -237,11 +289,15 @@ def _against_baseline(finished: Mapping[str, Mapping[Point, CaseResult]]) -> lis
     for trainer, points in finished.items():
         if trainer == BASELINE:
             continue
-        pairs = [(points[point], baseline[point]) for point in points if point in baseline]
-        if pairs:
+        by_site: dict[_Site, list[tuple[CaseResult, CaseResult]]] = {}
+        for point in points:
+            if point in baseline:
+                by_site.setdefault(point.site, []).append((points[point], baseline[point]))
+        for site, pairs in by_site.items():
             rows.append(
                 AgainstBaseline(
                     trainer=trainer,
+                    **site._asdict(),
                     step_time=_ratio(pairs, _step_time),
                     peak_memory=_ratio(pairs, lambda result: _peak_memory(result)[0]),
                     hardware_flops=_ratio(pairs, _hardware_flops),
@@ -271,13 +327,15 @@ def _ratio(
     return Ratio(geometric_mean=mean, lowest=min(ratios), highest=max(ratios), points=len(ratios))
 
 
-def _largest_batches(results: Iterable[CaseResult]) -> list[LargestBatch]:
-    groups: dict[tuple[str, str, int, str], list[CaseResult]] = {}
-    for result in results:
-        case = result.case
-        groups.setdefault((case.trainer, case.model, case.seq_len, case.dtype), []).append(result)
+def _largest_batches(entries: Iterable[Entry], sites: Mapping[str, _Site]) -> list[LargestBatch]:
+    groups: dict[tuple[str, str, int, str, _Site], list[CaseResult]] = {}
+    for entry in entries:
+        if entry.result is not None:
+            case = entry.result.case
+            key = (case.trainer, case.model, case.seq_len, case.dtype, sites[entry.name])
+            groups.setdefault(key, []).append(entry.result)
     rows = []
-    for (trainer, model, seq_len, dtype), members in groups.items():
+    for (trainer, model, seq_len, dtype, site), members in groups.items():
         fit = [result.case.batch_size for result in members if result.end is Status.OK]
         failed = sorted(
             (result for result in members if result.end.value in _OUT_OF_MEMORY),
@@ -290,6 +348,7 @@ def _largest_batches(results: Iterable[CaseResult]) -> list[LargestBatch]:
                     model=model,
                     seq_len=seq_len,
                     dtype=dtype,
+                    **site._asdict(),
                     largest_finished=max(fit, default=None),
                     smallest_out_of_memory=failed[0].case.batch_size if failed else None,
                     fits=next((result.fits for result in failed if result.fits), None),

@@ -1,12 +1,14 @@
 """The cases of a matrix: one named case for each combination, in the order they run.
 
-Names are `<Trainer>_bs<B>_seq<S>`, followed by `_<model>` and `_<dtype>` where the matrix has several.
-Batches run in ascending order, so that a small one predicts whether a larger one fits.
+Names are `<Trainer>_bs<B>_seq<S>`, followed by `_<model>` and `_<dtype>` where the matrix has several, and by
+`_ddpx2` or `_fsdp2x2` for an experiment on two GPUs. Batches run in ascending order, so that a small one
+predicts whether a larger one fits; those on fewer GPUs come first.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,23 +52,31 @@ def cases_of(config: SweepConfig, device: str) -> dict[str, SweepCase]:
     trainers = short_names(config.trainers)
     models = short_names(config.models)
     cases: dict[str, SweepCase] = {}
-    for model in config.models:
-        for dtype in config.dtypes:
-            for trainer in config.trainers:
-                for batch_size in sorted(config.batch_sizes):
-                    for seq_len in config.seq_lengths:
-                        name = f"{trainers[trainer]}_bs{batch_size}_seq{seq_len}"
-                        name += f"_{models[model]}" if len(config.models) > 1 else ""
-                        name += f"_{dtype}" if len(config.dtypes) > 1 else ""
-                        cases[name] = SweepCase(
-                            trainer=trainer,
-                            model=model,
-                            batch_size=batch_size,
-                            seq_len=seq_len,
-                            dtype=dtype,
-                            device=device,
-                            **settings,
-                        )
+    matrix = itertools.product(
+        sorted(config.gpus_per_experiment),
+        config.models,
+        config.dtypes,
+        config.trainers,
+        sorted(config.batch_sizes),
+        config.seq_lengths,
+    )
+    for gpus, model, dtype, trainer, batch_size, seq_len in matrix:
+        parallel = config.parallel if gpus > 1 else None
+        name = f"{trainers[trainer]}_bs{batch_size}_seq{seq_len}"
+        name += f"_{models[model]}" if len(config.models) > 1 else ""
+        name += f"_{dtype}" if len(config.dtypes) > 1 else ""
+        name += f"_{parallel}x{gpus}" if gpus > 1 else ""
+        cases[name] = SweepCase(
+            trainer=trainer,
+            model=model,
+            batch_size=batch_size,
+            seq_len=seq_len,
+            dtype=dtype,
+            device=device,
+            gpus=gpus,
+            parallel=parallel,
+            **settings,
+        )
     return cases
 
 

@@ -26,11 +26,14 @@ from ..plain_files import read_given
 from ..records import SweepCase
 from ..text import shortened
 from .content_hash import find_module, is_path
+from .launchers.settings import ClusterSettings, check_settings
 from .sizes import SIZES
 from .trainers.base import NEEDS_OPACUS, OPTIMIZERS, TRAINERS
 
 DTYPES = ("auto", "fp32", "bf16")
 DEVICES = ("auto", "cuda", "cpu")
+LAUNCHERS = ("local", "slurm", "ray")
+PARALLEL = ("ddp", "fsdp2")
 ATTENTION = get_args(Attention)
 
 _MAX_INT = 2**63 - 1  # the largest integer of JSON decoders and torch
@@ -80,6 +83,14 @@ class SweepConfig(
     """After an out-of-memory, try smaller batches and models until one fits."""
     gpus: list[_CountOrZero] | None = None
     """Indices of visible GPUs; None: all of them."""
+    launcher: str = "local"
+    """One of `LAUNCHERS`: where experiments run."""
+    cluster: ClusterSettings = field(default_factory=ClusterSettings)
+    """What each experiment requests of a cluster."""
+    gpus_per_experiment: list[_Count] = field(default_factory=lambda: [1])
+    """How many GPUs an experiment uses; a file may also give one number."""
+    parallel: str | None = None
+    """One of `PARALLEL`: how experiments on several GPUs share the training."""
 
 
 TEST_CONFIG = SweepConfig(
@@ -98,7 +109,7 @@ TEST_CONFIG = SweepConfig(
 FIELDS = tuple(entry.encode_name for entry in msgspec.structs.fields(SweepConfig))
 """The keys of profiling_config.json."""
 
-_AXES = ("trainers", "batch_sizes", "seq_lengths", "model_sizes", "dtypes")
+_AXES = ("trainers", "batch_sizes", "seq_lengths", "model_sizes", "dtypes", "gpus_per_experiment")
 _FINITE = (
     "learning_rate",
     "max_grad_norm",
@@ -155,6 +166,13 @@ def parse(values: Mapping[str, Any]) -> SweepConfig:
             raise UsageError(
                 f"unknown key {brief(key)}{closest(key, FIELDS)}; known keys: {', '.join(FIELDS)}"
             )
+    cluster = values.get("cluster")
+    for key in cluster if isinstance(cluster, Mapping) else ():
+        if key not in ClusterSettings.__struct_fields__:
+            known = ClusterSettings.__struct_fields__
+            raise UsageError(f"unknown key {brief(f'cluster.{key}')}{closest(str(key), known)}")
+    if isinstance(values.get("gpus_per_experiment"), int):
+        values["gpus_per_experiment"] = [values["gpus_per_experiment"]]
     for axis in _AXES:
         if isinstance(values.get(axis), (list, tuple)):
             with contextlib.suppress(TypeError):  # a nested list: `convert` reports it
@@ -170,11 +188,12 @@ def parse(values: Mapping[str, Any]) -> SweepConfig:
 def _invalid_value(values: Mapping[str, Any], error: msgspec.ValidationError) -> UsageError:
     """msgspec's "Expected `int` >= 1 - at `$.batch_sizes[0]`", with the value that was given."""
     expected, _, key_path = str(error).partition(" - at ")
-    found = re.fullmatch(r"`\$\.(\w+)(?:\[(\d+|\.\.\.)\])?`", key_path)
-    if found is None:
+    found = re.fullmatch(r"`\$\.(?:(cluster)\.)?(\w+)(?:\[(\d+|\.\.\.)\])?`", key_path)
+    if found is None or "unknown field" in expected:
         return UsageError(shortened(str(error)))
-    key, index = found[1], found[2]
-    got = values[key]
+    key, index = found[2], found[3]
+    got = values[key] if found[1] is None else values["cluster"][key]
+    key = key if found[1] is None else f"cluster.{key}"
     if index is not None and index.isdigit():
         got = got[int(index)]
     expected_type = re.sub(r", got .*", "", expected.removeprefix("Expected ")).replace("`", "")
@@ -184,8 +203,10 @@ def _invalid_value(values: Mapping[str, Any], error: msgspec.ValidationError) ->
         "str": "text",
         "array": "a list",
         "bool": "true or false",
+        "object": "an object",
     }
-    expected_type = re.sub(r"\b(int|float|str|array|bool)\b", lambda match: words[match[0]], expected_type)
+    known = rf"\b({'|'.join(words)})\b"
+    expected_type = re.sub(known, lambda match: words[match[0]], expected_type)
     return UsageError(f"{key} must be {expected_type.replace('|', 'or')}; got {brief(got)}")
 
 
@@ -193,7 +214,14 @@ def _check(config: SweepConfig) -> None:
     """Checks beyond types: lists are not empty, names are known, limits are consistent."""
     for axis, found in zip(
         _AXES,
-        (config.trainers, config.batch_sizes, config.seq_lengths, config.models, config.dtypes),
+        (
+            config.trainers,
+            config.batch_sizes,
+            config.seq_lengths,
+            config.models,
+            config.dtypes,
+            config.gpus_per_experiment,
+        ),
         strict=True,
     ):
         if not found:
@@ -209,11 +237,27 @@ def _check(config: SweepConfig) -> None:
     _check_one_of("optimizer", config.optimizer, OPTIMIZERS)
     _check_one_of("device", config.device, DEVICES)
     _check_one_of("attention", config.attention, ATTENTION)
+    _check_one_of("launcher", config.launcher, LAUNCHERS)
+    check_settings(config.cluster)
+    _check_parallel(config)
     for name in _FINITE:
         if math.isinf(getattr(config, name) or 0.0):
             raise UsageError(f"{name} must be a finite number; got {getattr(config, name)}")
     if config.max_steps < config.min_steps:
         raise UsageError(f"max_steps ({config.max_steps}) must not be below min_steps ({config.min_steps})")
+
+
+def _check_parallel(config: SweepConfig) -> None:
+    most = max(config.gpus_per_experiment)
+    if config.parallel is not None:
+        _check_one_of("parallel", config.parallel, PARALLEL)
+        if most == 1:
+            raise UsageError(
+                f"parallel is {config.parallel}, but gpus_per_experiment is 1: leave parallel out, or set "
+                "gpus_per_experiment to 2 or more"
+            )
+    elif most > 1:
+        raise UsageError(f"gpus_per_experiment is {most}: set parallel to {' or '.join(PARALLEL)}")
 
 
 def _check_one_of(what: str, name: str, known: Sequence[str]) -> None:

@@ -8,6 +8,7 @@
     running/<name>.json         an experiment in progress: its process and token
     running/<name>.progress     the phases it has reached
     running/slot-<n>.log        what a worker printed before it was given an experiment
+    running/jobs-<id>/          experiments given to a cluster (launchers/jobs.py), until all have ended
     report.html                 the HTML report of all experiments
 
 Ownership: a folder without sweep.json may contain anything except these names. One with a sweep.json is
@@ -43,14 +44,25 @@ from .config import SweepConfig, as_mapping
 
 # What may differ between two calls for one folder: the axes that names show, and limits that are not part of
 # an experiment.
-_AXES = ("trainers", "batch_sizes", "seq_lengths")
-_FREE = (*_AXES, "timeout_s", "memory_limit_gib", "prune", "find_fit", "gpus")
+_AXES = ("trainers", "batch_sizes", "seq_lengths", "gpus_per_experiment")
+_FREE = (
+    *_AXES,
+    "timeout_s",
+    "memory_limit_gib",
+    "prune",
+    "find_fit",
+    "gpus",
+    "parallel",
+    "launcher",
+    "cluster",
+)
 
 
 RECORD_FILE = "sweep.json"
 PAGE_FILE = "report.html"
 LOGS, RESULTS, RUNS, RUNNING = "logs", "results", "runs", "running"
 _LOCK_FILE = "lock"
+_JOBS_PREFIX = "jobs-"
 
 
 class RunningCase(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,6 +89,7 @@ class SweepFolder:
         self.results = root / RESULTS if results is None else results
         self.runs = root / RUNS
         self.running = root / RUNNING
+        self.lock = self.running / _LOCK_FILE
 
     @property
     def parts(self) -> tuple[Path, ...]:
@@ -112,6 +125,17 @@ class SweepFolder:
     def slot_log(self, slot: str) -> Path:
         return self.running / f"slot-{slot}.log"
 
+    def jobs(self, batch: str) -> Path:
+        return self.running / f"{_JOBS_PREFIX}{batch}"
+
+    def all_jobs(self) -> list[Path]:
+        """The folders of experiments that were given to a cluster, the oldest first."""
+        try:
+            found = [path for path in self.running.glob(f"{_JOBS_PREFIX}*") if plain_files.is_folder(path)]
+        except OSError:
+            return []
+        return sorted(found, key=lambda path: path.lstat().st_mtime_ns)
+
     def log_names(self) -> list[str]:
         """The experiments that have a log."""
         return plain_files.names_in(self.logs, ".log")
@@ -130,7 +154,7 @@ class FolderLock:
 
     def __init__(self, folder: SweepFolder) -> None:
         self._folder = folder
-        self._path = folder.running / _LOCK_FILE
+        self._path = folder.lock
         self._file = self._take()
 
     def renew(self) -> None:
@@ -292,19 +316,22 @@ def _joined(
     for key, value in new.items():
         if key not in _FREE and recorded.config.get(key) != value:
             raise _another_sweep(folder, key, recorded.config.get(key), value)
-    axes = {key: _union(recorded.config.get(key) or [], new[key]) for key in _AXES}
-    joined = msgspec.convert({**new, **axes}, SweepConfig)
+    here, there = config.parallel, recorded.config.get("parallel")
+    if here and there and here != there:
+        raise _another_sweep(folder, "parallel", there, here)
+    recorded_axes = {key: recorded.config.get(key) or [] for key in _AXES}
+    # A sweep of a version that could not use several GPUs.
+    recorded_axes["gpus_per_experiment"] = recorded_axes["gpus_per_experiment"] or [1]
+    axes = {key: _union(recorded_axes[key], new[key]) for key in _AXES}
+    covers_both = {**new, "parallel": here or there}
+    joined = msgspec.convert({**covers_both, **axes}, SweepConfig)
     together = cases_of(joined, config.device)
-    for name, case in _recorded_cases(recorded, config).items() | cases.items():
+    recorded_cases = cases_of(msgspec.convert({**covers_both, **recorded_axes}, SweepConfig), config.device)
+    for name, case in recorded_cases.items() | cases.items():
         if together.get(name) != case:
             differing = together[name].trainer if name in together else "none"
             raise _another_sweep(folder, f"trainer of {name}", differing, case.trainer)
     return joined
-
-
-def _recorded_cases(recorded: SweepRecord, config: SweepConfig) -> Mapping[str, SweepCase]:
-    axes = {key: recorded.config.get(key) or [] for key in _AXES}
-    return cases_of(msgspec.convert({**as_mapping(config), **axes}, SweepConfig), config.device)
 
 
 def _another_sweep(folder: SweepFolder, what: str, recorded: Any, here: Any) -> UsageError:

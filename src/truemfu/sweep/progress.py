@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from .. import plain_files
-from ..records import Phase
+from ..records import Environment, Phase
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,6 +26,10 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     process_bytes: int | None = None
     fits: bool | None = None
     """A probe's answer, in its last line."""
+    environment: Environment | None = None
+    """Where it runs, once that is known."""
+    rank: int | None = None
+    """In the last line: the rank that ended without a result, and the worker with it."""
 
 
 def append_progress(path: Path, progress: Progress) -> None:

@@ -1,6 +1,6 @@
 """After an out-of-memory: the largest batch or model that fits in memory, by measurement.
 
-    finished experiments of one trainer, model, sequence and dtype ─► a batch that fits, one that does not
+    finished experiments that differ in batch alone ─► a batch that fits, one that does not
         ─► between the two, probes (fresh workers, two steps each) by bisection
         ─► not even a batch of 1: the next smaller reference model
 
@@ -36,10 +36,12 @@ Prober = Callable[[SweepCase], Probe]
 
 def propose(results: Iterable[CaseResult], probe: Prober | None) -> Iterator[tuple[str, str]]:
     """For each experiment that ran out of memory and has no answer yet: its name, and what fits, as text."""
-    groups: dict[tuple[str, str, int, str], list[CaseResult]] = {}
+    groups: dict[tuple[object, ...], list[CaseResult]] = {}
     for result in results:
         case = result.case
-        groups.setdefault((case.trainer, case.model, case.seq_len, case.dtype), []).append(result)
+        device = result.environment.device_name if result.environment is not None else None
+        key = (case.trainer, case.model, case.seq_len, case.dtype, case.gpus, case.parallel, device)
+        groups.setdefault(key, []).append(result)
     for group in groups.values():
         unanswered = [result for result in group if result.end in OUT_OF_MEMORY and result.fits is None]
         answer = _search(group, probe) if unanswered else None

@@ -43,6 +43,10 @@ class SweepOutcome:
     results: list[CaseResult]
     """In the order of the matrix; without those that an interruption left unfinished."""
     interrupted: bool
+    by_ctrl_c: bool = False
+    """Whether it was Ctrl-C that interrupted it."""
+    on_cluster: int = 0
+    """Experiments that are left on a cluster."""
     wall_s: float
     harness_s: float
     """The part of `wall_s` in which no experiment did its own work.

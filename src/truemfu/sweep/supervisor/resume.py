@@ -16,7 +16,7 @@ from ..process import kill_leftovers
 from ..progress import read_progress
 from .case_log import last_lines
 from .stored import stored_result
-from .supervise import peaks, save
+from .supervise import environment_of, peaks, save
 
 RERUN = ("none", "failed", "all", *(status.value for status in Status if status is not Status.OK))
 """What to run again although it has a result: nothing, failed experiments, all, or those of one status."""
@@ -53,12 +53,22 @@ def reusable(
     return valid
 
 
-def end_leftovers(folder: SweepFolder, names: Collection[str], record: SweepRecord, say: Say) -> None:
+def end_leftovers(
+    folder: SweepFolder,
+    names: Collection[str],
+    record: SweepRecord,
+    say: Say,
+    *,
+    on_cluster: Collection[str] = (),
+) -> None:
     """End what a killed supervisor left running; an experiment not in `names` (not run now) is lost.
 
-    One that is not in the record belongs to a sweep that was started over: it gets no result.
+    One that is not in the record belongs to a sweep that was started over: it gets no result. Those in
+    `on_cluster` have a supervisor of their own on their node.
     """
     for name, path in folder.markers().items():
+        if name in on_cluster:
+            continue
         try:
             left = msgspec.json.decode(plain_files.read(path), type=RunningCase)
         except (msgspec.MsgspecError, OSError, UnicodeDecodeError, RecursionError) as error:
@@ -95,5 +105,6 @@ def _lost(name: str, left: RunningCase, sweep_id: str, folder: SweepFolder) -> C
         message="its supervisor ended before it finished",
         log_tail=last_lines(folder.log(name)),
         memory=peaks(progress_lines),
+        environment=environment_of(progress_lines),
         began_at_s=left.began_at_s,
     )

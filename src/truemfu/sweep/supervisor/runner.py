@@ -26,18 +26,21 @@ import msgspec
 
 from ... import plain_files
 from ...commit import git_commit
-from ...errors import one_line
+from ...errors import UsageError, one_line
 from ...records import CaseResult, Memory, Phase, Status, SweepCase, SweepRecord
 from ..cases import cases_of, resolved
 from ..config import SweepConfig, as_mapping, parse
 from ..content_hash import content_hash, hashed_environment
-from ..gpus import device_name, resolve_device
+from ..launchers.device import device_name_of, device_of
+from ..launchers.engines import engine_of
 from ..launchers.local import WORKER, Slot, slots
+from ..launchers.settings import request_of
 from ..order import WorkerOrder
 from ..paths import FolderLock, SweepFolder, claim, repair
 from .case_log import last_lines
 from .memory_fit import OUT_OF_MEMORY, Probe, propose
 from .outcome import CaseState, Listener, SweepOutcome, covered_s
+from .placed import Board, Placed, launchers_in_use
 from .resume import check_rerun, end_leftovers, reusable
 from .stored import stored_result
 from .supervise import Stop, Watched, run_case, save, watch
@@ -60,26 +63,69 @@ def run_sweep(
     began = time.monotonic()
     check_rerun(rerun)
     config = parse(as_mapping(config))
-    device = resolve_device(config.device, config.gpus)
+    device = device_of(config)
     config = resolved(config, device)
     cases = cases_of(config, device)
-    all_slots = slots(config, device, SweepFolder(folder.absolute()), command)
+    own_folder = SweepFolder(folder.absolute())
+    _refuse_jobs_elsewhere(own_folder, config.launcher, rerun)
+    all_slots: dict[int, list[Slot]] = {}
+    placed = None
+    if config.launcher == "local":
+        all_slots = {
+            gpus: slots(config, device, own_folder, command, gpus_per_experiment=gpus)
+            for gpus in sorted(config.gpus_per_experiment)
+        }
+    else:
+        placed = _placed(config, device, own_folder, command)
     sweep_folder, record, lock = claim(
         folder, config, cases, start_over=rerun == "all" if start_over is None else start_over
     )
     try:
         sweep = _Sweep(config, cases, sweep_folder, record, lock, listener)
         with _stopped_by_signals(sweep.stop):
-            sweep.run(all_slots, rerun)
+            sweep.run(all_slots, rerun, placed)
         wall_s = time.monotonic() - began
         return SweepOutcome(
             results=sweep.ordered_results(),
             interrupted=sweep.stop.requested,
+            by_ctrl_c=sweep.stop.by_ctrl_c,
+            on_cluster=len(placed.names) if placed is not None else 0,
             wall_s=wall_s,
             harness_s=max(wall_s - covered_s(sweep.own_work), 0.0),
         )
     finally:
         lock.release()
+
+
+def _placed(config: SweepConfig, device: str, folder: SweepFolder, command: Sequence[str]) -> Placed:
+    """The engine and the request of each experiment; a UsageError if it cannot be satisfied."""
+    engine = engine_of(config.launcher, config.cluster)
+    requests = {
+        gpus: request_of(config.cluster, device, config.timeout_s, gpus)
+        for gpus in config.gpus_per_experiment
+    }
+    if not launchers_in_use(folder):  # else it has been found to work
+        for request in requests.values():
+            engine.check(request)
+    return Placed(
+        engine,
+        config.launcher,
+        config.cluster,
+        requests,
+        folder,
+        timeout_s=config.timeout_s,
+        command=command,
+    )
+
+
+def _refuse_jobs_elsewhere(folder: SweepFolder, launcher: str, rerun: str) -> None:
+    """Experiments that another engine may still run must not run here too."""
+    for used in sorted(launchers_in_use(folder)):
+        if used != launcher or rerun == "all":
+            raise UsageError(
+                f"experiments of {folder.root} are still on {used}: wait for them with --launcher {used}, or "
+                "cancel them with --cancel"
+            )
 
 
 class _Sweep:
@@ -105,7 +151,7 @@ class _Sweep:
         self._cases = cases
         limit = config.memory_limit_gib
         self._memory_limit_bytes = None if limit is None else int(limit * 2**30)
-        environment = hashed_environment(device_name(config.device), self._memory_limit_bytes)
+        environment = hashed_environment(device_name_of(config, config.device), self._memory_limit_bytes)
         self._hashes = {name: content_hash(case, environment) for name, case in self._cases.items()}
         self._commit = git_commit()
         self._results: dict[str, CaseResult] = {}
@@ -113,24 +159,45 @@ class _Sweep:
         self._lock = threading.RLock()
         self._failure: BaseException | None = None
 
-    def run(self, all_slots: list[Slot], rerun: str) -> None:
+    def run(self, all_slots: Mapping[int, list[Slot]], rerun: str, placed: Placed | None = None) -> None:
+        """`all_slots`: the slots for experiments on this many GPUs; none if they are placed on a cluster."""
         say = self._listener.message
-        end_leftovers(self._folder, self._cases, self._record, say)
-        self._results = reusable(
-            self._folder, self._hashes, rerun=rerun, timeout_s=self._config.timeout_s, say=say
-        )
+        on_cluster = placed.find(say) if placed is not None else set()
+        end_leftovers(self._folder, self._cases, self._record, say, on_cluster=on_cluster)
+        hashes = {name: known for name, known in self._hashes.items() if name not in on_cluster}
+        self._results = reusable(self._folder, hashes, rerun=rerun, timeout_s=self._config.timeout_s, say=say)
         self._listener.started(list(self._cases), list(self._results.values()))
-        self._pending.extend(name for name in self._cases if name not in self._results)
-        threads = [threading.Thread(target=self._serve, args=(slot,), name=slot.name) for slot in all_slots]
+        pending = [name for name in self._cases if name not in self._results and name not in on_cluster]
+        if placed is not None:
+            self._pending.extend(pending)
+            placed.run([name for name in pending if not self._pruned(name)], self._board())
+        for gpus, same_size in all_slots.items():
+            self._pending.extend(name for name in pending if self._cases[name].gpus == gpus)
+            self._serve_all(same_size)
+        if not self.stop.requested:
+            self._find_memory_fits({gpus: same_size[0] for gpus, same_size in all_slots.items()})
+        self._write_missing_files()
+
+    def _board(self) -> Board:
+        return Board(
+            order=lambda name: self._order(name, self._cases[name], self._hashes[name]),
+            ended=self._ended,
+            changed=self._listener.changed,
+            prunes=self._pruned_result,
+            repair=self._repair_folder,
+            say=self._listener.message,
+            stop=self.stop,
+        )
+
+    def _serve_all(self, same_size: list[Slot]) -> None:
+        """A thread for each slot, until no experiment is left."""
+        threads = [threading.Thread(target=self._serve, args=(slot,), name=slot.name) for slot in same_size]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
         if self._failure is not None:
             raise self._failure
-        if not self.stop.requested:
-            self._find_memory_fits(all_slots[0])
-        self._write_missing_files()
 
     def ordered_results(self) -> list[CaseResult]:
         return [self._results[name] for name in self._cases if name in self._results]
@@ -227,7 +294,15 @@ class _Sweep:
 
     def _pruned(self, name: str) -> bool:
         """Whether the same case with a smaller batch ran out of memory; its result is then `pruned`."""
-        case = self._cases[name]
+        pruned = self._pruned_result(name)
+        if pruned is not None:
+            self._ended(save(self._folder, pruned))
+        return pruned is not None
+
+    def _pruned_result(self, name: str) -> CaseResult | None:
+        case = self._cases.get(name)
+        if case is None:  # of an earlier call, and not in this matrix
+            return None
         with self._lock:
             smaller = [
                 result
@@ -238,8 +313,8 @@ class _Sweep:
                 and msgspec.structs.replace(result.case, batch_size=case.batch_size) == case
             ]
         if not smaller:
-            return False
-        pruned = CaseResult(
+            return None
+        return CaseResult(
             name=name,
             sweep_id=self._sweep_id,
             content_hash=self._hashes[name],
@@ -248,10 +323,10 @@ class _Sweep:
             phase=Phase.START,
             message=f"not run: {smaller[0].name} already ran out of memory",
         )
-        self._ended(save(self._folder, pruned))
-        return True
 
     def _ended(self, result: CaseResult) -> None:
+        if result.name not in self._cases:  # of an earlier call, and not in this matrix
+            return
         with self._lock:
             self._results[result.name] = result
             if result.began_at_s is not None and result.wall_s is not None:
@@ -261,8 +336,9 @@ class _Sweep:
                 )
             self._listener.ended(result)
 
-    def _find_memory_fits(self, slot: Slot) -> None:
-        prober = partial(self._probe, slot) if self._config.find_fit else None
+    def _find_memory_fits(self, slot_by_gpus: Mapping[int, Slot]) -> None:
+        """By probes in a slot; on a cluster from finished experiments alone."""
+        prober = partial(self._probe, slot_by_gpus) if self._config.find_fit and slot_by_gpus else None
         try:
             for name, answer in propose(list(self._results.values()), prober):
                 result = msgspec.structs.replace(self._results[name], fits=answer)
@@ -272,10 +348,12 @@ class _Sweep:
             # The next call searches for the rest.
             return
         finally:
-            slot.close()
+            for slot in slot_by_gpus.values():
+                slot.close()
 
-    def _probe(self, slot: Slot, case: SweepCase) -> Probe:
+    def _probe(self, slot_by_gpus: Mapping[int, Slot], case: SweepCase) -> Probe:
         """Run two steps of a case in a fresh worker: do they fit in memory?"""
+        slot = slot_by_gpus[case.gpus]
         name = f"probe-{slot.name}"
         log = self._folder.slot_log(name)
         order = msgspec.structs.replace(self._order(name, case, ""), purpose="probe", log_path=str(log))
@@ -337,6 +415,7 @@ def _stopped_by_signals(stop: Stop) -> Iterator[None]:
         return
 
     def request_stop(number: int, frame: FrameType | None) -> None:
+        stop.by_ctrl_c = number == signal.SIGINT
         stop.request()
 
     numbers = [signal.SIGINT, signal.SIGTERM]

@@ -24,7 +24,17 @@ import msgspec
 
 from ... import plain_files
 from ...errors import RecordError
-from ...records import CaseResult, Memory, Phase, PhaseTime, Status, decode, read_record, write_record
+from ...records import (
+    CaseResult,
+    Environment,
+    Memory,
+    Phase,
+    PhaseTime,
+    Status,
+    decode,
+    read_record,
+    write_record,
+)
 from ..order import WorkerOrder, encode_order
 from ..paths import RunningCase, SweepFolder
 from ..process import GRACE_S, WorkerProcess, kernel_oom_kills
@@ -40,6 +50,7 @@ class Stop:
     """A request to stop (Ctrl-C): the first ends gracefully, the second at once."""
 
     def __init__(self) -> None:
+        self.by_ctrl_c = False
         self._requested = threading.Event()
         self._at_once = threading.Event()
 
@@ -55,6 +66,10 @@ class Stop:
     @property
     def at_once(self) -> bool:
         return self._at_once.is_set()
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleep this long, or until a stop is requested."""
+        self._requested.wait(timeout_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +89,11 @@ class Watched:
     @property
     def phase(self) -> Phase:
         return self.progress[-1].phase if self.progress else Phase.START
+
+    @property
+    def rank(self) -> int | None:
+        """The rank of several that ended without a result, and the worker with it."""
+        return self.progress[-1].rank if self.progress else None
 
     @property
     def working_until_s(self) -> float:
@@ -172,7 +192,7 @@ def save(folder: SweepFolder, result: CaseResult) -> CaseResult:
         result = msgspec.structs.replace(result, notes=[*result.notes, *found])
     problems = []
     try:
-        write_record(file, result)
+        write_record(file, result, durable=True)
     except OSError as error:
         problems.append(f"{file.relative_to(folder.root)} could not be written: {error.strerror}")
     try:
@@ -255,6 +275,8 @@ def _conclude(
         tail = last_lines(worker.log)
     if answer is None:
         status, message = _cause(worker, seen, tail, folder)
+        if seen.rank is not None:
+            message = f"rank {seen.rank}: {message}"
         answer = CaseResult(
             name=order.name,
             sweep_id=order.sweep_id,
@@ -263,8 +285,13 @@ def _conclude(
             end=status,
             phase=seen.phase,
             message=message,
-            phases=[PhaseTime(phase=entry.phase, began_at_s=entry.at_s) for entry in seen.progress],
+            phases=[
+                PhaseTime(phase=entry.phase, began_at_s=entry.at_s)
+                for entry in seen.progress
+                if entry.rank is None
+            ],
             memory=peaks(seen.progress, worker.peak_bytes),
+            environment=environment_of(seen.progress),
         )
     elif worker.signal_name is not None and not seen.interrupted:
         note = f"ended by {worker.signal_name} after its result was written"
@@ -290,7 +317,8 @@ def _cause(worker: WorkerProcess, seen: Watched, tail: list[str], folder: SweepF
             f"did not finish within its time limit, ended after {seen.wall_s:.1f} s {where}",
         )
     if worker.signal_name == "SIGKILL" and seen.kernel_killed:
-        held = "" if worker.peak_bytes is None else f"; it used at least {worker.peak_bytes / 2**30:.1f} GiB"
+        peak = worker.peak_bytes if seen.rank is None else None  # that of the worker is not the rank's
+        held = "" if peak is None else f"; it used at least {peak / 2**30:.1f} GiB"
         return Status.HOST_OOM, f"killed by the kernel because memory ran out {where}{held}"
     if worker.signal_name == "SIGABRT" and any("bad_alloc" in line for line in tail):
         return Status.HOST_OOM, f"a native library ran out of memory {where}{last}"
@@ -319,6 +347,11 @@ def peaks(progress: list[Progress], process_bytes: int | None = None) -> Memory:
         reserved_bytes=most([entry.reserved_bytes for entry in progress]),
         process_bytes=most([*(entry.process_bytes for entry in progress), process_bytes]),
     )
+
+
+def environment_of(progress: list[Progress]) -> Environment | None:
+    """Where an experiment ran that left no result; None if it ended before that was known."""
+    return next((entry.environment for entry in reversed(progress) if entry.environment), None)
 
 
 def _seal_interrupted(folder: SweepFolder, name: str) -> None:

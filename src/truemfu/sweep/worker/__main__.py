@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import importlib
 import os
 import signal
@@ -24,15 +23,14 @@ from typing import NoReturn
 
 from ...plain_files import open_plain
 from ..process import ANSWER_NAME
+from .lifetime import die_with_parent, exit_at_once, find_modules_here
 
 STARTED_AT_S = time.time()
-
-_PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
     """Wait for an order, run it, report the result."""
-    _die_with_parent()
+    die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # so any KeyboardInterrupt was raised by a trainer
     answer_file = _answer_file()
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # hides the profiler's start messages
@@ -68,23 +66,19 @@ def main() -> int:
         return 2
     began_at_s = time.time()
     _write_to(Path(order.log_path))
-    with contextlib.suppress(FileNotFoundError):  # the current folder may have been removed
-        sys.path.append(os.getcwd())  # find trainers and factories there, after installed packages
+    find_modules_here()
     output = WorkerOutput(answer_file)
+    result_file = SweepFolder(Path(order.folder)).result(order.name)
+    if order.case.gpus > 1:
+        from .ranks import answer_probe, run_ranks
+
+        if order.purpose == "probe":
+            return 1 if answer_probe(order) is None else 0
+        return output.report(run_ranks(order), result_file)
     experiment = Experiment(order, output.say, started_at_s=STARTED_AT_S, began_at_s=began_at_s)
     if order.purpose == "probe":
         return 1 if experiment.probe() is None else 0
-    return output.report(experiment.run(), SweepFolder(Path(order.folder)).result(order.name))
-
-
-def _die_with_parent() -> None:
-    """No worker outlives its supervisor, however that ends."""
-    if sys.platform != "linux":
-        return
-    parent = os.getppid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before prctl
-        os._exit(1)
+    return output.report(experiment.run(), result_file)
 
 
 def _answer_file() -> int | None:
@@ -115,11 +109,7 @@ def _write_to(log_path: Path) -> None:
 
 def start() -> NoReturn:
     """Run as a worker process, then exit."""
-    code = main()
-    with contextlib.suppress(Exception):  # the log's disk may be full, or its streams closed
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(code)  # all is written; an orderly exit of torch and CUDA is slow
+    exit_at_once(main())
 
 
 if __name__ == "__main__":

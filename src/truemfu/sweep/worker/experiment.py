@@ -5,6 +5,11 @@ gate ─► build ─► warm_up ─► timed ─► count ─► profiled ─�
   │                                     │      the result has all values so far (gradient check, memory, …)
   ├─► incorrect: never timed            │
   └─► incorrect: the timed steps did not train ◄┘
+
+On several GPUs each rank runs these phases. Figures are of all ranks together: FLOPs, tokens and peaks are
+added up, so MFU is over all devices. The step time is that of the slowest rank, by the median of its own
+steps. No barrier is needed for that: a step cannot end before the gradients of every rank have arrived, so
+all ranks do the same number of steps in the same time, and a barrier would only add its own.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import torch
 
 from ...errors import UsageError, one_line
@@ -28,6 +34,7 @@ from ...records import (
     Memory,
     Phase,
     PhaseTime,
+    RankFigures,
     Status,
     SweepCase,
 )
@@ -39,7 +46,8 @@ from ..trainers.base import Trainer, TrainerSettings, load_trainer
 from .case_model import Batch, CaseModel, build_case_model, endless_batches, samples_of
 from .environment import environment, memory, reset_peaks
 from .gradient_check import NAN_RELATIVE_ERROR, check_trainer
-from .measure import count_work, time_steps, warm_up
+from .job import ALONE, Job, cause_of, is_lost_peer
+from .measure import TimedPass, count_needed, count_work, summed, time_steps, together, warm_up
 from .memory_limit import limit_memory
 from .models import parameter_count
 from .run_files import clear_run_folder, write_events, write_trace
@@ -54,18 +62,26 @@ class Experiment:
     """Runs one order; what it measures until a failure is still in the result."""
 
     def __init__(
-        self, order: WorkerOrder, say: Callable[[str], None], *, started_at_s: float, began_at_s: float
+        self,
+        order: WorkerOrder,
+        say: Callable[[str], None],
+        *,
+        started_at_s: float,
+        began_at_s: float,
+        job: Job = ALONE,
     ) -> None:
+        self.failure: BaseException | None = None
+        """What ended it; None unless something was raised."""
         self._order = order
         self._say = say
         self._case = order.case
-        self._device = (
-            torch.device("cuda", 0) if order.case.device == "cuda" else torch.device(order.case.device)
-        )
+        self._job = job
+        self._device = job.device(order.case.device)
         self._began_at_s = began_at_s
         self._phases = [PhaseTime(phase=Phase.START, began_at_s=started_at_s)]
         self._notes: list[str] = []
         self._environment: Environment | None = None
+        self._own_environment: Environment | None = None
         self._gradient_check: GradientCheck | None = None
         self._parameters: int | None = None
         self._measured: Measured | None = None
@@ -74,10 +90,18 @@ class Experiment:
 
     def run(self) -> CaseResult:
         """The whole experiment."""
+        return self._result_of(self._run)
+
+    def try_steps(self) -> CaseResult:
+        """A few steps, to see whether they fit in memory; its result has no measurement."""
+        return self._result_of(self._try_steps)
+
+    def _result_of(self, work: Callable[[], tuple[Status, str | None]]) -> CaseResult:
         try:
             limit_memory(self._order.memory_limit_bytes)
-            status, message = self._run()
-        except BaseException as error:  # anything a trainer raises, also KeyboardInterrupt
+            status, message = work()
+        except BaseException as raised:  # anything a trainer raises, also KeyboardInterrupt
+            error = self.failure = cause_of(raised)
             status, message = status_of(error)
             limit_memory(None)  # so that writing the result has memory
             self._memory = self._memory or memory(self._device)
@@ -105,11 +129,7 @@ class Experiment:
         fits: bool | None = True
         try:
             limit_memory(self._order.memory_limit_bytes)
-            self._check_device()
-            trainer, built = self._build(load_trainer(self._case.trainer))
-            self._begin(Phase.WARM_UP)
-            batches = endless_batches(built, self._case, self._device)
-            warm_up(trainer, batches, PROBE_STEPS, self._device)
+            self._try_steps()
         except BaseException as error:
             fits = False if is_out_of_memory(error) else None
             limit_memory(None)
@@ -117,15 +137,25 @@ class Experiment:
         self._begin(Phase.DONE, fits=fits)
         return fits
 
+    def _try_steps(self) -> tuple[Status, str | None]:
+        self._check_device()
+        trainer, built = self._build(load_trainer(self._case.trainer))
+        self._begin(Phase.WARM_UP)
+        batches = endless_batches(built, self._data_case, self._device)
+        warm_up(trainer, batches, PROBE_STEPS, self._device)
+        self._memory = self._highest(memory(self._device))
+        return Status.OK, None
+
     def _run(self) -> tuple[Status, str | None]:
-        case, device = self._case, self._device
+        case, device, job = self._case, self._device, self._job
         files = SweepFolder(Path(self._order.folder))
         run_folder, trace = files.run(self._order.name), files.trace(self._order.name)
-        self._note(clear_run_folder(run_folder))
+        if job.rank == 0:
+            self._note(clear_run_folder(run_folder))
         self._check_device()
         trainer_class = load_trainer(case.trainer)
         self._begin(Phase.GRADIENT_CHECK)
-        self._gradient_check = check_trainer(trainer_class, case, device)
+        self._gradient_check = check_trainer(trainer_class, case, device, job)
         if not self._gradient_check.passed:
             self._memory = memory(device)
             return Status.INCORRECT, _why_incorrect(case, self._gradient_check)
@@ -136,27 +166,25 @@ class Experiment:
         trainer, built = self._build(trainer_class)
         if built.brought_batch:
             self._note(f"{case.model} provides its own batch: batch size and sequence length are not used")
-        batches = endless_batches(built, case, device)
+        batches = endless_batches(built, self._data_case, device)
         self._begin(Phase.WARM_UP)
         warm_up(trainer, batches, case.warm_up_steps, device)
         self._begin(Phase.TIMED)
-        timed = time_steps(trainer, batches, case, device)
-        self._memory = memory(device)
+        timed = time_steps(trainer, batches, case, device, agree=lambda steps: max(job.gather(steps)))
+        own_memory = memory(device)
+        self._memory = self._highest(own_memory)
+        ranks = job.gather(self._figures(timed, own_memory)) if job.size > 1 else []
+        timed = together(job.gather(timed))
 
         self._begin(Phase.COUNT)
-        flops = None
-        try:
-            flops = count_work(trainer, next(batches), case, device, timed.steps.median_s)
-        except Exception as error:  # the timed steps stay valid
-            self._note(f"no FLOPs: {one_line(error)}")
-            self._show(error)
-        idle = why_untrained(timed.losses, flops)
+        flops = self._count(trainer, next(batches), timed.steps.median_s)
+        idle = next((why for why in job.gather(why_untrained(timed.losses, flops)) if why), None)
         if idle is not None:
             return Status.INCORRECT, f"the steps of {case.trainer} do not train: {idle}"
 
         self._begin(Phase.PROFILED)
-        steps, trace_note = write_trace(trainer, batches, case, device, trace)
-        samples, tokens = _samples_and_tokens(built.example)
+        steps, trace_note = write_trace(trainer, batches, case, device, trace, job)
+        samples, tokens = map(sum, zip(*job.gather(_samples_and_tokens(built.example)), strict=True))
         self._measured = Measured(
             steps=timed.steps,
             tokens_per_step=tokens,
@@ -167,21 +195,70 @@ class Experiment:
             final_loss=timed.losses[-1],
             trace=str(trace.relative_to(files.root)) if steps else None,
             trace_note=trace_note,
+            ranks=ranks,
         )
         self._begin(Phase.DONE)
-        self._note(write_events(run_folder, self._order.name, self._measured, timed.losses))
+        if job.rank == 0:
+            self._note(write_events(run_folder, self._order.name, self._measured, timed.losses))
         return Status.OK, None
+
+    def _count(self, trainer: Trainer, batch: Batch, step_time_s: float) -> Flops | None:
+        """The FLOPs of a step of all ranks; None and a note if a rank could not count its own."""
+        needed = flops = None
+        try:
+            needed = count_needed(self._case)
+        except Exception as error:  # the timed steps stay valid
+            self._no_flops(error)
+        if None in self._job.gather(needed):  # the others must not take a step without this rank
+            return None
+        assert needed is not None
+        try:
+            flops = count_work(trainer, batch, self._case, self._device, step_time_s, needed=needed)
+        except Exception as error:
+            self._no_flops(error)
+        counted = [own for own in self._job.gather(flops) if own is not None]
+        return summed(counted, step_time_s) if len(counted) == self._job.size else None
+
+    def _no_flops(self, error: Exception) -> None:
+        self._note(f"no FLOPs: {one_line(error)}")
+        self._show(error)
+
+    def _figures(self, timed: TimedPass, own_memory: Memory) -> RankFigures:
+        assert self._own_environment is not None
+        return RankFigures(
+            rank=self._job.rank,
+            host=self._own_environment.host,
+            device_name=self._own_environment.device_name,
+            step_time_s=timed.steps.median_s,
+            memory=own_memory,
+        )
+
+    def _highest(self, own: Memory) -> Memory:
+        """The memory of the rank with the highest peak."""
+        return max(
+            self._job.gather(own), key=lambda rank: (rank.allocated_bytes or 0, rank.process_bytes or 0)
+        )
+
+    @property
+    def _data_case(self) -> SweepCase:
+        """Each rank draws its own data."""
+        return msgspec.structs.replace(self._case, seed=self._case.seed + self._job.rank)
 
     def _check_device(self) -> None:
         if self._device.type == "cuda" and not torch.cuda.is_available():
             raise UsageError("no CUDA device is visible to this process: use device 'cpu', or see nvidia-smi")
-        self._environment = environment(self._device, self._order.git_commit)
+        self._own_environment = environment(self._device, self._order.git_commit)
+        names = {rank.device_name for rank in self._job.gather(self._own_environment)}
+        self._environment = msgspec.structs.replace(
+            self._own_environment, device_name=" + ".join(sorted(names))
+        )
 
     def _build(self, trainer_class: type[Trainer]) -> tuple[Trainer, CaseModel]:
         case = self._case
         self._begin(Phase.BUILD)
-        built = build_case_model(case, self._device)
+        built = build_case_model(case, self._job.build_device(case.device))
         self._parameters = parameter_count(built.model)
+        model = self._job.wrapped(built.model, self._device)
         settings = TrainerSettings(
             optimizer=case.optimizer,
             learning_rate=case.learning_rate,
@@ -189,7 +266,7 @@ class Experiment:
             noise_multiplier=case.noise_multiplier,
             compile=case.compile,
         )
-        trainer = trainer_class(built.model, settings)
+        trainer = self._job.guarded(trainer_class(model, settings))
         reset_peaks(self._device)  # temporary memory of the build does not count
         return trainer, built
 
@@ -200,9 +277,12 @@ class Experiment:
     def _begin(self, phase: Phase, *, fits: bool | None = None) -> None:
         self._phases.append(PhaseTime(phase=phase, began_at_s=time.time()))
         self._append_progress(phase, fits)
-        self._say(f"[{phase.value}]")
+        if self._job.rank == 0:
+            self._say(f"[{phase.value}]")
 
     def _append_progress(self, phase: Phase, fits: bool | None = None) -> None:
+        if self._job.rank > 0:
+            return
         path = Path(self._order.progress_path)
         try:
             append_progress(path, self._progress(phase, fits))
@@ -218,12 +298,16 @@ class Experiment:
             reserved_bytes=peaks.reserved_bytes,
             process_bytes=peaks.process_bytes,
             fits=fits,
+            environment=self._environment,
         )
 
     def _show(self, error: BaseException) -> None:
         """Write the traceback to the log, and release its frames, which hold tensors."""
+        if self._job.size > 1 and is_lost_peer(error):
+            return  # the log shows the rank that failed first
         with contextlib.suppress(Exception):  # formatting the exception may fail
-            self._say("".join(traceback.format_exception(error)).rstrip())
+            text = "".join(traceback.format_exception(error)).rstrip()
+            self._say(text if self._job.size == 1 else f"rank {self._job.rank}: {text}")
         traceback.clear_frames(error.__traceback__)
 
 

@@ -5,6 +5,8 @@
         └─► the trainer, one step: SGD, large learning rate, no noise ────────────► change it made
                                                             largest relative difference ≤ 1e-4: passed
 
+Of several ranks each has its own samples, and the expected change is the mean over all ranks.
+
 The clipping norm is the median of the samples' own norms, so that some are clipped and some are not. Samples
 and tokens differ in number: if they were equal, gradients along the wrong axis would go unnoticed.
 Everything runs in fp32, on the case's device.
@@ -19,6 +21,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ...errors import ModelError, UsageError, one_line
 from ...records import GradientCheck, SweepCase
@@ -28,6 +31,7 @@ from ..trainers.standard import losses_by_sample
 from .case_model import Batch, to_device
 from .environment import reset_peaks
 from .gradient_check_model import GradientCheckModel, cut, gradient_check_model
+from .job import ALONE, Job
 
 TOLERANCE = 1e-4
 
@@ -46,17 +50,23 @@ _SEED = 0
 Changes = dict[str, Tensor]
 
 
-def check_trainer(trainer_class: type[Trainer], case: SweepCase, device: torch.device) -> GradientCheck:
+def check_trainer(
+    trainer_class: type[Trainer], case: SweepCase, device: torch.device, job: Job = ALONE
+) -> GradientCheck:
     """Compare one step of the trainer with a per-sample loop; random state and memory peaks are restored."""
     with _isolated(device):
-        return _check(trainer_class, case, gradient_check_model(case, device), device)
+        return _check(trainer_class, case, gradient_check_model(case, device), device, job)
 
 
 def _check(
-    trainer_class: type[Trainer], case: SweepCase, small: GradientCheckModel, device: torch.device
+    trainer_class: type[Trainer],
+    case: SweepCase,
+    small: GradientCheckModel,
+    device: torch.device,
+    job: Job,
 ) -> GradientCheck:
     model, private = small.model, trainer_class.private
-    batch = to_device(small.batch, device)
+    batch = to_device(_of_rank(small.batch, job.rank), device)
     if private and small.stands_in and case.batch_size == case.seq_len:
         raise Unsupported(
             f"{trainer_class.__name__} cannot be checked on {case.model} itself, and wrong gradients can go "
@@ -80,6 +90,7 @@ def _check(
             / -len(gradients)
             for name, zero in ((name, torch.zeros_like(value)) for name, value in gradients[0].items())
         }
+    expected = _mean_of_ranks(expected, job)
     if _norm(expected) == 0:
         raise ModelError(f"the loss of {small.name} has no gradient: nothing can be trained or checked")
     settings = TrainerSettings(
@@ -92,7 +103,7 @@ def _check(
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     torch.manual_seed(_SEED)
     try:
-        loss: object = trainer_class(model, settings).step(batch)
+        loss: object = trainer_class(job.wrapped(model, device), settings).step(batch)
     except NotImplementedError as error:
         raise Unsupported(f"{trainer_class.__name__} cannot train {small.name}: {error}") from error
     if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -100,8 +111,8 @@ def _check(
             f"{case.trainer}: step(batch) must return the mean loss, as a tensor with one element"
         )
     after = dict(model.named_parameters())
-    made = {name: (after[name].detach() - before[name]) / _LEARNING_RATE for name in expected}
-    relative_error = _difference(made, expected)
+    made = {name: (_whole(after[name].detach()) - before[name]) / _LEARNING_RATE for name in expected}
+    relative_error = max(job.gather(_difference(made, expected)))
     return GradientCheck(
         passed=relative_error <= TOLERANCE,
         relative_error=relative_error,
@@ -112,6 +123,27 @@ def _check(
         clipped=private,
         stands_in=small.stands_in,
     )
+
+
+def _of_rank(batch: Batch, rank: int) -> Batch:
+    """Samples of this rank's own: those of the batch with their tokens (or features) moved along."""
+    return {
+        name: value.roll(rank, dims=-1) if isinstance(value, Tensor) and value.dim() > 1 else value
+        for name, value in batch.items()
+    }
+
+
+def _mean_of_ranks(changes: Changes, job: Job) -> Changes:
+    every = job.gather({name: value.cpu() for name, value in changes.items()})
+    return {
+        name: torch.stack([rank[name] for rank in every]).mean(dim=0).to(value)
+        for name, value in changes.items()
+    }
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    """A parameter that FSDP2 has split, put together from all ranks."""
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
 def _loop(model: nn.Module, batch: Batch, samples: int) -> tuple[list[Changes], str | None]:

@@ -12,10 +12,11 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -45,9 +46,17 @@ def warm_up(trainer: Trainer, batches: Iterator[Batch], steps: int, device: torc
 
 
 def time_steps(
-    trainer: Trainer, batches: Iterator[Batch], case: SweepCase, device: torch.device
+    trainer: Trainer,
+    batches: Iterator[Batch],
+    case: SweepCase,
+    device: torch.device,
+    *,
+    agree: Callable[[int], int] = lambda planned: planned,
 ) -> TimedPass:
-    """Time steps until their median is stable, or up to the case's limit."""
+    """Time steps until their median is stable, or up to the case's limit.
+
+    `agree` makes of the number of steps that this rank would time next the one that all ranks time.
+    """
     times_s: list[float] = []
     waits_s: list[float] = []
     losses: list[Tensor] = []
@@ -68,11 +77,20 @@ def time_steps(
             has_passed = clock.has_passed(span.end)
             assert has_passed
         times_s += [seconds for span in spans if (seconds := duration_s(span)) is not None]
-        planned = _more_steps(times_s, case, time.perf_counter() - began_s)
+        planned = agree(_more_steps(times_s, case, time.perf_counter() - began_s))
     return TimedPass(
         steps=step_times(times_s, case.target_spread, clock.source),
         losses=torch.stack([loss.float().reshape(()) for loss in losses]).tolist(),
         data_wait_s=statistics.median(waits_s),
+    )
+
+
+def together(ranks: Sequence[TimedPass]) -> TimedPass:
+    """The timed steps of a job: the times of its slowest rank, and the mean loss of all ranks."""
+    return TimedPass(
+        steps=max((rank.steps for rank in ranks), key=lambda steps: steps.median_s),
+        losses=[statistics.fmean(losses) for losses in zip(*(rank.losses for rank in ranks), strict=True)],
+        data_wait_s=max(rank.data_wait_s for rank in ranks),
     )
 
 
@@ -125,12 +143,26 @@ def _quantile(ordered: list[float], share: float) -> float:
     return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
 
 
+def count_needed(case: SweepCase) -> FlopCount:
+    """The model's FLOPs of one step, counted without a trainer."""
+    return count_target(count_target_of(case), convention=_convention(case), backward=True)
+
+
+def _convention(case: SweepCase) -> Convention:
+    return Convention(attention=cast(Attention, case.attention))  # checked there
+
+
 def count_work(
-    trainer: Trainer, batch: Batch, case: SweepCase, device: torch.device, step_time_s: float
+    trainer: Trainer,
+    batch: Batch,
+    case: SweepCase,
+    device: torch.device,
+    step_time_s: float,
+    *,
+    needed: FlopCount,
 ) -> Flops:
-    """The model's FLOPs, counted without a trainer, and those this trainer executes in a real step."""
-    convention = Convention(attention=cast(Attention, case.attention))  # checked there
-    needed = count_target(count_target_of(case), convention=convention, backward=True)
+    """The model's FLOPs (`needed`), and those this trainer executes in a real step."""
+    convention = _convention(case)
     executed = count_step(trainer.step, batch, convention=convention)
     used = Utilization.of(needed, step_time_s, device=device)
     return Flops(
@@ -144,6 +176,27 @@ def count_work(
         mfu=used.mfu,
         hfu=calculate_mfu(executed.hardware_flops, step_time_s, used.peak_flops_per_s),
         uncounted=_uncounted(needed, executed),
+    )
+
+
+def summed(ranks: Sequence[Flops], step_time_s: float) -> Flops:
+    """The FLOPs of a step of all ranks, over the peak of all their devices together.
+
+    MFU = Σ FLOPs of a rank / (step time × Σ peak of its device); unknown if the peak of one device is.
+    """
+    first = ranks[0]
+    peaks = [rank.peak_flops_per_s for rank in ranks]
+    known = [peak for peak in peaks if peak is not None]
+    peak = sum(known) if len(known) == len(peaks) else None
+    model_flops = sum(rank.model_flops for rank in ranks)
+    hardware_flops = sum(rank.hardware_flops for rank in ranks)
+    return msgspec.structs.replace(
+        first,
+        model_flops=model_flops,
+        hardware_flops=hardware_flops,
+        peak_flops_per_s=peak,
+        mfu=calculate_mfu(model_flops, step_time_s, peak),
+        hfu=calculate_mfu(hardware_flops, step_time_s, peak),
     )
 
 

@@ -22,7 +22,8 @@ from ...trackers.table import make_tracker
 from ...utilization import share_of_peak
 from ..trainers.base import Trainer
 from .case_model import Batch
-from .measure import synchronize
+from .job import ALONE, Job
+from .measure import synchronize, warm_up
 
 
 def clear_run_folder(folder: Path) -> str | None:
@@ -36,17 +37,40 @@ def clear_run_folder(folder: Path) -> str | None:
 
 
 def write_trace(
-    trainer: Trainer, batches: Iterator[Batch], case: SweepCase, device: torch.device, path: Path
+    trainer: Trainer,
+    batches: Iterator[Batch],
+    case: SweepCase,
+    device: torch.device,
+    path: Path,
+    job: Job = ALONE,
 ) -> tuple[int, str | None]:
     """Profile some steps and write the gzipped trace: its number of steps, and a note if it has fewer.
 
     The limit is on the JSON inside, which is what a viewer has to load. A larger trace is made again with
-    fewer steps.
+    fewer steps. Of several ranks the first is profiled, and the others take its steps with it.
     """
+    if job.rank > 0:
+        while steps := job.of_first(0):
+            warm_up(trainer, batches, steps, device)
+        return 0, None
+    outcome = _write_trace(trainer, batches, case, device, path, job)
+    job.of_first(0)
+    return outcome
+
+
+def _write_trace(
+    trainer: Trainer,
+    batches: Iterator[Batch],
+    case: SweepCase,
+    device: torch.device,
+    path: Path,
+    job: Job,
+) -> tuple[int, str | None]:
     plain = path.with_name(path.name.removesuffix(".gz"))
     steps, note = case.profiled_steps, None
     try:
         while steps > 0:
+            job.of_first(steps)
             _profile(trainer, batches, steps, device, plain)
             size = plain.stat().st_size
             if size <= case.max_trace_bytes:

@@ -63,6 +63,10 @@ def lines_about(result: CaseResult) -> list[str]:
         lines.append(
             f"  model       {result.case.model}, {result.parameters:,} parameters, {result.case.dtype}"
         )
+    if result.case.gpus > 1:
+        lines.append(
+            f"  ranks       {result.case.gpus}, {result.case.parallel}, batch {result.case.batch_size} each"
+        )
     if result.gate is not None:
         verdict = "passed" if result.gate.passed else "failed"
         lines.append(
@@ -86,4 +90,9 @@ def lines_about(result: CaseResult) -> list[str]:
         lines.append(f"  GPU memory  {memory.allocated_bytes / _GIB:.2f} GiB allocated at the peak")
     if memory is not None and memory.process_bytes is not None:
         lines.append(f"  host memory {memory.process_bytes / _GIB:.2f} GiB resident at the peak")
+    if measured is not None:
+        for rank in measured.ranks:
+            peak = rank.memory.allocated_bytes or rank.memory.process_bytes
+            held = "unknown" if peak is None else f"{peak / _GIB:.2f} GiB"
+            lines.append(f"  rank {rank.rank:<6} {rank.device_name}, {held} at the peak")
     return [*lines, *(f"  note: {note}" for note in result.notes)]

@@ -1,0 +1,88 @@
+"""What a cluster engine is for a sweep: it places the node agent, and gives a second opinion.
+
+    engine        Slurm, Ray
+    node agent    `supervisor/on_node.py`, started once for each experiment on the node the engine chose
+
+To add one: a class with these methods, and a line in `engines.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from .jobs import Batch, EngineWord, JobsFolder
+from .settings import Request
+
+_START = """
+import sys
+if sys.path[:1] == [""]:
+    del sys.path[0]
+from {module} import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def python_command(module: str) -> list[str]:
+    """Starts `main` of a module; unlike `python -m`, the current folder hides no installed package."""
+    return [sys.executable, "-c", _START.format(module=module)]
+
+
+NODE_AGENT = "truemfu.sweep.supervisor.on_node"
+ENGINE_JOB_VARIABLE = "TRUEMFU_ENGINE_JOB"
+"""Tells the node agent what the engine calls its job."""
+
+
+class Engine(Protocol):
+    """Places experiments on a cluster."""
+
+    name: str
+    """As in messages: Slurm, Ray."""
+
+    def check(self, request: Request) -> None:
+        """A UsageError if the engine is not there or cannot satisfy the request; nothing is submitted."""
+
+    def batch_size(self) -> int:
+        """How many experiments one batch may have."""
+
+    def submit(self, batch: Batch, jobs: JobsFolder, numbers: Sequence[int], after: Batch | None) -> str:
+        """Place these experiments of a batch and return the engine's name for them; a UsageError if refused.
+
+        `after`: a batch of which no job may run any more when these start, or None.
+        """
+
+    def find(self, batch: Batch, jobs: JobsFolder) -> str | None:
+        """The engine's name of a batch that is submitted and not over; None if it was never submitted."""
+
+    def words(
+        self, batch: Batch, jobs: JobsFolder, claimed: Mapping[int, str | None]
+    ) -> dict[int, EngineWord]:
+        """What the engine says of these experiments; one that it does not know is left out.
+
+        `claimed`: for each number the engine's job that has claimed it, or None.
+        """
+
+    def cancel(self, batch: Batch, jobs: JobsFolder) -> None:
+        """Ask the engine to end all jobs of a batch; a UsageError if it refuses."""
+
+
+def submit_environment() -> dict[str, str]:
+    """The environment that experiments inherit: this one, without what another job or GPU choice left."""
+    dropped = ("CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ROCR_VISIBLE_DEVICES")
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in dropped and not name.startswith(("SLURM_", "SLURMD_"))
+    }
+
+
+def last_line_of(path: Path) -> str | None:
+    """The last line of a small text file that is not empty."""
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+    except OSError:
+        return None
+    return next((line.strip() for line in reversed(lines) if line.strip()), None)

@@ -1,0 +1,193 @@
+"""Experiments that were given to a cluster: one folder for each batch of them, shared with the nodes.
+
+    running/jobs-<id>/
+      batch.json     which experiments, where they were submitted, and the engine's name for them
+      <n>.order      what node n is to run: exists as long as it is wanted
+      <n>.claim      created once, by the node that runs it or by the supervisor that withdraws it
+      <n>.end        its result, or that it was interrupted
+      <n>.engine     what became of its job, where the engine reports that in a file (Ray)
+      <n>.out        what its node printed before and beside the experiment
+      <n>.start      what its worker printed before it had its order
+
+A claim is created with O_EXCL, which file servers decide: of all that try, one succeeds. So an experiment
+never runs twice, however often an engine starts its job. Whoever claims looks for the order afterwards; the
+supervisor removes the order before the claim, so a job that comes late finds one of the two.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Collection
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from ... import plain_files
+from ...errors import RecordError, one_line
+from ...records import CaseResult
+from ..order import WorkerOrder
+from .settings import ClusterSettings, Request
+
+_BATCH_FILE = "batch.json"
+_SUFFIXES = (".order", ".claim", ".end", ".engine", ".out", ".start")
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """The order of a node: one experiment, and how its worker is started."""
+
+    order: WorkerOrder
+    time_limit_s: float
+    gpus: int
+    command: list[str]
+
+
+class Claim(msgspec.Struct, frozen=True, kw_only=True):
+    """Who runs an experiment."""
+
+    host: str = ""
+    pid: int = 0
+    engine_job: str | None = None
+    """The engine's own name of the job."""
+    at_s: float = 0.0
+    withdrawn: bool = False
+    """The supervisor has withdrawn it: no node may run it."""
+
+
+class Ended(msgspec.Struct, frozen=True, kw_only=True):
+    """A node's last word on an experiment."""
+
+    result: CaseResult | None
+    """None: it was interrupted from outside before it had one."""
+
+
+class Batch(msgspec.Struct, frozen=True, kw_only=True):
+    """Experiments that were submitted together; the node with number n runs `names[n]`."""
+
+    id: str
+    launcher: str
+    names: list[str]
+    request: Request
+    settings: ClusterSettings
+    working_folder: str
+    created_at_s: float
+    engine_job: str | None = None
+    """The engine's name of the batch; None until it is known to be submitted."""
+
+
+class EngineWord(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine says of a job."""
+
+    over: bool
+    reason: str
+    """In the engine's own words."""
+    cause: str | None = None
+    """memory or time, where the engine ended it for that."""
+
+
+_Kind = TypeVar("_Kind", Job, Claim, Ended, EngineWord)
+
+
+class JobsFolder:
+    """The files of one batch. Only this class knows their names."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def output(self, number: int | str) -> Path:
+        return self.root / f"{number}.out"
+
+    def worker_log(self, number: int) -> Path:
+        return self.root / f"{number}.start"
+
+    def read_batch(self) -> Batch:
+        """A RecordError if it cannot be read."""
+        path = self.root / _BATCH_FILE
+        try:
+            return msgspec.json.decode(plain_files.read(path), type=Batch)
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise RecordError(f"{path} does not describe submitted experiments: {one_line(error)}") from error
+
+    def write_batch(self, batch: Batch) -> None:
+        plain_files.replace(self.root / _BATCH_FILE, msgspec.json.encode(batch), durable=True)
+
+    def write_order(self, number: int, job: Job) -> None:
+        plain_files.replace(self._file(number, ".order"), msgspec.json.encode(job), durable=True)
+
+    def read_order(self, number: int) -> Job | None:
+        """None if it is no longer wanted."""
+        return self._read(number, ".order", Job)
+
+    def try_claim(self, number: int, *, engine_job: str | None = None, withdraw: bool = False) -> bool:
+        """Whether this process is the first to claim it; an OSError if the folder cannot be written."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        try:
+            file = plain_files.open_plain(self._file(number, ".claim"), flags)
+        except FileExistsError:
+            return False
+        claim = Claim(
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            engine_job=engine_job,
+            at_s=time.time(),
+            withdrawn=withdraw,
+        )
+        try:
+            plain_files.write_all(file, msgspec.json.encode(claim))
+            os.fsync(file)
+        finally:
+            os.close(file)
+        return True
+
+    def drop_claim(self, number: int) -> None:
+        plain_files.remove(self._file(number, ".claim"))
+
+    def read_claim(self, number: int) -> Claim:
+        """An empty claim while it is being written."""
+        return self._read(number, ".claim", Claim) or Claim()
+
+    def write_end(self, number: int, ended: Ended) -> None:
+        plain_files.make_folder(self.root)  # an experiment may have removed it
+        plain_files.replace(self._file(number, ".end"), msgspec.json.encode(ended), durable=True)
+
+    def read_end(self, number: int) -> Ended | None:
+        return self._read(number, ".end", Ended)
+
+    def write_engine_word(self, number: int, word: EngineWord) -> None:
+        plain_files.replace(self._file(number, ".engine"), msgspec.json.encode(word), durable=True)
+
+    def read_engine_word(self, number: int) -> EngineWord | None:
+        return self._read(number, ".engine", EngineWord)
+
+    def listing(self) -> dict[str, set[int]]:
+        """The numbers for which each kind of file exists, from one look at the folder."""
+        found: dict[str, set[int]] = {suffix: set() for suffix in _SUFFIXES}
+        with contextlib.suppress(OSError):  # removed: nothing is there
+            for entry in os.listdir(self.root):
+                stem, suffix = os.path.splitext(entry)
+                if suffix in found and stem.isdecimal():
+                    found[suffix].add(int(stem))
+        return found
+
+    def forget(self, number: int, present: Collection[str] = _SUFFIXES) -> None:
+        """Remove the files of an experiment that is over, the order first and the claim last."""
+        for suffix in sorted(present, key=lambda suffix: (suffix != ".order", suffix == ".claim")):
+            with contextlib.suppress(OSError):  # removed with the folder
+                self._file(number, suffix).unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        """Remove the batch: what identifies it first, so that a job that comes late finds nothing."""
+        plain_files.remove(self.root / _BATCH_FILE)
+        plain_files.remove(self.root)
+
+    def _file(self, number: int, suffix: str) -> Path:
+        return self.root / f"{number}{suffix}"
+
+    def _read(self, number: int, suffix: str, kind: type[_Kind]) -> _Kind | None:
+        try:
+            return msgspec.json.decode(plain_files.read(self._file(number, suffix)), type=kind)
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return None

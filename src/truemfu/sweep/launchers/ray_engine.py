@@ -1,0 +1,193 @@
+"""Ray: a process of our own, the keeper, submits the experiments and waits for them.
+
+    supervisor ─► keeper (`ray_keeper.py`, a session of its own) ─► Ray task ─► node agent ─► worker
+
+Tasks end with the driver that submitted them, so that is the keeper and not the supervisor: the supervisor
+may be closed, or killed, and find the keeper again. The supervisor does not import Ray. A keeper holds a lock
+as long as it lives and ends with its last experiment; a local Ray started for the sweep ends with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ... import plain_files
+from ...errors import UsageError
+from ...text import on_one_line, shortened
+from ..content_hash import find_module
+from ..gpus import visible_gpus
+from .engine import last_line_of, python_command, submit_environment
+from .jobs import Batch, EngineWord, JobsFolder
+from .settings import ClusterSettings, Request
+
+_KEEPER = "truemfu.sweep.launchers.ray_keeper"
+_MOST = 10_000
+_CHECK_TIMEOUT_S = 120.0
+_CONNECT_TIMEOUT_S = 5.0
+_START_TIMEOUT_S = 30.0
+_END_TIMEOUT_S = 60.0
+
+
+class Ray:
+    """A Ray cluster by its address, or a local one for the sweep."""
+
+    name = "Ray"
+
+    def __init__(self, settings: ClusterSettings) -> None:
+        self._settings = settings
+
+    def check(self, request: Request) -> None:
+        if find_module("ray") is None:
+            raise UsageError("launcher ray needs Ray, which is not installed: pip install 'truemfu[ray]'")
+        address = self._settings.ray_address
+        if address is None:
+            _check_machine(request)
+            return
+        _check_answers(address)
+        wanted = [
+            "--check",
+            json.dumps([address, request.gpus, request.cpus or 1, request.memory_bytes or 0]),
+        ]
+        try:
+            done = subprocess.run(
+                [*python_command(_KEEPER), *wanted],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=_CHECK_TIMEOUT_S,
+                env=keeper_environment(),
+            )
+        except subprocess.TimeoutExpired:
+            raise UsageError(f"Ray at {address} does not answer: is it running there?") from None
+        if done.returncode != 0:
+            said = [line for line in done.stdout.splitlines() if line.strip()][-1:] or ["it gives no reason"]
+            raise UsageError(shortened(on_one_line(said[0])))
+
+    def batch_size(self) -> int:
+        return _MOST
+
+    def submit(self, batch: Batch, jobs: JobsFolder, numbers: Sequence[int], after: Batch | None) -> str:
+        before = (
+            [] if after is None else [str(jobs.root.with_name(jobs.root.name.replace(batch.id, after.id)))]
+        )
+        log = plain_files.open_plain(_log(jobs), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW)
+        try:
+            keeper = subprocess.Popen(
+                [*python_command(_KEEPER), str(jobs.root), *before],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=batch.working_folder,
+                env=keeper_environment(),
+                start_new_session=True,
+            )
+        finally:
+            os.close(log)
+        until = time.monotonic() + _START_TIMEOUT_S
+        while keeper_pid(jobs) is None and time.monotonic() < until:
+            if keeper.poll() is not None:
+                raise UsageError(f"Ray's driver ends at once: {last_line_of(_log(jobs)) or 'without a word'}")
+            time.sleep(0.05)
+        return f"{socket.gethostname()}:{keeper.pid}"
+
+    def find(self, batch: Batch, jobs: JobsFolder) -> str | None:
+        return batch.engine_job if keeper_pid(jobs) is not None else None
+
+    def words(
+        self, batch: Batch, jobs: JobsFolder, claimed: Mapping[int, str | None]
+    ) -> dict[int, EngineWord]:
+        told = jobs.listing()[".engine"]
+        found = {number: jobs.read_engine_word(number) for number in told & set(claimed)}
+        words = {number: word for number, word in found.items() if word is not None}
+        if keeper_pid(jobs) is None:
+            last = last_line_of(_log(jobs))
+            ended = EngineWord(
+                over=True, reason=f"the driver of its tasks has ended{f': {last}' if last else ''}"
+            )
+            words = {**dict.fromkeys(claimed, ended), **words}
+        return words
+
+    def cancel(self, batch: Batch, jobs: JobsFolder) -> None:
+        pid = keeper_pid(jobs)
+        if pid is None:
+            return
+        host = (batch.engine_job or "").partition(":")[0]
+        if host and host != socket.gethostname():
+            raise UsageError(f"the driver of these Ray tasks runs on {host}: cancel them there")
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+
+
+def keeper_environment() -> dict[str, str]:
+    """Ray reports no usage, and leaves CUDA_VISIBLE_DEVICES alone in a task without a GPU."""
+    return {
+        **submit_environment(),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def keeper_pid(jobs: JobsFolder) -> int | None:
+    """The process that keeps a batch, None once it has ended: it holds its lock as long as it lives."""
+    try:
+        file = plain_files.open_plain(lock_path(jobs), os.O_RDWR | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return None
+    except OSError:
+        written = os.pread(file, 32, 0)
+        return int(written) if written.isdigit() else None
+    finally:
+        os.close(file)
+
+
+def lock_path(jobs: JobsFolder) -> Path:
+    """Locked by the keeper as long as it lives."""
+    return jobs.root / "keeper.lock"
+
+
+def _log(jobs: JobsFolder) -> Path:
+    return jobs.root / "keeper.log"
+
+
+def _check_answers(address: str) -> None:
+    """Ray itself waits for minutes for an address where nobody listens."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if not colon:
+        if address != "auto":
+            raise UsageError(f"ray_address must be host:port or auto; got {address!r}")
+        return
+    try:
+        if not port.isdecimal():
+            raise UsageError(f"ray_address must be host:port or auto; got {address!r}")
+        socket.create_connection((host, int(port)), _CONNECT_TIMEOUT_S).close()
+    except (OSError, OverflowError) as error:
+        raise UsageError(f"Ray at {address} does not answer ({error}): is it running there?") from None
+
+
+def _check_machine(request: Request) -> None:
+    """A local Ray has what this machine has."""
+    gpus, cpus = len(visible_gpus()), os.cpu_count() or 1
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for what, wanted, there in (
+        ("GPUs", request.gpus, gpus),
+        ("CPUs", request.cpus or 1, cpus),
+        ("bytes of memory", request.memory_bytes or 0, memory_bytes),
+    ):
+        if wanted > there:
+            raise UsageError(
+                f"no node can satisfy the request: an experiment requests {wanted} {what}, and a local Ray "
+                f"on this machine has {there}"
+            )

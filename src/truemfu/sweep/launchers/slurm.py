@@ -1,0 +1,210 @@
+"""Slurm, by its own commands: sbatch, squeue, sacct, scontrol, scancel.
+
+    sbatch --test-only ─► sbatch --array ─► squeue (recent jobs) ─► sacct, or else scontrol (older ones)
+
+Every batch has a job name of its own. If the submitting process dies between sbatch and the note of the job's
+number, the next one finds the job by that name. Slurm's own restarts are off (--no-requeue); a job that an
+administrator requeues finds its claim and ends.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+import shutil
+import subprocess
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+from ...errors import UsageError
+from ...text import on_one_line, shortened
+from .engine import ENGINE_JOB_VARIABLE, NODE_AGENT, python_command, submit_environment
+from .jobs import Batch, EngineWord, JobsFolder
+from .settings import ClusterSettings, Request
+
+_COMMAND_TIMEOUT_S = 120.0
+_DEFAULT_ARRAY_SIZE = 1001
+
+_NOT_OVER = (
+    "PENDING RUNNING SUSPENDED COMPLETING CONFIGURING RESIZING STAGE_OUT SIGNALING STOPPED "
+    "REQUEUED REQUEUE_FED REQUEUE_HOLD SPECIAL_EXIT RESV_DEL_HOLD"
+).split()
+_CAUSES = {"OUT_OF_MEMORY": "memory", "TIMEOUT": "time", "DEADLINE": "time"}
+
+
+class Slurm:
+    """The Slurm that this machine's commands talk to."""
+
+    name = "Slurm"
+
+    def __init__(self, settings: ClusterSettings) -> None:
+        self._settings = settings
+
+    def check(self, request: Request) -> None:
+        if shutil.which("sbatch") is None:
+            raise UsageError(
+                "there is no Slurm on this machine (no sbatch): use a login node of the cluster, or "
+                "--launcher local"
+            )
+        _run(
+            ["sbatch", "--test-only", *self._options(request), "--array=0"],
+            script="#!/bin/sh\n",
+            refused="Slurm refuses such jobs",
+        )
+
+    def batch_size(self) -> int:
+        answer = _ask(["scontrol", "show", "config"]) or ""
+        found = re.search(r"MaxArraySize\s*=\s*(\d+)", answer)
+        # Numbers of an array are below MaxArraySize.
+        return max((int(found[1]) if found else _DEFAULT_ARRAY_SIZE) - 1, 1)
+
+    def submit(self, batch: Batch, jobs: JobsFolder, numbers: Sequence[int], after: Batch | None) -> str:
+        limit = self._settings.max_jobs
+        options = [
+            "--parsable",
+            f"--job-name={_job_name(batch)}",
+            f"--array={_ranges(numbers)}{'' if limit is None else f'%{limit}'}",
+            f"--chdir={batch.working_folder}",
+            f"--output={jobs.output('%a')}",
+            "--open-mode=append",
+            *([] if after is None else [f"--dependency=afterany:{after.engine_job}"]),
+            *self._options(batch.request),
+        ]
+        agent = shlex.join([*python_command(NODE_AGENT), str(jobs.root)])
+        script = (
+            "#!/bin/sh\n"
+            f"{ENGINE_JOB_VARIABLE}=${{SLURM_ARRAY_JOB_ID}}_${{SLURM_ARRAY_TASK_ID}}\n"
+            f"export {ENGINE_JOB_VARIABLE}\n"
+            f'exec {agent} "$SLURM_ARRAY_TASK_ID"\n'
+        )
+        answer = _run(["sbatch", *options], script=script, refused="Slurm refuses these jobs")
+        return answer.strip().partition(";")[0]
+
+    def find(self, batch: Batch, jobs: JobsFolder) -> str | None:
+        if batch.engine_job is not None:
+            return batch.engine_job
+        name = _job_name(batch)
+        answer = _ask(["squeue", "--noheader", "--states=all", f"--name={name}", "--format=%F"])
+        if not answer:
+            since = f"--starttime=now-{math.ceil((_age_s(batch) + 3600) / 60)}minutes"
+            answer = _ask(["sacct", "-X", "-n", "-P", since, f"--name={name}", "--format=JobID"])
+        found = re.match(r"\s*(\d+)", answer or "")
+        return found[1] if found else None
+
+    def words(
+        self, batch: Batch, jobs: JobsFolder, claimed: Mapping[int, str | None]
+    ) -> dict[int, EngineWord]:
+        # A batch that was submitted twice (see `find`) has two arrays: that of the claim counts.
+        names = {number: job or f"{batch.engine_job}_{number}" for number, job in claimed.items()}
+        arrays = ",".join(sorted({name.partition("_")[0] for name in names.values()} - {"None"}))
+        if not arrays:
+            return {}
+        listed = ["--noheader", "--array", "--states=all", f"--jobs={arrays}", "--format=%i|%T|%r"]
+        found = _parse(_ask(["squeue", *listed]))
+        if not set(names.values()) <= set(found):
+            columns = "--format=JobID,State,Reason"
+            answer = _ask(["sacct", "-X", "-n", "-P", "--array", f"--jobs={arrays}", columns])
+            found = {**_parse(answer), **found}
+            if answer is None:  # no accounting
+                found = {**_by_scontrol(set(names.values()) - set(found)), **found}
+        return {number: found[name] for number, name in names.items() if name in found}
+
+    def cancel(self, batch: Batch, jobs: JobsFolder) -> None:
+        _run(["scancel", f"--name={_job_name(batch)}"], refused="Slurm does not cancel the jobs")
+
+    def _options(self, request: Request) -> list[str]:
+        settings = self._settings
+        options = [
+            "--ntasks=1",
+            "--no-requeue",
+            "--export=ALL",
+            f"--time={math.ceil(request.time_s / 60)}",
+            f"--partition={settings.partition}" if settings.partition else "",
+            f"--account={settings.account}" if settings.account else "",
+            f"--cpus-per-task={request.cpus}" if request.cpus else "",
+            f"--mem={math.ceil(request.memory_bytes / 2**20)}M" if request.memory_bytes else "",
+            f"--gres=gpu:{request.gpus}" if request.gpus else "",
+            *settings.sbatch_options,
+        ]
+        return [option for option in options if option]
+
+
+def _job_name(batch: Batch) -> str:
+    return f"truemfu-{batch.id}"
+
+
+def _age_s(batch: Batch) -> float:
+    return max(time.time() - batch.created_at_s, 0.0)
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """0,1,2,5 as 0-2,5."""
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and parts[-1][1] == number - 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
+
+
+def _parse(answer: str | None) -> dict[str, EngineWord]:
+    """Lines `12_3|STATE|reason`, by the name of the job."""
+    lines = [line.strip().split("|", 2) for line in (answer or "").splitlines()]
+    return {line[0]: _word(line[1], line[2]) for line in lines if len(line) == 3}
+
+
+def _by_scontrol(names: Iterable[str]) -> dict[str, EngineWord]:
+    found = {}
+    for name in names:
+        answer = _ask(["scontrol", "--oneliner", "show", "job", name], unknown="Invalid job id") or ""
+        fields = dict(part.split("=", 1) for part in answer.split() if "=" in part)
+        if "JobState" in fields:
+            found[name] = _word(fields["JobState"], fields.get("Reason", ""))
+        elif answer:
+            found[name] = EngineWord(over=True, reason="it no longer knows the job, and has no accounting")
+    return found
+
+
+def _word(state: str, reason: str) -> EngineWord:
+    """`CANCELLED by 0` is a state too."""
+    kind = state.split()[0].rstrip("+") if state.split() else "UNKNOWN"
+    told = "" if reason in ("", "None", "(null)") else f" ({reason})"
+    return EngineWord(over=kind not in _NOT_OVER, reason=f"{state}{told}", cause=_CAUSES.get(kind))
+
+
+def _ask(command: Sequence[str], unknown: str | None = None) -> str | None:
+    """What a command prints; None if it fails, unless it does with the words `unknown`: these then."""
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    if unknown is not None and unknown in done.stderr:
+        return unknown
+    return done.stdout if done.returncode == 0 else None
+
+
+def _run(command: Sequence[str], *, script: str = "", refused: str) -> str:
+    """What a command prints; a UsageError with Slurm's own words if it fails."""
+    try:
+        done = subprocess.run(
+            command,
+            input=script,
+            capture_output=True,
+            text=True,
+            timeout=_COMMAND_TIMEOUT_S,
+            env=submit_environment(),
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UsageError(f"{refused}: {command[0]} does not work: {on_one_line(str(error))}") from error
+    if done.returncode == 0:
+        return done.stdout
+    said = [
+        re.sub(r"^\w+: (error: )?", "", line.strip()) for line in done.stderr.splitlines() if line.strip()
+    ]
+    raise UsageError(
+        f"{refused}: {shortened(on_one_line('; '.join(said))) or f'exit code {done.returncode}'}"
+    )

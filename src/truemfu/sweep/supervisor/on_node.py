@@ -1,0 +1,123 @@
+"""The node agent: one experiment of a batch, on the node that an engine chose for it.
+
+    python -c … <jobs folder> <number>
+
+    claim it ─► still wanted? ─► the same supervision as on one machine (`supervise.run_case`) ─► <n>.end
+       │ taken, or withdrawn: nothing to do
+
+It does not import torch. SIGTERM, or the end of the process that started it, ends the experiment: the
+supervisor then asks the engine for the reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from ...errors import one_line
+from ...records import CaseResult, Phase, Status
+from ..launchers.engine import ENGINE_JOB_VARIABLE
+from ..launchers.jobs import Ended, Job, JobsFolder
+from ..launchers.local import imports_of
+from ..paths import SweepFolder
+from ..process import WorkerProcess
+from .supervise import Stop, run_case, save
+
+_CHECK_INTERVAL_S = 10.0
+_CHECKS = 3
+"""An order that an experiment removed with its folder is written again in between."""
+_WRITE_FOR_S = 300.0
+"""How long writing the result is tried: a full disk or a file server may come back."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    jobs, number = JobsFolder(Path(arguments[0])), int(arguments[1])
+    stop = Stop()
+
+    def request_stop(signal_number: int, frame: FrameType | None) -> None:
+        stop.request()
+
+    for name in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(name, request_stop)
+    try:
+        claimed = jobs.try_claim(number, engine_job=os.environ.get(ENGINE_JOB_VARIABLE))
+    except FileNotFoundError:
+        print("not run: its sweep no longer waits for it")
+        return 0
+    if not claimed:
+        print("not run: it was already started once, or withdrawn")
+        return 0
+    job = jobs.read_order(number)
+    if job is None:
+        jobs.drop_claim(number)
+        print("not run: its sweep no longer waits for it")
+        return 0
+    result = None if stop.requested else _run(job, jobs, number, stop)
+    return _write(jobs, number, Ended(result=result))
+
+
+def _run(job: Job, jobs: JobsFolder, number: int, stop: Stop) -> CaseResult | None:
+    """Its result; None if it was interrupted."""
+    order, folder = job.order, SweepFolder(Path(job.order.folder))
+    parent = os.getppid()
+    missing, checked_at_s = 0, 0.0
+
+    def end_with_parent(phase: Phase, elapsed_s: float) -> None:
+        """Also when a sweep that gave this node up has withdrawn the order."""
+        nonlocal missing, checked_at_s
+        if elapsed_s - checked_at_s > _CHECK_INTERVAL_S:
+            checked_at_s = elapsed_s
+            withdrawn = folder.lock.exists() and jobs.read_order(number) is None
+            missing = missing + 1 if withdrawn else 0
+        if (os.getppid() != parent or missing >= _CHECKS) and not stop.requested:
+            stop.request()
+
+    command = [*job.command, *imports_of(order.case)]
+    try:
+        worker = WorkerProcess(command, environment=_environment(job), log=jobs.worker_log(number))
+    except OSError as error:
+        failed = CaseResult(
+            name=order.name,
+            sweep_id=order.sweep_id,
+            content_hash=order.content_hash,
+            case=order.case,
+            end=Status.ERROR,
+            phase=Phase.START,
+            message=f"its process could not be started: {one_line(error)}",
+        )
+        return save(folder, failed)
+    return run_case(
+        worker, order, folder, time_limit_s=job.time_limit_s, stop=stop, on_progress=end_with_parent
+    )
+
+
+def _environment(job: Job) -> dict[str, str]:
+    """What the engine set, with no GPU for an experiment that requested none."""
+    environment = dict(os.environ)
+    if job.gpus == 0:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    return environment
+
+
+def _write(jobs: JobsFolder, number: int, ended: Ended) -> int:
+    until = time.monotonic() + _WRITE_FOR_S
+    while True:
+        try:
+            jobs.write_end(number, ended)
+            return 0
+        except OSError as error:
+            if time.monotonic() > until:
+                print(f"its result cannot be written: {one_line(error)}")
+                return 1
+        with contextlib.suppress(InterruptedError):
+            time.sleep(1.0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
