@@ -67,6 +67,7 @@ LONG = (
     "tests/test_provenance.py::test_no_file_of_a_run_holds_a_secret",
     "tests/monitor/test_audited_run.py",
     "tests/hardware/test_top_process.py",
+    "tests/test_cli_count.py::test_the_cache_is_that_of_hf_home",
     "tests/test_terminal_injection.py",
     # trainers of other projects: processes, compilation, many short runs
     "tests/integrations/test_lightning.py::test_by_the_environment_without_a_line_of_code",
