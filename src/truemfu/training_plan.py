@@ -5,8 +5,8 @@
     days      = tokens / tokens/s / 86400
     cost      = GPU hours × price of one
 
-One of tokens/s and MFU is given, the other follows. Assumed: every step is like the counted one, and no time is
-lost to restarts, evaluation or checkpoints. HFU stays unknown: only a run shows what its kernels execute.
+One of tokens/s and MFU is given, the other follows. Assumed: every step is like the counted one, and no time
+is lost to restarts, evaluation or checkpoints. HFU stays unknown: only a run shows what its kernels execute.
 """
 
 from __future__ import annotations

@@ -103,6 +103,7 @@ def _complete_model(
 @click.pass_context
 def count(
     context: click.Context,
+    /,
     model: str,
     samples: int,
     length: int | None,

@@ -34,7 +34,7 @@ class Option(click.Option):
             self.opts = shown
 
 
-class Amount(click.ParamType):
+class Amount(click.types.FloatParamType):
     """A positive number: 15e12, 15T, 300B or 6900."""
 
     name = "number"

@@ -83,7 +83,7 @@ def plan_of(wanted: WantedPlan, target: Target, flops: FlopCount, peak_dtype: st
 
     if target.samples is None or target.length is None:
         raise UsageError(
-            f"{target.name} has no tokens in its batch ({target.shapes}), so MFU, days and cost by tokens are "
+            f"{target.name} has no tokens in its batch ({target.shapes}), so MFU, days and cost are "
             "unknown: leave out --device, --tokens-per-second, --mfu and --tokens"
         )
     by_dtype = flops.by_dtype if peak_dtype is None else {peak_dtype: flops.model_flops}

@@ -9,6 +9,7 @@ dtype of the weights they adapt, as products have under autocast.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -63,9 +64,10 @@ def add_lora(model: nn.Module, options: LoraOptions) -> None:
             path.rpartition(".")[2] for path, module in model.named_modules() if isinstance(module, nn.Linear)
         )
         raise UsageError(
-            f"no LoRA adapters for {type(model).__name__} ({one_line(error)}); give targets=, such as its linear "
-            f"modules {'+'.join(names) or '(it has none)'}"
+            f"no LoRA adapters for {type(model).__name__} ({one_line(error)}); give targets=, such as its "
+            f"linear modules {'+'.join(names) or '(it has none)'}"
         ) from error
-    if getattr(model, "is_gradient_checkpointing", False):
+    require_grads: Any = getattr(model, "enable_input_require_grads", None)
+    if require_grads is not None and getattr(model, "is_gradient_checkpointing", False):
         # A checkpointed layer passes gradients on only if its input needs one; PEFT and trainers do this too.
-        model.enable_input_require_grads()
+        require_grads()

@@ -143,7 +143,8 @@ def resolve_target(
         raise not_cached(text)
     raise UsageError(
         f"no model {text!r}{closest(text, named)}: expected {', '.join(named)}{', ' if named else ''}"
-        "a Hugging Face config.json or its folder, ORG/NAME in the Hugging Face cache, or package.module:factory"
+        "a Hugging Face config.json or its folder, ORG/NAME in the local Hugging Face cache, or "
+        "package.module:factory"
     )
 
 
