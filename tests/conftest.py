@@ -68,6 +68,11 @@ LONG = (
     "tests/monitor/test_audited_run.py",
     "tests/hardware/test_top_process.py",
     "tests/test_cli_count.py::test_the_cache_is_that_of_hf_home",
+    "tests/test_cli_conventions.py::test_a_terminal",
+    "tests/test_cli_conventions.py::test_colours",
+    "tests/test_cli_conventions.py::test_a_real_bash",
+    # the wheel, built and installed elsewhere
+    "tests/test_wheel.py",
     "tests/test_terminal_injection.py",
     # trainers of other projects: processes, compilation, many short runs
     "tests/integrations/test_lightning.py::test_by_the_environment_without_a_line_of_code",

@@ -13,6 +13,11 @@ from click.shell_completion import CompletionItem
 # Names that an option had, or has elsewhere; commands share one name for one thing.
 BATCH_NAMES = ("--batch-size", "--batch-sizes")
 SEQ_NAMES = ("--seq-len", "--seq-length", "--seq-lengths")
+TRAINER_NAMES = ("--trainers",)
+MODEL_NAMES = ("--models", "--model-size", "--model-sizes")
+DTYPE_NAMES = ("--dtypes",)
+GPU_ID_NAMES = ("--gpus",)
+RECORD_NAMES, REPLAY_NAMES = ("--save",), ("--csv",)
 
 _AMOUNT = re.compile(r"(?P<number>[\d.]+(?:[eE][+-]?\d+)?)(?P<unit>[kKmMbBgGtT]?)")
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}

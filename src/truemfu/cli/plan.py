@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 FP8_NOTE = "note: fp8 has the FLOPs of bf16, in which they are counted here; the peak is that of fp8."
 
-_ASSUMED = "Assumed: every step is like this one{length}, and no time is lost to restarts, evaluation or checkpoints."
+_ASSUMED = (
+    "Assumed: every step is like this one{length}, and no time is lost to restarts, evaluations or "
+    "checkpoints."
+)
 _NO_HFU = "unknown: only a run shows what its kernels execute"
 _NO_PEAK = "unknown: no peak is known; give --device, or set TRUEMFU_PEAK_TFLOPS"
 _NO_RATE = "unknown: give --tokens-per-second or --mfu"
