@@ -18,6 +18,8 @@ import pytest
 import truemfu
 
 ROOT = Path(__file__).parents[1]
+CLEAN = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "TRUEMFU"))}
+"""With PYTHONPATH, pip would take the sources for an installed package, and programs would run them."""
 
 TRAINING = """
 import torch
@@ -46,7 +48,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(ROOT / name, source)
     shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
     build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*build, "--wheel-dir", built, source], check=True)
+    subprocess.run([*build, "--wheel-dir", built, source], env=CLEAN, check=True)
     (found,) = built.glob("*.whl")
     return found
 
@@ -71,7 +73,7 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "--no-deps",
         "--no-index",
     ]
-    subprocess.run([*install, wheel], check=True)
+    subprocess.run([*install, wheel], env=CLEAN, check=True)
     (site,) = (folder / "lib").glob("python*/site-packages")
     (site / "environment.pth").write_text(
         "\n".join(dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib")))
@@ -87,8 +89,7 @@ def elsewhere(tmp_path: Path) -> Path:
 
 def call(environment: Path, cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """A program of the environment, with nothing that leads to this checkout."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "TRUEMFU"))}
-    clean |= {"TRUEMFU_PEAK_TFLOPS": "1", "PATH": f"{environment / 'bin'}:{os.environ['PATH']}"}
+    clean = {**CLEAN, "TRUEMFU_PEAK_TFLOPS": "1", "PATH": f"{environment / 'bin'}:{os.environ['PATH']}"}
     program = environment / "bin" / arguments[0]
     done = subprocess.run(
         [program, *arguments[1:]], cwd=cwd, env=clean, capture_output=True, text=True, check=False
