@@ -150,16 +150,26 @@ def table(*columns: str, title: str | None = None) -> Table:
     return result
 
 
+def table_width(drawn: Table) -> int:
+    """The width of a table in which nothing is wrapped."""
+    widths = _column_widths(drawn)
+    return sum(widths) + _GAP * (len(widths) - 1)
+
+
+def _column_widths(drawn: Table) -> list[int]:
+    return [
+        max(cell_len(printable(str(text))) for text in (column.header, *column.cells))
+        for column in drawn.columns
+    ]
+
+
 def fitted(drawn: Table, width: int) -> list[Table]:
     """The table, or its columns in several tables of at most this width, each with the first column.
 
     A cell is wrapped if there is no other way, and never truncated.
     """
-    columns = drawn.columns
-    widths = [
-        max(cell_len(printable(str(text))) for text in (column.header, *column.cells)) for column in columns
-    ]
-    if sum(widths) + _GAP * (len(widths) - 1) <= width or len(columns) < 2:
+    columns, widths = drawn.columns, _column_widths(drawn)
+    if table_width(drawn) <= width or len(columns) < 2:
         return [drawn]
     widest = max(widths[1:])
     first = min(widths[0], max(width - _GAP - widest, width // 3))
