@@ -15,7 +15,7 @@ NEWEST_TORCH  ?=
 NEWEST_VENV   := .venv-$(or $(NEWEST_TORCH),newest)
 NEWEST_STAMP  := $(NEWEST_VENV)/.installed
 
-.PHONY: help setup demo test test-all faults docs docs-serve lint format test-oldest test-newest bench clean
+.PHONY: help setup demo test test-all faults docs docs-serve lint format test-oldest test-newest bench release clean
 
 help:           ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1 # /p' $(MAKEFILE_LIST) | awk -F' # ' '{printf "make %-12s %s\n", $$1, $$2}'
@@ -73,6 +73,9 @@ $(NEWEST_STAMP): pyproject.toml constraints-newest.txt
 
 bench: setup    ## the figures of docs/accuracy.md; other figures name their script
 	for script in benchmarks/flops_*.py; do $(BIN)/python $$script || exit 1; done
+
+release: setup  ## sdist, wheel and notes, built and checked, nothing uploaded; RELEASE=--draft rehearses
+	$(BIN)/python tools/release.py $(RELEASE)
 
 clean:          ## remove what was built and written, environments included
 	rm -rf $(VENV) .venv-* out build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

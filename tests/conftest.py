@@ -74,6 +74,12 @@ LONG = (
     "tests/test_provenance.py::test_no_file_of_a_run_holds_a_secret",
     "tests/monitor/test_audited_run.py",
     "tests/hardware/test_top_process.py",
+    "tests/test_cli_count.py::test_the_cache_is_that_of_hf_home",
+    "tests/test_cli_conventions.py::test_a_terminal",
+    "tests/test_cli_conventions.py::test_colours",
+    "tests/test_cli_conventions.py::test_a_real_bash",
+    # the wheel, built and installed elsewhere
+    "tests/test_wheel.py",
     "tests/test_terminal_injection.py",
     # trainings of the examples of a gate
     "tests/compare/test_ci_examples.py",

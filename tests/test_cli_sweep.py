@@ -68,7 +68,7 @@ WRONG_CALLS = {
     "a negative sequence": (["--seq-len", "-8"], "seq_lengths must be a whole number >= 1; got -8"),
     "a batch that is no number": (
         ["--batch-size", "4x"],
-        "--batch-sizes takes comma-separated whole numbers",
+        "--batch takes comma-separated whole numbers",
     ),
     "a flag without a value in it": (["--batch-sizes", ""], "batch_sizes is empty"),
     "a list of nothing": (["--trainers", ","], "trainers is empty"),
@@ -294,7 +294,7 @@ def test_ctrl_c_is_exit_code_130_with_a_summary(tmp_path: Path) -> None:
 WRONG_SUMMARIES = {
     "a folder that is not there": (["summarize", "--logs-dir", "nowhere"], "nowhere does not exist"),
     "a folder without logs": (["summarize", "--logs-dir", "."], "does not contain a sweep"),
-    "no folder": (["summarize"], "--logs-dir"),
+    "no folder": (["summarize"], "truemfu summarize DIR"),
     "an unknown format": (["summarize", "--logs-dir", ".", "--format", "xml"], "'xml' is not one of"),
     "an ending that says nothing": (
         ["summarize", "--logs-dir", ".", "--output", "results.txt"],
@@ -451,7 +451,7 @@ def test_help_teaches(run: Run) -> None:
     text = run("sweep", "--help").out
     for piece in ("profile", "single", "DPFastGradientClippingTrainer", "package.module:Class", "Exit codes"):
         assert piece in text
-    assert "truemfu summarize --logs-dir" in run("summarize", "--help").out
+    assert "truemfu summarize out/sweep" in run("summarize", "--help").out
     assert "-o report.html" in run("report", "--help").out
 
 

@@ -22,6 +22,7 @@ STATIONS = (
     ("records", "provenance", "commit"),
     ("hardware", "flops"),
     ("utilization", "waterfall", "crosscheck"),
+    ("training_plan",),
     ("trackers",),
     ("monitor",),
     ("integrations",),

@@ -189,7 +189,7 @@ def test_a_difference_comes_with_what_is_likely(run: Run) -> None:
 )
 def test_the_cause_is_the_one_in_the_count(run: Run, name: str, likely: str) -> None:
     """As an H200 executed them; attention and plain products are the expected ones to the last operation."""
-    result = run("--csv", str(FOLDER / f"{name}.csv"))
+    result = run("--replay", str(FOLDER / f"{name}.csv"))
     assert f"differs: the GPU executed {likely}" in result.out.splitlines()
     if name != "h200_resnet18":
         assert row(result, "attention")[-1] == "1.0000"
@@ -223,7 +223,7 @@ def test_the_saved_table_has_no_line_for_each_kernel(
     run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("FAKE_NCU_KERNELS", "3")
-    run("--save", str(tmp_path / "step.csv"), *counting(), prints=STEP)
+    run("--record", str(tmp_path / "step.csv"), *counting(), prints=STEP)
     assert (tmp_path / "step.csv").read_text("utf-8") == STEP
 
 
@@ -297,22 +297,22 @@ def test_a_part_that_was_saved_is_a_part_when_it_is_read_again(
 ) -> None:
     path = tmp_path / "part.csv"
     command = python("pass") if arguments == ("--from-start",) else counting()
-    run("--save", str(path), *arguments, *command, prints=STEP)
-    again = run("--csv", str(path))
+    run("--record", str(path), *arguments, *command, prints=STEP)
+    again = run("--replay", str(path))
     assert again.code == 0
     assert "agrees" not in again.out
     assert "by kind of work" not in again.out
     assert again.out.splitlines()[-1] == ACTIVITY_ALONE
-    read = json.loads(run("--json", "--csv", str(path)).out)
+    read = json.loads(run("--json", "--replay", str(path)).out)
     assert (read["verdict"], read["crosscheck"], read["count"]["is_whole_step"]) == (None, None, False)
     assert read["is_a_step"] is False
 
 
 def test_a_step_that_was_marked_by_hand_is_one_when_it_is_read_again(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "step.csv"
-    first = run("--save", str(path), *python("pass"), prints=STEP)
+    first = run("--record", str(path), *python("pass"), prints=STEP)
     assert first.out.splitlines()[-1] == ACTIVITY
-    assert run("--csv", str(path)).out == first.out
+    assert run("--replay", str(path)).out == first.out
 
 
 def test_without_ncu_one_line_says_where_to_get_it(run: Run) -> None:
@@ -422,16 +422,16 @@ def test_a_count_nobody_can_read_is_told(run: Run) -> None:
 
 def test_what_was_saved_is_read_again_with_its_count(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "step.csv"
-    first = run("--save", str(path), *counting(), prints=STEP)
+    first = run("--record", str(path), *counting(), prints=STEP)
     assert path.read_text("utf-8") == STEP
-    again = run("--csv", str(path))
+    again = run("--replay", str(path))
     assert (again.code, again.out) == (first.code, first.out)
     # What an earlier run has left is not taken for this one's.
-    assert "agrees" not in run("--save", str(path), *python("pass"), prints=STEP).out
+    assert "agrees" not in run("--record", str(path), *python("pass"), prints=STEP).out
 
 
 def test_a_table_from_elsewhere_is_read_and_nobody_knows_of_what_it_is(run: Run) -> None:
-    result = run("--csv", str(STEP_FILE))
+    result = run("--replay", str(STEP_FILE))
     assert result.code == 0
     assert result.out.splitlines()[-1] == ACTIVITY_ALONE
 
@@ -439,7 +439,7 @@ def test_a_table_from_elsewhere_is_read_and_nobody_knows_of_what_it_is(run: Run)
 @pytest.mark.parametrize(
     "option",
     [
-        ("--save", "x.csv"),
+        ("--record", "x.csv"),
         ("--from-start",),
         ("--keep-running",),
         ("--launch-skip", "1"),
@@ -449,22 +449,22 @@ def test_a_table_from_elsewhere_is_read_and_nobody_knows_of_what_it_is(run: Run)
     ],
 )
 def test_what_a_saved_table_has_no_use_for_is_refused(run: Run, option: tuple[str, ...]) -> None:
-    result = run("--csv", str(STEP_FILE), *option)
+    result = run("--replay", str(STEP_FILE), *option)
     assert (result.code, result.out) == (2, "")
-    assert result.err == f"error: --csv runs nothing: leave out {option[0]}, or leave out --csv\n"
+    assert result.err == f"error: --replay runs nothing: leave out {option[0]}, or leave out --replay\n"
 
 
 def test_nothing_but_a_regular_file_is_saved_to_and_nothing_else_removed(run: Run, tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    result = run("--save", str(pipe), *python("pass"), prints=STEP)
+    result = run("--record", str(pipe), *python("pass"), prints=STEP)
     assert result.code == 2
-    assert result.err == (f"error: {pipe} is not a regular file; give --save a regular or a new file\n")
+    assert result.err == (f"error: {pipe} is not a regular file; give --record a regular or a new file\n")
     assert pipe.is_fifo()
     kept, link = tmp_path / "kept.csv", tmp_path / "link.csv"
     kept.write_text("old" * len(STEP))
     link.symlink_to(kept)
-    assert run("--save", str(link), *python("pass"), prints=STEP).code == 0
+    assert run("--record", str(link), *python("pass"), prints=STEP).code == 0
     assert link.is_symlink()
     assert kept.read_text("utf-8") == STEP
 
@@ -473,20 +473,20 @@ def test_a_count_file_that_is_a_folder_is_one_line(run: Run, tmp_path: Path) -> 
     table, folder = tmp_path / "step.csv", tmp_path / "step.csv.count.json"
     table.write_text(STEP, encoding="utf-8")
     folder.mkdir()
-    read = run("--csv", str(table))
+    read = run("--replay", str(table))
     assert (read.code, read.err) == (2, f"error: {folder} cannot be read: Is a directory\n")
-    saved = run("--save", str(table), *python("pass"), prints=STEP)
+    saved = run("--record", str(table), *python("pass"), prints=STEP)
     assert saved.code == 2
     assert saved.err.startswith(f"error: {folder} is not a regular file")
     assert table.read_text("utf-8") == STEP
 
 
 def test_wrong_calls_with_a_saved_table(run: Run, tmp_path: Path) -> None:
-    assert run("--csv", str(STEP_FILE), "--", "python").code == 2
-    missing = run("--csv", str(tmp_path / "gone.csv"))
+    assert run("--replay", str(STEP_FILE), "--", "python").code == 2
+    missing = run("--replay", str(tmp_path / "gone.csv"))
     assert (missing.code, missing.out) == (2, "")
     assert missing.err == f"error: {tmp_path}/gone.csv cannot be read: No such file or directory\n"
-    nowhere = run("--save", str(tmp_path / "no" / "x.csv"), *python("pass"), prints=STEP)
+    nowhere = run("--record", str(tmp_path / "no" / "x.csv"), *python("pass"), prints=STEP)
     assert nowhere.code == 2
     assert nowhere.err == f"error: {tmp_path}/no/x.csv cannot be written: No such file or directory\n"
 
@@ -494,14 +494,14 @@ def test_wrong_calls_with_a_saved_table(run: Run, tmp_path: Path) -> None:
 def test_a_file_without_a_table_has_nothing(run: Run, tmp_path: Path) -> None:
     empty = tmp_path / "empty.csv"
     empty.write_text("==ERROR== Unknown metric\n")
-    result = run("--csv", str(empty))
+    result = run("--replay", str(empty))
     assert (result.code, result.err) == (1, "error: nothing was profiled; ncu reports: Unknown metric\n")
 
 
 def test_a_file_that_ncu_has_not_printed_is_a_wrong_call(run: Run, tmp_path: Path) -> None:
     readme = tmp_path / "README.md"
     readme.write_text("# Kernels, and more\n\nKernel Name and ID, in a text\n" + "x" * 200_000 + ",\n")
-    result = run("--csv", str(readme))
+    result = run("--replay", str(readme))
     assert (result.code, result.out) == (2, "")
     assert result.err == f"error: {readme} does not contain a table of Nsight Compute\n"
 
@@ -509,10 +509,10 @@ def test_a_file_that_ncu_has_not_printed_is_a_wrong_call(run: Run, tmp_path: Pat
 def test_names_give_way_on_a_narrow_terminal(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "dumb")
     monkeypatch.setenv("COLUMNS", "100")
-    wide = run("--csv", str(STEP_FILE)).out.splitlines()
+    wide = run("--replay", str(STEP_FILE)).out.splitlines()
     assert max(map(len, wide[:20])) > 100
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    narrow = run("--csv", str(STEP_FILE)).out.splitlines()
+    narrow = run("--replay", str(STEP_FILE)).out.splitlines()
     assert max(map(len, narrow[:20])) == 100
     assert [line.split()[-3:] for line in narrow[3:20]] == [line.split()[-3:] for line in wide[3:20]]
 
@@ -555,12 +555,12 @@ def test_debug_behind_the_dashes_is_the_commands_own(run: Run) -> None:
 
 
 def test_one_more_kernel(run: Run) -> None:
-    result = run("--top", "40", "--csv", str(STEP_FILE))
+    result = run("--top", "40", "--replay", str(STEP_FILE))
     assert "and 1 more kernel with 0 FLOP (--top shows it)" in result.out.splitlines()
 
 
 def test_many_kernels_are_cut_to_the_top(run: Run) -> None:
-    result = run("--top", "5", "--csv", str(STEP_FILE))
+    result = run("--top", "5", "--replay", str(STEP_FILE))
     assert "and 36 more kernels with 37.58 GFLOP (--top shows them)" in result.out.splitlines()
 
 

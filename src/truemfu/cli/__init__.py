@@ -15,6 +15,9 @@
     compare.py      truemfu compare
     run.py          truemfu run
     status.py       truemfu status
+    completion.py   truemfu completion
+    plan.py         MFU, days and cost of truemfu count
+    options.py      older names of options, amounts, lists
     console.py      formats of numbers and tables
 
 Exit codes: 0 done, 1 the work itself failed (an experiment, or the driver does not answer) or a comparison is
@@ -40,7 +43,8 @@ from .. import __version__
 from ..errors import CounterError, TruemfuError, TruemfuWarning, message_of, one_line
 from .audit import audit
 from .compare import compare
-from .console import say, silence
+from .completion import completion
+from .console import complain, say, silence
 from .count import count
 from .hardware import devices, peak
 from .report import report
@@ -83,7 +87,7 @@ def cli(context: click.Context) -> None:
     Then what training on it reaches, standard and differentially private:
         truemfu sweep --mode test                  every trainer once, under a minute
         truemfu sweep                              the matrix; each experiment in its own process
-        truemfu summarize --logs-dir out/sweep     success, memory, slow-down, MFU and HFU
+        truemfu summarize out/sweep                success, memory, slow-down, MFU and HFU
         truemfu report out/sweep -o report.html    the same as an HTML report
 
     \b
@@ -109,6 +113,7 @@ cli.add_command(sweep)
 cli.add_command(summarize)
 cli.add_command(report)
 cli.add_command(compare)
+cli.add_command(completion)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -153,7 +158,7 @@ def _run(arguments: list[str], debug: bool) -> int:
 def _fail(message: str, code: int, debug: bool) -> int:
     if debug:
         say(traceback.format_exc(), err=True, nl=False)
-    say(f"error: {message_of(message)}", err=True)
+    complain("error", message_of(message))
     return code
 
 
@@ -210,7 +215,7 @@ def _quiet_libraries(debug: bool) -> Iterator[None]:
             line: str | None = None,
         ) -> None:
             if issubclass(category, TruemfuWarning):
-                say(f"warning: {message}", err=True)
+                complain("warning", str(message))
             else:
                 show(message, category, filename, lineno, file, line)
 

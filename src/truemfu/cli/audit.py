@@ -2,7 +2,7 @@
 
     options, command ─► ncu runs it ─► CSV and the process's own count ─► tables, exit code
                             └─► AuditProgress, on stderr
-    --csv FILE ─► the CSV and the saved count ────────────────────────────┘
+    --replay FILE ─► the CSV and the saved count ─────────────────────────┘
 
 Only all launches of one marked step can be compared with its count, or give the share of a step without
 matrix work: whether they were requested is stored with the count. The command's output goes to stderr, so
@@ -22,6 +22,7 @@ import click
 from .audit_progress import AuditProgress
 from .audit_tables import show_audit
 from .console import FilePath, debug_option, json_option, say
+from .options import RECORD_NAMES, REPLAY_NAMES, Option
 
 if TYPE_CHECKING:
     from ..hardware.nsight.audit import Audit
@@ -47,14 +48,26 @@ _STDERR = 2
 )
 @click.option("--kernel-name", help="Only kernels of this name, or regex:EXPRESSION.")
 @click.option(
-    "--metrics", default="", help="Further ncu metrics, comma-separated; they only appear in --save."
+    "--metrics", default="", help="Further ncu metrics, comma-separated; they only appear in --record."
 )
 @click.option(
-    "--save",
+    "--record",
+    "save",
+    cls=Option,
+    old_names=RECORD_NAMES,
     type=FilePath(dir_okay=False),
+    metavar="FILE",
     help="Save ncu's CSV here, and the count next to it (FILE.count.json).",
 )
-@click.option("--csv", "saved", type=FilePath(), help="Show a saved CSV, without running anything.")
+@click.option(
+    "--replay",
+    "saved",
+    cls=Option,
+    old_names=REPLAY_NAMES,
+    type=FilePath(),
+    metavar="FILE",
+    help="Show a recorded CSV, without running anything.",
+)
 @click.option("--top", type=click.IntRange(min=1), default=20, show_default=True, help="Kernels to show.")
 @json_option
 @debug_option
@@ -83,8 +96,8 @@ def audit(
         truemfu audit -- python train.py
         truemfu audit --from-start --launch-skip 500 --launch-count 200 -- python train.py
         truemfu audit --from-start --kernel-name regex:gemm --json -- python train.py
-        truemfu audit --save step.csv -- python train.py
-        truemfu audit --csv step.csv
+        truemfu audit --record step.csv -- python train.py
+        truemfu audit --replay step.csv
 
     Every kernel is replayed, 0.2 to 0.4 s each: audit a model of a few layers, on one GPU. Progress
     is shown on stderr. Exit codes: 0 done, 1 the command failed or nothing was profiled, 2 wrong usage or ncu
@@ -97,7 +110,7 @@ def audit(
     if saved is not None:
         of_a_run = {
             "the command": command,
-            "--save": save,
+            "--record": save,
             "--from-start": from_start,
             "--keep-running": keep_running,
             "--launch-skip": launch_skip,
@@ -106,7 +119,7 @@ def audit(
             "--metrics": metrics,
         }
         if given := [name for name, value in of_a_run.items() if value]:
-            raise UsageError(f"--csv runs nothing: leave out {' and '.join(given)}, or leave out --csv")
+            raise UsageError(f"--replay runs nothing: leave out {' and '.join(given)}, or leave out --replay")
         return _show_saved(saved, top, as_json)
     if not command:
         raise UsageError("give the command to audit: truemfu audit -- python train.py")
@@ -170,7 +183,7 @@ def _run(call: list[str], log_file: Path, files: list[Path], *, from_start: bool
     csv_file, count_file = files
     for file in files:
         if file.exists() and not file.is_file():
-            raise UsageError(f"{file} is not a regular file; give --save a regular or a new file")
+            raise UsageError(f"{file} is not a regular file; give --record a regular or a new file")
     try:  # files of an earlier run would be mistaken for this one's
         count_file.unlink(missing_ok=True)
         csv_file.write_bytes(b"")
@@ -219,7 +232,7 @@ def _store_selection(count_file: Path, count: StepCount | None, is_whole: bool) 
     try:
         write_record(count_file, msgspec.structs.replace(count or StepCount(), is_whole_step=is_whole))
     except OSError as error:
-        warn_once(f"{count_file} cannot be written: {error.strerror}; --csv will not be able to compare")
+        warn_once(f"{count_file} cannot be written: {error.strerror}; --replay will not be able to compare")
 
 
 def _text(path: Path) -> str:

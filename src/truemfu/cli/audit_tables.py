@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-import shutil
-import sys
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
 from ..text import on_one_line
-from .console import output, percent, print_json, short, table
+from .console import output, percent, print_json, short, table, table_width
 
 if TYPE_CHECKING:
     from ..crosscheck import CrossCheck
@@ -61,8 +59,8 @@ def show_audit(result: Audit, top: int, as_json: bool, *, is_a_step: bool = True
 def _fitted_table(console: Console, result: Audit, top: int) -> Table:
     """The table by kernel; names are shortened on a narrow terminal."""
     drawn = _kernel_table(result, top, _WIDEST_NAME)
-    missing = console.measure(drawn).maximum - shutil.get_terminal_size().columns
-    if missing <= 0 or not sys.stdout.isatty():
+    missing = table_width(drawn) - console.width
+    if missing <= 0:
         return drawn
     longest = max(len(_short_name(kernel.name)) for kernel in result.kernels[:top])
     return _kernel_table(result, top, max(longest - missing, _NARROWEST_NAME))

@@ -14,10 +14,11 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
 import click
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -26,6 +27,7 @@ from ..text import printable
 
 _PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 _FULL_WIDTH = 140
+_GAP = 3  # between columns
 WIDEST_TABLE = 400
 """Some tables have sentences in the last column; a narrow window wraps them, nothing is truncated."""
 
@@ -70,12 +72,22 @@ class SafeConsole(Console):
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(printable(text), **options)
 
+    def print(self, *objects: Any, **options: Any) -> None:
+        """As rich does; a table that is too wide is printed in parts, below each other."""
+        shown: list[Any] = []
+        for item in objects:
+            first, *others = fitted(item, self.width) if isinstance(item, Table) else [item]
+            shown += [first, *(line for other in others for line in ("", other))]
+        super().print(*shown, **options)
+
 
 def output(width: int = _FULL_WIDTH) -> SafeConsole:
-    """The console for results. Figures are never truncated: a narrow window wraps lines, a pipe does not."""
+    """The console for results: as wide as the terminal, or `width` in a pipe. Figures are never truncated."""
     columns, lines = shutil.get_terminal_size()
+    if not sys.stdout.isatty():
+        columns = max(columns, width)
     # Without a height too, rich assumes that a dumb terminal has 80 columns.
-    return SafeConsole(width=max(columns, width), height=lines)
+    return SafeConsole(width=columns, height=lines)
 
 
 def silence(stream: TextIO) -> None:
@@ -96,6 +108,16 @@ def ignoring_closed_pipe() -> Iterator[None]:
 def say(text: str, *, err: bool = False, nl: bool = True) -> None:
     """Print text, with terminal control characters escaped."""
     click.echo(printable(text), err=err, nl=nl)
+
+
+def complain(kind: Literal["error", "warning"], text: str) -> None:
+    """A line on stderr that begins with its kind, in red or yellow on a terminal with colours."""
+    console = SafeConsole(stderr=True)
+    if not sys.stderr.isatty() or console.color_system is None:
+        say(f"{kind}: {text}", err=True)
+        return
+    style = "bold red" if kind == "error" else "yellow"
+    console.print(Text.assemble((f"{kind}:", style), f" {printable(text)}"), soft_wrap=True)
 
 
 def print_json(data: Any) -> None:
@@ -126,6 +148,57 @@ def table(*columns: str, title: str | None = None) -> Table:
     for index, column in enumerate(columns):
         result.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
     return result
+
+
+def table_width(drawn: Table) -> int:
+    """The width of a table in which nothing is wrapped."""
+    widths = _column_widths(drawn)
+    return sum(widths) + _GAP * (len(widths) - 1)
+
+
+def _column_widths(drawn: Table) -> list[int]:
+    return [
+        max(cell_len(printable(str(text))) for text in (column.header, *column.cells))
+        for column in drawn.columns
+    ]
+
+
+def fitted(drawn: Table, width: int) -> list[Table]:
+    """The table, or its columns in several tables of at most this width, each with the first column.
+
+    A cell is wrapped if there is no other way, and never truncated.
+    """
+    columns, widths = drawn.columns, _column_widths(drawn)
+    if table_width(drawn) <= width or len(columns) < 2:
+        return [drawn]
+    widest = max(widths[1:])
+    first = min(widths[0], max(width - _GAP - widest, width // 3))
+    room = width - first - _GAP
+    blocks: list[list[int]] = []
+    used = width
+    for index in range(1, len(columns)):
+        needed = min(widths[index], room) + _GAP
+        if first + used + needed > width:
+            blocks.append([])
+            used = 0
+        blocks[-1].append(index)
+        used += needed
+    return [
+        _columns_of(drawn, [0, *block], [first, *(min(widths[index], room) for index in block)], first_part)
+        for first_part, block in zip([True, *[False] * len(blocks)], blocks, strict=False)
+    ]
+
+
+def _columns_of(drawn: Table, chosen: list[int], widths: list[int], is_first: bool) -> Table:
+    headers = [str(drawn.columns[index].header) for index in chosen]
+    part = table(*headers, title=str(drawn.title) if is_first and drawn.title is not None else None)
+    for column, index, width in zip(part.columns, chosen, widths, strict=True):
+        column.justify = drawn.columns[index].justify
+        column.max_width, column.no_wrap, column.overflow = width, False, "fold"
+    cells = [list(drawn.columns[index].cells) for index in chosen]
+    for row, texts in zip(drawn.rows, zip(*cells, strict=True), strict=True):
+        part.add_row(*texts, style=row.style)
+    return part
 
 
 def short(value: float) -> str:

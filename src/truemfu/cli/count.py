@@ -7,21 +7,63 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, get_args
 
 import click
+from click.shell_completion import CompletionItem
 
 from ..convention import Attention
-from .console import debug_option, json_option, output, percent, print_json, say, short, table, working
+from .console import (
+    SafeConsole,
+    debug_option,
+    json_option,
+    output,
+    percent,
+    print_json,
+    say,
+    short,
+    table,
+    working,
+)
+from .options import BATCH_NAMES, SEQ_NAMES, Amount, Option, device_keys
+from .plan import FP8_NOTE, check_plan, dtype_is_fp8, plan_of, show_plan
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from ..flops import FlopCount, Target
 
 
+def _complete_model(
+    context: click.Context, parameter: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    """Completion of MODEL: the reference models, then files."""
+    from ..sweep.sizes import SIZES
+
+    named = [CompletionItem(name) for name in SIZES if name.startswith(incomplete)]
+    return named or [CompletionItem(incomplete, type="file")]
+
+
 @click.command(short_help="FLOPs of one training step, exact, without a GPU.")
-@click.argument("model")
-@click.option("--batch", "samples", type=int, default=4, show_default=True, help="Samples in the batch.")
-@click.option("--seq", "length", type=int, help="Tokens per sample.  [default: 512, or the model's limit]")
-@click.option("--dtype", help="fp64, fp32, fp16 or bf16.  [default: bf16; a factory's model is not changed]")
+@click.argument("model", shell_complete=_complete_model)
+@click.option(
+    "--batch",
+    "samples",
+    cls=Option,
+    old_names=BATCH_NAMES,
+    type=int,
+    default=4,
+    show_default=True,
+    help="Samples in the batch.",
+)
+@click.option(
+    "--seq",
+    "length",
+    cls=Option,
+    old_names=SEQ_NAMES,
+    type=int,
+    help="Tokens per sample.  [default: 512, or the model's limit]",
+)
+@click.option(
+    "--dtype",
+    help="fp64, fp32, fp16, bf16, or fp8 (the FLOPs of bf16 against the fp8 peak)."
+    "  [default: bf16; a factory's model is not changed]",
+)
 @click.option(
     "--attention-convention",
     type=click.Choice(get_args(Attention)),
@@ -34,28 +76,48 @@ if TYPE_CHECKING:
     type=click.Choice(["sdpa", "eager", "flex_attention"]),
     help="The attention of a Hugging Face model; the FLOPs are the same.  [default: the model's own]",
 )
+@click.option(
+    "--lora",
+    metavar="r=R,targets=A+B",
+    help="Train LoRA adapters of rank R on the modules A and B; without targets: PEFT's choice.",
+)
 @click.option("--checkpointing", is_flag=True, help="Recompute activations in the backward pass.")
 @click.option("--no-backward", is_flag=True, help="Only the forward pass.")
 @click.option("--images", type=int, default=1, show_default=True, help="Images per sample; 0: text only.")
 @click.option("--image-size", type=int, help="Edge of an image in pixels.  [default: the model's own]")
 @click.option("--depth", type=int, default=3, show_default=True, help="Levels of the table by module.")
+@click.option(
+    "--device",
+    shell_complete=device_keys,
+    help="The GPU whose peak counts: H100, 4090, cuda.  [default: this machine's]",
+)
+@click.option("--gpus", type=int, default=1, show_default=True, help="How many of them train the model.")
+@click.option("--tokens-per-second", type=Amount(example="6900"), help="Of all GPUs together: gives the MFU.")
+@click.option("--mfu", type=Amount(most=1.0, example="0.4"), help="An MFU to plan with, from 0 to 1.")
+@click.option(
+    "--tokens", type=Amount(), help="Tokens to train on, such as 15e12 or 15T: gives days and cost."
+)
+@click.option("--price", type=Amount(example="2.50"), help="Price of a GPU hour, in any currency.")
 @json_option
 @debug_option
 @click.pass_context
 def count(
     context: click.Context,
+    /,
     model: str,
     samples: int,
     length: int | None,
     dtype: str | None,
     attention_convention: Any,
     attn_implementation: str | None,
+    lora: str | None,
     checkpointing: bool,
     no_backward: bool,
     images: int,
     image_size: int | None,
     depth: int,
     as_json: bool,
+    **planned: Any,
 ) -> None:
     """FLOPs of one training step of MODEL, exact, without weights and without a GPU.
 
@@ -63,26 +125,35 @@ def count(
     MODEL is one of
         tiny small medium 1b        a reference model
         config.json or its folder   a Hugging Face configuration (no download, no weights)
+        ORG/NAME                    the same, from the local Hugging Face cache
         package.module:factory      a function that returns a module, or (module, batch)
     \b
     Examples
         truemfu count 1b --batch 8 --seq 1024 --attention-convention causal
-        truemfu count ./Llama-3.1-405B/ --batch 1 --seq 8192 --checkpointing
+        truemfu count meta-llama/Llama-3.1-8B --seq 8192 --lora r=16,targets=q_proj+v_proj
         truemfu count ./Qwen2.5-VL-7B/config.json --images 2 --image-size 672 --seq 2048
         truemfu count train:build_model --json | jq .model_flops
+    \b
+    MFU, days and cost without a run
+        truemfu count meta-llama/Llama-3.1-8B --seq 8192 --device H100 --tokens-per-second 6900
+        truemfu count ./Llama-3.1-405B/ --batch 1 --seq 8192 --device H100 --gpus 16384 \\
+            --tokens 15T --mfu 0.4 --price 2.50
     """
     from ..convention import Convention
     from ..errors import UsageError
-    from ..flops import BatchRequest, BuildOptions, count_target, parse_dtype, resolve_target
+    from ..flops import BatchRequest, BuildOptions, count_target, parse_dtype, parse_lora, resolve_target
     from ..sweep.worker.models import REFERENCE_MODELS, parameter_count
 
     if depth < 0:
         raise UsageError(f"depth must be at least 0; got {depth}")
+    wanted = check_plan(**planned)
+    peak_dtype = "fp8" if dtype is not None and dtype_is_fp8(dtype) else None
     request = BatchRequest(samples=samples, length=length, images=images, image_size=image_size)
     options = BuildOptions(
-        dtype=None if dtype is None else parse_dtype(dtype),
+        dtype=None if dtype is None or peak_dtype else parse_dtype(dtype),
         attn_implementation=attn_implementation,
         checkpointing=checkpointing,
+        lora=None if lora is None else parse_lora(lora),
     )
     with working(f"building {model}"):
         target = resolve_target(model, request, options, named=REFERENCE_MODELS)
@@ -92,12 +163,23 @@ def count(
         convention = Convention(attention=attention_convention)
         flops = count_target(target, convention=convention, backward=not no_backward)
     parameters = parameter_count(target.model)
+    trained = sum(p.numel() for p in target.model.parameters() if p.requires_grad)
+    plan = None if wanted is None else plan_of(wanted, target, flops, peak_dtype)
     if as_json:
         head = {"model": model, "model_class": type(target.model).__name__, "parameters": parameters}
+        if lora is not None:
+            head["trained_parameters"] = trained
         sizes = {"batch": target.samples, "seq": target.length, "shapes": target.tensor_shapes}
-        print_json({**head, **sizes, **flops.as_dict()})
-    else:
-        _show(output(), target, flops, parameters, depth)
+        planned_keys = {} if plan is None else {"plan": plan.as_dict()}
+        print_json({**head, **sizes, **flops.as_dict(), **planned_keys})
+        return
+    console = output()
+    share = f", {trained:,} trained" if lora is not None else ""
+    _show(console, target, flops, f"{parameters:,} parameters{share}", depth)
+    if peak_dtype is not None:
+        console.print(FP8_NOTE)
+    if plan is not None:
+        show_plan(console, plan, target.length)
 
 
 def _report_unused_options(context: click.Context, model: str) -> None:
@@ -110,9 +192,9 @@ def _report_unused_options(context: click.Context, model: str) -> None:
         say(f"note: {model} provides its own batch; {', '.join(given)} not used", err=True)
 
 
-def _show(console: Console, target: Target, flops: FlopCount, parameters: int, depth: int) -> None:
+def _show(console: SafeConsole, target: Target, flops: FlopCount, parameters: str, depth: int) -> None:
     heading = console.render_str(target.name, style="bold")
-    console.print(heading, f" {type(target.model).__name__}, {parameters:,} parameters")
+    console.print(heading, f" {type(target.model).__name__}, {parameters}")
     console.print(f"batch: {target.shapes}\n")
 
     totals = table("one training step", "FLOPs", "", "of the model")

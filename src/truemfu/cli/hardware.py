@@ -11,6 +11,7 @@ import click
 from rich.table import Table
 
 from .console import SafeConsole, debug_option, json_option, output, percent, print_json, table
+from .options import device_keys, separated
 
 if TYPE_CHECKING:
     from ..hardware.ceiling.ceiling import CeilingRun, MatmulCeiling
@@ -30,26 +31,35 @@ _MEASURED_DTYPES = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "int8")
 
 
 @click.command(short_help="Datasheet peaks, and the row this machine matches.")
+@click.argument("name", nargs=-1, shell_complete=device_keys)
 @json_option
 @debug_option
-def devices(as_json: bool) -> None:
-    """The table of dense peaks, and the row this machine matches.
+def devices(name: tuple[str, ...], as_json: bool) -> None:
+    """The table of dense peaks, or the rows with NAME in their name, and the row this machine matches.
 
     All figures are dense TFLOP/s (int8: TOP/s) from the datasheet of each chip, never with
     sparsity; a dash is a rate the chip does not have. `--json` adds the source of every row.
+
+    \b
+    Examples
+        truemfu devices
+        truemfu devices 4090
+        truemfu devices h100 --json
     """
     from ..hardware.detect import override_flops_per_s, spec_of
-    from ..hardware.specs import DEVICES, DTYPES
+    from ..hardware.search import search_devices
+    from ..hardware.specs import DTYPES
 
+    found = search_devices(" ".join(name))
     matched, override = spec_of(), override_flops_per_s()
     if as_json:
-        rows = [asdict(spec) for spec in DEVICES]
+        rows = [asdict(spec) for spec in found]
         this = {"name": _device_name(), "match": None if matched is None else asdict(matched)}
         print_json({"devices": rows, "this_machine": {**this, "override_flops_per_s": override}})
         return
     console = output()
     peaks = table("device", *DTYPES, "GB", "GB/s", title="dense peak, TFLOP/s")
-    for spec in DEVICES:
+    for spec in found:
         rates = (_tera(spec.peak(dtype)) for dtype in DTYPES)
         memory = "-" if spec.memory_bytes is None else f"{spec.memory_bytes / 1e9:.0f}"
         bandwidth = spec.memory_bandwidth_bytes_per_s
@@ -72,7 +82,7 @@ def devices(as_json: bool) -> None:
     "--dtype",
     "dtypes",
     multiple=True,
-    help=f"{', '.join(_MEASURED_DTYPES[:-1])} or {_MEASURED_DTYPES[-1]}; may be given again."
+    help=f"{', '.join(_MEASURED_DTYPES[:-1])} or {_MEASURED_DTYPES[-1]}; several with commas."
     "  [default: the usual ones]",
 )
 @click.option("--seconds", type=float, help="Length of each sustained run.  [default: 2; 0.5 on a CPU]")
@@ -85,13 +95,19 @@ def peak(dtypes: tuple[str, ...], seconds: float | None, as_json: bool) -> int:
     the best of a few shapes, and the two may differ. The share of the datasheet's peak is a product: the
     clock's share times the kernel's (how full it keeps the pipe). Exit codes: 0 done, 1 nothing could be
     measured, 2 wrong usage.
+
+    \b
+    Examples
+        truemfu peak
+        truemfu peak --dtype bf16,fp8 --seconds 10
     """
     from ..hardware.ceiling.ceiling import measure_ceiling
 
-    for dtype in dtypes:
+    measured = separated(dtypes)
+    for dtype in measured:
         _check_dtype(dtype)
     with _progress() as report_progress:
-        ceilings = measure_ceiling(dtypes=dtypes or None, seconds=seconds, progress=report_progress)
+        ceilings = measure_ceiling(dtypes=measured or None, seconds=seconds, progress=report_progress)
     code = 0 if any(ceiling.burst or ceiling.sustained for ceiling in ceilings) else 1
     if as_json:
         print_json([ceiling.as_dict() for ceiling in ceilings])

@@ -16,6 +16,7 @@ from pathlib import Path
 import click
 
 from .console import FilePath, debug_option, say
+from .options import separated
 
 _NOT_FOUND, _CANNOT_RUN = 127, 126
 _FOLDER = "truemfu-runs"
@@ -42,7 +43,7 @@ _FOLDER = "truemfu-runs"
     "trackers",
     multiple=True,
     metavar="NAME",
-    help="Log to wandb, tensorboard, mlflow, trackio or prometheus too; may be repeated.",
+    help="Log to wandb, tensorboard, mlflow, trackio or prometheus too; several with commas.",
 )
 @debug_option
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
@@ -81,6 +82,7 @@ def run(
     from ..monitor.config import MODES, load_config
     from ..trackers.table import check_tracker
 
+    trackers = tuple(separated(trackers))
     if mode is not None and mode not in MODES:
         raise UsageError(f"--mode must be one of {', '.join(MODES)}; got {mode!r}")
     if not command:

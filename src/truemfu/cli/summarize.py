@@ -18,12 +18,8 @@ _LONGEST_LOG_LINE = 1000
 
 
 @click.command(short_help="Tables, Markdown, CSV or JSON from a sweep's logs.")
-@click.option(
-    "--logs-dir",
-    type=FilePath(),
-    required=True,
-    help="A sweep's folder, or only its logs or results folder; copies work too.",
-)
+@click.argument("folder", metavar="DIR", type=FilePath(), required=False)
+@click.option("--logs-dir", type=FilePath(), hidden=True)
 @click.option(
     "--output",
     "-o",
@@ -41,8 +37,12 @@ _LONGEST_LOG_LINE = 1000
 )
 @json_option
 @debug_option
-def summarize(logs_dir: Path, output_path: Path | None, shown_as: str, as_json: bool) -> None:
-    """The results of a sweep: success rate, memory, slow-down, MFU and HFU, every failure with its reason.
+def summarize(
+    folder: Path | None, logs_dir: Path | None, output_path: Path | None, shown_as: str, as_json: bool
+) -> None:
+    """The results of the sweep in DIR: success rate, memory, slow-down, MFU and HFU, failures with reasons.
+
+    DIR is a sweep's folder, or only its logs or results folder; copies work too.
 
     Every experiment is in the denominator: also one that failed, one whose log ends without a result (lost),
     and, with a sweep.json next to the logs, one that never started. The exit code is 0 if there was something
@@ -50,17 +50,21 @@ def summarize(logs_dir: Path, output_path: Path | None, shown_as: str, as_json: 
 
     \b
     Examples
-        truemfu summarize --logs-dir out/sweep
-        truemfu summarize --logs-dir out/sweep/logs --output results.json
-        truemfu summarize --logs-dir out/sweep --format markdown > sweep.md
-        truemfu summarize --logs-dir out/sweep --json | jq '.trainers[] | {trainer, success_rate}'
+        truemfu summarize out/sweep
+        truemfu summarize out/sweep/logs --output results.json
+        truemfu summarize out/sweep --format markdown > sweep.md
+        truemfu summarize out/sweep --json | jq '.trainers[] | {trainer, success_rate}'
     """
+    from ..errors import UsageError
     from ..report.load import load_sweep
     from ..report.render import WRITERS
     from ..report.summary import summarize as summary_of
 
+    given = [path for path in (folder, logs_dir) if path is not None]
+    if len(given) != 1:
+        raise UsageError("give one folder of a sweep: truemfu summarize DIR")
     writer = None if output_path is None else _writer_for(output_path)
-    summary = summary_of(load_sweep(logs_dir))
+    summary = summary_of(load_sweep(given[0]))
     if output_path is not None and writer is not None:
         _write(output_path, WRITERS[writer](summary))
     if as_json:
@@ -85,7 +89,7 @@ def show_summary(summary: SweepSummary) -> None:
             console.print(text.sentence, style="dim", soft_wrap=True)
         console.print()
     for line, log in failure_texts(summary):
-        console.print(on_one_line(line), soft_wrap=True)
+        console.print(on_one_line(line), style="red", soft_wrap=True)
         for entry in log[-_SHOWN_LOG_LINES:]:
             console.print(f"    {shortened(entry, _LONGEST_LOG_LINE)}", style="dim", soft_wrap=True)
     for note in summary.notes:

@@ -15,6 +15,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .console import FilePath, debug_option, ignoring_closed_pipe, json_option, say
+from .options import (
+    BATCH_NAMES,
+    DTYPE_NAMES,
+    GPU_ID_NAMES,
+    MODEL_NAMES,
+    SEQ_NAMES,
+    TRAINER_NAMES,
+    Option,
+    separated,
+)
 
 if TYPE_CHECKING:
     from ..report.figures import SweepSummary
@@ -49,22 +59,56 @@ _ONE_EXPERIMENT: dict[str, list[Any]] = {
     help="Folder of logs/, runs/ and results/.  [default: out/sweep; out/sweep-test in test mode]",
 )
 @click.option(
-    "--trainers", "--trainer", multiple=True, help="Trainers, comma-separated; or package.module:Class."
+    "--trainer",
+    "trainers",
+    cls=Option,
+    old_names=TRAINER_NAMES,
+    multiple=True,
+    help="Trainers, comma-separated; or package.module:Class.",
 )
-@click.option("--batch-sizes", "--batch-size", multiple=True, help="Samples per step: 4,8")
-@click.option("--seq-lengths", "--seq-len", multiple=True, help="Tokens per sample: 512,1024")
 @click.option(
-    "--model-sizes",
-    "--model-size",
+    "--batch",
+    "batch_sizes",
+    cls=Option,
+    old_names=BATCH_NAMES,
+    multiple=True,
+    help="Samples in the batch: 4,8",
+)
+@click.option(
+    "--seq",
+    "seq_lengths",
+    cls=Option,
+    old_names=SEQ_NAMES,
+    multiple=True,
+    help="Tokens per sample: 512,1024",
+)
+@click.option(
+    "--model",
     "models",
+    cls=Option,
+    old_names=MODEL_NAMES,
     multiple=True,
     help="tiny, small, medium, 1b, a Hugging Face config.json or its folder, or package.module:factory.",
 )
-@click.option("--dtypes", "--dtype", multiple=True, help="fp32 or bf16.  [default: bf16 on a GPU, else fp32]")
+@click.option(
+    "--dtype",
+    "dtypes",
+    cls=Option,
+    old_names=DTYPE_NAMES,
+    multiple=True,
+    help="fp32 or bf16.  [default: bf16 on a GPU, else fp32]",
+)
 @click.option("--optimizer", help="sgd or adamw.  [default: sgd]")
 @click.option("--compile", "compiled", is_flag=True, help="Use torch.compile, if the trainer supports it.")
 @click.option("--device", help="cuda or cpu.  [default: a GPU if there is one]")
-@click.option("--gpus", multiple=True, help="Numbers of the GPUs to use, one experiment each at a time: 0,1")
+@click.option(
+    "--gpu-ids",
+    "gpus",
+    cls=Option,
+    old_names=GPU_ID_NAMES,
+    multiple=True,
+    help="Numbers of the GPUs to use, one experiment each at a time: 0,1",
+)
 @click.option(
     "--gpus-per-experiment", multiple=True, help="GPUs of one experiment, on a CPU processes: 1,2,4"
 )
@@ -123,7 +167,7 @@ def sweep(
     Modes
         profile   the matrix; by default 4 trainers × batch 4, 8 × sequence 512, 1024 × 1b
         test      every trainer once on the tiny model: is this machine ready? Under a minute, always rerun
-        single    one experiment: --trainer, --batch-size 4, --seq-len 512, --model-size 1b
+        single    one experiment: --trainer, --batch 4, --seq 512, --model 1b
     \b
     Trainers
         StandardTrainer                  plain PyTorch
@@ -134,8 +178,8 @@ def sweep(
     \b
     Examples
         truemfu sweep --mode test
-        truemfu sweep --mode single --trainer DPSGDTrainer --batch-size 4 --seq-len 512 --model-size 1b
-        truemfu sweep --batch-sizes 4,8,16 --seq-lengths 512 --model-sizes small,medium --prune
+        truemfu sweep --mode single --trainer DPSGDTrainer --batch 4 --seq 512 --model 1b
+        truemfu sweep --batch 4,8,16 --seq 512 --model small,medium --prune
         truemfu sweep --config profiling_config.json --output out/night --timeout 900
         truemfu sweep --output out/night --rerun failed
         truemfu sweep --launcher slurm --partition gpu --max-jobs 8 --output /shared/night
@@ -218,11 +262,11 @@ def _given(flags: dict[str, Any]) -> dict[str, Any]:
     """Flags as values of the configuration; None if one was not given."""
     return {
         "trainers": _texts(flags["trainers"]),
-        "batch_sizes": _numbers("--batch-sizes", flags["batch_sizes"]),
-        "seq_lengths": _numbers("--seq-lengths", flags["seq_lengths"]),
+        "batch_sizes": _numbers("--batch", flags["batch_sizes"]),
+        "seq_lengths": _numbers("--seq", flags["seq_lengths"]),
         "models": _texts(flags["models"]),
         "dtypes": _texts(flags["dtypes"]),
-        "gpus": _numbers("--gpus", flags["gpus"]),
+        "gpus": _numbers("--gpu-ids", flags["gpus"]),
         "gpus_per_experiment": _numbers("--gpus-per-experiment", flags["gpus_per_experiment"]),
         "compile": flags["compiled"] or None,
         "prune": flags["prune"] or None,
@@ -236,9 +280,7 @@ def _given(flags: dict[str, Any]) -> dict[str, Any]:
 
 def _texts(values: tuple[str, ...]) -> list[str] | None:
     """The parts between commas; None if the flag was not given, empty if it has no value."""
-    if not values:
-        return None
-    return [part.strip() for value in values for part in value.split(",") if part.strip()]
+    return separated(values) if values else None
 
 
 def _numbers(option: str, values: tuple[str, ...]) -> list[int] | None:

@@ -87,6 +87,13 @@ def top(
     Without a terminal it prints a table at each interval; --json prints a line at each, and with --once one
     document. Energy is only read for --json and --record: it is most of the cost of reading. Exit codes: 0
     done, 1 the driver cannot be read, 2 wrong usage.
+
+    \b
+    Examples
+        truemfu top
+        truemfu top --once --json
+        truemfu top --export 9400
+        truemfu top --replay recorded.jsonl
     """
     least_s = _LEAST_S if replay_from is None else _LEAST_REPLAYED_S
     if not least_s <= interval_s <= _MOST_S:

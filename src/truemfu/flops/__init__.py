@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from .isolation.shared_state import untouched_globals
     from .models.example_batch import example_batch
     from .models.hf_config import BuildOptions, model_from_config, read_config
+    from .models.lora import parse_lora
     from .models.model_view import BatchRequest, ModelView
     from .models.targets import Target, count_target, parse_dtype, resolve_target
     from .profiled.profiler import StepProfile, StepProfiler
@@ -94,6 +95,7 @@ _HOMES = {
     "BuildOptions": "models.hf_config",
     "model_from_config": "models.hf_config",
     "read_config": "models.hf_config",
+    "parse_lora": "models.lora",
     "BatchRequest": "models.model_view",
     "ModelView": "models.model_view",
     "Target": "models.targets",
@@ -157,6 +159,7 @@ __all__ = [
     "model_identity",
     "own_random_draws",
     "parse_dtype",
+    "parse_lora",
     "profile_model_flops",
     "read_config",
     "register_formula",

@@ -17,6 +17,7 @@ from torch import nn
 
 from ...errors import ModelError, TruemfuError, UsageError, closest, one_line
 from ...plain_files import read_given
+from .lora import LoraOptions
 
 # In the order in which a training head is chosen for a configuration without (known) `architectures`.
 _AUTO_CLASSES = (
@@ -40,6 +41,7 @@ class BuildOptions:
     dtype: torch.dtype | None = None
     attn_implementation: str | None = None
     checkpointing: bool = False
+    lora: LoraOptions | None = None
 
 
 def read_config(path: Path) -> dict[str, Any]:

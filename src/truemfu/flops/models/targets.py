@@ -2,6 +2,7 @@
 
     1b                          a name known to the caller (the reference models)
     path/config.json, path/     a Hugging Face configuration: built on the meta device, without weights
+    org/name                    the same, from the local Hugging Face cache
     package.module:factory      a callable that returns a module, or (module, batch)
 
 No network is used and no code of a repository is run: a configuration is plain data.
@@ -28,6 +29,8 @@ from ..count.count import count_flops
 from ..flop_count import FlopCount
 from .example_batch import example_batch
 from .hf_config import BuildOptions, model_from_config, read_config
+from .hub_cache import cached_config, may_be_on_the_hub, not_cached
+from .lora import add_lora
 from .model_view import BatchRequest
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -128,16 +131,20 @@ def resolve_target(
         _only_for_configs(text, options)
         model, batch = _from_factory(text, options.dtype)
         return _target(text, model, batch, request, options)
-    if is_file:
-        config = read_config(Path(text))
+    path = Path(text) if is_file else cached_config(text) if may_be_on_the_hub(text) else None
+    if path is not None:
+        config = read_config(path)
 
         def build(device: str) -> Target:
             return _target(text, model_from_config(config, options, device=device), None, request, options)
 
         return replace(build("meta"), with_values=lambda: build("cpu"))
+    if "/" in text and may_be_on_the_hub(text):
+        raise not_cached(text)
     raise UsageError(
         f"no model {text!r}{closest(text, named)}: expected {', '.join(named)}{', ' if named else ''}"
-        "a Hugging Face config.json or its folder, or package.module:factory"
+        "a Hugging Face config.json or its folder, ORG/NAME in the local Hugging Face cache, or "
+        "package.module:factory"
     )
 
 
@@ -169,12 +176,11 @@ def _target(text: str, model: nn.Module, batch: Any, request: BatchRequest, opti
         _enable_checkpointing(model)
     model.train()
     brought = batch is not None
-    return Target(
-        name=text,
-        model=model,
-        batch=batch if brought else _example(model, request),
-        brought_batch=brought,
-    )
+    if not brought:
+        batch = _example(model, request)
+    if options.lora is not None:
+        add_lora(model, options.lora)
+    return Target(name=text, model=model, batch=batch, brought_batch=brought)
 
 
 def _example(model: nn.Module, request: BatchRequest) -> Any:

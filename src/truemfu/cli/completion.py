@@ -1,0 +1,34 @@
+"""`truemfu completion`: the script that lets a shell complete commands, options and names, by click."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+from click.shell_completion import get_completion_class
+
+from .console import debug_option, say
+
+if TYPE_CHECKING:
+    from click.shell_completion import ShellComplete
+
+_SHELLS = ("bash", "zsh", "fish")
+_VARIABLE = "_TRUEMFU_COMPLETE"
+
+
+@click.command(short_help="The script that completes commands in bash, zsh or fish.")
+@click.argument("shell", type=click.Choice(_SHELLS))
+@debug_option
+@click.pass_context
+def completion(context: click.Context, /, shell: str) -> None:
+    """The script that lets SHELL complete truemfu's commands, options, files, models and devices.
+
+    \b
+    Examples: a line for the shell's start-up file
+        eval "$(truemfu completion bash)"       ~/.bashrc (bash 4.4 or newer)
+        eval "$(truemfu completion zsh)"        ~/.zshrc
+        truemfu completion fish | source        ~/.config/fish/config.fish
+    """
+    found: type[ShellComplete] | None = get_completion_class(shell)
+    assert found is not None
+    say(found(context.find_root().command, {}, "truemfu", _VARIABLE).source())

@@ -1,0 +1,162 @@
+"""MFU, days and cost in `truemfu count`: from a device's peak and a rate, without a run."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .console import SafeConsole, percent, say, short, table
+
+if TYPE_CHECKING:
+    from ..flops import FlopCount, Target
+    from ..training_plan import TrainingPlan
+
+FP8_NOTE = "note: fp8 has the FLOPs of bf16, in which they are counted here; the peak is that of fp8."
+
+_ASSUMED = (
+    "Assumed: every step is like this one{length}, and no time is lost to restarts, evaluations or "
+    "checkpoints."
+)
+_NO_HFU = "unknown: only a run shows what its kernels execute"
+_NO_PEAK = "unknown: no peak is known; give --device, or set TRUEMFU_PEAK_TFLOPS"
+_NO_RATE = "unknown: give --tokens-per-second or --mfu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WantedPlan:
+    """The options of a plan, checked."""
+
+    device: str | None
+    gpus: int
+    tokens_per_second: float | None
+    mfu: float | None
+    tokens: float | None
+    price: float | None
+
+
+def check_plan(
+    *,
+    device: str | None,
+    gpus: int,
+    tokens_per_second: float | None,
+    mfu: float | None,
+    tokens: float | None,
+    price: float | None,
+) -> WantedPlan | None:
+    """The plan to make, or None if no option asks for one. A device's name is resolved to a row's key."""
+    from ..errors import UsageError
+
+    if gpus < 1:
+        raise UsageError(f"--gpus must be at least 1; got {gpus}")
+    if tokens_per_second is not None and mfu is not None:
+        raise UsageError(
+            "--tokens-per-second gives the MFU: leave out --mfu, or leave out --tokens-per-second"
+        )
+    if device is None and tokens_per_second is None and mfu is None and tokens is None:
+        if price is not None or gpus > 1:
+            raise UsageError("--gpus and --price need one of --tokens, --mfu or --tokens-per-second")
+        return None
+    return WantedPlan(
+        device=None if device is None else _device(device),
+        gpus=gpus,
+        tokens_per_second=tokens_per_second,
+        mfu=mfu,
+        tokens=tokens,
+        price=price,
+    )
+
+
+def dtype_is_fp8(name: str) -> bool:
+    """Whether this is a name of fp8; any other name, known or not, is not decided here."""
+    from ..errors import UsageError
+    from ..hardware.detect import dtype_name
+
+    try:
+        return dtype_name(name) == "fp8"
+    except UsageError:
+        return False
+
+
+def plan_of(wanted: WantedPlan, target: Target, flops: FlopCount, peak_dtype: str | None) -> TrainingPlan:
+    """The plan for a counted step; `peak_dtype` overrides the dtypes of its products."""
+    from ..errors import UsageError
+    from ..training_plan import TrainingPlan
+    from ..utilization import ideal_flops_per_s
+
+    if target.samples is None or target.length is None:
+        raise UsageError(
+            f"{target.name} has no tokens in its batch ({target.shapes}), so MFU, days and cost are "
+            "unknown: leave out --device, --tokens-per-second, --mfu and --tokens"
+        )
+    by_dtype = flops.by_dtype if peak_dtype is None else {peak_dtype: flops.model_flops}
+    peak, source = ideal_flops_per_s(by_dtype, wanted.device)
+    return TrainingPlan.at(
+        flops_per_token=flops.model_flops / (target.samples * target.length),
+        gpus=wanted.gpus,
+        peak_flops_per_s=peak,
+        peak_source=source,
+        tokens_per_second=wanted.tokens_per_second,
+        mfu=wanted.mfu,
+        tokens=wanted.tokens,
+        price_per_gpu_hour=wanted.price,
+    )
+
+
+def show_plan(console: SafeConsole, plan: TrainingPlan, length: int | None) -> None:
+    drawn = table("without a run", "")
+    drawn.columns[1].justify = "left"
+    for label, text in _rows(plan):
+        drawn.add_row(label, text)
+    console.print("", drawn, "")
+    console.print(_ASSUMED.format(length="" if length is None else f", of sequences of {length:,} tokens"))
+
+
+def _rows(plan: TrainingPlan) -> list[tuple[str, str]]:
+    peak, rate, gpus = plan.peak_flops_per_s, plan.tokens_per_second, plan.gpus
+    no_rate = _NO_PEAK if peak is None and plan.mfu is not None else _NO_RATE
+    rows = [
+        (
+            "peak of the GPU" if gpus == 1 else f"peak of each of {gpus:,} GPUs",
+            _NO_PEAK if peak is None else f"{short(peak)}FLOP/s, {plan.peak_source}",
+        ),
+        ("FLOPs per token", f"{short(plan.flops_per_token)}FLOP"),
+        ("tokens/s" if gpus == 1 else "tokens/s of all GPUs", no_rate if rate is None else f"{rate:,.0f}"),
+        (
+            "MFU",
+            percent(plan.mfu, 1.0) if plan.mfu is not None else _NO_PEAK if rate is not None else _NO_RATE,
+        ),
+        ("HFU", _NO_HFU),
+    ]
+    if plan.tokens is not None:
+        rows += [
+            ("tokens", short(plan.tokens)),
+            ("FLOPs of all tokens", f"{plan.total_flops:.4g}"),
+            ("days", no_rate if plan.days is None else f"{plan.days:,.4g}"),
+            ("GPU hours", no_rate if plan.gpu_hours is None else f"{plan.gpu_hours:,.0f}"),
+            ("cost", _cost(plan.cost, no_rate, plan)),
+        ]
+    if plan.price_per_gpu_hour is not None:
+        rows.append(("cost of a million tokens", _cost(plan.cost_per_million_tokens, no_rate, plan)))
+    return rows
+
+
+def _cost(cost: float | None, no_rate: str, plan: TrainingPlan) -> str:
+    if plan.price_per_gpu_hour is None:
+        return "unknown: give --price, the price of a GPU hour"
+    if cost is None:
+        return no_rate
+    amount = f"{cost:,.0f}" if cost >= 1000 else f"{cost:,.4g}"
+    return f"{amount} at {plan.price_per_gpu_hour:g} per GPU hour"
+
+
+def _device(text: str) -> str:
+    """A torch device as it is, or the device of the table that a name means; notes an assumed variant."""
+    from ..hardware.search import named_device
+
+    if re.fullmatch(r"(cuda|xpu|hpu|cpu)(:\d+)?", text):
+        return text
+    name, others = named_device(text)
+    if others:
+        say(f"note: {text} is taken as {name}; its other variants: {', '.join(others)}", err=True)
+    return name

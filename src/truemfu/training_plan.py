@@ -1,0 +1,117 @@
+"""Tokens per second, MFU, days and cost of a training that has not run yet, from its FLOPs per token.
+
+    MFU       = tokens/s × FLOPs per token / (GPUs × peak of one)
+    tokens/s  = MFU × GPUs × peak of one / FLOPs per token
+    days      = tokens / tokens/s / 86400
+    cost      = GPU hours × price of one
+
+One of tokens/s and MFU is given, the other follows. Assumed: every step is like the counted one, and no time
+is lost to restarts, evaluation or checkpoints. HFU stays unknown: only a run shows what its kernels execute.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from .utilization import calculate_mfu
+
+_SECONDS_PER_DAY = 86_400
+_SECONDS_PER_HOUR = 3_600
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingPlan:
+    """A training on `gpus` equal GPUs; `tokens_per_second` is of all of them, the peak and the price of one.
+
+    The price may be in any currency, and costs are in the same. Unknown is None.
+    """
+
+    flops_per_token: float
+    gpus: int
+    peak_flops_per_s: float | None
+    peak_source: str | None
+    tokens_per_second: float | None
+    mfu: float | None
+    tokens: float | None
+    price_per_gpu_hour: float | None
+    hfu: None = None
+
+    @classmethod
+    def at(
+        cls,
+        *,
+        flops_per_token: float,
+        gpus: int,
+        peak_flops_per_s: float | None,
+        peak_source: str | None,
+        tokens_per_second: float | None = None,
+        mfu: float | None = None,
+        tokens: float | None = None,
+        price_per_gpu_hour: float | None = None,
+    ) -> TrainingPlan:
+        """The plan at a rate or at an MFU; with neither, both are unknown."""
+        if tokens_per_second is not None:
+            peak_of_all = None if peak_flops_per_s is None else gpus * peak_flops_per_s
+            mfu = calculate_mfu(flops_per_token * tokens_per_second, 1.0, peak_of_all)
+        elif mfu is not None and peak_flops_per_s is not None:
+            tokens_per_second = mfu * gpus * peak_flops_per_s / flops_per_token
+        return cls(
+            flops_per_token=flops_per_token,
+            gpus=gpus,
+            peak_flops_per_s=peak_flops_per_s,
+            peak_source=peak_source,
+            tokens_per_second=tokens_per_second,
+            mfu=mfu,
+            tokens=tokens,
+            price_per_gpu_hour=price_per_gpu_hour,
+        )
+
+    @property
+    def total_flops(self) -> float | None:
+        return None if self.tokens is None else self.tokens * self.flops_per_token
+
+    @property
+    def seconds(self) -> float | None:
+        if self.tokens is None or self.tokens_per_second is None:
+            return None
+        return self.tokens / self.tokens_per_second
+
+    @property
+    def days(self) -> float | None:
+        return None if self.seconds is None else self.seconds / _SECONDS_PER_DAY
+
+    @property
+    def gpu_hours(self) -> float | None:
+        return None if self.seconds is None else self.gpus * self.seconds / _SECONDS_PER_HOUR
+
+    @property
+    def cost(self) -> float | None:
+        if self.gpu_hours is None or self.price_per_gpu_hour is None:
+            return None
+        return self.gpu_hours * self.price_per_gpu_hour
+
+    @property
+    def cost_per_million_tokens(self) -> float | None:
+        if self.tokens_per_second is None or self.price_per_gpu_hour is None:
+            return None
+        return 1e6 / self.tokens_per_second / _SECONDS_PER_HOUR * self.gpus * self.price_per_gpu_hour
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data with the attribute names as keys, ready for JSON."""
+        return {
+            "flops_per_token": self.flops_per_token,
+            "gpus": self.gpus,
+            "peak_flops_per_s": self.peak_flops_per_s,
+            "peak_source": self.peak_source,
+            "tokens_per_second": self.tokens_per_second,
+            "mfu": self.mfu,
+            "hfu": self.hfu,
+            "tokens": self.tokens,
+            "total_flops": self.total_flops,
+            "days": self.days,
+            "gpu_hours": self.gpu_hours,
+            "price_per_gpu_hour": self.price_per_gpu_hour,
+            "cost": self.cost,
+            "cost_per_million_tokens": self.cost_per_million_tokens,
+        }
