@@ -294,8 +294,8 @@ def _leave_or_cancel(folder: Path, count: int, *, ask: bool) -> int:
     """After an interruption: the jobs stay, unless the user at the terminal says otherwise."""
     experiments = f"{count} experiment{'' if count == 1 else 's'}"
     if ask and sys.stdin.isatty() and sys.stderr.isatty():
-        say(f"{experiments} on the cluster. Cancel? [y/N] ", err=True, nl=False)
         try:
+            say(f"{experiments} on the cluster. Cancel? [y/N] ", err=True, nl=False)
             answer = sys.stdin.readline()
         except (KeyboardInterrupt, OSError):
             answer = ""
