@@ -11,7 +11,8 @@ from .chart import SIDE, Chart, Series, line_chart, thinning
 from .html import write_template
 from .ranks_view import life_of
 from .render import duration
-from .run_load import LoadedRun, LogRow
+from .log_rows import LogRows
+from .run_load import LoadedRun
 from .run_summary import summary_of_log
 from .run_texts import (
     NO_SUMMARY,
@@ -79,13 +80,13 @@ def _lead(record: RunRecord, summary: RunSummary) -> str:
     return f"{', '.join(words)}."
 
 
-def _paused_s(rows: Sequence[LogRow]) -> dict[str, float]:
+def _paused_s(rows: LogRows) -> dict[str, float]:
     """Seconds of what ran outside of steps, over all attempts that are in the log."""
     kinds = ("evaluation", "checkpoint", "generation", "other_pause")
     return {kind.replace("_", " "): sum(getattr(row, f"{kind}_s") or 0.0 for row in rows) for kind in kinds}
 
 
-def _charts(rows: Sequence[LogRow], summary: RunSummary) -> list[Chart]:
+def _charts(rows: LogRows, summary: RunSummary) -> list[Chart]:
     """The charts that have values."""
     if not rows:
         return []
@@ -110,7 +111,7 @@ def _charts(rows: Sequence[LogRow], summary: RunSummary) -> list[Chart]:
     return [chart for chart in found if chart is not None]
 
 
-def _utilization(rows: Sequence[LogRow]) -> list[Series]:
+def _utilization(rows: LogRows) -> list[Series]:
     """MFU and HFU; one line if they are equal."""
     mfu = _series("MFU", (row.mfu for row in rows), 100)
     hfu = _series("HFU", (row.hfu for row in rows), 100)
@@ -126,7 +127,7 @@ def _time_unit(seconds: float | None) -> tuple[float, str]:
     return next((unit for unit in _TIME_UNITS if (seconds or 1.0) >= unit[0]), _TIME_UNITS[-1])
 
 
-def _non_finite(rows: Iterable[LogRow]) -> list[str]:
+def _non_finite(rows: LogRows) -> list[str]:
     """A sentence about a NaN or infinite loss: its gap in the chart is easily missed."""
     odd = [row for row in rows if "training/loss" in row.non_finite]
     if not odd:

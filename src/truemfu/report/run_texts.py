@@ -12,7 +12,8 @@ from datetime import datetime, timezone
 from ..records import UPPER_BOUND, MonitorCost, RunHardware, RunRecord, RunSummary
 from ..waterfall import evaluations
 from .render import duration, number
-from .run_load import LastWindow, LogRow
+from .log_rows import LogRows
+from .run_load import LastWindow
 from .run_summary import peak_flops_per_s
 
 UNKNOWN = "unknown"
@@ -33,7 +34,7 @@ class Figure:
         return self.value != UNKNOWN
 
 
-def facts(record: RunRecord, summary: RunSummary, rows: Sequence[LogRow]) -> list[tuple[str, str]]:
+def facts(record: RunRecord, summary: RunSummary, rows: LogRows) -> list[tuple[str, str]]:
     """What was run, on what, and how it was measured."""
     versions = {"truemfu": record.truemfu_version, **record.versions, "Python": record.python}
     cost = summary.monitor_cost
@@ -87,7 +88,7 @@ def _trained(record: RunRecord) -> list[tuple[str, str]]:
     return lines
 
 
-def figures(record: RunRecord, summary: RunSummary, rows: Sequence[LogRow]) -> list[Figure]:
+def figures(record: RunRecord, summary: RunSummary, rows: LogRows) -> list[Figure]:
     """The results of the run."""
     if record.summary is None and not rows:
         labels = (figure.label for figure in _figures(record, summary, rows))
@@ -95,7 +96,7 @@ def figures(record: RunRecord, summary: RunSummary, rows: Sequence[LogRow]) -> l
     return _figures(record, summary, rows)
 
 
-def _figures(record: RunRecord, summary: RunSummary, rows: Sequence[LogRow]) -> list[Figure]:
+def _figures(record: RunRecord, summary: RunSummary, rows: LogRows) -> list[Figure]:
     why_not = _why_no_utilization(summary, rows)
     scope = record.scope or ""
     executed_by = next((row.hfu_method for row in reversed(rows) if row.hfu_method), "the count")
@@ -256,7 +257,7 @@ def _figure(
     return Figure(label=label, value=text(value), remark=remark or "")
 
 
-def _peak(summary: RunSummary, rows: Sequence[LogRow]) -> str:
+def _peak(summary: RunSummary, rows: LogRows) -> str:
     fall = summary.hardware.waterfall if summary.hardware is not None else None
     peak = fall.peak_flops_per_s if fall is not None else None
     peak = peak_flops_per_s(rows) if peak is None else peak
@@ -265,7 +266,7 @@ def _peak(summary: RunSummary, rows: Sequence[LogRow]) -> str:
     return flop_rate(peak) + (f" ({summary.peak_source})" if summary.peak_source else "")
 
 
-def _method(record: RunRecord, summary: RunSummary, rows: Sequence[LogRow]) -> str:
+def _method(record: RunRecord, summary: RunSummary, rows: LogRows) -> str:
     if summary.method is None:
         return f"{UNKNOWN}: {NO_ROWS if record.summary is None and not rows else 'no model was counted'}"
     words = [summary.method, "a multiply-add is 2"]
@@ -275,7 +276,7 @@ def _method(record: RunRecord, summary: RunSummary, rows: Sequence[LogRow]) -> s
     return "; ".join(words)
 
 
-def _steps(summary: RunSummary, rows: Sequence[LogRow]) -> str:
+def _steps(summary: RunSummary, rows: LogRows) -> str:
     words = [UNKNOWN if summary.steps is None else f"{summary.steps:,} logged"]
     if summary.skipped_steps:
         words.append(f"{summary.skipped_steps:,} between them not logged")
@@ -286,7 +287,7 @@ def _steps(summary: RunSummary, rows: Sequence[LogRow]) -> str:
     return "; ".join(words)
 
 
-def _why_no_utilization(summary: RunSummary, rows: Sequence[LogRow]) -> str:
+def _why_no_utilization(summary: RunSummary, rows: LogRows) -> str:
     if summary.method is None:
         return "no model was counted"
     if summary.peak_source is None and peak_flops_per_s(rows) is None:
