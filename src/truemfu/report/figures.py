@@ -18,13 +18,18 @@ class Experiment(msgspec.Struct, frozen=True, kw_only=True):
     seq_len: int | None
     dtype: str | None
     optimizer: str | None
+    compile: bool | None
     device: str | None
+    host: str | None
     end: str
     phase: str | None
     message: str | None
     fits: str | None
     step_time_s: float | None
     """Median of the timed steps."""
+    step_time_p10_s: float | None
+    step_time_p90_s: float | None
+    """The fastest and the slowest tenth of them begin here."""
     step_time_error: float | None
     """Relative standard error of that median."""
     timed_steps: int | None
@@ -35,6 +40,8 @@ class Experiment(msgspec.Struct, frozen=True, kw_only=True):
     hfu: float | None
     model_flops: int | None
     hardware_flops: int | None
+    peak_flops_per_s: float | None
+    peak_source: str | None
     peak_memory_bytes: int | None
     memory_kind: str | None
     reserved_bytes: int | None

@@ -91,8 +91,7 @@ def load_run(folder: Path | str) -> LoadedRun:
     logged = None if summary is None else summary.steps
     if logged is not None and len(rows) > logged:
         notes.append(
-            f"The log contains {len(rows):,} steps, the summary only covers the last start: "
-            f"{logged:,} steps."
+            f"The log contains {len(rows):,} steps, the summary only covers the last start: {logged:,} steps."
         )
     return LoadedRun(
         folder=folder,

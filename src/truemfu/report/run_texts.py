@@ -5,14 +5,15 @@ Unknown values are "unknown", with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timezone
 
 from ..records import UPPER_BOUND, MonitorCost, RunHardware, RunRecord, RunSummary
 from ..waterfall import evaluations
-from .render import duration, number
+from .cost import per_million_tokens
 from .log_rows import LogRows
+from .render import duration, number, size
 from .run_load import LastWindow
 from .run_summary import peak_flops_per_s
 
@@ -41,7 +42,7 @@ def facts(record: RunRecord, summary: RunSummary, rows: LogRows) -> list[tuple[s
     return [
         *_trained(record),
         ("device", record.device or UNKNOWN),
-        ("peak", _peak(summary, rows)),
+        ("peak", peak_text(summary, rows)),
         ("FLOPs by", _method(record, summary, rows)),
         ("mode", record.mode or UNKNOWN),
         ("step times by", record.time_source or UNKNOWN),
@@ -97,9 +98,9 @@ def figures(record: RunRecord, summary: RunSummary, rows: LogRows) -> list[Figur
 
 
 def _figures(record: RunRecord, summary: RunSummary, rows: LogRows) -> list[Figure]:
-    why_not = _why_no_utilization(summary, rows)
+    why_not = why_no_utilization(summary, rows)
     scope = record.scope or ""
-    executed_by = next((row.hfu_method for row in reversed(rows) if row.hfu_method), "the count")
+    executed_by = next((method for method in reversed(rows.texts("hfu_method")) if method), "the count")
     return [
         _figure(
             "step, median", duration, summary.median_step_time_s, summary.medians_over, "no step was timed"
@@ -129,6 +130,7 @@ def _figures(record: RunRecord, summary: RunSummary, rows: LogRows) -> list[Figu
             evaluations(summary.forwards_between_steps) or "of the time",
             "no forward pass was seen",
         ),
+        memory(record, summary, rows),
         *[
             _figure(
                 f"left out: {kind}",
@@ -142,6 +144,34 @@ def _figures(record: RunRecord, summary: RunSummary, rows: LogRows) -> list[Figu
         ],
         _cost(summary.monitor_cost),
     ]
+
+
+def memory(record: RunRecord, summary: RunSummary, rows: LogRows) -> Figure:
+    """The highest peak memory of any rank."""
+    found = [value for value in rows.column("memory_peak_bytes") if value == value]
+    found += [rank.memory_bytes for rank in summary.ranks if rank.memory_bytes is not None]
+    of = "of the process" if record.device == "cpu" else "allocated on a GPU"
+    highest = max(found, default=None)
+    return _figure("memory, peak", size, highest, of, "no row of the log has it")
+
+
+def cost(record: RunRecord, summary: RunSummary, price_per_gpu_hour: float) -> Figure:
+    """What a million tokens cost at the median rate, evaluations and checkpoints not included."""
+    label, gpus = "a million tokens", record.world_size
+    if record.device in (None, "cpu"):
+        return Figure(label=label, value=UNKNOWN, remark="the run is not known to have used a GPU")
+    if gpus is None:
+        return Figure(label=label, value=UNKNOWN, remark="the number of ranks is not known")
+    if gpus > 1 and "alone" in (record.scope or ""):
+        return Figure(label=label, value=UNKNOWN, remark="the rate is only known for one rank of the job")
+    price = f"${price_per_gpu_hour:,.4g} an hour for each of {gpus:,} GPUs, at the median rate of its steps"
+    return _figure(
+        label,
+        lambda value: f"${value:,.4g}",
+        per_million_tokens(price_per_gpu_hour, summary.median_tokens_per_second, gpus=gpus),
+        price if gpus > 1 else f"${price_per_gpu_hour:,.4g} an hour, at the median rate of its steps",
+        "no batch had a known number of tokens",
+    )
 
 
 def hardware_figures(hardware: RunHardware, scope: str | None) -> list[Figure]:
@@ -257,7 +287,8 @@ def _figure(
     return Figure(label=label, value=text(value), remark=remark or "")
 
 
-def _peak(summary: RunSummary, rows: LogRows) -> str:
+def peak_text(summary: RunSummary, rows: LogRows) -> str:
+    """The peak with its source."""
     fall = summary.hardware.waterfall if summary.hardware is not None else None
     peak = fall.peak_flops_per_s if fall is not None else None
     peak = peak_flops_per_s(rows) if peak is None else peak
@@ -283,11 +314,12 @@ def _steps(summary: RunSummary, rows: LogRows) -> str:
     if summary.warmup_steps:
         words.append(f"{summary.warmup_steps:,} of them warm-up")
     if rows:
-        words.append(f"the log covers {rows[0].global_step:,} to {rows[-1].global_step:,}")
+        words.append(f"the log covers {rows.steps[0]:,} to {rows.steps[-1]:,}")
     return "; ".join(words)
 
 
-def _why_no_utilization(summary: RunSummary, rows: LogRows) -> str:
+def why_no_utilization(summary: RunSummary, rows: LogRows) -> str:
+    """The reason for an unknown MFU."""
     if summary.method is None:
         return "no model was counted"
     if summary.peak_source is None and peak_flops_per_s(rows) is None:

@@ -3,8 +3,8 @@
 Three rules keep the figures honest.
 
 - Every experiment is in the denominator, including failed, pruned, lost and never started ones.
-- Trainers are only compared at equal points (model, batch, sequence, dtype, optimizer, device). A mean over
-  what each trainer finished favours one that failed on the large ones; it is also given, with a label.
+- Trainers are only compared at equal points (model, batch, sequence, dtype, optimizer, device, host). A mean
+  over what each trainer finished favours one that failed on the large ones; it is also given, with a label.
 - Peak memory is what torch allocated on the GPU, or on a CPU the process's resident memory. The two are never
   mixed in a mean; `memory_kind` states which one it is.
 """
@@ -120,12 +120,16 @@ def experiment_of(entry: Entry) -> Experiment:
         seq_len=entry.seq_len,
         dtype=case.dtype if case else None,
         optimizer=case.optimizer if case else None,
+        compile=case.compile if case else None,
         device=result.environment.device_name if result and result.environment else None,
+        host=result.environment.host if result and result.environment else None,
         end=entry.end,
         phase=result.phase.value if result else None,
         message=_message(entry),
         fits=result.fits if result else None,
         step_time_s=measured.steps.median_s if measured else None,
+        step_time_p10_s=measured.steps.p10_s if measured else None,
+        step_time_p90_s=measured.steps.p90_s if measured else None,
         step_time_error=measured.steps.relative_error if measured else None,
         timed_steps=len(measured.steps.times_s) if measured else None,
         stable=measured.steps.stable if measured else None,
@@ -135,6 +139,8 @@ def experiment_of(entry: Entry) -> Experiment:
         hfu=flops.hfu if flops else None,
         model_flops=flops.model_flops if flops else None,
         hardware_flops=flops.hardware_flops if flops else None,
+        peak_flops_per_s=flops.peak_flops_per_s if flops else None,
+        peak_source=flops.peak_source if flops else None,
         peak_memory_bytes=peak,
         memory_kind=kind,
         reserved_bytes=memory.reserved_bytes if memory else None,
@@ -179,8 +185,10 @@ Point = tuple[object, ...]
 def _point(result: CaseResult) -> Point:
     """What two experiments must share to be compared; only the trainer may differ."""
     case = result.case
-    device = result.environment.device_name if result.environment is not None else case.device
-    return case.model, case.batch_size, case.seq_len, case.dtype, case.optimizer, case.compile, device
+    device, host = case.device, None
+    if result.environment is not None:
+        device, host = result.environment.device_name, result.environment.host
+    return case.model, case.batch_size, case.seq_len, case.dtype, case.optimizer, case.compile, device, host
 
 
 def _finished_points(entries: Iterable[Entry]) -> dict[str, dict[Point, CaseResult]]:
