@@ -261,7 +261,7 @@ def test_counters_of_which_nothing_is_known_are_unknown_with_a_reason(
     nothing = dict.fromkeys(hardware_block()) | {"advice": []}
     change_run(lambda run: run["summary"].update(hardware=nothing))
     page = page_of(run_folder)
-    hardware = page.split("What the hardware did")[1].split("<h2>")[0]
+    hardware = page.split("<h2>What the hardware did</h2>")[1].split("<h2>")[0]
     rows = re.findall(r"<tr><td>(.*?)</td><td>unknown</td><td>(.*?)</td></tr>", hardware)
     assert len(rows) == 11
     assert all(remark for _, remark in rows)

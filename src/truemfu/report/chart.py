@@ -115,7 +115,10 @@ def line_chart(
     if not shown:
         return None
     x = _steps_axis(steps)
-    y = values_axis([value for one, _ in shown for value in _drawable(one.values)], from_zero, cuts_spikes)
+    drawn = [bucket for _, buckets in shown for bucket in buckets if bucket is not None]
+    ends = [bucket.low for bucket in drawn] if _is_thinned(len(steps)) else []
+    y = values_axis([*ends, *(bucket.high for bucket in drawn)], from_zero, cuts_spikes)
+    has_beyond = max(bucket.high for bucket in drawn) > y.high
     is_thinned = _is_thinned(len(steps))
     lines = []
     for one, buckets in shown:
@@ -134,7 +137,7 @@ def line_chart(
         lines=lines,
         x_ticks=[Tick(percent=100 * x.part(v), text=tick_text(v, x.step)) for v in x.ticks()],
         y_ticks=[Tick(percent=100 * (1 - y.part(v)), text=tick_text(v, y.step)) for v in y.ticks()],
-        beyond=_beyond(steps, [one for one, _ in shown], y.high, unit),
+        beyond=_beyond(steps, [one for one, _ in shown], y.high, unit) if has_beyond else None,
         table=_table(title, unit, shown, x, marks, is_thinned=is_thinned),
         marks=[mark for kind, found in marks.items() for mark in _marks(kind, found, x)],
     )
@@ -301,7 +304,7 @@ def _nice(rough: float) -> float:
 
 def _drawable(values: Iterable[float | None]) -> list[float]:
     """The values that can be drawn: finite, and not so large that a difference overflows."""
-    return [value for value in values if value is not None and abs(value) < _BEFORE_OVERFLOW]
+    return [value for value in values if value is not None and -_BEFORE_OVERFLOW < value < _BEFORE_OVERFLOW]
 
 
 def _is_thinned(rows: int) -> bool:

@@ -13,9 +13,11 @@ import os
 import re
 import sys
 from array import array
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import islice
+from operator import attrgetter, lt
 from pathlib import Path
 from typing import Annotated, Any, overload
 
@@ -56,7 +58,7 @@ class LogRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     hfu_method: str | None = msgspec.field(name="perf/hfu_method", default=None)
     """The source of the executed work, if that is not the count."""
     is_warmup: bool = msgspec.field(name="perf/warmup", default=False)
-    non_finite: dict[str, str] = {}
+    non_finite: dict[str, str] | None = None
     """Metrics that were not finite, with "nan" or "inf": their own values are then None."""
 
 
@@ -114,26 +116,28 @@ class LogRows(Sequence[LogRow]):
         """Append rows; `sort` must follow the last ones."""
         before = len(self)
         for name in _NUMBERS:
-            values = [getattr(row, name) for row in rows]
+            values = list(map(attrgetter(name), rows))
+            if values.count(None) == len(values):
+                continue
             if name not in self._numbers:
-                if all(value is None for value in values):
-                    continue
                 self._numbers[name] = array("d", [_UNKNOWN]) * before
-            self._numbers[name].extend([_UNKNOWN if value is None else value for value in values])
+            has_gaps = None in values
+            known = [_UNKNOWN if value is None else value for value in values] if has_gaps else values
+            self._numbers[name].extend(known)
         for name in _TEXTS:
-            self._texts[name] += [_interned(getattr(row, name)) for row in rows]
+            self._texts[name] += map(_interned, map(attrgetter(name), rows))
         for name in _RARE:
-            for at, row in enumerate(rows, before):
-                if value := getattr(row, name):
-                    self._rare[name][at] = value
-        self.steps.extend([row.global_step for row in rows])
-        self.is_warmup.extend([row.is_warmup for row in rows])
+            values = list(map(attrgetter(name), rows))
+            if any(values):
+                self._rare[name] |= {at: value for at, value in enumerate(values, before) if value}
+        self.steps.extend(map(attrgetter("global_step"), rows))
+        self.is_warmup.extend(map(attrgetter("is_warmup"), rows))
         for column in self._numbers.values():
             column.extend([_UNKNOWN] * (len(self) - len(column)))
 
     def sort(self) -> int:
         """Order the rows by step, the last one of each; the number of rows that this removed."""
-        if all(before < after for before, after in pairwise(self.steps)):
+        if all(map(lt, self.steps, islice(self.steps, 1, None))):
             return 0
         last = {step: at for at, step in enumerate(self.steps)}
         order = [last[step] for step in sorted(last)]
@@ -171,7 +175,7 @@ class ReadLog:
     repeated: int = 0
     """Rows of a step that was logged again."""
     last_with: tuple[int, bytes] | None = None
-    """Step and JSON of the last row that the given pattern was found in."""
+    """Step and JSON of the last row that the given pattern was found in, near the end of the log."""
 
     @property
     def read(self) -> int:
@@ -180,18 +184,18 @@ class ReadLog:
 
 def read_log(path: Path, pattern: re.Pattern[bytes] | None = None) -> ReadLog:
     """Read a log block by block; an OSError if that is not possible."""
-    log, block, block_with = ReadLog(), b"", b""
+    log, block = ReadLog(), b""
+    newest: deque[bytes] = deque(maxlen=2)
     for number, block in enumerate(_blocks(path)):
         rows, unread = _rows_of(block, is_first=number == 0)
         log.rows.add(rows)
         if unread is not None:
             log.is_whole, log.unread = False, log.unread + unread
-        if pattern is not None and pattern.search(block):
-            block_with = block
+        newest.append(block)
     log.is_cut_off = not block.rstrip(b"\0 \t\r\n").endswith(b"]")
     log.is_whole = log.is_whole and not log.is_cut_off
     log.repeated = log.rows.sort()
-    log.last_with = _last_with(pattern, block_with) if pattern is not None else None
+    log.last_with = _last_with(pattern, b"".join(newest)) if pattern is not None else None
     return log
 
 
@@ -209,14 +213,17 @@ def _blocks(path: Path) -> Iterator[bytes]:
 
 
 _ROWS = msgspec.json.Decoder(list[LogRow])
+_END_BYTES = 256
 
 
 def _rows_of(block: bytes, *, is_first: bool) -> tuple[list[LogRow], int | None]:
     """The rows of a block; and how many of a damaged block could not be read."""
-    inner = block.strip()
-    inner = inner.removeprefix(b"[") if is_first else inner
+    begin = re.match(rb"\s*\[?" if is_first else rb"", block)
+    end = block[-_END_BYTES:]
+    after = len(end) - len(end.rstrip().removesuffix(b"]").rstrip().removesuffix(b","))
+    assert begin is not None
     try:
-        return _ROWS.decode(b"[%b]" % inner.removesuffix(b"]").rstrip().removesuffix(b",")), None
+        return _ROWS.decode(b"[%b]" % memoryview(block)[begin.end() : len(block) - after]), None
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         rows = list(_parsed(block))
         return [found[0] for found in rows if found is not None], rows.count(None)
@@ -243,5 +250,7 @@ def _parsed(block: bytes) -> Iterator[tuple[LogRow, str] | None]:
 
 def _last_with(pattern: re.Pattern[bytes], block: bytes) -> tuple[int, bytes] | None:
     """Step and JSON of the last complete row of a block in which the pattern is found."""
+    if not pattern.search(block):
+        return None
     rows = ((row.global_step, text.encode()) for row, text in filter(None, _parsed(block)))
     return max(((step, text) for step, text in rows if pattern.search(text)), default=None)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
 
 from ..records import RunRecord, RunSummary
@@ -39,8 +39,7 @@ _TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 def write_run_page(path: Path, run: LoadedRun, price_per_gpu_hour: float | None = None) -> Path:
     """Write the report to `path` and return the path."""
     record, summary = record_of(run), summary_of(run)
-    counted_after = summary.monitor_cost.counted_after_steps if summary.monitor_cost is not None else ()
-    worst = worst_steps(run.rows, counted_after)
+    worst = worst_steps(run.rows, summary)
     price = None if price_per_gpu_hour is None else cost(record, summary, price_per_gpu_hour)
     sentences, unknown = verdict(record, summary, run.rows, worst, price)
     waterfall = view_of(summary.hardware)
@@ -68,7 +67,7 @@ def write_run_page(path: Path, run: LoadedRun, price_per_gpu_hour: float | None 
         ranks=_ranks_table(run.ranks.lines[:_MOST_RANKS]) if run.ranks.lines else None,
         more_ranks=max(0, len(run.ranks.lines) - _MOST_RANKS),
         stragglers=[straggler.text for straggler in summary.stragglers if straggler.text],
-        life=_life_table(run),
+        life=_life_table(run, pauses),
         side=SIDE,
         remarks=[
             ("Warnings", summary.warnings),
@@ -106,15 +105,12 @@ def _lead(record: RunRecord, summary: RunSummary) -> str:
 
 def pauses_of(rows: LogRows) -> dict[str, dict[int, float]]:
     """Seconds of what ran outside of steps by kind and step, over all attempts that are in the log."""
-    return {
-        kind: {
-            step: seconds
-            for step, seconds in zip(rows.steps, rows.column(name), strict=True)
-            if math.isfinite(seconds) and seconds > 0
-        }
-        for kind, name in PAUSES.items()
-        if rows.has(name)
-    }
+    found = {}
+    for kind, name in PAUSES.items():
+        if rows.has(name):
+            column = rows.column(name)
+            found[kind] = dict(compress(zip(rows.steps, column, strict=True), map((0.0).__lt__, column)))
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,11 +274,8 @@ def _ranks_table(lines: Sequence[RankLine]) -> Table:
     )
 
 
-def _life_table(run: LoadedRun) -> Table | None:
-    paused = {
-        kind if kind != "other" else "other pause": sum(own.values())
-        for kind, own in pauses_of(run.rows).items()
-    }
+def _life_table(run: LoadedRun, pauses: Mapping[str, Mapping[int, float]]) -> Table | None:
+    paused = {kind if kind != "other" else "other pause": sum(own.values()) for kind, own in pauses.items()}
     parts = life_of(run.ranks.of_first, paused)
     if not parts:
         return None

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import compress
 from math import isfinite
+from operator import gt, mul
 
 from ..records import LeftOut, RunHardware, RunSummary, WaterfallPart, WaterfallRecord
 from ..waterfall import USEFUL, Part, WaterfallInputs, between_steps_notes, waterfall
@@ -23,16 +25,16 @@ def summary_of_log(rows: LogRows, last_window: LastWindow | None = None) -> RunS
     """Medians over the rows after warm-up, or over all if there are no others; hardware figures are those of
     the last window."""
     times = rows.column("step_time_s")
-    steady = [at for at, is_warmup in enumerate(rows.is_warmup) if not is_warmup and times[at] == times[at]]
-    over = steady or range(len(rows))
+    steady = bytes(map(gt, map(isfinite, times), rows.is_warmup))
+    over = steady if any(steady) else None
     between_share = _share_of_time(rows, "between_steps_s", steady)
     counted = rows.rare("forwards_between_steps")
-    forwards = sum(counted[at] for at in steady if at in counted) if counted else 0
+    forwards = sum(passes for at, passes in counted.items() if steady[at])
     methods = Counter(method for method in rows.texts("method") if method is not None)
     return RunSummary(
         steps=len(rows),
         warmup_steps=sum(rows.is_warmup),
-        medians_over="steps after warm-up" if steady else "all steps (none after warm-up)",
+        medians_over="steps after warm-up" if over else "all steps (none after warm-up)",
         median_step_time_s=_median(rows, "step_time_s", over),
         median_mfu=_median(rows, "mfu", over),
         median_hfu=_median(rows, "hfu", over),
@@ -78,30 +80,27 @@ def peak_flops_per_s(rows: LogRows) -> float | None:
     return None
 
 
-def _finite(rows: LogRows, name: str, of: Iterable[int] | None = None) -> list[float]:
-    """The known values of a column, of all rows or of those with these indices."""
+def _finite(rows: LogRows, name: str, of: bytes | None = None) -> list[float]:
+    """The known values of a column, of all rows or of those for which `of` is 1."""
     column = rows.column(name)
-    return [value for value in (column if of is None else map(column.__getitem__, of)) if isfinite(value)]
+    return list(filter(isfinite, column if of is None else compress(column, of)))
 
 
-def _median(rows: LogRows, name: str, of: Iterable[int]) -> float | None:
+def _median(rows: LogRows, name: str, of: bytes | None) -> float | None:
     known = _finite(rows, name, of) if rows.has(name) else []
     return statistics.median(known) if known else None
 
 
 def _padding_lost(rows: LogRows) -> float | None:
     """1 − useful tokens / tokens; a row's tokens are its rate times its time."""
-    tokens = useful = 0.0
-    columns = (rows.column(name) for name in ("padding_efficiency", "tokens_per_s", "step_time_s"))
-    for efficiency, tokens_per_s, step_time_s in zip(*columns, strict=True):
-        amount = tokens_per_s * step_time_s
-        if isfinite(amount * efficiency):
-            tokens += amount
-            useful += amount * efficiency
-    return 1 - useful / tokens if tokens else None
+    tokens = list(map(mul, rows.column("tokens_per_s"), rows.column("step_time_s")))
+    useful = list(map(mul, tokens, rows.column("padding_efficiency")))
+    is_known = bytes(map(isfinite, useful))
+    of_known = sum(compress(tokens, is_known))
+    return 1 - sum(compress(useful, is_known)) / of_known if of_known else None
 
 
-def _share_of_time(rows: LogRows, name: str, of: Sequence[int]) -> float | None:
+def _share_of_time(rows: LogRows, name: str, of: bytes) -> float | None:
     """Seconds spent on something in each step, over the time of all steps; None without values."""
     spent = _finite(rows, name, of) if rows.has(name) else []
     time_s = sum(_finite(rows, "step_time_s", of))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from math import isfinite
 
 from ..records import UPPER_BOUND, MonitorCost, RunHardware, RunRecord, RunSummary
 from ..waterfall import evaluations
@@ -148,7 +149,7 @@ def _figures(record: RunRecord, summary: RunSummary, rows: LogRows) -> list[Figu
 
 def memory(record: RunRecord, summary: RunSummary, rows: LogRows) -> Figure:
     """The highest peak memory of any rank."""
-    found = [value for value in rows.column("memory_peak_bytes") if value == value]
+    found = list(filter(isfinite, rows.column("memory_peak_bytes")))
     found += [rank.memory_bytes for rank in summary.ranks if rank.memory_bytes is not None]
     of = "of the process" if record.device == "cpu" else "allocated on a GPU"
     highest = max(found, default=None)

@@ -203,8 +203,7 @@ def _worst_table(shown: Sequence[_Shown]) -> Table | None:
     """The slowest steps of every run."""
     rows, keys = [], []
     for one in shown:
-        cost_of = one.summary.monitor_cost
-        for step in worst_steps(one.run.rows, cost_of.counted_after_steps if cost_of is not None else ()):
+        for step in worst_steps(one.run.rows, one.summary):
             rows.append(
                 [
                     plain(one.name),

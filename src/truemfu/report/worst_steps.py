@@ -9,9 +9,10 @@ from __future__ import annotations
 import heapq
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..records import RunSummary
 from .log_rows import LogRow, LogRows
 from .render import duration
 from .run_summary import PAUSES
@@ -33,35 +34,26 @@ class WorstStep:
     details: str
 
 
-def worst_steps(rows: LogRows, counted_after: Iterable[int] = ()) -> list[WorstStep]:
-    """The slowest steps that took 1.5 times the median or more, the slowest first.
-
-    `counted_after` are the steps after which FLOPs were counted.
-    """
+def worst_steps(rows: LogRows, summary: RunSummary) -> list[WorstStep]:
+    """The slowest steps that took 1.5 times the median or more, the slowest first."""
     times = rows.column("step_time_s")
-    typical = median_after_warmup(rows, "step_time_s")
+    typical = summary.median_step_time_s
     if not typical:
         return []
     slowest = heapq.nlargest(
         _MOST, (at for at, seconds in enumerate(times) if seconds >= _SLOW * typical), key=times.__getitem__
     )
-    usual = {name: median_after_warmup(rows, name) or 0.0 for name in ("data_wait_s", "between_steps_s")}
-    counted = frozenset(counted_after)
+    if not slowest:
+        return []
+    usual = {name: _usual(rows, name) for name in ("data_wait_s", "between_steps_s")}
+    counted = frozenset(summary.monitor_cost.counted_after_steps if summary.monitor_cost is not None else ())
     return [_worst(rows[at], at, typical, usual, counted) for at in slowest]
 
 
-def median_after_warmup(rows: LogRows, name: str) -> float | None:
-    """The median of a value over the steps after warm-up; over all if there are no others."""
-    if not rows.has(name):
-        return None
-    column = rows.column(name)
-    known = [
-        value
-        for value, is_warmup in zip(column, rows.is_warmup, strict=True)
-        if not is_warmup and math.isfinite(value)
-    ]
-    known = known or [value for value in column if math.isfinite(value)]
-    return statistics.median(known) if known else None
+def _usual(rows: LogRows, name: str) -> float:
+    """The median of the seconds that steps spend on something; 0 if that is not known."""
+    known = list(filter(math.isfinite, rows.column(name))) if rows.has(name) else []
+    return statistics.median(known) if known else 0.0
 
 
 def _worst(
