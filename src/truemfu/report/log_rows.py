@@ -223,7 +223,7 @@ def _rows_of(block: bytes, *, is_first: bool) -> tuple[list[LogRow], int | None]
     after = len(end) - len(end.rstrip().removesuffix(b"]").rstrip().removesuffix(b","))
     assert begin is not None
     try:
-        return _ROWS.decode(b"[%b]" % memoryview(block)[begin.end() : len(block) - after]), None
+        return _ROWS.decode(b"".join((b"[", memoryview(block)[begin.end() : len(block) - after], b"]"))), None
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         rows = list(_parsed(block))
         return [found[0] for found in rows if found is not None], rows.count(None)

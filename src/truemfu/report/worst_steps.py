@@ -51,9 +51,9 @@ def worst_steps(rows: LogRows, summary: RunSummary) -> list[WorstStep]:
 
 
 def _usual(rows: LogRows, name: str) -> float:
-    """The median of the seconds that steps spend on something; 0 if that is not known."""
+    """The median of the seconds that steps spend on something; 0 if most steps have none."""
     known = list(filter(math.isfinite, rows.column(name))) if rows.has(name) else []
-    return statistics.median(known) if known else 0.0
+    return statistics.median(known) if 2 * len(known) > len(rows) else 0.0
 
 
 def _worst(
