@@ -210,6 +210,8 @@ def main() -> None:
     for name, one in found.items():
         print(f"{name:36}{one['seconds']:9}{one['cpu_seconds']:8}{one['peak_mb']:9}{one['page_kb']:9}")
     limits = {"seconds": LIMIT_S, "peak_mb": LIMIT_MB, "page_kb_of_64_experiments": LIMIT_PAGE_KB}
+    load = os.getloadavg()[0]
+    print(f"load of the machine meanwhile: {load:.1f} processes; the seconds include waiting for a core")
     print(f"limits: {LIMIT_S} s, {LIMIT_MB} MB; {LIMIT_PAGE_KB} kB for the page of 64 experiments")
     print(json.dumps({"found": found, "limits": limits}))
 

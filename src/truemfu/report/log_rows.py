@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from operator import attrgetter, lt
+from operator import lt
 from pathlib import Path
 from typing import Annotated, Any, overload
 
@@ -25,7 +25,8 @@ import msgspec
 
 from ..plain_files import open_plain
 
-_BLOCK_BYTES = 8 << 20
+_BLOCK_BYTES = 1 << 20
+_NEWEST_BLOCKS = 16
 _UNKNOWN = math.nan
 
 
@@ -62,6 +63,7 @@ class LogRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Metrics that were not finite, with "nan" or "inf": their own values are then None."""
 
 
+_FIELDS = LogRow.__struct_fields__
 _NUMBERS = tuple(one.name for one in msgspec.structs.fields(LogRow) if one.type == float | None)
 _RARE = ("forwards_between_steps", "non_finite")
 """Kept only for the rows that have one."""
@@ -114,24 +116,26 @@ class LogRows(Sequence[LogRow]):
 
     def add(self, rows: Sequence[LogRow]) -> None:
         """Append rows; `sort` must follow the last ones."""
+        if not rows:
+            return
         before = len(self)
+        columns = dict(zip(_FIELDS, zip(*map(msgspec.structs.astuple, rows), strict=True), strict=True))
         for name in _NUMBERS:
-            values = list(map(attrgetter(name), rows))
-            if values.count(None) == len(values):
+            values = columns[name]
+            unknown = values.count(None)
+            if unknown == len(values):
                 continue
             if name not in self._numbers:
                 self._numbers[name] = array("d", [_UNKNOWN]) * before
-            has_gaps = None in values
-            known = [_UNKNOWN if value is None else value for value in values] if has_gaps else values
+            known = [_UNKNOWN if value is None else value for value in values] if unknown else values
             self._numbers[name].extend(known)
         for name in _TEXTS:
-            self._texts[name] += map(_interned, map(attrgetter(name), rows))
+            self._texts[name] += map(_interned, columns[name])
         for name in _RARE:
-            values = list(map(attrgetter(name), rows))
-            if any(values):
-                self._rare[name] |= {at: value for at, value in enumerate(values, before) if value}
-        self.steps.extend(map(attrgetter("global_step"), rows))
-        self.is_warmup.extend(map(attrgetter("is_warmup"), rows))
+            if any(columns[name]):
+                self._rare[name] |= {at: value for at, value in enumerate(columns[name], before) if value}
+        self.steps.extend(columns["global_step"])
+        self.is_warmup.extend(columns["is_warmup"])
         for column in self._numbers.values():
             column.extend([_UNKNOWN] * (len(self) - len(column)))
 
@@ -185,7 +189,7 @@ class ReadLog:
 def read_log(path: Path, pattern: re.Pattern[bytes] | None = None) -> ReadLog:
     """Read a log block by block; an OSError if that is not possible."""
     log, block = ReadLog(), b""
-    newest: deque[bytes] = deque(maxlen=2)
+    newest: deque[bytes] = deque(maxlen=_NEWEST_BLOCKS)
     for number, block in enumerate(_blocks(path)):
         rows, unread = _rows_of(block, is_first=number == 0)
         log.rows.add(rows)
