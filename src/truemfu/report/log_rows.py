@@ -130,7 +130,8 @@ class LogRows(Sequence[LogRow]):
             known = [_UNKNOWN if value is None else value for value in values] if unknown else values
             self._numbers[name].extend(known)
         for name in _TEXTS:
-            self._texts[name] += map(_interned, columns[name])
+            same = {text: text and sys.intern(text) for text in set(columns[name])}
+            self._texts[name] += map(same.__getitem__, columns[name])
         for name in _RARE:
             if any(columns[name]):
                 self._rare[name] |= {at: value for at, value in enumerate(columns[name], before) if value}
@@ -157,10 +158,6 @@ class LogRows(Sequence[LogRow]):
             for name, column in self._rare.items()
         }
         return removed
-
-
-def _interned(text: str | None) -> str | None:
-    return None if text is None else sys.intern(text)
 
 
 def _known(value: float) -> float | None:
