@@ -59,6 +59,8 @@ LONG = (
     # every public model in a monitored run, or in processes of its own
     "tests/monitor/test_logged_flops.py::test_every_case_logs_its_truth",
     "tests/flops/test_identity.py::test_all_models_have_the_same_identity",
+    # a real browser
+    "tests/report/test_pages_in_chromium.py",
     # a clock that must pass: counters in windows, folders that hang, rows on disk ten seconds later
     "tests/monitor/test_hybrid.py",
     "tests/monitor/test_hung_folder.py",

@@ -345,6 +345,7 @@ class MonitorCost(msgspec.Struct, frozen=True, kw_only=True):
     share_of_step: float | None = None
     checks_s: float | None = None
     counting_s: float | None = None
+    counted_after_steps: list[int] = []
     profiling_s: float | None = None
 
 

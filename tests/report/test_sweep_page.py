@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from markup import bare
 
 from truemfu.records import CaseResult, Status
 from truemfu.report.load import load_sweep
@@ -15,7 +16,7 @@ from truemfu.report.sweep_page import write_sweep_page
 @pytest.fixture
 def page(matrix: list[CaseResult], write_sweep, tmp_path: Path) -> str:
     summary = summarize(load_sweep(write_sweep(matrix)))
-    return write_sweep_page(tmp_path / "report.html", summary).read_text(encoding="utf-8")
+    return bare(write_sweep_page(tmp_path / "report.html", summary).read_text(encoding="utf-8"))
 
 
 def test_every_experiment_and_every_figure_is_there(page: str, matrix: list[CaseResult]) -> None:
@@ -28,16 +29,8 @@ def test_every_experiment_and_every_figure_is_there(page: str, matrix: list[Case
         assert f"<h2>{heading}</h2>" in page
 
 
-def test_a_bar_is_as_long_as_the_mfu(page: str, matrix: list[CaseResult]) -> None:
-    measured = matrix[0].measured
-    assert measured is not None
-    assert measured.flops is not None
-    assert measured.flops.mfu is not None
-    assert f"--share: {100 * measured.flops.mfu:.1f}%" in page
-
-
 def test_a_failure_has_its_reason_and_its_log(page: str) -> None:
-    assert "<h2>Failure: DPSGDTrainer_bs8_seq512</h2>" in page
+    assert "<td>DPSGDTrainer_bs8_seq512</td><td>cuda_oom</td><td>" in page
     assert "batch 6 fits (measured: 118.2 GiB of 139.8 GiB)" in page
     assert "torch.OutOfMemoryError: CUDA out of memory\n</pre>" in page
 
@@ -45,6 +38,6 @@ def test_a_failure_has_its_reason_and_its_log(page: str) -> None:
 def test_a_message_cannot_break_the_page(make_result, write_sweep, tmp_path: Path) -> None:
     result = make_result(end=Status.ERROR, message="<script>alert(1)</script>")
     summary = summarize(load_sweep(write_sweep([result])))
-    text = write_sweep_page(tmp_path / "report.html", summary).read_text(encoding="utf-8")
+    text = bare(write_sweep_page(tmp_path / "report.html", summary).read_text(encoding="utf-8"))
     assert "<script" not in text
     assert "&lt;script&gt;alert(1)" in text

@@ -12,13 +12,17 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
+from types import MappingProxyType
+
+from .tables import Cell, Column, Table
 
 SIDE = 1000
-MOST_ROWS = 1000
+MOST_ROWS = 500
 """Up to this many rows are drawn as they are."""
-BUCKETS = 500
+BUCKETS = 250
 
 _TICKS = 4
 _BEFORE_OVERFLOW = 1e300
@@ -26,14 +30,16 @@ _ENOUGH_TO_CUT = 10
 _USUAL = 0.98
 _FAR = 3.0
 _SAME = 1e-9
+_MARK_PLACES = 200
 
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """A name, and a value for each step, or None."""
+    """A name, and a value for each step, or None or NaN. `key` is what a page shows and hides it by."""
 
     name: str
     values: Sequence[float | None]
+    key: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +53,17 @@ class Line:
     """A drawn series: the path of its line, and of the band behind it if it was thinned."""
 
     name: str
+    key: int
     path: str
     band: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mark:
+    """A vertical line at a step, such as a checkpoint; `kind` selects its colour."""
+
+    percent: float
+    kind: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,16 +77,24 @@ class Chart:
     y_ticks: Sequence[Tick]
     beyond: str | None
     """A sentence about the values above the drawing."""
+    table: Table
+    """The drawn values, a row for each position."""
+    marks: Sequence[Mark] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
     """One or more neighbouring rows."""
 
-    step: float
+    first: int
+    last: int
     low: float
     middle: float
     high: float
+
+    @property
+    def step(self) -> float:
+        return (self.first + self.last) / 2
 
 
 def line_chart(
@@ -82,23 +105,30 @@ def line_chart(
     unit: str = "",
     from_zero: bool = True,
     cuts_spikes: bool = True,
+    marks: Mapping[str, Mapping[int, float]] = MappingProxyType({}),
 ) -> Chart | None:
-    """The chart; None if no series has a value. `steps` ascend, and every series is as long."""
-    shown = [Series(name=one.name, values=[_drawable(value) for value in one.values]) for one in series]
-    shown = [one for one in shown if any(value is not None for value in one.values)]
+    """The chart; None if no series has a value. `steps` ascend, and every series is as long.
+
+    `marks` are seconds by step for each kind of mark.
+    """
+    shown = [(one, buckets) for one in series if any(buckets := thinned(steps, one.values))]
     if not shown:
         return None
     x = _steps_axis(steps)
-    values = [value for one in shown for value in one.values if value is not None]
-    y = _values_axis(values, from_zero, cuts_spikes)
+    drawn = [bucket for _, buckets in shown for bucket in buckets if bucket is not None]
+    ends = [bucket.low for bucket in drawn] if _is_thinned(len(steps)) else []
+    y = values_axis([*ends, *(bucket.high for bucket in drawn)], from_zero, cuts_spikes)
+    has_beyond = max(bucket.high for bucket in drawn) > y.high
+    is_thinned = _is_thinned(len(steps))
     lines = []
-    for one in shown:
-        runs = thinned(steps, one.values)
+    for one, buckets in shown:
+        runs = _runs(buckets)
         lines.append(
             Line(
                 name=one.name,
+                key=one.key,
                 path=" ".join(_stroke(run, x, y) for run in runs),
-                band=" ".join(_area(run, x, y) for run in runs) if _is_thinned(len(steps)) else "",
+                band=" ".join(_area(run, x, y) for run in runs) if is_thinned else "",
             )
         )
     return Chart(
@@ -107,24 +137,98 @@ def line_chart(
         lines=lines,
         x_ticks=[Tick(percent=100 * x.part(v), text=tick_text(v, x.step)) for v in x.ticks()],
         y_ticks=[Tick(percent=100 * (1 - y.part(v)), text=tick_text(v, y.step)) for v in y.ticks()],
-        beyond=_beyond(steps, shown, y.high, unit),
+        beyond=_beyond(steps, [one for one, _ in shown], y.high, unit) if has_beyond else None,
+        table=_table(title, unit, shown, x, marks, is_thinned=is_thinned),
+        marks=[mark for kind, found in marks.items() for mark in _marks(kind, found, x)],
     )
 
 
-def thinned(steps: Sequence[int], values: Sequence[float | None]) -> list[list[Bucket]]:
-    """At most `BUCKETS` buckets, in runs without a gap: a bucket without any value ends a run."""
+def thinned(steps: Sequence[int], values: Sequence[float | None]) -> list[Bucket | None]:
+    """At most `BUCKETS` buckets; None for one without any value."""
     size = _bucket_rows(len(steps))
-    runs: list[list[Bucket]] = [[]]
+    found: list[Bucket | None] = []
     for begin in range(0, len(steps), size):
-        known = [value for value in values[begin : begin + size] if value is not None]
-        if known:
-            last = min(begin + size, len(steps)) - 1
-            middle = statistics.median(known)
-            step = (steps[begin] + steps[last]) / 2
-            runs[-1].append(Bucket(step=step, low=min(known), middle=middle, high=max(known)))
+        known = _drawable(values[begin : begin + size])
+        last = min(begin + size, len(steps)) - 1
+        found.append(
+            Bucket(
+                first=steps[begin],
+                last=steps[last],
+                low=min(known),
+                middle=statistics.median(known),
+                high=max(known),
+            )
+            if known
+            else None
+        )
+    return found
+
+
+def _runs(buckets: Iterable[Bucket | None]) -> list[list[Bucket]]:
+    """Buckets without a gap between them."""
+    runs: list[list[Bucket]] = [[]]
+    for bucket in buckets:
+        if bucket is not None:
+            runs[-1].append(bucket)
         elif runs[-1]:
             runs.append([])
     return [run for run in runs if run]
+
+
+def _table(
+    title: str,
+    unit: str,
+    shown: Sequence[tuple[Series, Sequence[Bucket | None]]],
+    x: Axis,
+    marks: Mapping[str, Mapping[int, float]],
+    *,
+    is_thinned: bool,
+) -> Table:
+    columns = [Column(label="steps" if is_thinned else "step", is_number=not is_thinned)]
+    for one, _ in shown:
+        columns.append(Column(label=one.name, unit=unit, key=one.key))
+        if is_thinned:
+            columns += [Column(label=f"{one.name}, {end}", unit=unit, key=one.key) for end in _ENDS]
+    if marks:
+        columns.append(Column(label="pauses", is_number=False))
+    rows, places = [], []
+    paused = [(step, kind, seconds) for kind, own in marks.items() for step, seconds in own.items()]
+    for buckets in zip(*(buckets for _, buckets in shown), strict=True):
+        first = next((bucket for bucket in buckets if bucket is not None), None)
+        if first is None:
+            continue
+        label = f"{first.first:,}" if first.first == first.last else f"{first.first:,} to {first.last:,}"
+        cells = [Cell(text=label)]
+        for bucket in buckets:
+            cells.append(_cell(None if bucket is None else bucket.middle))
+            if is_thinned:
+                cells += [_cell(None if bucket is None else value(bucket)) for value in _ENDS.values()]
+        if marks:
+            cells.append(Cell(text=_paused_text(paused, first)))
+        rows.append(cells)
+        places.append(round(100 * x.part(first.step), 2))
+    return Table(title=title, columns=columns, rows=rows, places=places)
+
+
+def _paused_text(paused: Iterable[tuple[int, str, float]], bucket: Bucket) -> str:
+    seconds: dict[str, float] = {}
+    for step, kind, spent in paused:
+        if bucket.first <= step <= bucket.last:
+            seconds[kind] = seconds.get(kind, 0.0) + spent
+    return ", ".join(f"{kind} {spent:.3g} s" for kind, spent in seconds.items())
+
+
+_ENDS = MappingProxyType({"lowest": attrgetter("low"), "highest": attrgetter("high")})
+
+
+def _cell(value: float | None) -> Cell:
+    return Cell(text="unknown" if value is None else f"{value:.4g}".replace("e+", "e"))
+
+
+def _marks(kind: str, steps: Iterable[int], x: Axis) -> list[Mark]:
+    """Marks at their steps; those that would be drawn on top of each other are one."""
+    places = sorted({round(_MARK_PLACES * x.part(step)) for step in steps})
+    return [Mark(percent=100 * place / _MARK_PLACES, kind=kind) for place in places]
 
 
 def thinning(rows: int) -> str | None:
@@ -146,7 +250,7 @@ def tick_text(value: float, step: float) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Axis:
+class Axis:
     """A range, and the distance between its ticks."""
 
     low: float
@@ -162,15 +266,15 @@ class _Axis:
         return [count * self.step for count in range(first, last + 1)]
 
 
-def _steps_axis(steps: Sequence[int]) -> _Axis:
+def _steps_axis(steps: Sequence[int]) -> Axis:
     first, last = steps[0], steps[-1]
     if first == last:
-        return _Axis(low=first - 1, high=last + 1, step=1)
-    return _Axis(low=first, high=last, step=max(1.0, _nice((last - first) / _TICKS)))
+        return Axis(low=first - 1, high=last + 1, step=1)
+    return Axis(low=first, high=last, step=max(1.0, _nice((last - first) / _TICKS)))
 
 
-def _values_axis(values: Sequence[float], from_zero: bool, cuts_spikes: bool) -> _Axis:
-    low = min(0.0, *values) if from_zero else min(values)
+def values_axis(values: Sequence[float], from_zero: bool, cuts_spikes: bool) -> Axis:
+    low = min(0.0, min(values)) if from_zero else min(values)
     top = _top(values, low) if cuts_spikes else max(values)
     high = max(0.0, top) if from_zero else top
     if high - low <= max(_SAME * max(abs(low), abs(high)), 1 / _BEFORE_OVERFLOW):
@@ -180,7 +284,7 @@ def _values_axis(values: Sequence[float], from_zero: bool, cuts_spikes: bool) ->
     # The range ends on ticks, so that the line has room at both edges.
     low = step * math.floor(low / step + 1e-9)
     high = step * math.ceil(high / step - 1e-9)
-    return _Axis(low=low, high=high, step=step)
+    return Axis(low=low, high=high, step=step)
 
 
 def _top(values: Sequence[float], low: float) -> float:
@@ -198,9 +302,9 @@ def _nice(rough: float) -> float:
     return next(times * power for times in (1, 2, 2.5, 5, 10) if times * power >= rough * (1 - 1e-9))
 
 
-def _drawable(value: float | None) -> float | None:
-    """None for a value that cannot be drawn: not finite, or so large that a difference overflows."""
-    return value if value is not None and abs(value) < _BEFORE_OVERFLOW else None
+def _drawable(values: Iterable[float | None]) -> list[float]:
+    """The values that can be drawn: finite, and not so large that a difference overflows."""
+    return [value for value in values if value is not None and -_BEFORE_OVERFLOW < value < _BEFORE_OVERFLOW]
 
 
 def _is_thinned(rows: int) -> bool:
@@ -212,11 +316,12 @@ def _bucket_rows(rows: int) -> int:
 
 
 def _beyond(steps: Sequence[int], series: Iterable[Series], top: float, unit: str) -> str | None:
+    limit = top + _SAME * abs(top)
     above = [
         (value, step)
         for one in series
         for step, value in zip(steps, one.values, strict=True)
-        if value is not None and value > top + _SAME * abs(top)
+        if value is not None and limit < value < _BEFORE_OVERFLOW
     ]
     if not above:
         return None
@@ -226,17 +331,17 @@ def _beyond(steps: Sequence[int], series: Iterable[Series], top: float, unit: st
     return f"{what} above the chart, up to {text}{unit and ' ' + unit} at step {step:,}."
 
 
-def _stroke(run: Sequence[Bucket], x: _Axis, y: _Axis) -> str:
+def _stroke(run: Sequence[Bucket], x: Axis, y: Axis) -> str:
     points = [_point(bucket.step, bucket.middle, x, y) for bucket in run]
     # A line of length zero with round ends is a dot, for a single value.
     return f"M{'L'.join(points if len(points) > 1 else points * 2)}"
 
 
-def _area(run: Sequence[Bucket], x: _Axis, y: _Axis) -> str:
+def _area(run: Sequence[Bucket], x: Axis, y: Axis) -> str:
     there = [_point(bucket.step, bucket.high, x, y) for bucket in run]
     back = [_point(bucket.step, bucket.low, x, y) for bucket in reversed(run)]
     return f"M{'L'.join(there + back)}Z"
 
 
-def _point(step: float, value: float, x: _Axis, y: _Axis) -> str:
+def _point(step: float, value: float, x: Axis, y: Axis) -> str:
     return f"{SIDE * x.part(step):.1f} {SIDE * (1 - y.part(value)):.1f}"

@@ -18,6 +18,7 @@ class Experiment(msgspec.Struct, frozen=True, kw_only=True):
     seq_len: int | None
     dtype: str | None
     optimizer: str | None
+    compile: bool | None
     device: str | None
     host: str | None
     gpus: int
@@ -28,6 +29,9 @@ class Experiment(msgspec.Struct, frozen=True, kw_only=True):
     fits: str | None
     step_time_s: float | None
     """Median of the timed steps."""
+    step_time_p10_s: float | None
+    step_time_p90_s: float | None
+    """The fastest and the slowest tenth of them begin here."""
     step_time_error: float | None
     """Relative standard error of that median."""
     timed_steps: int | None
@@ -38,6 +42,8 @@ class Experiment(msgspec.Struct, frozen=True, kw_only=True):
     hfu: float | None
     model_flops: int | None
     hardware_flops: int | None
+    peak_flops_per_s: float | None
+    peak_source: str | None
     peak_memory_bytes: int | None
     memory_kind: str | None
     peak_memory_by_rank_bytes: list[int]

@@ -38,6 +38,9 @@ class RankLine:
     data_wait: str
     memory: str
     last_seen: str
+    median_step_s: float | None = None
+    data_wait_s: float | None = None
+    memory_bytes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +106,8 @@ def _line(rows: Sequence[RankRow]) -> RankLine:
     last, timed = rows[-1], [row for row in rows if row.step_time_s is not None and row.steps]
     steps = sum(row.steps for row in rows)
     waits = [row.steps * row.data_wait_s for row in rows if row.data_wait_s is not None]
+    median_s = _median(timed) if timed else None
+    data_wait_s = sum(waits) / steps if waits and steps else None
     memory = max((row.memory_bytes for row in rows if row.memory_bytes is not None), default=None)
     return RankLine(
         ranks=", ".join(map(str, dict.fromkeys(row.rank for row in rows))),
@@ -110,11 +115,14 @@ def _line(rows: Sequence[RankRow]) -> RankLine:
         device=last.device.removeprefix(f"{last.host}:"),
         attempts=sum(row.number == 1 for row in rows) or 1,
         steps=steps,
-        median_step="unknown" if not timed else duration(_median(timed)),
-        data_wait="unknown" if not waits or not steps else duration(sum(waits) / steps),
+        median_step="unknown" if median_s is None else duration(median_s),
+        data_wait="unknown" if data_wait_s is None else duration(data_wait_s),
         memory="unknown" if memory is None else f"{memory / 2**30:,.3g} GiB",
         last_seen=f"{datetime.fromtimestamp(last.at_s, timezone.utc):%Y-%m-%d %H:%M:%S} UTC"
         + ("" if last.is_last else ", no last row"),
+        median_step_s=median_s,
+        data_wait_s=data_wait_s,
+        memory_bytes=memory,
     )
 
 

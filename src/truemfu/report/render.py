@@ -59,7 +59,7 @@ def tables_of(summary: SweepSummary) -> list[TextTable]:
 
 def failure_texts(summary: SweepSummary) -> list[tuple[str, list[str]]]:
     """Each failure as one line, and the last lines of its log."""
-    return [(_failure_line(failure), failure.log_tail) for failure in summary.failures]
+    return [(failure_line(failure), failure.log_tail) for failure in summary.failures]
 
 
 def markdown(summary: SweepSummary) -> str:
@@ -299,7 +299,8 @@ def _largest_batches(summary: SweepSummary) -> TextTable:
     )
 
 
-def _failure_line(failure: Failure) -> str:
+def failure_line(failure: Failure) -> str:
+    """A failure with its phase, its message and what fits."""
     details = [f"{failure.name}: {failure.end}"]
     if failure.phase and failure.end != Status.PRUNED.value:
         details.append(f" in phase {failure.phase}")

@@ -10,7 +10,6 @@ readable is read, and `notes` names the rest. The files may have been copied fro
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,41 +18,12 @@ from typing import Any
 
 import msgspec
 
-from .. import plain_files
 from ..errors import RecordError, UsageError
 from ..records import LOG_FILE, RUN_FILE, RunRecord, read_record
+from .log_rows import LogRows, ReadLog, read_log
 from .ranks_view import RanksOfRun, load_ranks
 
 _WITHOUT_RECORD = "device, versions and the run's summary are not known; this report is based on its log"
-
-
-class LogRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """The values of a log row that the report shows; all others are ignored."""
-
-    global_step: int
-    loss: float | None = msgspec.field(name="training/loss", default=None)
-    step_time_s: float | None = msgspec.field(name="perf/step_time", default=None)
-    mfu: float | None = msgspec.field(name="perf/mfu", default=None)
-    mfu_per_gpu: float | None = msgspec.field(name="perf/mfu_per_gpu", default=None)
-    """Of this rank alone, in a job of several."""
-    hfu: float | None = msgspec.field(name="perf/hfu", default=None)
-    tflops_per_gpu: float | None = msgspec.field(name="perf/tflops_per_gpu", default=None)
-    tokens_per_s: float | None = msgspec.field(name="perf/tokens_per_second", default=None)
-    samples_per_s: float | None = msgspec.field(name="perf/samples_per_second", default=None)
-    padding_efficiency: float | None = msgspec.field(name="perf/padding_efficiency", default=None)
-    data_wait_s: float | None = msgspec.field(name="perf/data_wait", default=None)
-    between_steps_s: float | None = msgspec.field(name="perf/between_steps", default=None)
-    forwards_between_steps: int = msgspec.field(name="perf/forwards_between_steps", default=0)
-    evaluation_s: float | None = msgspec.field(name="perf/evaluation_time", default=None)
-    checkpoint_s: float | None = msgspec.field(name="perf/checkpoint_time", default=None)
-    generation_s: float | None = msgspec.field(name="perf/generation_time", default=None)
-    other_pause_s: float | None = msgspec.field(name="perf/other_pause_time", default=None)
-    method: str | None = msgspec.field(name="perf/method", default=None)
-    hfu_method: str | None = msgspec.field(name="perf/hfu_method", default=None)
-    """The source of the executed work, if that is not the count."""
-    is_warmup: bool = msgspec.field(name="perf/warmup", default=False)
-    non_finite: dict[str, str] = {}
-    """Metrics that were not finite, with "nan" or "inf": their own values are then None."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +43,7 @@ class LoadedRun:
     folder: Path
     record: RunRecord | None
     """None without a readable run file."""
-    rows: tuple[LogRow, ...]
+    rows: LogRows
     """By step, each step once."""
     ranks: RanksOfRun
     """Empty for a single process."""
@@ -109,26 +79,26 @@ def load_run(folder: Path | str) -> LoadedRun:
             "this report is based on its log."
         )
     log_name = LOG_FILE if record is None else _log_name(record)
-    found = _rows(folder / log_name, notes)
-    if record is None and not found:
+    summary = None if record is None else record.summary
+    log = _log(folder / log_name, has_summary=summary is not None, notes=notes)
+    rows = log.rows
+    if record is None and not rows:
         raise UsageError(
             f"{folder} does not contain a readable run: {fault}, and the log {log_name} has no readable row"
         )
     ranks = load_ranks(folder)
     notes += [f"Rows of a rank are missing: {fault}." for fault in ranks.faults]
-    summary = None if record is None else record.summary
     logged = None if summary is None else summary.steps
-    if logged is not None and len(found) > logged:
+    if logged is not None and len(rows) > logged:
         notes.append(
-            f"The log contains {len(found):,} steps, the summary only covers the last start: "
-            f"{logged:,} steps."
+            f"The log contains {len(rows):,} steps, the summary only covers the last start: {logged:,} steps."
         )
     return LoadedRun(
         folder=folder,
         record=record,
-        rows=tuple(row for row, _ in found),
+        rows=rows,
         ranks=ranks,
-        last_window=_last_window(found) if summary is None else None,
+        last_window=_last_window(log.last_with),
         notes=tuple(notes),
     )
 
@@ -148,31 +118,22 @@ def _record(path: Path) -> tuple[RunRecord | None, str | None]:
         return None, f"The run file {error}".replace(str(path), path.name)
 
 
-_FoundRow = tuple[LogRow, msgspec.Raw]
-"""A row, and its JSON for values that are not in `LogRow`."""
-
-
-def _rows(path: Path, notes: list[str]) -> list[_FoundRow]:
-    """The rows of the log by step."""
+def _log(path: Path, *, has_summary: bool, notes: list[str]) -> ReadLog:
+    """The rows of the log by step, and without a summary the last one with values of counters."""
     try:
-        data = plain_files.read(path)
+        log = read_log(path, None if has_summary else _OF_COUNTERS)
     except OSError as error:
         notes.append(f"The log {path.name} cannot be read, so there are no charts: {error.strerror}.")
-        return []
-    try:
-        found = [(_ROW.decode(raw), raw) for raw in msgspec.json.decode(data, type=list[msgspec.Raw])]
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        found, unread = _whole_rows(data)
-        cut = not data.rstrip(b"\0 \t\r\n").endswith(b"]")
-        what = "is cut off" if cut else "is damaged"
+        return ReadLog()
+    if not log.is_whole:
+        what = "is cut off" if log.is_cut_off else "is damaged"
         notes.append(
-            f"The log {path.name} {what}: {len(found):,} rows were read, {unread:,} could not be read."
+            f"The log {path.name} {what}: {log.read:,} rows were read, {log.unread:,} could not be read."
         )
-    by_step = {row.global_step: (row, raw) for row, raw in found}
-    if again := len(found) - len(by_step):
-        what = "1 row repeats" if again == 1 else f"{again:,} rows repeat"
+    if log.repeated:
+        what = "1 row repeats" if log.repeated == 1 else f"{log.repeated:,} rows repeat"
         notes.append(f"{what} a step that was logged again (the run was restarted): the last row counts.")
-    return [by_step[step] for step in sorted(by_step)]
+    return log
 
 
 _OF_COUNTERS = re.compile(
@@ -181,43 +142,15 @@ _OF_COUNTERS = re.compile(
 _NO_NUMBER = 1e300
 
 
-def _last_window(found: list[_FoundRow]) -> LastWindow | None:
-    for row, raw in reversed(found):
-        if not _OF_COUNTERS.search(bytes(raw)):
-            continue
-        values: dict[str, Any] = msgspec.json.decode(raw, type=dict[str, Any])
-        metrics = {
-            name: float(value)
-            for name, value in values.items()
-            if name.startswith("perf/") and type(value) in (int, float) and abs(value) < _NO_NUMBER
-        }
-        source = values.get("perf/clock_source")
-        return LastWindow(
-            step=row.global_step,
-            metrics=metrics,
-            clock_source=source if isinstance(source, str) else None,
-        )
-    return None
-
-
-_ROW = msgspec.json.Decoder(LogRow)
-_ROW_BEGINS = re.compile(r"\n\s*\{")
-
-
-def _whole_rows(data: bytes) -> tuple[list[_FoundRow], int]:
-    """Every complete row of a damaged log, and the number of incomplete ones."""
-    text = data.decode("utf-8", errors="replace")
-    parse = json.JSONDecoder().raw_decode
-    rows: list[_FoundRow] = []
-    unread = 0
-    at = text.find("{")
-    while at >= 0:
-        try:
-            value, end = parse(text, at)
-            rows.append((msgspec.convert(value, LogRow), msgspec.Raw(text[at:end])))
-            at = text.find("{", end)
-        except (ValueError, RecursionError, msgspec.MsgspecError):
-            unread += 1
-            begin = _ROW_BEGINS.search(text, at)
-            at = begin.end() - 1 if begin else -1
-    return rows, unread
+def _last_window(found: tuple[int, bytes] | None) -> LastWindow | None:
+    if found is None:
+        return None
+    step, row = found
+    values: dict[str, Any] = msgspec.json.decode(row, type=dict[str, Any])
+    metrics = {
+        name: float(value)
+        for name, value in values.items()
+        if name.startswith("perf/") and type(value) in (int, float) and abs(value) < _NO_NUMBER
+    }
+    source = values.get("perf/clock_source")
+    return LastWindow(step=step, metrics=metrics, clock_source=source if isinstance(source, str) else None)

@@ -6,37 +6,42 @@ cost of the monitor.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import compress
+from math import isfinite
+from operator import gt, mul
 
 from ..records import LeftOut, RunHardware, RunSummary, WaterfallPart, WaterfallRecord
 from ..waterfall import USEFUL, Part, WaterfallInputs, between_steps_notes, waterfall
-from .run_load import LastWindow, LogRow
+from .log_rows import LogRows
+from .run_load import LastWindow
 
 _LOSS = "perf/loss/"
 
 
-def summary_of_log(rows: Sequence[LogRow], last_window: LastWindow | None = None) -> RunSummary:
+def summary_of_log(rows: LogRows, last_window: LastWindow | None = None) -> RunSummary:
     """Medians over the rows after warm-up, or over all if there are no others; hardware figures are those of
     the last window."""
-    steady = [row for row in rows if not row.is_warmup and row.step_time_s is not None]
-    over = steady or rows
-    between_share = _share_of_time((row.between_steps_s, row.step_time_s) for row in steady)
-    forwards = sum(row.forwards_between_steps for row in steady)
-    methods = Counter(row.method for row in rows if row.method is not None)
+    times = rows.column("step_time_s")
+    steady = bytes(map(gt, map(isfinite, times), rows.is_warmup))
+    over = steady if any(steady) else None
+    between_share = _share_of_time(rows, "between_steps_s", steady)
+    counted = rows.rare("forwards_between_steps")
+    forwards = sum(passes for at, passes in counted.items() if steady[at])
+    methods = Counter(method for method in rows.texts("method") if method is not None)
     return RunSummary(
         steps=len(rows),
-        warmup_steps=sum(row.is_warmup for row in rows),
-        medians_over="steps after warm-up" if steady else "all steps (none after warm-up)",
-        median_step_time_s=_median(row.step_time_s for row in over),
-        median_mfu=_median(row.mfu for row in over),
-        median_hfu=_median(row.hfu for row in over),
-        median_tokens_per_second=_median(row.tokens_per_s for row in over),
-        median_samples_per_second=_median(row.samples_per_s for row in over),
+        warmup_steps=sum(rows.is_warmup),
+        medians_over="steps after warm-up" if over else "all steps (none after warm-up)",
+        median_step_time_s=_median(rows, "step_time_s", over),
+        median_mfu=_median(rows, "mfu", over),
+        median_hfu=_median(rows, "hfu", over),
+        median_tokens_per_second=_median(rows, "tokens_per_s", over),
+        median_samples_per_second=_median(rows, "samples_per_s", over),
         padding_lost=_padding_lost(rows),
-        data_wait_share=_share_of_time((row.data_wait_s, row.step_time_s) for row in steady),
+        data_wait_share=_share_of_time(rows, "data_wait_s", steady),
         between_steps_share=between_share,
         forwards_between_steps=forwards,
         left_out=_left_out(rows),
@@ -46,16 +51,19 @@ def summary_of_log(rows: Sequence[LogRow], last_window: LastWindow | None = None
     )
 
 
-def _left_out(rows: Sequence[LogRow]) -> dict[str, LeftOut]:
+PAUSES = {
+    "evaluation": "evaluation_s",
+    "checkpoint": "checkpoint_s",
+    "generation": "generation_s",
+    "other": "other_pause_s",
+}
+"""What may run without belonging to a step, and the value of a row with its seconds."""
+
+
+def _left_out(rows: LogRows) -> dict[str, LeftOut]:
     """What ran without belonging to a step, by kind."""
-    paused = {
-        "evaluation": [row.evaluation_s for row in rows],
-        "checkpoint": [row.checkpoint_s for row in rows],
-        "generation": [row.generation_s for row in rows],
-        "other": [row.other_pause_s for row in rows],
-    }
-    seconds = {kind: [s for s in found if s is not None] for kind, found in paused.items()}
-    run_s = sum(row.step_time_s or 0.0 for row in rows) + sum(map(sum, seconds.values()))
+    seconds = {kind: _finite(rows, name) for kind, name in PAUSES.items() if rows.has(name)}
+    run_s = sum(_finite(rows, "step_time_s")) + sum(map(sum, seconds.values()))
     return {
         kind: LeftOut(times=len(found), seconds=sum(found), share=sum(found) / run_s)
         for kind, found in seconds.items()
@@ -63,7 +71,7 @@ def _left_out(rows: Sequence[LogRow]) -> dict[str, LeftOut]:
     }
 
 
-def peak_flops_per_s(rows: Sequence[LogRow]) -> float | None:
+def peak_flops_per_s(rows: LogRows) -> float | None:
     """The peak of one device, by the last MFU: FLOP/s over MFU."""
     for row in reversed(rows):
         own_mfu = row.mfu if row.mfu_per_gpu is None else row.mfu_per_gpu
@@ -72,35 +80,34 @@ def peak_flops_per_s(rows: Sequence[LogRow]) -> float | None:
     return None
 
 
-def _median(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None and math.isfinite(value)]
+def _finite(rows: LogRows, name: str, of: bytes | None = None) -> list[float]:
+    """The known values of a column, of all rows or of those for which `of` is 1."""
+    column = rows.column(name)
+    return list(filter(isfinite, column if of is None else compress(column, of)))
+
+
+def _median(rows: LogRows, name: str, of: bytes | None) -> float | None:
+    known = _finite(rows, name, of) if rows.has(name) else []
     return statistics.median(known) if known else None
 
 
-def _padding_lost(rows: Iterable[LogRow]) -> float | None:
+def _padding_lost(rows: LogRows) -> float | None:
     """1 − useful tokens / tokens; a row's tokens are its rate times its time."""
-    tokens = useful = 0.0
-    for row in rows:
-        if (
-            row.padding_efficiency is not None
-            and row.tokens_per_s is not None
-            and row.step_time_s is not None
-        ):
-            amount = row.tokens_per_s * row.step_time_s
-            tokens += amount
-            useful += amount * row.padding_efficiency
-    return 1 - useful / tokens if tokens else None
+    tokens = list(map(mul, rows.column("tokens_per_s"), rows.column("step_time_s")))
+    useful = list(map(mul, tokens, rows.column("padding_efficiency")))
+    is_known = bytes(map(isfinite, useful))
+    of_known = sum(compress(tokens, is_known))
+    return 1 - sum(compress(useful, is_known)) / of_known if of_known else None
 
 
-def _share_of_time(spent: Iterable[tuple[float | None, float | None]]) -> float | None:
+def _share_of_time(rows: LogRows, name: str, of: bytes) -> float | None:
     """Seconds spent on something in each step, over the time of all steps; None without values."""
-    seconds = list(spent)
-    known = [spent_s for spent_s, _ in seconds if spent_s is not None]
-    time_s = sum(step_time_s or 0.0 for _, step_time_s in seconds)
-    return sum(known) / time_s if known and time_s else None
+    spent = _finite(rows, name, of) if rows.has(name) else []
+    time_s = sum(_finite(rows, "step_time_s", of))
+    return sum(spent) / time_s if spent and time_s else None
 
 
-def _hardware(window: LastWindow, rows: Sequence[LogRow]) -> RunHardware:
+def _hardware(window: LastWindow, rows: LogRows) -> RunHardware:
     """A row's metrics of a window in the summary's form; a row is not enough for advice."""
     metric = window.metrics.get
     rate_tflops, hfu, clock_mhz = (

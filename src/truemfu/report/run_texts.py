@@ -5,14 +5,17 @@ Unknown values are "unknown", with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from math import isfinite
 
 from ..records import UPPER_BOUND, MonitorCost, RunHardware, RunRecord, RunSummary
 from ..waterfall import evaluations
-from .render import duration, number
-from .run_load import LastWindow, LogRow
+from .cost import per_million_tokens
+from .log_rows import LogRows
+from .render import duration, number, size
+from .run_load import LastWindow
 from .run_summary import peak_flops_per_s
 
 UNKNOWN = "unknown"
@@ -33,14 +36,14 @@ class Figure:
         return self.value != UNKNOWN
 
 
-def facts(record: RunRecord, summary: RunSummary, rows: Sequence[LogRow]) -> list[tuple[str, str]]:
+def facts(record: RunRecord, summary: RunSummary, rows: LogRows) -> list[tuple[str, str]]:
     """What was run, on what, and how it was measured."""
     versions = {"truemfu": record.truemfu_version, **record.versions, "Python": record.python}
     cost = summary.monitor_cost
     return [
         *_trained(record),
         ("device", record.device or UNKNOWN),
-        ("peak", _peak(summary, rows)),
+        ("peak", peak_text(summary, rows)),
         ("FLOPs by", _method(record, summary, rows)),
         ("mode", record.mode or UNKNOWN),
         ("step times by", record.time_source or UNKNOWN),
@@ -87,7 +90,7 @@ def _trained(record: RunRecord) -> list[tuple[str, str]]:
     return lines
 
 
-def figures(record: RunRecord, summary: RunSummary, rows: Sequence[LogRow]) -> list[Figure]:
+def figures(record: RunRecord, summary: RunSummary, rows: LogRows) -> list[Figure]:
     """The results of the run."""
     if record.summary is None and not rows:
         labels = (figure.label for figure in _figures(record, summary, rows))
@@ -95,10 +98,10 @@ def figures(record: RunRecord, summary: RunSummary, rows: Sequence[LogRow]) -> l
     return _figures(record, summary, rows)
 
 
-def _figures(record: RunRecord, summary: RunSummary, rows: Sequence[LogRow]) -> list[Figure]:
-    why_not = _why_no_utilization(summary, rows)
+def _figures(record: RunRecord, summary: RunSummary, rows: LogRows) -> list[Figure]:
+    why_not = why_no_utilization(summary, rows)
     scope = record.scope or ""
-    executed_by = next((row.hfu_method for row in reversed(rows) if row.hfu_method), "the count")
+    executed_by = next((method for method in reversed(rows.texts("hfu_method")) if method), "the count")
     return [
         _figure(
             "step, median", duration, summary.median_step_time_s, summary.medians_over, "no step was timed"
@@ -128,6 +131,7 @@ def _figures(record: RunRecord, summary: RunSummary, rows: Sequence[LogRow]) -> 
             evaluations(summary.forwards_between_steps) or "of the time",
             "no forward pass was seen",
         ),
+        memory(record, summary, rows),
         *[
             _figure(
                 f"left out: {kind}",
@@ -141,6 +145,34 @@ def _figures(record: RunRecord, summary: RunSummary, rows: Sequence[LogRow]) -> 
         ],
         _cost(summary.monitor_cost),
     ]
+
+
+def memory(record: RunRecord, summary: RunSummary, rows: LogRows) -> Figure:
+    """The highest peak memory of any rank."""
+    found = list(filter(isfinite, rows.column("memory_peak_bytes")))
+    found += [rank.memory_bytes for rank in summary.ranks if rank.memory_bytes is not None]
+    of = "of the process" if record.device == "cpu" else "allocated on a GPU"
+    highest = max(found, default=None)
+    return _figure("memory, peak", size, highest, of, "no row of the log has it")
+
+
+def cost(record: RunRecord, summary: RunSummary, price_per_gpu_hour: float) -> Figure:
+    """What a million tokens cost at the median rate, evaluations and checkpoints not included."""
+    label, gpus = "a million tokens", record.world_size
+    if record.device in (None, "cpu"):
+        return Figure(label=label, value=UNKNOWN, remark="the run is not known to have used a GPU")
+    if gpus is None:
+        return Figure(label=label, value=UNKNOWN, remark="the number of ranks is not known")
+    if gpus > 1 and "alone" in (record.scope or ""):
+        return Figure(label=label, value=UNKNOWN, remark="the rate is only known for one rank of the job")
+    price = f"${price_per_gpu_hour:,.4g} an hour for each of {gpus:,} GPUs, at the median rate of its steps"
+    return _figure(
+        label,
+        lambda value: f"${value:,.4g}",
+        per_million_tokens(price_per_gpu_hour, summary.median_tokens_per_second, gpus=gpus),
+        price if gpus > 1 else f"${price_per_gpu_hour:,.4g} an hour, at the median rate of its steps",
+        "no batch had a known number of tokens",
+    )
 
 
 def hardware_figures(hardware: RunHardware, scope: str | None) -> list[Figure]:
@@ -256,7 +288,8 @@ def _figure(
     return Figure(label=label, value=text(value), remark=remark or "")
 
 
-def _peak(summary: RunSummary, rows: Sequence[LogRow]) -> str:
+def peak_text(summary: RunSummary, rows: LogRows) -> str:
+    """The peak with its source."""
     fall = summary.hardware.waterfall if summary.hardware is not None else None
     peak = fall.peak_flops_per_s if fall is not None else None
     peak = peak_flops_per_s(rows) if peak is None else peak
@@ -265,7 +298,7 @@ def _peak(summary: RunSummary, rows: Sequence[LogRow]) -> str:
     return flop_rate(peak) + (f" ({summary.peak_source})" if summary.peak_source else "")
 
 
-def _method(record: RunRecord, summary: RunSummary, rows: Sequence[LogRow]) -> str:
+def _method(record: RunRecord, summary: RunSummary, rows: LogRows) -> str:
     if summary.method is None:
         return f"{UNKNOWN}: {NO_ROWS if record.summary is None and not rows else 'no model was counted'}"
     words = [summary.method, "a multiply-add is 2"]
@@ -275,18 +308,19 @@ def _method(record: RunRecord, summary: RunSummary, rows: Sequence[LogRow]) -> s
     return "; ".join(words)
 
 
-def _steps(summary: RunSummary, rows: Sequence[LogRow]) -> str:
+def _steps(summary: RunSummary, rows: LogRows) -> str:
     words = [UNKNOWN if summary.steps is None else f"{summary.steps:,} logged"]
     if summary.skipped_steps:
         words.append(f"{summary.skipped_steps:,} between them not logged")
     if summary.warmup_steps:
         words.append(f"{summary.warmup_steps:,} of them warm-up")
     if rows:
-        words.append(f"the log covers {rows[0].global_step:,} to {rows[-1].global_step:,}")
+        words.append(f"the log covers {rows.steps[0]:,} to {rows.steps[-1]:,}")
     return "; ".join(words)
 
 
-def _why_no_utilization(summary: RunSummary, rows: Sequence[LogRow]) -> str:
+def why_no_utilization(summary: RunSummary, rows: LogRows) -> str:
+    """The reason for an unknown MFU."""
     if summary.method is None:
         return "no model was counted"
     if summary.peak_source is None and peak_flops_per_s(rows) is None:

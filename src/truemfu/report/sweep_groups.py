@@ -1,0 +1,65 @@
+"""The experiments of a sweep in groups that may share a chart: like machines, one model, one way to train.
+
+Figures of unlike devices, hosts or numbers of GPUs are never in one chart. An experiment that failed before it recorded its
+device is in the group of the others if there is only one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from .figures import Experiment
+
+_FIELDS = ("model", "dtype", "optimizer", "compile", "device", "host", "gpus", "parallel")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """`title` only has what distinguishes it from other groups; empty for a single one."""
+
+    title: str
+    experiments: Sequence[tuple[int, Experiment]]
+    """With their position in the summary."""
+
+    @property
+    def seq_lens(self) -> list[int]:
+        return sorted({row.seq_len for _, row in self.experiments if row.seq_len is not None})
+
+    @property
+    def batch_sizes(self) -> list[int]:
+        return sorted({row.batch_size for _, row in self.experiments if row.batch_size is not None})
+
+    @property
+    def finished(self) -> Iterator[Experiment]:
+        return (row for _, row in self.experiments if row.step_time_s is not None)
+
+
+def groups_of(experiments: Sequence[Experiment]) -> list[Group]:
+    """The groups in the order of the summary."""
+    found: dict[tuple[object, ...], list[tuple[int, Experiment]]] = {}
+    without: list[tuple[int, Experiment]] = []
+    for at, row in enumerate(experiments):
+        key = tuple(getattr(row, name) for name in _FIELDS)
+        (without if row.device is None else found.setdefault(key, [])).append((at, row))
+    if len(found) == 1:
+        next(iter(found.values())).extend(without)
+    differing = [at for at in range(len(_FIELDS)) if len({key[at] for key in found}) > 1]
+    return [
+        Group(title=_title(key, differing), experiments=sorted(rows, key=lambda each: each[0]))
+        for key, rows in found.items()
+    ]
+
+
+def _title(key: Sequence[object], differing: Sequence[int]) -> str:
+    return ", ".join(word for at in differing if (word := _word(_FIELDS[at], key[at])))
+
+
+def _word(name: str, value: object) -> str:
+    if name == "compile":
+        return "compiled" if value else "not compiled"
+    if name == "host":
+        return f"host {value}"
+    if name == "gpus":
+        return f"{value} rank{'' if value == 1 else 's'}"
+    return "" if value is None else str(value)

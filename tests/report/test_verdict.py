@@ -1,0 +1,151 @@
+"""Verdicts say what the figures say, leave out what is not known, and never mix unlike machines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from markup import bare
+
+from truemfu.records import CaseResult, Environment, MonitorCost, RunRecord, RunSummary, Status
+from truemfu.report import sweep_verdict
+from truemfu.report.load import load_sweep
+from truemfu.report.log_rows import LogRow, LogRows
+from truemfu.report.run_load import load_run
+from truemfu.report.run_texts import cost
+from truemfu.report.run_verdict import verdict
+from truemfu.report.runs_page import write_runs_page
+from truemfu.report.summary import summarize
+from truemfu.report.sweep_groups import groups_of
+from truemfu.report.sweep_page import write_sweep_page
+from truemfu.report.worst_steps import worst_steps
+
+MakeResult = Callable[..., CaseResult]
+
+
+def of_sweep(results: list[CaseResult], write_sweep: Callable[..., Path]) -> tuple[str, dict[str, str]]:
+    sentences, unknown = sweep_verdict.verdict(summarize(load_sweep(write_sweep(results))))
+    return " ".join(sentences), dict(unknown)
+
+
+def test_a_sweep_names_the_fastest_the_cost_of_privacy_and_what_did_not_fit(
+    matrix: list[CaseResult], write_sweep: Callable[..., Path]
+) -> None:
+    text, unknown = of_sweep(matrix, write_sweep)
+    assert text.startswith(
+        "StandardTrainer is the fastest trainer at all 2 points that several trainers finished; the next one "
+        "takes 2.50 to 4.00 times as long."
+    )
+    assert (
+        "Cost of privacy with DPGhostClippingTrainer: 3.35 times (2.50 to 4.50) the step time of "
+        "StandardTrainer and 1.34 times (1.20 to 1.50) the memory, over 2 points." in text
+    )
+    assert "Highest MFU: 50.2 % of 989.4 TFLOP/s, HFU 50.2 %, by StandardTrainer at batch 8" in text
+    assert "Out of memory: DPSGDTrainer at batch 8, sequence 512 (batch 6 fits" in text
+    assert unknown == {}
+
+
+def test_what_a_sweep_cannot_say_has_a_reason(
+    make_result: MakeResult, write_sweep: Callable[..., Path]
+) -> None:
+    results = [make_result(device="cpu"), make_result("DPSGDTrainer", 8, device="cpu")]
+    text, unknown = of_sweep(results, write_sweep)
+    assert unknown == {
+        "the fastest trainer": "no two trainers finished the same point",
+        "the cost of privacy with DPSGDTrainer": "it and StandardTrainer finished no common point",
+        "MFU": "no peak is known for this device: set TRUEMFU_PEAK_TFLOPS",
+    }
+    assert text == "Every experiment finished; nothing ran out of memory."
+
+
+@pytest.mark.parametrize("differs", ["device", "host"])
+def test_unlike_machines_are_in_charts_of_their_own(
+    make_result: MakeResult, write_sweep: Callable[..., Path], tmp_path: Path, differs: str
+) -> None:
+    there = Environment(
+        device_name="NVIDIA H100" if differs == "device" else "NVIDIA H200",
+        python="3.12.3",
+        versions={},
+        host="other" if differs == "host" else "host",
+        git_commit=None,
+    )
+    results = [make_result(), make_result("DPSGDTrainer", environment=there)]
+    summary = summarize(load_sweep(write_sweep(results)))
+    groups = groups_of(summary.experiments)
+    assert [len(group.experiments) for group in groups] == [1, 1]
+    assert summary.against_baseline == []
+    page = bare(write_sweep_page(tmp_path / "page.html", summary).read_text("utf-8"))
+    title = "NVIDIA H100" if differs == "device" else "host other"
+    assert f"<h2>Where it is fast: {title}</h2>" in page
+
+
+def test_an_experiment_without_a_device_is_shown_with_the_others(
+    make_result: MakeResult, write_sweep: Callable[..., Path]
+) -> None:
+    lost = make_result("DPSGDTrainer", end=Status.SIGNAL, environment=None, measured=None)
+    (group,) = groups_of(summarize(load_sweep(write_sweep([make_result(), lost]))).experiments)
+    assert [row.end for _, row in group.experiments] == ["ok", "signal"]
+
+
+def rows_with(**slow: Any) -> LogRows:
+    usual = [
+        LogRow(global_step=step, step_time_s=0.1, data_wait_s=0.01, is_warmup=step <= 3)
+        for step in range(1, 50)
+    ]
+    return LogRows([*usual, LogRow(global_step=50, **({"step_time_s": 1.1, "data_wait_s": 0.01} | slow))])
+
+
+@pytest.mark.parametrize(
+    ("slow", "cause"),
+    [
+        ({"data_wait_s": 0.9}, "data wait"),
+        ({"is_warmup": True}, "compile"),
+        ({"straggler_rank": 3, "straggler_excess_s": 0.8}, "straggler"),
+        ({"between_steps_s": 0.9}, "pause"),
+        ({"evaluation_s": 30.0}, "pause"),
+        ({"data_wait_s": 0.3}, "unknown"),
+        ({"straggler_rank": -1, "straggler_excess_s": 0.0}, "unknown"),
+    ],
+)
+def test_a_slow_step_has_the_cause_that_explains_half_of_it(slow: dict[str, Any], cause: str) -> None:
+    (worst,) = worst_steps(rows_with(**slow), RunSummary(median_step_time_s=0.1))
+    assert (worst.step, worst.cause, round(worst.times_median)) == (50, cause, 11)
+
+
+def test_a_count_beside_a_slow_step_is_named() -> None:
+    cost_of = MonitorCost(counted_after_steps=[49])
+    (worst,) = worst_steps(rows_with(), RunSummary(median_step_time_s=0.1, monitor_cost=cost_of))
+    assert worst.cause == "count"
+
+
+def test_a_run_without_slow_steps_or_values_says_so() -> None:
+    rows = LogRows([LogRow(global_step=1, step_time_s=0.1)])
+    summary = RunSummary(median_step_time_s=0.1, method="closed form")
+    sentences, unknown = verdict(RunRecord(), summary, rows, worst_steps(rows, summary), None)
+    assert sentences == ["A step takes 100.00 ms (median).", "No step took 1.5 times as long as the median."]
+    assert [what for what, _ in unknown] == ["MFU", "where the rest of the peak went", "data wait"]
+
+
+def test_a_million_tokens_cost_price_times_gpus_over_the_rate() -> None:
+    summary = RunSummary(median_tokens_per_second=100_000)
+    eight = RunRecord(device="NVIDIA H100", world_size=8, scope="job of 8 ranks, summed")
+    assert cost(eight, summary, 2.25).value == "$0.05"
+    alone = RunRecord(device="NVIDIA H100", world_size=8, scope="rank 0 of 8 alone")
+    for record in (alone, RunRecord(device="cpu", world_size=1), RunRecord(device="NVIDIA H100")):
+        found = cost(record, summary, 2.25)
+        assert (found.is_known, bool(found.remark)) == (False, True)
+    assert not cost(eight, RunSummary(), 2.25).is_known
+
+
+def test_runs_on_unlike_devices_share_the_chart_of_their_losses_only(
+    run_folder: Path, change_run: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    one = load_run(run_folder)
+    change_run(lambda run: run.update(device="NVIDIA H200"))
+    page = write_runs_page(tmp_path / "runs.html", [one, load_run(run_folder)]).read_text("utf-8")
+    titles = [part.split("</b>")[0] for part in page.split("<figcaption><b>")[1:]]
+    assert titles[0] == "Loss"
+    assert [title.split(", ")[1] for title in titles[1:]] == ["cpu", "NVIDIA H200"] * 2
+    assert "The runs used different devices (cpu, NVIDIA H200)" in page
