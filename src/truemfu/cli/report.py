@@ -21,9 +21,10 @@ from .console import FilePath, debug_option, say
 )
 @click.option(
     "--price",
+    "price_per_gpu_hour",
     type=click.FloatRange(min=0, min_open=True),
-    metavar="DOLLARS",
-    help="Adds what a million tokens cost.",
+    metavar="AMOUNT",
+    help="Price of a GPU hour: adds what a million tokens cost.",
 )
 @debug_option
 def report(folders: tuple[Path, ...], output_path: Path | None, price_per_gpu_hour: float | None) -> None:

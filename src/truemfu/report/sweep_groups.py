@@ -1,7 +1,7 @@
 """The experiments of a sweep in groups that may share a chart: like machines, one model, one way to train.
 
-Figures of unlike devices, hosts or numbers of GPUs are never in one chart. An experiment that failed before it recorded its
-device is in the group of the others if there is only one.
+Figures of unlike devices, hosts or numbers of GPUs are never in one chart. An experiment that failed before
+it recorded its device is in the group of the others if there is only one.
 """
 
 from __future__ import annotations
