@@ -60,25 +60,31 @@ def test_what_a_sweep_cannot_say_has_a_reason(
     assert text == "Every experiment finished; nothing ran out of memory."
 
 
-@pytest.mark.parametrize("differs", ["device", "host"])
-def test_unlike_machines_are_in_charts_of_their_own(
-    make_result: MakeResult, write_sweep: Callable[..., Path], tmp_path: Path, differs: str
+def test_unlike_devices_are_in_charts_of_their_own(
+    make_result: MakeResult, write_sweep: Callable[..., Path], tmp_path: Path
 ) -> None:
-    there = Environment(
-        device_name="NVIDIA H100" if differs == "device" else "NVIDIA H200",
-        python="3.12.3",
-        versions={},
-        host="other" if differs == "host" else "host",
-        git_commit=None,
-    )
+    there = elsewhere(device_name="NVIDIA H100")
     results = [make_result(), make_result("DPSGDTrainer", environment=there)]
     summary = summarize(load_sweep(write_sweep(results)))
     groups = groups_of(summary.experiments)
     assert [len(group.experiments) for group in groups] == [1, 1]
     assert summary.against_baseline == []
     page = bare(write_sweep_page(tmp_path / "page.html", summary).read_text("utf-8"))
-    title = "NVIDIA H100" if differs == "device" else "host other"
-    assert f"<h2>Where it is fast: {title}</h2>" in page
+    assert "<h2>Where it is fast: NVIDIA H100</h2>" in page
+
+
+def test_hosts_with_the_same_device_share_a_chart_and_are_named(
+    make_result: MakeResult, write_sweep: Callable[..., Path]
+) -> None:
+    results = [make_result(), make_result("DPSGDTrainer", environment=elsewhere(host="other"))]
+    summary = summarize(load_sweep(write_sweep(results)))
+    assert [len(group.experiments) for group in groups_of(summary.experiments)] == [2]
+    assert [row.trainer for row in summary.against_baseline] == ["DPSGDTrainer"]
+    assert summary.hosts == ["host", "other"]
+
+
+def elsewhere(*, device_name: str = "NVIDIA H200", host: str = "host") -> Environment:
+    return Environment(device_name=device_name, python="3.12.3", versions={}, host=host, git_commit=None)
 
 
 def test_an_experiment_without_a_device_is_shown_with_the_others(

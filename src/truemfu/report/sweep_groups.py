@@ -1,7 +1,8 @@
 """The experiments of a sweep in groups that may share a chart: like machines, one model, one way to train.
 
-Figures of unlike devices, hosts or numbers of GPUs are never in one chart. An experiment that failed before
-it recorded its device is in the group of the others if there is only one.
+Figures of unlike devices or numbers of GPUs are never in one chart. Hosts with the same device share one: a
+cluster spreads a sweep over them, and tables name the host. An experiment that failed before it recorded its
+device is in the group of the others if there is only one.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 
 from .figures import Experiment
 
-_FIELDS = ("model", "dtype", "optimizer", "compile", "device", "host", "gpus", "parallel")
+_FIELDS = ("model", "dtype", "optimizer", "compile", "device", "gpus", "parallel")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +59,6 @@ def _title(key: Sequence[object], differing: Sequence[int]) -> str:
 def _word(name: str, value: object) -> str:
     if name == "compile":
         return "compiled" if value else "not compiled"
-    if name == "host":
-        return f"host {value}"
     if name == "gpus":
         return f"{value} rank{'' if value == 1 else 's'}"
     return "" if value is None else str(value)
