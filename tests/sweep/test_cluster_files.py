@@ -69,8 +69,11 @@ def test_numbers_of_an_array() -> None:
 
 
 def test_what_slurm_says() -> None:
-    said = _parse("7_0|RUNNING|None\n7_1|CANCELLED by 0|None\n7_2|OUT_OF_MEMORY|OutOfMemory\n")
-    assert [word.over for word in said.values()] == [False, True, True]
+    said = _parse(
+        "7_0|RUNNING|None\n7_1|CANCELLED by 0|None\n7_2|OUT_OF_MEMORY|OutOfMemory\n7_3|PENDING|BeginTime\n"
+    )
+    assert [word.over for word in said.values()] == [False, True, True, False]
+    assert [word.waits for word in said.values()] == [False, False, False, True]
     assert said["7_1"].reason == "CANCELLED by 0"
     assert (said["7_2"].reason, said["7_2"].cause) == ("OUT_OF_MEMORY (OutOfMemory)", "memory")
 

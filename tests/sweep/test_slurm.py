@@ -207,7 +207,9 @@ def test_a_node_agent_that_slurm_ends_at_its_time_limit_is_a_timeout(tmp_path: P
     root = tmp_path / "out"
     first = submitter(root, what=["Waits"], launcher="slurm", cluster=ONE_GPU, timeout_s=1000.0)
     until(lambda: bool(ran(tmp_path)))
-    slurm("scontrol", "update", f"jobid={job_of(root)}_0", "EndTime=now")
+    # Refused within the second in which the job started.
+    end_it = ["scontrol", "update", f"jobid={job_of(root)}_0", "EndTime=now"]
+    until(lambda: subprocess.run(end_it, stderr=subprocess.DEVNULL).returncode == 0)
     assert first.wait() == 0
     result = read_record(SweepFolder(root).result(name_of("Waits")), CaseResult)
     assert result.end is Status.TIMEOUT

@@ -82,6 +82,8 @@ class EngineWord(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine says of a job."""
 
     over: bool
+    waits: bool = False
+    """It waits for its start, or to be started again."""
     reason: str
     """In the engine's own words."""
     cause: str | None = None

@@ -26,10 +26,8 @@ from .settings import ClusterSettings, Request
 _COMMAND_TIMEOUT_S = 120.0
 _DEFAULT_ARRAY_SIZE = 1001
 
-_NOT_OVER = (
-    "PENDING RUNNING SUSPENDED COMPLETING CONFIGURING RESIZING STAGE_OUT SIGNALING STOPPED "
-    "REQUEUED REQUEUE_FED REQUEUE_HOLD SPECIAL_EXIT RESV_DEL_HOLD"
-).split()
+_WAITING = "PENDING REQUEUED REQUEUE_FED REQUEUE_HOLD SPECIAL_EXIT RESV_DEL_HOLD".split()
+_STARTED = "RUNNING SUSPENDED COMPLETING CONFIGURING RESIZING STAGE_OUT SIGNALING STOPPED".split()
 _CAUSES = {"OUT_OF_MEMORY": "memory", "TIMEOUT": "time", "DEADLINE": "time"}
 
 
@@ -171,7 +169,9 @@ def _word(state: str, reason: str) -> EngineWord:
     """`CANCELLED by 0` is a state too."""
     kind = state.split()[0].rstrip("+") if state.split() else "UNKNOWN"
     told = "" if reason in ("", "None", "(null)") else f" ({reason})"
-    return EngineWord(over=kind not in _NOT_OVER, reason=f"{state}{told}", cause=_CAUSES.get(kind))
+    waits = kind in _WAITING
+    over = not waits and kind not in _STARTED
+    return EngineWord(over=over, waits=waits, reason=f"{state}{told}", cause=_CAUSES.get(kind))
 
 
 def _ask(command: Sequence[str], unknown: str | None = None) -> str | None:

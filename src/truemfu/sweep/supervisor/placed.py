@@ -44,6 +44,8 @@ _FIRST_QUESTION_S, _LONGEST_QUESTION_S = 5.0, 60.0
 _MISSING_QUESTION_S = 1.0
 """Where a job is over or was interrupted, and only the engine's reason or the last file is missing."""
 _BACK_OFF = 1.3
+_NO_ANSWER_S = 600.0
+"""How long the reason of an interruption is awaited from an engine that does not know it."""
 _SUBMIT_AGAIN_S = 60.0
 _CANCEL_TIMEOUT_S = 120.0
 
@@ -270,10 +272,11 @@ class Placed:
                 if word.over and number in found.left:
                     moved = self._over(found, number, word, board) or moved
             for number, since in list(found.interrupted.items()):
-                # Its job was requeued and waits, or the engine does not answer: its only run is over.
-                if time.monotonic() - since > found.batch.settings.stale_view_s:
-                    word = words.get(number, EngineWord(over=False, reason="gives no reason"))
-                    self._lose(found, number, word, board)
+                known = words.get(number)
+                if known is None and time.monotonic() - since > _NO_ANSWER_S:
+                    known = EngineWord(over=False, waits=True, reason="gives no reason")
+                if known is not None and known.waits:  # requeued: its only run is over
+                    self._lose(found, number, known, board)
                     moved = True
             if not found.left:
                 self._drop(found)
