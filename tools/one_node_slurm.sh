@@ -48,7 +48,11 @@ takes_jobs() { sinfo -h -o %T 2>/dev/null | grep -qE '^(idle|mixed|allocated|com
 has_accounting() { sacctmgr -n list cluster format=cluster 2>/dev/null | grep -qw one; }
 
 install_packages() {
-    if ! command -v slurmctld slurmd slurmdbd munged mariadbd sbatch >/dev/null; then
+    local program missing=""
+    for program in slurmctld slurmd slurmdbd munged mariadbd sbatch; do
+        command -v $program >/dev/null || missing=yes
+    done
+    if [ -n "$missing" ]; then
         export DEBIAN_FRONTEND=noninteractive
         local packages="slurm-wlm slurmdbd munge mariadb-server"
         # shellcheck disable=SC2086
@@ -196,6 +200,10 @@ up() {
 
 down() {
     local daemon
+    if [ -e $CONF/slurm.conf ] && ! grep -qF "$MARK" $CONF/slurm.conf; then
+        echo "one_node_slurm: $CONF/slurm.conf was written by somebody else: not touched" >&2
+        exit 1
+    fi
     for daemon in $DAEMONS; do
         if alive "$daemon"; then
             kill "$(cat "$(pid_file "$daemon")")" 2>/dev/null || true

@@ -219,6 +219,11 @@ def _config(mode: str, path: Path | None, folder: Path, flags: dict[str, Any]) -
         start = TEST_CONFIG
     elif path is None and (recorded := _recorded_on_cluster(folder)) is not None:
         start = recorded
+        if Path(CONFIG_NAME).is_file():
+            say(
+                f"using the settings of the sweep in {folder}; {CONFIG_NAME} is not read without --config",
+                err=True,
+            )
     elif path is not None or Path(CONFIG_NAME).is_file():
         start = load_config(path or CONFIG_NAME)
     else:

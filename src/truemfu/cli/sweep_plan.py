@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
@@ -49,7 +50,7 @@ def show_plan(config: SweepConfig, folder: Path, as_json: bool) -> None:
 def _words(request: Request) -> list[str]:
     memory = "default" if request.memory_bytes is None else f"{request.memory_bytes / 2**30:g} GiB"
     cpus = "default" if request.cpus is None else str(request.cpus)
-    return [str(request.gpus), cpus, memory, f"{request.time_s / 60:.0f} min"]
+    return [str(request.gpus), cpus, memory, f"{math.ceil(request.time_s / 60)} min"]
 
 
 def _print_json(

@@ -129,12 +129,11 @@ class SweepFolder:
         return self.running / f"{_JOBS_PREFIX}{batch}"
 
     def all_jobs(self) -> list[Path]:
-        """The folders of experiments that were given to a cluster, the oldest first."""
+        """The folders of experiments that were given to a cluster."""
         try:
-            found = [path for path in self.running.glob(f"{_JOBS_PREFIX}*") if plain_files.is_folder(path)]
+            return [path for path in self.running.glob(f"{_JOBS_PREFIX}*") if plain_files.is_folder(path)]
         except OSError:
             return []
-        return sorted(found, key=lambda path: path.lstat().st_mtime_ns)
 
     def log_names(self) -> list[str]:
         """The experiments that have a log."""

@@ -45,6 +45,10 @@ class Engine(Protocol):
     def check(self, request: Request) -> None:
         """A UsageError if the engine is not there or cannot satisfy the request; nothing is submitted."""
 
+    @property
+    def runs_batches_in_turn(self) -> bool:
+        """Whether two batches at once would use the same devices."""
+
     def batch_size(self) -> int:
         """How many experiments one batch may have."""
 
@@ -69,13 +73,18 @@ class Engine(Protocol):
         """Ask the engine to end all jobs of a batch; a UsageError if it refuses."""
 
 
+_GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ROCR_VISIBLE_DEVICES")
+_SLURM_CLIENT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_CLUSTERS")
+"""How Slurm's commands find their cluster; other variables of Slurm describe the job that set them."""
+
+
 def submit_environment() -> dict[str, str]:
     """The environment that experiments inherit: this one, without what another job or GPU choice left."""
-    dropped = ("CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ROCR_VISIBLE_DEVICES")
     return {
         name: value
         for name, value in os.environ.items()
-        if name not in dropped and not name.startswith(("SLURM_", "SLURMD_"))
+        if name not in _GPU_VARIABLES
+        and (name in _SLURM_CLIENT or not name.startswith(("SLURM_", "SLURMD_")))
     }
 
 

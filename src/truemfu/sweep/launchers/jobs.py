@@ -105,6 +105,10 @@ class JobsFolder:
     def worker_log(self, number: int) -> Path:
         return self.root / f"{number}.start"
 
+    def is_described(self) -> bool:
+        """Whether the batch may have been submitted: it is described before that."""
+        return os.path.lexists(self.root / _BATCH_FILE)
+
     def read_batch(self) -> Batch:
         """A RecordError if it cannot be read."""
         path = self.root / _BATCH_FILE

@@ -45,6 +45,11 @@ class Ray:
     def __init__(self, settings: ClusterSettings) -> None:
         self._settings = settings
 
+    @property
+    def runs_batches_in_turn(self) -> bool:
+        """A local Ray is started for each batch, and has all devices of this machine."""
+        return self._settings.ray_address is None
+
     def check(self, request: Request) -> None:
         if find_module("ray") is None:
             raise UsageError("launcher ray needs Ray, which is not installed: pip install 'truemfu[ray]'")
@@ -64,7 +69,7 @@ class Ray:
                 capture_output=True,
                 text=True,
                 timeout=_CHECK_TIMEOUT_S,
-                env=keeper_environment(),
+                env=keeper_environment(address),
             )
         except subprocess.TimeoutExpired:
             raise UsageError(f"Ray at {address} does not answer: is it running there?") from None
@@ -87,7 +92,7 @@ class Ray:
                 stdout=log,
                 stderr=log,
                 cwd=batch.working_folder,
-                env=keeper_environment(),
+                env=keeper_environment(batch.settings.ray_address),
                 start_new_session=True,
             )
         finally:
@@ -127,10 +132,15 @@ class Ray:
             os.kill(pid, signal.SIGTERM)
 
 
-def keeper_environment() -> dict[str, str]:
-    """Ray reports no usage, and leaves CUDA_VISIBLE_DEVICES alone in a task without a GPU."""
+def keeper_environment(address: str | None) -> dict[str, str]:
+    """Ray reports no usage, and leaves CUDA_VISIBLE_DEVICES alone in a task without a GPU.
+
+    A local Ray hands out the GPUs that are visible here.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") if address is None else None
     return {
         **submit_environment(),
+        **({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}),
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "PYTHONUNBUFFERED": "1",

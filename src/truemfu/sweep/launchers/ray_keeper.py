@@ -56,6 +56,13 @@ def _keep(jobs: JobsFolder, stop: threading.Event) -> int:
     ray = _connected(batch.settings.ray_address)
     present = jobs.listing()
     waiting = [n for n in range(len(batch.names)) if n in present[".order"] and n not in present[".claim"]]
+    request = batch.request
+    shortage = _shortage(ray, request.gpus, request.cpus or 1, request.memory_bytes or 0)
+    if shortage is not None:  # Ray would keep the tasks waiting for ever
+        for number in waiting:
+            jobs.write_engine_word(number, EngineWord(over=True, reason=shortage))
+        ray.shutdown()
+        return 0
     limit = batch.settings.max_jobs or len(waiting)
     task = _task(ray, batch.request)
     command = [*python_command(NODE_AGENT), str(jobs.root)]
@@ -162,18 +169,25 @@ def _check(address: str, gpus: int, cpus: int, memory_bytes: int) -> int:
     """0 if some node has that much; else the reason is the last line of standard output."""
     try:
         ray = _connected(address)
-        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        shortage = _shortage(ray, gpus, cpus, memory_bytes)
         ray.shutdown()
     except Exception as error:
         print(f"Ray at {address} does not answer: {one_line(error)}")
         return 2
+    if shortage is not None:
+        print(shortage)
+    return 0 if shortage is None else 2
+
+
+def _shortage(ray: Any, gpus: int, cpus: int, memory_bytes: int) -> str | None:
+    """Why no node can satisfy a request; None if one can."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     wanted = {"GPU": gpus, "CPU": cpus, "memory": memory_bytes}
     if any(all(node.get(what, 0) >= much for what, much in wanted.items()) for node in nodes):
-        return 0
+        return None
     most = ", ".join(f"{max((node.get(what, 0) for node in nodes), default=0):g} {what}" for what in wanted)
     asked = ", ".join(f"{much:g} {what}" for what, much in wanted.items() if much)
-    print(f"no node can satisfy the request: an experiment requests {asked}; the most a node has is {most}")
-    return 2
+    return f"no node can satisfy the request: an experiment requests {asked}; the most a node has is {most}"
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ _DEFAULT_ARRAY_SIZE = 1001
 
 _WAITING = "PENDING REQUEUED REQUEUE_FED REQUEUE_HOLD SPECIAL_EXIT RESV_DEL_HOLD".split()
 _STARTED = "RUNNING SUSPENDED COMPLETING CONFIGURING RESIZING STAGE_OUT SIGNALING STOPPED".split()
+_UNKNOWN = EngineWord(over=True, reason="neither its queue nor its accounting knows the job")
 _CAUSES = {"OUT_OF_MEMORY": "memory", "TIMEOUT": "time", "DEADLINE": "time"}
 
 
@@ -35,6 +36,7 @@ class Slurm:
     """The Slurm that this machine's commands talk to."""
 
     name = "Slurm"
+    runs_batches_in_turn = False
 
     def __init__(self, settings: ClusterSettings) -> None:
         self._settings = settings
@@ -64,7 +66,7 @@ class Slurm:
             f"--job-name={_job_name(batch)}",
             f"--array={_ranges(numbers)}{'' if limit is None else f'%{limit}'}",
             f"--chdir={batch.working_folder}",
-            f"--output={jobs.output('%a')}",
+            f"--output={_output_pattern(jobs)}",
             "--open-mode=append",
             *([] if after is None else [f"--dependency=afterany:{after.engine_job}"]),
             *self._options(batch.request),
@@ -94,19 +96,25 @@ class Slurm:
         self, batch: Batch, jobs: JobsFolder, claimed: Mapping[int, str | None]
     ) -> dict[int, EngineWord]:
         # A batch that was submitted twice (see `find`) has two arrays: that of the claim counts.
-        names = {number: job or f"{batch.engine_job}_{number}" for number, job in claimed.items()}
-        arrays = ",".join(sorted({name.partition("_")[0] for name in names.values()} - {"None"}))
-        if not arrays:
-            return {}
+        own = batch.engine_job
+        names = {n: job or f"{own}_{n}" for n, job in claimed.items() if job or own}
+        words = dict.fromkeys(claimed.keys() - names, EngineWord(over=True, reason="it was never submitted"))
+        if not names:
+            return words
+        arrays = ",".join(sorted({name.partition("_")[0] for name in names.values()}))
         listed = ["--noheader", "--array", "--states=all", f"--jobs={arrays}", "--format=%i|%T|%r"]
-        found = _parse(_ask(["squeue", *listed]))
-        if not set(names.values()) <= set(found):
+        recent = _ask(["squeue", *listed], unknown="Invalid job id")
+        found = _parse(recent)
+        missing = set(names.values()) - set(found)
+        if missing:
             columns = "--format=JobID,State,Reason"
-            answer = _ask(["sacct", "-X", "-n", "-P", "--array", f"--jobs={arrays}", columns])
-            found = {**_parse(answer), **found}
-            if answer is None:  # no accounting
-                found = {**_by_scontrol(set(names.values()) - set(found)), **found}
-        return {number: found[name] for number, name in names.items() if name in found}
+            older = _ask(["sacct", "-X", "-n", "-P", "--array", f"--jobs={arrays}", columns])
+            found = {**_parse(older), **found}
+            if older is None:  # no accounting
+                found = {**_by_scontrol(missing), **found}
+            elif recent is not None:
+                found = {**dict.fromkeys(missing, _UNKNOWN), **found}
+        return {**words, **{number: found[name] for number, name in names.items() if name in found}}
 
     def cancel(self, batch: Batch, jobs: JobsFolder) -> None:
         _run(["scancel", f"--name={_job_name(batch)}"], refused="Slurm does not cancel the jobs")
@@ -126,6 +134,12 @@ class Slurm:
             *settings.sbatch_options,
         ]
         return [option for option in options if option]
+
+
+def _output_pattern(jobs: JobsFolder) -> str:
+    """The file that a job prints to; Slurm replaces %a by its number, and %% by %."""
+    folder = str(jobs.root)
+    return folder.replace("%", "%%") + str(jobs.output("%a")).removeprefix(folder)
 
 
 def _job_name(batch: Batch) -> str:

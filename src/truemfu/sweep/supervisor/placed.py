@@ -17,7 +17,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -105,7 +105,7 @@ class Placed:
 
     def find(self, say: Callable[[str], None]) -> set[str]:
         """Take over what earlier calls have submitted and what has not ended; its names."""
-        for found in _batches_in(self._folder, say):
+        for found in _batches_in(self._folder):
             self._batches.append(found)
             self._recover(found, say)
         return self.names
@@ -150,15 +150,17 @@ class Placed:
             try:
                 placed = self._submit_batch(orders)
             except UsageError as error:
+                if len(orders) > 1:  # the engine may limit how many jobs one user has
+                    size = len(orders) // 2
+                    continue
                 if not self._batches:
                     raise
-                board.say(f"{len(self._unsubmitted)} experiments are submitted later: {error}")
+                board.say(f"{_count(len(self._unsubmitted))} submitted later: {error}")
                 return
             names = set(placed.batch.names)
             self._unsubmitted = [name for name in self._unsubmitted if name not in names]
             self._batches.append(placed)
-            count = f"{len(names)} experiment{'' if len(names) == 1 else 's'}"
-            board.say(f"{count} submitted to {self._engine.name}: job {placed.batch.engine_job}")
+            board.say(f"{_count(len(names))} submitted to {self._engine.name}: job {placed.batch.engine_job}")
 
     def _submit_batch(self, orders: Sequence[WorkerOrder]) -> _OnCluster:
         request = self._requests[orders[0].case.gpus]
@@ -176,8 +178,7 @@ class Placed:
             number: Job(order=order, time_limit_s=self._timeout_s, gpus=request.gpus, command=self._command)
             for number, order in enumerate(orders)
         }
-        # With a limit on parallel jobs, one batch follows the other.
-        after = self._batches[-1].batch if self._batches and self._settings.max_jobs else None
+        after = self._before(len(self._batches))
         try:
             plain_files.make_folder(jobs.root)
             for number, job in left.items():
@@ -195,13 +196,19 @@ class Placed:
             raise
         return _OnCluster(batch=batch, jobs=jobs, left=left)
 
+    def _before(self, at: int) -> Batch | None:
+        """The batch that has to end before the one at this position begins."""
+        in_turn = self._engine.runs_batches_in_turn or self._settings.max_jobs is not None
+        return self._batches[at - 1].batch if in_turn and at > 0 else None
+
     def _recover(self, found: _OnCluster, say: Callable[[str], None]) -> None:
         """A supervisor may have died before it had submitted a batch, or before it had noted that."""
         engine_job = self._engine.find(found.batch, found.jobs)
         present = found.jobs.listing()
         waiting = [number for number in found.left if number not in present[".claim"]]
         if engine_job is None and waiting:
-            engine_job = self._engine.submit(found.batch, found.jobs, waiting, None)
+            before = self._before(self._batches.index(found))
+            engine_job = self._engine.submit(found.batch, found.jobs, waiting, before)
         if engine_job != found.batch.engine_job and engine_job is not None:
             found.batch = msgspec.structs.replace(found.batch, engine_job=engine_job)
             found.jobs.write_batch(found.batch)
@@ -349,6 +356,10 @@ class Placed:
 
     def _prune(self, board: Board) -> None:
         """Withdraw what need not run any more; its job finds it claimed and ends."""
+        for name in list(self._unsubmitted):
+            if (pruned := board.prunes(name)) is not None:
+                self._unsubmitted.remove(name)
+                board.ended(save(self._folder, pruned))
         for found in self._batches:
             for number in [number for number in found.left if number not in found.claims]:
                 pruned = board.prunes(found.batch.names[number])
@@ -366,7 +377,7 @@ class Placed:
 
 def launchers_in_use(folder: SweepFolder) -> set[str]:
     """The engines that experiments of this sweep were given to and have not all come back from."""
-    return {found.batch.launcher for found in _batches_in(folder, lambda text: None, tidy=False)}
+    return {found.batch.launcher for found in _batches_in(folder, tidy=False)}
 
 
 def cancel_all(root: Path, say: Callable[[str], None]) -> int:
@@ -382,7 +393,9 @@ def cancel_all(root: Path, say: Callable[[str], None]) -> int:
     except OSError as error:
         raise UsageError(f"cannot write to {folder.root}: {error.strerror}") from error
     try:
-        return sum(_cancel(folder, found) for found in list(_batches_in(folder, say)))
+        return sum(_cancel(folder, found) for found in _batches_in(folder))
+    except OSError as error:
+        raise UsageError(f"cannot write to {folder.root}: {error.strerror}") from error
     finally:
         lock.release()
 
@@ -423,26 +436,34 @@ def _cancel(folder: SweepFolder, found: _OnCluster) -> int:
     return count
 
 
-def _batches_in(
-    folder: SweepFolder, say: Callable[[str], None], *, tidy: bool = True
-) -> Iterator[_OnCluster]:
-    """What earlier calls have submitted and what has not ended; `tidy` removes what is over."""
+def _batches_in(folder: SweepFolder, *, tidy: bool = True) -> list[_OnCluster]:
+    """What earlier calls have submitted and what has not ended, oldest first; `tidy` removes what is over.
+
+    A UsageError if a batch cannot be read: its experiments may be running.
+    """
+    found = []
     for path in folder.all_jobs():
-        jobs = JobsFolder(path)
-        try:
-            batch = jobs.read_batch()
+        jobs, left = JobsFolder(path), {}
+        if jobs.is_described():  # else its supervisor was killed before it submitted, or all had ended
+            try:
+                batch = jobs.read_batch()
+            except RecordError as error:
+                raise UsageError(
+                    f"{error}; its experiments may be running: restore the file, or remove {path} once they "
+                    "have ended"
+                ) from None
             orders = {number: jobs.read_order(number) for number in jobs.listing()[".order"]}
             left = {n: job for n, job in sorted(orders.items()) if job is not None and n < len(batch.names)}
-        except RecordError as error:
-            # Its supervisor was killed before anything was submitted, or all had ended.
-            if tidy and os.path.lexists(path / "batch.json"):
-                say(str(error))
-            left = {}
         if left:
-            yield _OnCluster(batch=batch, jobs=jobs, left=left)
+            found.append(_OnCluster(batch=batch, jobs=jobs, left=left))
         elif tidy:
             with contextlib.suppress(OSError):  # a folder that cannot be written
                 jobs.remove()
+    return sorted(found, key=lambda each: each.batch.created_at_s)
+
+
+def _count(experiments: int) -> str:
+    return f"{experiments} experiment{'' if experiments == 1 else 's'}"
 
 
 def end_marked(folder: SweepFolder, name: str, claim: Claim) -> None:

@@ -301,14 +301,13 @@ class _Sweep:
 
     def _pruned_result(self, name: str) -> CaseResult | None:
         case = self._cases.get(name)
-        if case is None:  # of an earlier call, and not in this matrix
+        if case is None or not self._config.prune:  # a case of an earlier call may not be in this matrix
             return None
         with self._lock:
             smaller = [
                 result
                 for result in self._results.values()
-                if self._config.prune
-                and result.end in OUT_OF_MEMORY
+                if result.end in OUT_OF_MEMORY
                 and result.case.batch_size < case.batch_size
                 and msgspec.structs.replace(result.case, batch_size=case.batch_size) == case
             ]
