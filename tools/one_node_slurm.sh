@@ -2,7 +2,7 @@
 # A real Slurm of one node, with accounting and fake GPUs, for the tests of `truemfu sweep --launcher slurm`.
 #
 #   tools/one_node_slurm.sh up [GPUS]   install what is missing, start it, wait until it takes jobs (default: 2 GPUs)
-#   tools/one_node_slurm.sh down        stop it, and remove its fake GPUs
+#   tools/one_node_slurm.sh down        cancel its jobs, stop it, and remove its fake GPUs
 #   tools/one_node_slurm.sh status      exit code 0 while it takes jobs
 #
 # For root on Debian 12 or newer, without systemd. `up` twice is the same as once. Daemons are stopped by their pid
@@ -204,6 +204,10 @@ down() {
         echo "one_node_slurm: $CONF/slurm.conf was written by somebody else: not touched" >&2
         exit 1
     fi
+    if takes_jobs; then
+        squeue -h -o %A | xargs -r scancel
+        wait_for 60 "the end of all jobs" no_jobs
+    fi
     for daemon in $DAEMONS; do
         if alive "$daemon"; then
             kill "$(cat "$(pid_file "$daemon")")" 2>/dev/null || true
@@ -216,6 +220,8 @@ down() {
     fi
     echo "one_node_slurm: down"
 }
+
+no_jobs() { [ -z "$(squeue -h)" ]; }
 
 gone() { ! alive "$1"; }
 
