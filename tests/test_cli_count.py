@@ -257,6 +257,12 @@ def test_fp8_has_the_same_flops_and_another_peak(run: Run) -> None:
     assert "the peak is that of fp8" in run("count", *call, "--dtype", "float8_e4m3fn").out
 
 
+def test_an_mfu_above_the_peak_has_a_note(run: Run) -> None:
+    found = run("count", "tiny", "--device", "H100", "--tokens-per-second", "1e12")
+    assert found.code == 0
+    assert "note: an MFU above 100 % is impossible" in " ".join(found.out.split())
+
+
 def test_a_chip_without_fp8_has_no_mfu_in_it(run: Run) -> None:
     call = (
         "count",

@@ -228,3 +228,15 @@ def test_a_hostile_refusal_is_one_printable_line(truemfu: Run, tmp_path: Path) -
     assert len(err.splitlines()) == 1
     assert len(err) < 1000
     assert err.strip().isprintable()
+
+
+def test_an_experiment_with_too_few_steps_is_listed_and_the_others_are_compared(
+    truemfu: Run, tmp_path: Path
+) -> None:
+    a = sweep(tmp_path / "a", [experiment("long", noisy(60)), experiment("short", noisy(60))])
+    b = sweep(tmp_path / "b", [experiment("long", noisy(60)), experiment("short", noisy(5))])
+    found = msgspec.json.decode(truemfu("compare", a, b, "--max-regression", "5", "--json").out)
+    assert [pair["name"] for pair in found["pairs"]] == ["long"]
+    (unmatched,) = found["unmatched"]
+    assert (unmatched["a"], unmatched["is_failure"]) == ("ok", False)
+    assert unmatched["b"].startswith("5 steps with a time after warm-up, and at least 20 are needed")

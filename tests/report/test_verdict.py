@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from markup import bare
 
@@ -45,6 +46,26 @@ def test_a_sweep_names_the_fastest_the_cost_of_privacy_and_what_did_not_fit(
     assert "Highest MFU: 50.2 % of 989.4 TFLOP/s, HFU 50.2 %, by StandardTrainer at batch 8" in text
     assert "Out of memory: DPSGDTrainer at batch 8, sequence 512 (batch 6 fits" in text
     assert unknown == {}
+
+
+def test_a_lead_within_the_error_is_no_lead(
+    make_result: MakeResult, write_sweep: Callable[..., Path]
+) -> None:
+    close = [make_result(step_time_s=0.0360), make_result("DPSGDTrainer", step_time_s=0.0361)]
+    text, _ = of_sweep(close, write_sweep)
+    assert text.startswith("No trainer is clearly the fastest at most points that several trainers finished.")
+
+
+def test_what_did_not_run_never_hides_what_did(
+    make_result: MakeResult, write_sweep: Callable[..., Path]
+) -> None:
+    (finished,) = summarize(load_sweep(write_sweep([make_result()]))).experiments
+    waiting = msgspec.structs.replace(finished, name="next", device=None, end="not run", step_time_s=None)
+    other_model = msgspec.structs.replace(waiting, model="small")
+    groups = groups_of([finished, other_model])
+    assert [(group.title, len(group.experiments)) for group in groups] == [("1b", 1), ("small", 1)]
+    (group,) = groups_of([finished, msgspec.structs.replace(waiting, model=None)])
+    assert len(group.experiments) == 2
 
 
 def test_what_a_sweep_cannot_say_has_a_reason(
@@ -110,7 +131,7 @@ def rows_with(**slow: Any) -> LogRows:
         ({"is_warmup": True}, "compile"),
         ({"straggler_rank": 3, "straggler_excess_s": 0.8}, "straggler"),
         ({"between_steps_s": 0.9}, "pause"),
-        ({"evaluation_s": 30.0}, "pause"),
+        ({"evaluation_s": 30.0}, "unknown"),
         ({"data_wait_s": 0.3}, "unknown"),
         ({"straggler_rank": -1, "straggler_excess_s": 0.0}, "unknown"),
     ],
@@ -123,7 +144,7 @@ def test_a_slow_step_has_the_cause_that_explains_half_of_it(slow: dict[str, Any]
 def test_a_count_beside_a_slow_step_is_named() -> None:
     cost_of = MonitorCost(counted_after_steps=[49])
     (worst,) = worst_steps(rows_with(), RunSummary(median_step_time_s=0.1, monitor_cost=cost_of))
-    assert worst.cause == "count"
+    assert (worst.cause, "counted beside it" in worst.details) == ("unknown", True)
 
 
 def test_a_run_without_slow_steps_or_values_says_so() -> None:

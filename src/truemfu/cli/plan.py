@@ -18,6 +18,10 @@ _ASSUMED = (
     "Assumed: every step is like this one{length}, and no time is lost to restarts, evaluations or "
     "checkpoints."
 )
+_ABOVE_PEAK = (
+    "note: an MFU above 100 % is impossible: check the device, the dtype, and --gpus; --tokens-per-second is "
+    "that of all GPUs."
+)
 _NO_HFU = "unknown: only a run shows what its kernels execute"
 _NO_PEAK = "unknown: no peak is known; give --device, or set TRUEMFU_PEAK_TFLOPS"
 _NO_RATE = "unknown: give --tokens-per-second or --mfu"
@@ -109,6 +113,8 @@ def show_plan(console: SafeConsole, plan: TrainingPlan, length: int | None) -> N
     for label, text in _rows(plan):
         drawn.add_row(label, text)
     console.print("", drawn, "")
+    if plan.mfu is not None and plan.mfu > 1:
+        console.print(_ABOVE_PEAK)
     console.print(_ASSUMED.format(length="" if length is None else f", of sequences of {length:,} tokens"))
 
 

@@ -77,7 +77,7 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Unmatched(msgspec.Struct, frozen=True, kw_only=True):
-    """An experiment without step times on both sides."""
+    """An experiment without enough step times on both sides."""
 
     name: str
     a: str
@@ -157,9 +157,12 @@ def _groups(first: Side, second: Side) -> list[_Group]:
                 f"cannot compare: no experiment succeeded in both {first.path} and {second.path}; "
                 f"A has {_some(first.experiments)}, B has {_some(second.experiments)}"
             )
+        if any(map(_is_long_enough, groups)):  # the others are listed as not compared
+            groups = list(filter(_is_long_enough, groups))
     for _, own, others in groups:
         for measured in (*own, *others):
-            _refuse_if_short(measured)
+            if why := _too_short(measured):
+                raise UsageError(f"cannot compare: {measured.where} has {why}")
         for measured in (*own[1:], *others):
             refuse_if_different(own[0], measured)
     return groups
@@ -174,13 +177,15 @@ def _some(names: Collection[str]) -> str:
     return ", ".join(shown) + more if shown else "none"
 
 
-def _refuse_if_short(measured: Measured) -> None:
+def _is_long_enough(group: _Group) -> bool:
+    return not any(_too_short(measured) for measured in (*group[1], *group[2]))
+
+
+def _too_short(measured: Measured) -> str | None:
     steps = len(measured.series.step_times_s)
-    if steps < FEWEST_STEPS:
-        raise UsageError(
-            f"cannot compare: {measured.where} has {steps} steps with a time after warm-up, "
-            f"and at least {FEWEST_STEPS} are needed"
-        )
+    if steps >= FEWEST_STEPS:
+        return None
+    return f"{steps} steps with a time after warm-up, and at least {FEWEST_STEPS} are needed"
 
 
 class _Judge:
@@ -245,19 +250,20 @@ def _memory(sides: tuple[list[StepSeries], list[StepSeries]]) -> Figure | None:
 
 
 def _unmatched(first: Side, second: Side) -> list[Unmatched]:
-    """Experiments that have no step times on at least one side."""
+    """Experiments that have no step times, or too few, on at least one side."""
     absent = "not in this sweep"
     rows = []
     for name in dict.fromkeys((*first.experiments, *second.experiments)):
         own, other = first.experiments.get(name, absent), second.experiments.get(name, absent)
-        if isinstance(own, Measured) and isinstance(other, Measured):
+        status = [each if isinstance(each, str) else _too_short(each) or "ok" for each in (own, other)]
+        if status == ["ok", "ok"]:
             continue
         rows.append(
             Unmatched(
                 name=name,
-                a=own if isinstance(own, str) else "ok",
-                b=other if isinstance(other, str) else "ok",
-                is_failure=isinstance(own, Measured) and other != absent,
+                a=status[0],
+                b=status[1],
+                is_failure=isinstance(own, Measured) and isinstance(other, str) and other != absent,
             )
         )
     return rows

@@ -37,8 +37,13 @@ def conclusion(comparison: Comparison) -> str:
         sentences.append(f"Succeeded in A and failed in B: {_names(failed)}.")
     if comparison.max_regression is not None:
         limit = _percent(comparison.max_regression)
-        shown = "This is beyond" if not comparison.is_within_limit else "Nothing is shown to be beyond"
-        sentences.append(f"{shown} the limit of {limit}.")
+        is_slower = any(pair.is_beyond_limit for pair in comparison.pairs)
+        if is_slower:
+            sentences.append(f"This is beyond the limit of {limit}.")
+        elif comparison.is_within_limit:
+            sentences.append(f"Nothing is shown to be beyond the limit of {limit}.")
+        else:
+            sentences.append(f"No step time is beyond the limit of {limit}; what failed in B is.")
     return " ".join(sentences)
 
 
@@ -59,8 +64,8 @@ def _of_sweep(comparison: Comparison) -> str:
         for verdict in (SLOWER, FASTER, UNCLEAR)
     }
     text = (
-        f"Of {len(comparison.pairs)} experiments, {len(counts[SLOWER])} are slower in B, "
-        f"{len(counts[FASTER])} faster, and {len(counts[UNCLEAR])} show no difference."
+        f"Experiments: {len(comparison.pairs)}; slower in B: {len(counts[SLOWER])}, "
+        f"faster: {len(counts[FASTER])}, no difference shown: {len(counts[UNCLEAR])}."
     )
     if beyond := [pair.name for pair in comparison.pairs if pair.is_beyond_limit]:
         text += f" Slower by more than the limit: {_names(beyond)}."

@@ -17,9 +17,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
+
 from ..errors import RecordError, UsageError
-from ..records import CaseResult, Status, SweepRecord, read_record
-from ..sweep.cases import short_names
+from ..records import CaseResult, Status, SweepCase, SweepRecord, read_record
+from ..sweep.cases import cases_of, short_names
+from ..sweep.config import SweepConfig
 from ..sweep.paths import LOGS, RECORD_FILE, RESULTS, SweepFolder
 from ..sweep.supervisor.stored import stored_result
 
@@ -42,6 +45,8 @@ class Entry:
     seq_len: int | None
     end: str
     """A value of `Status`, or `NOT_RUN`."""
+    case: SweepCase | None = None
+    """None for a name that is not in the sweep's matrix, without a result."""
     result: CaseResult | None = None
     gpus: int = 1
     parallel: str | None = None
@@ -87,7 +92,11 @@ def load_sweep(source: Path | str) -> LoadedSweep:
     if record is not None:
         _remove_other_sweeps(found, record, notes)
     trainers = _trainer_of_prefix(found, record)
-    entries = tuple(_entry(name, outcome, trainers) for name, outcome in found.items())
+    cases = _requested_cases(record)
+    entries = tuple(
+        replace(_entry(name, outcome, trainers), case=_case(outcome) or cases.get(name))
+        for name, outcome in found.items()
+    )
     return LoadedSweep(source=source, record=record, entries=entries, notes=tuple(notes))
 
 
@@ -119,8 +128,24 @@ def entry_of(result: CaseResult) -> Entry:
         gpus=result.case.gpus,
         parallel=result.case.parallel,
         end=result.end.value,
+        case=result.case,
         result=result,
     )
+
+
+def _case(outcome: CaseResult | _Missing) -> SweepCase | None:
+    return outcome.case if isinstance(outcome, CaseResult) else None
+
+
+def _requested_cases(record: SweepRecord | None) -> Mapping[str, SweepCase]:
+    """The cases of the recorded matrix by name; none if it cannot be read."""
+    if record is None:
+        return {}
+    try:
+        config = msgspec.convert(record.config, SweepConfig)
+        return cases_of(config, config.device)
+    except (msgspec.ValidationError, TypeError, ValueError):
+        return {}
 
 
 def _files(source: Path) -> SweepFolder:

@@ -90,7 +90,7 @@ def _pauses(summary: RunSummary) -> Iterator[str]:
 def _ranks(record: RunRecord, summary: RunSummary) -> Iterator[str]:
     texts = [straggler.text for straggler in summary.stragglers if straggler.text]
     if texts:
-        more = f" {len(texts) - 1} more are listed below." if len(texts) > 1 else ""
+        more = f" More such ranks, listed below: {len(texts) - 1}." if len(texts) > 1 else ""
         yield f"A rank held up the others: {texts[0].rstrip('.')}.{more}"
     elif summary.ranks and (record.world_size or 1) > 1:
         yield f"None of {record.world_size:,} ranks held up the others."

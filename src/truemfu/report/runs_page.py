@@ -80,7 +80,10 @@ def _verdict(shown: Sequence[_Shown]) -> tuple[list[str], list[tuple[str, str]]]
             continue
         (highest, name), *others = known
         rest = ", ".join(f"{other} {text(found)}" for found, other in others)
-        sentences.append(f"Highest {what}: {name} with {text(highest)}; {rest}.")
+        if text(highest) == text(others[-1][0]):
+            sentences.append(f"The same {what} in all runs that have one: {text(highest)}.")
+        else:
+            sentences.append(f"Highest {what}: {name} with {text(highest)}; {rest}.")
     devices = list(dict.fromkeys(one.record.device or "unknown" for one in shown))
     if len(devices) > 1:
         sentences.append(

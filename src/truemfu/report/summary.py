@@ -145,7 +145,7 @@ def _noisy_notes(experiments: Iterable[Experiment]) -> list[str]:
 def experiment_of(entry: Entry) -> Experiment:
     """The figures of one experiment."""
     result = entry.result
-    case = result.case if result is not None else None
+    case = entry.case
     measured = result.measured if result is not None else None
     flops = measured.flops if measured is not None else None
     memory = result.memory if result is not None else None

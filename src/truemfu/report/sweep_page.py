@@ -108,7 +108,11 @@ def _map(
     """Sequence and batch down, trainers across; None without any value."""
     if all(figure(row) is None for _, row in group.experiments):
         return None
-    at = {(row.trainer, row.seq_len, row.batch_size): (index, row) for index, row in group.experiments}
+    at: dict[tuple[str, int | None, int | None], tuple[int, Experiment]] = {}
+    for index, row in group.experiments:
+        point = (row.trainer, row.seq_len, row.batch_size)
+        if point not in at or at[point][1].step_time_s is None:  # an experiment with a value stays
+            at[point] = (index, row)
 
     def cell(trainer: str, seq_len: int, batch_size: int) -> Cell:
         found = at.get((trainer, seq_len, batch_size))

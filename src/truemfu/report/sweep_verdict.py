@@ -5,8 +5,9 @@ Everything is at equal points. What is not known is left out, and listed with th
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from ..records import Status
 from ..sweep.trainers.base import NEEDS_OPACUS
@@ -17,6 +18,8 @@ from .sweep_groups import Group, groups_of
 
 OUT_OF_MEMORY = (Status.CUDA_OOM.value, Status.HOST_OOM.value)
 _MOST_NAMED = 4
+_Time = tuple[float, float]
+"""Seconds, and their relative standard error."""
 
 
 def verdict(summary: SweepSummary) -> tuple[list[str], list[tuple[str, str]]]:
@@ -27,7 +30,7 @@ def verdict(summary: SweepSummary) -> tuple[list[str], list[tuple[str, str]]]:
         *(sentence for group in groups for sentence in _fastest(group, unknown)),
         *_cost_of_privacy(summary, unknown),
         *(sentence for group in groups for sentence in _best_mfu(group, unknown)),
-        *_out_of_memory(summary.experiments),
+        *_out_of_memory(summary.experiments, groups),
         *_other_failures(summary),
     ]
     return sentences or ["No experiment finished."], list(dict.fromkeys(unknown))
@@ -39,19 +42,21 @@ def _on(group: Group) -> str:
 
 def _fastest(group: Group, unknown: list[tuple[str, str]]) -> Iterator[str]:
     """The trainer that is fastest at most of the points that several trainers finished."""
-    points: dict[tuple[int | None, int | None], dict[str, float]] = defaultdict(dict)
+    points: dict[tuple[int | None, int | None], dict[str, _Time]] = defaultdict(dict)
     for row in group.finished:
-        points[row.batch_size, row.seq_len][row.trainer] = row.step_time_s or 0.0
+        assert row.step_time_s is not None
+        points[row.batch_size, row.seq_len][row.trainer] = row.step_time_s, row.step_time_error or 0.0
     shared = [times for times in points.values() if len(times) > 1]
     if not shared:
         if len({row.trainer for _, row in group.experiments}) > 1:
             unknown.append((f"the fastest trainer{_on(group)}", "no two trainers finished the same point"))
         return
-    wins = Counter(min(times, key=lambda trainer: times[trainer]) for times in shared)
-    best, count = wins.most_common(1)[0]
-    behind = [
-        sorted(times.values())[1] / times[best] for times in shared if times.get(best) == min(times.values())
-    ]
+    wins = Counter(winner for times in shared if (winner := _winner(times)) is not None)
+    best, count = wins.most_common(1)[0] if wins else ("", 0)
+    if 2 * count <= len(shared):
+        yield f"No trainer is clearly the fastest at most points that several trainers finished{_on(group)}."
+        return
+    behind = [sorted(times.values())[1][0] / times[best][0] for times in shared if _winner(times) == best]
     points_won = (
         "the only point"
         if len(shared) == 1
@@ -63,6 +68,13 @@ def _fastest(group: Group, unknown: list[tuple[str, str]]) -> Iterator[str]:
         f"{best} is the fastest trainer at {points_won} that several trainers finished{_on(group)}; the "
         f"next one takes {_range(min(behind), max(behind))} times as long."
     )
+
+
+def _winner(times: Mapping[str, _Time]) -> str | None:
+    """The fastest trainer at a point, if its lead is more than twice the standard error of both times."""
+    best, second = sorted(times, key=lambda trainer: times[trainer])[:2]
+    (own_s, own_error), (next_s, next_error) = times[best], times[second]
+    return best if next_s / own_s - 1 > 2 * math.hypot(own_error, next_error) else None
 
 
 def _cost_of_privacy(summary: SweepSummary, unknown: list[tuple[str, str]]) -> Iterator[str]:
@@ -97,15 +109,16 @@ def _best_mfu(group: Group, unknown: list[tuple[str, str]]) -> Iterator[str]:
     )
 
 
-def _out_of_memory(experiments: Sequence[Experiment]) -> Iterator[str]:
-    failed = [row for row in experiments if row.end in OUT_OF_MEMORY]
+def _out_of_memory(experiments: Sequence[Experiment], groups: Sequence[Group]) -> Iterator[str]:
+    group_of = {at: group for group in groups for at, _ in group.experiments}
+    failed = [(at, row) for at, row in enumerate(experiments) if row.end in OUT_OF_MEMORY]
     if not failed:
         if experiments and all(row.end == Status.OK.value for row in experiments):
             yield "Every experiment finished; nothing ran out of memory."
         return
     named = [
-        f"{row.trainer} at {_point(row)}" + (f" ({row.fits})" if row.fits else "")
-        for row in failed[:_MOST_NAMED]
+        f"{row.trainer} at {_point(row)}{_on(group_of[at])}" + (f" ({row.fits})" if row.fits else "")
+        for at, row in failed[:_MOST_NAMED]
     ]
     more = f" and {len(failed) - _MOST_NAMED} more" if len(failed) > _MOST_NAMED else ""
     yield f"Out of memory: {', '.join(named)}{more}."

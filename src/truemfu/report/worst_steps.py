@@ -1,7 +1,8 @@
 """The slowest steps of a run, and why each took longer than the median: by what its row recorded.
 
-A cause explains a step if it accounts for at least half of the time beyond the median. Without one, the cause
-is unknown: nothing is guessed.
+A cause that is measured in seconds explains a step if it accounts for at least half of the time beyond the
+median. Warm-up and compilation are marks of the step itself. Without either, the cause is unknown: what
+happened beside the step is only mentioned.
 """
 
 from __future__ import annotations
@@ -86,9 +87,9 @@ def _cause(
         what = f" and {row.forwards_between_steps:,} forward passes" if row.forwards_between_steps else ""
         return "pause", f"{duration(between)}{what} between steps, in no known pause"
     if {row.global_step, row.global_step - 1} & counted:
-        return "count", "FLOPs were counted beside this step; the count itself is not part of its time"
+        return UNKNOWN_CAUSE, "FLOPs were counted beside it; that time is not part of the step"
     if paused := _paused(row):
-        return "pause", f"follows {' and '.join(paused)}, whose own time is not part of the step"
+        return UNKNOWN_CAUSE, f"it follows {' and '.join(paused)}, whose time is not part of the step"
     return UNKNOWN_CAUSE, "nothing in its row explains half of the time beyond the median"
 
 
