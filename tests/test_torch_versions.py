@@ -82,9 +82,8 @@ def test_the_tested_versions_are_those_that_make_installs() -> None:
 
 
 def test_the_readme_states_the_requirements_and_the_tested_versions() -> None:
-    python, torch_ = found(
-        r'^requires-python = ">=([\d.]+)"\ndependencies = \["torch>=([\d.]+)"', "pyproject.toml"
-    )
+    (python,) = found(r'^requires-python = ">=([\d.]+)"', "pyproject.toml")
+    (torch_,) = found(r'^dependencies = \["torch>=([\d.]+)"', "pyproject.toml")
     assert torch_ == text(OLDEST_TESTED)
     requirements = r"Python ([\d.]+) or newer and torch ([\d.]+) or newer; tested with torch (.+) to (.+)\.$"
     assert found(requirements, "README.md") == (python, torch_, text(OLDEST_TESTED), text(NEWEST_TESTED))
