@@ -188,6 +188,7 @@ def own_names() -> set[str]:
 
 
 OTHERS = {
+    "_asdict",
     "_replace",
     "_current_frames",
     "_is_owned",
