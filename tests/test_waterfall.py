@@ -160,6 +160,46 @@ def test_each_staged_case_names_its_limiter(values: dict[str, Any], limiter: str
     assert sum(shares(result).values()) == pytest.approx(1, abs=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("collectives", "sm", "communication", "unfilled"),
+    [
+        (0.3, 0.9, 0.0, 0.1),  # all of it may have been beside tensor work
+        (0.6, 0.9, 0.15, 0.0),  # at least 0.15 was not; their kernels left the SMs empty
+        (0.6, 0.5, 0.15, 0.35),
+        (1.0, 0.5, 0.55, 0.0),
+    ],
+)
+def test_collectives_that_cannot_have_been_beside_tensor_work_are_a_part(
+    collectives: float, sm: float, communication: float, unfilled: float
+) -> None:
+    result = fall(collective_share=collectives, sm_active_share=sm, world_size=8)
+    (part,) = [part for part in result.parts if part.key == "no_tensor"]
+    inner = {of.key: of.share for of in part.of}
+    assert inner == pytest.approx(
+        {
+            "no_tensor_communication": communication,
+            "no_tensor_unfilled": unfilled,
+            "no_tensor_other": 0.55 - communication - unfilled,
+        }
+    )
+    assert f"collectives ran {100 * collectives:.1f} % of the time" in result.notes[0]
+
+
+def test_most_communication_is_the_limiter_with_its_own_advice() -> None:
+    result = fall(collective_share=0.9, world_size=8, dram_active_share=0.9)
+    assert result.limiter == "no_tensor_communication"
+    (text,) = [text for text in result.advice() if text.startswith("busy without")]
+    assert "45 of them collectives, at least: larger buckets" in text
+
+
+def test_collectives_that_were_not_timed_are_no_part_and_a_note() -> None:
+    result = fall(world_size=8)
+    (part,) = [part for part in result.parts if part.key == "no_tensor"]
+    assert not part.of
+    assert "TORCH_NCCL_ENABLE_TIMING=1" in result.notes[0]
+    assert not fall().notes
+
+
 def test_waiting_that_work_covers_costs_nothing() -> None:
     result = fall(gpu_busy_share=0.9, tensor_active_share=0.8, data_wait_share=0.6, launch_gap_share=0.3)
     idle = result.parts[1]
@@ -309,6 +349,7 @@ RATE = st.none() | st.floats(0, 4e15)
     data_wait=SHARE,
     launch_gap=SHARE,
     padding=SHARE,
+    collectives=SHARE,
     tile_factor=st.none() | st.floats(1, 3),
 )
 def test_the_parts_add_up_to_the_peak(
@@ -323,6 +364,7 @@ def test_the_parts_add_up_to_the_peak(
     data_wait: float | None,
     launch_gap: float | None,
     padding: float | None,
+    collectives: float | None,
     tile_factor: float | None,
 ) -> None:
     result = waterfall(
@@ -338,6 +380,7 @@ def test_the_parts_add_up_to_the_peak(
             sm_active_share=sm,
             tensor_active_share=tensor,
             data_wait_share=data_wait,
+            collective_share=collectives,
             launch_gap_share=launch_gap,
             tile_factor=tile_factor,
             padding_efficiency=padding,

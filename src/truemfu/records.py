@@ -70,6 +70,9 @@ class Status(str, Enum):
     """Started, but its supervisor ended before it finished."""
 
 
+OUT_OF_MEMORY = (Status.CUDA_OOM, Status.HOST_OOM)
+
+
 class Phase(str, Enum):
     """The phases of a worker, in order."""
 

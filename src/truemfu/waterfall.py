@@ -172,6 +172,8 @@ class WaterfallInputs:
     """Attention FLOPs per second counted under the full convention that the kernels skipped."""
     padding_efficiency: float | None = None
     """The share of tokens that are not padding."""
+    collective_share: float | None = None
+    """Time for which a collective ran, by the backend's own timing, whether other kernels ran or not."""
     left_out: str | None = None
     """Why clock, busy share and tensor activity are not given although known: they do not apply to this
     peak."""
@@ -218,6 +220,7 @@ def waterfall(inputs: WaterfallInputs) -> Waterfall | None:
         known.notes.append(f"a tile factor of {tau:g} is below 1: left out")
         tau = None
     p = known.share("padding efficiency", inputs.padding_efficiency)
+    c = known.share("time in collectives", inputs.collective_share)
     gt = None if g is None or t is None else g * t
     if e is not None and gt is not None and e > gt + 2 * _OVERSHOOT:
         known.notes.append(
@@ -244,14 +247,12 @@ def waterfall(inputs: WaterfallInputs) -> Waterfall | None:
             waits["between_steps"] = (_between_steps(inputs.forwards_between_steps), between)
         waits["launch_gaps"] = ("gaps between launches", known.share("launch gaps", inputs.launch_gap_share))
         inner["idle"] = _of_which("idle", g * (1 - b), waits, g)
-        if t is not None and busy is not None and sm is not None:
-            empty = {"unfilled": ("SMs empty while a kernel ran", max(0.0, b - max(sm, t)))}
-            inner["no_tensor"] = _of_which("no_tensor", g * (b - t), empty, g)
+        if t is not None:
+            inner["no_tensor"] = _of_which(
+                "no_tensor", g * (b - t), _without_tensor_work(b, busy, sm, t, c), g
+            )
     if inputs.world_size > 1:
-        known.notes.append(
-            "communication between ranks is not a part of its own: its kernels are part of the time without "
-            "tensor work, unless they overlap with others, which their timing does not show"
-        )
+        known.notes.append(_communication_note(c))
     reasons = _reasons(inputs.throttle or {})
     values = (g, b, t, e, tau, h, m, p)
     missing = {key for key, value in zip(_MISSING, values, strict=True) if value is None}
@@ -348,6 +349,37 @@ def _of_which(
     return (*parts, Part(key=f"{parent}_other", name=_either([*unknown, "other"]), share=left))
 
 
+def _without_tensor_work(
+    b: float, busy: float | None, sm: float | None, t: float, c: float | None
+) -> dict[str, tuple[str, float]]:
+    """What is known of the busy cycles without tensor work.
+
+    Collectives can overlap with tensor work for as long as there was any, so at least c − t was without. The
+    SMs that their kernels leave empty are theirs.
+    """
+    communication = 0.0 if c is None else min(max(0.0, c - t), b - t)
+    parts: dict[str, tuple[str, float]] = {}
+    if c is not None:
+        parts["communication"] = ("collectives, at least", communication)
+    if busy is not None and sm is not None:
+        empty = max(0.0, b - max(sm, t) - communication)
+        parts["unfilled"] = ("SMs empty while a kernel ran", empty)
+    return parts
+
+
+def _communication_note(c: float | None) -> str:
+    if c is None:
+        return (
+            "communication between ranks is not separated from the time without tensor work: collectives "
+            "were not timed, which NCCL does with TORCH_NCCL_ENABLE_TIMING=1 and "
+            "TORCH_NCCL_TRACE_BUFFER_SIZE=2000"
+        )
+    return (
+        f"collectives ran {100 * c:.1f} % of the time by NCCL's timing, which does not show what ran beside "
+        "them: the part is what cannot have been beside tensor work"
+    )
+
+
 def _between_steps(forwards: int) -> str:
     seen = evaluations(forwards)
     return f"other, between steps ({seen})" if seen else "other, between steps"
@@ -420,6 +452,9 @@ _HINTS = {
         "elementwise work, normalisation, the optimizer (torch.compile and fused AdamW make it less), and "
         "products that wait for memory (a larger batch or wider layers)"
     ),
+    "no_tensor_communication": (
+        "larger buckets, gradient accumulation or fewer ranks of sharding; look for a slow link or rank"
+    ),
     "no_tensor_unfilled": "kernels too small for this many SMs: a larger batch or fewer, larger products",
     "below_rate": "kernels without a product on the tensor pipe, or products in a slower dtype",
     "other_executed": "cause unknown: run `truemfu audit`",
@@ -441,9 +476,15 @@ def _sentence(part: Part, fall: Waterfall) -> str:
     if inner is not part and inner.name != "other":
         text += f", {100 * inner.share:.0f} of them {inner.name}"
     hint = _HINTS.get(inner.key) or _HINTS[part.key]
-    if part.key == "no_tensor" and fall.world_size > 1:
+    is_separated = any(of.key == "no_tensor_communication" for of in part.of)
+    if part.key == "no_tensor" and fall.world_size > 1 and not is_separated:
         return f"{text}: this includes communication between ranks without overlap; else {_HINTS[part.key]}."
     memory = fall.dram_active_share
-    if part.key == "no_tensor" and inner.key != "no_tensor_unfilled" and memory is not None and memory > 0.5:
+    if (
+        part.key == "no_tensor"
+        and inner.key in ("no_tensor", "no_tensor_other")
+        and memory is not None
+        and memory > 0.5
+    ):
         hint = f"memory is busy {100 * memory:.0f} % of the time; {hint}"
     return f"{text}: {hint}."

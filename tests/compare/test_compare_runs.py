@@ -104,7 +104,7 @@ def test_figures_of_the_json(truemfu: Run, base: Path, tmp_path: Path) -> None:
     assert figures["peak_memory_bytes"]["low"] is None
     step = figures["step_time_median_s"]
     assert step["low"] < step["ratio"] < step["high"]
-    assert (found["kind"], found["confidence"], found["run_to_run"]) == ("runs", 0.95, 0.01)
+    assert (found["kind"], found["confidence"], found["run_to_run"]) == ("run", 0.95, 0.01)
 
 
 def _set(**values: Any) -> Callable[[dict[str, Any]], object]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from truemfu.hardware.counters.executed import CYCLE_COUNTERS, DRIVER
+from truemfu.hardware.counters.executed import CYCLE_COUNTERS, DRIVER, datasheet_clock_hz
 from truemfu.hardware.counters.samples import CounterWindow
 from truemfu.hardware.detect import find_spec
 from truemfu.monitor.hybrid.hardware_figures import StepDetail, StepSums, figures_of
@@ -59,7 +59,7 @@ def measured(hmma: float | None = 0.5, source: str = CYCLE_COUNTERS, **values: A
 
 
 def figures(detail: StepDetail = BF16, world_size: int = 1, own_peak: bool = False, **values: Any) -> Any:
-    sums = StepSums()
+    sums = StepSums(collective_s=None)
     for _ in range(100):
         sums.add(step(), TIME)
     return figures_of(
@@ -102,7 +102,9 @@ def said() -> list[str]:
 
 @pytest.fixture
 def windows(watch: Any, said: list[str]) -> HardwareWindows:
-    made = HardwareWindows(watch, spec=H200, audited=None, world_size=1, notice=said.append)
+    made = HardwareWindows(
+        watch, spec=H200, audited=None, world_size=1, collective_share=lambda: None, notice=said.append
+    )
     made.add(step(), TIME, Cut(0.0, None, False), lambda: BF16)
     return made
 
@@ -151,6 +153,33 @@ def test_the_energy_of_a_job_is_not_known_from_one_gpu() -> None:
 def test_with_several_ranks_communication_may_be_in_the_busy_time() -> None:
     (text,) = [text for text in figures(world_size=8).fall.advice() if text.startswith("busy without")]
     assert "communication between ranks" in text
+
+
+def test_time_in_collectives_is_that_of_each_window_and_of_the_run(watch: Any, said: list[str]) -> None:
+    shares = iter([0.9, 0.7, None])
+    made = HardwareWindows(
+        watch,
+        spec=H200,
+        audited=None,
+        world_size=2,
+        collective_share=lambda: next(shares),
+        notice=said.append,
+    )
+    made.add(step(), TIME, Cut(0.0, None, False), lambda: BF16)
+
+    def communication() -> float:
+        assert made.latest is not None
+        return float(made.latest.metrics()["perf/loss/no_tensor_communication"])
+
+    window_of(made)
+    clock = 1.5e9 / datasheet_clock_hz(H200)
+    assert communication() == pytest.approx(clock * (0.9 - 0.5))
+    window_of(made)
+    assert communication() == pytest.approx(clock * (0.7 - 0.5))
+    assert "collectives ran 80.0 %" in str(made.as_dict()["waterfall"]["notes"])
+    window_of(made)
+    assert "perf/loss/no_tensor_communication" not in made.latest.metrics()
+    assert "collectives were not timed" in str(made.as_dict()["waterfall"]["notes"])
 
 
 def test_a_peak_of_ones_own_is_said_to_be_the_reason() -> None:

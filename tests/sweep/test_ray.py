@@ -152,7 +152,7 @@ def test_cancel_ends_the_tasks(cluster: Cluster, tmp_path: Path) -> None:
     until(lambda: bool(ran(tmp_path)))
     first.terminate()  # leaves the jobs
     first.wait()
-    assert cancel_all(root, print) == 2
+    assert cancel_all(root) == 2
     assert list(SweepFolder(root).results.iterdir()) == []
     check_nothing_is_left(root, tmp_path)
     assert [line["name"] for line in ran(tmp_path)] == [name_of("Waits")]

@@ -263,7 +263,7 @@ def test_ctrl_c_without_a_terminal_leaves_the_jobs_and_cancel_ends_them(tmp_path
     assert slurm("squeue", "-h", "-j", job, "-o", "%T").strip() in ("", "COMPLETING")
     assert not has_jobs(root)
     check_nothing_is_left(root, tmp_path)
-    assert cancel_all(root, print) == 0
+    assert cancel_all(root) == 0
 
 
 @needs_slurm

@@ -190,11 +190,10 @@ def sweep(
     """
     from .sweep_plan import show_plan
 
-    files = folder or Path(FOLDERS.get(mode, FOLDERS["profile"]))
+    folder = folder or Path(FOLDERS.get(mode, FOLDERS["profile"]))
     if cancel:
-        return _cancel(files)
-    config = _config(mode, config_path, files, flags)
-    folder = files
+        return _cancel(folder)
+    config = _config(mode, config_path, folder, flags)
     if dry_run:
         show_plan(config, folder, as_json)
         return 0
@@ -369,7 +368,7 @@ def _leave_or_cancel(folder: Path, count: int, *, ask: bool) -> int:
 def _cancel(folder: Path) -> int:
     from ..sweep.supervisor.placed import cancel_all
 
-    count = cancel_all(folder, lambda text: say(text, err=True))
+    count = cancel_all(folder)
     say(f"cancelled: {count} experiment{'' if count == 1 else 's'}", err=True)
     return 0
 

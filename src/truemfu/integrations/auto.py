@@ -259,8 +259,10 @@ def _world_size() -> int:
 def _is_running(process: int) -> bool:
     try:
         os.kill(process, 0)
-    except OSError:
+    except ProcessLookupError:
         return False
+    except PermissionError:  # it runs, as another user
+        return True
     return True
 
 

@@ -16,6 +16,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +162,7 @@ class LiveRun:
             details=StepsOrSeconds(config.detailed_log_freq, DETAILS_S, began_s=time.perf_counter()),
             audit=self._audit,
             send_held=self._send_held,
-            role=lambda: self.role if self._counts.shares_are_known else UNKNOWN,
+            role=lambda: self.role if self._counts.shares_are_known else replace(self.role, is_known=False),
             member=self._member,
             measured_peak_flops_per_s=_times(config.measured_peak_tflops, 1e12),
             audited_tiles={} if audited is None else audited.tile_factors(),
@@ -172,6 +173,7 @@ class LiveRun:
                 spec=spec_of(device),
                 audited=audited,
                 world_size=self._ranks.world_size,
+                collective_share=self._collective_share,
                 notice=about_figures,
             ),
         )
@@ -182,6 +184,9 @@ class LiveRun:
         self._leave_signals = (
             write_at_signals(self._write_out, is_held) if self._ranks.is_first else lambda: None
         )
+
+    def _collective_share(self) -> float | None:
+        return None if self._member is None else self._member.reporter.collective_share
 
     def _opened_watch(
         self, audited: AuditedKernels | None, notice: Callable[[str], None]

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from statistics import geometric_mean
+from typing import Literal
 
 import msgspec
 
@@ -92,8 +93,8 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
     a: str
     b: str
-    kind: str
-    """"runs" or "sweeps"."""
+    kind: Literal["run", "sweep"]
+    """What a and b are."""
     confidence: float
     """Of all intervals together."""
     max_regression: float | None
@@ -126,7 +127,7 @@ def compare(
     return Comparison(
         a=str(first.path),
         b=str(second.path),
-        kind="sweeps" if first.is_sweep else "runs",
+        kind="sweep" if first.is_sweep else "run",
         confidence=CONFIDENCE,
         max_regression=max_regression,
         run_to_run=run_to_run if assumes else None,
@@ -244,8 +245,9 @@ class _Judge:
 
 
 def _memory(sides: tuple[list[StepSeries], list[StepSeries]]) -> Figure | None:
-    """The highest peak of each side; None if one is unknown."""
-    a, b = (max((series.peak_memory_bytes or 0 for series in side), default=0) for side in sides)
+    """The highest peak of each side; None if that of a run is unknown."""
+    peaks = [[series.peak_memory_bytes for series in side] for side in sides]
+    a, b = (max((peak for peak in side if peak), default=None) if all(side) else None for side in peaks)
     return Figure(name="peak_memory_bytes", a=a, b=b, ratio=b / a) if a and b else None
 
 

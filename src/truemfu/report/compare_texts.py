@@ -32,7 +32,7 @@ TITLE = "Comparison"
 
 def conclusion(comparison: Comparison) -> str:
     """What was found, and whether it is within the limit."""
-    sentences = [_of_run(comparison) if comparison.kind == "runs" else _of_sweep(comparison)]
+    sentences = [_of_run(comparison) if comparison.kind == "run" else _of_sweep(comparison)]
     if failed := [one.name for one in comparison.unmatched if one.is_failure]:
         sentences.append(f"Succeeded in A and failed in B: {_names(failed)}.")
     if comparison.max_regression is not None:
@@ -82,7 +82,7 @@ def _names(names: Sequence[str]) -> str:
 
 def tables_of(comparison: Comparison) -> list[TextTable]:
     """The tables to show, in reading order."""
-    if comparison.kind == "runs":
+    if comparison.kind == "run":
         (pair,) = comparison.pairs
         return [
             TextTable(
@@ -172,7 +172,7 @@ def remarks(comparison: Comparison) -> list[str]:
     """What the reader needs to know to trust the result, and notes about the files."""
     found = []
     if comparison.run_to_run is not None:
-        repeat = " Several runs in each folder measure it." if comparison.kind == "runs" else ""
+        repeat = " Several runs in each folder measure it." if comparison.kind == "run" else ""
         found.append(
             "One run on each side does not show how much equal runs differ. The intervals include an assumed "
             f"standard deviation of {_percent(comparison.run_to_run)} between runs (--run-to-run).{repeat}"
@@ -184,13 +184,13 @@ def remarks(comparison: Comparison) -> list[str]:
             if not pair.is_beyond_limit and (pair.step_time.high or 0.0) > 1 + limit
         ]
         if unsure:
-            what = "This comparison" if comparison.kind == "runs" else _names([pair.name for pair in unsure])
+            what = "This comparison" if comparison.kind == "run" else _names([pair.name for pair in unsure])
             found.append(
                 f"{what} cannot exclude a slow-down of more than {_percent(limit)}: the interval is wide. "
                 "Longer or repeated runs narrow it."
             )
     if stalled := [pair for pair in comparison.pairs if pair.verdict != SLOWER and _has_slower_mean(pair)]:
-        where = "B" if comparison.kind == "runs" else f"B in {_names([pair.name for pair in stalled])}"
+        where = "B" if comparison.kind == "run" else f"B in {_names([pair.name for pair in stalled])}"
         found.append(f"The mean step is slower in {where}, the median is not: some steps take much longer.")
     return found + [shortened(note, _LONGEST_STATUS) for note in comparison.notes]
 

@@ -139,7 +139,9 @@ def _parts(shares: Mapping[str, float]) -> list[WaterfallPart]:
     if USEFUL not in shares:
         return []
     every = _every_part(
-        is_clock_gain=shares.get("clock", 0.0) < 0, has_between_steps="idle_between_steps" in shares
+        is_clock_gain=shares.get("clock", 0.0) < 0,
+        has_between_steps="idle_between_steps" in shares,
+        has_communication="no_tensor_communication" in shares,
     )
     inner_keys = {inner.key for part in every.values() for inner in part.of}
     keys = [key for key in shares if key not in inner_keys and key != USEFUL]
@@ -154,7 +156,7 @@ def _parts(shares: Mapping[str, float]) -> list[WaterfallPart]:
     ]
 
 
-def _every_part(*, is_clock_gain: bool, has_between_steps: bool) -> dict[str, Part]:
+def _every_part(*, is_clock_gain: bool, has_between_steps: bool, has_communication: bool) -> dict[str, Part]:
     """All possible parts by key: those of a waterfall with all values known."""
     fall = waterfall(
         WaterfallInputs(
@@ -173,6 +175,7 @@ def _every_part(*, is_clock_gain: bool, has_between_steps: bool) -> dict[str, Pa
             tile_factor=1.0,
             masked_flops_per_s=0.0,
             padding_efficiency=1.0,
+            collective_share=0.0 if has_communication else None,
         )
     )
     assert fall is not None

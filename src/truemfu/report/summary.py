@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from ..records import CaseResult, Environment, Status
+from ..records import OUT_OF_MEMORY, CaseResult, Environment, Status
 from ..text import shortened
 from .figures import (
     AgainstBaseline,
@@ -38,7 +38,6 @@ GPU_MEMORY, HOST_MEMORY = "GPU allocated", "process resident"
 
 _NOISY = 0.05
 _LONGEST_MESSAGE = 1000
-_OUT_OF_MEMORY = (Status.CUDA_OOM.value, Status.HOST_OOM.value)
 
 
 def summarize(sweep: LoadedSweep) -> SweepSummary:
@@ -343,7 +342,7 @@ def _largest_batches(entries: Iterable[Entry], sites: Mapping[str, _Site]) -> li
     for (trainer, model, seq_len, dtype, site), members in groups.items():
         fit = [result.case.batch_size for result in members if result.end is Status.OK]
         failed = sorted(
-            (result for result in members if result.end.value in _OUT_OF_MEMORY),
+            (result for result in members if result.end in OUT_OF_MEMORY),
             key=lambda result: result.case.batch_size,
         )
         if fit or failed:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
-from ..records import Status
+from ..records import OUT_OF_MEMORY, Status
 from .chart import SIDE
 from .cost import per_million_tokens
 from .figures import Experiment, SweepSummary
@@ -17,10 +17,10 @@ from .panel_chart import PanelChart, PanelSeries, Spread, panel_chart
 from .render import TextTable, context_lines, duration, failure_line, headline, number, share, size, tables_of
 from .run_texts import flop_rate
 from .sweep_groups import Group, groups_of
-from .sweep_verdict import OUT_OF_MEMORY, verdict
+from .sweep_verdict import verdict
 from .tables import Cell, Column, Table, plain
 
-_SHORT_ENDS = dict.fromkeys(OUT_OF_MEMORY, "OOM")
+_SHORT_ENDS = dict.fromkeys((end.value for end in OUT_OF_MEMORY), "OOM")
 _LOGS_SHOWN = 24
 
 

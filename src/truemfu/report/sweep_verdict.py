@@ -9,17 +9,16 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from ..records import Status
+from ..records import OUT_OF_MEMORY, Status
 from ..sweep.trainers.base import NEEDS_OPACUS
 from .figures import Experiment, Ratio, SweepSummary
 from .render import duration, share
 from .run_texts import flop_rate
 from .sweep_groups import Group, groups_of
 
-OUT_OF_MEMORY = (Status.CUDA_OOM.value, Status.HOST_OOM.value)
 _MOST_NAMED = 4
-_Time = tuple[float, float]
-"""Seconds, and their relative standard error."""
+_Time = tuple[float, float | None]
+"""Seconds, and their relative standard error; None with too few steps for one."""
 
 
 def verdict(summary: SweepSummary) -> tuple[list[str], list[tuple[str, str]]]:
@@ -45,7 +44,7 @@ def _fastest(group: Group, unknown: list[tuple[str, str]]) -> Iterator[str]:
     points: dict[tuple[int | None, int | None], dict[str, _Time]] = defaultdict(dict)
     for row in group.finished:
         assert row.step_time_s is not None
-        points[row.batch_size, row.seq_len][row.trainer] = row.step_time_s, row.step_time_error or 0.0
+        points[row.batch_size, row.seq_len][row.trainer] = row.step_time_s, row.step_time_error
     shared = [times for times in points.values() if len(times) > 1]
     if not shared:
         if len({row.trainer for _, row in group.experiments}) > 1:
@@ -56,7 +55,11 @@ def _fastest(group: Group, unknown: list[tuple[str, str]]) -> Iterator[str]:
     if 2 * count <= len(shared):
         yield f"No trainer is clearly the fastest at most points that several trainers finished{_on(group)}."
         return
-    behind = [sorted(times.values())[1][0] / times[best][0] for times in shared if _winner(times) == best]
+    behind = [
+        sorted(seconds for seconds, _ in times.values())[1] / times[best][0]
+        for times in shared
+        if _winner(times) == best
+    ]
     points_won = (
         "the only point"
         if len(shared) == 1
@@ -72,8 +75,10 @@ def _fastest(group: Group, unknown: list[tuple[str, str]]) -> Iterator[str]:
 
 def _winner(times: Mapping[str, _Time]) -> str | None:
     """The fastest trainer at a point, if its lead is more than twice the standard error of both times."""
-    best, second = sorted(times, key=lambda trainer: times[trainer])[:2]
+    best, second = sorted(times, key=lambda trainer: times[trainer][0])[:2]
     (own_s, own_error), (next_s, next_error) = times[best], times[second]
+    if own_error is None or next_error is None:
+        return None
     return best if next_s / own_s - 1 > 2 * math.hypot(own_error, next_error) else None
 
 

@@ -22,7 +22,7 @@ from ...hardware.specs import DeviceSpec
 from ...utilization import rate_over_peak
 from ...waterfall import Waterfall, WaterfallInputs, waterfall
 from ..metrics import StepAmounts, StepTime
-from ..ranks.amounts import Exact
+from ..ranks.amounts import plus
 from ..training_side.hardware_watch import Measured
 
 
@@ -41,6 +41,8 @@ class StepSums:
     """Σ seconds × peak: the FLOPs possible at the peak."""
     tokens: float | None = 0.0
     useful_tokens: float | None = 0.0
+    collective_s: float | None = 0.0
+    """Set at the end of a window, for all of its steps."""
 
     def add(self, amounts: StepAmounts, time: StepTime) -> None:
         """Add a step whose `flops` are the counted ones."""
@@ -51,13 +53,13 @@ class StepSums:
         self.data_wait_s += time.data_wait_s or 0.0
         self.between_s += time.between_s or 0.0
         self.forwards += time.forwards
-        self.model_flops = _plus(self.model_flops, shares.get("model_flops"))
-        self.hardware_flops = _plus(self.hardware_flops, shares.get("hardware_flops"))
-        self.peak_flops = _plus(
+        self.model_flops = plus(self.model_flops, shares.get("model_flops"))
+        self.hardware_flops = plus(self.hardware_flops, shares.get("hardware_flops"))
+        self.peak_flops = plus(
             self.peak_flops, None if peak is None or elapsed_s is None else peak * elapsed_s
         )
-        self.tokens = _plus(self.tokens, shares.get("tokens"))
-        self.useful_tokens = _plus(self.useful_tokens, shares.get("useful_tokens"))
+        self.tokens = plus(self.tokens, shares.get("tokens"))
+        self.useful_tokens = plus(self.useful_tokens, shares.get("useful_tokens"))
 
     def merge(self, other: StepSums) -> None:
         """Add the sums over other steps."""
@@ -66,8 +68,15 @@ class StepSums:
         self.data_wait_s += other.data_wait_s
         self.between_s += other.between_s
         self.forwards += other.forwards
-        for name in ("model_flops", "hardware_flops", "peak_flops", "tokens", "useful_tokens"):
-            setattr(self, name, _plus(getattr(self, name), getattr(other, name)))
+        for name in (
+            "model_flops",
+            "hardware_flops",
+            "peak_flops",
+            "tokens",
+            "useful_tokens",
+            "collective_s",
+        ):
+            setattr(self, name, plus(getattr(self, name), getattr(other, name)))
 
     @property
     def is_complete(self) -> bool:
@@ -311,6 +320,7 @@ def _fall(
             tile_factor=_over_everything(detail),
             masked_flops_per_s=masked,
             padding_efficiency=efficiency,
+            collective_share=sums.per_s("collective_s"),
             left_out=left_out,
             world_size=world_size,
         )
@@ -337,7 +347,3 @@ def _over_everything(detail: StepDetail) -> float | None:
     if detail.tile_factor is None or detail.attention_share is None:
         return detail.tile_factor
     return 1 + (detail.tile_factor - 1) * (1 - detail.attention_share)
-
-
-def _plus(total: float | None, amount: float | Exact | None) -> float | None:
-    return None if total is None or amount is None else total + float(amount)

@@ -33,10 +33,11 @@ class HardwareWindows:
         spec: DeviceSpec | None,
         audited: AuditedKernels | None,
         world_size: int,
+        collective_share: Callable[[], float | None],
         notice: Callable[[str], None],
     ) -> None:
         self._watch, self._spec, self._notice = watch, spec, notice
-        self._audited, self._world_size = audited, world_size
+        self._audited, self._world_size, self._collective_share = audited, world_size, collective_share
         self._begin: Cut | None = None
         self._sums = StepSums()
         self._unread = self._disagreeing = 0
@@ -76,6 +77,8 @@ class HardwareWindows:
             self._nothing_read()
             return
         self._unread, self._has_read = 0, True
+        share = self._collective_share()
+        sums.collective_s = None if share is None else share * sums.elapsed_s
         self._detail = detail()
         source = None if amounts.flops is None else amounts.flops.peak_source
         self._is_datasheet_peak = bool(source and source.startswith(_DATASHEET))

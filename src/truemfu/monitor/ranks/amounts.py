@@ -32,6 +32,11 @@ _REPEATED_S = 30.0
 _MOST_SEGMENTS = 512
 
 
+def plus(total: float | None, amount: float | Exact | None) -> float | None:
+    """The sum; unknown if one of the two is."""
+    return None if total is None or amount is None else total + float(amount)
+
+
 def exact(value: float, shared_by: int = 1) -> Exact:
     """The value divided by the number of ranks that report it, without rounding."""
     if shared_by == 1 and value == int(value):

@@ -63,8 +63,8 @@ class _Rank:
         if row.step_time_s is not None:
             self.steps += row.steps
             self.seconds += row.steps * row.step_time_s
-        if row.data_wait_s is not None:
-            self.data_wait_s = (self.data_wait_s or 0.0) + row.steps * row.data_wait_s
+            if row.data_wait_s is not None:
+                self.data_wait_s = (self.data_wait_s or 0.0) + row.steps * row.data_wait_s
 
 
 @dataclass
@@ -325,7 +325,9 @@ class Job:
             "step": known.message.step,
             "steps": known.steps,
             "step_time_s": known.seconds / known.steps if known.steps else None,
-            "data_wait_s": None if known.data_wait_s is None else known.data_wait_s / max(known.steps, 1),
+            "data_wait_s": None
+            if known.data_wait_s is None or not known.steps
+            else known.data_wait_s / known.steps,
             "collective_s": None if row.collective_s is None else sum(row.collective_s.values()),
             "clock_mhz": row.clock_mhz,
             "memory_bytes": row.memory_bytes,

@@ -23,7 +23,7 @@ import msgspec
 import torch
 
 from ...trackers.lane import Lane
-from .amounts import Amounts, Exact, Message, OwnAmounts
+from .amounts import Amounts, Message, OwnAmounts, plus
 from .collective_times import CollectiveTimes
 from .rank_gpu import GpuFigures, RankGpu
 from .rank_row import RankRow
@@ -106,6 +106,8 @@ class RankReporter:
         self._role_name, self._memory_bytes, self._send = role_name, memory_bytes, send
         self._file, self._gpu, self._host_time, self._clock = file, gpu, host_time, clock
         self._collectives = collectives
+        self.collective_share: float | None = None
+        """Of the last row with a timed step: the share of time in the collectives of the busiest group."""
         self.amounts = OwnAmounts()
         self._window = _Window()
         self._row: RankRow | None = None
@@ -134,8 +136,8 @@ class RankReporter:
         window.paused_s += paused_s
         if not is_warmup:
             window.steps += steps
-            window.flops = _plus(window.flops, amounts.get("model_flops"))
-            window.tokens = _plus(window.tokens, amounts.get("tokens"))
+            window.flops = plus(window.flops, amounts.get("model_flops"))
+            window.tokens = plus(window.tokens, amounts.get("tokens"))
             if seconds is not None:
                 window.seconds += seconds
                 window.timed += steps
@@ -196,6 +198,7 @@ class RankReporter:
             busy = None if self._host_time is None else self._host_time.share()
             gpu = GpuFigures() if self._gpu is None else self._gpu.window()
             in_collectives = self._shares_of_collectives()
+            self.collective_share = None if in_collectives is None else max(in_collectives.values())
             if window.paused_s > _MOST_PAUSED * window.seconds:
                 busy, gpu = None, replace(gpu, busy_share=None, tensor_activity=None)
         own = self.identity
@@ -260,7 +263,3 @@ class HostTime:
 
 def _per(total: float | None, steps: int) -> float | None:
     return None if total is None or not steps else total / steps
-
-
-def _plus(total: float | None, amount: Exact | None) -> float | None:
-    return None if total is None or amount is None else total + float(amount)

@@ -7,7 +7,9 @@ from typing import Literal
 
 import msgspec
 
-Cause = Literal["input", "work", "gpu", "host", "link", "silent", "ended"]
+from .lateness import SlowCause
+
+Cause = Literal[SlowCause, "silent", "ended"]
 CAUSE_NUMBERS: dict[Cause, int] = {
     "input": 1, "gpu": 2, "host": 3, "link": 4, "work": 5, "silent": 6, "ended": 7,
 }  # fmt: skip
@@ -85,7 +87,8 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True):
 def straggler_metrics(alerts: Iterable[Alert]) -> dict[str, float]:
     """For trackers: how many ranks have an alert, and the one that costs the job most.
 
-    Always the same names, since a gauge keeps its last value: rank -1 and cause 0 without an alert.
+    A gauge keeps its last value, so the names are there without an alert too: rank -1, cause 0 and no cost.
+    What a silent or ended rank costs is unknown, and left out.
     """
     held = [alert for alert in alerts if alert.until_s is None]
     metrics: dict[str, float] = {
@@ -101,10 +104,12 @@ def straggler_metrics(alerts: Iterable[Alert]) -> dict[str, float]:
     worst = max(held, key=lambda alert: (alert.excess_s is not None, alert.excess_s or 0.0, alert.is_fault))
     metrics["perf/straggler_rank"] = worst.rank
     metrics["perf/straggler_cause"] = CAUSE_NUMBERS[worst.cause]
-    if worst.excess_s is not None and worst.share is not None and worst.lost_s is not None:
-        metrics["perf/straggler_excess_s"] = worst.excess_s
-        metrics["perf/straggler_share"] = worst.share
-        metrics["perf/straggler_lost_s"] = worst.lost_s
+    costs = {"excess_s": worst.excess_s, "share": worst.share, "lost_s": worst.lost_s}
+    for name, cost in costs.items():
+        if cost is None:
+            del metrics[f"perf/straggler_{name}"]
+        else:
+            metrics[f"perf/straggler_{name}"] = cost
     return metrics
 
 

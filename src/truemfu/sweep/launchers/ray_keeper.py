@@ -76,7 +76,7 @@ def _keep(jobs: JobsFolder, stop: threading.Event) -> int:
             for reference in done:
                 _note(ray, jobs, running.pop(reference), reference)
         if running:
-            _cancel(ray, jobs, running)
+            _cancel(ray, list(running))
     finally:
         ray.shutdown()
     return 0
@@ -155,12 +155,11 @@ def _note(ray: Any, jobs: JobsFolder, number: int, reference: Any) -> None:
         jobs.write_engine_word(number, EngineWord(over=True, reason=reason, cause=cause))
 
 
-def _cancel(ray: Any, jobs: JobsFolder, running: dict[Any, int]) -> None:
+def _cancel(ray: Any, left: list[Any]) -> None:
     """Ask every task to end; Ray's shutdown then kills what has not."""
-    for reference in running:
+    for reference in left:
         ray.cancel(reference, force=False)
     until = time.monotonic() + _END_S
-    left = list(running)
     while left and time.monotonic() < until:
         _, left = ray.wait(left, num_returns=len(left), timeout=_WAIT_S)
 

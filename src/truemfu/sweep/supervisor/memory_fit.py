@@ -14,10 +14,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from ...records import CaseResult, Memory, Status, SweepCase
+from ...records import OUT_OF_MEMORY, CaseResult, Memory, Status, SweepCase
 from ..sizes import SIZES
-
-OUT_OF_MEMORY = (Status.CUDA_OOM, Status.HOST_OOM)
 
 _MAX_PROBES = 5
 

@@ -21,13 +21,13 @@ from pathlib import Path
 from types import FrameType
 
 from ...errors import one_line
-from ...records import CaseResult, Phase, Status
+from ...records import CaseResult, Phase
 from ..launchers.engine import ENGINE_JOB_VARIABLE
 from ..launchers.jobs import Ended, Job, JobsFolder
 from ..launchers.local import imports_of
 from ..paths import SweepFolder
 from ..process import WorkerProcess
-from .supervise import Stop, run_case, save
+from .supervise import Stop, not_started, run_case, save
 
 _CHECK_INTERVAL_S = 10.0
 _CHECKS = 3
@@ -82,16 +82,7 @@ def _run(job: Job, jobs: JobsFolder, number: int, stop: Stop) -> CaseResult | No
     try:
         worker = WorkerProcess(command, environment=_environment(job), log=jobs.worker_log(number))
     except OSError as error:
-        failed = CaseResult(
-            name=order.name,
-            sweep_id=order.sweep_id,
-            content_hash=order.content_hash,
-            case=order.case,
-            end=Status.ERROR,
-            phase=Phase.START,
-            message=f"its process could not be started: {one_line(error)}",
-        )
-        return save(folder, failed)
+        return save(folder, not_started(order, error))
     return run_case(
         worker, order, folder, time_limit_s=job.time_limit_s, stop=stop, on_progress=end_with_parent
     )

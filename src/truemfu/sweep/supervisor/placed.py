@@ -25,8 +25,8 @@ import msgspec
 
 from ... import plain_files
 from ...errors import RecordError, UsageError
-from ...records import CaseResult, Phase, Status, read_record
-from ..launchers.engine import Engine, last_line_of
+from ...records import OUT_OF_MEMORY, CaseResult, Phase, Status, read_record
+from ..launchers.engine import Engine
 from ..launchers.engines import engine_of
 from ..launchers.jobs import Batch, Claim, EngineWord, Job, JobsFolder
 from ..launchers.settings import ClusterSettings, Request
@@ -35,9 +35,8 @@ from ..paths import FolderLock, RunningCase, SweepFolder
 from ..process import kill_leftovers
 from ..progress import read_progress
 from .case_log import last_lines
-from .memory_fit import OUT_OF_MEMORY
 from .outcome import CaseState
-from .supervise import Stop, peaks, save
+from .supervise import Stop, environment_of, peaks, save
 
 _FIRST_POLL_S, _LONGEST_POLL_S = 0.2, 5.0
 _FIRST_QUESTION_S, _LONGEST_QUESTION_S = 5.0, 60.0
@@ -212,8 +211,7 @@ class Placed:
         if engine_job != found.batch.engine_job and engine_job is not None:
             found.batch = msgspec.structs.replace(found.batch, engine_job=engine_job)
             found.jobs.write_batch(found.batch)
-        count = f"{len(found.left)} experiment{' is' if len(found.left) == 1 else 's are'}"
-        say(f"{count} on {self._engine.name} already: job {found.batch.engine_job}")
+        say(f"{_count(len(found.left))} on {self._engine.name} already: job {found.batch.engine_job}")
 
     def _look(self, board: Board) -> bool:
         """One look at the files; whether something has changed."""
@@ -310,11 +308,11 @@ class Placed:
         """An experiment whose job is over and which left no result gets one here."""
         name, job = found.batch.names[number], found.left[number]
         claim = found.claims.get(number, Claim())
-        end_marked(self._folder, name, claim)
+        _end_marked(self._folder, name, claim)
         result = self._written(job.order, claim)
         if result is None:
             progress = read_progress(self._folder.progress(name))
-            said = last_line_of(found.jobs.output(number))
+            said = last_lines(found.jobs.output(number))[-1:]
             tail = last_lines(self._folder.log(name)) if claim.at_s else []
             status = {"memory": Status.HOST_OOM, "time": Status.TIMEOUT}.get(word.cause or "", Status.LOST)
             where = f"on {claim.host}" if claim.at_s else "before it started"
@@ -326,13 +324,13 @@ class Placed:
                 end=status,
                 phase=progress[-1].phase if progress else Phase.START,
                 message=f"its job ended {where}; {self._engine.name}: {word.reason}",
-                log_tail=tail or ([said] if said else []),
+                log_tail=tail or said,
                 memory=peaks(progress),
+                environment=environment_of(progress),
                 began_at_s=claim.at_s or None,
-                wall_s=job.time_limit_s if status is Status.TIMEOUT else None,
             )
             result = save(self._folder, result)
-        clear_running(self._folder, name)
+        _clear_running(self._folder, name)
         self._finish(found, number, result, board)
 
     def _written(self, order: WorkerOrder, claim: Claim) -> CaseResult | None:
@@ -380,7 +378,7 @@ def launchers_in_use(folder: SweepFolder) -> set[str]:
     return {found.batch.launcher for found in _batches_in(folder, tidy=False)}
 
 
-def cancel_all(root: Path, say: Callable[[str], None]) -> int:
+def cancel_all(root: Path) -> int:
     """Cancel every job of a sweep and wait until all are over; how many experiments had not ended.
 
     They have no result, as after Ctrl-C: the next call runs them. Results that were finished are kept.
@@ -421,8 +419,8 @@ def _cancel(folder: SweepFolder, found: _OnCluster) -> int:
             if number in present or (word is not None and word.over):
                 end = found.jobs.read_end(number)
                 finished += end is not None and end.result is not None
-                end_marked(folder, found.batch.names[number], claims[number])
-                clear_running(folder, found.batch.names[number])
+                _end_marked(folder, found.batch.names[number], claims[number])
+                _clear_running(folder, found.batch.names[number])
                 running.remove(number)
         if running:
             time.sleep(0.5)
@@ -466,7 +464,7 @@ def _count(experiments: int) -> str:
     return f"{experiments} experiment{'' if experiments == 1 else 's'}"
 
 
-def end_marked(folder: SweepFolder, name: str, claim: Claim) -> None:
+def _end_marked(folder: SweepFolder, name: str, claim: Claim) -> None:
     """End what a killed node agent left running, where that was on this machine."""
     if claim.host != socket.gethostname():
         return
@@ -474,7 +472,7 @@ def end_marked(folder: SweepFolder, name: str, claim: Claim) -> None:
         kill_leftovers(msgspec.json.decode(plain_files.read(folder.marker(name)), type=RunningCase).token)
 
 
-def clear_running(folder: SweepFolder, name: str) -> None:
+def _clear_running(folder: SweepFolder, name: str) -> None:
     """Remove the files of a running experiment."""
     for path in (folder.marker(name), folder.progress(name)):
         with contextlib.suppress(OSError):  # the next call removes it

@@ -27,7 +27,7 @@ import msgspec
 from ... import plain_files
 from ...commit import git_commit
 from ...errors import UsageError, one_line
-from ...records import CaseResult, Memory, Phase, Status, SweepCase, SweepRecord
+from ...records import OUT_OF_MEMORY, CaseResult, Memory, Phase, Status, SweepCase, SweepRecord
 from ..cases import cases_of, resolved
 from ..config import SweepConfig, as_mapping, parse
 from ..content_hash import content_hash, hashed_environment
@@ -38,12 +38,12 @@ from ..launchers.settings import request_of
 from ..order import WorkerOrder
 from ..paths import FolderLock, SweepFolder, claim, repair
 from .case_log import last_lines
-from .memory_fit import OUT_OF_MEMORY, Probe, propose
+from .memory_fit import Probe, propose
 from .outcome import CaseState, Listener, SweepOutcome, covered_s
 from .placed import Board, Placed, launchers_in_use
 from .resume import check_rerun, end_leftovers, reusable
 from .stored import stored_result
-from .supervise import Stop, Watched, run_case, save, watch
+from .supervise import Stop, Watched, not_started, run_case, save, watch
 
 
 def run_sweep(
@@ -169,7 +169,6 @@ class _Sweep:
         self._listener.started(list(self._cases), list(self._results.values()))
         pending = [name for name in self._cases if name not in self._results and name not in on_cluster]
         if placed is not None:
-            self._pending.extend(pending)
             placed.run([name for name in pending if not self._pruned(name)], self._board())
         for gpus, same_size in all_slots.items():
             self._pending.extend(name for name in pending if self._cases[name].gpus == gpus)
@@ -236,7 +235,8 @@ class _Sweep:
         try:
             worker = slot.worker_for(self._cases[name])
         except OSError as error:
-            self._ended(save(self._folder, self._not_started(name, error)))
+            order = self._order(name, self._cases[name], self._hashes[name])
+            self._ended(save(self._folder, not_started(order, error)))
             return self._next()
         result = run_case(
             worker,
@@ -252,17 +252,6 @@ class _Sweep:
         if upcoming and not self.stop.requested and not self._pruned(upcoming[0]):
             return upcoming[0]
         return self._next()
-
-    def _not_started(self, name: str, error: OSError) -> CaseResult:
-        return CaseResult(
-            name=name,
-            sweep_id=self._sweep_id,
-            content_hash=self._hashes[name],
-            case=self._cases[name],
-            end=Status.ERROR,
-            phase=Phase.START,
-            message=f"its process could not be started: {one_line(error)}",
-        )
 
     def _repair_folder(self) -> None:
         """An experiment's changes to the folder itself must not affect the next one."""

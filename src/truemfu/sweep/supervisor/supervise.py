@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 
 from ... import plain_files
-from ...errors import RecordError
+from ...errors import RecordError, one_line
 from ...records import (
     CaseResult,
     Environment,
@@ -182,6 +182,19 @@ def run_case(
         with contextlib.suppress(OSError):  # not writable: the next call removes it
             plain_files.remove(path)
     return result
+
+
+def not_started(order: WorkerOrder, error: OSError) -> CaseResult:
+    """The result of an experiment whose worker could not be started."""
+    return CaseResult(
+        name=order.name,
+        sweep_id=order.sweep_id,
+        content_hash=order.content_hash,
+        case=order.case,
+        end=Status.ERROR,
+        phase=Phase.START,
+        message=f"its process could not be started: {one_line(error)}",
+    )
 
 
 def save(folder: SweepFolder, result: CaseResult) -> CaseResult:

@@ -204,24 +204,31 @@ class Experiment:
 
     def _count(self, trainer: Trainer, batch: Batch, step_time_s: float) -> Flops | None:
         """The FLOPs of a step of all ranks; None and a note if a rank could not count its own."""
-        needed = flops = None
+        needed = flops = why = None
         try:
             needed = count_needed(self._case)
         except Exception as error:  # the timed steps stay valid
-            self._no_flops(error)
-        if None in self._job.gather(needed):  # the others must not take a step without this rank
+            why = self._no_flops(error)
+        if self._some_rank_could_not(why):  # the others must not take a step without that rank
             return None
         assert needed is not None
         try:
             flops = count_work(trainer, batch, self._case, self._device, step_time_s, needed=needed)
         except Exception as error:
-            self._no_flops(error)
-        counted = [own for own in self._job.gather(flops) if own is not None]
-        return summed(counted, step_time_s) if len(counted) == self._job.size else None
+            why = self._no_flops(error)
+        if self._some_rank_could_not(why):
+            return None
+        return summed([own for own in self._job.gather(flops) if own is not None], step_time_s)
 
-    def _no_flops(self, error: Exception) -> None:
-        self._note(f"no FLOPs: {one_line(error)}")
+    def _no_flops(self, error: Exception) -> str:
         self._show(error)
+        return f"no FLOPs: {one_line(error)}"
+
+    def _some_rank_could_not(self, why: str | None) -> bool:
+        """Note the first rank's reason on all ranks."""
+        reason = next((reason for reason in self._job.gather(why) if reason is not None), None)
+        self._note(reason)
+        return reason is not None
 
     def _figures(self, timed: TimedPass, own_memory: Memory) -> RankFigures:
         assert self._own_environment is not None

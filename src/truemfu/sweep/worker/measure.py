@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -197,6 +198,7 @@ def summed(ranks: Sequence[Flops], step_time_s: float) -> Flops:
         peak_flops_per_s=peak,
         mfu=calculate_mfu(model_flops, step_time_s, peak),
         hfu=calculate_mfu(hardware_flops, step_time_s, peak),
+        uncounted=dict(sum((Counter(rank.uncounted) for rank in ranks), Counter())),
     )
 
 

@@ -19,6 +19,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,7 +31,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from ...records import CaseResult, Phase, Status
+from ...records import OUT_OF_MEMORY, CaseResult, Phase, Status
 from ..order import WorkerOrder, encode_order
 from ..progress import Progress, append_progress, read_progress
 from ..trainers.base import Unsupported, load_trainer
@@ -64,6 +65,7 @@ def run_ranks(order: WorkerOrder) -> CaseResult:
     except SignalException as stop:  # torchrun has ended the ranks
         _end_by(-stop.sigval)
     except Exception as error:
+        traceback.print_exception(error)
         has_device = order.case.device == "cpu" or torch.cuda.is_available()
         found = environment(torch.device(order.case.device), order.git_commit) if has_device else None
         return msgspec.structs.replace(failed_result(order, error), environment=found)
@@ -88,8 +90,7 @@ def run_ranks(order: WorkerOrder) -> CaseResult:
 def answer_probe(order: WorkerOrder) -> bool | None:
     """Whether a few steps fit in the memory of every rank; None after any other failure."""
     result = run_ranks(order)
-    out_of_memory = result.end in (Status.CUDA_OOM, Status.HOST_OOM)
-    fits = True if result.end is Status.OK else False if out_of_memory else None
+    fits = True if result.end is Status.OK else False if result.end in OUT_OF_MEMORY else None
     memory = result.memory
     answer = Progress(
         phase=Phase.DONE,
