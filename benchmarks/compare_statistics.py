@@ -5,6 +5,7 @@ its verdict is "slower", with the settings of the command. The noise is
   CPU, recorded    step times of one training on a shared machine, each run in its own process
                    (compare_noise.py). A run is `calm` if the load average at its end was below 3, or `busy`.
                    Pairs are all pairs of calm runs, and busy runs that followed one another
+  H200, recorded   the same on a GPU, which the training keeps busy: pairs are all pairs of runs
   CPU, resampled   longer runs, made of blocks of 150 consecutive steps of the same recording (about a second
                    and a half: noise that lasts longer is cut)
   H200, resampled  longer runs of 16 experiments (results/sweep_h200), made of blocks of ten consecutive steps
@@ -127,6 +128,15 @@ def recorded_lines(recording: dict[str, object]) -> Iterable[Line]:
     yield line(f"CPU, recorded, busy ({len(busy)} runs)", "4 runs each", 1450, alternating, is_claimed=False)
 
 
+def recorded_gpu_lines(recording: dict[str, object]) -> Iterable[Line]:
+    runs = recording["runs"]
+    assert isinstance(runs, list)
+    for steps in (50, 100, 200, 400):
+        estimates = [parts(run["step_times_us"], steps) for run in runs]
+        noise = f"H200, recorded ({len(runs)} runs)"
+        yield line(noise, "1 run each", steps, every_pair(estimates), is_claimed=steps >= 200)
+
+
 def resampled_cpu_lines(recording: dict[str, object]) -> Iterable[Line]:
     """Long runs with the noise of the recorded ones."""
     runs = recording["runs"]
@@ -226,11 +236,15 @@ def synthetic_lines() -> Iterable[Line]:
 
 
 def main() -> int:
-    recording = json.loads((RESULTS / "compare_noise.json").read_text(encoding="utf-8"))
+    recording, on_gpu = (
+        json.loads((RESULTS / name).read_text(encoding="utf-8"))
+        for name in ("compare_noise.json", "compare_noise_h200.json")
+    )
     print(
         f"{datetime.date.today()}, {platform.machine()}, {os.cpu_count()} cores, "
         f"Python {platform.python_version()}; noise recorded {recording['recorded']} on "
-        f"{recording['machine']}, torch {recording['torch']}"
+        f"{recording['machine']}, torch {recording['torch']}, and {on_gpu['recorded']} on "
+        f"{on_gpu['machine']}, torch {on_gpu['torch']}"
     )
     print(f"assumed between runs, 1 run each: {RUN_TO_RUN:.1%}; confidence {CONFIDENCE:.0%}\n")
     print(
@@ -240,6 +254,7 @@ def main() -> int:
     missed = 0
     for part in (
         recorded_lines(recording),
+        recorded_gpu_lines(on_gpu),
         resampled_cpu_lines(recording),
         resampled_gpu_lines(),
         synthetic_lines(),

@@ -12,6 +12,7 @@ import pytest
 from truemfu.monitor.ranks.amounts import Amounts, Message, OwnAmounts, exact
 from truemfu.monitor.ranks.job import SILENT_S, Job
 from truemfu.monitor.ranks.job_sums import JobSums
+from truemfu.monitor.ranks.rank_gpu import GpuFigures
 from truemfu.monitor.ranks.rank_row import RankRow
 from truemfu.monitor.ranks.reporter import ROW_EVERY_S, Identity, RankReporter
 from truemfu.monitor.ranks.straggler_alert import straggler_metrics
@@ -385,3 +386,37 @@ def test_rows_come_soon_after_the_start_and_then_every_ten_seconds() -> None:
     reporter.close()
     reporter.close()
     assert [message.row.is_last for message in messages[-2:]] == [False, True]
+
+
+def test_ranks_that_share_a_gpu_are_noted() -> None:
+    of = HeldJob()
+    of.report(1, range(1, 2))
+    of.send(2, is_last=True)
+    of.send(1, is_last=True)
+    assert of.job.notes() == []
+    of.send(2, is_last=True, number=2, device="GPU-1")
+    (note,) = of.job.notes()
+    assert note.startswith("ranks 1, 2 share one GPU: MFU and HFU are relative to one peak for each rank")
+
+
+@pytest.mark.parametrize(("counted_mhz", "expected_mhz"), [(None, 1500.0), (1600.0, 1600.0)])
+def test_the_clock_of_a_row_is_counted_by_the_driver_or_by_hybrid(
+    counted_mhz: float | None, expected_mhz: float
+) -> None:
+    class Gpu:
+        def window(self) -> GpuFigures:
+            return GpuFigures(busy_share=0.9, clock_mhz=counted_mhz)
+
+    messages: list[Message] = []
+    reporter = RankReporter(
+        Identity(rank=1, world_size=2, host="a", device="GPU-1", restart=0),
+        role_name=lambda: "",
+        memory_bytes=lambda: None,
+        send=lambda data: messages.append(msgspec.json.decode(data, type=Message)),
+        gpu=Gpu(),  # type: ignore[arg-type]
+        clock_hz=lambda: 1.5e9,
+    )
+    reporter.tick(now=True)
+    reporter.add(1, 1, 0.2, None, paused_s=0.0, is_warmup=False, amounts={})
+    reporter.tick(now=True)
+    assert messages[-1].row.clock_mhz == expected_mhz

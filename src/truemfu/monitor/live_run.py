@@ -24,7 +24,7 @@ import torch
 
 from ..errors import one_line
 from ..flops import HostCopy
-from ..hardware.counters.executed import executed_method, has_rate
+from ..hardware.counters.executed import CYCLE_COUNTERS, executed_method, has_rate
 from ..hardware.detect import spec_of
 from ..hardware.nsight.audited import AuditedKernels
 from ..torch_private.loading import listen
@@ -140,6 +140,7 @@ class LiveRun:
                 folder,
                 device=device,
                 reads_gpu=config.hardware_counters_enabled,
+                clock_hz=self._counted_clock_hz,
                 role_name=lambda: self.role.name,
                 memory_bytes=lambda: peak_memory_bytes(device),
                 notices=notices,
@@ -184,6 +185,12 @@ class LiveRun:
         self._leave_signals = (
             write_at_signals(self._write_out, is_held) if self._ranks.is_first else lambda: None
         )
+
+    def _counted_clock_hz(self) -> float | None:
+        """The clock by the cycle counters of `hybrid`, of its last window."""
+        hardware = self._resolver.hardware
+        latest = None if hardware is None else hardware.latest
+        return latest.clock_hz if latest is not None and latest.clock_source == CYCLE_COUNTERS else None
 
     def _collective_share(self) -> float | None:
         return None if self._member is None else self._member.reporter.collective_share

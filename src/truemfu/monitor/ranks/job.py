@@ -254,13 +254,27 @@ class Job:
             return f"{text}; unknown for {what}" + (f": {named} missing" if named else "")
 
     def notes(self) -> list[str]:
-        """Which ranks did not end in order, for the summary."""
+        """For the summary: which ranks did not end in order, and which share a GPU."""
         with self._lock:
+            shared = self._about_shared_gpus()
             silent = [self._silent.get(rank) or self._about_silent(rank) for rank in self._not_ended()]
             more = [f"{len(silent) - _MOST_NAMED:,} more ranks sent no last row"] * (
                 len(silent) > _MOST_NAMED
             )
-            return [f"{text}: it sent no last row" for text in silent[:_MOST_NAMED]] + more
+            return [f"{text}: it sent no last row" for text in silent[:_MOST_NAMED]] + more + shared
+
+    def _about_shared_gpus(self) -> list[str]:
+        ranks_of: dict[str, list[int]] = {}
+        for rank, known in sorted(self._ranks.items()):
+            ranks_of.setdefault(known.row.device, []).append(rank)
+        shared = [ranks for ranks in ranks_of.values() if len(ranks) > 1]
+        if not shared:
+            return []
+        more = f", and {len(shared) - 1:,} more GPUs have several ranks" if len(shared) > 1 else ""
+        return [
+            f"{self._named(shared[0])} share one GPU{more}: MFU and HFU are relative to one peak for each "
+            "rank, and hardware counters read all that runs on a GPU"
+        ]
 
     def _not_ended(self) -> list[int]:
         return [rank for rank in range(1, self.world_size) if not self._has_ended(rank)]

@@ -41,6 +41,7 @@ class Membership:
         *,
         device: torch.device,
         reads_gpu: bool,
+        clock_hz: Callable[[], float | None],
         role_name: Callable[[], str],
         memory_bytes: Callable[[], int | None],
         notices: Notices,
@@ -62,6 +63,7 @@ class Membership:
             send=ranks.send_message if self.job is None else self._take_own,
             file=self.file,
             gpu=RankGpu(own.device, _processors(device)) if on_gpu and reads_gpu else None,
+            clock_hz=clock_hz,
             collectives=CollectiveTimes() if on_gpu else None,
             host_time=None if on_gpu else HostTime(threading.get_native_id()),
         )

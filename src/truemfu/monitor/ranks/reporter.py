@@ -98,6 +98,7 @@ class RankReporter:
         send: Callable[[bytes], None],
         file: Lane | None = None,
         gpu: RankGpu | None = None,
+        clock_hz: Callable[[], float | None] = lambda: None,
         collectives: CollectiveTimes | None = None,
         host_time: HostTime | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -105,7 +106,7 @@ class RankReporter:
         self.identity = identity
         self._role_name, self._memory_bytes, self._send = role_name, memory_bytes, send
         self._file, self._gpu, self._host_time, self._clock = file, gpu, host_time, clock
-        self._collectives = collectives
+        self._collectives, self._clock_hz = collectives, clock_hz
         self.collective_share: float | None = None
         """Of the last row with a timed step: the share of time in the collectives of the busiest group."""
         self.amounts = OwnAmounts()
@@ -222,13 +223,20 @@ class RankReporter:
             collective_s=None
             if in_collectives is None or step_time_s is None
             else {group: share * step_time_s for group, share in in_collectives.items()},
-            clock_mhz=gpu.clock_mhz,
+            clock_mhz=self._clock_mhz(gpu) if window.timed else None,
             tensor_activity=gpu.tensor_activity,
             throttle=gpu.throttle,
             memory_bytes=self._memory_bytes(),
             model_flops=_per(window.flops, window.steps),
             tokens=_per(window.tokens, window.steps),
         )
+
+    def _clock_mhz(self, gpu: GpuFigures) -> float | None:
+        """As the driver counts its cycles, where it does; else as `hybrid` measures it."""
+        if gpu.clock_mhz is not None:
+            return gpu.clock_mhz
+        clock_hz = self._clock_hz()
+        return None if clock_hz is None else clock_hz / 1e6
 
     def _shares_of_collectives(self) -> dict[str, float] | None:
         if self._collectives is not None:
