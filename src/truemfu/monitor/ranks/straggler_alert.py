@@ -91,26 +91,25 @@ def straggler_metrics(alerts: Iterable[Alert]) -> dict[str, float]:
     What a silent or ended rank costs is unknown, and left out.
     """
     held = [alert for alert in alerts if alert.until_s is None]
-    metrics: dict[str, float] = {
-        "perf/straggler_count": len(held),
-        "perf/straggler_rank": -1,
-        "perf/straggler_cause": 0,
-        "perf/straggler_excess_s": 0.0,
-        "perf/straggler_share": 0.0,
-        "perf/straggler_lost_s": 0.0,
-    }
     if not held:
-        return metrics
+        return {
+            "perf/straggler_count": 0,
+            "perf/straggler_rank": -1,
+            "perf/straggler_cause": 0,
+            "perf/straggler_excess_s": 0.0,
+            "perf/straggler_share": 0.0,
+            "perf/straggler_lost_s": 0.0,
+        }
     worst = max(held, key=lambda alert: (alert.excess_s is not None, alert.excess_s or 0.0, alert.is_fault))
-    metrics["perf/straggler_rank"] = worst.rank
-    metrics["perf/straggler_cause"] = CAUSE_NUMBERS[worst.cause]
-    costs = {"excess_s": worst.excess_s, "share": worst.share, "lost_s": worst.lost_s}
-    for name, cost in costs.items():
-        if cost is None:
-            del metrics[f"perf/straggler_{name}"]
-        else:
-            metrics[f"perf/straggler_{name}"] = cost
-    return metrics
+    of_worst: dict[str, float | None] = {
+        "perf/straggler_rank": worst.rank,
+        "perf/straggler_cause": CAUSE_NUMBERS[worst.cause],
+        "perf/straggler_excess_s": worst.excess_s,
+        "perf/straggler_share": worst.share,
+        "perf/straggler_lost_s": worst.lost_s,
+    }
+    known = {name: value for name, value in of_worst.items() if value is not None}
+    return {"perf/straggler_count": len(held), **known}
 
 
 def _seconds(value: float) -> str:
