@@ -12,6 +12,7 @@ from torch import nn
 
 from truemfu.sweep.trainers.base import TrainerSettings
 from truemfu.sweep.trainers.standard import StandardTrainer
+from truemfu.sweep.worker import run_files
 
 
 def is_faulty_rank() -> bool:
@@ -55,3 +56,17 @@ class TrainsAlone(StandardTrainer):
 
     def __init__(self, model: nn.Module, settings: TrainerSettings) -> None:
         super().__init__(getattr(model, "module", model), settings)
+
+
+class StartsNoProfiler(StandardTrainer):
+    """In rank 0, the one that is profiled, no profiler can be started."""
+
+    def __init__(self, model: nn.Module, settings: TrainerSettings) -> None:
+        super().__init__(model, settings)
+        if os.environ.get("RANK") == "0":
+            run_files.profile = _Unavailable  # type: ignore[misc,assignment]
+
+
+class _Unavailable:
+    def __init__(self, **_: object) -> None:
+        raise RuntimeError("the profiler is in use")

@@ -104,6 +104,15 @@ def test_ranks_end_with_the_cause_of_the_one_that_failed(fault: str, tmp_path: P
 
 
 @pytest.mark.usefixtures("here")
+def test_ranks_without_a_profiler_have_no_trace_and_go_on(tmp_path: Path) -> None:
+    (result,) = ran(two(trainers=["failing_ranks:StartsNoProfiler"], profiled_steps=1), tmp_path).results
+    assert (result.end, result.message) == (Status.OK, None)
+    assert result.measured is not None
+    assert result.measured.trace is None
+    assert result.measured.trace_note == "no trace: RuntimeError: the profiler is in use"
+
+
+@pytest.mark.usefixtures("here")
 def test_ranks_that_do_not_share_their_gradients_are_incorrect(tmp_path: Path) -> None:
     (result,) = ran(two(trainers=["failing_ranks:TrainsAlone"]), tmp_path).results
     assert (result.end, result.phase, result.measured) == (Status.INCORRECT, Phase.GRADIENT_CHECK, None)

@@ -30,6 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..errors import TruemfuError, one_line
 from ..monitor import created
+from ..monitor.ranks.rank_link import launched
 from .find_models import models_with, parameters_of
 from .run_settings import RunSettings, say
 from .seen_losses import SeenLosses
@@ -253,7 +254,7 @@ def _free_folder(settings: RunSettings) -> Path:
 def _world_size() -> int:
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
-    return int(os.environ.get("WORLD_SIZE", "1") or 1)
+    return launched(lambda _: None)[1]
 
 
 def _is_running(process: int) -> bool:

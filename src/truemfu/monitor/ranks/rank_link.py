@@ -100,7 +100,7 @@ class RankLink:
         if dist.is_available() and dist.is_initialized():
             rank, world_size = dist.get_rank(), dist.get_world_size()
         else:
-            rank, world_size = _launched(notice)
+            rank, world_size = launched(notice)
         return cls(rank=rank, world_size=world_size, namespace=namespace, notice=notice, limits=limits)
 
     @property
@@ -320,7 +320,7 @@ class RankLink:
                 self._notice(text)
 
 
-def _launched(notice: Callable[[str], None]) -> tuple[int, int]:
+def launched(notice: Callable[[str], None]) -> tuple[int, int]:
     """Rank and world size as a launcher such as torchrun sets them."""
     found = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
     if None in found.values():

@@ -70,8 +70,7 @@ def _write_trace(
     steps, note = case.profiled_steps, None
     try:
         while steps > 0:
-            job.of_first(steps)
-            _profile(trainer, batches, steps, device, plain)
+            _profile(trainer, batches, steps, device, plain, job)
             size = plain.stat().st_size
             if size <= case.max_trace_bytes:
                 _compress(plain, path)
@@ -93,12 +92,13 @@ def _write_trace(
 
 
 def _profile(
-    trainer: Trainer, batches: Iterator[Batch], steps: int, device: torch.device, path: Path
+    trainer: Trainer, batches: Iterator[Batch], steps: int, device: torch.device, path: Path, job: Job
 ) -> None:
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
     with profile(activities=activities) as profiler:
+        job.of_first(steps)  # not before: if no profiler can be started, the other ranks take no steps
         for step in range(steps):
             with record_function(f"ProfilerStep#{step}"):  # the name by which tools find steps
                 trainer.step(next(batches))
