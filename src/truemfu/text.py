@@ -1,4 +1,4 @@
-"""Text from elsewhere (names, logs, errors, file contents), made safe to show.
+"""Text from elsewhere (names, logs, errors, file contents), made safe to show, and shares in percent.
 
     printable       no control character reaches a terminal or a file: it is shown as `\\u001b`
     on_one_line     the same on a single line
@@ -48,3 +48,9 @@ def _escaped(character: str) -> str:
     """`\\uXXXX`, twice for a character beyond 16 bits, as in JSON."""
     units = character.encode("utf-16-be", "surrogatepass")
     return "".join(f"\\u{units[i]:02x}{units[i + 1]:02x}" for i in range(0, len(units), 2))
+
+
+def percent_text(fraction: float) -> str:
+    """A share in percent: 0.4321 → `43.2 %`; below 1 % with two significant digits."""
+    percent = 100 * fraction
+    return f"{percent:.1f} %" if abs(percent) >= 1 or not percent else f"{percent:.2g} %"

@@ -150,7 +150,7 @@ def count(
     peak_dtype = "fp8" if dtype is not None and dtype_is_fp8(dtype) else None
     request = BatchRequest(samples=samples, length=length, images=images, image_size=image_size)
     options = BuildOptions(
-        dtype=None if dtype is None or peak_dtype else parse_dtype(dtype),
+        dtype=None if dtype is None or peak_dtype else parse_dtype(dtype, also=("fp8",)),
         attn_implementation=attn_implementation,
         checkpointing=checkpointing,
         lora=None if lora is None else parse_lora(lora),

@@ -6,7 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .console import SafeConsole, percent, say, short, table
+from ..text import percent_text
+from .console import SafeConsole, say, short, table
 
 if TYPE_CHECKING:
     from ..flops import FlopCount, Target
@@ -130,7 +131,7 @@ def _rows(plan: TrainingPlan) -> list[tuple[str, str]]:
         ("tokens/s" if gpus == 1 else "tokens/s of all GPUs", no_rate if rate is None else f"{rate:,.0f}"),
         (
             "MFU",
-            percent(plan.mfu, 1.0) if plan.mfu is not None else _NO_PEAK if rate is not None else _NO_RATE,
+            percent_text(plan.mfu) if plan.mfu is not None else _NO_PEAK if rate is not None else _NO_RATE,
         ),
         ("HFU", _NO_HFU),
     ]

@@ -19,7 +19,7 @@ from typing import Protocol
 import msgspec
 
 from ..records import Status
-from ..text import printable
+from ..text import percent_text, printable
 from .figures import Experiment, Failure, Ratio, SweepSummary
 from .markdown import markdown_table, markdown_text
 
@@ -356,7 +356,7 @@ def size(count_bytes: float | None) -> str:
 
 
 def share(fraction: float | None) -> str:
-    return UNKNOWN if fraction is None else f"{100 * fraction:.1f} %"
+    return UNKNOWN if fraction is None else percent_text(fraction)
 
 
 def number(value: float | None) -> str:

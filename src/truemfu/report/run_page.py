@@ -12,7 +12,7 @@ from .chart import SIDE, Chart, Series, line_chart, thinning
 from .html import write_template
 from .log_rows import LogRows
 from .ranks_view import RankLine, life_of
-from .render import duration
+from .render import duration, share
 from .run_load import LoadedRun
 from .run_summary import PAUSES, summary_of_log
 from .run_texts import (
@@ -22,7 +22,6 @@ from .run_texts import (
     figures,
     hardware_figures,
     of_last_window,
-    share,
     started,
     why_no_waterfall,
 )

@@ -14,7 +14,7 @@ from ..records import UPPER_BOUND, MonitorCost, RunHardware, RunRecord, RunSumma
 from ..waterfall import evaluations
 from .cost import per_million_tokens
 from .log_rows import LogRows
-from .render import duration, number, size
+from .render import duration, number, share, size
 from .run_load import LastWindow
 from .run_summary import peak_flops_per_s
 
@@ -264,12 +264,6 @@ def started(record: RunRecord) -> str | None:
     except ValueError:
         return record.started_at
     return f"{began:%Y-%m-%d %H:%M} UTC"
-
-
-def share(fraction: float) -> str:
-    """A share in percent; a small one with two significant digits."""
-    percent = 100 * fraction
-    return f"{percent:.1f} %" if abs(percent) >= 1 or not percent else f"{percent:.2g} %"
 
 
 def flop_rate(flops_per_s: float) -> str:

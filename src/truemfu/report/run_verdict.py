@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 
 from ..records import RunRecord, RunSummary, WaterfallPart
 from .log_rows import LogRows
-from .render import duration
-from .run_texts import Figure, peak_text, share, why_no_utilization
+from .render import duration, share
+from .run_texts import Figure, peak_text, why_no_utilization
 from .worst_steps import UNKNOWN_CAUSE, WorstStep
 
 Unknown = list[tuple[str, str]]

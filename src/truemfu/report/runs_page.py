@@ -13,9 +13,10 @@ from pathlib import Path
 from ..records import RunRecord, RunSummary
 from .chart import SIDE, Chart, Series, line_chart
 from .html import write_template
+from .render import share
 from .run_load import LoadedRun
 from .run_page import StepValues, charted, record_of, scaled, summary_of
-from .run_texts import Figure, cost, facts, figures, share
+from .run_texts import Figure, cost, facts, figures
 from .tables import Cell, Column, Table, plain
 from .waterfall_view import points
 from .worst_steps import worst_steps

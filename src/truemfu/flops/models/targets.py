@@ -98,14 +98,15 @@ class Target:
         return [(name, value) for name, value in items if isinstance(value, Tensor)]
 
 
-def parse_dtype(name: str) -> torch.dtype:
-    """`bf16` → `torch.bfloat16`; torch's own names are understood too."""
+def parse_dtype(name: str, *, also: tuple[str, ...] = ()) -> torch.dtype:
+    """`bf16` → `torch.bfloat16`; torch's own names are understood too. The caller takes those of `also`."""
     known = getattr(torch, name.removeprefix("torch."), None)
     if name in DTYPES:
         return DTYPES[name]
     if isinstance(known, torch.dtype) and known in DTYPES.values():
         return known
-    raise UsageError(f"dtype must be one of {', '.join(DTYPES)}; got {name!r}{closest(name, DTYPES)}")
+    names = (*DTYPES, *also)
+    raise UsageError(f"dtype must be one of {', '.join(names)}; got {name!r}{closest(name, names)}")
 
 
 def resolve_target(
