@@ -6,7 +6,7 @@ machine does is in the noise. On a CPU a small transformer layer on one thread, 
 on a GPU eight layers of 2,048 in bf16, which keep it busy.
 
     python benchmarks/compare_noise.py --runs 40 --steps 2000 --output benchmarks/results/compare_noise.json
-    python benchmarks/compare_noise.py --device cuda --runs 16 --steps 430 \\
+    python benchmarks/compare_noise.py --device cuda --runs 13 --steps 430 \\
         --output benchmarks/results/compare_noise_h200.json
 """
 

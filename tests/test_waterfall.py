@@ -163,13 +163,13 @@ def test_each_staged_case_names_its_limiter(values: dict[str, Any], limiter: str
 @pytest.mark.parametrize(
     ("collectives", "sm", "communication", "unfilled"),
     [
-        (0.3, 0.9, 0.0, 0.1),  # all of it may have been beside tensor work
-        (0.6, 0.9, 0.15, 0.0),  # at least 0.15 was not; their kernels left the SMs empty
+        (0.3, 0.9, 0.0, 0.1),  # there may have been tensor work in all of these cycles
+        (0.6, 0.9, 0.15, 0.0),  # at least 0.15 had none; SMs may have been empty meanwhile
         (0.6, 0.5, 0.15, 0.35),
         (1.0, 0.5, 0.55, 0.0),
     ],
 )
-def test_collectives_that_cannot_have_been_beside_tensor_work_are_a_part(
+def test_cycles_without_tensor_work_while_a_collective_ran_are_a_part(
     collectives: float, sm: float, communication: float, unfilled: float
 ) -> None:
     result = fall(collective_share=collectives, sm_active_share=sm, world_size=8)
@@ -185,11 +185,16 @@ def test_collectives_that_cannot_have_been_beside_tensor_work_are_a_part(
     assert f"collectives ran {100 * collectives:.1f} % of the time" in result.notes[0]
 
 
-def test_most_communication_is_the_limiter_with_its_own_advice() -> None:
+def test_a_collective_beside_other_work_is_not_called_the_cause() -> None:
     result = fall(collective_share=0.9, world_size=8, dram_active_share=0.9)
-    assert result.limiter == "no_tensor_communication"
+    assert result.limiter == "no_tensor"
     (text,) = [text for text in result.advice() if text.startswith("busy without")]
-    assert "45 of them collectives, at least: larger buckets" in text
+    assert "45 of them while a collective ran, at least: this includes communication between ranks" in text
+
+
+def test_an_impossible_share_of_collectives_is_left_out_with_one_note() -> None:
+    (note,) = fall(collective_share=1.3, world_size=8).notes
+    assert note.startswith("time in collectives was given as 1.3")
 
 
 def test_collectives_that_were_not_timed_are_no_part_and_a_note() -> None:

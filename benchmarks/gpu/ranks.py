@@ -173,7 +173,7 @@ def run(backend: str, seconds: float, device: str) -> bool:
                 line for line in done.stderr.splitlines() if "Duplicate GPU" in line or "Error: " in line
             ]
             print(f"{backend}: not possible: {(lines or done.stderr.splitlines())[0].strip()[:300]}")
-            return backend == "nccl"
+            return "Duplicate GPU" in done.stderr or "invalid usage" in done.stderr
         ranks = [json.loads((folder / f"rank{rank}.json").read_text("utf-8")) for rank in range(RANKS)]
         rows = [row for found, _ in read_files(folder) for row in found]
         log = json.loads((folder / "training_log.json").read_text("utf-8"))

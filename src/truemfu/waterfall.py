@@ -47,6 +47,8 @@ LARGE = 0.05
 """A part above this share of the peak gets a sentence of advice."""
 
 USEFUL = "useful"
+COMMUNICATION = "no_tensor_communication"
+"""It shows when peak was lost, not why, so it is never the limiter."""
 _OF_THE_PIPE = ("clock", "idle", "no_tensor")
 _OVERSHOOT = 0.01
 _MERGED_KEYS = 3
@@ -109,7 +111,7 @@ class Waterfall:
         if largest is None or largest.share <= 0:
             return None
         inner = max(largest.of, key=lambda part: part.share, default=largest)
-        return inner.key
+        return largest.key if inner.key == COMMUNICATION else inner.key
 
     def as_metrics(self) -> dict[str, float]:
         """`perf/loss/<key>` for every part, `useful` too, so that a stacked chart ends at 1.
@@ -251,8 +253,12 @@ def waterfall(inputs: WaterfallInputs) -> Waterfall | None:
             inner["no_tensor"] = _of_which(
                 "no_tensor", g * (b - t), _without_tensor_work(b, busy, sm, t, c), g
             )
-    if inputs.world_size > 1:
-        known.notes.append(_communication_note(c))
+    if inputs.world_size > 1 and inputs.collective_share is None:
+        known.notes.append(_NOT_TIMED)
+    elif c is not None:
+        known.notes.append(
+            f"collectives ran {100 * c:.1f} % of the time by NCCL's timing, with other kernels or without"
+        )
     reasons = _reasons(inputs.throttle or {})
     values = (g, b, t, e, tau, h, m, p)
     missing = {key for key, value in zip(_MISSING, values, strict=True) if value is None}
@@ -354,30 +360,24 @@ def _without_tensor_work(
 ) -> dict[str, tuple[str, float]]:
     """What is known of the busy cycles without tensor work.
 
-    Collectives can overlap with tensor work for as long as there was any, so at least c − t was without. The
-    SMs that their kernels leave empty are theirs.
+    A collective ran in c of all cycles, and t of them had tensor work, so at least c − t of the cycles with a
+    collective had none. That includes stalls of products that ran beside it. SMs that were empty meanwhile
+    belong to it.
     """
     communication = 0.0 if c is None else min(max(0.0, c - t), b - t)
     parts: dict[str, tuple[str, float]] = {}
     if c is not None:
-        parts["communication"] = ("collectives, at least", communication)
+        parts["communication"] = ("while a collective ran, at least", communication)
     if busy is not None and sm is not None:
         empty = max(0.0, b - max(sm, t) - communication)
         parts["unfilled"] = ("SMs empty while a kernel ran", empty)
     return parts
 
 
-def _communication_note(c: float | None) -> str:
-    if c is None:
-        return (
-            "communication between ranks is not separated from the time without tensor work: collectives "
-            "were not timed, which NCCL does with TORCH_NCCL_ENABLE_TIMING=1 and "
-            "TORCH_NCCL_TRACE_BUFFER_SIZE=2000"
-        )
-    return (
-        f"collectives ran {100 * c:.1f} % of the time by NCCL's timing, which does not show what ran beside "
-        "them: the part is what cannot have been beside tensor work"
-    )
+_NOT_TIMED = (
+    "communication between ranks is not separated from the time without tensor work: collectives were not "
+    "timed, which NCCL does with TORCH_NCCL_ENABLE_TIMING=1 and TORCH_NCCL_TRACE_BUFFER_SIZE=2000"
+)
 
 
 def _between_steps(forwards: int) -> str:
@@ -452,9 +452,6 @@ _HINTS = {
         "elementwise work, normalisation, the optimizer (torch.compile and fused AdamW make it less), and "
         "products that wait for memory (a larger batch or wider layers)"
     ),
-    "no_tensor_communication": (
-        "larger buckets, gradient accumulation or fewer ranks of sharding; look for a slow link or rank"
-    ),
     "no_tensor_unfilled": "kernels too small for this many SMs: a larger batch or fewer, larger products",
     "below_rate": "kernels without a product on the tensor pipe, or products in a slower dtype",
     "other_executed": "cause unknown: run `truemfu audit`",
@@ -476,15 +473,9 @@ def _sentence(part: Part, fall: Waterfall) -> str:
     if inner is not part and inner.name != "other":
         text += f", {100 * inner.share:.0f} of them {inner.name}"
     hint = _HINTS.get(inner.key) or _HINTS[part.key]
-    is_separated = any(of.key == "no_tensor_communication" for of in part.of)
-    if part.key == "no_tensor" and fall.world_size > 1 and not is_separated:
+    if part.key == "no_tensor" and fall.world_size > 1:
         return f"{text}: this includes communication between ranks without overlap; else {_HINTS[part.key]}."
     memory = fall.dram_active_share
-    if (
-        part.key == "no_tensor"
-        and inner.key in ("no_tensor", "no_tensor_other")
-        and memory is not None
-        and memory > 0.5
-    ):
+    if part.key == "no_tensor" and inner.key != "no_tensor_unfilled" and memory is not None and memory > 0.5:
         hint = f"memory is busy {100 * memory:.0f} % of the time; {hint}"
     return f"{text}: {hint}."

@@ -95,7 +95,17 @@ def test_a_damaged_line_costs_no_other(tmp_path: Path, damage: bytes, unread: in
     path.write_bytes(b"\n".join([*lines[:10], damage, *lines[10:]]))
     series = read_series(path)
     assert len(series.step_times_s) == 30
-    assert series.unread_rows == unread
+    assert (series.is_damaged, series.unread_rows) == (True, unread)
+
+
+def test_rows_that_were_overwritten_are_known_to_be_missing(tmp_path: Path) -> None:
+    path = write_log(tmp_path, [row(step, 1.0) for step in range(1, 31)])
+    lines = path.read_bytes().split(b"\n")
+    lines[9] = b"xxxxx" + lines[9][5:]
+    lines[19] = b"\0" * len(lines[19])
+    path.write_bytes(b"\n".join(lines))
+    series = read_series(path)
+    assert (len(series.step_times_s), series.is_damaged) == (28, True)
 
 
 def test_a_log_that_was_formatted_is_read_too(monitored: Path, tmp_path: Path) -> None:

@@ -21,6 +21,32 @@ print(torch._C._distributed_c10d._dump_fr_trace_json(True, False).decode())
 """
 
 
+NCCL = {
+    "collective_seq_id": 598,
+    "duration_ms": 0.12665599584579468,
+    "input_dtypes": ["Float"],
+    "input_sizes": [[67108864]],
+    "is_p2p": False,
+    "op_id": 598,
+    "output_dtypes": ["Float"],
+    "output_sizes": [[67108864]],
+    "p2p_seq_id": 0,
+    "pg_id": 0,
+    "process_group": ["0", "default_pg"],
+    "profiling_name": "nccl:_all_gather_base",
+    "record_id": 597,
+    "retired": True,
+    "state": "completed",
+    "thread_id": "140521572163904",
+    "thread_name": "python3",
+    "time_created_ns": 1794950097790151788,
+    "time_discovered_completed_ns": 1794950097875831304,
+    "time_discovered_started_ns": 1794950097875831075,
+    "timeout_ms": 600000,
+}
+"""As NCCL 2.28 and torch 2.11 recorded it in a process on an H200, with TORCH_NCCL_ENABLE_TIMING=1."""
+
+
 def record(number: int, group: str, at_s: float, took_s: float | None) -> dict[str, Any]:
     """As torch 2.13 writes it, without what is not read."""
     found: dict[str, Any] = {
@@ -46,6 +72,22 @@ def test_the_share_of_each_group() -> None:
     assert times.shares() == pytest.approx({"mesh_dp": 0.02 / 0.4})
     records[:] = [record(20, "dp", 2.2, 0.3), record(21, "dp", 2.6, 0.1)]
     assert times.shares() == pytest.approx({"mesh_dp": 0.3 / 0.4})
+
+
+def test_records_of_nccl_are_read() -> None:
+    later = NCCL | {"record_id": 598, "time_created_ns": NCCL["time_created_ns"] + 1_000_000}  # type: ignore[operator]
+    times = CollectiveTimes(lambda: encoded(NCCL, later))
+    assert times.shares() == pytest.approx({"default_pg": 0.12665599584579468})
+
+
+def test_groups_of_one_description_stay_apart() -> None:
+    records = [
+        record(n, group, 0.1 * n, 0.16) | {"process_group": [group, "undefined"]}
+        for n in range(20)
+        for group in [str(n % 2)]
+    ]
+    times = CollectiveTimes(lambda: encoded(*records))
+    assert times.shares() == pytest.approx({"undefined 0": 0.8, "undefined 1": 0.8})
 
 
 def test_records_that_were_overwritten_are_left_out() -> None:

@@ -394,7 +394,11 @@ def test_ranks_that_share_a_gpu_are_noted() -> None:
     of.send(2, is_last=True)
     of.send(1, is_last=True)
     assert of.job.notes() == []
-    of.send(2, is_last=True, number=2, device="GPU-1")
+    of.send(1, is_last=True, number=2, device="localhost:cpu:0")
+    of.send(2, is_last=True, number=2, device="localhost:cpu:0")
+    assert of.job.notes() == []
+    of.send(1, is_last=True, number=3)
+    of.send(2, is_last=True, number=3, device="GPU-1")
     (note,) = of.job.notes()
     assert note.startswith("ranks 1, 2 share one GPU: MFU and HFU are relative to one peak for each rank")
 
@@ -420,3 +424,29 @@ def test_the_clock_of_a_row_is_counted_by_the_driver_or_by_hybrid(
     reporter.add(1, 1, 0.2, None, paused_s=0.0, is_warmup=False, amounts={})
     reporter.tick(now=True)
     assert messages[-1].row.clock_mhz == expected_mhz
+
+
+def test_the_share_of_time_in_collectives_is_that_of_the_busiest_group_in_the_last_row() -> None:
+    shares: list[dict[str, float] | None] = [{"dp": 0.2, "tp": 0.5}, None]
+
+    class Collectives:
+        def shares(self) -> dict[str, float] | None:
+            return shares.pop(0)
+
+    messages: list[Message] = []
+    clock = Clock()
+    reporter = RankReporter(
+        Identity(rank=1, world_size=2, host="a", device="GPU-1", restart=0),
+        role_name=lambda: "",
+        memory_bytes=lambda: None,
+        send=lambda data: messages.append(msgspec.json.decode(data, type=Message)),
+        collectives=Collectives(),  # type: ignore[arg-type]
+        clock=clock,
+    )
+    assert reporter.collective_share is None
+    for expected in (0.5, None):
+        reporter.add(1, 1, 0.2, None, paused_s=0.0, is_warmup=False, amounts={})
+        clock.now_s += 3 * ROW_EVERY_S
+        reporter.tick()
+        assert reporter.collective_share == expected
+    assert messages[0].row.collective_s == pytest.approx({"dp": 0.04, "tp": 0.1})

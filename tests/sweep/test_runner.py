@@ -164,14 +164,16 @@ def test_what_is_there_is_run_again_where_something_that_decides_it_has_changed(
     assert again.content_hash != alone.outcome.results[0].content_hash
 
 
-@pytest.mark.parametrize(("limit_s", "reused"), [(5.0, ["case"]), (50.0, [])])
+@pytest.mark.parametrize(
+    ("had_s", "limit_s", "reused"), [(10.0, 5.0, ["case"]), (10.0, 50.0, []), (None, 5.0, [])]
+)
 def test_a_timeout_is_tried_again_once_the_limit_is_longer(
-    alone: Ran, tmp_path: Path, limit_s: float, reused: list[str]
+    alone: Ran, tmp_path: Path, had_s: float | None, limit_s: float, reused: list[str]
 ) -> None:
     folder = SweepFolder(tmp_path)
     folder.results.mkdir()
     (result,) = alone.outcome.results
-    late = msgspec.structs.replace(result, end=Status.TIMEOUT, wall_s=10.0, content_hash="hash", name="case")
+    late = msgspec.structs.replace(result, end=Status.TIMEOUT, wall_s=had_s, content_hash="hash", name="case")
     write_record(folder.result("case"), late)
     held = reusable(folder, {"case": "hash"}, rerun="none", timeout_s=limit_s, say=print)
     assert list(held) == reused

@@ -72,6 +72,18 @@ def test_a_flag_lasts_as_long_as_the_values_it_came_with() -> None:
     assert found[key("truemfu_mfu")] == 0.5
 
 
+def test_what_a_silent_rank_costs_is_not_that_of_the_rank_before_it() -> None:
+    tracker = started()
+    tracker.log(1, {"perf/straggler_rank": 3, "perf/straggler_share": 0.5})
+    tracker.log(2, {"perf/mfu": 0.4})
+    assert scrape(tracker)[key("truemfu_straggler_share")] == 0.5
+    tracker.log(3, {"perf/straggler_rank": 7})
+    found = scrape(tracker)
+    tracker.finish({})
+    assert found[key("truemfu_straggler_rank")] == 7.0
+    assert isnan(found[key("truemfu_straggler_share")])
+
+
 def test_datasets_are_labels_whatever_their_names() -> None:
     tracker = started()
     tracker.log(1, {"dataset/code/loss": 1.5, 'dataset/a/b "c"/loss': 2.5, "dataset/code/accuracy": 0.5})

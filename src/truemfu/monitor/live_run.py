@@ -35,6 +35,7 @@ from .notices import Notices
 from .ranks.find_role import context_parallel_size, role_of
 from .ranks.membership import Membership
 from .ranks.rank_link import RankLink
+from .ranks.reporter import ROW_EVERY_S
 from .ranks.role import UNKNOWN, WHOLE
 from .row_side.audit_step import AuditStep
 from .row_side.flops_of_steps import Counting, state_of
@@ -187,10 +188,14 @@ class LiveRun:
         )
 
     def _counted_clock_hz(self) -> float | None:
-        """The clock by the cycle counters of `hybrid`, of its last window."""
+        """The clock by the cycle counters of `hybrid`, of its last window unless that is long over."""
         hardware = self._resolver.hardware
-        latest = None if hardware is None else hardware.latest
-        return latest.clock_hz if latest is not None and latest.clock_source == CYCLE_COUNTERS else None
+        if hardware is None or hardware.latest is None:
+            return None
+        is_recent = time.monotonic() - hardware.latest_at_s < 2 * ROW_EVERY_S
+        return (
+            hardware.latest.clock_hz if is_recent and hardware.latest.clock_source == CYCLE_COUNTERS else None
+        )
 
     def _collective_share(self) -> float | None:
         return None if self._member is None else self._member.reporter.collective_share

@@ -98,8 +98,9 @@ def _run(folder: Path) -> Measured:
         series = read_series(folder / log_name)
     except OSError as error:
         raise UsageError(f"{folder / log_name} cannot be read: {error.strerror}") from error
-    if series.unread_rows:
-        notes.append(f"{folder / log_name} is damaged: {series.unread_rows:,} rows could not be read")
+    if series.is_damaged:
+        unread = f"{series.unread_rows:,} rows" if series.unread_rows else "a part of it"
+        notes.append(f"{folder / log_name} is damaged: {unread} could not be read")
     summary = None if record is None else record.summary
     if record is not None and summary is None:
         notes.append(f"{folder} has no summary: it is still running, or ended without closing its monitor")

@@ -169,14 +169,19 @@ class ReadLog:
     """A log as it could be read."""
 
     rows: LogRows = field(default_factory=LogRows)
-    is_whole: bool = True
+    is_damaged: bool = False
     is_cut_off: bool = False
+    """It has no end: the run is in progress, or was killed."""
     unread: int = 0
     """Rows that could not be read."""
     repeated: int = 0
     """Rows of a step that was logged again."""
     last_with: tuple[int, bytes] | None = None
     """Step and JSON of the last row that the given pattern was found in, near the end of the log."""
+
+    @property
+    def is_whole(self) -> bool:
+        return not self.is_damaged and not self.is_cut_off
 
     @property
     def read(self) -> int:
@@ -191,10 +196,9 @@ def read_log(path: Path, pattern: re.Pattern[bytes] | None = None) -> ReadLog:
         rows, unread = _rows_of(block, is_first=number == 0)
         log.rows.add(rows)
         if unread is not None:
-            log.is_whole, log.unread = False, log.unread + unread
+            log.is_damaged, log.unread = True, log.unread + unread
         newest.append(block)
     log.is_cut_off = not block.rstrip(b"\0 \t\r\n").endswith(b"]")
-    log.is_whole = log.is_whole and not log.is_cut_off
     log.repeated = log.rows.sort()
     log.last_with = _last_with(pattern, b"".join(newest)) if pattern is not None else None
     return log

@@ -14,7 +14,7 @@ from math import isfinite
 from operator import gt, mul
 
 from ..records import LeftOut, RunHardware, RunSummary, WaterfallPart, WaterfallRecord
-from ..waterfall import USEFUL, Part, WaterfallInputs, between_steps_notes, waterfall
+from ..waterfall import COMMUNICATION, USEFUL, Part, WaterfallInputs, between_steps_notes, waterfall
 from .log_rows import LogRows
 from .run_load import LastWindow
 
@@ -141,7 +141,7 @@ def _parts(shares: Mapping[str, float]) -> list[WaterfallPart]:
     every = _every_part(
         is_clock_gain=shares.get("clock", 0.0) < 0,
         has_between_steps="idle_between_steps" in shares,
-        has_communication="no_tensor_communication" in shares,
+        has_communication=COMMUNICATION in shares,
     )
     inner_keys = {inner.key for part in every.values() for inner in part.of}
     keys = [key for key in shares if key not in inner_keys and key != USEFUL]
@@ -213,7 +213,8 @@ def _limiter(parts: Sequence[WaterfallPart]) -> str | None:
     largest = max(parts[:-1], key=_share, default=None)
     if largest is None or _share(largest) <= 0:
         return None
-    return max(largest.of, key=_share, default=largest).key
+    inner = max(largest.of, key=_share, default=largest)
+    return largest.key if inner.key == COMMUNICATION else inner.key
 
 
 def _share(part: WaterfallPart) -> float:

@@ -41,6 +41,8 @@ class StepSeries:
     peak_memory_bytes: int | None = None
     steps_per_row: int = 1
     """The usual number of steps from one row to the next."""
+    is_damaged: bool = False
+    """Whether a part of the log could not be read: `unread_rows` rows, or what does not begin as one."""
     unread_rows: int = 0
 
 
@@ -65,6 +67,7 @@ def read_series(path: Path) -> StepSeries:
         peak_flops_per_s=_peak(rows),
         peak_memory_bytes=int(max(peaks)) if peaks else None,
         steps_per_row=round(median(gaps)) if gaps else 1,
+        is_damaged=log.is_damaged,
         unread_rows=log.unread,
     )
 

@@ -11,6 +11,7 @@ reach the port.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -22,6 +23,7 @@ from .prometheus_server import LOOPBACK, MetricsServer
 DEFAULT_PORT = 9464
 _DATASET = re.compile(r"dataset/(?P<dataset>.*)/(?P<metric>[^/]+)", re.DOTALL)
 _RANK = re.compile(r"perf/rank/(?P<rank>[^/]+)/(?P<metric>.+)")
+_STRAGGLER = "perf/straggler_"
 _NOT_IN_NAMES = re.compile(r"\W+", re.ASCII)
 
 
@@ -63,13 +65,16 @@ class PrometheusTracker:
         """Make these the last values; metrics that are not in this row keep theirs.
 
         A flag such as `perf/warmup` is in a row only if it is true: when newer values under `perf/` come
-        without it, it is false.
+        without it, it is false. The figures of a straggler come together: one that is missing is unknown.
         """
         row = {"global_step": step, **known(metrics)}
         performance = {key: value for key, value in row.items() if key.startswith("perf/")}
         self._flags |= {key for key, value in performance.items() if isinstance(value, bool)}
         if performance:
             row = {**dict.fromkeys(self._flags, False), **row}
+        if any(key.startswith(_STRAGGLER) for key in row):
+            before = [key for key in self._gauges if key.startswith(_STRAGGLER)]
+            row = {**dict.fromkeys(before, math.nan), **row}
         for key, value in row.items():
             if isinstance(value, str):
                 continue  # a gauge is a number; texts are in truemfu_run_info

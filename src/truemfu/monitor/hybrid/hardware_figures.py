@@ -41,8 +41,9 @@ class StepSums:
     """Σ seconds × peak: the FLOPs possible at the peak."""
     tokens: float | None = 0.0
     useful_tokens: float | None = 0.0
-    collective_s: float | None = 0.0
-    """Set at the end of a window, for all of its steps."""
+    collective_s: float = 0.0
+    timed_s: float = 0.0
+    """Time in collectives, and the time in which they were timed: set at the end of a window."""
 
     def add(self, amounts: StepAmounts, time: StepTime) -> None:
         """Add a step whose `flops` are the counted ones."""
@@ -68,13 +69,14 @@ class StepSums:
         self.data_wait_s += other.data_wait_s
         self.between_s += other.between_s
         self.forwards += other.forwards
+        self.collective_s += other.collective_s
+        self.timed_s += other.timed_s
         for name in (
             "model_flops",
             "hardware_flops",
             "peak_flops",
             "tokens",
             "useful_tokens",
-            "collective_s",
         ):
             setattr(self, name, plus(getattr(self, name), getattr(other, name)))
 
@@ -320,7 +322,7 @@ def _fall(
             tile_factor=_over_everything(detail),
             masked_flops_per_s=masked,
             padding_efficiency=efficiency,
-            collective_share=sums.per_s("collective_s"),
+            collective_share=sums.collective_s / sums.timed_s if sums.timed_s else None,
             left_out=left_out,
             world_size=world_size,
         )

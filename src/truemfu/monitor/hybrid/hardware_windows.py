@@ -7,6 +7,7 @@ has one. Memory is constant: a run's counters are merged, not stored.
 from __future__ import annotations
 
 from collections.abc import Callable
+from time import monotonic
 from typing import Any
 
 from ...crosscheck import CrossCheck
@@ -56,6 +57,8 @@ class HardwareWindows:
         """Executed over counted FLOPs of the last window."""
         self.latest: HardwareFigures | None = None
         """The last window, while the counters can be read."""
+        self.latest_at_s = 0.0
+        """When that was set, by `time.monotonic`."""
 
     def can_take(self, cut: Cut) -> bool:
         """Whether the window that ends here was read completely; rows wait for that, for seconds at most."""
@@ -78,11 +81,12 @@ class HardwareWindows:
             return
         self._unread, self._has_read = 0, True
         share = self._collective_share()
-        sums.collective_s = None if share is None else share * sums.elapsed_s
+        if share is not None:
+            sums.collective_s, sums.timed_s = share * sums.elapsed_s, sums.elapsed_s
         self._detail = detail()
         source = None if amounts.flops is None else amounts.flops.peak_source
         self._is_datasheet_peak = bool(source and source.startswith(_DATASHEET))
-        self.latest = self._figures(sums, measured)
+        self.latest, self.latest_at_s = self._figures(sums, measured), monotonic()
         if sums.is_complete:
             self._windows += 1
             self._run_sums.merge(sums)

@@ -9,6 +9,7 @@ kernels ran at the same time is not recorded. Durations exist where TORCH_NCCL_E
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 import msgspec
@@ -37,7 +38,10 @@ class CollectiveTimes:
         """By name of a group: the record with which its next window begins."""
 
     def shares(self) -> dict[str, float] | None:
-        """By description of a group, the share of time in its collectives; None if nothing was timed."""
+        """By group, the share of time in its collectives; None if nothing was timed.
+
+        A group is called by its description, and by its name too where several have the same description.
+        """
         data = self._records()
         if data is None:
             return None
@@ -47,13 +51,15 @@ class CollectiveTimes:
             if record.duration_ms is not None and record.record_id >= self._next.get(name, 0):
                 by_group.setdefault(record.process_group, []).append(record)
         found: dict[str, float] = {}
+        described = Counter(description for _, description in by_group)
         for (name, description), timed in by_group.items():
             covered_s = 1e-9 * (timed[-1].time_created_ns - timed[0].time_created_ns)
             if covered_s <= 0:
                 continue
             self._next[name] = timed[-1].record_id
             spent_s = 1e-3 * sum(record.duration_ms or 0.0 for record in timed[:-1])
-            found[description] = found.get(description, 0.0) + spent_s / covered_s
+            group = description if described[description] == 1 else f"{description} {name}"
+            found[group] = spent_s / covered_s
         return found or None
 
 

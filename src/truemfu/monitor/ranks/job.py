@@ -24,7 +24,7 @@ from ...errors import one_line
 from .amounts import TOTALS, Exact, Message, number
 from .job_sums import JobStep, JobSums
 from .rank_row import RankRow
-from .reporter import ROW_EVERY_S, RankReporter
+from .reporter import GPU_NAME, ROW_EVERY_S, RankReporter
 from .straggler_alert import straggler_metrics
 from .stragglers import Stragglers
 
@@ -266,7 +266,8 @@ class Job:
     def _about_shared_gpus(self) -> list[str]:
         ranks_of: dict[str, list[int]] = {}
         for rank, known in sorted(self._ranks.items()):
-            ranks_of.setdefault(known.row.device, []).append(rank)
+            if known.row.device.startswith(GPU_NAME):
+                ranks_of.setdefault(known.row.device, []).append(rank)
         shared = [ranks for ranks in ranks_of.values() if len(ranks) > 1]
         if not shared:
             return []

@@ -28,6 +28,8 @@ from .collective_times import CollectiveTimes
 from .rank_gpu import GpuFigures, RankGpu
 from .rank_row import RankRow
 
+GPU_NAME = "GPU-"
+"""How the name of a device that is known by its UUID begins."""
 ROW_EVERY_S = 10.0
 FIRST_ROWS_S = (1.0, 2.0, 4.0, 8.0)
 _SEND_EVERY_S = 2.0
@@ -61,7 +63,7 @@ class Identity:
         name = f"{host}:{device.type}:{place}"
         if device.type == "cuda":
             with contextlib.suppress(Exception):  # an older torch, another vendor
-                name = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+                name = f"{GPU_NAME}{torch.cuda.get_device_properties(device).uuid}"
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         return cls(
             rank=rank,

@@ -327,6 +327,7 @@ class Placed:
                 log_tail=tail or said,
                 memory=peaks(progress),
                 environment=environment_of(progress),
+                wall_s=job.time_limit_s if status is Status.TIMEOUT else None,  # at least
                 began_at_s=claim.at_s or None,
             )
             result = save(self._folder, result)

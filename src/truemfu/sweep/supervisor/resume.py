@@ -90,7 +90,7 @@ def _is_valid(found: CaseResult, rerun: str, timeout_s: float) -> bool:
     if found.end is Status.ERROR and any(words in (found.message or "") for words in _DISK_FULL):
         return False
     # With a higher time limit than then, it is tried again.
-    return found.end is not Status.TIMEOUT or found.wall_s is None or found.wall_s >= timeout_s
+    return found.end is not Status.TIMEOUT or (found.wall_s or 0.0) >= timeout_s
 
 
 def _lost(name: str, left: RunningCase, sweep_id: str, folder: SweepFolder) -> CaseResult:
