@@ -11,6 +11,7 @@ import json
 import math
 import os
 import re
+import struct
 import sys
 from array import array
 from collections import deque
@@ -128,7 +129,7 @@ class LogRows(Sequence[LogRow]):
             if name not in self._numbers:
                 self._numbers[name] = array("d", [_UNKNOWN]) * before
             known = [_UNKNOWN if value is None else value for value in values] if unknown else values
-            self._numbers[name].extend(known)
+            self._numbers[name].frombytes(struct.pack(f"{len(known)}d", *known))  # extend takes far longer
         for name in _TEXTS:
             same = {text: text and sys.intern(text) for text in set(columns[name])}
             self._texts[name] += map(same.__getitem__, columns[name])
