@@ -262,8 +262,8 @@ def _is_running(process: int) -> bool:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # it runs, as another user
-        return True
+    except PermissionError:
+        pass  # it runs, as another user
     return True
 
 

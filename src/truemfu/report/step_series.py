@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from .log_rows import LogRows, read_log
+from .log_rows import read_log
+from .run_summary import peak_flops_per_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,19 +65,12 @@ def read_series(path: Path) -> StepSeries:
         mfu=_known(rows.column("mfu"), kept),
         tokens=_size(tokens, times, kept),
         samples=_size(samples, times, kept),
-        peak_flops_per_s=_peak(rows),
+        peak_flops_per_s=peak_flops_per_s(rows),
         peak_memory_bytes=int(max(peaks)) if peaks else None,
         steps_per_row=round(median(gaps)) if gaps else 1,
         is_damaged=log.is_damaged,
         unread_rows=log.unread,
     )
-
-
-def _peak(rows: LogRows) -> float | None:
-    """The peak that MFU is a share of, by the last row that shows it."""
-    own = rows.column("mfu_per_gpu" if rows.has("mfu_per_gpu") else "mfu")
-    rates = zip(reversed(rows.column("tflops_per_gpu")), reversed(own), strict=True)
-    return next((1e12 * tflops / mfu for tflops, mfu in rates if tflops > 0 and mfu > 0), None)
 
 
 def _known(values: Sequence[float], kept: Sequence[int]) -> array[float]:

@@ -71,13 +71,7 @@ class StepSums:
         self.forwards += other.forwards
         self.collective_s += other.collective_s
         self.timed_s += other.timed_s
-        for name in (
-            "model_flops",
-            "hardware_flops",
-            "peak_flops",
-            "tokens",
-            "useful_tokens",
-        ):
+        for name in ("model_flops", "hardware_flops", "peak_flops", "tokens", "useful_tokens"):
             setattr(self, name, plus(getattr(self, name), getattr(other, name)))
 
     @property
