@@ -278,12 +278,14 @@ def test_ctrl_c_without_a_terminal_leaves_the_jobs_and_cancel_ends_them(tmp_path
 def test_what_slurm_refuses_is_one_line_and_submits_nothing(
     tmp_path: Path, cluster: dict[str, object], words: str
 ) -> None:
-    before = slurm("squeue", "-h", "--states=all", "-o", "%i")
+    # Other tests submit jobs meanwhile; those of this one would carry its comment.
+    options = [f"--comment={tmp_path}", *cluster.pop("sbatch_options", [])]
+    settings = {"gpus": 0, **cluster, "sbatch_options": options}
     with pytest.raises(UsageError, match="Slurm refuses such jobs") as refused:
-        results(tmp_path / "out", sweep_of(["Nothing"], launcher="slurm", cluster={"gpus": 0, **cluster}))
+        results(tmp_path / "out", sweep_of(["Nothing"], launcher="slurm", cluster=settings))
     assert words in str(refused.value)
     assert not (tmp_path / "out").exists()
-    assert slurm("squeue", "-h", "--states=all", "-o", "%i") == before
+    assert str(tmp_path) not in slurm("squeue", "-h", "--states=all", "-o", "%k")
 
 
 def test_without_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

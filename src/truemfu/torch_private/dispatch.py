@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -91,7 +92,7 @@ else:
 __all__ = [
     "FakeTensor", "FakeTensorMode", "OpOverload", "TorchDispatchMode", "check_counts",
     "check_fake_tensors", "current_autograd_node", "current_graph_task_id", "disable_modes",
-    "disable_torch_function",
+    "disable_torch_function", "forget_fake_tensors",
     "next_sequence_nr", "top_saved_tensors_hooks",
 ]  # fmt: skip
 
@@ -129,6 +130,19 @@ def dispatch_guard() -> Callable[[], Any] | None:
             return guard  # type: ignore[no-any-return]
     table.miss(table.DISABLE_DISPATCH)
     return None
+
+
+def forget_fake_tensors(mode: FakeTensorMode) -> None:
+    """Remove a mode's weak references to its tensors, which run Python code when a tensor is collected.
+
+    Python raises a pending KeyboardInterrupt in the next Python code. If that is such code, within a garbage
+    collection, the interrupt is printed and lost, and the training goes on.
+    """
+    converter = getattr(getattr(mode, "fake_tensor_converter", None), "meta_converter", None)
+    for name in ("storage_memo", "tensor_memo"):
+        memo = getattr(converter, name, None)
+        if isinstance(memo, weakref.WeakValueDictionary):
+            memo.clear()
 
 
 def flex_attention_operators() -> list[Any]:

@@ -128,6 +128,9 @@ ATTRIBUTES: dict[str, str] = {
     "_sequence_nr": "of an autograd node: models cannot be counted",
     "_nested_tensor_size": "of a nested tensor: its products are not counted",
     "_cdata": "of a storage: counts take longer",
+    "fake_tensor_converter meta_converter storage_memo tensor_memo": (
+        "of a mode of fake tensors: an interrupt during a garbage collection after a count may be lost"
+    ),
     "_is_param": "of a tensor, written to: fake tensors are then not parameters for `isinstance`",
 }
 """What is lost without attributes of torch's objects; each such error fails at most one count."""

@@ -20,7 +20,7 @@ from torch import nn
 
 from ...convention import Convention
 from ...errors import TruemfuError, one_line
-from ...torch_private.dispatch import FakeTensorMode, check_fake_tensors, disable_modes
+from ...torch_private.dispatch import FakeTensorMode, check_fake_tensors, disable_modes, forget_fake_tensors
 from ...torch_private.trees import tree_flatten
 from ..interruption import OtherCountRuns, TimeIsUp, supervision, was_interrupted
 from ..isolation.process_state import (
@@ -116,8 +116,11 @@ class CountedStep:
         fake_mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
         following = Following(fake_mode)
         tally = Tally(self.convention, documents=self.documents, following=following)
-        with flex_attention_anywhere(), quiet_fake_tensors():
-            self._run(FakeTensorMaker(fake_mode, on_read=tally.mark_model_values_read), tally, fake_mode)
+        try:
+            with flex_attention_anywhere(), quiet_fake_tensors():
+                self._run(FakeTensorMaker(fake_mode, on_read=tally.mark_model_values_read), tally, fake_mode)
+        finally:
+            forget_fake_tensors(fake_mode)
         return tally, following
 
     def run_real(self) -> Tally:
