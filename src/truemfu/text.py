@@ -1,4 +1,4 @@
-"""Text from elsewhere (names, logs, errors, file contents), made safe to show, and shares in percent.
+"""Text from elsewhere (names, logs, errors, file contents), made safe to show; numbers of things, and shares.
 
     printable       no control character reaches a terminal or a file: it is shown as `\\u001b`
     on_one_line     the same on a single line
@@ -48,6 +48,11 @@ def _escaped(character: str) -> str:
     """`\\uXXXX`, twice for a character beyond 16 bits, as in JSON."""
     units = character.encode("utf-16-be", "surrogatepass")
     return "".join(f"\\u{units[i]:02x}{units[i + 1]:02x}" for i in range(0, len(units), 2))
+
+
+def counted(number: int, noun: str) -> str:
+    """A number of things: `1 experiment`, `2 experiments`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def percent_text(fraction: float) -> str:

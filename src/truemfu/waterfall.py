@@ -41,7 +41,7 @@ import math
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 LARGE = 0.05
 """A part above this share of the peak gets a sentence of advice."""
@@ -87,6 +87,30 @@ class Part:
     missing: tuple[str, ...] = ()
 
 
+class Loss(Protocol):
+    """A part of the peak, computed or read from a file."""
+
+    @property
+    def key(self) -> str: ...
+    @property
+    def share(self) -> float | None: ...
+    @property
+    def of(self) -> Sequence[Loss]: ...
+
+
+def limiter_of(losses: Sequence[Loss]) -> str | None:
+    """The key of the largest loss, or of the largest part of it; None if nothing was lost."""
+
+    def share(loss: Loss) -> float:
+        return loss.share or 0.0
+
+    largest = max(losses, key=share, default=None)
+    if largest is None or share(largest) <= 0:
+        return None
+    inner = max(largest.of, key=share, default=largest)
+    return largest.key if inner.key == COMMUNICATION else inner.key
+
+
 @dataclass(frozen=True, kw_only=True)
 class Waterfall:
     """Parts in the order of the module's table, the useful FLOPs last; their shares add up to 1."""
@@ -107,11 +131,7 @@ class Waterfall:
     @property
     def limiter(self) -> str | None:
         """The key of the largest loss: `clock`, `idle_data_wait`; None if nothing was lost."""
-        largest = max(self.losses, key=lambda part: part.share, default=None)
-        if largest is None or largest.share <= 0:
-            return None
-        inner = max(largest.of, key=lambda part: part.share, default=largest)
-        return largest.key if inner.key == COMMUNICATION else inner.key
+        return limiter_of(self.losses)
 
     def as_metrics(self) -> dict[str, float]:
         """`perf/loss/<key>` for every part, `useful` too, so that a stacked chart ends at 1.

@@ -213,10 +213,10 @@ def test_validation_and_checkpoints_are_left_out_of_the_step(tmp_path: Path) -> 
 
         def on_validation_batch_start(self, *args: Any) -> None:
             if seen.monitor is not None:
-                states.append(("evaluation", seen.monitor._pauses))
+                states.append(("evaluation", seen.monitor._between.pauses))
 
         def on_save_checkpoint(self, *args: Any) -> None:
-            states.append(("checkpoint", seen.monitor._pauses))
+            states.append(("checkpoint", seen.monitor._between.pauses))
 
     states: list[tuple[str, int]] = []
     seen = TrueMFUCallback(tmp_path / "run", CONFIG)

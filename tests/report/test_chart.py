@@ -27,6 +27,13 @@ def points_of(path: str) -> Points:
     ]
 
 
+def test_ticks_of_steps_are_whole_numbers() -> None:
+    for steps in range(2, 300):
+        ticks = [tick.text for tick in chart_of([1.0] * steps).x_ticks]
+        assert len(ticks) >= 2
+        assert all(text.isdecimal() for text in ticks), ticks
+
+
 def test_a_line_goes_through_its_values_and_ends_on_the_ticks() -> None:
     chart = chart_of([0.0, 10.0, 20.0, 40.0])
     assert [(tick.text, tick.percent) for tick in chart.y_ticks] == [

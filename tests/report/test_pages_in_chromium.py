@@ -19,6 +19,8 @@ from browser import CHROMIUM, Browser
 from watched_training import hardware_block
 
 from truemfu.records import CaseResult, Status
+from truemfu.report.compare import Comparison, Figure, Pair, Unmatched
+from truemfu.report.compare_page import write_comparison_page
 from truemfu.report.load import load_sweep
 from truemfu.report.run_load import load_run
 from truemfu.report.run_page import write_run_page
@@ -93,6 +95,30 @@ def runs_page(run_folder: Path, tmp_path: Path) -> Path:
     return write_runs_page(tmp_path / "runs.html", [load_run(run_folder), load_run(other)])
 
 
+def pair(name: str, ratio: float, low: float, high: float, verdict: str, *, is_beyond: bool = False) -> Pair:
+    seconds = Figure(name="step_time_median_s", a=0.1, b=0.1 * ratio, ratio=ratio, low=low, high=high)
+    return Pair(
+        name=name, runs_a=1, runs_b=1, steps_a=100, steps_b=100, independent_steps_a=90.0,
+        independent_steps_b=80.0, verdict=verdict, is_beyond_limit=is_beyond, figures=[seconds],
+    )  # fmt: skip
+
+
+@pytest.fixture
+def compare_page(tmp_path: Path) -> Path:
+    """Two sweeps: an experiment that is slower beyond the limit, one that is faster, and hostile names."""
+    unlike = [
+        pair("slow", 1.2, 1.1, 1.3, "slower", is_beyond=True),
+        pair("fast", 0.5, 0.4, 0.6, "faster"),
+        *(pair(name, 1.0, 0.9, 1.12, "no difference shown") for name in HOSTILE),
+    ]
+    missing = Unmatched(name="gone", a=HOSTILE[0], b="not in this sweep", is_failure=False)
+    found = Comparison(
+        a=HOSTILE[0], b=HOSTILE[1], kind="sweep", confidence=0.95, max_regression=0.05, run_to_run=0.01,
+        pairs=unlike, unmatched=[missing], notes=list(HOSTILE), is_within_limit=False,
+    )  # fmt: skip
+    return write_comparison_page(tmp_path / "comparison.html", found)
+
+
 @pytest.fixture(params=["sweep_page", "run_page", "runs_page"])
 def page(request: pytest.FixtureRequest) -> Path:
     found: Path = request.getfixturevalue(request.param)
@@ -118,6 +144,36 @@ def test_charts_are_drawn_nothing_sticks_out_and_nothing_is_requested(browser: B
         assert browser.requests == [page.as_uri()]
 
 
+def test_a_comparison_draws_each_ratio_between_the_ends_of_its_interval(
+    browser: Browser, compare_page: Path
+) -> None:
+    box = "getBoundingClientRect()"
+    for width in WIDTHS:
+        browser.open(compare_page, width)
+        drawn = browser.run(
+            "[...document.querySelectorAll('.ratios .step:not(.axis)')].map((row) => {"
+            "const [equal, limit, reach, point] = ['.line', '.limit', '.reach', '.point'].map("
+            f"(part) => row.querySelector(part).{box}); return [reach.left, point.left, reach.right,"
+            " equal.left, limit.left, row.className]; })"
+        )
+        assert len(drawn) == 2 + len(HOSTILE)
+        assert all(low < at < high and equal < limit for low, at, high, equal, limit, _ in drawn)
+        (slow_low, _, _, equal, limit, slow), (_, _, fast_high, _, _, fast) = drawn[:2]
+        assert fast_high < equal < limit < slow_low
+        assert (slow, fast) == ("step beyond", "step faster")
+        assert browser.run("document.documentElement.scrollWidth") <= width
+        assert browser.run("document.title") == "Comparison"
+        assert browser.run("document.querySelectorAll('img, svg[onload], script').length") == 1
+        assert browser.problems == []
+        assert browser.requests == [compare_page.as_uri()]
+    browser.run("document.querySelectorAll('#table1 th button')[2].click()")
+    assert texts(browser, "#table1 tbody td:first-child")[0] == "fast"
+    rows = list(csv.reader(io.StringIO(copied(browser, "table1", "csv"))))
+    assert len(rows) == 3 + len(HOSTILE)
+    assert not any(cell.lstrip().startswith(("=", "+", "@")) for row in rows for cell in row)
+
+
+@pytest.mark.parametrize("page", ["sweep_page", "run_page", "runs_page", "compare_page"], indirect=True)
 def test_axe_finds_no_barrier(browser: Browser, page: Path, axe: str) -> None:
     for width, is_dark in ((1280, False), (390, True)):
         browser.open(page, width, is_dark=is_dark)

@@ -146,7 +146,8 @@ def _check_suffix(path: Path | None) -> None:
 
 def _write(path: Path, found: Comparison) -> None:
     from ..errors import UsageError
-    from ..report.compare_texts import json_text, markdown, write_comparison_page
+    from ..report.compare_page import write_comparison_page
+    from ..report.compare_texts import json_text, markdown
 
     try:
         if path.suffix == ".html":

@@ -16,7 +16,7 @@ from ..report.load import entry_of
 from ..report.render import UNKNOWN, duration, number, share, size
 from ..report.summary import experiment_of
 from ..sweep.supervisor.outcome import CaseState, Listener
-from ..text import on_one_line
+from ..text import counted, on_one_line
 from .console import SafeConsole, say, silence, table
 
 _COLUMNS = ("experiment", "state", "step", "tokens/s", "MFU", "HFU", "peak memory", "time")
@@ -162,7 +162,7 @@ class _Clock:
 
 def _start_text(names: Sequence[str], reused: Sequence[CaseResult]) -> str:
     there = f"; {len(reused)} already have a result" if reused else ""
-    return f"{len(names)} experiment{'' if len(names) == 1 else 's'}{there}"
+    return counted(len(names), "experiment") + there
 
 
 def _cells(result: CaseResult, state: str) -> Sequence[str]:

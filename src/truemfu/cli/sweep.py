@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..text import counted
 from .console import FilePath, debug_option, ignoring_closed_pipe, json_option, say
 from .options import (
     BATCH_NAMES,
@@ -349,7 +350,7 @@ def _run(
 
 def _leave_or_cancel(folder: Path, count: int, *, ask: bool) -> int:
     """After an interruption: the jobs stay, unless the user at the terminal says otherwise."""
-    experiments = f"{count} experiment{'' if count == 1 else 's'}"
+    experiments = counted(count, "experiment")
     if ask and sys.stdin.isatty() and sys.stderr.isatty():
         try:
             say(f"{experiments} on the cluster. Cancel? [y/N] ", err=True, nl=False)
@@ -369,7 +370,7 @@ def _cancel(folder: Path) -> int:
     from ..sweep.supervisor.placed import cancel_all
 
     count = cancel_all(folder)
-    say(f"cancelled: {count} experiment{'' if count == 1 else 's'}", err=True)
+    say(f"cancelled: {counted(count, 'experiment')}", err=True)
     return 0
 
 

@@ -440,8 +440,7 @@ class LiveRun:
                 self._watch.restart()
             self._resolver.wake()
         took_s = self._counts.spent_s - before_s
-        if self._between.end_s is not None:
-            self._between.end_s += took_s  # reported separately
+        self._between.shift(took_s)
         return took_s
 
     def _can_count(self) -> bool:
@@ -463,9 +462,10 @@ class LiveRun:
             self._watch.restart()
         return mark
 
-    def resume(self, mark: Mark, kind: str) -> None:
-        """Continue the step; `kind` is what ran since the mark."""
+    def resume(self, mark: Mark, kind: str, seconds: float) -> None:
+        """Continue the step; `kind` is what ran since the mark, for so long."""
         self._clock.pause(mark, kind)
+        self._between.shift(seconds)
         if self._audit is not None:
             self._audit.resume()
 

@@ -11,29 +11,24 @@ raises, at construction. The work behind these methods is in `live_run.py`.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from multiprocessing import parent_process
-from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..environment import is_disabled
-from ..errors import UsageError, brief, one_line
-from ..flops import HostCopy, deliver, start_host_copy
+from ..errors import brief, one_line
+from ..flops import deliver
 from ..hardware.detect import override_flops_per_s
 from ..hardware.nsight.audited import read_audit
-from ..records import RUN_FILE
 from ..trackers.base import Tracker
 from . import created
 from .config import MonitorConfig, load_config
+from .guard import Guard
 from .live_run import LiveRun
 from .metrics import PAUSES
 from .notices import Notices
@@ -43,8 +38,7 @@ from .training_side import forks
 from .training_side.batch_notes import Batch, by_name_or_position
 from .training_side.between_steps import BetweenSteps
 from .training_side.called_models import CalledModels
-from .training_side.datasets import DatasetMetrics, PendingDatasetMetrics, shifts_labels
-from .training_side.kept_forms import FORMS_FILE
+from .training_side.datasets import DatasetMetrics
 from .training_side.measuring import Measuring
 from .training_side.model_hooks import ModelHooks
 from .training_side.watched import Models, Watched, WatchedModels
@@ -87,37 +81,26 @@ class TrainingMonitor:
         override_flops_per_s()  # raises if the environment's peak is not a number
         self._audited = None if self.config.audit is None else read_audit(Path(self.config.audit))
         self.output_dir = Path(output_dir)
-        if "\0" in str(self.output_dir) or "\0" in log_file:
-            raise UsageError("output_dir and log_file must be valid file names: they contain a NUL character")
-        others = {RUN_FILE: "the description of the run", FORMS_FILE: "the saved counts"}
-        if (name := Path(log_file).name) in others:
-            raise UsageError(f"log_file must not be {name}, which holds {others[name]}")
         self._folder = self.output_dir.absolute()
         self._notices = Notices()
-        self._output = Output(self._folder, log_file, self.config, trackers, notice=self._notices)
-        self._output.finish_rows = self.save_logs
-        self._output.batch_shapes = self._batch_shapes
-        self._output.close_at_exit = self.close
+        self._guard = Guard(self._notices)
+        self._output = Output(
+            self._folder,
+            log_file,
+            self.config,
+            trackers,
+            finish_rows=self.save_logs,
+            close_monitor=self.close,
+            batch_shapes=lambda: [] if self._live is None else self._live.batch_shapes(),
+            notice=self._notices,
+        )
         self._hooks = ModelHooks(self._on_forward, self._on_evaluation, self._notices)
         self._measuring = Measuring(self.config, self._notices)
         self._between = BetweenSteps()
         self._datasets = DatasetMetrics(notice=self._notices)
-        self._pending_datasets: list[tuple[PendingDatasetMetrics, HostCopy]] = []
         self._live: LiveRun | None = None
         """The run, from its first batch or step on."""
-        self._is_closed = self._is_disabled = is_disabled()
-        self._is_broken = False
-        self._unlogged = 0
-        """Steps that never reached the run: the monitor failed, or was already switched off."""
-        self._forks = forks.number
-        self._pauses = 0
-        self._training_lock = threading.RLock()
-        """Guards the training thread's state, which threads of the monitor read at times."""
-        self._end_of_child: Finalize | None = None
-        if not self._is_disabled:
-            atexit.register(self.close)
-            if parent_process() is not None:  # a child of multiprocessing may end without `atexit`
-                self._end_of_child = Finalize(None, self.close, exitpriority=0)
+        self._guard.close_at_exit(self.close)
         for listener in created.listeners:
             listener(self)
         if model is not None:
@@ -131,7 +114,7 @@ class TrainingMonitor:
         """
         models = model if isinstance(model, CalledModels) else WatchedModels(model)
         before = self._hooks.models
-        if self._is_disabled:
+        if self._guard.is_disabled:
             return self
         if before is not None and not isinstance(model, CalledModels) and before.are(model):
             models = before
@@ -139,8 +122,7 @@ class TrainingMonitor:
             self._measuring.forget()
             if self._live is not None:
                 self._live.forget_role()
-            shift = models.first is None or shifts_labels(models.first)
-            self._datasets = DatasetMetrics(shift=shift, notice=self._notices)
+            self._datasets.set_model(models.first)
         self._hooks.attach(models)
         return self
 
@@ -162,13 +144,13 @@ class TrainingMonitor:
         if self._hooks.see_whole_batches and not self._hooks.are_disabled:
             self._hooks.disable()
             if self._live is not None:
-                self._guarded(self._live.forget_batches)  # the hook noted this very batch
+                self._guard.run(self._live.forget_batches)  # the hook noted this very batch
         if not isinstance(batch, (torch.Tensor, Mapping, tuple, list)):
             self._notices(
                 f"observe expects the batch that the model takes, got {type(batch).__name__}: it is ignored"
             )
-        elif not self._pauses:
-            self._guarded(self._note_observed, by_name_or_position(batch), began_s)
+        elif not self._between.is_paused:
+            self._guard.run(self._note_observed, by_name_or_position(batch), began_s)
 
     def data(self, loader: Iterable[Any]) -> WatchedData:
         """The same batches, with the wait for each of them measured.
@@ -187,19 +169,13 @@ class TrainingMonitor:
             self._notices(f"pause expects {', '.join(PAUSES[:-1])} or {PAUSES[-1]}; got {brief(kind)}: other")
             kind = "other"
         live, mark, began_s = self._live, None, time.perf_counter()
-        if live is not None and not self._pauses:
-            mark = self._guarded(live.pause)
-        self._pauses += 1
-        self._between.is_paused = True
         try:
+            if self._between.pause() and live is not None:
+                mark = self._guard.run(live.pause)
             yield
         finally:
-            self._pauses -= 1
-            self._between.is_paused = self._pauses > 0
-            if live is not None and mark is not None and not self._pauses:
-                self._guarded(live.resume, mark, kind)
-                if self._between.end_s is not None:
-                    self._between.end_s += time.perf_counter() - began_s
+            if self._between.resume() and live is not None and mark is not None:
+                self._guard.run(live.resume, mark, kind, time.perf_counter() - began_s)
 
     def set_phase(self, name: str | None) -> None:
         """Measure at the frequency of this training phase; None: at the configured frequency."""
@@ -223,31 +199,19 @@ class TrainingMonitor:
         if given, are the model FLOPs of this rank's whole step: they are used unchanged, and nothing is
         counted.
         """
-        began_s, live = time.perf_counter(), self._live
+        began_s, live, guard = time.perf_counter(), self._live, self._guard
         before = 0 if live is None else live.logged
-        with self._training_lock:
+        with guard.lock:
             try:
-                if live is None or self._is_broken or self._is_closed or forks.number != self._forks:
+                if live is None or guard.is_broken or guard.is_closed or forks.number != guard.forks:
                     live = self._run_to_log({"loss": loss})
                 if live is not None:
-                    datasets = self._pending_datasets
-                    live.log_step(
-                        step,
-                        epoch,
-                        loss,
-                        grad_norm,
-                        learning_rate,
-                        attention_mask,
-                        skip_wandb,
-                        flops,
-                        datasets,
-                        began_s,
-                    )
-                    if datasets:
-                        self._pending_datasets = []
+                    given = step, epoch, loss, grad_norm, learning_rate, attention_mask, skip_wandb, flops
+                    datasets = self._datasets.take() if self._datasets.pending else ()
+                    live.log_step(*given, datasets, began_s)
             except Exception as error:
-                self._unlogged += live is None or live.logged == before
-                self._switch_off(error)
+                guard.steps_lost += live is None or live.logged == before
+                guard.switch_off(error)
         self._between.end_s = end_s = time.perf_counter()
         if live is not None:
             live.own_time_s += end_s - began_s
@@ -257,16 +221,16 @@ class TrainingMonitor:
     def update_dataset_metrics(self, batch: Mapping[str, Any], outputs: Any, aggregated_loss: Any) -> None:
         """Loss and accuracy of each dataset of a mixed batch, with the next `log_step`."""
         config = self.config
-        if not config.log_dataset_metrics or not config.dataset_metrics_freq or self._pauses:
+        if not config.log_dataset_metrics or not config.dataset_metrics_freq or self._between.is_paused:
             return
         position = None if self._live is None else self._live.next_position()
         if position is None or position.reaches(config.dataset_metrics_freq):
-            self._guarded(self._measure_datasets, batch, outputs, aggregated_loss)
+            self._guard.run(self._datasets.add, batch, outputs, aggregated_loss)
 
     def save_logs(self) -> None:
         """Write everything logged so far to the local log. This waits, so do not call it inside a step."""
         live = self._live
-        if live is not None and forks.number == self._forks:
+        if live is not None and not self._guard.is_forked:
             try:
                 live.save(_SAVE_TIMEOUT_S)
             except Exception as error:
@@ -291,19 +255,15 @@ class TrainingMonitor:
         """The run so far as plain data; None where a value is unknown."""
         live = self._live
         figures = RunFigures(info_of(self.config)) if live is None else live.figures()
-        unlogged = f"{self._unlogged:,} steps: the monitor failed and was switched off"
-        lost = [*([unlogged] if self._unlogged else []), *self._output.lost()]
+        steps_lost = self._guard.steps_lost
+        failed = [f"{steps_lost:,} steps: the monitor failed and was switched off"] if steps_lost else []
+        lost = [*failed, *self._output.lost()]
         return summary_of(figures, lost=lost, warnings=self._notices.texts)
 
     def close(self) -> None:
         """Write the remaining rows, close the trackers and print the summary; runs at exit automatically."""
-        if self._is_closed or forks.number != self._forks:
-            return
-        self._is_closed = True
-        self._notices.in_closing(atexit.unregister, self.close)
-        if self._end_of_child is not None:
-            self._notices.in_closing(self._end_of_child.cancel)
-        self._notices.in_closing(self._close)
+        if self._guard.begin_closing():
+            self._notices.in_closing(self._close)
 
     def __enter__(self) -> TrainingMonitor:
         return self
@@ -327,44 +287,16 @@ class TrainingMonitor:
             in_closing(live.leave_signals)
         deliver(live.signals)
 
-    def _guarded(self, work: Callable[..., Any], *args: Any) -> Any:
-        """Run a part of the monitor; an exception becomes one warning and does not propagate."""
-        if self._is_broken or self._is_disabled:
-            return None
-        try:
-            with self._training_lock:
-                return work(*args)
-        except Exception as error:
-            self._switch_off(error)
-            return None
-
-    def _switch_off(self, error: Exception) -> None:
-        self._is_broken = True
-        self._notices(
-            f"the monitor failed and is switched off, training continues: {type(error).__name__}: {error}"
-        )
-
     def _run_to_log(self, tensors: Batch) -> LiveRun | None:
         """The run that a step belongs to; None if the step is not logged."""
-        if self._is_disabled:
+        if self._guard.refuses_step(has_run=self._live is not None):
             return None
-        if self._is_broken:
-            self._unlogged += not self._is_closed
-            return None
-        if self._is_closed:
-            self._notices("log_step was called after close(): the step is not logged")
-            return None
-        live = self._started(tensors)
-        if forks.number != self._forks:
-            self._is_broken = True
-            self._notices("this process was forked from the monitored one: its steps are not logged")
-            return None
-        return live
+        return self._started(tensors)
 
     def _started(self, tensors: Batch) -> LiveRun:
         """The run, created with the first batch or step: device and job are known by then."""
         if self._live is None:
-            self._forks = forks.number
+            self._guard.adopt_process()
             self._live = LiveRun(
                 self.config,
                 self._folder,
@@ -375,33 +307,25 @@ class TrainingMonitor:
                 audited=self._audited,
                 output=self._output,
                 notices=self._notices,
-                training_lock=self._training_lock,
+                training_lock=self._guard.lock,
             )
         return self._live
 
     def _on_forward(self, watched: Watched, batch: Batch | None) -> None:
-        began_s, hooks = time.perf_counter(), self._hooks
-        if not (hooks.are_disabled or self._pauses or self._is_closed or self._is_broken):
+        began_s, hooks, guard = time.perf_counter(), self._hooks, self._guard
+        if not (hooks.are_disabled or self._between.pauses or guard.is_closed or guard.is_broken):
             try:
-                with self._training_lock:
+                with guard.lock:
                     live = self._live or self._started(batch or {})
                     slot = 0 if hooks.see_whole_batches else hooks.slot(watched)
                     live.note_batch(batch, began_s, slot, watched)
             except Exception as error:
-                self._switch_off(error)
+                guard.switch_off(error)
 
     def _note_observed(self, batch: Batch | None, began_s: float) -> None:
         slot = 0 if self._hooks.see_whole_batches else None
         self._started(batch or {}).note_batch(batch, began_s, slot, None)
 
     def _on_evaluation(self) -> None:
-        if not self._is_closed:
-            self._guarded(self._between.evaluated)
-
-    def _measure_datasets(self, batch: Mapping[str, Any], outputs: Any, aggregated_loss: Any) -> None:
-        pending = self._datasets.measure(batch, outputs, aggregated_loss)
-        if pending is not None:
-            self._pending_datasets.append((pending, start_host_copy(pending.sums)))
-
-    def _batch_shapes(self) -> list[dict[str, list[int]]]:
-        return [] if self._live is None else self._live.batch_shapes()
+        if not self._guard.is_closed:
+            self._guard.run(self._between.evaluated)

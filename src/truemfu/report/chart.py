@@ -270,7 +270,10 @@ def _steps_axis(steps: Sequence[int]) -> Axis:
     first, last = steps[0], steps[-1]
     if first == last:
         return Axis(low=first - 1, high=last + 1, step=1)
-    return Axis(low=first, high=last, step=max(1.0, _nice((last - first) / _TICKS)))
+    step = max(1.0, _nice((last - first) / _TICKS))
+    return Axis(
+        low=first, high=last, step=step if step.is_integer() else 2 * step
+    )  # a step is a whole number
 
 
 def values_axis(values: Sequence[float], from_zero: bool, cuts_spikes: bool) -> Axis:

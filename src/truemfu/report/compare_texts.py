@@ -1,19 +1,17 @@
 """A comparison as text: one sentence each for result and doubt, and tables for terminal, Markdown and HTML.
 
-Comparison ─► conclusion, tables_of, remarks ─► terminal (cli/compare.py), markdown, page
+Comparison ─► conclusion, tables_of, remarks ─► terminal (cli/compare.py), markdown, compare_page.py
            └► json_text: raw values in base units, for other programs
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 
 from ..text import printable, shortened
 from .compare import FASTER, SLOWER, UNCLEAR, Comparison, Figure, Pair
-from .html import Section, write_page
 from .markdown import markdown_table, markdown_text
 from .render import TextTable, duration, number, share, size
 
@@ -25,13 +23,13 @@ _FORMATS = {
     "mfu": ("MFU, median", share),
     "peak_memory_bytes": ("peak memory", size),
 }
-_LONGEST_NAME = 200
+LONGEST_NAME = 200
 _LONGEST_STATUS = 300
 TITLE = "Comparison"
 
 
-def conclusion(comparison: Comparison) -> str:
-    """What was found, and whether it is within the limit."""
+def conclusions(comparison: Comparison) -> list[str]:
+    """What was found, and whether it is within the limit, in sentences."""
     sentences = [_of_run(comparison) if comparison.kind == "run" else _of_sweep(comparison)]
     if failed := [one.name for one in comparison.unmatched if one.is_failure]:
         sentences.append(f"Succeeded in A and failed in B: {_names(failed)}.")
@@ -44,7 +42,12 @@ def conclusion(comparison: Comparison) -> str:
             sentences.append(f"Nothing is shown to be beyond the limit of {limit}.")
         else:
             sentences.append(f"No step time is beyond the limit of {limit}; what failed in B is.")
-    return " ".join(sentences)
+    return sentences
+
+
+def conclusion(comparison: Comparison) -> str:
+    """The same as one text."""
+    return " ".join(conclusions(comparison))
 
 
 def _of_run(comparison: Comparison) -> str:
@@ -76,7 +79,7 @@ _NAMES_SHOWN = 5
 
 
 def _names(names: Sequence[str]) -> str:
-    shown = ", ".join(shortened(name, _LONGEST_NAME) for name in names[:_NAMES_SHOWN])
+    shown = ", ".join(shortened(name, LONGEST_NAME) for name in names[:_NAMES_SHOWN])
     return shown + (f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else "")
 
 
@@ -89,7 +92,7 @@ def tables_of(comparison: Comparison) -> list[TextTable]:
                 title="B over A",
                 sentence=_steps(pair),
                 columns=("figure", "A", "B", "B / A", "95 % interval"),
-                rows=[(_FORMATS[figure.name][0], *_cells(figure)) for figure in pair.figures],
+                rows=[(figure_name(figure), *_cells(figure)) for figure in pair.figures],
             )
         ]
     tables = [
@@ -102,7 +105,7 @@ def tables_of(comparison: Comparison) -> list[TextTable]:
             ),
             columns=("experiment", "A", "B", "B / A", "interval", "result"),
             rows=[
-                (shortened(pair.name, _LONGEST_NAME), *_cells(pair.step_time), _result(pair))
+                (shortened(pair.name, LONGEST_NAME), *_cells(pair.step_time), _result(pair))
                 for pair in comparison.pairs
             ],
         ),
@@ -111,7 +114,7 @@ def tables_of(comparison: Comparison) -> list[TextTable]:
             columns=("experiment", "mean step", "tokens/s", "MFU", "peak memory", "steps A, B"),
             rows=[
                 (
-                    shortened(pair.name, _LONGEST_NAME),
+                    shortened(pair.name, LONGEST_NAME),
                     *(
                         _ratio_named(pair, name)
                         for name in ("step_time_mean_s", "tokens_per_s", "mfu", "peak_memory_bytes")
@@ -129,7 +132,7 @@ def tables_of(comparison: Comparison) -> list[TextTable]:
                 columns=("experiment", "A", "B"),
                 rows=[
                     (
-                        shortened(one.name, _LONGEST_NAME),
+                        shortened(one.name, LONGEST_NAME),
                         shortened(one.a, _LONGEST_STATUS),
                         shortened(one.b, _LONGEST_STATUS),
                     )
@@ -138,6 +141,10 @@ def tables_of(comparison: Comparison) -> list[TextTable]:
             )
         )
     return tables
+
+
+def figure_name(figure: Figure) -> str:
+    return _FORMATS[figure.name][0]
 
 
 def _result(pair: Pair) -> str:
@@ -216,23 +223,6 @@ def markdown(comparison: Comparison) -> str:
 
 def json_text(comparison: Comparison) -> str:
     return printable(msgspec.json.format(msgspec.json.encode(comparison), indent=2).decode()) + "\n"
-
-
-def write_comparison_page(path: Path, comparison: Comparison) -> Path:
-    """Write the comparison as a self-contained HTML page."""
-    sections = [
-        Section(
-            heading=table.title,
-            sentences=[table.sentence] if table.sentence else [],
-            columns=table.columns,
-            rows=table.rows,
-        )
-        for table in tables_of(comparison)
-    ]
-    if found := remarks(comparison):
-        sections.append(Section(heading="Notes", sentences=found))
-    lead = " ".join([conclusion(comparison), *sides_of(comparison)])
-    return write_page(path, title=TITLE, lead=lead, sections=sections)
 
 
 def sides_of(comparison: Comparison) -> list[str]:

@@ -10,8 +10,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,27 +21,6 @@ from ..text import printable, shortened
 LONGEST_TEXT = 2000
 _TEMPLATES = Path(__file__).parent / "templates"
 _INSIDE_NAME = re.compile(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|(?<=_)(?=\w)")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Section:
-    """A heading, sentences under it, and a table whose first column is text and whose others are numbers.
-
-    `bars`, if given, are fractions between 0 and 1, drawn behind the last cell of each row. `log` is shown
-    line by line, unformatted.
-    """
-
-    heading: str
-    sentences: Sequence[str] = ()
-    columns: Sequence[str] = ()
-    rows: Sequence[Sequence[str]] = ()
-    bars: Sequence[float] | None = None
-    log: Sequence[str] = ()
-
-
-def write_page(path: Path, *, title: str, lead: str, sections: Sequence[Section]) -> Path:
-    """Write the page to `path` (its folder is created) and return the path."""
-    return write_template(path, "page.html.jinja", title=title, lead=lead, sections=sections)
 
 
 def write_template(path: Path, template: str, **values: Any) -> Path:

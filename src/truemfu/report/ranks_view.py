@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ..monitor.ranks.rank_file import read_files
 from ..monitor.ranks.rank_row import RankRow
-from .render import duration
+from .render import duration, size
 
 _MOST_FAULTS = 8
 _FIRST_ROW_S = 1.0
@@ -117,7 +117,7 @@ def _line(rows: Sequence[RankRow]) -> RankLine:
         steps=steps,
         median_step="unknown" if median_s is None else duration(median_s),
         data_wait="unknown" if data_wait_s is None else duration(data_wait_s),
-        memory="unknown" if memory is None else f"{memory / 2**30:,.3g} GiB",
+        memory="unknown" if memory is None else size(memory),
         last_seen=f"{datetime.fromtimestamp(last.at_s, timezone.utc):%Y-%m-%d %H:%M:%S} UTC"
         + ("" if last.is_last else ", no last row"),
         median_step_s=median_s,

@@ -14,7 +14,15 @@ from math import isfinite
 from operator import gt, mul
 
 from ..records import LeftOut, RunHardware, RunSummary, WaterfallPart, WaterfallRecord
-from ..waterfall import COMMUNICATION, USEFUL, Part, WaterfallInputs, between_steps_notes, waterfall
+from ..waterfall import (
+    COMMUNICATION,
+    USEFUL,
+    Part,
+    WaterfallInputs,
+    between_steps_notes,
+    limiter_of,
+    waterfall,
+)
 from .log_rows import LogRows
 from .run_load import LastWindow
 
@@ -129,7 +137,7 @@ def _hardware(window: LastWindow, rows: LogRows) -> RunHardware:
         tensor_active=metric("perf/tensor_active"),
         sm_active=metric("perf/sm_active"),
         dram_active=metric("perf/dram_active"),
-        limiter=_limiter(parts),
+        limiter=limiter_of(parts[:-1]),
         waterfall=WaterfallRecord(parts=parts, peak_flops_per_s=peak) if parts else None,
     )
 
@@ -206,16 +214,3 @@ def _inner(outer: Part, shares: Mapping[str, float]) -> list[WaterfallPart]:
 
 def _either(names: Sequence[str]) -> str:
     return " or ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)
-
-
-def _limiter(parts: Sequence[WaterfallPart]) -> str | None:
-    """Key of the largest loss, or of the largest part of it."""
-    largest = max(parts[:-1], key=_share, default=None)
-    if largest is None or _share(largest) <= 0:
-        return None
-    inner = max(largest.of, key=_share, default=largest)
-    return largest.key if inner.key == COMMUNICATION else inner.key
-
-
-def _share(part: WaterfallPart) -> float:
-    return part.share or 0.0

@@ -13,7 +13,7 @@ from pathlib import Path
 from ..records import RunRecord, RunSummary
 from .chart import SIDE, Chart, Series, line_chart
 from .html import write_template
-from .render import share
+from .render import duration, share
 from .run_load import LoadedRun
 from .run_page import StepValues, charted, record_of, scaled, summary_of
 from .run_texts import Figure, cost, facts, figures
@@ -212,7 +212,7 @@ def _worst_table(shown: Sequence[_Shown]) -> Table | None:
                 [
                     plain(one.name),
                     plain(f"{step.step:,}"),
-                    Cell(text=f"{step.seconds:.4g}", value=step.seconds),
+                    Cell(text=duration(step.seconds), value=step.seconds),
                     Cell(text=f"{step.times_median:.1f}", value=step.times_median),
                     plain(step.cause),
                 ]
@@ -225,7 +225,7 @@ def _worst_table(shown: Sequence[_Shown]) -> Table | None:
         columns=[
             Column(label="run", is_number=False),
             Column(label="step"),
-            Column(label="seconds"),
+            Column(label="time", unit="s"),
             Column(label="times the median"),
             Column(label="cause", is_number=False),
         ],

@@ -32,6 +32,7 @@ from ...trackers.metric_aliases import rename
 from ...trackers.table import check_tracker, make_tracker
 from ...trackers.wandb import WandbTracker
 from ..config import MonitorConfig
+from ..training_side.kept_forms import FORMS_FILE
 from ..training_side.step_note import StepPosition
 from .run_file import RunFile
 
@@ -46,7 +47,11 @@ _RUN_FILE_S = 5.0
 
 
 class Output:
-    """The local log and the other trackers, each with its own lane."""
+    """The local log and the other trackers, each with its own lane.
+
+    `finish_rows` is called before a W&B run that the user ends is closed, and `close_monitor` at exit, while
+    W&B can still be written to.
+    """
 
     def __init__(
         self,
@@ -55,17 +60,15 @@ class Output:
         config: MonitorConfig,
         trackers: Sequence[str | Tracker] | None,
         *,
+        finish_rows: Callable[[], None],
+        close_monitor: Callable[[], None],
+        batch_shapes: Callable[[], list[dict[str, list[int]]]],
         notice: Callable[[str], None],
     ) -> None:
         self._dir, self._config, self._notice = output_dir, config, notice
+        self._finish_rows, self._close_monitor, self._batch_shapes = finish_rows, close_monitor, batch_shapes
         self.last_row: Mapping[str, Any] = {}
-        self.finish_rows: Callable[[], None] = lambda: None
-        """Finishes pending rows; called before a W&B run that the user ends is closed."""
-        self.close_at_exit: Callable[[], None] | None = None
-        """Closes the monitor; if set, called at exit while W&B can still be written to."""
-        self.batch_shapes: Callable[[], list[dict[str, list[int]]]] = list
-        """The shapes of the batches so far."""
-        self._log = JsonArrayFile(output_dir / log_file, notice=notice)
+        self._log = JsonArrayFile(output_dir / _checked_name(log_file, output_dir), notice=notice)
         self._local: Lane | None = None
         self._remote: list[Lane] = []
         self._run_file: Lane | None = None
@@ -130,7 +133,7 @@ class Output:
         """Rows were added: wake the lanes; with the first rows the run's description is written too."""
         if self._run_file is not None and not self._is_written:
             self._is_written = True
-            self._run_file.put(0, {"batch_shapes": self.batch_shapes()})
+            self._run_file.put(0, {"batch_shapes": self._batch_shapes()})
             self._run_file.flush()
         for lane in self._lanes():
             lane.wake()
@@ -162,7 +165,7 @@ class Output:
     def _finish_rows_of(self, lane: Lane) -> None:
         """The program ends the run that this lane writes to: wait for it once more."""
         self._slow.discard(lane)
-        self.finish_rows()
+        self._finish_rows()
 
     def close(self, summarize: Callable[[], Mapping[str, Any]], timeout_s: float) -> None:
         """Finish every tracker, then write the run file with the final summary."""
@@ -231,7 +234,7 @@ class Output:
                 return
             self._has_wandb = True
             tracker.before_end = lambda: self._finish_rows_of(lane)
-            tracker.at_exit = self.close_at_exit
+            tracker.at_exit = self._close_monitor
         self._remote.append(lane)
 
     def _run(self, run_info: Mapping[str, Any]) -> dict[str, Any]:
@@ -245,6 +248,15 @@ class Output:
             "log_file": self._log.path.name,
             **run_info,
         }
+
+
+def _checked_name(log_file: str, folder: Path) -> str:
+    if "\0" in str(folder) or "\0" in log_file:
+        raise UsageError("output_dir and log_file must be valid file names: they contain a NUL character")
+    others = {RUN_FILE: "the description of the run", FORMS_FILE: "the saved counts"}
+    if (name := Path(log_file).name) in others:
+        raise UsageError(f"log_file must not be {name}, which holds {others[name]}")
+    return log_file
 
 
 def _wanted(

@@ -77,15 +77,16 @@ class BetweenSteps:
         "end_s",
         "first_s",
         "forwards",
-        "is_paused",
         "last_s",
+        "pauses",
         "thread",
         "waits",
     )
 
     def __init__(self) -> None:
         self.thread = _thread()
-        self.is_paused = False
+        self.pauses = 0
+        """Pauses that have begun, one inside the other."""
         self.end_s: float | None = None
         """When the last `log_step` returned, plus the pauses since."""
         self.first_s: float | None = None
@@ -97,6 +98,26 @@ class BetweenSteps:
         self._began_s = 0.0
         self._gaps: deque[tuple[int, float, int]] = deque(maxlen=_RECENT_STEPS)
         """Steps that followed a gap that was long or had forward passes: its seconds, and how many."""
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether what runs now belongs to no step."""
+        return self.pauses > 0
+
+    def pause(self) -> bool:
+        """A pause begins; whether it is not inside another."""
+        self.pauses += 1
+        return self.pauses == 1
+
+    def resume(self) -> bool:
+        """A pause ends; whether it was not inside another."""
+        self.pauses -= 1
+        return not self.pauses
+
+    def shift(self, seconds: float) -> None:
+        """Exclude time since the last step that is reported elsewhere."""
+        if self.end_s is not None:
+            self.end_s += seconds
 
     def unusual_gap(self, step: int) -> tuple[str, float] | None:
         """Whether the gap before this step is long and one of few: what ran in it, and the data wait in it.

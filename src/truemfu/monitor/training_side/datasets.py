@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...errors import warn_once
-from ...flops import is_readable, unwrap
+from ...flops import HostCopy, is_readable, start_host_copy, unwrap
 
 EXTRA_BYTES = 256 * 2**20
 """The most memory of a pass, in addition to its inputs and a few numbers per token."""
@@ -89,6 +89,24 @@ class DatasetMetrics:
     def __init__(self, *, shift: bool = True, notice: Callable[[str], None] = warn_once) -> None:
         self._shift, self._notice = shift, notice
         self._warned: set[str] = set()
+        self.pending: list[tuple[PendingDatasetMetrics, HostCopy]] = []
+        """The batches of the current step, on their way to the host."""
+
+    def set_model(self, model: nn.Module | None) -> None:
+        """Measure batches of this model from now on; None: of several."""
+        self._shift = model is None or shifts_labels(model)
+        self._warned.clear()
+
+    def add(self, batch: Mapping[str, Any], outputs: Any, aggregated_loss: Any) -> None:
+        """Measure a batch of the current step."""
+        found = self.measure(batch, outputs, aggregated_loss)
+        if found is not None:
+            self.pending.append((found, start_host_copy(found.sums)))
+
+    def take(self) -> list[tuple[PendingDatasetMetrics, HostCopy]]:
+        """The batches of the step that ends now."""
+        taken, self.pending = self.pending, []
+        return taken
 
     @torch.no_grad()
     def measure(

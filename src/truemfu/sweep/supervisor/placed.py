@@ -26,6 +26,7 @@ import msgspec
 from ... import plain_files
 from ...errors import RecordError, UsageError
 from ...records import OUT_OF_MEMORY, CaseResult, Phase, Status, read_record
+from ...text import counted
 from ..launchers.engine import Engine
 from ..launchers.engines import engine_of
 from ..launchers.jobs import Batch, Claim, EngineWord, Job, JobsFolder
@@ -154,12 +155,13 @@ class Placed:
                     continue
                 if not self._batches:
                     raise
-                board.say(f"{_count(len(self._unsubmitted))} submitted later: {error}")
+                board.say(f"{counted(len(self._unsubmitted), 'experiment')} submitted later: {error}")
                 return
             names = set(placed.batch.names)
             self._unsubmitted = [name for name in self._unsubmitted if name not in names]
             self._batches.append(placed)
-            board.say(f"{_count(len(names))} submitted to {self._engine.name}: job {placed.batch.engine_job}")
+            number, job = counted(len(names), "experiment"), placed.batch.engine_job
+            board.say(f"{number} submitted to {self._engine.name}: job {job}")
 
     def _submit_batch(self, orders: Sequence[WorkerOrder]) -> _OnCluster:
         request = self._requests[orders[0].case.gpus]
@@ -211,7 +213,8 @@ class Placed:
         if engine_job != found.batch.engine_job and engine_job is not None:
             found.batch = msgspec.structs.replace(found.batch, engine_job=engine_job)
             found.jobs.write_batch(found.batch)
-        say(f"{_count(len(found.left))} on {self._engine.name} already: job {found.batch.engine_job}")
+        number = counted(len(found.left), "experiment")
+        say(f"{number} on {self._engine.name} already: job {found.batch.engine_job}")
 
     def _look(self, board: Board) -> bool:
         """One look at the files; whether something has changed."""
@@ -459,10 +462,6 @@ def _batches_in(folder: SweepFolder, *, tidy: bool = True) -> list[_OnCluster]:
             with contextlib.suppress(OSError):  # a folder that cannot be written
                 jobs.remove()
     return sorted(found, key=lambda each: each.batch.created_at_s)
-
-
-def _count(experiments: int) -> str:
-    return f"{experiments} experiment{'' if experiments == 1 else 's'}"
 
 
 def _end_marked(folder: SweepFolder, name: str, claim: Claim) -> None:
