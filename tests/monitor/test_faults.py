@@ -376,7 +376,7 @@ def test_an_odd_value_costs_its_own_figure_alone(tmp_path: Path, arguments: dict
             )
         monitor.close()
     assert [row["global_step"] for row in rows_in(tmp_path)] == [1, 2, 3]
-    assert not monitor._is_broken
+    assert not monitor._guard.is_broken
 
 
 def test_steps_that_never_increase_are_one_warning(tmp_path: Path) -> None:

@@ -218,7 +218,7 @@ def test_a_second_sigterm_ends_a_count_that_runs_no_operator(tmp_path: Path) -> 
 
 IN_A_STEP = (
     """
-with monitor._training_lock:  # as in the middle of log_step
+with monitor._guard.lock:  # as in the middle of log_step
     signal.raise_signal(signal.SIGTERM)
 """
     + FOREVER
