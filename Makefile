@@ -59,6 +59,7 @@ test-oldest: $(OLDEST_STAMP) ## the tests on the oldest torch we support
 
 $(OLDEST_STAMP): pyproject.toml constraints-oldest.txt
 	test -x $(OLDEST_VENV)/bin/python || $(OLDEST_PYTHON) -m venv $(OLDEST_VENV)
+	$(OLDEST_VENV)/bin/python -m pip install --quiet --upgrade pip  # that of Python 3.10 does not resolve these
 	$(OLDEST_VENV)/bin/python -m pip install --quiet -c constraints-oldest.txt -e ".[dev]"
 	@touch $@
 
