@@ -1,21 +1,18 @@
 """What models cost, what this machine can do, and how well one training step uses it.
 
-    python examples/count_and_time.py [out/count_and_time.html]
+    python examples/count_and_time.py
 
 Counts the reference models and a few well-known architectures from their dimensions alone, times a small
-training step on the hardware at hand, prints both and writes them as one page. No network, no weights, no GPU
-needed.
+training step on the hardware at hand, and prints both. No network, no weights, no GPU needed.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +26,6 @@ from truemfu.flops.models.hf_config import model_from_config
 from truemfu.flops.models.model_view import BatchRequest
 from truemfu.hardware.ceiling.ceiling import measure_ceiling
 from truemfu.hardware.detect import spec_of
-from truemfu.report.html import Section, write_page
 from truemfu.sweep.worker.models import SIZES, build_reference_model, parameter_count
 
 WELL_KNOWN: Mapping[str, tuple[BatchRequest, dict[str, Any]]] = {
@@ -250,7 +246,6 @@ def facts_of(timed: Timed) -> list[tuple[str, str]]:
 
 
 def main() -> None:
-    page = Path(sys.argv[1] if len(sys.argv) > 1 else "out/count_and_time.html")
     console = output()
     counted = count_everything()
     timed = time_a_step()
@@ -265,35 +260,7 @@ def main() -> None:
         facts.add_row(*fact)
     console.print(facts, "")
 
-    convention = "A multiply-add is 2 FLOPs; attention counts all pairs; elementwise work is not counted."
-    written = write_page(
-        page,
-        title="truemfu: what a training step costs, and how well it runs",
-        lead=f"truemfu, torch {torch.__version__}. {convention}",
-        sections=[
-            Section(
-                heading="What models cost",
-                sentences=[
-                    "The FLOPs of one training step, counted from the dimensions alone: exact integers, no "
-                    "weights, no GPU. Recompute is what kernels execute beyond what the model needs.",
-                ],
-                columns=COLUMNS,
-                rows=rows_of(counted),
-            ),
-            Section(
-                heading="How well one step runs here",
-                sentences=[
-                    "MFU is the model's FLOPs over step time and peak; HFU adds recomputation.",
-                    "Where the device is not in the table, the peak is the fastest matrix product measured a "
-                    "moment ago, and says so.",
-                ],
-                columns=("figure", "value"),
-                rows=facts_of(timed),
-                bars=[timed.utilization.mfu or 0.0 if name == "MFU" else 0.0 for name, _ in facts_of(timed)],
-            ),
-        ],
-    )
-    console.print(f"report: {written}")
+    console.print("A multiply-add is 2 FLOPs; attention counts all pairs; elementwise work is not counted.")
 
 
 if __name__ == "__main__":

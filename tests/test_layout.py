@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 from pathlib import Path
 
@@ -186,3 +187,17 @@ def test_every_source_file_is_in_the_tree_of_the_architecture() -> None:
         if path.name != "__init__.py" or path.stat().st_size > 0
     }
     assert drawn_tree() == files
+
+
+@pytest.mark.parametrize(
+    "path",
+    sorted([*(ROOT / "examples").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]),
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
+def test_what_a_script_imports_from_the_package_is_there(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "truemfu":
+            module = importlib.import_module(node.module or "")
+            for name in node.names:
+                if not hasattr(module, name.name):  # a module of a package
+                    importlib.import_module(f"{node.module}.{name.name}")

@@ -19,7 +19,7 @@ from .training_side import forks
 
 
 class Guard:
-    """Around every entry of the monitor that a training calls."""
+    """The state that every entry of the monitor checks before it works."""
 
     def __init__(self, notices: Notices) -> None:
         self._notices = notices

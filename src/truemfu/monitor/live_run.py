@@ -462,12 +462,12 @@ class LiveRun:
             self._watch.restart()
         return mark
 
-    def resume(self, mark: Mark, kind: str, seconds: float) -> None:
-        """Continue the step; `kind` is what ran since the mark, for so long."""
+    def resume(self, mark: Mark, kind: str, began_s: float) -> None:
+        """Continue the step; `kind` is what ran since the mark, which was requested at `began_s`."""
         self._clock.pause(mark, kind)
-        self._between.shift(seconds)
         if self._audit is not None:
             self._audit.resume()
+        self._between.shift(time.perf_counter() - began_s)
 
     def save(self, timeout_s: float) -> None:
         """On any thread: write every step so far, and wait for that."""

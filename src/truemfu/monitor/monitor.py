@@ -168,14 +168,16 @@ class TrainingMonitor:
         if kind not in PAUSES:
             self._notices(f"pause expects {', '.join(PAUSES[:-1])} or {PAUSES[-1]}; got {brief(kind)}: other")
             kind = "other"
-        live, mark, began_s = self._live, None, time.perf_counter()
+        live, mark, between, began_s = self._live, None, self._between, time.perf_counter()
+        if live is not None and not between.pauses:
+            mark = self._guard.run(live.pause)
+        between.pauses += 1  # directly before `try`: an interrupt would come in a call between them
         try:
-            if self._between.pause() and live is not None:
-                mark = self._guard.run(live.pause)
             yield
         finally:
-            if self._between.resume() and live is not None and mark is not None:
-                self._guard.run(live.resume, mark, kind, time.perf_counter() - began_s)
+            between.pauses -= 1
+            if live is not None and mark is not None and not between.pauses:
+                self._guard.run(live.resume, mark, kind, began_s)
 
     def set_phase(self, name: str | None) -> None:
         """Measure at the frequency of this training phase; None: at the configured frequency."""
@@ -207,8 +209,10 @@ class TrainingMonitor:
                     live = self._run_to_log({"loss": loss})
                 if live is not None:
                     given = step, epoch, loss, grad_norm, learning_rate, attention_mask, skip_wandb, flops
-                    datasets = self._datasets.take() if self._datasets.pending else ()
+                    datasets = self._datasets.pending
                     live.log_step(*given, datasets, began_s)
+                    if datasets:
+                        self._datasets.begin_step()
             except Exception as error:
                 guard.steps_lost += live is None or live.logged == before
                 guard.switch_off(error)

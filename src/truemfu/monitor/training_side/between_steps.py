@@ -104,16 +104,6 @@ class BetweenSteps:
         """Whether what runs now belongs to no step."""
         return self.pauses > 0
 
-    def pause(self) -> bool:
-        """A pause begins; whether it is not inside another."""
-        self.pauses += 1
-        return self.pauses == 1
-
-    def resume(self) -> bool:
-        """A pause ends; whether it was not inside another."""
-        self.pauses -= 1
-        return not self.pauses
-
     def shift(self, seconds: float) -> None:
         """Exclude time since the last step that is reported elsewhere."""
         if self.end_s is not None:

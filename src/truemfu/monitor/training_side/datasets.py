@@ -103,10 +103,9 @@ class DatasetMetrics:
         if found is not None:
             self.pending.append((found, start_host_copy(found.sums)))
 
-    def take(self) -> list[tuple[PendingDatasetMetrics, HostCopy]]:
-        """The batches of the step that ends now."""
-        taken, self.pending = self.pending, []
-        return taken
+    def begin_step(self) -> None:
+        """The pending batches were handed over with their step: the next one begins."""
+        self.pending = []
 
     @torch.no_grad()
     def measure(
