@@ -1408,3 +1408,25 @@ def test_no_python_code_runs_when_the_first_count_of_a_process_is_collected() ->
         "assert called == [], called\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+class WithoutModuleName:
+    """Its class has no module name, as that of functions made by some versions of Cython."""
+
+    factor = 2
+
+
+WithoutModuleName.__module__ = property(lambda self: "somewhere")  # type: ignore[assignment]
+WITHOUT_MODULE_NAME = WithoutModuleName()
+
+
+@both
+def test_an_object_whose_class_has_no_module_name_is_no_obstacle(count: Callable[..., Any]) -> None:
+    class Holding(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * WITHOUT_MODULE_NAME.factor
+
+    assert not isinstance(WithoutModuleName.__module__, str)
+    counted = count(Holding(), X)
+    flops = counted(X) if isinstance(counted, FlopModel) else counted
+    assert flops.forward == FORWARD

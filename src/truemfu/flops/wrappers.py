@@ -10,6 +10,12 @@ from torch import nn
 from .batch import is_readable
 
 
+def module_of(cls: type) -> str:
+    """The module of a class; "builtins" where it is not a name, as in types made by Cython."""
+    name: object = cls.__module__
+    return name if isinstance(name, str) else "builtins"
+
+
 def is_compiled_wrapper(model: nn.Module | None) -> bool:
     """Whether this is a module returned by `torch.compile`; tested without importing its class."""
     return type(model).__name__ == "OptimizedModule"

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..wrappers import module_of
 from .code_digest import name_of
 from .code_packages import is_read
 
@@ -51,5 +52,5 @@ def check_visible(cls: type) -> None:
         pointers += bool(base.__dictoffset__ and not parent.__dictoffset__)
         pointers += bool(base.__weakrefoffset__ and not parent.__weakrefoffset__)
         hidden = base.__basicsize__ - parent.__basicsize__ - pointers * _POINTER_BYTES
-        if hidden > 0 and is_read(base.__module__):
+        if hidden > 0 and is_read(module_of(base)):
             raise Unreadable(f"objects of {name_of(base).decode()} are those of a C library")

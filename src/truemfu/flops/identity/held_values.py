@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from ..wrappers import is_not_model_work
+from ..wrappers import is_not_model_work, module_of
 from .code_packages import home_of, is_read, package_of
 
 OF_TORCH = frozenset({*vars(nn.Module()), "_compiled_call_impl"})
@@ -56,7 +56,7 @@ def has_parts(value: Any) -> bool:
 
     Trainers, loggers, threads, process groups and the like are represented by their class.
     """
-    home = type(value).__module__
+    home = module_of(type(value))
     if is_read(home) or (callable(value) and not isinstance(value, (type, *_CALLABLES))):
         return not home.startswith("torch._ops")
     package = package_of(home)

@@ -26,7 +26,7 @@ from torch.nn.parameter import is_lazy
 from ... import __version__
 from ..operators import formulas as _formulas  # registers truemfu's own formulas
 from ..registry import MODULE_FORMULAS, OPERATOR_FORMULAS
-from ..wrappers import unwrap, unwrap_fsdp
+from ..wrappers import module_of, unwrap, unwrap_fsdp
 from .code_digest import name_of, pack
 from .code_packages import is_read, version_of
 from .compiled_code import Unreadable, is_compiled
@@ -86,7 +86,7 @@ class _Identity:
             return b"again " + number
         _check_forward(module)
         cls, dtype = unwrap_fsdp(module)
-        self._values.packages.add(cls.__module__.partition(".")[0])
+        self._values.packages.add(module_of(cls).partition(".")[0])
         own = {name: value for name, value in vars(module).items() if name not in OF_TORCH}
         tensors = [
             part

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..wrappers import unwrap
+from ..wrappers import module_of, unwrap
 from .code_names import NotImported, cells_of, composed_in, globals_in, names_in, references, texts_in
 from .code_packages import home_of, is_read
 from .held_values import GETTERS, OF_TORCH, forward_hooks, global_hooks, parts_of
@@ -269,7 +269,7 @@ _BOUND = (types.MethodType, types.BuiltinMethodType)
 def is_read_class(cls: type) -> bool:
     """Whether the code of a class is read, which includes classes that torch generates from a graph."""
     forward = vars(cls).get("forward")
-    return is_read(cls.__module__) or (
+    return is_read(module_of(cls)) or (
         isinstance(forward, types.FunctionType) and issubclass(cls, nn.Module) and is_read(home_of(forward))
     )
 

@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 
+from ..wrappers import module_of
+
 _HARMLESS = (
     type(threading.Lock()),
     type(threading.RLock()),
@@ -87,7 +89,7 @@ def text_of(value: Any) -> str | None:
     """A text that fully represents a value; None for values without one."""
     if isinstance(value, _BY_TEXT):
         return str(value)
-    home = type(value).__module__
+    home = module_of(type(value))
     if isinstance(value, re.Pattern) or (home.startswith("regex.") or home == "_regex"):
         return f"{value.pattern!r} {value.flags}"
     if home == "typing" or home.startswith(("numpy.dtypes", "packaging.", "torch._ops")):
@@ -98,7 +100,7 @@ def text_of(value: Any) -> str | None:
 def has_no_effect(value: Any) -> bool:
     """Whether an object's contents cannot affect a forward, so that its class represents it."""
     cls = type(value)
-    home = cls.__module__
+    home = module_of(cls)
     return (
         cls in _HARMLESS_EXACT
         or isinstance(value, _HARMLESS)

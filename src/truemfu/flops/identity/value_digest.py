@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..wrappers import module_of
 from .code_digest import code_digest, name_of, pack
 from .code_names import NotImported, cells_of
 from .code_packages import home_of, is_read, package_of, source_path, version_of
@@ -138,7 +139,7 @@ class ValueDigest:
     def _composed(self, value: Any) -> bytes:
         if isinstance(value, _HELD):
             return self._held(value)
-        if isinstance(value, type):
+        if isinstance(value, type) and not isinstance(value, types.GenericAlias):  # both for Python 3.10
             self.packages.add(package_of(value.__module__))
             return pack(b"class", name_of(value))
         if isinstance(value, types.ModuleType):
@@ -222,12 +223,12 @@ class ValueDigest:
         return None if numbers is None else pack(numbers, self._extra(value))
 
     def _extra(self, value: Any) -> bytes:
-        extra = attributes_of(value) if is_read(type(value).__module__) else {}
+        extra = attributes_of(value) if is_read(module_of(type(value))) else {}
         return self.attributes(extra, type(value)) if extra else b""
 
     def _object(self, value: Any) -> bytes:
         cls = type(value)
-        self.packages.add(package_of(cls.__module__))
+        self.packages.add(package_of(module_of(cls)))
         text = text_of(value)
         if text is not None:
             return pack(name_of(cls), _text(text))
@@ -287,7 +288,7 @@ class ValueDigest:
 
 @functools.lru_cache(maxsize=4096)
 def _labels_of(cls: type) -> frozenset[str]:
-    bases = (base for base in cls.__mro__ if package_of(base.__module__) in _LIBRARIES)
+    bases = (base for base in cls.__mro__ if package_of(module_of(base)) in _LIBRARIES)
     return frozenset().union(*(_LABELS.get(base.__name__, frozenset()) for base in bases))
 
 

@@ -35,6 +35,7 @@ from ..identity.code_names import cells_of, globals_in, names_in, stored_attribu
 from ..identity.code_packages import is_read
 from ..identity.model_code import ModelCode, is_read_class
 from ..shadow.shadow import CACHE, is_plain_object
+from ..wrappers import module_of
 from .random_states import is_alone
 
 MAX_ENTRIES = 10_000
@@ -204,7 +205,7 @@ class _Saved:
         kind = type(value)
         if kind not in self._is_plain:
             self._is_plain[kind] = not issubclass(kind, (*_VALUES, *_CODE, tuple, torch.Tensor)) and (
-                is_plain_object(kind) and is_read(kind.__module__)
+                is_plain_object(kind) and is_read(module_of(kind))
             )
         return getattr(value, "__dict__", None) if self._is_plain[kind] else None
 

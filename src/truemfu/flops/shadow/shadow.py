@@ -34,7 +34,7 @@ from ...errors import ModelError
 from ...torch_private.trees import tree_map
 from ..interruption import supervision
 from ..registry import module_formula
-from ..wrappers import is_not_model_work, unwrap, unwrap_fsdp
+from ..wrappers import is_not_model_work, module_of, unwrap, unwrap_fsdp
 
 Maker = Callable[[torch.Tensor, torch.dtype, "torch.device | None"], torch.Tensor]
 """Makes a tensor's replacement, with this dtype, on this device (None: its own). See `tensor_makers.py`."""
@@ -83,9 +83,9 @@ class Shadow:
         for types_handled, make in _MAKERS:
             if isinstance(thing, types_handled):
                 return self._once(thing, functools.partial(make, self))
-        if type(thing).__module__ in _ITERATORS and isinstance(thing, Iterator):
+        if module_of(type(thing)) in _ITERATORS and isinstance(thing, Iterator):
             return self._once(thing, self._iterator)
-        if type(thing).__module__.startswith("numpy"):
+        if module_of(type(thing)).startswith("numpy"):
             return self._once(thing, copy.deepcopy) if getattr(thing, "size", 0) <= _MAX_CONTAINER else thing
         return self._once(thing, self._object) if is_plain_object(type(thing)) else thing
 
@@ -200,7 +200,7 @@ class Shadow:
     def _builtin_method(self, method: Any) -> Any:
         """A method of a random generator draws from the copy of the generator, not from the training's."""
         owner = getattr(method, "__self__", None)
-        is_generator = isinstance(owner, random.Random) or type(owner).__module__.startswith("numpy.random")
+        is_generator = isinstance(owner, random.Random) or module_of(type(owner)).startswith("numpy.random")
         return getattr(self.tree(owner), method.__name__) if is_generator else method
 
     def _partial(self, partial: functools.partial[Any]) -> Any:
@@ -339,12 +339,12 @@ def _copy_slots(thing: Any, shell: Any, tree: Callable[[Any], Any]) -> None:
 
 def is_plain_object(cls: type) -> bool:
     """Whether objects of a class are the user's own: written in Python, not of a framework, not an enum."""
-    if cls.__module__.split(".")[0] in sys.stdlib_module_names - {"__main__"}:
+    if module_of(cls).split(".")[0] in sys.stdlib_module_names - {"__main__"}:
         return False
-    bases = [base for base in cls.__mro__ if base is not object and base.__module__ != "typing"]
+    bases = [base for base in cls.__mro__ if base is not object and module_of(base) != "typing"]
     return all(
         base.__flags__ & _HEAP_TYPE
-        and base.__module__.split(".")[0] not in _FRAMEWORKS
+        and module_of(base).split(".")[0] not in _FRAMEWORKS
         and not issubclass(base, (enum.Enum, BaseException, type))
         for base in bases
     )
