@@ -33,9 +33,8 @@ demo: setup     ## every trainer once on this machine, the summary, and out/demo
 test: setup     ## the tests, in about ten minutes on two cores
 	$(BIN)/python -m pytest -n 2 -m "not long"
 
-test-all: test  ## and the long ones: real workers, ranks, trackers, kills, other trainers, every attack
+test-all: test  ## and the long ones: real workers, ranks, trackers, kills, other trainers
 	$(BIN)/python -m pytest -n 2 -m long
-	$(MAKE) faults
 
 faults: setup   ## every attack of the fault suite, in about ten minutes; FAULTS="--seed 1" for others
 	$(BIN)/python -W ignore -m faults $(FAULTS)

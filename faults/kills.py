@@ -67,11 +67,15 @@ def _training(inside: Path, *, number: int, delays_s: list[float], save_freq: in
                 _train_for_ever(folder, writes, save_freq)
             os._exit(0)
         os.close(writes)
-        with open(reads, "rb") as told:
+        with open(reads, "rb", buffering=0) as told:
             first = told.readline()  # it trains
             time.sleep(delay_s)
+            os.set_blocking(reads, False)
+            before = told.read() or b""  # of steps after the signal nothing is promised
             os.kill(pid, number)
-            lines = [first, *told.read().splitlines(keepends=True)]
+            lines = [first, *before.splitlines(keepends=True)]
+            os.set_blocking(reads, True)
+            told.read()
         _ends(pid)
         logged = [
             int(line.split()[1]) for line in lines if line.startswith(b"logged") and line.endswith(b"\n")

@@ -91,7 +91,7 @@ LONG = (
     # compiled by inductor
     "tests/flops/test_wrappers.py::test_a_model_compiled_by_inductor",
     "tests/monitor/test_monitor.py::test_a_compiled_model_is_seen",
-    # a sample of all attacks; `make test-all` runs every one
+    # a sample of the attacks; `make faults` runs every one
     "tests/test_fault_suite.py::test_no_attack_of_the_short_form",
     # a process for each private name of torch
     "tests/test_torch_private.py::test_without_a_name",
