@@ -1411,7 +1411,7 @@ def test_no_python_code_runs_when_the_first_count_of_a_process_is_collected() ->
 
 
 class WithoutModuleName:
-    """Its class has no module name, as that of functions made by some versions of Cython."""
+    """Its class has no module name, as that of some types written in C."""
 
     factor = 2
 

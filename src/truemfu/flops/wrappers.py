@@ -11,7 +11,7 @@ from .batch import is_readable
 
 
 def module_of(cls: type) -> str:
-    """The module of a class; "builtins" where it is not a name, as in types made by Cython."""
+    """The module of a class; "builtins" where it is not text, as a type written in C may have it."""
     name: object = cls.__module__
     return name if isinstance(name, str) else "builtins"
 

@@ -271,9 +271,8 @@ def _steps_axis(steps: Sequence[int]) -> Axis:
     if first == last:
         return Axis(low=first - 1, high=last + 1, step=1)
     step = max(1.0, _nice((last - first) / _TICKS))
-    return Axis(
-        low=first, high=last, step=step if step.is_integer() else 2 * step
-    )  # a step is a whole number
+    whole = step if step.is_integer() else 2 * step  # a training step is a whole number
+    return Axis(low=first, high=last, step=whole)
 
 
 def values_axis(values: Sequence[float], from_zero: bool, cuts_spikes: bool) -> Axis:

@@ -149,8 +149,9 @@ def _tables(comparison: Comparison) -> list[tuple[str | None, Table]]:
 def _table(table: TextTable, seconds: Sequence[tuple[float, float]] = ()) -> Table:
     """`seconds` are the values of the second and third column, where these are step times."""
     rows = [list(map(plain, row)) for row in table.rows]
-    for row, values in zip(rows, seconds, strict=False):
-        row[1:3] = [replace(cell, value=value) for cell, value in zip(row[1:3], values, strict=True)]
+    if seconds:
+        for row, values in zip(rows, seconds, strict=True):
+            row[1:3] = [replace(cell, value=value) for cell, value in zip(row[1:3], values, strict=True)]
     return Table(
         title=table.title,
         columns=[

@@ -19,7 +19,8 @@ def pack(*parts: bytes) -> bytes:
 def name_of(thing: Any) -> bytes:
     """The name that a class or function was defined under."""
     module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", None)
-    return f"{module}.{name or getattr(thing, '__name__', '')}".encode()
+    home = module if isinstance(module, str) else None  # a descriptor's text would have an address
+    return f"{home}.{name or getattr(thing, '__name__', '')}".encode()
 
 
 @functools.lru_cache(maxsize=16384)

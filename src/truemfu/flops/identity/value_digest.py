@@ -140,7 +140,7 @@ class ValueDigest:
         if isinstance(value, _HELD):
             return self._held(value)
         if isinstance(value, type) and not isinstance(value, types.GenericAlias):  # both for Python 3.10
-            self.packages.add(package_of(value.__module__))
+            self.packages.add(package_of(module_of(value)))
             return pack(b"class", name_of(value))
         if isinstance(value, types.ModuleType):
             return pack(b"module", value.__name__.encode())
