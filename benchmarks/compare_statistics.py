@@ -5,7 +5,8 @@ its verdict is "slower", with the settings of the command. The noise is
   CPU, recorded    step times of one training on a shared machine, each run in its own process
                    (compare_noise.py). A run is `calm` if the load average at its end was below 3, or `busy`.
                    Pairs are all pairs of calm runs, and busy runs that followed one another
-  H200, recorded   the same on a GPU, which the training keeps busy: pairs are all pairs of runs
+  CPU alone        the same on a machine that does nothing else: pairs are all pairs of runs
+  H200, recorded   two trainings on a GPU, each of which keeps it busy: pairs are all pairs of runs
   CPU, resampled   longer runs, made of blocks of 150 consecutive steps of the same recording (about a second
                    and a half: noise that lasts longer is cut)
   H200, resampled  longer runs of 16 experiments (results/sweep_h200), made of blocks of ten consecutive steps
@@ -32,6 +33,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, stdev
+from typing import Any
 
 from truemfu.report.compare import CONFIDENCE, RUN_TO_RUN
 from truemfu.report.intervals import Estimate, median_of, ratio_of
@@ -128,13 +130,14 @@ def recorded_lines(recording: dict[str, object]) -> Iterable[Line]:
     yield line(f"CPU, recorded, busy ({len(busy)} runs)", "4 runs each", 1450, alternating, is_claimed=False)
 
 
-def recorded_gpu_lines(recording: dict[str, object]) -> Iterable[Line]:
+def undisturbed_lines(noise: str, recording: dict[str, object], lengths: dict[int, bool]) -> Iterable[Line]:
+    """Runs of a machine that did nothing else; `lengths`: steps a run, whether both limits are claimed."""
     runs = recording["runs"]
     assert isinstance(runs, list)
-    for steps in (50, 100, 200, 400):
+    for steps, is_claimed in lengths.items():
         estimates = [parts(run["step_times_us"], steps) for run in runs]
-        noise = f"H200, recorded ({len(runs)} runs)"
-        yield line(noise, "1 run each", steps, every_pair(estimates), is_claimed=steps >= 200)
+        name = f"{noise} ({len(runs)} runs)"
+        yield line(name, "1 run each", steps, every_pair(estimates), is_claimed=is_claimed)
 
 
 def resampled_cpu_lines(recording: dict[str, object]) -> Iterable[Line]:
@@ -235,16 +238,20 @@ def synthetic_lines() -> Iterable[Line]:
             yield line(f"synthetic, {name}", "1 run each", steps, pairs, is_claimed=is_claimed)
 
 
+def read(name: str) -> dict[str, Any]:
+    """A recording of compare_noise.py."""
+    found: dict[str, Any] = json.loads((RESULTS / name).read_text(encoding="utf-8"))
+    return found
+
+
 def main() -> int:
-    recording, on_gpu = (
-        json.loads((RESULTS / name).read_text(encoding="utf-8"))
-        for name in ("compare_noise.json", "compare_noise_h200.json")
-    )
+    shared, alone = read("compare_noise.json"), read("compare_noise_alone.json")
+    transformer, convolutions = read("compare_noise_h200.json"), read("compare_noise_h200_convolutions.json")
+    recordings = (shared, alone, transformer, convolutions)
     print(
         f"{datetime.date.today()}, {platform.machine()}, {os.cpu_count()} cores, "
-        f"Python {platform.python_version()}; noise recorded {recording['recorded']} on "
-        f"{recording['machine']}, torch {recording['torch']}, and {on_gpu['recorded']} on "
-        f"{on_gpu['machine']}, torch {on_gpu['torch']}"
+        f"Python {platform.python_version()}; noise recorded "
+        + "; ".join(f"{it['recorded']} on {it['machine']}, torch {it['torch']}" for it in recordings)
     )
     print(f"assumed between runs, 1 run each: {RUN_TO_RUN:.1%}; confidence {CONFIDENCE:.0%}\n")
     print(
@@ -253,9 +260,11 @@ def main() -> int:
     )
     missed = 0
     for part in (
-        recorded_lines(recording),
-        recorded_gpu_lines(on_gpu),
-        resampled_cpu_lines(recording),
+        recorded_lines(shared),
+        undisturbed_lines("CPU alone, recorded", alone, {100: False, 300: True, 700: True, 1450: True}),
+        undisturbed_lines("H200, transformer", transformer, {50: False, 100: False, 200: True, 400: True}),
+        undisturbed_lines("H200, convolutions", convolutions, {50: True, 100: True, 200: True, 400: True}),
+        resampled_cpu_lines(shared),
         resampled_gpu_lines(),
         synthetic_lines(),
     ):
