@@ -5,7 +5,7 @@ sum over ranks of  FLOPs of a rank ÷ ranks that report the same  =  the count o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import mesh_jobs
@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from mesh_jobs import LENGTH, WORLD, Decoder, Experts, Mixture, rank_process, tokens
+from mesh_jobs import LEFT_OUT, LENGTH, WORLD, Decoder, Experts, Mixture, rank_process, tokens
 from rank_processes import free_address, run_ranks
 from torch import nn
 
@@ -37,7 +37,7 @@ UNKNOWN = {
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """What each rank found in each job."""
     folder, store = tmp_path_factory.mktemp("meshes"), free_address()
-    names = tuple(mesh_jobs.JOBS)
+    names = tuple(name for name in mesh_jobs.JOBS if name not in LEFT_OUT)
     arguments = [(rank, store, str(folder), names) for rank in range(WORLD)]
     codes, written = run_ranks(rank_process, arguments, folder, mesh_jobs.TIME_LIMIT_S)
     assert codes == [0] * WORLD
@@ -45,6 +45,14 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     errors = {name: rank[name]["error"] for rank in ranks for name in names if "error" in rank[name]}
     assert errors == {}
     return {name: [rank[name] for rank in ranks] for name in names}
+
+
+def skipped_where_left_out(name: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(name in LEFT_OUT, reason=LEFT_OUT.get(name, ""))
+
+
+def jobs(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=skipped_where_left_out(name)) for name in names]
 
 
 def job_flops(ranks: list[Any]) -> float:
@@ -60,7 +68,7 @@ def whole(samples: int, blocks: int = 3) -> int:
     return count_flops(Decoder(0, blocks, of=blocks), (tokens(samples),)).model_flops
 
 
-@pytest.mark.parametrize("name", SHARES)
+@pytest.mark.parametrize("name", jobs(SHARES))
 def test_ranks_that_share_layers_or_shard_them(found: dict[str, list[Any]], name: str) -> None:
     ranks = found[name]
     assert job_flops(ranks) == whole(SHARES[name])
@@ -70,7 +78,7 @@ def test_ranks_that_share_layers_or_shard_them(found: dict[str, list[Any]], name
     assert [rank["warned"] for rank in ranks] == [[]] * WORLD
 
 
-@pytest.mark.parametrize("name", PIPES)
+@pytest.mark.parametrize("name", jobs(PIPES))
 def test_pipelines(found: dict[str, list[Any]], name: str) -> None:
     ranks = found[name]
     assert job_flops(ranks) == whole(PIPES[name], blocks=8)
@@ -82,9 +90,13 @@ def test_pipelines(found: dict[str, list[Any]], name: str) -> None:
 def test_stages_have_names(found: dict[str, list[Any]]) -> None:
     assert [rank["name"] for rank in found["pipeline"]] == [f"pipeline stage {n} of 4" for n in range(4)]
     assert [rank["has_tokens"] for rank in found["pipeline"]] == [True, False, False, False]
+    assert [rank["has_tokens"] for rank in found["pipeline_and_ddp"]] == [True, True, False, False]
+
+
+@skipped_where_left_out("pipeline_interleaved")
+def test_stages_of_one_rank_have_one_name(found: dict[str, list[Any]]) -> None:
     names = [rank["name"] for rank in found["pipeline_interleaved"]]
     assert names == [f"pipeline stages {n}, {n + 4} of 8" for n in range(4)]
-    assert [rank["has_tokens"] for rank in found["pipeline_and_ddp"]] == [True, True, False, False]
 
 
 @pytest.mark.parametrize("name", ["experts", "experts_by_hand"])
@@ -186,6 +198,11 @@ REFUSED = {
     "sum of activations": "adds up matrices",
     "parts of chosen sizes": "exchanges tokens",
 }
+if not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::allreduce_", "Meta"):
+    # torch 2.6 cannot run collectives that write into their arguments on fake tensors
+    for case in ("sum of a metric", "gathered features", "barrier"):
+        del COUNTED[case]
+        REFUSED[case] = "calls a collective .* with values"
 
 
 @pytest.mark.parametrize("case", [*COUNTED, *REFUSED])
