@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import torch
 from benchmarks import truth
 from tests.command_line import Run, caller
+from torch.nn.attention import SDPBackend
 
 from truemfu import count_flops
 from truemfu.flops import BatchRequest, BuildOptions, model_from_config, parse_lora
@@ -132,8 +134,7 @@ def test_the_command_that_downloads_is_one_that_the_installed_hub_has() -> None:
         pytest.skip("huggingface_hub has no `hf` here")
     done = subprocess.run([program, "download", "--help"], capture_output=True, text=True, check=False)
     assert done.returncode == 0
-    assert "FILENAMES" in done.stdout
-    assert "REPO_ID" in done.stdout
+    assert re.search(r"\brepo_id \[filenames\b", done.stdout, re.IGNORECASE)
 
 
 def test_without_huggingface_hub_nothing_is_cached(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,6 +155,13 @@ def built(dtype: torch.dtype) -> tuple[torch.nn.Module, Any]:
     return model, example_batch(model, BatchRequest(samples=2, length=16))
 
 
+def has_fused_grouped_queries() -> bool:
+    """Whether attention with fewer keys than queries is fused on a CPU; torch 2.6 multiplies in fp32."""
+    queries, keys = torch.zeros(2, 4, 16, 8), torch.zeros(2, 2, 16, 8)
+    chosen = torch._fused_sdp_choice(queries, keys, keys, is_causal=True, enable_gqa=True)
+    return chosen == SDPBackend.FLASH_ATTENTION.value
+
+
 def test_lora_counts_what_a_model_of_peft_does(run: Run, config: str) -> None:
     peft = pytest.importorskip("peft")
     data = counted(run, config, *SHAPE, *LORA)
@@ -164,7 +172,8 @@ def test_lora_counts_what_a_model_of_peft_does(run: Run, config: str) -> None:
         assert data[part] == getattr(expected, part)
     trained, total = adapted.get_nb_trainable_parameters()
     assert (data["trained_parameters"], data["parameters"]) == (trained, total)
-    assert set(data["by_dtype"]) == {"bf16"}
+    has_fp32 = "model.rotary_emb" in data["by_module"] or not has_fused_grouped_queries()
+    assert set(data["by_dtype"]) == ({"bf16", "fp32"} if has_fp32 else {"bf16"})
 
 
 def test_lora_counts_the_analytic_truth(run: Run, config: str) -> None:
@@ -174,7 +183,8 @@ def test_lora_counts_the_analytic_truth(run: Run, config: str) -> None:
     expected = truth.llama_lora(model, batch, rank=4)
     rotary = data["by_module"].get("model.rotary_emb", 0)  # older transformers multiply matrices there
     assert data["forward"] - rotary == expected.forward
-    assert (data["backward"], data["recompute"]) == (expected.backward, expected.recompute)
+    recompute = expected.recompute if has_fused_grouped_queries() else 0
+    assert (data["backward"], data["recompute"]) == (expected.backward, recompute)
 
 
 @pytest.mark.parametrize("targets", ["", ",targets=all-linear"])

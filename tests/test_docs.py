@@ -189,6 +189,12 @@ def build(config: Path, target: Path) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
+    markdown, rendering = pytest.importorskip("markdown"), pytest.importorskip("mkdocstrings")
+    if sys.version_info < (3, 11):
+        try:
+            rendering.Highlighter(markdown.Markdown())
+        except TypeError:
+            pytest.skip("this mkdocstrings lacks an argument that this pymdown-extensions needs")
     done = build(ROOT / "mkdocs.yml", folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder

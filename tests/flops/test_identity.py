@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -223,7 +224,11 @@ def test_a_step_a_count_and_a_copy_leave_the_identity_as_it_was(name: str) -> No
     before = identity(model)
     ids = torch.ones(2, 8, dtype=torch.int64)
     model(input_ids=ids, labels=ids).loss.backward()
-    FlopModel.fit(model, {"input_ids": ids, "labels": ids})
+    with warnings.catch_warnings():
+        if name == "mixtral" and not hasattr(sys.modules[type(model).__module__], "MixtralExperts"):
+            # before transformers 5 each expert is a module, whose rows follow no closed form
+            warnings.filterwarnings("ignore", "MixtralForCausalLM has no closed form")
+        FlopModel.fit(model, {"input_ids": ids, "labels": ids})
     assert identity(model) == before
     assert identity(copy.deepcopy(model)) == before
 
