@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,6 +25,8 @@ RUN_DEPENDENT = {
     "train_runtime",
     "train_samples_per_second",
     "train_steps_per_second",
+    # in training_args.bin of transformers 4: a folder named after the time of the run
+    "logging_dir",
 }
 """Names in files of the scripts whose values differ between two runs of the same script."""
 
@@ -136,7 +138,7 @@ def same(one: Any, other: Any) -> bool:
         return len(one) == len(other) and all(map(same, one, other))
     if hasattr(one, "tobytes"):
         return one.tobytes() == other.tobytes()
-    if type(one).__eq__ is object.__eq__:
+    if type(one).__eq__ is object.__eq__ or is_dataclass(one):
         return same(vars(one), vars(other)) if hasattr(one, "__dict__") else repr(one) == repr(other)
     return bool(one == other)
 
