@@ -5,10 +5,8 @@ its verdict is "slower", with the settings of the command. The noise is
   CPU, recorded    step times of one training on a shared machine, each run in its own process
                    (compare_noise.py). A run is `calm` if the load average at its end was below 3, or `busy`.
                    Pairs are all pairs of calm runs, and busy runs that followed one another
-  CPU alone        the same on a machine that does nothing else: pairs are all pairs of runs
+  CPU alone        the same on a machine that does nothing else: all pairs of runs, and drawn groups of four
   H200, recorded   two trainings on a GPU, each of which keeps it busy: pairs are all pairs of runs
-  CPU, resampled   longer runs, made of blocks of 150 consecutive steps of the same recording (about a second
-                   and a half: noise that lasts longer is cut)
   H200, resampled  longer runs of 16 experiments (results/sweep_h200), made of blocks of ten consecutive steps
                    of each; what differs between runs is not in it. Those whose steps vary by less than 5 %
                    are shown apart: most others are bound by the host, and their steps have several levels
@@ -32,10 +30,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean, median, stdev
 from typing import Any
 
-from truemfu.report.compare import CONFIDENCE, RUN_TO_RUN
+from truemfu.report.compare import CONFIDENCE, RUN_TO_RUN, RUN_TO_RUN_ON_CPU
 from truemfu.report.intervals import Estimate, median_of, ratio_of
 
 RESULTS = Path(__file__).parent / "results"
@@ -43,7 +41,7 @@ SLOW_DOWN = 1.05
 STEADY = 0.05
 CALM_LOAD = 3.0
 SYNTHETIC_RUNS = 60
-RESAMPLED_RUNS = 30
+REPEATED_PAIRS = 2000
 MOST_FALSE, FEWEST_FOUND = 0.05, 0.95
 
 Runs = Sequence[Estimate]
@@ -74,8 +72,8 @@ class Line:
         )
 
 
-def is_slower(first: Runs, second: Runs) -> bool:
-    return ratio_of(first, second, confidence=CONFIDENCE, run_to_run=RUN_TO_RUN).low > 1
+def is_slower(first: Runs, second: Runs, run_to_run: float) -> bool:
+    return ratio_of(first, second, confidence=CONFIDENCE, run_to_run=run_to_run).low > 1
 
 
 def slowed(run: Estimate) -> Estimate:
@@ -90,7 +88,10 @@ def slowed(run: Estimate) -> Estimate:
 
 
 def line(noise: str, design: str, steps: int, pairs: Iterable[Pair], *, is_claimed: bool) -> Line:
-    results = [(is_slower(a, b), is_slower(a, [slowed(run) for run in b])) for a, b in pairs]
+    assumed = RUN_TO_RUN_ON_CPU if noise.startswith("CPU") else RUN_TO_RUN
+    results = [
+        (is_slower(a, b, assumed), is_slower(a, [slowed(run) for run in b], assumed)) for a, b in pairs
+    ]
     false_alarms, found = (sum(column) / len(results) for column in zip(*results, strict=True))
     return Line(noise, design, steps, len(results), false_alarms, found, is_claimed)
 
@@ -130,31 +131,29 @@ def recorded_lines(recording: dict[str, object]) -> Iterable[Line]:
     yield line(f"CPU, recorded, busy ({len(busy)} runs)", "4 runs each", 1450, alternating, is_claimed=False)
 
 
-def undisturbed_lines(noise: str, recording: dict[str, object], lengths: dict[int, bool]) -> Iterable[Line]:
-    """Runs of a machine that did nothing else; `lengths`: steps a run, whether both limits are claimed."""
+def undisturbed_lines(
+    noise: str, recording: dict[str, Any], lengths: Sequence[int], *, claimed_from: int | None
+) -> Iterable[Line]:
+    """Pairs of runs of a machine that did nothing else; both limits are claimed from so many steps on."""
     runs = recording["runs"]
-    assert isinstance(runs, list)
-    for steps, is_claimed in lengths.items():
+    for steps in lengths:
         estimates = [parts(run["step_times_us"], steps) for run in runs]
         name = f"{noise} ({len(runs)} runs)"
+        is_claimed = claimed_from is not None and steps >= claimed_from
         yield line(name, "1 run each", steps, every_pair(estimates), is_claimed=is_claimed)
 
 
-def resampled_cpu_lines(recording: dict[str, object]) -> Iterable[Line]:
-    """Long runs with the noise of the recorded ones."""
+def repeated_lines(noise: str, recording: dict[str, Any], lengths: Sequence[int]) -> Iterable[Line]:
+    """Four runs on each side, any eight runs of such a machine, a part of each."""
     runs = recording["runs"]
-    assert isinstance(runs, list)
-    calm = [run["step_times_us"] for run in runs if run["load"] < CALM_LOAD]
-    for steps in (1000, 5000):
-        draw = random.Random(steps)
-        made = [median_of(blocks(draw, calm, steps, 150), CONFIDENCE) for _ in range(RESAMPLED_RUNS)]
-        yield line(
-            f"CPU, resampled, calm ({len(calm)} runs)",
-            "1 run each",
-            steps,
-            every_pair([[run] for run in made]),
-            is_claimed=steps >= 5000,
-        )
+    for steps in lengths:
+        estimates, draw = [parts(run["step_times_us"], steps) for run in runs], random.Random(steps)
+        pairs = []
+        for _ in range(REPEATED_PAIRS):
+            drawn = [draw.choice(run) for run in draw.sample(estimates, 8)]
+            pairs.append((drawn[:4], drawn[4:]))
+        name = f"{noise} ({len(runs)} runs)"
+        yield line(name, "4 runs each", steps, pairs, is_claimed=steps >= 300)
 
 
 def resampled_gpu_lines() -> Iterable[Line]:
@@ -171,17 +170,16 @@ def resampled_gpu_lines() -> Iterable[Line]:
             draw = random.Random(steps)
             pairs: list[Pair] = []
             for times in group:
-                made = [median_of(blocks(draw, [times], steps, 10), CONFIDENCE) for _ in range(8)]
+                made = [median_of(blocks(draw, times, steps, 10), CONFIDENCE) for _ in range(8)]
                 pairs += every_pair([[run] for run in made])
             noise = f"H200, resampled, {name} ({len(group)})"
             yield line(noise, "1 run each", steps, pairs, is_claimed=group is steady and steps >= 200)
 
 
-def blocks(draw: random.Random, runs: Sequence[Sequence[float]], steps: int, length: int) -> list[float]:
-    """A run of blocks of consecutive steps, each from any of `runs`."""
+def blocks(draw: random.Random, times: Sequence[float], steps: int, length: int) -> list[float]:
+    """A run of blocks of consecutive steps of another."""
     found: list[float] = []
     while len(found) < steps:
-        times = draw.choice(runs)
         at = draw.randrange(len(times) - length + 1)
         found += times[at : at + length]
     return found[:steps]
@@ -244,6 +242,11 @@ def read(name: str) -> dict[str, Any]:
     return found
 
 
+def between_runs(recording: dict[str, Any]) -> float:
+    """How much equal runs differ: the standard deviation of the logarithms of their medians."""
+    return stdev(math.log(median(run["step_times_us"])) for run in recording["runs"])
+
+
 def main() -> int:
     shared, alone = read("compare_noise.json"), read("compare_noise_alone.json")
     transformer, convolutions = read("compare_noise_h200.json"), read("compare_noise_h200_convolutions.json")
@@ -253,7 +256,15 @@ def main() -> int:
         f"Python {platform.python_version()}; noise recorded "
         + "; ".join(f"{it['recorded']} on {it['machine']}, torch {it['torch']}" for it in recordings)
     )
-    print(f"assumed between runs, 1 run each: {RUN_TO_RUN:.1%}; confidence {CONFIDENCE:.0%}\n")
+    print(
+        f"assumed between runs, 1 run each: {RUN_TO_RUN:.1%}, on a CPU {RUN_TO_RUN_ON_CPU:.1%}; "
+        f"confidence {CONFIDENCE:.0%}"
+    )
+    names = ("CPU, recorded", "CPU alone", "H200, transformer", "H200, convolutions")
+    differ = ", ".join(
+        f"{name} {between_runs(recording):.2%}" for name, recording in zip(names, recordings, strict=True)
+    )
+    print(f"standard deviation of the medians of equal runs: {differ}\n")
     print(
         f"{'noise':36} {'design':11} {'steps':>6} {'pairs':>6} {'A/A':>8} {'found':>8}\n"
         f"{'':36} {'':11} {'a run':>6} {'':>6} {'slower':>8} {'of +5 %':>8}"
@@ -261,10 +272,10 @@ def main() -> int:
     missed = 0
     for part in (
         recorded_lines(shared),
-        undisturbed_lines("CPU alone, recorded", alone, {100: False, 300: True, 700: True, 1450: True}),
-        undisturbed_lines("H200, transformer", transformer, {50: False, 100: False, 200: True, 400: True}),
-        undisturbed_lines("H200, convolutions", convolutions, {50: True, 100: True, 200: True, 400: True}),
-        resampled_cpu_lines(shared),
+        undisturbed_lines("CPU alone, recorded", alone, (100, 300, 700, 1450), claimed_from=None),
+        repeated_lines("CPU alone, recorded", alone, (100, 300, 700, 1450)),
+        undisturbed_lines("H200, transformer", transformer, (50, 100, 200, 400), claimed_from=200),
+        undisturbed_lines("H200, convolutions", convolutions, (50, 100, 200, 400), claimed_from=50),
         resampled_gpu_lines(),
         synthetic_lines(),
     ):

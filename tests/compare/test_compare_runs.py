@@ -60,6 +60,22 @@ def test_a_small_difference_of_one_run_each_is_not_reported(truemfu: Run, base: 
     assert "B is slower" in truemfu("compare", str(base), str(slow), "--run-to-run", "0").out
 
 
+def test_runs_on_a_cpu_are_assumed_to_differ_by_more(truemfu: Run, tmp_path: Path) -> None:
+    folders = {}
+    for device in ("cpu", "NVIDIA H200"):
+        for seed, seconds in ((0, 0.1), (1, 0.104)):
+            folder = write_run(tmp_path / device / str(seed), noisy(STEPS, seconds, spread=0.001, seed=seed))
+            record = json.loads((folder / "training_run.json").read_text())
+            (folder / "training_run.json").write_text(json.dumps({**record, "device": device}))
+        compared = truemfu("compare", *(str(tmp_path / device / seed) for seed in "01"), "--json").out
+        folders[device] = json.loads(compared)
+    assert {device: found["run_to_run"] for device, found in folders.items()} == {
+        "cpu": 0.015,
+        "NVIDIA H200": 0.01,
+    }
+    assert [found["pairs"][0]["verdict"] for found in folders.values()] == ["no difference shown", "slower"]
+
+
 def test_repeated_runs_measure_what_they_differ_by(truemfu: Run, tmp_path: Path) -> None:
     for number in range(4):
         write_run(tmp_path / "a" / str(number), noisy(50, 0.1 * (1 + 0.001 * number), seed=number))

@@ -35,6 +35,8 @@ CONFIDENCE = 0.95
 RUN_TO_RUN = 0.01
 """With runs that differ by this much, one run of each reports about 3 % of equal pairs as slower and misses
 about 6 % of slow-downs by 5 %; with runs that differ less, fewer of both."""
+RUN_TO_RUN_ON_CPU = 0.015
+"""By so much equal runs on a CPU differed, with nothing else on the machine (compare_noise_alone.json)."""
 
 SLOWER, FASTER, UNCLEAR = "slower", "faster", "no difference shown"
 
@@ -109,13 +111,18 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compare(
-    first: Side, second: Side, *, max_regression: float | None = None, run_to_run: float = RUN_TO_RUN
+    first: Side, second: Side, *, max_regression: float | None = None, run_to_run: float | None = None
 ) -> Comparison:
-    """Compare two sides; a UsageError if there is nothing to compare, or it would mean nothing."""
+    """Compare two sides; a UsageError if there is nothing to compare, or it would mean nothing.
+
+    `run_to_run` is the assumed standard deviation between equal runs; None: the one of their device.
+    """
     if first.is_sweep != second.is_sweep:
         one, other = (f"{side.path} is {'a sweep' if side.is_sweep else 'a run'}" for side in (first, second))
         raise UsageError(f"cannot compare: {one} and {other}")
     groups = _groups(first, second)
+    if run_to_run is None:
+        run_to_run = RUN_TO_RUN_ON_CPU if groups[0][1][0].is_on_cpu else RUN_TO_RUN
     confidence = 1 - (1 - CONFIDENCE) / len(groups)
     judge = _Judge(confidence=confidence, max_regression=max_regression, run_to_run=run_to_run)
     pairs = [judge.pair(name, own, others) for name, own, others in groups]

@@ -35,6 +35,7 @@ class Measured:
     versions: Mapping[str, str] = field(default_factory=dict)
     """What may differ, and is stated then."""
     peak_source: str | None = None
+    is_on_cpu: bool = False
     files: tuple[Path, ...] = ()
     """Of a run: where it was read from."""
     notes: tuple[str, ...] = ()
@@ -110,6 +111,7 @@ def _run(folder: Path) -> Measured:
         facts={} if record is None else _facts_of_run(record, series),
         versions={} if record is None else {**record.versions, "Python": record.python or "unknown"},
         peak_source=None if summary is None else summary.peak_source,
+        is_on_cpu=record is not None and record.device == "cpu",
         files=(folder / RUN_FILE, folder / log_name),
         notes=tuple(notes),
     )
@@ -175,6 +177,7 @@ def _experiment(path: Path, entry: Entry) -> Measured | str:
         },
         versions={} if environment is None else {**environment.versions, "Python": environment.python},
         peak_source=None if flops is None else flops.peak_source,
+        is_on_cpu=case.device == "cpu",
     )
 
 
