@@ -5,7 +5,10 @@ rows after warm-up, in microseconds, when the run began, and the machine's load 
 machine does is in the noise. On a CPU a small transformer layer on one thread, of some milliseconds a step;
 on a GPU eight layers of 2,048 in bf16, or six convolutions with 256 channels, which keep it busy.
 
-    python benchmarks/compare_noise.py --runs 40 --steps 2000 --output benchmarks/results/compare_noise.json
+    python benchmarks/compare_noise.py --runs 40 --steps 2000 --machine "shared with other work" \\
+        --output benchmarks/results/compare_noise.json
+    python benchmarks/compare_noise.py --runs 12 --steps 1500 --machine "nothing else running" \\
+        --output benchmarks/results/compare_noise_alone.json
     python benchmarks/compare_noise.py --device cuda --runs 13 --steps 430 \\
         --output benchmarks/results/compare_noise_h200.json
     python benchmarks/compare_noise.py --device cuda --model convolutions --runs 13 --steps 430 \\
@@ -105,10 +108,10 @@ def main() -> None:
     import torch
 
     machine = f"{platform.machine()}, {os.cpu_count()} cores"
-    if asked.machine is not None:
-        machine += f", {asked.machine}"
     if asked.device == "cuda":
         machine = torch.cuda.get_device_name(0)
+    if asked.machine is not None:
+        machine += f", {asked.machine}"
     runs = []
     for number in range(asked.runs):
         runs.append(recorded(asked.steps, asked.device, asked.model))

@@ -5,8 +5,9 @@ its verdict is "slower", with the settings of the command. The noise is
   CPU, recorded    step times of one training on a shared machine, each run in its own process
                    (compare_noise.py). A run is `calm` if the load average at its end was below 3, or `busy`.
                    Pairs are all pairs of calm runs, and busy runs that followed one another
-  CPU alone        the same on a machine that does nothing else: all pairs of runs, and drawn groups of four
-  H200, recorded   two trainings on a GPU, each of which keeps it busy: pairs are all pairs of runs
+  CPU alone        the same on a machine that does nothing else: all pairs of runs, and four runs each of
+                   eight that followed one another, in turn or first all of one side
+  H200, …          two trainings on a GPU, each of which keeps it busy: pairs are all pairs of runs
   H200, resampled  longer runs of 16 experiments (results/sweep_h200), made of blocks of ten consecutive steps
                    of each; what differs between runs is not in it. Those whose steps vary by less than 5 %
                    are shown apart: most others are bound by the host, and their steps have several levels
@@ -41,7 +42,6 @@ SLOW_DOWN = 1.05
 STEADY = 0.05
 CALM_LOAD = 3.0
 SYNTHETIC_RUNS = 60
-REPEATED_PAIRS = 2000
 MOST_FALSE, FEWEST_FOUND = 0.05, 0.95
 
 Runs = Sequence[Estimate]
@@ -123,12 +123,8 @@ def recorded_lines(recording: dict[str, object]) -> Iterable[Line]:
         estimates = [parts(times, steps) for times in busy]
         followed = [pair for two in pairwise(estimates) for pair in every_pair(two)]
         yield line(f"CPU, recorded, busy ({len(busy)} runs)", "1 run each", steps, followed, is_claimed=False)
-    whole = [parts(times, 1450)[0] for times in busy]
-    eights = [whole[at : at + 8] for at in range(len(whole) - 7)]
-    alternating = [
-        pair for eight in eights for pair in ((eight[::2], eight[1::2]), (eight[1::2], eight[::2]))
-    ]
-    yield line(f"CPU, recorded, busy ({len(busy)} runs)", "4 runs each", 1450, alternating, is_claimed=False)
+    busy_runs = {"runs": [run for run in runs if run["load"] >= CALM_LOAD]}
+    yield from repeated_lines("CPU, recorded, busy", busy_runs, (1450,), claimed_from=None)
 
 
 def undisturbed_lines(
@@ -143,17 +139,25 @@ def undisturbed_lines(
         yield line(name, "1 run each", steps, every_pair(estimates), is_claimed=is_claimed)
 
 
-def repeated_lines(noise: str, recording: dict[str, Any], lengths: Sequence[int]) -> Iterable[Line]:
-    """Four runs on each side, any eight runs of such a machine, a part of each."""
-    runs = recording["runs"]
+def repeated_lines(
+    noise: str, recording: dict[str, Any], lengths: Sequence[int], *, claimed_from: int | None
+) -> Iterable[Line]:
+    """Four runs on each side, of eight that followed one another: in turn, or first all of A."""
+    name = f"{noise} ({len(recording['runs'])} runs)"
     for steps in lengths:
-        estimates, draw = [parts(run["step_times_us"], steps) for run in runs], random.Random(steps)
-        pairs = []
-        for _ in range(REPEATED_PAIRS):
-            drawn = [draw.choice(run) for run in draw.sample(estimates, 8)]
-            pairs.append((drawn[:4], drawn[4:]))
-        name = f"{noise} ({len(runs)} runs)"
-        yield line(name, "4 runs each", steps, pairs, is_claimed=steps >= 300)
+        runs = [parts(run["step_times_us"], steps) for run in recording["runs"]]
+        eights = [
+            [run[part] for run in runs[at : at + 8]]
+            for at in range(len(runs) - 7)
+            for part in range(min(map(len, runs)))
+        ]
+        for design, halves in (
+            ("4 in turn", [(eight[::2], eight[1::2]) for eight in eights]),
+            ("4, then 4", [(eight[:4], eight[4:]) for eight in eights]),
+        ):
+            pairs = [pair for a, b in halves for pair in ((a, b), (b, a))]
+            is_claimed = design == "4 in turn" and claimed_from is not None and steps >= claimed_from
+            yield line(name, design, steps, pairs, is_claimed=is_claimed)
 
 
 def resampled_gpu_lines() -> Iterable[Line]:
@@ -273,7 +277,7 @@ def main() -> int:
     for part in (
         recorded_lines(shared),
         undisturbed_lines("CPU alone, recorded", alone, (100, 300, 700, 1450), claimed_from=None),
-        repeated_lines("CPU alone, recorded", alone, (100, 300, 700, 1450)),
+        repeated_lines("CPU alone, recorded", alone, (100, 300, 700, 1450), claimed_from=300),
         undisturbed_lines("H200, transformer", transformer, (50, 100, 200, 400), claimed_from=200),
         undisturbed_lines("H200, convolutions", convolutions, (50, 100, 200, 400), claimed_from=50),
         resampled_gpu_lines(),

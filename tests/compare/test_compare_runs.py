@@ -76,6 +76,15 @@ def test_runs_on_a_cpu_are_assumed_to_differ_by_more(truemfu: Run, tmp_path: Pat
     assert [found["pairs"][0]["verdict"] for found in folders.values()] == ["no difference shown", "slower"]
 
 
+def test_one_side_that_is_known_to_be_on_a_cpu_decides(truemfu: Run, tmp_path: Path) -> None:
+    known, unknown = (write_run(tmp_path / name, noisy(STEPS)) for name in ("known", "unknown"))
+    record = json.loads((known / "training_run.json").read_text())
+    (known / "training_run.json").write_text(json.dumps({**record, "device": "cpu"}))
+    (unknown / "training_run.json").unlink()
+    for sides in ((known, unknown), (unknown, known)):
+        assert json.loads(truemfu("compare", *map(str, sides), "--json").out)["run_to_run"] == 0.015
+
+
 def test_repeated_runs_measure_what_they_differ_by(truemfu: Run, tmp_path: Path) -> None:
     for number in range(4):
         write_run(tmp_path / "a" / str(number), noisy(50, 0.1 * (1 + 0.001 * number), seed=number))

@@ -140,6 +140,14 @@ def test_experiments_are_matched_by_name(truemfu: Run, tmp_path: Path) -> None:
     assert "Slower by more than the limit: slow." in " ".join(text.split())
 
 
+@pytest.mark.parametrize(("device", "assumed"), [("cpu", 0.015), ("cuda", 0.01)])
+def test_experiments_on_a_cpu_are_assumed_to_differ_by_more(
+    truemfu: Run, tmp_path: Path, device: str, assumed: float
+) -> None:
+    sides = [sweep(tmp_path / side, [experiment("one", noisy(60), device=device)]) for side in "ab"]
+    assert json.loads(truemfu("compare", *sides, "--json").out)["run_to_run"] == assumed
+
+
 def test_many_experiments_have_wider_intervals_each(truemfu: Run, tmp_path: Path) -> None:
     """Of 40 equal experiments at 95 % each, one would be reported by chance."""
     widths = []

@@ -122,7 +122,8 @@ def compare(
         raise UsageError(f"cannot compare: {one} and {other}")
     groups = _groups(first, second)
     if run_to_run is None:
-        run_to_run = RUN_TO_RUN_ON_CPU if groups[0][1][0].is_on_cpu else RUN_TO_RUN
+        on_cpu = any(one.is_on_cpu for _, own, others in groups for one in (*own, *others))
+        run_to_run = RUN_TO_RUN_ON_CPU if on_cpu else RUN_TO_RUN
     confidence = 1 - (1 - CONFIDENCE) / len(groups)
     judge = _Judge(confidence=confidence, max_regression=max_regression, run_to_run=run_to_run)
     pairs = [judge.pair(name, own, others) for name, own, others in groups]
