@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
@@ -165,8 +166,9 @@ def has_fused_grouped_queries() -> bool:
 
 def rotary_multiplies(model: Any) -> bool:
     """Whether the rotary embedding of this transformers is a product of matrices, in fp32."""
-    with FlopCounterMode(display=False) as counter, torch.device("meta"):
-        model.model.rotary_emb(torch.zeros(1, 16, 8), torch.arange(16)[None])
+    rotary = copy.deepcopy(model.model.rotary_emb).to_empty(device="cpu")
+    with FlopCounterMode(display=False) as counter:
+        rotary(torch.zeros(1, 16, 8), torch.arange(16)[None])
     return counter.get_total_flops() > 0
 
 
