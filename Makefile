@@ -36,7 +36,7 @@ test: setup     ## the tests, in about ten minutes on two cores
 test-all: test  ## and the long ones: real workers, ranks, trackers, kills, other trainers
 	$(BIN)/python -m pytest -n 2 -m long
 
-faults: setup   ## every attack of the fault suite, in about ten minutes; FAULTS="--seed 1" for others
+faults: setup   ## every attack of the fault suite, in about six minutes; FAULTS="--seed 1" for others
 	$(BIN)/python -W ignore -m faults $(FAULTS)
 
 docs: setup     ## the documentation site in out/site; a broken link is an error
