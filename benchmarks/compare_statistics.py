@@ -110,7 +110,7 @@ def recorded_lines(recording: dict[str, object]) -> Iterable[Line]:
     runs = recording["runs"]
     assert isinstance(runs, list)
     calm = [run["step_times_us"] for run in runs if run["load"] < CALM_LOAD]
-    busy = [run["step_times_us"] for run in runs if run["load"] >= CALM_LOAD]
+    busy = {"runs": [run for run in runs if run["load"] >= CALM_LOAD]}
     for steps in (100, 300, 700, 1450):
         yield line(
             f"CPU, recorded, calm ({len(calm)} runs)",
@@ -120,11 +120,12 @@ def recorded_lines(recording: dict[str, object]) -> Iterable[Line]:
             is_claimed=False,
         )
     for steps in (300, 1450):
-        estimates = [parts(times, steps) for times in busy]
+        estimates = [parts(run["step_times_us"], steps) for run in busy["runs"]]
         followed = [pair for two in pairwise(estimates) for pair in every_pair(two)]
-        yield line(f"CPU, recorded, busy ({len(busy)} runs)", "1 run each", steps, followed, is_claimed=False)
-    busy_runs = {"runs": [run for run in runs if run["load"] >= CALM_LOAD]}
-    yield from repeated_lines("CPU, recorded, busy", busy_runs, (1450,), claimed_from=None)
+        yield line(
+            f"CPU, recorded, busy ({len(busy['runs'])} runs)", "1 run each", steps, followed, is_claimed=False
+        )
+    yield from repeated_lines("CPU, recorded, busy", busy, (1450,), claimed_from=None)
 
 
 def undisturbed_lines(

@@ -12,6 +12,8 @@ import pytest
 from made_runs import noisy, row, write_log, write_run
 from tests.command_line import Run, caller
 
+from truemfu.report.compare import RUN_TO_RUN, RUN_TO_RUN_ON_CPU
+
 STEPS = 300
 
 
@@ -74,6 +76,12 @@ def test_runs_on_a_cpu_are_assumed_to_differ_by_more(truemfu: Run, tmp_path: Pat
         "NVIDIA H200": 0.01,
     }
     assert [found["pairs"][0]["verdict"] for found in folders.values()] == ["no difference shown", "slower"]
+
+
+def test_the_help_states_what_is_assumed(truemfu: Run) -> None:
+    assert f"default: ({100 * RUN_TO_RUN:g}, on a CPU {100 * RUN_TO_RUN_ON_CPU:g})" in " ".join(
+        truemfu("compare", "--help").out.split()
+    )
 
 
 def test_one_side_that_is_known_to_be_on_a_cpu_decides(truemfu: Run, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.nn.functional as F
+from tests.versions import HAS_FSDP2_ON_CPU
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -407,7 +408,7 @@ JOBS = {
 }  # fmt: skip
 LEFT_OUT: dict[str, str] = {}
 """Jobs that this torch cannot do by itself, each with what it lacks."""
-if not hasattr(torch.cpu.Stream, "record_event"):
+if not HAS_FSDP2_ON_CPU:
     LEFT_OUT |= dict.fromkeys(
         ("fsdp", "hsdp", "tensor_and_fsdp", "tensor_and_fsdp_of_the_whole"),
         "FSDP2 on a CPU needs torch.cpu.Stream.record_event, which this torch lacks",

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_processes import free_address, run_ranks
+from tests.versions import HAS_FSDP2_ON_CPU
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -212,7 +213,7 @@ def flops_of(found: dict[str, Any]) -> int:
 
 @pytest.mark.parametrize(("name", "world_size"), [("ddp", 2), ("ddp", 3), ("fsdp2", 2)])
 def test_every_rank_has_its_mfu_and_rank_0_alone_logs(tmp_path: Path, name: str, world_size: int) -> None:
-    if name == "fsdp2" and not hasattr(torch.cpu.Stream, "record_event"):
+    if name == "fsdp2" and not HAS_FSDP2_ON_CPU:
         pytest.skip("FSDP2 on a CPU needs a newer torch")
     codes, found = job(tmp_path, name, world_size)
     assert codes == [0] * world_size

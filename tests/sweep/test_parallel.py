@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import torch
 from supervised import HERE, Recorder, processes_of_sweeps, small
+from tests.versions import HAS_FSDP2_ON_CPU
 
 from truemfu.errors import UsageError
 from truemfu.flops import count_step
@@ -50,7 +51,7 @@ def ran(config: SweepConfig, folder: Path, listener: Recorder | None = None) -> 
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
 def test_ranks_together_have_the_flops_of_as_many_single_processes(parallel: str, tmp_path: Path) -> None:
-    if parallel == "fsdp2" and not hasattr(torch.cpu.Stream, "record_event"):
+    if parallel == "fsdp2" and not HAS_FSDP2_ON_CPU:
         pytest.skip("FSDP2 on a CPU needs a newer torch")
     (result,) = ran(two(parallel, trainers=["StandardTrainer"], profiled_steps=1), tmp_path).results
     assert (result.end, result.message, result.notes) == (Status.OK, None, [])
