@@ -347,8 +347,9 @@ class MonitorCost(msgspec.Struct, frozen=True, kw_only=True):
     training_thread_us_per_step: float | None = None
     share_of_step: float | None = None
     checks_s: float | None = None
-    counting_s: float | None = None
-    counted_after_steps: list[int] = []
+    observing_s: float | None = None
+    """How much longer the observed steps took than others."""
+    observed_steps: list[int] = []
     profiling_s: float | None = None
 
 
@@ -416,12 +417,15 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
 
     steps: int | None = None
     warmup_steps: int | None = None
+    observed_steps: int | None = None
     skipped_steps: int | None = None
     medians_over: str | None = None
     median_step_time_s: float | None = None
     median_mfu: float | None = None
     median_mfu_by_model: dict[str, float | None] = {}
     """Each model's part of `median_mfu`, if several are monitored."""
+    median_mfu_estimate: float | None = None
+    """Over the steps whose FLOPs are unknown: what the model's structure suggests."""
     median_hfu: float | None = None
     median_tokens_per_second: float | None = None
     median_samples_per_second: float | None = None
@@ -438,6 +442,10 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     stragglers: list[StragglerSummary] = []
     """Of a job: those that still held it up, then the newest others."""
     method: str | None = None
+    methods: dict[str, int] = {}
+    """How the FLOPs of steps were found, and of how many."""
+    mfu_unknown: dict[str, int] = {}
+    """Why the FLOPs of steps are unknown, and of how many."""
     peak_source: str | None = None
     monitor_cost: MonitorCost | None = None
     hardware: RunHardware | None = None

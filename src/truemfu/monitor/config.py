@@ -11,7 +11,6 @@ in `SCHEMA` are read, and one of them, or `monitor`, that is not a mapping (`wan
 from __future__ import annotations
 
 import json
-import math
 import numbers
 import os
 import re
@@ -50,7 +49,6 @@ class MonitorConfig:
     detailed_log_freq: int = 50
     dataset_metrics_freq: int = 10
     save_freq: int = 200
-    count_time_limit_s: float = 60.0
     phases: Mapping[str, int] = field(default_factory=lambda: dict(PHASES))
     initial_profiling: bool = True
     calibration_enabled: bool = True
@@ -149,13 +147,6 @@ def _tflops(path: str, value: Any) -> float | None:
     return None if number is None else float(number)
 
 
-def _seconds(path: str, value: Any) -> float:
-    number = _number(value)
-    if number is None or not 0 < number < math.inf:
-        raise _invalid(path, "a positive number of seconds, such as 60", value)
-    return float(number)
-
-
 def _audit(path: str, value: Any) -> str | None:
     if value is None:
         return None
@@ -221,7 +212,6 @@ SCHEMA: Mapping[str, tuple[str, Callable[[str, Any], Any]]] = {
     "monitoring.detailed_log_freq": ("detailed_log_freq", _steps),
     "monitoring.dataset_metrics_freq": ("dataset_metrics_freq", _steps_or_never),
     "monitoring.save_freq": ("save_freq", _steps),
-    "monitoring.count_time_limit_s": ("count_time_limit_s", _seconds),
     "monitoring.phases": ("phases", _phases),
     "monitoring.performance_monitoring.smart_mode.initial_profiling": ("initial_profiling", _switch),
     "monitoring.performance_monitoring.smart_mode.calibration_enabled": ("calibration_enabled", _switch),

@@ -1,6 +1,7 @@
 """A run from its first batch or step on: what the training thread notes, and the objects that process it.
 
-    a forward pass ──► note_batch: its template, the last batch's if both have the same signature
+    a forward pass ──► note_batch: its template, the last batch's if both have the same signature; a step
+                       that is observed begins here, or at the end of the last log_step
     log_step       ──► one StepNote: what it was given, a mark on the device's clock, what it shares with the
                        step before ──► resolver ──► row ──► trackers
 
@@ -12,51 +13,51 @@ values are sent to the host together, every few seconds.
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..convention import Convention
 from ..errors import one_line
 from ..flops import HostCopy
 from ..hardware.counters.executed import CYCLE_COUNTERS, executed_method, has_rate
 from ..hardware.detect import spec_of
 from ..hardware.nsight.audited import AuditedKernels
 from ..torch_private.loading import listen
-from ..torch_private.watching import backward_number, functorch_level, miss_compiled_calls
+from ..torch_private.watching import backward_number, miss_compiled_calls
 from .config import MonitorConfig
 from .hybrid.hardware_windows import HardwareWindows
 from .notices import Notices
-from .ranks.find_role import context_parallel_size, role_of
+from .ranks.find_role import role_of
 from .ranks.membership import Membership
 from .ranks.rank_link import RankLink
 from .ranks.reporter import ROW_EVERY_S
 from .ranks.role import UNKNOWN, WHOLE
 from .row_side.audit_step import AuditStep
-from .row_side.flops_of_steps import Counting, state_of
 from .row_side.frequency import DETAILS_S, StepsOrSeconds
 from .row_side.output import Output
 from .row_side.resolver import Resolver, peak_memory_bytes
+from .step_flops.known import KnownSteps
+from .step_flops.plan import ObservationPlan
+from .step_flops.source import FlopsSource
+from .step_flops.watch import StepWatch
 from .summary import RunFigures, info_of
 from .training_side import forks
-from .training_side.batch_notes import Batch, BatchNotes, StepBatches
+from .training_side.batch_notes import Batch, BatchNotes, StepBatches, Template
 from .training_side.between_steps import LONG_GAP_S, BetweenSteps
 from .training_side.clock import Mark, StepClock, clock_for
 from .training_side.compilations import compilations
-from .training_side.counts import Counts
 from .training_side.datasets import PendingDatasetMetrics
 from .training_side.hardware_watch import HardwareWatch, open_watch
 from .training_side.host_values import HostValues
 from .training_side.intake import LARGEST_STEP, Intake
-from .training_side.kept_forms import KeptInBackground
 from .training_side.measuring import Measuring
+from .training_side.model_facts import facts_of
 from .training_side.model_hooks import ModelHooks
-from .training_side.model_state import States, facts_of
 from .training_side.signals import write_at_signals
 from .training_side.step_note import NO_EXTRAS, WARMUP_STEPS, StepExtras, StepNote, StepPosition
 from .training_side.watched import Watched
@@ -71,6 +72,7 @@ _SLOW_STEP_S = 1.0
 _MAX_HOLD_S = 6.0
 """After that the resolver sends held values; the training thread has done so unless its step is long."""
 _LOCK_TIMEOUT_S = 0.3
+_CHANGES_SHOWN = 5
 _READY = (float, type(None))
 """Types of numbers that are taken as they are."""
 Datasets = Sequence[tuple[PendingDatasetMetrics, HostCopy]]
@@ -109,24 +111,27 @@ class LiveRun:
         self._role_is_due = True
         self._values = HostValues(notices)
         self._intake = Intake(self._values, notices)
-        self._clock = StepClock(clock_for(device, thins_out=True))
+        self._clock = StepClock(clock_for(device))
         self._watch, executed = self._opened_watch(audited, about_figures)
         self._audit = AuditStep.from_environment(self._ranks, device, notices)
-        kept = KeptInBackground(folder, notices) if self._ranks.is_first else None
-        if kept is not None:
-            output.other_files.append(kept.lane)
-            kept.start()
-        self._counts = Counts(
-            config,
-            ranks=self._ranks,
-            notice=about_figures,
-            kept=kept,
+        self._plan = ObservationPlan(config.flops_profile_freq, began_s=time.perf_counter())
+        self._steps = StepWatch(
+            self._plan,
+            Convention(attention=config.attention),  # type: ignore[arg-type]
+            is_enabled=not config.estimates_only,
+            is_possible=self._can_observe,
         )
-        self._batches = BatchNotes(self._values, notices, lambda: self._counts.values_matter)
-        self._counting = Counting(
+        self._batches = BatchNotes(self._values)
+        self._flops = FlopsSource(
             config,
-            self._counts,
-            ranks=self._ranks,
+            KnownSteps(
+                self._plan,
+                self._steps.convention,
+                notice=about_figures,
+                needs_whole_steps=self._steps.observe_whole_steps,
+            ),
+            models=lambda: hooks.roots,
+            module_of=hooks.module_of,
             notice=about_figures,
             device=device,
             executed_method=executed,
@@ -149,22 +154,23 @@ class LiveRun:
             if self._ranks.is_first:
                 output.other_files.append(self._member.file)
         self._has_more_to_begin = True
-        self._last_requested: tuple[StepBatches | None, States] = None, ()
+        self._begun: tuple[Template, bool] | None = None
+        """The template of the batch that was noted last, and whether it is the first of its step."""
         self._compilations = compilations()
-        self.own_time_s = self.own_check_s = 0.0
-        """The monitor's time on the training thread, and its time there for setup and checks."""
+        self.own_time_s = 0.0
+        """The monitor's time on the training thread."""
         self._resolver = Resolver(
             clock=self._clock.clock,
             device=device,
-            counting=self._counting,
-            counts=self._counts,
+            flops=self._flops,
+            plan=self._plan,
             ranks=self._ranks,
             output=output,
             notices=notices,
             details=StepsOrSeconds(config.detailed_log_freq, DETAILS_S, began_s=time.perf_counter()),
             audit=self._audit,
             send_held=self._send_held,
-            role=lambda: self.role if self._counts.shares_are_known else replace(self.role, is_known=False),
+            role=lambda: self.role,
             member=self._member,
             measured_peak_flops_per_s=_times(config.measured_peak_tflops, 1e12),
             audited_tiles={} if audited is None else audited.tile_factors(),
@@ -226,11 +232,6 @@ class LiveRun:
         self._measuring.go_without_counters(reason if self._ranks.is_first else None)
 
     @property
-    def signals(self) -> list[int]:
-        """Signals that arrived during a finished count: the caller delivers them."""
-        return self._counts.signals
-
-    @property
     def has_batches(self) -> bool:
         """Whether a batch of the current step was noted."""
         return self._batches.has_notes
@@ -239,25 +240,21 @@ class LiveRun:
         """Which step comes next, as far as that is known."""
         return self._intake.next_position()
 
-    def forget_role(self) -> None:
+    def forget_models(self) -> None:
         """Other models are watched from now on."""
         self._role_is_due = True
+        self._steps.forget_models()
 
     def _find_role(self) -> None:
         """Find this rank's role: in a forward pass, when pipeline stages and split sequences are there."""
         self._role_is_due = False
         if self._ranks.world_size == 1:
             return
-        measuring, models = self._measuring, self._hooks.roots
         try:
-            self.role = role_of(models)
-            self._batches.set_sequence_parts(context_parallel_size(models))
+            self.role = role_of(self._hooks.roots)
         except Exception as error:
-            self.role, measuring.knows_role = UNKNOWN, False
-            self._notices(f"this rank's share of the work is unknown, so there is no MFU: {one_line(error)}")
-        else:
-            measuring.knows_role = True
-            self._counting.flops_shared_by = self.role.flops_shared_by
+            self.role = UNKNOWN
+            self._notices(f"the job's samples and tokens are unknown: {one_line(error)}")
 
     def forget_batches(self) -> None:
         """Drop the notes of the current step: its batches are passed to `observe` instead."""
@@ -288,11 +285,32 @@ class LiveRun:
                 self._exclude_unusual_gap()
         if is_first and self._has_more_to_begin:
             self._begin_step(in_backward=in_backward)
-        if slot is not None and self._measuring.check_is_due(slot):
-            self._measuring.check(self._hooks.first if watched is None else watched.module, slot)
-            self.own_check_s += time.perf_counter() - began_s
-        else:
-            self.own_time_s += time.perf_counter() - began_s
+        self._begun = None if slot is None or in_backward else (batches.last_template, is_first)
+        self.own_time_s += time.perf_counter() - began_s
+
+    def batch_begins(self) -> None:
+        """After `note_batch`, where modes may be entered: the forward pass of the noted batch begins."""
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            self._steps.batch_begins(begun[0], is_first=begun[1])
+
+    def evaluation_begins(self) -> bool:
+        """A forward pass without gradients begins; whether its end is to be told."""
+        return self.pass_begins(None, is_training=False)
+
+    def pass_begins(self, name: str | None, *, is_training: bool) -> bool:
+        """A forward pass of a watched module begins; whether its end is to be told."""
+        observer = self._steps.observer
+        if observer is None:
+            return False
+        observer.pass_begins(name, is_training=is_training)
+        return True
+
+    def pass_ends(self) -> None:
+        """It has ended, by return or exception."""
+        observer = self._steps.observer
+        if observer is not None:
+            observer.pass_ends()
 
     def _exclude_unusual_gap(self) -> None:
         """Exclude the time since the last step if it is long and most steps have nothing like it."""
@@ -305,10 +323,10 @@ class LiveRun:
     def _begin_step(self, *, in_backward: bool) -> None:
         if not self.logged:  # later steps begin where the last one ended
             self._clock.begin()
-        if self._measuring.profiles and not in_backward:
-            self._measuring.begin_step(self._counting.convention)
-        if self._audit is not None:
-            self._audit.begin_step(self.logged, compilations())
+        if self._measuring.profiles and not in_backward and self._steps.observer is None:
+            self._measuring.begin_step(self._steps.convention)
+        if self._audit is not None and self._audit.begin_step(self.logged, compilations()):
+            self._steps.observe_next_batch()
         self._has_more_to_begin = self._measuring.profiles or self._audit is not None
 
     def log_step(
@@ -324,25 +342,34 @@ class LiveRun:
         datasets: Datasets,
         now_s: float,
     ) -> None:
-        """End a step: hand over one note of it, and count what is due."""
+        """End a step: hand over one note of it."""
         intake, measuring, extras = self._intake, self._measuring, NO_EXTRAS
         if self._audit is not None:
             self._audit.end_step()
+        observed, nodes = self._steps.step_ends(), self._steps.nodes()
         if attention_mask is not None or flops is not None or datasets or measuring.profiler is not None:
             extras = self._extras(attention_mask, flops, datasets)
         if self._hooks.are_unsettled:
             self._hooks.settle()
         batches = self._batches.take()
+        if observed is not None:
+            extras = extras._replace(observed=observed)
+            self._steps.note_batches(batches)
         if not batches.notes or not self._hooks.see_whole_batches:
-            batches = self._without_forward_passes(batches, is_given=extras.given_flops is not None)
+            self._without_forward_passes(batches)
         if type(step) is not int or not -LARGEST_STEP <= step <= LARGEST_STEP:
             step = intake.step_number(step)
         steps = intake.steps_since_last(step)
         compiled = compilations()
-        is_warmup = self.logged < WARMUP_STEPS or compiled != self._compilations or extras.profile is not None
+        is_warmup = (
+            self.logged < WARMUP_STEPS
+            or compiled != self._compilations
+            or extras.profile is not None
+            or observed is not None
+        )
         if self._watch is not None:
             # Before the mark that ends the step: once that has passed, so has the cut. Windows exclude steps
-            # that compile or are profiled.
+            # that compile, are profiled or observed.
             if is_warmup:
                 self._watch.restart()
             elif (cut := self._watch.cut(now_s)) is not None:
@@ -358,28 +385,41 @@ class LiveRun:
             grad_norm if type(grad_norm) in _READY else take("grad_norm", grad_norm),
             learning_rate if type(learning_rate) in _READY else take("learning_rate", learning_rate),
             batches,
-            measuring.states,
+            self.logged + 1,
+            self._steps.state,
+            nodes,
             measuring.is_counted,
             is_warmup,
             self._between.take(),
-            self._clock.end(now_s, exact=is_slow or extras.cut is not None or extras.profile is not None),
+            self._clock.end(now_s),
             skip_remote if type(skip_remote) is bool else intake.flag("skip_wandb", skip_remote),
             extras,
         )
         self._values.flush_if_due(now_s, is_due=is_slow)
         if self._audit is not None:
             self._audit.hand_over(note)
-        requested_for = self._last_requested
-        if batches is not requested_for[0] or note.states is not requested_for[1] or self._audit is not None:
-            self._request_counts(note)  # before the row side needs them
         self._resolver.put(note)
         self.logged += 1
         self._compilations = compiled
         self._steps_done += steps
-        if self._counts.has_waiting:
-            self.own_time_s -= self._run_counts()
         if self._steps_done >= measuring.plan_at:
             measuring.plan_next(self._steps_done)
+            self._plan.set_frequency(measuring.frequency)
+        self._check_models()
+
+    def begin_next_step(self) -> None:
+        """The last thing that `log_step` does: the next step begins, and may be observed as a whole."""
+        self._steps.next_begins(self.logged)
+
+    def _check_models(self, *, now: bool = False) -> None:
+        change = self._steps.change
+        self._steps.check_models(self._hooks.roots, self.logged, now=now)
+        if self._steps.change is not change and (change := self._steps.change) is not None:
+            self._notices(
+                f"the model changed between the logged steps {change.after_step} and {change.until_step}: "
+                "steps between them may have the FLOPs before the change",
+                about=f"model change {self._steps.state if self._steps.state < _CHANGES_SHOWN else ''}",
+            )
 
     def _extras(self, attention_mask: Any, flops: Any, datasets: Datasets) -> StepExtras:
         """The optional parts of a step, absent from most."""
@@ -392,69 +432,24 @@ class LiveRun:
             datasets=datasets,
         )
 
-    def _without_forward_passes(self, batches: StepBatches, *, is_given: bool) -> StepBatches:
-        """A step whose forward pass may not have been seen: warn, or mark it where that is certain."""
+    def _without_forward_passes(self, batches: StepBatches) -> None:
+        """A step whose forward passes may not have been seen: look for them elsewhere from now on."""
         hooks = self._hooks
-        has_batches = batches.notes or batches.is_missing or hooks.are_disabled or is_given
-        if (not hooks.see_whole_batches or not has_batches) and hooks.were_compiled():
-            return batches._replace(is_missing=True)
-        if not has_batches and hooks.are_there:
-            miss_compiled_calls()
-            self._notices(
-                "a step without a training forward pass of the attached model has no MFU: "
-                "attach the object you call (the compiled model, the wrapper), or call monitor.observe(batch)"
-            )
-        return batches
-
-    def _request_counts(self, note: StepNote) -> None:
-        """Request counts of new batch shapes; by shape too where the cross-check or an audit needs that."""
-        if not note.measured or note.extras.given_flops is not None or self._config.estimates_only:
+        has_batches = batches.notes or batches.missing or hooks.are_disabled
+        if hooks.were_compiled() or has_batches or not hooks.are_there:
             return
-        is_audited = self._audit is not None and self._audit.awaits_count
-        self._last_requested = note.batches, note.states
-        for batch in note.batches.notes:
-            template, state = batch.template, state_of(note.states, batch)
-            if state is None:
-                continue
-            is_new = template.requested_for != state.number
-            if is_new or (is_audited and template not in state.works):
-                wants_work = is_audited or (self._watch is not None and is_new and not state.works)
-                template.requested_for = state.number
-                self._counts.ask(state, batch, wants_work=wants_work)
-                self._resolver.wake()
+        miss_compiled_calls()
+        hooks.watch_calls()
 
-    def _run_counts(self) -> float:
-        """Run the counts that are due, outside of every step time; returns the seconds, 0 without a count."""
-        before_s = self._counts.spent_s
-        while (
-            self._can_count()
-            and not self._counts.signals
-            and (request := self._counts.next_due()) is not None
-        ):
-            mark = self._clock.moment()
-            self._notices.with_warnings_collected(
-                functools.partial(self._counts.run, request, self._intake.last_step or 0)
-            )
-            self._clock.pause(mark, None)
-            if self._watch is not None:
-                self._watch.restart()
-            self._resolver.wake()
-        took_s = self._counts.spent_s - before_s
-        self._between.shift(took_s)
-        return took_s
-
-    def _can_count(self) -> bool:
-        """Whether this is a moment between two steps: no backward pass, no capture of a CUDA graph."""
-        if backward_number() != -1 or functorch_level() is not None or self._between.is_paused:
-            return False
-        if self._counts.is_at_work:  # a signal's handler in the middle of a count
-            return False
+    def _can_observe(self) -> bool:
+        """Whether a step may be observed from now on: no CUDA graph is being captured."""
         return self._device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 
     def pause(self) -> Mark:
         """Exclude what runs from now on from the step, until `resume` gets the mark."""
         mark = self._clock.moment()
         self._values.flush()
+        self._steps.suspend()
         self._measuring.interrupt()
         if self._audit is not None:
             self._audit.pause()
@@ -465,6 +460,7 @@ class LiveRun:
     def resume(self, mark: Mark, kind: str, began_s: float) -> None:
         """Continue the step; `kind` is what ran since the mark, which was requested at `began_s`."""
         self._clock.pause(mark, kind)
+        self._steps.resume()
         if self._audit is not None:
             self._audit.resume()
         self._between.shift(time.perf_counter() - began_s)
@@ -480,12 +476,13 @@ class LiveRun:
         """On any thread: process the remaining steps, and end everything except the output."""
         in_closing = self._notices.in_closing
         in_closing(self._leave_loaders)
+        in_closing(self._steps.close)
+        in_closing(self._check_models_at_end)
         if self._member is not None:
             self._member.expect_last_reports()
         ends_s = time.monotonic() + _RANKS_TIMEOUT_S
         try:
             in_closing(self._finish_last_rows)
-            in_closing(self._counts.end)
         finally:  # also after a KeyboardInterrupt
             in_closing(self._resolver.stop, _ROWS_TIMEOUT_S)
             if self._member is not None:
@@ -494,6 +491,10 @@ class LiveRun:
             if self._audit is not None:
                 in_closing(self._audit.close, self.logged)
             in_closing(self._close_watch)
+
+    def _check_models_at_end(self) -> None:
+        if self.logged:
+            self._check_models(now=True)
 
     def _finish_last_rows(self) -> None:
         is_sent = self._send_all()
@@ -525,9 +526,8 @@ class LiveRun:
             self._notices(f"the hardware counters could not be closed: {one_line(error)}")
 
     def _finish_rows(self, timeout_s: float, *, hold_s: float | None = None) -> bool:
-        """Wait for the rows of all steps so far; on the training thread, run the counts they need."""
-        is_here = threading.get_ident() == self._between.thread and self._can_count()
-        return self._resolver.finish_pending(timeout_s, self._run_counts if is_here else None, hold_s=hold_s)
+        """Wait for the rows of all steps so far."""
+        return self._resolver.finish_pending(timeout_s, hold_s=hold_s)
 
     def _send_all(self) -> bool:
         """Send the device values that the rows so far need; whether that succeeded."""
@@ -544,11 +544,10 @@ class LiveRun:
 
     def _send_held(self) -> bool:
         """On the resolver's thread: send values that were held too long; whether there were any."""
-        held = (self._values.oldest_s, self._clock.unmarked_s)
-        since_s = [moment_s for moment_s in held if moment_s is not None]
+        oldest_s = self._values.oldest_s
         return (
-            bool(since_s)
-            and time.perf_counter() - min(since_s) > _MAX_HOLD_S
+            oldest_s is not None
+            and time.perf_counter() - oldest_s > _MAX_HOLD_S
             and self._send_from_other_thread(_LOCK_TIMEOUT_S)
         )
 
@@ -600,17 +599,17 @@ class LiveRun:
 
     def figures(self) -> RunFigures:
         """The figures of the run so far."""
-        resolver, counts = self._resolver, self._counts
+        resolver, known = self._resolver, self._flops.known
         return RunFigures(
             self.info(),
             logged=self.logged,
             totals=resolver.totals,
             own_time_s=self.own_time_s,
-            own_check_s=self.own_check_s,
+            own_check_s=self._steps.check_s,
             background_s=resolver.own_time_s,
-            counting_s=counts.spent_s,
-            counts=counts.number_done,
-            counted_after_steps=[done.step for done in counts.done],
+            observing_s=self._plan.spent_s,
+            observed=known.number_counted,
+            observed_steps=known.steps,
             profiling_s=resolver.profile_cost_s,
             hardware=None if resolver.hardware is None else resolver.hardware.as_dict(),
             job=None if self._member is None else self._member.figures(),

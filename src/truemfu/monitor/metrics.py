@@ -21,7 +21,7 @@ from ..utilization import share_of_peak
 from .ranks.amounts import PEAK, Exact, exact
 from .ranks.job_sums import JobStep
 from .ranks.role import WHOLE, RankRole
-from .row_side.flops_of_steps import StepFlops
+from .step_flops.source import StepFlops, UnknownFlops
 
 WINDOW_STEPS = 100
 PAUSES = ("evaluation", "checkpoint", "generation", "other")
@@ -100,6 +100,10 @@ class StepAmounts:
     useful_tokens: float | None
     flops: StepFlops | None
     warmup: bool
+    """Whether its time is not representative: a first step, one that compiles, is profiled or observed."""
+    unknown: UnknownFlops | None = None
+    """Why there are no `flops`, and the estimate in their place."""
+    observed: bool = False
     role: RankRole = WHOLE
     """Which part of these amounts is this rank's."""
     in_job: bool = False
@@ -120,6 +124,11 @@ class StepAmounts:
         found |= {f"{name}_per_gpu": own[name] for name in per_gpu if name in own}
         if self.flops is not None:
             found["perf/tflops_per_gpu"] = float(self.own[_MODEL_FLOPS]) / 1e12
+        estimate = None if self.unknown is None else self.unknown.estimate
+        if estimate is not None:
+            flops = exact(estimate.model_flops, self.role.flops_shared_by)
+            if (mfu := _share(flops, estimate.peak_flops_per_s)) is not None:
+                found["perf/mfu_estimate"] = mfu
         return tuple(found.items())
 
     def _rates_of(self, sums: Mapping[str, Exact]) -> dict[str, float]:
@@ -186,8 +195,12 @@ class StepAmounts:
             found["perf/padding_efficiency"] = self.useful_tokens / self.tokens
         if self.flops is not None:
             found["perf/method"] = self.flops.method
+        if self.unknown is not None:
+            found["perf/mfu_unknown"] = self.unknown.reason
         if self.warmup:
             found["perf/warmup"] = True
+        if self.observed:
+            found["perf/observed"] = True
         return found
 
     @cached_property

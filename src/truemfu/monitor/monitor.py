@@ -3,8 +3,8 @@
     forward pass ──► hook: a note of the batch ┐
     log_step ──► a mark on the device's clock  ┴─► StepNote ──► resolver ──► row ──► trackers
 
-The training thread notes and queues: it reads no device value, waits for nothing and writes no file. Once per
-kind of batch it also counts, between two steps; step times exclude that (`counts.py`). No exception of the
+The training thread notes and queues: it reads no device value, waits for nothing and writes no file. A few
+steps are observed operator by operator while they run (`step_flops/`). No exception of the
 monitor leaves these methods: it becomes one warning, which the summary repeats. Only an invalid configuration
 raises, at construction. The work behind these methods is in `live_run.py`.
 """
@@ -22,9 +22,9 @@ from typing import Any
 import torch
 
 from ..errors import brief, one_line
-from ..flops import deliver
 from ..hardware.detect import override_flops_per_s
 from ..hardware.nsight.audited import read_audit
+from ..torch_private.dispatch import hidden_from_modes
 from ..trackers.base import Tracker
 from . import created
 from .config import MonitorConfig, load_config
@@ -94,7 +94,7 @@ class TrainingMonitor:
             batch_shapes=lambda: [] if self._live is None else self._live.batch_shapes(),
             notice=self._notices,
         )
-        self._hooks = ModelHooks(self._on_forward, self._on_evaluation, self._notices)
+        self._hooks = ModelHooks(self._on_forward, self._on_evaluation, self._on_forward_end, self._notices)
         self._measuring = Measuring(self.config, self._notices)
         self._between = BetweenSteps()
         self._datasets = DatasetMetrics(notice=self._notices)
@@ -119,9 +119,8 @@ class TrainingMonitor:
         if before is not None and not isinstance(model, CalledModels) and before.are(model):
             models = before
         else:
-            self._measuring.forget()
             if self._live is not None:
-                self._live.forget_role()
+                self._live.forget_models()
             self._datasets.set_model(models.first)
         self._hooks.attach(models)
         return self
@@ -203,7 +202,7 @@ class TrainingMonitor:
         """
         began_s, live, guard = time.perf_counter(), self._live, self._guard
         before = 0 if live is None else live.logged
-        with guard.lock:
+        with guard.lock, hidden_from_modes():
             try:
                 if live is None or guard.is_broken or guard.is_closed or forks.number != guard.forks:
                     live = self._run_to_log({"loss": loss})
@@ -219,8 +218,7 @@ class TrainingMonitor:
         self._between.end_s = end_s = time.perf_counter()
         if live is not None:
             live.own_time_s += end_s - began_s
-            if live.signals:
-                deliver(live.signals)
+            guard.run(live.begin_next_step)
 
     def update_dataset_metrics(self, batch: Mapping[str, Any], outputs: Any, aggregated_loss: Any) -> None:
         """Loss and accuracy of each dataset of a mixed batch, with the next `log_step`."""
@@ -239,7 +237,6 @@ class TrainingMonitor:
                 live.save(_SAVE_TIMEOUT_S)
             except Exception as error:
                 self._notices(f"the rows so far could not be saved: {one_line(error)}")
-            deliver(live.signals)
 
     @property
     def has_batches(self) -> bool:
@@ -289,7 +286,6 @@ class TrainingMonitor:
                     show(self.summary())
         finally:
             in_closing(live.leave_signals)
-        deliver(live.signals)
 
     def _run_to_log(self, tensors: Batch) -> LiveRun | None:
         """The run that a step belongs to; None if the step is not logged."""
@@ -315,21 +311,39 @@ class TrainingMonitor:
             )
         return self._live
 
-    def _on_forward(self, watched: Watched, batch: Batch | None) -> None:
+    def _on_forward(self, watched: Watched, batch: Batch | None) -> bool:
+        """Note the batch; whether the end of the forward pass is to be told."""
         began_s, hooks, guard = time.perf_counter(), self._hooks, self._guard
-        if not (hooks.are_disabled or self._between.pauses or guard.is_closed or guard.is_broken):
-            try:
-                with guard.lock:
-                    live = self._live or self._started(batch or {})
-                    slot = 0 if hooks.see_whole_batches else hooks.slot(watched)
-                    live.note_batch(batch, began_s, slot, watched)
-            except Exception as error:
-                guard.switch_off(error)
+        if self._between.pauses or guard.is_closed or guard.is_broken:
+            return False
+        try:
+            with guard.lock:
+                if not hooks.are_disabled:
+                    with hidden_from_modes():
+                        live = self._live or self._started(batch or {})
+                        slot = 0 if hooks.see_whole_batches else hooks.slot(watched)
+                        live.note_batch(batch, began_s, slot, watched)
+                    live.batch_begins()
+                return self._live is not None and self._live.pass_begins(watched.name, is_training=True)
+        except Exception as error:
+            guard.switch_off(error)
+            return False
+
+    def _on_forward_end(self) -> None:
+        if self._live is not None:
+            self._guard.run(self._live.pass_ends)
 
     def _note_observed(self, batch: Batch | None, began_s: float) -> None:
         slot = 0 if self._hooks.see_whole_batches else None
-        self._started(batch or {}).note_batch(batch, began_s, slot, None)
+        live = self._started(batch or {})
+        with hidden_from_modes():
+            live.note_batch(batch, began_s, slot, None)
+        live.batch_begins()
 
-    def _on_evaluation(self) -> None:
-        if not self._guard.is_closed:
-            self._guard.run(self._between.evaluated)
+    def _on_evaluation(self) -> bool:
+        """A forward pass without gradients begins; whether its end is to be told."""
+        if self._guard.is_closed:
+            return False
+        self._guard.run(self._between.evaluated)
+        live = self._live
+        return live is not None and bool(self._guard.run(live.evaluation_begins))

@@ -54,7 +54,7 @@ from ..torch_private.dispatch import check_counts, disable_modes
 from ..torch_private.trees import tree_map_only
 from ..utilization import Utilization, calculate_mfu
 from .config import MODES
-from .row_side.given_flops import dominant_dtype
+from .step_flops.source import dominant_dtype
 from .training_side.fingerprint import fingerprint
 from .training_side.hardware_watch import counters_of
 

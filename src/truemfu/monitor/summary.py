@@ -32,9 +32,9 @@ class RunFigures:
     """On the training thread, without the times below."""
     own_check_s: float = 0.0
     background_s: float = 0.0
-    counting_s: float = 0.0
-    counts: int = 0
-    counted_after_steps: Sequence[int] = ()
+    observing_s: float = 0.0
+    observed: int = 0
+    observed_steps: Sequence[int] = ()
     profiling_s: float = 0.0
     hardware: Mapping[str, Any] | None = None
     job: Mapping[str, Any] | None = None
@@ -93,9 +93,9 @@ def summary_of(figures: RunFigures, *, lost: Sequence[str], warnings: Sequence[s
             "share_of_step": None if own_s is None or not step_s else own_s / step_s,
             "checks_s": figures.own_check_s,
             "background_s": figures.background_s,
-            "counting_s": figures.counting_s,
-            "counts": figures.counts,
-            "counted_after_steps": list(figures.counted_after_steps),
+            "observing_s": figures.observing_s,
+            "observed": figures.observed,
+            "observed_steps": list(figures.observed_steps),
             "profiling_s": figures.profiling_s,
         },
         "hardware": figures.hardware,
@@ -116,6 +116,7 @@ def lines_of(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("step, median", _seconds(summary["median_step_time_s"])),
         ("MFU, median", _share(summary["median_mfu"], _why_no_mfu(summary))),
         *[(f"  {name}", _share(mfu, "")) for name, mfu in summary["median_mfu_by_model"].items()],
+        *_estimate(summary),
         ("HFU, median", _hfu(summary)),
         ("peak", summary["peak_source"] or "unknown"),
         ("FLOPs by", _method(summary)),
@@ -260,6 +261,20 @@ def _share(share: float | None, why_not: str) -> str:
     return f"{share:.1%}" if share >= 0.01 or share == 0 else f"{100 * share:.2g} %"
 
 
+def _estimate(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The estimate where FLOPs were not counted, and for how many steps, by reason."""
+    lines = []
+    if summary["median_mfu_estimate"] is not None:
+        text = _share(summary["median_mfu_estimate"], "")
+        lines.append(("MFU, estimated", f"{text} (from the model's structure; not a count)"))
+    if summary["method"] is not None:
+        lines += [
+            ("MFU unknown", f"{steps:,} step{'s' * (steps > 1)}: {reason}")
+            for reason, steps in summary["mfu_unknown"].items()
+        ]
+    return lines
+
+
 def _between(summary: Mapping[str, Any]) -> str:
     seen = evaluations(summary["forwards_between_steps"])
     return _share(summary["between_steps_share"], "no forward pass seen") + (f" ({seen})" if seen else "")
@@ -312,7 +327,8 @@ def _hfu(summary: Mapping[str, Any]) -> str:
 
 def _why_no_mfu(summary: Mapping[str, Any]) -> str:
     if summary["method"] is None:
-        return "no FLOPs known"
+        reasons = summary["mfu_unknown"]
+        return max(reasons, key=lambda reason: reasons[reason]) if reasons else "no FLOPs known"
     if summary["peak_source"] is None:
         return "no peak known: set monitoring.peak_tflops or TRUEMFU_PEAK_TFLOPS"
     return "no step was measured"
@@ -333,14 +349,17 @@ def _cost(summary: Mapping[str, Any]) -> str:
         parts.append(f"{cost['share_of_step']:.3%} of a step")
     if cost["checks_s"]:
         parts.append(f"{1e3 * cost['checks_s']:.0f} ms in all for setup and checks")
-    if cost["counts"]:
-        parts.append(_counting(cost))
+    if cost["observed"]:
+        parts.append(_observing(cost))
     return ", ".join(parts) or "nothing measured"
 
 
-def _counting(cost: Mapping[str, Any]) -> str:
-    """How long counts held up the training, and after which steps; step times exclude that."""
-    steps = [str(step) for step in cost["counted_after_steps"]]
-    times = _times(cost["counts"])
+def _observing(cost: Mapping[str, Any]) -> str:
+    """How much longer observed steps took, and which they are; no median includes them."""
+    steps = [str(step) for step in cost["observed_steps"]]
     where = ", ".join(steps[:_STEPS_SHOWN]) + (" …" if len(steps) > _STEPS_SHOWN else "")
-    return f"counting took {cost['counting_s']:.1f} s, {times}, at step{'s' * (len(steps) > 1)} {where}"
+    number = cost["observed"]
+    return (
+        f"{number:,} step{'s' * (number > 1)} observed to count FLOPs ({where}), which took "
+        f"{cost['observing_s']:.2f} s longer in all"
+    )

@@ -11,11 +11,13 @@ from .metrics import NOTHING_LEFT_OUT, PAUSES, StepAmounts, StepTime
 from .ranks.amounts import TOTALS, Exact
 
 _RESERVOIR_SIZE = 4096
+_MOST_REASONS = 16
 _RATES = {
     "mfu": "perf/mfu",
     "hfu": "perf/hfu",
     "tokens_per_second": "perf/tokens_per_second",
     "samples_per_second": "perf/samples_per_second",
+    "mfu_estimate": "perf/mfu_estimate",
 }
 """Medians in the summary → the metrics they are computed from."""
 
@@ -65,6 +67,9 @@ class Totals:
         self._sums: dict[str, tuple[int, Exact]] = {}
         """By amount: over how many steps it is known, and its sum."""
         self.methods: dict[str, int] = {}
+        self.unknown: dict[str, int] = {}
+        """Why the FLOPs of steps are unknown, and of how many."""
+        self.observed_steps = 0
         self.peak_source: str | None = None
         self.hfu_method: str | None = None
         """How HFU was measured, where it is not based on the count."""
@@ -82,10 +87,13 @@ class Totals:
         if amounts.warmup:
             into = self._warmup
             self.warmup_steps += len(times)
+        self.observed_steps += len(times) if amounts.observed else 0
         timed = [time for time in times if time.elapsed_s is not None]
         seconds = [time.elapsed_s for time in timed if time.elapsed_s is not None and time.elapsed_s > 0]
+        if amounts.observed:  # an observed step's time is not a measurement
+            into = {name: Reservoir(1) for name in self._names}
         into["step_time_s"].add([time.elapsed_s / time.steps for time in timed if time.elapsed_s is not None])
-        rates = dict(amounts.rates)
+        rates = {} if amounts.observed else dict(amounts.rates)
         if not self._has_same_hfu_method(amounts):
             rates.pop(_RATES["hfu"], None)
         for name, metric in _RATES.items():
@@ -113,6 +121,11 @@ class Totals:
         if amounts.flops is not None:
             method = amounts.flops.method
             self.methods[method] = self.methods.get(method, 0) + len(times)
+        elif amounts.unknown is not None:
+            reason = amounts.unknown.reason
+            if reason in self.unknown or len(self.unknown) < _MOST_REASONS:
+                self.unknown[reason] = self.unknown.get(reason, 0) + len(times)
+        if amounts.flops is not None:
             self.peak_source = amounts.flops.peak_source
 
     def _has_same_hfu_method(self, amounts: StepAmounts) -> bool:
@@ -150,6 +163,7 @@ class Totals:
         return {
             "steps": self.steps,
             "warmup_steps": self.warmup_steps,
+            "observed_steps": self.observed_steps,
             "skipped_steps": self.skipped_steps,
             "medians_over": "steps after warm-up" if steady else "all steps (none after warm-up)",
             **{f"median_{name}": source[name].median() for name in self._names},
@@ -175,6 +189,7 @@ class Totals:
             "hfu_method": self.hfu_method,
             "method": max(self.methods, key=lambda m: self.methods[m]) if self.methods else None,
             "methods": dict(self.methods),
+            "mfu_unknown": dict(self.unknown),
             "peak_source": self.peak_source,
         }
 

@@ -40,6 +40,8 @@ class LogRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     mfu: float | None = msgspec.field(name="perf/mfu", default=None)
     mfu_per_gpu: float | None = msgspec.field(name="perf/mfu_per_gpu", default=None)
     """Of this rank alone, in a job of several."""
+    mfu_estimate: float | None = msgspec.field(name="perf/mfu_estimate", default=None)
+    """From the model's structure, where the FLOPs were not counted."""
     hfu: float | None = msgspec.field(name="perf/hfu", default=None)
     tflops_per_gpu: float | None = msgspec.field(name="perf/tflops_per_gpu", default=None)
     tokens_per_s: float | None = msgspec.field(name="perf/tokens_per_second", default=None)
@@ -57,18 +59,22 @@ class LogRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     straggler_excess_s: float | None = msgspec.field(name="perf/straggler_excess_s", default=None)
     forwards_between_steps: int = msgspec.field(name="perf/forwards_between_steps", default=0)
     method: str | None = msgspec.field(name="perf/method", default=None)
+    mfu_unknown: str | None = msgspec.field(name="perf/mfu_unknown", default=None)
+    """Why the row has no MFU."""
     hfu_method: str | None = msgspec.field(name="perf/hfu_method", default=None)
     """The source of the executed work, if that is not the count."""
     is_warmup: bool = msgspec.field(name="perf/warmup", default=False)
+    is_observed: bool = msgspec.field(name="perf/observed", default=False)
+    """Whether its operators were observed, so that its time is not a measurement; such a row is warm-up."""
     non_finite: dict[str, str] | None = None
     """Metrics that were not finite, with "nan" or "inf": their own values are then None."""
 
 
 _FIELDS = LogRow.__struct_fields__
 _NUMBERS = tuple(one.name for one in msgspec.structs.fields(LogRow) if one.type == float | None)
-_RARE = ("forwards_between_steps", "non_finite")
+_RARE = ("forwards_between_steps", "is_observed", "non_finite")
 """Kept only for the rows that have one."""
-_TEXTS = ("method", "hfu_method")
+_TEXTS = ("method", "mfu_unknown", "hfu_method")
 
 
 class LogRows(Sequence[LogRow]):

@@ -34,17 +34,22 @@ def summary_of_log(rows: LogRows, last_window: LastWindow | None = None) -> RunS
     the last window."""
     times = rows.column("step_time_s")
     steady = bytes(map(gt, map(isfinite, times), rows.is_warmup))
-    over = steady if any(steady) else None
+    observed = rows.rare("is_observed")
+    measured = bytes(at not in observed for at in range(len(rows)))
+    over = steady if any(steady) else measured
     between_share = _share_of_time(rows, "between_steps_s", steady)
     counted = rows.rare("forwards_between_steps")
     forwards = sum(passes for at, passes in counted.items() if steady[at])
     methods = Counter(method for method in rows.texts("method") if method is not None)
+    unknown = Counter(reason for reason in rows.texts("mfu_unknown") if reason is not None)
     return RunSummary(
         steps=len(rows),
         warmup_steps=sum(rows.is_warmup),
-        medians_over="steps after warm-up" if over else "all steps (none after warm-up)",
+        observed_steps=len(observed),
+        medians_over="steps after warm-up" if over is steady else "all steps (none after warm-up)",
         median_step_time_s=_median(rows, "step_time_s", over),
         median_mfu=_median(rows, "mfu", over),
+        median_mfu_estimate=_median(rows, "mfu_estimate", over),
         median_hfu=_median(rows, "hfu", over),
         median_tokens_per_second=_median(rows, "tokens_per_s", over),
         median_samples_per_second=_median(rows, "samples_per_s", over),
@@ -54,6 +59,8 @@ def summary_of_log(rows: LogRows, last_window: LastWindow | None = None) -> RunS
         forwards_between_steps=forwards,
         left_out=_left_out(rows),
         method=methods.most_common(1)[0][0] if methods else None,
+        methods=dict(methods),
+        mfu_unknown=dict(unknown),
         hardware=None if last_window is None else _hardware(last_window, rows),
         notes=between_steps_notes(between_share, forwards),
     )

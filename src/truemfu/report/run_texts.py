@@ -106,7 +106,8 @@ def _figures(record: RunRecord, summary: RunSummary, rows: LogRows) -> list[Figu
         _figure(
             "step, median", duration, summary.median_step_time_s, summary.medians_over, "no step was timed"
         ),
-        _figure("MFU, median", share, summary.median_mfu, "the model's work, by the count", why_not),
+        _figure("MFU, median", share, summary.median_mfu, _mfu_remark(summary), why_not),
+        *_estimate(summary),
         _figure("HFU, median", share, summary.median_hfu, f"the executed work, by {executed_by}", why_not),
         _figure(
             "tokens/s",
@@ -302,12 +303,31 @@ def _method(record: RunRecord, summary: RunSummary, rows: LogRows) -> str:
     return "; ".join(words)
 
 
+def _mfu_remark(summary: RunSummary) -> str:
+    """What an MFU is based on, and for how many steps it is unknown."""
+    by = {"estimate": "estimated from its structure", "given by the caller": "as given by the caller"}
+    remark = f"the model's work, {by.get(summary.method or '', 'by the count')}"
+    unknown = sum(summary.mfu_unknown.values())
+    return f"{remark}; unknown for {unknown:,} of {summary.steps or 0:,} steps" if unknown else remark
+
+
+def _estimate(summary: RunSummary) -> list[Figure]:
+    """The estimate for steps whose FLOPs were not counted; empty without such steps."""
+    if summary.median_mfu_estimate is None:
+        return []
+    steps = sum(summary.mfu_unknown.values())
+    remark = f"not a count: from the model's structure, for {steps:,} steps whose work is unknown"
+    return [Figure(label="MFU, estimated", value=share(summary.median_mfu_estimate), remark=remark)]
+
+
 def _steps(summary: RunSummary, rows: LogRows) -> str:
     words = [UNKNOWN if summary.steps is None else f"{summary.steps:,} logged"]
     if summary.skipped_steps:
         words.append(f"{summary.skipped_steps:,} between them not logged")
     if summary.warmup_steps:
         words.append(f"{summary.warmup_steps:,} of them warm-up")
+    if summary.observed_steps:
+        words.append(f"{summary.observed_steps:,} observed to count FLOPs, in no median")
     if rows:
         words.append(f"the log covers {rows.steps[0]:,} to {rows.steps[-1]:,}")
     return "; ".join(words)
@@ -316,7 +336,8 @@ def _steps(summary: RunSummary, rows: LogRows) -> str:
 def why_no_utilization(summary: RunSummary, rows: LogRows) -> str:
     """The reason for an unknown MFU."""
     if summary.method is None:
-        return "no model was counted"
+        reasons = summary.mfu_unknown
+        return max(reasons, key=lambda reason: reasons[reason]) if reasons else "no model was counted"
     if summary.peak_source is None and peak_flops_per_s(rows) is None:
         return "no peak is known for this device: set monitoring.peak_tflops"
     return "no step has both a time and a count"
@@ -335,7 +356,7 @@ def _cost_once(cost: MonitorCost) -> str:
     """The cost of the monitor outside of steps."""
     parts = (
         (cost.checks_s, "setting up and checks"),
-        (cost.counting_s, "counting"),
+        (cost.observing_s, "observing steps"),
         (cost.profiling_s, "profiling"),
     )
     return ", ".join(f"{what} {duration(seconds)}" for seconds, what in parts if seconds) or "nothing"

@@ -47,8 +47,7 @@ def worst_steps(rows: LogRows, summary: RunSummary) -> list[WorstStep]:
     if not slowest:
         return []
     usual = {name: _usual(rows, name) for name in ("data_wait_s", "between_steps_s")}
-    counted = frozenset(summary.monitor_cost.counted_after_steps if summary.monitor_cost is not None else ())
-    return [_worst(rows[at], at, typical, usual, counted) for at in slowest]
+    return [_worst(rows[at], at, typical, usual) for at in slowest]
 
 
 def _usual(rows: LogRows, name: str) -> float:
@@ -57,19 +56,17 @@ def _usual(rows: LogRows, name: str) -> float:
     return statistics.median(known) if 2 * len(known) > len(rows) else 0.0
 
 
-def _worst(
-    row: LogRow, at: int, typical: float, usual: dict[str, float], counted: frozenset[int]
-) -> WorstStep:
+def _worst(row: LogRow, at: int, typical: float, usual: dict[str, float]) -> WorstStep:
     seconds = row.step_time_s or 0.0
-    cause, details = _cause(row, at, seconds - typical, usual, counted)
+    cause, details = _cause(row, at, seconds - typical, usual)
     return WorstStep(
         step=row.global_step, seconds=seconds, times_median=seconds / typical, cause=cause, details=details
     )
 
 
-def _cause(
-    row: LogRow, at: int, excess: float, usual: dict[str, float], counted: frozenset[int]
-) -> tuple[str, str]:
+def _cause(row: LogRow, at: int, excess: float, usual: dict[str, float]) -> tuple[str, str]:
+    if row.is_observed:
+        return "observed", "its operators were observed to count FLOPs; no median includes it"
     if (waited := row.data_wait_s) is not None and waited - usual["data_wait_s"] >= _ENOUGH * excess:
         return "data wait", f"{duration(waited)} of it waiting for data"
     if row.is_warmup:
@@ -86,8 +83,6 @@ def _cause(
     ] >= _ENOUGH * excess:
         what = f" and {row.forwards_between_steps:,} forward passes" if row.forwards_between_steps else ""
         return "pause", f"{duration(between)}{what} between steps, in no known pause"
-    if {row.global_step, row.global_step - 1} & counted:
-        return UNKNOWN_CAUSE, "FLOPs were counted beside it; that time is not part of the step"
     if paused := _paused(row):
         return UNKNOWN_CAUSE, f"it follows {' and '.join(paused)}, whose time is not part of the step"
     return UNKNOWN_CAUSE, "nothing in its row explains half of the time beyond the median"

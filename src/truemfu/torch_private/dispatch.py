@@ -92,7 +92,7 @@ else:
 __all__ = [
     "FakeTensor", "FakeTensorMode", "OpOverload", "TorchDispatchMode", "check_counts",
     "check_fake_tensors", "current_autograd_node", "current_graph_task_id", "disable_modes",
-    "disable_torch_function", "forget_fake_tensors",
+    "disable_torch_function", "forget_fake_tensors", "hidden_from_modes",
     "next_sequence_nr", "top_saved_tensors_hooks",
 ]  # fmt: skip
 
@@ -103,6 +103,26 @@ def disable_torch_function() -> contextlib.AbstractContextManager[Any]:
         table.miss(table.DISABLE_FUNCTION)
         return contextlib.nullcontext()
     return _disabled_torch_function()  # type: ignore[no-any-return]
+
+
+def _one() -> int:
+    return 1
+
+
+_dispatch_modes: Callable[[], int] = _or(table.DISPATCH_DEPTH, _one)
+_function_modes: Callable[[], int] = _or(table.FUNCTION_DEPTH, _one)
+_NOTHING = contextlib.nullcontext()
+
+
+def hidden_from_modes() -> contextlib.AbstractContextManager[None]:
+    """No mode, the program's or ours, sees the operators and torch calls inside."""
+    return _hidden() if _dispatch_modes() or _function_modes() else _NOTHING
+
+
+@contextlib.contextmanager
+def _hidden() -> Iterator[None]:
+    with disable_modes(), disable_torch_function():
+        yield
 
 
 @functools.cache

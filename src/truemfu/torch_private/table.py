@@ -43,6 +43,8 @@ FAKE_TENSOR = "torch._subclasses.fake_tensor:FakeTensor"
 FAKE_MODE = "torch._subclasses.fake_tensor:FakeTensorMode"
 DISPATCH_MODE = "torch.utils._python_dispatch:TorchDispatchMode"
 DISABLE_MODES = "torch.utils._python_dispatch:_disable_current_modes"
+DISPATCH_DEPTH = "torch._C:_len_torch_dispatch_stack"
+FUNCTION_DEPTH = "torch._C:_len_torch_function_stack"
 SEQUENCE_NUMBER = "torch.autograd:_get_sequence_nr"
 AUTOGRAD_NODE = "torch._C:_current_autograd_node"
 GRAPH_TASK = "torch._C:_current_graph_task_id"
@@ -84,6 +86,8 @@ NAMES: dict[str, Private] = {
         (FAKE_MODE, _ON_COPIES, (2, 6)),
         (DISPATCH_MODE, _NOT_COUNTED, (2, 6)),
         (DISABLE_MODES, _NOT_COUNTED, (2, 6)),
+        (DISPATCH_DEPTH, "the monitor hides its own operators from modes in each step, which is slower", (2, 6)),
+        (FUNCTION_DEPTH, "the monitor hides its own operators from modes in each step, which is slower", (2, 6)),
         (SEQUENCE_NUMBER, _NOT_COUNTED, (2, 6)),
         (AUTOGRAD_NODE, _NOT_COUNTED, (2, 6)),
         (GRAPH_TASK, _NOT_COUNTED, (2, 6)),

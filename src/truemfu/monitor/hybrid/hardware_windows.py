@@ -118,7 +118,7 @@ class HardwareWindows:
         needed_s = hardware_watch.SETTLE_S + hardware_watch.WINDOW_S
         return (
             f"hybrid mode: the counters measured nothing, which needs {needed_s:.0f} seconds of steps "
-            "without a pause, a compilation or a count"
+            "without a pause, a compilation or an observed step"
         )
 
     def _figures(self, sums: StepSums, measured: Measured) -> HardwareFigures:

@@ -6,20 +6,19 @@
 Only a run under `truemfu audit` uses this, so it may do what the monitor otherwise never does: synchronise
 with the device at both marks, so that exactly the step's kernels are between them.
 
-It is the first step after warm-up with no compilation just before it. Its count need not be known yet: it is
-made from the step's note at the end of this step or a later one, and `close` waits for it. If there is
-nothing to mark or to count, the reason is written to the file at once, so that `truemfu audit` can stop the
-training.
+It is the first step after warm-up with no compilation just before it, and it is observed, so that its count
+is of the very kernels between the marks. If there is nothing to mark or to count, the reason is written to
+the file at once, so that `truemfu audit` can stop the training.
 """
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable
 from enum import Enum, auto
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,12 +27,9 @@ from ...flops import StepWork
 from ...hardware.nsight.command import COUNT_VARIABLE, ProductWork, StepCount
 from ...records import write_record
 from ..ranks.rank_link import RankLink
-from ..training_side.batch_notes import BatchNote
-from ..training_side.model_state import ModelState
+from ..step_flops.known import Unknown
+from ..step_flops.source import FlopsSource
 from ..training_side.step_note import WARMUP_STEPS, StepNote
-from .flops_of_steps import Counting, state_of
-
-Key = TypeVar("Key")
 
 PATIENCE_S = 120.0
 """How long the end of a run waits for the count of the marked step."""
@@ -87,12 +83,13 @@ class AuditStep:
         """How much longer than usual the end of a run should wait for the last steps."""
         return PATIENCE_S if self._phase is _Phase.ENDED else 0.0
 
-    def begin_step(self, logged: int, compilations: int) -> None:
-        """A step begins with its first forward pass: mark it if it is the one to audit."""
+    def begin_step(self, logged: int, compilations: int) -> bool:
+        """A step begins with its first forward pass: mark it if it is the one to audit; whether it is."""
         settled = compilations == self._compilations
         self._compilations = compilations
         if self._phase is _Phase.WAITING and logged >= WARMUP_STEPS and settled:
             self._mark(_Phase.WAITING)
+        return self._phase is _Phase.MARKING
 
     def pause(self) -> None:
         """Exclude what runs now from the step."""
@@ -114,19 +111,14 @@ class AuditStep:
         if self._phase is _Phase.ENDED and self._marked is None:
             self._marked = note
 
-    @property
-    def awaits_count(self) -> bool:
-        """Whether the step that has just ended is the one to be counted, by shape too."""
-        return self._phase is _Phase.ENDED
-
     def wants(self, note: StepNote) -> bool:
         """Whether this is the step to be counted for the audit."""
         return note is self._marked and self._phase is _Phase.ENDED
 
-    def write(self, counting: Counting, note: StepNote) -> None:
+    def write(self, flops: FlopsSource, note: StepNote) -> None:
         """Count the marked step, by operator and shape too, and write that; on the resolver's thread."""
         try:
-            self._put(_count(counting, note))
+            self._put(_count(flops, note))
         except Exception as error:
             self._give_up(f"the marked step could not be counted: {one_line(error)}")
 
@@ -188,55 +180,32 @@ def cuda_marks(device: torch.device) -> Marks:
     return Marks(start, stop)
 
 
-def _count(counting: Counting, note: StepNote) -> StepCount:
-    """The marked step, all its micro-batches together."""
+def _count(flops: FlopsSource, note: StepNote) -> StepCount:
+    """The marked step."""
     who: dict[str, Any] = {"process_id": os.getpid(), "step": note.position.step}
-    counts = []
-    counted = [batch for batch in note.batches.notes if batch.template.slot is not None]
-    pairs = [(state, batch) for batch in counted if (state := state_of(note.states, batch)) is not None]
-    if len(pairs) == len(counted) and not note.batches.is_missing:
-        counts = [counting.batch(state, batch, measured=True) for state, batch in pairs]
-    known = [count for count in counts if count is not None]
-    if not counts or len(known) < len(counts):
-        return StepCount(**who, reason="the marked step has no count: see the monitor's warnings")
-    works = _by_shape(counting, pairs)
+    count = flops.count(note)
+    if isinstance(count, Unknown):
+        return StepCount(**who, reason=f"the marked step has no count: {count.reason}")
+    work = flops.work(note)
     return StepCount(
         **who,
-        attention=counting.convention.attention,
-        method=" and ".join(dict.fromkeys(count.method for count in known)),
-        model_flops=sum(count.model_flops for count in known),
-        hardware_flops=sum(count.hardware_flops for count in known),
-        model_flops_by_operator=_added(count.by_operator for count in known),
-        uncounted=_added(count.uncounted for count in known),
-        products=() if works is None else _products(works),
-        attention_flops=None if works is None else sum(work.attention for work in works),
-        attention_blocked_flops=_blocked(works or ()),
-        few_channel_flops=None if works is None else sum(work.few_channels for work in works),
-        grouped_flops=None if works is None else sum(work.grouped for work in works),
-        grouped_padded_flops=None if works is None else sum(work.grouped_padded for work in works),
+        attention=count.convention.attention,
+        method=count.method,
+        model_flops=count.model_flops,
+        hardware_flops=count.hardware_flops,
+        model_flops_by_operator=dict(count.by_operator),
+        uncounted=dict(count.uncounted),
+        products=() if work is None else _products(work),
+        attention_flops=None if work is None else work.attention,
+        attention_blocked_flops=None if work is None else work.attention_blocked,
+        few_channel_flops=None if work is None else work.few_channels,
+        grouped_flops=None if work is None else work.grouped,
+        grouped_padded_flops=None if work is None else work.grouped_padded,
     )
 
 
-def _blocked(works: Sequence[StepWork]) -> int | None:
-    """What blocked kernels execute of the attention; None if unknown for a micro-batch."""
-    known = [work.attention_blocked for work in works if work.attention_blocked is not None]
-    return sum(known) if works and len(known) == len(works) else None
-
-
-def _by_shape(counting: Counting, batches: Sequence[tuple[ModelState, BatchNote]]) -> list[StepWork] | None:
-    """Each micro-batch by shape; None if unknown: the audit then expects what was counted."""
-    works = [counting.by_shape(state, note) for state, note in batches]
-    known = [work for work in works if isinstance(work, StepWork)]
-    return known if len(known) == len(works) else None
-
-
-def _products(works: Sequence[StepWork]) -> tuple[ProductWork, ...]:
-    flops = _added({shape: flops} for work in works for (_, shape), flops in work.products.items())
+def _products(work: StepWork) -> tuple[ProductWork, ...]:
+    flops: Counter[tuple[int, int, int]] = Counter()
+    for (_, shape), done in work.products.items():
+        flops[shape] += done
     return tuple(ProductWork(m=m, n=n, k=k, flops=done) for (m, n, k), done in flops.items())
-
-
-def _added(parts: Iterable[Mapping[Key, int]]) -> dict[Key, int]:
-    total: Counter[Key] = Counter()
-    for part in parts:
-        total.update(part)
-    return dict(total)

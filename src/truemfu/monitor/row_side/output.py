@@ -32,7 +32,6 @@ from ...trackers.metric_aliases import rename
 from ...trackers.table import check_tracker, make_tracker
 from ...trackers.wandb import WandbTracker
 from ..config import MonitorConfig
-from ..training_side.kept_forms import FORMS_FILE
 from ..training_side.step_note import StepPosition
 from .run_file import RunFile
 
@@ -253,9 +252,8 @@ class Output:
 def _checked_name(log_file: str, folder: Path) -> str:
     if "\0" in str(folder) or "\0" in log_file:
         raise UsageError("output_dir and log_file must be valid file names: they contain a NUL character")
-    others = {RUN_FILE: "the description of the run", FORMS_FILE: "the saved counts"}
-    if (name := Path(log_file).name) in others:
-        raise UsageError(f"log_file must not be {name}, which holds {others[name]}")
+    if Path(log_file).name == RUN_FILE:
+        raise UsageError(f"log_file must not be {RUN_FILE}, which holds the description of the run")
     return log_file
 
 

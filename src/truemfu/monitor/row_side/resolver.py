@@ -4,7 +4,7 @@
 
 It wakes every few seconds and processes all new steps, so that it rarely takes the GIL. A step that ends a
 window of the hardware counters waits until they were read past it, unless `finish_pending` waits for its row;
-a step whose FLOPs are being counted waits until the training thread has done that. The training thread only
+a step of an unknown kind waits a few seconds for one like it to be observed. The training thread only
 appends to a bounded queue; if the resolver falls behind, the oldest steps are dropped and counted as lost.
 
 In a job of several ranks each resolver also reports what its rank did (`reporter`), and rank 0 holds a row
@@ -42,6 +42,8 @@ from ..ranks.job_sums import JobStep
 from ..ranks.membership import Membership
 from ..ranks.rank_link import RankLink
 from ..ranks.role import RankRole
+from ..step_flops.plan import ObservationPlan
+from ..step_flops.source import ESTIMATE, FlopsSource, StepFlops, UnknownFlops
 from ..totals import Totals
 from ..training_side.batch_notes import BatchNote
 from ..training_side.between_steps import between
@@ -52,19 +54,14 @@ from ..training_side.clock import (
     duration_s,
     left_out_s,
 )
-from ..training_side.counts import Counts
 from ..training_side.datasets import dataset_metrics
 from ..training_side.hardware_watch import Cut
 from ..training_side.host_values import is_there, resolved
-from ..training_side.model_state import States
 from ..training_side.step_note import StepNote, StepPosition
 from ..training_side.watched import is_of_first_module
 from . import held_rows
 from .audit_step import AuditStep
-from .flops_of_steps import Counting, StepFlops, state_of
 from .frequency import StepsOrSeconds
-from .given_flops import METHOD as GIVEN
-from .given_flops import given_flops
 from .output import Output
 from .step_detail import StepDetails
 
@@ -111,8 +108,8 @@ class Resolver:
         *,
         clock: HostClock | CudaClock,
         device: torch.device,
-        counting: Counting,
-        counts: Counts,
+        flops: FlopsSource,
+        plan: ObservationPlan,
         ranks: RankLink,
         output: Output,
         notices: Notices,
@@ -127,22 +124,22 @@ class Resolver:
     ) -> None:
         self._send_held = send_held
         self._clock, self._device = clock, device
-        self._counting, self._counts, self._ranks = counting, counts, ranks
-        self._counted_after: frozenset[int] = frozenset()
+        self._flops, self._plan, self._ranks = flops, plan, ranks
+        self._unlearned: deque[StepNote] = deque(maxlen=_MAX_PENDING)
+        """Observed steps whose counts are not known yet; rows before them may wait for these."""
         self._output = output
         self._notices = notices
         self._details_are_due = details.is_due
         self._measured_peak_flops_per_s = measured_peak_flops_per_s
         self.hardware = hardware
         self._audit = audit
-        self._details = StepDetails(counting, device, audited_tiles)
+        self._details = StepDetails(flops, device, audited_tiles)
         self._pending: deque[StepNote] = deque()
         self._oldest: StepNote | None = None
         self._wake = Wake()
         self._stopping = False
         self.is_awaited = False
-        """Whether `finish_pending` is waiting: rows then do not wait for the counters."""
-        self._waits_for_counts = True
+        """Whether `finish_pending` is waiting: rows then wait neither for counters nor for observations."""
         self._taken = self._processed = self._done = 0
         self._failing_since_s: float | None = None
         self.window, self.totals = Window(), Totals()
@@ -165,7 +162,6 @@ class Resolver:
         """Dropped because the queue was full."""
         self.failed_steps = 0
         self.own_time_s = 0.0
-        self._is_log_read = False
         self.profile_cost_s = 0.0
         self._thread = threading.Thread(target=self._run, name="truemfu-resolver", daemon=True)
         self._thread.start()
@@ -173,6 +169,8 @@ class Resolver:
     def put(self, note: StepNote) -> None:
         """Enqueue a step; never waits."""
         self._taken += 1
+        if note.extras.observed is not None:
+            self._unlearned.append(note)
         self._pending.append(note)
         if self._taken - self._done - self.lost_steps > _MAX_PENDING:
             try:
@@ -185,18 +183,11 @@ class Resolver:
         """Process new steps now instead of in a few seconds."""
         self._wake.set()
 
-    def finish_pending(
-        self,
-        timeout_s: float,
-        meanwhile: Callable[[], object] | None = None,
-        *,
-        hold_s: float | None = None,
-    ) -> bool:
+    def finish_pending(self, timeout_s: float, *, hold_s: float | None = None) -> bool:
         """Wait until every step so far is a row; False if that takes longer than `timeout_s`.
 
-        `meanwhile` runs the counts that rows wait for, and its time is not included in the limit. Without it
-        such rows have the estimate. Rows wait for other ranks for `hold_s`, and then go without the figures
-        of the job. Without `hold_s` other ranks have a second, counts not included; rows may follow later.
+        Rows wait for other ranks for `hold_s`, and then go without the figures of the job. Without `hold_s`
+        other ranks have a second; rows may follow later.
         """
         if self._held is not None:
             self._held.release_in(hold_s)
@@ -205,7 +196,7 @@ class Resolver:
         processed_s: float | None = None
         try:
             while self._done + self.lost_steps < wanted:
-                self.is_awaited, self._waits_for_counts = True, meanwhile is not None
+                self.is_awaited = True
                 self._wake.set()
                 now_s = time.perf_counter()
                 if now_s > deadline or not self._thread.is_alive() or self._fails_for_good(now_s):
@@ -214,13 +205,10 @@ class Resolver:
                     processed_s = now_s
                 if hold_s is None and processed_s is not None and now_s > processed_s + held_rows.SAVE_HOLD_S:
                     return True
-                if meanwhile is not None:
-                    meanwhile()
-                    deadline += time.perf_counter() - now_s
                 time.sleep(_POLL_S)
             return True
         finally:
-            self.is_awaited, self._waits_for_counts = False, True
+            self.is_awaited = False
 
     def stop(self, timeout_s: float) -> None:
         """End the thread."""
@@ -273,16 +261,25 @@ class Resolver:
         return min(_WAKE_EVERY_S, max(_SHORTEST_PAUSE_S, self._reporter.due_in_s))
 
     def _drain(self) -> None:
-        self._counts.keep()
-        self._is_log_read = False
         with contextlib.suppress(Exception):  # a failing device causes a warning once a step needs it
             self._clock.poll()
+        self._learn()
         while self._process_ready() == _MOST_TOGETHER:
             pass
         if self._reporter is not None:
             self._reporter.tick(now=self.is_awaited)
         if self._job is not None:
             self._job.check_silence()
+
+    def _learn(self) -> None:
+        """Take the counts of observed steps in their order, as soon as their values have arrived."""
+        while self._unlearned:
+            note = self._unlearned[0]
+            assert note.extras.observed is not None
+            if not note.extras.observed.observation.ready() or not _have_arrived(note):
+                return
+            self._unlearned.popleft()
+            self._flops.learn(note)
 
     def _process_ready(self) -> int:
         """Process the oldest ready steps, up to `_MOST_TOGETHER`; returns how many."""
@@ -390,29 +387,16 @@ class Resolver:
             return False
         if not self._window_is_read(note):
             return False
+        if note in self._unlearned:
+            self._learn()
         numbers = (note.loss, note.grad_norm, note.learning_rate, note.epoch, note.extras.mask_useful_tokens)
         return (
             all(map(is_there, numbers))
-            and all(batch.ready() for batch in note.batches.notes)
+            and _have_arrived(note)
+            and (not self._unlearned or self._unlearned[0] is not note)
             and all(copy.ready() for _, copy in note.extras.datasets)
-            and (
-                note.extras.given_flops is not None
-                or self._is_settled(note.states, note.batches.notes, measured=note.measured)
-            )
+            and (self.is_awaited or self._flops.is_settled(note))
         )
-
-    def _is_settled(self, states: States, batches: Sequence[BatchNote], *, measured: bool) -> bool:
-        """Whether no pending count holds up the row."""
-        is_settled = self._counting.is_settled(states, batches, measured=measured)
-        return is_settled or not self._waits_for_counts
-
-    def _waited_for_a_count(self, step: int, steps: int) -> bool:
-        """Whether another rank may have counted in or right before this step, so that this rank waited."""
-        if self._ranks.world_size == 1:
-            return False
-        if not self._is_log_read:
-            self._counted_after, self._is_log_read = self._ranks.counted_after(), True
-        return any(step - steps <= counted <= step for counted in self._counted_after)
 
     def _window_is_read(self, note: StepNote) -> bool:
         """Whether the counters were read past the window that ends with this step, or need not be."""
@@ -427,9 +411,8 @@ class Resolver:
     def _step(self, note: StepNote) -> _Step:
         """A step with all that this rank knows of it; called in the order of steps."""
         position, batches = note.position, note.batches
-        notes = [] if batches.is_missing else batches.notes  # some alone do not represent the step
-        is_warmup = note.warmup or self._waited_for_a_count(*position)
-        counted = self._amounts(notes, self._counted(note, notes), warmup=is_warmup)
+        notes = [] if batches.missing else batches.notes  # some alone do not represent the step
+        counted = self._amounts(note, notes, self._counted(note))
         mask_tokens = note.extras.mask_tokens
         if mask_tokens is not None and counted.useful_tokens is None:
             if counted.tokens in (None, mask_tokens):
@@ -445,11 +428,17 @@ class Resolver:
         if note.span.pauses:
             took = took._replace(left_out_s=left_out_s(note.span))
         if self.hardware is not None:
-            detail = partial(self._details.of, note.states, notes, measured=note.measured)
+            detail = partial(self._details.of, note)
             self._add_to_window(self.hardware, counted, took, note.extras.cut, detail)
-        amounts = self._with_executed(counted, run_again=batches.run_again)
+        amounts = self._with_executed(counted)
         if self._audit is not None and self._audit.wants(note):
-            self._audit.write(self._counting, note)
+            self._audit.write(self._flops, note)
+        if took.elapsed_s is not None:
+            step_s = took.elapsed_s / position.steps
+            if note.extras.observed is None:
+                self._plan.plain_step(step_s)
+            else:
+                self._plan.observed(note.number, step_s, note.span.end.host_s)
         datasets: dict[str, Any] = {}
         if note.extras.datasets:
             names = [name for pending, _ in note.extras.datasets for name in pending.names]
@@ -490,17 +479,21 @@ class Resolver:
         row["perf/memory_peak_bytes"] = peak_memory_bytes(self._device)
         return row if self._job is None else row | self._job.metrics()
 
-    def _amounts(self, batches: Sequence[BatchNote], flops: StepFlops | None, *, warmup: bool) -> StepAmounts:
+    def _amounts(
+        self, note: StepNote, batches: Sequence[BatchNote], flops: StepFlops | UnknownFlops
+    ) -> StepAmounts:
         """The amounts of a step; the last step's object if they are equal."""
         sized, role = _sized(batches), self._role()
-        if flops is not None and flops.method == GIVEN:  # they are this rank's own
+        if isinstance(flops, StepFlops) and flops.method != ESTIMATE:  # they are this rank's own
             role = replace(role, flops_shared_by=1)
         amounts = StepAmounts(
             samples=_sum([b.samples() for b in sized]),
             tokens=_sum([b.template.tokens for b in sized]),
             useful_tokens=_sum([resolved(b.useful_tokens) for b in sized]),
-            flops=flops,
-            warmup=warmup,
+            flops=flops if isinstance(flops, StepFlops) else None,
+            unknown=flops if isinstance(flops, UnknownFlops) else None,
+            warmup=note.warmup,
+            observed=note.extras.observed is not None,
             role=role,
             in_job=self._job is not None,
             measured_peak_flops_per_s=self._measured_peak_flops_per_s,
@@ -509,13 +502,8 @@ class Resolver:
             self._last_amounts = amounts
         return self._last_amounts
 
-    def _with_executed(self, counted: StepAmounts, *, run_again: bool) -> StepAmounts:
-        executed = self._counting.with_executed(counted.flops, run_again=run_again)
-        if run_again and executed is not None and executed.hardware_flops is None:
-            self._notices(
-                "HFU is unknown: a checkpoint around the whole model runs it again in the backward pass; the "
-                "modes hybrid, and profiler if the checkpoint is not reentrant, measure that"
-            )
+    def _with_executed(self, counted: StepAmounts) -> StepAmounts:
+        executed = None if counted.flops is None else self._flops.with_executed(counted.flops)
         if executed is counted.flops:
             return counted
         amounts = replace(counted, flops=executed)
@@ -539,54 +527,33 @@ class Resolver:
             self._leave_windows_out(hardware, error)
             return
         if hardware.measures_executed:
-            self._counting.executed_ratio = hardware.executed_ratio
+            self._flops.executed_ratio = hardware.executed_ratio
 
     @property
     def notes(self) -> list[str]:
         """The assumptions behind the figures."""
-        return [*self._counts.notes, *self._details.notes]
+        return [*self._flops.known.notes, *self._details.notes]
 
     def _leave_windows_out(self, hardware: HardwareWindows, error: Exception) -> None:
         hardware.leave_out()
         if hardware.measures_executed:
-            self._counting.executed_ratio = None
+            self._flops.executed_ratio = None
         self._notices(f"the hardware counters are ignored from now on: {one_line(error)}")
 
-    def _counted(self, note: StepNote, batches: Sequence[BatchNote]) -> StepFlops | None:
-        flops = None if note.extras.given_flops is None else self._given(note, note.extras.given_flops)
-        if flops is None:
-            flops = self._flops(note.states, batches, measured=note.measured)
+    def _counted(self, note: StepNote) -> StepFlops | UnknownFlops:
+        try:
+            flops = self._notices.with_warnings_collected(lambda: self._flops.of(note))
+        except Exception as error:  # the rest of the row is known
+            flops = UnknownFlops(reason=f"its FLOPs could not be computed: {one_line(error)}", estimate=None)
         if note.extras.profile is not None:
             self.profile_cost_s += note.extras.profile.cost_s
-            self._counting.learn_executed(note.extras.profile, flops)
+            self._flops.learn_executed(note.extras.profile, flops)
         return flops
 
-    def _given(self, note: StepNote, flops: float) -> StepFlops | None:
-        first = next(iter(note.batches.notes), None)
-        try:
-            return self._notices.with_warnings_collected(
-                lambda: given_flops(
-                    flops,
-                    state=None if first is None else state_of(note.states, first),
-                    autocast=None if first is None else first.template.autocast,
-                    device=self._device,
-                    peak_flops_per_s=self._counting.configured_peak_flops_per_s,
-                )
-            )
-        except Exception as error:
-            self._notices(f"flops= is not used: {one_line(error)}", about="flops")
-            return None
 
-    def _flops(self, states: States, batches: Sequence[BatchNote], *, measured: bool) -> StepFlops | None:
-        if not batches:
-            return None
-        try:
-            return self._notices.with_warnings_collected(
-                lambda: self._counting.step(states, batches, measured=measured)
-            )
-        except Exception as error:  # the rest of the row is known
-            self._notices(f"the FLOPs of a step could not be computed, so it has no MFU: {one_line(error)}")
-            return None
+def _have_arrived(note: StepNote) -> bool:
+    """Whether the values of its batches can be read without waiting."""
+    return all(batch.ready() for batch in note.batches.notes)
 
 
 def _sized(batches: Sequence[BatchNote]) -> Sequence[BatchNote]:

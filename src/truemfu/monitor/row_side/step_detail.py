@@ -1,12 +1,11 @@
-"""The composition of a typical step: dtypes, attention, tiles. Found once for each state of the model.
+"""The composition of a step: dtypes, attention, tiles, from an observed step with the same batches.
 
-It is the count of one batch by shape (`flops.step_work`). Unknown values are None: the cross-check then
-expects just what was counted.
+Unknown values are None: the cross-check then expects just what was counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -14,50 +13,40 @@ import torch
 from ...flops import FlopCount, StepWork
 from ...hardware.tiles import Shape, mean_tile_factor
 from ..hybrid.hardware_figures import StepDetail
-from ..training_side.batch_notes import BatchNote
-from ..training_side.model_state import ModelState, States
-from .flops_of_steps import Counting, state_of
+from ..step_flops.known import Unknown
+from ..step_flops.source import FlopsSource
+from ..training_side.step_note import StepNote
 
 _NOTHING = StepDetail()
 
 
 class StepDetails:
-    """Finds the details of a step, and caches those of the current model state."""
+    """Finds the details of a step, and caches those of the last count."""
 
     def __init__(
-        self, counting: Counting, device: torch.device, audited_tiles: Mapping[Shape, float]
+        self, flops: FlopsSource, device: torch.device, audited_tiles: Mapping[Shape, float]
     ) -> None:
-        self._counting, self._device, self._audited_tiles = counting, device, audited_tiles
+        self._flops, self._device, self._audited_tiles = flops, device, audited_tiles
         self.notes: dict[str, None] = {}
         """What could not be found, each once."""
-        self._of: ModelState | None = None
+        self._of: FlopCount | None = None
         self._detail = _NOTHING
 
-    def of(self, states: States, notes: Sequence[BatchNote], *, measured: bool) -> StepDetail:
-        """The detail of steps in this state, from the first micro-batch; empty with several models."""
-        slots = {note.template.slot for note in notes}
-        state = state_of(states, notes[0]) if len(slots) == 1 else None
-        if state is None:
+    def of(self, note: StepNote) -> StepDetail:
+        """The detail of a step; empty if its FLOPs were not counted."""
+        count = self._flops.count(note)
+        if isinstance(count, Unknown) or not count.hardware_flops:
             return _NOTHING
-        if self._of is not state:
-            found = self._found(state, notes[0], measured=measured)
-            if found is None:
-                return _NOTHING
-            self._of, self._detail = state, found
+        if self._of is not count:
+            work = self._flops.work(note)
+            if work is None:
+                self.notes[
+                    "the cross-check does not account for tiles and skipped blocks: no step with its batches "
+                    "was observed"
+                ] = None
+            self._of = count
+            self._detail = detail_of(count, work, self._capability(), self._sm_count(), self._audited_tiles)
         return self._detail
-
-    def _found(self, state: ModelState, note: BatchNote, *, measured: bool) -> StepDetail | None:
-        count = self._counting.batch(state, note, measured=measured)
-        if count is None or not count.hardware_flops:
-            return None
-        work = None
-        if measured and not self._counting.estimates_only:
-            found = self._counting.by_shape(state, note)
-            if isinstance(found, str):
-                self.notes[f"the cross-check does not account for tiles and skipped blocks: {found}"] = None
-            else:
-                work = found
-        return detail_of(count, work, self._capability(), self._sm_count(), self._audited_tiles)
 
     def _capability(self) -> tuple[int, int] | None:
         return torch.cuda.get_device_capability(self._device) if self._device.type == "cuda" else None

@@ -34,25 +34,30 @@ class _Hook:
 
 
 class _BatchHook(_Hook):
-    """Before a forward pass: `seen` gets its batch if gradients are enabled.
+    """Before a forward pass: `seen` gets its batch if gradients are enabled, else `evaluated` is called.
+
+    Each returns whether `ended` is to be called after this forward pass.
 
     A batch that cannot be passed to the model by name alone or by position alone is seen as None. In compiled
     code, where a hook would become part of the graph, it does nothing.
     """
 
     def __init__(
-        self, model: nn.Module, seen: Callable[[Batch | None], None], evaluated: Callable[[], None]
+        self,
+        model: nn.Module,
+        seen: Callable[[Batch | None], bool],
+        evaluated: Callable[[], bool],
+        ended: Callable[[], None] | None,
     ) -> None:
-        self._seen, self._evaluated = seen, evaluated
+        self._seen, self._evaluated, self._ended = seen, evaluated, ended
         self._names = _positional_names(unwrap(model))
 
     def __call__(self, module: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if _is_compiling():
             return
-        if _is_grad_enabled():
-            self._seen(self._batch(args, kwargs))
-        else:
-            self._evaluated()
+        wants_end = self._seen(self._batch(args, kwargs)) if _is_grad_enabled() else self._evaluated()
+        if wants_end and module is not None and self._ended is not None:
+            _EndHook(self._ended).add(module)
 
     def _batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch | None:
         """The arguments of a forward pass as one batch."""
@@ -64,12 +69,19 @@ class _BatchHook(_Hook):
 
 
 class _EndHook(_Hook):
-    """After a forward pass, also one that raises: `ended` is called."""
+    """After a forward pass, also one that raises: `ended` is called; what `add` added is gone then."""
 
     def __init__(self, ended: Callable[[], None]) -> None:
         self._ended = ended
+        self._handle: Any = None
+
+    def add(self, module: nn.Module) -> None:
+        """Hook the forward pass of this module that is about to begin."""
+        self._handle = module.register_forward_hook(self, always_call=True)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self._handle is not None:
+            self._handle.remove()
         if not _is_compiling():
             self._ended()
 
@@ -77,7 +89,8 @@ class _EndHook(_Hook):
 class Attachment:
     """A hook on a model: `seen` gets each training batch, `evaluated` is called without gradients.
 
-    `ended`, if given, is called after every forward pass. A model compiled by `Module.compile` calls no hook,
+    `ended` is called after forward passes for which these returned True, or after all if it `ends_always`. A
+    model compiled by `Module.compile` calls no hook,
     or compiles it too. There the attribute in which torch stores the compiled call is wrapped; copies and
     saved models do not include that attribute.
     """
@@ -85,16 +98,18 @@ class Attachment:
     def __init__(
         self,
         model: nn.Module,
-        seen: Callable[[Batch | None], None],
-        evaluated: Callable[[], None],
-        ended: Callable[[], None] | None = None,
+        seen: Callable[[Batch | None], bool],
+        evaluated: Callable[[], bool],
+        ended: Callable[[], None],
+        *,
+        ends_always: bool = False,
     ) -> None:
         self._model = weakref.ref(model)
         self._handles: list[Any] = []
         self._compiled: Any = None
         self._watching: Any = None
-        self._hook = _BatchHook(model, seen, evaluated)
-        self._ended = ended
+        self._hook = _BatchHook(model, seen, evaluated, None if ends_always else ended)
+        self._ended, self._ends_always = ended, ends_always
         self._watch(model)
 
     def add(self) -> None:
@@ -116,7 +131,7 @@ class Attachment:
         compiled = compiled_call(model)
         if compiled is None:
             self._handles.append(model.register_forward_pre_hook(self._hook, with_kwargs=True))
-            if self._ended is not None:
+            if self._ends_always:
                 end_hook = _EndHook(self._ended)
                 self._handles.append(model.register_forward_hook(end_hook, always_call=True))
         else:
@@ -140,7 +155,7 @@ class Attachment:
 
 
 def _watching(
-    compiled: Callable[..., Any], hook: _BatchHook, ended: Callable[[], None] | None
+    compiled: Callable[..., Any], hook: _BatchHook, ended: Callable[[], None]
 ) -> Callable[..., Any]:
     """A compiled model's call with the hooks around it, outside of the compiled code."""
 
@@ -150,7 +165,7 @@ def _watching(
         try:
             return compiled(*args, **kwargs)
         finally:
-            if ended is not None and not _is_compiling():
+            if not _is_compiling():
                 ended()
 
     return watching

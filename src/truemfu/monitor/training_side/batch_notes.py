@@ -1,32 +1,22 @@
 """What each forward pass was given, noted on the training thread in microseconds.
 
 A note keeps no tensor of the batch alive. Batches of one shape share a `Template`: names, shapes and dtypes
-as tensors without data, and the integers of the first such batch, which a count may read (image
-placeholders, special tokens). Values that determine the work of a batch beyond its shape (packed documents,
-image grids) are copied to the host for each batch, asynchronously.
+as tensors without data. Values that determine the work of a batch beyond its shape (packed documents, image
+grids) are copied to the host for each batch, asynchronously.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 
-from ...flops import (
-    CUMULATIVE,
-    GRIDS,
-    AutocastState,
-    HostCopy,
-    autocast_state,
-    documents_of,
-    has_whole_sequences,
-    start_host_copy,
-    whole_sequences,
-)
-from ...torch_private.trees import tree_flatten, tree_leaves, tree_map
+from ...flops import CUMULATIVE, GRIDS, AutocastState, autocast_state, documents_of, grids_of
+from ...torch_private.trees import tree_flatten, tree_map
 from ...torch_private.watching import (
     detects_backward,
     detects_functorch,
@@ -47,24 +37,26 @@ KeyPath = tuple[Any, ...]
 """The keys that lead to a tensor in a batch, through nested mappings."""
 _PLAIN = (int, float, str, bool, type(None))
 _Tensor = torch.Tensor
-_UNSUPPORTED_BATCH = (
-    "cannot count this batch, so its step has no MFU: nested tensors, objects that contain tensors, vmap and "
-    "other functorch transforms, and positional mixed with keyword arguments to a forward(*args, **kwargs) "
-    "are not supported"
+UNREADABLE = (
+    "the shapes of its batch cannot be read (nested tensors, objects that contain tensors, vmap and other "
+    "functorch transforms, or positional with keyword arguments to a forward(*args, **kwargs)), so only "
+    "steps that were observed themselves have an MFU"
 )
-_SPLIT_BATCH = (
-    "sequences are split over ranks (context parallel) and the batch is not made of tokens of plain rows, so "
-    "its step has no MFU: packed documents, images and other inputs are not supported there"
-)
-_TOO_MANY = "a step has too many micro-batches, so it has no MFU: is log_step called once per step?"
+TOO_MANY = "it has too many micro-batches: is log_step called once per step?"
 
 
 @dataclass(eq=False)
 class Template:
     """What all batches of one shape have in common."""
 
+    number: int
+    """Counts the templates of a run."""
+    kind: tuple[Any, ...]
+    """Equal for batches that differ in their sizes alone."""
+    sizes: tuple[tuple[str, int], ...]
+    """Every dimension of every tensor, by name."""
     batch: dict[str | int, Any]
-    """Names (or positions) to tensors without data, to host copies of the first batch, or to plain values."""
+    """Names (or positions) to tensors without data, or to plain values."""
     value_paths: tuple[KeyPath, ...]
     mask_path: KeyPath | None
     shapes: dict[str, list[int]]
@@ -75,29 +67,12 @@ class Template:
     """The watched module, and whether it is frozen; None for a batch that gives only samples and tokens."""
     model: str | None = field(default=None)
     """The model's name, if several are watched."""
-    values_ready: bool = field(default=False)
-    sequence_parts: int = field(default=1)
-    """Over how many ranks each sequence is split: `example` is the batch with whole sequences."""
-    requested_for: int | None = field(default=None)
-    """The number of the model state for which a count of such a batch was last requested."""
-
-    def ready(self) -> bool:
-        """Whether all values of the first such batch have arrived."""
-        return self.values_ready or all(
-            value.ready() for value in tree_leaves(self.batch) if isinstance(value, HostCopy)
-        )
 
     def example(self, values: Mapping[KeyPath, torch.Tensor]) -> Any:
-        """A batch to count, with these values, as the model takes it."""
-        if not self.values_ready:
-            self.batch = tree_map(lambda v: v.get() if isinstance(v, HostCopy) else v, self.batch)
-            self.values_ready = True
+        """Such a batch with these values, as the model takes it."""
         batch: Batch = self.batch
-        if self.sequence_parts > 1:
-            batch = whole_sequences(batch, self.sequence_parts)
-        else:
-            for path, value in values.items():
-                batch = _with(batch, path, value)
+        for path, value in values.items():
+            batch = _with(batch, path, value)
         return tuple(batch.values()) if 0 in batch else batch
 
 
@@ -128,8 +103,47 @@ class BatchNote:
             return None if batch is None else self.template.samples
         return sum(length > 1 for row in documents for length in row)
 
+    @cached_property
+    def lengths(self) -> tuple[tuple[str, tuple[int, ...]], ...] | None:
+        """What its values say of its work: lengths of documents, patches of images.
+
+        None if its values were overwritten before they could be read.
+        """
+        if not self.values:
+            return ()
+        batch = self.example()
+        if batch is None:
+            return None
+        found: list[tuple[str, tuple[int, ...]]] = []
+        documents = documents_of(batch)
+        if documents is not None:
+            found.append(("documents", tuple(sorted(length for row in documents for length in row))))
+        for key in GRIDS if isinstance(batch, Mapping) else ():
+            if grids := grids_of(batch, key):
+                found.append((key, tuple(sorted(t * h * w for t, h, w in grids))))
+        return tuple(found)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for batches of the same work, if they ran the same operators."""
+        return self.template.number, self.lengths
+
+    @property
+    def sizes(self) -> tuple[tuple[str, int], ...]:
+        """The sizes that its work can depend on."""
+        sums = [
+            size
+            for name, lengths in self.lengths or ()
+            for size in (
+                (f"{name}.number", len(lengths)),
+                (f"{name}.sum", sum(lengths)),
+                (f"{name}.sum_of_squares", sum(length * length for length in lengths)),
+            )
+        ]
+        return (*self.template.sizes, *sums)
+
     def example(self) -> Any:
-        """A batch to count; None if its values were overwritten before they could be read."""
+        """Such a batch; None if its values were overwritten before they could be read."""
         if not self.values:
             return self.template.example(self.values)  # type: ignore[arg-type]
         found = {}
@@ -146,8 +160,8 @@ class StepBatches(NamedTuple):
     """The micro-batches of a step."""
 
     notes: list[BatchNote]
-    is_missing: bool
-    """Whether some micro-batches could not be noted."""
+    missing: str | None
+    """Why some micro-batches could not be noted; None if all were."""
     run_again: bool
     """Whether the whole model ran again in the backward pass."""
 
@@ -157,41 +171,26 @@ class BatchNotes:
 
     Between two forward passes the processor's caches are evicted, so touching an object or function costs
     more than the work done with it; a batch like the last touches few.
-
-    `values_matter`: whether the first batch of every shape keeps its integers, not only the first of every
-    kind (names, dimensions and dtypes).
     """
 
-    def __init__(
-        self,
-        values: HostValues,
-        notice: Callable[[str], None],
-        values_matter: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self._values, self._notice, self._values_matter = values, notice, values_matter
+    def __init__(self, values: HostValues) -> None:
+        self._values = values
         self._is_blind = not (detects_backward() and detects_functorch())
         """Whether batches inside vmap, or in a second run of the forward, cannot be recognised."""
         self._templates: OrderedDict[Any, Template] = OrderedDict()
-        self._kinds: set[Any] = set()
+        self._made = 0
         self._last_signature: list[Any] = []
-        self._last_template: Template | None = None
+        self.last_template: Template | None = None
+        """That of the batch that was noted last."""
         self._last_bare: BatchNote | None = None
         """The note of the last batch, if it has no values beyond its template, so that it can be reused."""
-        self._last_step = StepBatches([], is_missing=False, run_again=False)
+        self._last_step = StepBatches([], missing=None, run_again=False)
         self._last_noted = self._last_step.notes
         self._noted: list[BatchNote] = []
         self._noted_in_backward: list[BatchNote] = []
-        self._is_incomplete = False
+        self._missing: str | None = None
         self.has_notes = False
         """Whether the current step has a micro-batch yet."""
-        self._sequence_parts = 1
-
-    def set_sequence_parts(self, parts: int) -> None:
-        """From now on each sequence is split over this many ranks."""
-        if parts != self._sequence_parts:
-            self._sequence_parts = parts
-            self._templates.clear()
-            self._last_template, self._last_bare = None, None
 
     def note(
         self,
@@ -201,14 +200,14 @@ class BatchNotes:
         *,
         in_backward: bool = False,
     ) -> bool:
-        """Note one micro-batch of the current step; False, with a warning, if it is not supported.
+        """Note one micro-batch of the current step; False if its shapes cannot be read.
 
         Nested tensors have no fixed shape, and inside vmap a tensor does not show its batch dimension. A
         checkpoint around the model runs it again in the backward pass; a reentrant one first ran it without
         gradients, so the second run is the only one that is seen.
         """
         if batch is None or self._is_blind or functorch_level() is not None:
-            return self._not_noted(_UNSUPPORTED_BATCH)
+            return self._not_noted(UNREADABLE)
         signature: list[Any] = [slot, model, is_any_autocast() and _autocast_dtypes()]
         try:
             for key, value in batch.items():
@@ -218,26 +217,23 @@ class BatchNotes:
                 else:
                     signature += key, cls, value if cls in _PLAIN else _nested_signature(value)
         except Exception:  # an argument may raise when it is read, or contain itself
-            return self._not_noted(_UNSUPPORTED_BATCH)
-        template = self._last_template
+            return self._not_noted(UNREADABLE)
+        template = self.last_template
         if template is None or signature != self._last_signature:
             template = self._template(tuple(signature), batch, slot, model)
-            if template.sequence_parts > 1 and not has_whole_sequences(batch):
-                return self._not_noted(_SPLIT_BATCH)
-            self._last_signature, self._last_template, self._last_bare = signature, template, None
+            self._last_signature, self.last_template, self._last_bare = signature, template, None
         note = self._last_bare
         if note is None:
             note = self._new_note(batch, template)
         noted = self._noted_in_backward if in_backward else self._noted
         if len(noted) >= _MAX_NOTES:
-            return self._not_noted(_TOO_MANY)
+            return self._not_noted(TOO_MANY)
         noted.append(note)
         self.has_notes = True
         return True
 
     def _not_noted(self, reason: str) -> bool:
-        self._is_incomplete = True
-        self._notice(reason)
+        self._missing = reason
         return False
 
     def _template(self, signature: Any, batch: Batch, slot: int | None, model: str | None) -> Template:
@@ -255,18 +251,19 @@ class BatchNotes:
 
     def take(self) -> StepBatches:
         """The notes of the step that ends now; the same object as for the last step if they are equal."""
-        noted, in_backward, is_missing = self._noted, self._noted_in_backward, self._is_incomplete
+        noted, in_backward, missing = self._noted, self._noted_in_backward, self._missing
         self.has_notes = False
-        if noted == self._last_noted and not (in_backward or is_missing):
+        if noted == self._last_noted and not (in_backward or missing):
             noted.clear()
             return self._last_step
-        self._noted, self._noted_in_backward, self._is_incomplete = [], [], False
+        self._noted, self._noted_in_backward, self._missing = [], [], None
         if noted and in_backward:
             first_run = Counter(id(note.template) for note in noted)
             again = Counter(id(note.template) for note in in_backward)
-            is_missing = is_missing or bool(again - first_run)  # some were seen in the backward pass alone
-        found = StepBatches(noted or in_backward, is_missing, run_again=bool(in_backward))
-        if not (is_missing or in_backward):
+            if again - first_run:
+                missing = "some of its forward passes were seen in the backward pass alone"
+        found = StepBatches(noted or in_backward, missing, run_again=bool(in_backward))
+        if not (missing or in_backward):
             self._last_step, self._last_noted = found, noted
         return found
 
@@ -281,27 +278,28 @@ class BatchNotes:
     def _new_template(
         self, batch: Batch, autocast: AutocastState, slot: int | None, model: str | None
     ) -> Template:
-        """A template; the first of its kind also holds the batch's integers, which a count may read."""
-        arguments = tuple(
-            (k, v.dim(), v.dtype) if isinstance(v, torch.Tensor) else k for k, v in batch.items()
-        )
-        kind = (slot, arguments)
-        is_first, keeps_integers = kind not in self._kinds, self._values_matter()
-        self._kinds.add(kind)
-        example: dict[str | int, Any] = {}
+        self._made += 1
+        kind: list[Any] = [slot, autocast.dtypes]
+        sizes: list[tuple[str, int]] = []
         for key, value in batch.items():
-            if not isinstance(value, torch.Tensor):
-                example[key] = tree_map(_without_data, value)
-            elif is_first or keeps_integers or not _has_values(value):
-                example[key] = _without_data(value)
-            else:
-                example[key] = value.to("meta")
+            leaves = [value] if isinstance(value, torch.Tensor) else tree_flatten(value)[0]
+            for number, leaf in enumerate(leaves):
+                if isinstance(leaf, torch.Tensor):
+                    name = str(key) if leaf is value else f"{key}.{number}"
+                    kind.append((name, leaf.dim(), leaf.dtype, leaf.requires_grad))
+                    sizes += [(f"{name}[{i}]", size) for i, size in enumerate(leaf.shape)]
+                else:
+                    kind.append((key, type(leaf), leaf if isinstance(leaf, _PLAIN) else None))
+        example: dict[str | int, Any] = {key: tree_map(_without_data, value) for key, value in batch.items()}
         samples, tokens = _extent(batch)
         paths = list(_tensor_paths(batch))
         masks = [
             path for path in paths if path[-1] == "attention_mask" and _is_mask(_at(batch, path), tokens)
         ]
         return Template(
+            number=self._made,
+            kind=tuple(kind),
+            sizes=tuple(sizes),
             batch=example,
             value_paths=tuple(
                 path for path in paths if path[-1] in _VALUE_KEYS and _has_values(_at(batch, path))
@@ -313,7 +311,6 @@ class BatchNotes:
             autocast=autocast,
             slot=slot,
             model=model,
-            sequence_parts=self._sequence_parts,
         )
 
 
@@ -341,7 +338,7 @@ def _is_mask(tensor: torch.Tensor, tokens: int | None) -> bool:
 
 
 def _has_values(tensor: torch.Tensor) -> bool:
-    """Whether a count may read its values: integers, and not too many."""
+    """Whether its values may be copied: integers, and not too many."""
     is_number = tensor.is_floating_point() or tensor.is_complex()
     return not is_number and tensor.nbytes <= _MAX_VALUE_BYTES
 
@@ -400,13 +397,11 @@ def _holds_tensors(value: Any, depth: int = _DEEPEST) -> bool:
 
 
 def _without_data(value: Any) -> Any:
-    """A tensor of an argument: a started host copy of integers, else only its shape."""
+    """A tensor's shape and dtype as a tensor without data; anything else as it is."""
     if not isinstance(value, torch.Tensor):
         return value
-    if not _has_values(value):
-        shape_alone = torch.empty(value.shape, dtype=value.dtype, device="meta")
-        return shape_alone.requires_grad_(value.requires_grad) if value.requires_grad else shape_alone
-    return start_host_copy(value)
+    shape_alone = torch.empty(value.shape, dtype=value.dtype, device="meta")
+    return shape_alone.requires_grad_(value.requires_grad) if value.requires_grad else shape_alone
 
 
 def _autocast_dtypes() -> tuple[torch.dtype | None, ...]:

@@ -24,7 +24,7 @@ from .attachment import Attachment
 from .batch_notes import Batch
 from .watched import Watched, WatchedModels, has_forward, named_models
 
-Seen = Callable[[Watched, Batch | None], None]
+Seen = Callable[[Watched, Batch | None], bool]
 
 
 class CalledModels(WatchedModels):
@@ -53,7 +53,7 @@ class CalledModels(WatchedModels):
         self._current: str | None = None
         """The module whose forward pass runs."""
 
-    def watch_calls(self, seen: Seen, evaluated: Callable[[], None]) -> None:
+    def watch_calls(self, seen: Seen, evaluated: Callable[[], bool], ended: Callable[[], None]) -> None:
         """Add hooks to every module that may be called."""
         for root_name, reference in zip(self._names, self._roots, strict=True):
             root = reference()
@@ -69,7 +69,8 @@ class CalledModels(WatchedModels):
                         module,
                         begun,
                         functools.partial(begun, None, is_training=False),
-                        functools.partial(self._ended, key),
+                        functools.partial(self._ended, key, ended),
+                        ends_always=True,
                     )
 
     def leave_calls(self) -> None:
@@ -96,34 +97,32 @@ class CalledModels(WatchedModels):
         name: str,
         watched: Watched,
         seen: Seen,
-        evaluated: Callable[[], None],
+        evaluated: Callable[[], bool],
         batch: Batch | None,
         *,
         is_training: bool = True,
-    ) -> None:
+    ) -> bool:
         root = self.first
         if root is None or (watched.module is root and self._is_other_call(root)):
-            return
+            return False
         if self._current is not None:
             if name not in self._found:
                 self._nested.add(name)
-            return
+            return False
         if is_training and name not in self._found:
             if backward_number() != -1:  # a layer is recomputed; the module that it belongs to has been seen
                 self._nested.add(name)
-                return
+                return False
             self._found.add(name)
             self.modules.append(watched)
             self.is_one = len(self._roots) == len(self.modules) == 1 and watched.module is root
         self._current = name
-        if is_training:
-            seen(watched, batch)
-        else:
-            evaluated()
+        return seen(watched, batch) if is_training else evaluated()
 
-    def _ended(self, name: str) -> None:
+    def _ended(self, name: str, ended: Callable[[], None]) -> None:
         if self._current == name:
             self._current = None
+            ended()
 
 
 def _callable_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:

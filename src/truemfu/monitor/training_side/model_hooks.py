@@ -19,15 +19,19 @@ from .watched import Watched, WatchedModels
 
 
 class ModelHooks:
-    """`seen` gets each training batch of a watched module, `evaluated` is called without gradients."""
+    """`seen` gets each training batch of a watched module, `evaluated` is called without gradients.
+
+    `ended` is called after a forward pass for which they returned True.
+    """
 
     def __init__(
         self,
-        seen: Callable[[Watched, Batch | None], None],
-        evaluated: Callable[[], None],
+        seen: Callable[[Watched, Batch | None], bool],
+        evaluated: Callable[[], bool],
+        ended: Callable[[], None],
         notices: Notices,
     ) -> None:
-        self._seen, self._evaluated, self._notices = seen, evaluated, notices
+        self._seen, self._evaluated, self._ended, self._notices = seen, evaluated, ended, notices
         self._models: WatchedModels | None = None
         self._attachments: list[Attachment] = []
         self.are_disabled = False
@@ -40,7 +44,7 @@ class ModelHooks:
         self.detach()
         self._models = models
         if isinstance(models, CalledModels):
-            models.watch_calls(self._seen, self._evaluated)
+            models.watch_calls(self._seen, self._evaluated, self._ended)
             self.are_unsettled = True
             return
         for watched in models.modules:
@@ -49,7 +53,9 @@ class ModelHooks:
 
     def _attach(self, watched: Watched, module: nn.Module) -> None:
         try:
-            attachment = Attachment(module, functools.partial(self._seen, watched), self._evaluated)
+            attachment = Attachment(
+                module, functools.partial(self._seen, watched), self._evaluated, self._ended
+            )
         except Exception as error:  # a scripted model takes no such hooks
             self._notices(
                 f"the model accepts no hooks, call monitor.observe(batch) for each micro-batch: "
@@ -119,6 +125,15 @@ class ModelHooks:
         devices = [t.device for t in (*parameters, *tensors.values()) if is_tensor(t)]
         on_cuda = [device for device in devices if device.type == "cuda"]
         return next(iter((*on_cuda, *devices)), torch.device("cpu"))
+
+    def watch_calls(self) -> None:
+        """No forward pass of the watched models was seen: watch the calls of all modules in them."""
+        if self._models is not None and not isinstance(self._models, CalledModels):
+            self.attach(CalledModels(*self.roots))
+
+    def module_of(self, slot: int) -> nn.Module | None:
+        """The module whose forward passes have this slot."""
+        return None if self._models is None else self._models.module_of(slot)
 
     def slot(self, watched: Watched) -> int:
         """The slot of a forward pass of this module at this moment."""

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ...flops import HostCopy, StepProfile
+from ...flops import FlopCount, HostCopy, Observation, StepProfile
 from .batch_notes import StepBatches
 from .between_steps import Gap
 from .clock import Span
 from .datasets import PendingDatasetMetrics
 from .hardware_watch import Cut
 from .host_values import Number
-from .model_state import States
 
 WARMUP_STEPS = 3
 """The first steps of a run, which are not representative."""
@@ -30,6 +29,19 @@ class StepPosition(NamedTuple):
         return self.step % frequency < self.steps
 
 
+class Observed:
+    """An observed step; `count` is set on the row side, once the values it needs have arrived.
+
+    `is_whole`: it was observed from the end of the step before, else from its first forward pass.
+    """
+
+    __slots__ = ("count", "is_whole", "observation")
+
+    def __init__(self, observation: Observation, *, is_whole: bool) -> None:
+        self.observation, self.is_whole = observation, is_whole
+        self.count: FlopCount | None = None
+
+
 class StepExtras(NamedTuple):
     """The optional parts of a step."""
 
@@ -41,6 +53,8 @@ class StepExtras(NamedTuple):
     datasets: Sequence[tuple[PendingDatasetMetrics, HostCopy]] = ()
     cut: Cut | None = None
     """Set if a window of the hardware counters ends with this step."""
+    observed: Observed | None = None
+    """What was observed of this step; its time is then not representative."""
 
 
 NO_EXTRAS = StepExtras()
@@ -57,8 +71,13 @@ class StepNote(NamedTuple):
     grad_norm: Number
     learning_rate: Number
     batches: StepBatches
-    """The same object as the step before has, if the batches are the same; likewise `states`."""
-    states: States
+    """The same object as the step before has, if the batches are the same."""
+    number: int
+    """Counts the steps that were logged, from 1."""
+    state: int
+    """How often the modules had changed before it."""
+    nodes: int | None
+    """How many autograd nodes its thread made; None if unknown."""
     measured: bool
     warmup: bool
     gap: Gap

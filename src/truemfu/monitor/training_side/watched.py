@@ -71,6 +71,11 @@ class WatchedModels:
         named = named_models(models)
         return self._names == list(named) and [root() for root in self._roots] == list(named.values())
 
+    def module_of(self, slot: int) -> nn.Module | None:
+        """The module whose forward passes have this slot, while other code references it."""
+        place = 0 if self.is_one else slot // _CONDITIONS
+        return self.modules[place].module if place < len(self.modules) else None
+
     def slot(self, watched: Watched) -> int:
         """The slot of a forward pass of this module at this moment."""
         if self.is_one:

@@ -1,0 +1,265 @@
+"""What is known of the FLOPs of steps: integers of observed steps, and a form fitted to them.
+
+    observed itself                                      its own integers
+    the same batches, the same number of autograd nodes  those of the observed step
+    the same batches, other numbers of nodes             the same, if three such steps agree and enclose it
+    other sizes                                          the form, which later observations check
+    else                                                 pending while it may still be observed, then unknown
+
+Lives on the row side.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...convention import Convention
+from ...flops import FlopCount, StepWork
+from ..training_side.batch_notes import BatchNote
+from ..training_side.step_note import StepNote
+from .form import ObservedForm
+from .plan import ObservationPlan
+
+COUNTED = "count of observed steps"
+FORM = "closed form of observed steps"
+_FEWEST_ALIKE = 3
+"""Observed steps with the same batches and other numbers of nodes that must agree."""
+_MOST_CHANGES = 2
+"""After so many contradictions steps with these batches are known only where they were observed."""
+_LONGEST_HOLD_S = 10.0
+"""How long a row waits for an observation of its kind."""
+_MOST_KEPT = 4096
+_STEPS_LISTED = 64
+_MOST_PROBLEMS = 3
+"""Observations in a row that failed for the same reason, until it is no longer tried again at once."""
+_NOT_OBSERVED = "no step with its batch shapes was observed"
+_OTHER_OPERATORS = "it ran other operators than the observed steps with the same batches"
+_NO_BATCH = (
+    "no forward pass of a watched module was seen in it, so the shapes of its batch are unknown: attach the "
+    "object you call (the compiled model, the wrapper), or call monitor.observe(batch)"
+)
+
+Key = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """Why the FLOPs of a step are unknown: a clause that every view shows."""
+
+    reason: str
+
+
+@dataclass
+class _Alike:
+    """Observed steps with the same batches, by their number of autograd nodes."""
+
+    counts: dict[int | None, tuple[int, FlopCount]] = field(default_factory=dict)
+    """The last step observed, and its count."""
+    work: StepWork | None = None
+    changes: int = 0
+    changed_steps: tuple[int, int] | None = None
+    problem: str | None = None
+
+    def count(self, nodes: int | None) -> FlopCount | None:
+        exact = self.counts.get(nodes)
+        if exact is not None:
+            return exact[1]
+        known = [number for number in self.counts if number is not None]
+        counts = [count for _, count in self.counts.values()]
+        if not counts or not all(_totals(count) == _totals(counts[0]) for count in counts[1:]):
+            return None
+        if nodes is None or not known:
+            return counts[0]
+        is_enclosed = len(known) >= _FEWEST_ALIKE and min(known) <= nodes <= max(known)
+        return counts[0] if is_enclosed else None
+
+
+class KnownSteps:
+    """Takes observed steps in order, and answers for all."""
+
+    def __init__(
+        self,
+        plan: ObservationPlan,
+        convention: Convention,
+        *,
+        notice: Callable[..., None],
+        needs_whole_steps: Callable[[], None],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._plan, self.convention, self._notice, self._clock = plan, convention, notice, clock
+        self._needs_whole_steps = needs_whole_steps
+        self._alike: OrderedDict[Key, _Alike] = OrderedDict()
+        self._forms: dict[Hashable, ObservedForm] = {}
+        self._held: dict[tuple[Key, int | None], float] = {}
+        self._has_whole = self._drops_parts = False
+        self._problems: Counter[str] = Counter()
+        self.number_counted = 0
+        self.steps: list[int] = []
+        """The first observed steps."""
+        self.notes: dict[str, None] = {}
+
+    def take(self, note: StepNote) -> None:
+        """Learn from an observed step, once its values are there."""
+        observed = note.extras.observed
+        assert observed is not None
+        observation = observed.observation
+        key = key_of(note)
+        alike = self._entry(key)
+        problem = observation.problem
+        if problem is None:
+            count = observation.count()
+            problem = observation.problem
+        if observed.is_whole and not self._drops_parts and observation.before_first_batch:
+            self._drops_parts = True
+            self._needs_whole_steps()
+        is_part = not observed.is_whole and (self._drops_parts or observation.unseen_forward)
+        if problem is not None or is_part:
+            if is_part:
+                self._needs_whole_steps()
+            alike.problem = problem
+            self._problems[problem or "part"] += 1
+            if self._problems[problem or "part"] <= _MOST_PROBLEMS:
+                self._plan.ask("an observation failed")
+            return
+        alike.problem = None
+        self._has_whole = self._has_whole or observed.is_whole
+        self.number_counted += 1
+        if len(self.steps) < _STEPS_LISTED:
+            self.steps.append(note.position.step)
+        observed.count = count
+        self.notes.update(dict.fromkeys(count.notes))
+        self._learn(note, alike, count)
+        alike.work = observation.work()
+
+    def _learn(self, note: StepNote, alike: _Alike, count: FlopCount) -> None:
+        nodes, step = note.nodes, note.position.step
+        before = alike.counts.get(nodes)
+        if before is not None and _totals(before[1]) != _totals(count):
+            alike.changes += 1
+            alike.changed_steps = before[0], step
+            self._notice(
+                f"the work of steps with the same batches changed between steps {before[0]} and {step}, from "
+                f"{before[1].model_flops:,} to {count.model_flops:,} FLOPs: steps between them may have "
+                "either",
+                about="changed work",
+            )
+        alike.counts[nodes] = step, count
+        self._plan.known_kind((key_of(note), nodes))
+        if nodes is not None and note.batches.notes and not note.batches.missing:
+            form = self._forms.setdefault(_form_key(note), ObservedForm())
+            form.add(step, _sizes(note), _integers(count, nodes))
+
+    def answer(self, note: StepNote) -> FlopCount | Unknown:
+        """The FLOPs of a step as far as they are known now."""
+        key = key_of(note)
+        alike = self._alike.get(key)
+        observed = note.extras.observed
+        if observed is not None and observed.count is not None:
+            return observed.count
+        if note.batches.missing is not None:
+            return Unknown(note.batches.missing)
+        if not note.batches.notes:
+            return Unknown(_NO_BATCH)
+        if alike is not None:
+            if alike.changes >= _MOST_CHANGES and alike.changed_steps is not None:
+                first, last = alike.changed_steps
+                return Unknown(
+                    f"observed steps with the same batches did different work (steps {first} and {last})"
+                )
+            count = alike.count(note.nodes)
+            if count is not None:
+                return count
+        if any(batch.lengths is None for batch in note.batches.notes):
+            return Unknown("the values of its batch were overwritten before they could be read")
+        form = self._forms.get(_form_key(note))
+        if form is not None:
+            found = form.predict(_sizes(note))
+            if found is not None:
+                if note.nodes in (None, found.pop("nodes")):
+                    return self._count_of(found)
+                return Unknown(_OTHER_OPERATORS)
+        if alike is not None and alike.problem is not None:
+            return Unknown(alike.problem)
+        if alike is not None and alike.counts:
+            return Unknown(_OTHER_OPERATORS)
+        return Unknown(
+            _NOT_OBSERVED if form is None else f"{_NOT_OBSERVED}, and {form.why_not(_sizes(note))}"
+        )
+
+    def is_settled(self, note: StepNote) -> bool:
+        """Whether the answer is final for the row: an unknown kind may still be observed for some time."""
+        observed = note.extras.observed
+        if observed is not None and (observed.is_whole or self._has_whole):
+            return True
+        if observed is None and not isinstance(self.answer(note), Unknown):
+            return True
+        if note.batches.missing is not None or not note.batches.notes:
+            return True
+        kind = key_of(note), note.nodes
+        since_s = self._held.get(kind)
+        if since_s is None:
+            self._plan.unknown_kind(note.number, kind)
+            if len(self._held) >= _MOST_KEPT:
+                self._held.clear()
+            since_s = self._held[kind] = self._clock()
+        return self._clock() - since_s > _LONGEST_HOLD_S
+
+    def work(self, note: StepNote) -> StepWork | None:
+        """An observed step with the same batches, by shape."""
+        alike = self._alike.get(key_of(note))
+        return None if alike is None else alike.work
+
+    def _entry(self, key: Key) -> _Alike:
+        found = self._alike.setdefault(key, _Alike())
+        self._alike.move_to_end(key)
+        if len(self._alike) > _MOST_KEPT:
+            self._alike.popitem(last=False)
+        return found
+
+    def _count_of(self, integers: Mapping[str, int]) -> FlopCount:
+        prefixes = {"dtype": {}, "model": {}}  # type: dict[str, dict[str, int]]
+        for name, flops in integers.items():
+            prefix, _, own = name.partition(":")
+            if own:
+                prefixes[prefix][own] = flops
+        return FlopCount(
+            forward=integers["forward"],
+            backward=integers["backward"],
+            recompute=integers["recompute"],
+            by_dtype=prefixes["dtype"],
+            by_module=prefixes["model"],
+            method=FORM,
+            convention=self.convention,
+        )
+
+
+def key_of(note: StepNote) -> Key:
+    """Equal for steps whose batches and modules are the same."""
+    return note.state, *(batch.key for batch in note.batches.notes)
+
+
+def _form_key(note: StepNote) -> Hashable:
+    return note.state
+
+
+def _sizes(note: StepNote) -> Sequence[tuple[Hashable, tuple[tuple[str, int], ...]]]:
+    return [(batch.template.kind, batch.sizes) for batch in _counted(note.batches.notes)]
+
+
+def _counted(notes: Sequence[BatchNote]) -> Sequence[BatchNote]:
+    return [note for note in notes if note.template.slot is not None] or notes
+
+
+def _integers(count: FlopCount, nodes: int) -> dict[str, int]:
+    found = {"forward": count.forward, "backward": count.backward, "recompute": count.recompute}
+    found |= {f"dtype:{name}": flops for name, flops in count.by_dtype.items()}
+    found |= {f"model:{name}": flops for name, flops in count.by_module.items()}
+    return found | {"nodes": nodes}
+
+
+def _totals(count: FlopCount) -> tuple[Any, ...]:
+    return count.forward, count.backward, count.recompute, tuple(sorted(count.by_dtype.items()))

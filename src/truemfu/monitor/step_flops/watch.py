@@ -1,0 +1,179 @@
+"""Which steps are observed, and from where to where; lives on the training thread.
+
+    step 1            first forward pass ─────────────────────► log_step
+    step 2, and later when due         end of log_step ───────► log_step     seen as a whole
+    a batch of a new shape             its forward pass ──────► log_step
+
+An observed step runs the user's code once, as every step does: a dispatch mode sees each operator as it runs
+(`flops/observe/`). Two free signals show in every step whether it did the same work as an observed one: the
+shapes of its batches, and how many autograd nodes its thread made. What they do not show (a frozen weight, a
+swapped layer) shows in a fingerprint of the modules, taken as often as its own cost allows.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from ...convention import Convention
+from ...flops import StepObserver
+from ...torch_private.dispatch import next_sequence_nr
+from ...torch_private.watching import backward_number, functorch_level
+from ..training_side import forks
+from ..training_side.batch_notes import StepBatches, Template
+from ..training_side.fingerprint import fingerprint, has_uninitialized
+from ..training_side.step_note import Observed
+from .plan import ObservationPlan
+
+_CHECK_COST_S = 10e-6
+"""What fingerprints may cost in a step, on average."""
+_MOST_IDLE_CHANGES = 2
+"""After so many changes of a module's own numbers that did not change its work, these are ignored."""
+_now_s = time.perf_counter
+
+
+@dataclass(frozen=True)
+class ModelChange:
+    """The modules changed between two checks, after which steps of this run."""
+
+    after_step: int
+    until_step: int
+
+
+class StepWatch:
+    """`is_possible`: whether a step may be observed at this moment (no CUDA graph is being captured)."""
+
+    def __init__(
+        self,
+        plan: ObservationPlan,
+        convention: Convention,
+        *,
+        is_enabled: bool,
+        is_possible: Callable[[], bool],
+    ) -> None:
+        self.plan, self.convention = plan, convention
+        self._is_enabled, self._is_possible = is_enabled, is_possible
+        self._observer: StepObserver | None = None
+        self._is_whole = False
+        self._seen: set[int] = set()
+        """The templates of observed steps."""
+        self._needs_whole_steps = self._is_wanted = False
+        self.state = 0
+        """How often the modules have changed."""
+        self.change: ModelChange | None = None
+        """The last change."""
+        self._fingerprint: tuple[int, int] | None = None
+        self._number_changes = 0
+        self._checked_after = self._check_at = 0
+        self.check_s = 0.0
+        """The time of all checks."""
+        self._forks, self._thread = forks.number, threading.get_ident()
+        self._nodes: int | None = None
+        self.number_observed = 0
+
+    @property
+    def observer(self) -> StepObserver | None:
+        """That of the current step, if it is observed."""
+        return self._observer
+
+    def observe_whole_steps(self) -> None:
+        """On the row side: steps do work before their first forward pass, so none begins to be observed
+        there."""
+        self._needs_whole_steps = True
+
+    def observe_next_batch(self) -> None:
+        """Observe the step that begins with its first forward pass now, whatever is known of it."""
+        self._is_wanted = True
+
+    def batch_begins(self, template: Template, *, is_first: bool) -> None:
+        """A micro-batch begins its forward pass; if it is the step's first, the step may be observed."""
+        if self._observer is not None:
+            self._observer.batch_begins()
+        elif is_first and self._is_enabled and self._wants(template):
+            self._enter(is_whole=False)
+            if self._observer is not None:
+                self._observer.batch_begins()
+
+    def _wants(self, template: Template) -> bool:
+        """Whether a step that begins with such a batch is to be observed from here on."""
+        is_wanted, self._is_wanted = self._is_wanted, False
+        return is_wanted or (
+            template.number not in self._seen
+            and not self._needs_whole_steps
+            and self.plan.wants_unknown(_now_s())
+        )
+
+    def step_ends(self) -> Observed | None:
+        """The current step ends: what was observed of it."""
+        observer, self._observer = self._observer, None
+        return None if observer is None else Observed(observer.leave(), is_whole=self._is_whole)
+
+    def note_batches(self, batches: StepBatches) -> None:
+        """The observed step had these batches."""
+        self._seen.update(note.template.number for note in batches.notes)
+        self.number_observed += 1
+
+    def next_begins(self, logged: int) -> None:
+        """`log_step` is about to return, after so many steps: the next one begins."""
+        self._thread, self._nodes = threading.get_ident(), next_sequence_nr()
+        if self._is_enabled and self.plan.is_due(logged + 1, _now_s()):
+            self._enter(is_whole=True)
+
+    def nodes(self) -> int | None:
+        """How many autograd nodes this step made on its thread; None if unknown."""
+        if self._nodes is None or threading.get_ident() != self._thread:
+            return None
+        return next_sequence_nr() - self._nodes
+
+    def _enter(self, *, is_whole: bool) -> None:
+        if backward_number() != -1 or functorch_level() is not None or not self._is_possible():
+            return
+        observer = StepObserver(self.convention)
+        observer.enter()
+        self._observer, self._is_whole = observer, is_whole
+
+    def suspend(self) -> None:
+        """Code outside of the step runs now."""
+        if self._observer is not None:
+            self._observer.suspend()
+
+    def resume(self) -> None:
+        """The step continues."""
+        if self._observer is not None:
+            self._observer.resume()
+
+    def close(self) -> None:
+        """The run is over, maybe within an observed step."""
+        if forks.number == self._forks:
+            self.step_ends()
+
+    def forget_models(self) -> None:
+        """Other models are watched from now on."""
+        self._fingerprint, self._check_at = None, 0
+
+    def check_models(self, models: Sequence[nn.Module], logged: int, *, now: bool = False) -> None:
+        """After so many steps: check whether the modules have changed, if that is due or `now`."""
+        if not now and logged < self._check_at:
+            return
+        began_s = _now_s()
+        if any(has_uninitialized(model) for model in models):
+            return
+        both = [fingerprint(model) for model in models]
+        found = hash(tuple(one for one, _ in both)), hash(tuple(other for _, other in both))
+        last, self._fingerprint = self._fingerprint, found
+        if last is not None and found[0] != last[0]:
+            self.state += 1
+            self.change = ModelChange(self._checked_after, logged)
+            self._seen.clear()
+            self.plan.ask("the model changed")
+        elif last is not None and found[1] != last[1] and self._number_changes < _MOST_IDLE_CHANGES:
+            self._number_changes += 1
+            self.plan.ask("a number of the model changed")
+        self._checked_after = logged
+        took_s = _now_s() - began_s
+        self.check_s += took_s
+        self._check_at = logged + 1 + int(took_s / _CHECK_COST_S)
