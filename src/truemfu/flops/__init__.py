@@ -6,6 +6,7 @@ attention/, operators/   FLOPs of one operator
 identity/, isolation/    a digest of the model; process state that a count preserves
 structure/               an estimate from the modules, without running them
 count/                   one step, counted
+observe/                 a training step, counted while it runs
 profiled/                one real step, from a torch.profiler recording
 closed_form/             counts as a function of the batch sizes
 models/                  models and batches from a name or a configuration
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
     from .models.lora import parse_lora
     from .models.model_view import BatchRequest, ModelView
     from .models.targets import Target, count_target, parse_dtype, resolve_target
+    from .observe.observation import Observation
+    from .observe.observer import StepObserver
     from .profiled.profiler import StepProfile, StepProfiler
     from .registry import register_formula, register_module
     from .shadow.shadow import Shadow
@@ -102,6 +105,8 @@ _HOMES = {
     "count_target": "models.targets",
     "parse_dtype": "models.targets",
     "resolve_target": "models.targets",
+    "Observation": "observe.observation",
+    "StepObserver": "observe.observer",
     "StepProfile": "profiled.profiler",
     "StepProfiler": "profiled.profiler",
     "register_formula": "registry",
@@ -130,9 +135,11 @@ __all__ = [
     "FlopModel",
     "HostCopy",
     "ModelView",
+    "Observation",
     "OtherCountRuns",
     "Shadow",
     "SignalArrived",
+    "StepObserver",
     "StepProfile",
     "StepProfiler",
     "StepWork",

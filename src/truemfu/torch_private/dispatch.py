@@ -76,6 +76,8 @@ next_sequence_nr: Callable[[], int] = _or(table.SEQUENCE_NUMBER, _refusing(table
 """The number that the next autograd node of this thread will get."""
 top_saved_tensors_hooks: Callable[[bool], Any] | None = _or(table.TOP_HOOKS, None)
 """Returns the innermost saved-tensor hooks, or None; is itself None if torch does not have it."""
+engine_code: Any = getattr(table.get(table.RUN_BACKWARD), "__code__", None)
+"""The code of the Python function that runs a backward pass; None if torch does not have it."""
 _disabled_torch_function: Any = table.get(table.DISABLE_FUNCTION)
 if TYPE_CHECKING:
     from torch._ops import OpOverload
@@ -109,7 +111,7 @@ def _one() -> int:
     return 1
 
 
-_dispatch_modes: Callable[[], int] = _or(table.DISPATCH_DEPTH, _one)
+_dispatch_modes: Callable[[], int] = _or(table.STACK_LENGTH, _one)
 _function_modes: Callable[[], int] = _or(table.FUNCTION_DEPTH, _one)
 _NOTHING = contextlib.nullcontext()
 

@@ -21,6 +21,7 @@ from . import find as lookup
 from .find import ABSENT
 
 _NOT_COUNTED = "models cannot be counted: FLOPs are estimated"
+_NOT_OBSERVED = "no training step is observed: its FLOPs are unknown"
 _NOT_PROFILED = "no step is profiled: HFU is based on the count"
 _ON_COPIES = "models are counted on real copies, which is slower and needs memory"
 
@@ -42,8 +43,11 @@ class Private:
 FAKE_TENSOR = "torch._subclasses.fake_tensor:FakeTensor"
 FAKE_MODE = "torch._subclasses.fake_tensor:FakeTensorMode"
 DISPATCH_MODE = "torch.utils._python_dispatch:TorchDispatchMode"
+PUSH_MODE = "torch.utils._python_dispatch:_push_mode"
+POP_MODE = "torch.utils._python_dispatch:_pop_mode"
+MODE_STACK = "torch.utils._python_dispatch:_get_current_dispatch_mode_stack"
+STACK_LENGTH = "torch._C:_len_torch_dispatch_stack"
 DISABLE_MODES = "torch.utils._python_dispatch:_disable_current_modes"
-DISPATCH_DEPTH = "torch._C:_len_torch_dispatch_stack"
 FUNCTION_DEPTH = "torch._C:_len_torch_function_stack"
 SEQUENCE_NUMBER = "torch.autograd:_get_sequence_nr"
 AUTOGRAD_NODE = "torch._C:_current_autograd_node"
@@ -86,8 +90,11 @@ NAMES: dict[str, Private] = {
         (FAKE_MODE, _ON_COPIES, (2, 6)),
         (DISPATCH_MODE, _NOT_COUNTED, (2, 6)),
         (DISABLE_MODES, _NOT_COUNTED, (2, 6)),
-        (DISPATCH_DEPTH, "the monitor hides its own operators from modes in each step, which is slower", (2, 6)),
-        (FUNCTION_DEPTH, "the monitor hides its own operators from modes in each step, which is slower", (2, 6)),
+        (PUSH_MODE, _NOT_OBSERVED, (2, 6)),
+        (POP_MODE, _NOT_OBSERVED, (2, 6)),
+        (MODE_STACK, _NOT_OBSERVED, (2, 6)),
+        (STACK_LENGTH, _NOT_OBSERVED, (2, 6)),
+        (FUNCTION_DEPTH, "the monitor hides its operators from modes in each step, which is slower", (2, 6)),
         (SEQUENCE_NUMBER, _NOT_COUNTED, (2, 6)),
         (AUTOGRAD_NODE, _NOT_COUNTED, (2, 6)),
         (GRAPH_TASK, _NOT_COUNTED, (2, 6)),
@@ -131,6 +138,9 @@ ATTRIBUTES: dict[str, str] = {
     "_schema": "of an operator: models cannot be counted",
     "_sequence_nr": "of an autograd node: models cannot be counted",
     "_nested_tensor_size": "of a nested tensor: its products are not counted",
+    "_mode_key": "of a dispatch mode: no step is observed while tensors are fake",
+    "_forward_cls": "of an autograd node: what a re-entrant checkpoint recomputes counts as backward",
+    "_values": "of a sparse tensor: its products are not counted",
     "_cdata": "of a storage: counts take longer",
     "fake_tensor_converter meta_converter storage_memo tensor_memo": (
         "of a mode of fake tensors: an interrupt during a garbage collection after a count may be lost"

@@ -98,15 +98,15 @@ def readable(tensor: Any) -> Value | None:
     return Value(lambda: on_host(tensor))
 
 
-def allowed_by(mask: Any) -> Value | None:
+def allowed_by(mask: Any, read: Callable[[torch.Tensor], Value | None]) -> Value | None:
     """True where a mask allows a pair: a boolean mask itself, an additive one where it is not hugely
-    negative."""
+    negative. `read` returns a tensor's value, if it is known."""
     if not isinstance(mask, torch.Tensor):
         return None
     tagged: Value | None = getattr(mask, "_truemfu_allowed", None)
     if tagged is not None:
         return tagged
-    value = readable(mask)
+    value = read(mask)
     if value is None:
         return None
     if mask.dtype is torch.bool:
@@ -121,8 +121,10 @@ class EagerAttention:
         self,
         resolve: Callable[[Sequence[int], Sequence[Value | None]], Scale],
         rescale: Callable[[Any, Scale], None],
+        read: Callable[[torch.Tensor], Value | None],
     ) -> None:
         self._resolve = resolve
+        self._read = read
         self._rescale = rescale
 
     def record(self, packet: Any, args: tuple[Any, ...], out: Any, entry: Any) -> None:
@@ -163,7 +165,7 @@ class EagerAttention:
                 probabilities.scores = None
             return
         scores = Scores(entry)
-        if biased and (allowed := allowed_by(args[0])) is not None:
+        if biased and (allowed := allowed_by(args[0], self._read)) is not None:
             scores.masks.append(allowed)
         _tag(out, scores)
 
@@ -182,7 +184,7 @@ class EagerAttention:
         for one, other in ((args[0], args[1]), (args[1], args[0])):
             tag = tag_of(one)
             if isinstance(tag, Scores):
-                if (allowed := allowed_by(other)) is not None:
+                if (allowed := allowed_by(other, self._read)) is not None:
                     tag.masks.append(allowed)
                 _tag(out, tag)
                 return
@@ -196,7 +198,7 @@ class EagerAttention:
                 and readable(one) is None
                 and one.dim() >= 3
                 and other.dim() >= 2
-                and (allowed := allowed_by(other)) is not None
+                and (allowed := allowed_by(other, self._read)) is not None
             ):
                 out._truemfu_allowed = allowed
                 return

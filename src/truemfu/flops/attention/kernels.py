@@ -10,7 +10,7 @@ it executes beyond what is needed is recomputation.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .pairs import FULL, Band
@@ -37,6 +37,10 @@ class AttentionWork:
     mask_function: Callable[..., Any] | None = None
     device: Any = None
     cumulative: tuple[Any, Any] | None = None
+
+    def without_tensors(self) -> AttentionWork:
+        """The same without what it was called with: shapes and flags only."""
+        return replace(self, mask=None, mask_function=None, cumulative=None)
 
     def forward_flops(self, pairs: int) -> int:
         """Scores and values; `pairs` are those of all samples, one head."""

@@ -20,7 +20,8 @@ from ...errors import TruemfuError, one_line
 from ..attention.pairs import FULL
 from ..batch import CUMULATIVE
 from ..count.count import warn_uncounted
-from ..count.tally import Entry, Tally
+from ..count.counting_mode import CountingMode
+from ..count.tally import Entry
 from . import terms as vocabulary
 from .calibration_batch import BatchMaker
 from .config_numbers import chunk_sizes, limits, merge_size, window_sizes
@@ -30,7 +31,7 @@ from .layout import Layout
 from .matcher import Fit, Matcher, polynomial_families, products
 from .terms import ONE, Sizes, Term
 
-Run = Callable[[Any], tuple[Tally, str, tuple[str, ...]]]
+Run = Callable[[Any], tuple[CountingMode, str, tuple[str, ...]]]
 """Counts one step on a batch: returns the tally, the method and the notes."""
 
 _SMALL = {
@@ -77,7 +78,7 @@ class Calibration:
         self._maker = BatchMaker(model, batch)
         self._own = layout.sizes(batch)
         self._limits = limits(model)
-        self._runs: list[tuple[Sizes, Tally]] = []
+        self._runs: list[tuple[Sizes, CountingMode]] = []
         self._notes: tuple[str, ...] = ()
         self._unmatched: set[str] = set()
 

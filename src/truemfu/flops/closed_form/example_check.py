@@ -12,7 +12,7 @@ from typing import Any
 
 from ...convention import Convention
 from ...errors import TruemfuError
-from ..count.tally import Tally
+from ..count.counting_mode import CountingMode
 from ..flop_count import FlopCount
 from .calibration_batch import BatchMaker
 from .form import Form
@@ -27,7 +27,7 @@ class ExampleCheck:
     """The FLOPs of an example, and of batches of its sizes with other values; counted on first use."""
 
     def __init__(
-        self, maker: BatchMaker, layout: Layout, sizes: Sizes, count: Callable[[Any], Tally]
+        self, maker: BatchMaker, layout: Layout, sizes: Sizes, count: Callable[[Any], CountingMode]
     ) -> None:
         self._maker, self._layout, self._sizes, self._count = maker, layout, sizes, count
 

@@ -28,8 +28,8 @@ from ...errors import UsageError, warn_once
 from ..arguments import check_call
 from ..attention.windows import Windows
 from ..count.count import run_counted, warn_uncounted
+from ..count.counting_mode import CountingMode
 from ..count.step_work import StepWork, work_of
-from ..count.tally import Tally
 from ..flop_count import FlopCount
 from ..host_copy import original_device
 from ..wrappers import unwrap
@@ -272,11 +272,11 @@ class FlopModel:
 
     def _run_with_values(
         self, kind: Kind, batch: Any, sizes: dict[str, Any]
-    ) -> tuple[Tally, str, tuple[str, ...]]:
+    ) -> tuple[CountingMode, str, tuple[str, ...]]:
         """One counted step on a batch; integer tensors without values are generated."""
         return self._run(BatchMaker(unwrap(self._model), batch).own(kind.layout, sizes))
 
-    def _run(self, batch: Any) -> tuple[Tally, str, tuple[str, ...]]:
+    def _run(self, batch: Any) -> tuple[CountingMode, str, tuple[str, ...]]:
         """One counted step; the batch is taken to be on the model's device."""
         tally, method, notes = run_counted(
             self._model,

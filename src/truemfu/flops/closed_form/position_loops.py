@@ -18,7 +18,7 @@ from ...convention import Convention
 from ...errors import TruemfuError
 from ..attention.windows import Windows
 from ..count.count import run_counted
-from ..count.tally import Tally
+from ..count.counting_mode import CountingMode
 from ..flop_count import FlopCount
 from ..wrappers import unwrap
 from .calibration import Calibration, NoClosedForm
@@ -46,7 +46,7 @@ def count_by_short_sequences(
         return None
     sizes = layout.sizes(batch)
 
-    def run(given: Any, backward: bool = backward) -> tuple[Tally, str, tuple[str, ...]]:
+    def run(given: Any, backward: bool = backward) -> tuple[CountingMode, str, tuple[str, ...]]:
         return run_counted(model, given, convention=convention, backward=backward, loss_fn=None)
 
     try:
@@ -65,7 +65,7 @@ def count_by_short_sequences(
 
 
 def _loops(
-    maker: BatchMaker, layout: Layout, sizes: Mapping[str, Any], count: Callable[[Any], Tally]
+    maker: BatchMaker, layout: Layout, sizes: Mapping[str, Any], count: Callable[[Any], CountingMode]
 ) -> bool:
     """Whether the number of operators grows with the length and exceeds the limit."""
     if sizes["length"] <= _PROBED[-1]:

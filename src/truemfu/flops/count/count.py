@@ -1,6 +1,6 @@
 """Counting one step: `count_flops` for a model and a batch, `count_step` for any callable.
 
-model, batch ──► shadow on fake tensors ──► forward, loss, backward under a Tally ──► FlopCount
+model, batch ──► shadow on fake tensors ──► forward, loss, backward under a CountingMode ──► FlopCount
                       │ cannot run that way
                       └─► shadow on real CPU copies, the same way
 """
@@ -25,9 +25,9 @@ from ..isolation.process_state import uncompiled
 from ..wrappers import unwrap
 from .calls import following_calls, following_modules
 from .counted_step import CountedStep
+from .counting_mode import CountingMode
 from .kernel_launches import watched_launches
 from .self_check import check_known_model
-from .tally import Tally
 
 EXECUTED = "count of an executed step"
 _DEFAULT = Convention()
@@ -70,7 +70,7 @@ def count_step(
         raise UsageError(f"count_step takes a callable and its arguments; got {type(fn).__name__}")
     check_counts()
     check_known_model()
-    tally = Tally(convention)
+    tally = CountingMode(convention)
     single_thread = torch.autograd.set_multithreading_enabled(False)  # autograd numbers its nodes by thread
     with (
         single_thread,
@@ -121,7 +121,7 @@ def run_counted(
     backward: bool,
     loss_fn: Callable[[Any], torch.Tensor] | None,
     device: torch.device | None = None,
-) -> tuple[Tally, str, tuple[str, ...]]:
+) -> tuple[CountingMode, str, tuple[str, ...]]:
     """Run one step of the model's shadow under a tally: returns the tally, the method and the notes.
 
     `device` is where a generated batch would be in training, if its tensors are elsewhere.

@@ -1,6 +1,6 @@
 """One step of a model's shadow under a tally: on fake tensors, or on real copies if that fails.
 
-    model, batch ──► shadow ──► forward, loss, backward ──► Tally
+    model, batch ──► shadow ──► forward, loss, backward ──► CountingMode
 
 Process state that the count changes is restored: random states, global values, autocast, gradients.
 """
@@ -38,10 +38,10 @@ from ..shadow.values import Following
 from ..structure.estimate import Estimator
 from ..wrappers import has_values
 from .calls import follow_modules, following_calls
+from .counting_mode import CountingMode
 from .explain import explain, is_about_fake_tensors
 from .kernel_launches import watched_launches
 from .loss import loss_of
-from .tally import Tally
 
 FAKE, REAL = "count on fake tensors", "count on real CPU copies"
 _MAX_REAL_BYTES = 4 << 30
@@ -67,7 +67,7 @@ class CountedStep:
         self.convention, self.backward, self.loss_fn = convention, backward, loss_fn
         self.documents = documents
 
-    def run(self) -> tuple[Tally, str, tuple[str, ...]]:
+    def run(self) -> tuple[CountingMode, str, tuple[str, ...]]:
         """The step's tally, the method and the notes."""
         try:
             tally, following = self.run_fake()
@@ -111,11 +111,11 @@ class CountedStep:
             return False
         return estimated.hardware_flops / cpu_flops_per_s() > supervised.left_s
 
-    def run_fake(self) -> tuple[Tally, Following]:
+    def run_fake(self) -> tuple[CountingMode, Following]:
         check_fake_tensors()
         fake_mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
         following = Following(fake_mode)
-        tally = Tally(self.convention, documents=self.documents, following=following)
+        tally = CountingMode(self.convention, documents=self.documents, following=following)
         try:
             with flex_attention_anywhere(), quiet_fake_tensors():
                 self._run(FakeTensorMaker(fake_mode, on_read=tally.mark_model_values_read), tally, fake_mode)
@@ -123,20 +123,22 @@ class CountedStep:
             forget_fake_tensors(fake_mode)
         return tally, following
 
-    def run_real(self) -> Tally:
+    def run_real(self) -> CountingMode:
         generator = torch.Generator().manual_seed(torch.initial_seed())
-        tally = Tally(self.convention, documents=self.documents, generator=generator)
+        tally = CountingMode(self.convention, documents=self.documents, generator=generator)
         tally.mark_model_values_read()
         self._run(real_copy, tally, contextlib.nullcontext())
         return tally
 
     @torch.inference_mode(False)
-    def _run(self, make: Maker, tally: Tally, fake_mode: contextlib.AbstractContextManager[Any]) -> None:
+    def _run(
+        self, make: Maker, tally: CountingMode, fake_mode: contextlib.AbstractContextManager[Any]
+    ) -> None:
         with _one_at_a_time():
             self._run_without_modes(make, tally, fake_mode)
 
     def _run_without_modes(
-        self, make: Maker, tally: Tally, fake_mode: contextlib.AbstractContextManager[Any]
+        self, make: Maker, tally: CountingMode, fake_mode: contextlib.AbstractContextManager[Any]
     ) -> None:
         try:
             with disable_modes():  # a mode around the count must not see it
@@ -146,7 +148,7 @@ class CountedStep:
                 parameter.grad = grad
 
     def _run_alone(
-        self, make: Maker, tally: Tally, fake_mode: contextlib.AbstractContextManager[Any]
+        self, make: Maker, tally: CountingMode, fake_mode: contextlib.AbstractContextManager[Any]
     ) -> None:
         shadow = Shadow(make)
         model = shadow.model(self.model)
@@ -168,14 +170,14 @@ class CountedStep:
                     drawn.add("torch")
 
     def _forward_and_backward(
-        self, model: nn.Module, args: Any, kwargs: Any, loss_fn: Any, tally: Tally
+        self, model: nn.Module, args: Any, kwargs: Any, loss_fn: Any, tally: CountingMode
     ) -> None:
         with torch.set_grad_enabled(self.backward):
             output = model(*args, **kwargs)
             if not self.backward:
                 return
             loss = loss_of(output, loss_fn)
-        with torch.autograd.set_multithreading_enabled(False), tally.final_backward():
+        with torch.autograd.set_multithreading_enabled(False):
             loss.backward()
 
 

@@ -27,6 +27,7 @@ from typing import Any, Protocol
 
 import torch
 from torch.autograd.function import BackwardCFunction
+from torch.utils.checkpoint import CheckpointFunction
 
 from ...torch_private.dispatch import OpOverload, current_autograd_node, current_graph_task_id
 from ...torch_private.trees import tree_leaves
@@ -67,9 +68,15 @@ class _Run:
         self.is_analysed = True
 
 
+def is_checkpoint(node: Any) -> bool:
+    """Whether an autograd node is that of torch's re-entrant checkpoint."""
+    function = getattr(type(node), "_forward_cls", None)
+    return isinstance(function, type) and issubclass(function, CheckpointFunction)
+
+
 def is_custom(node: Any) -> bool:
-    """Whether an autograd node is a Function written in Python, other than those of checkpointing."""
-    return isinstance(node, BackwardCFunction) and "Checkpoint" not in type(node).__name__
+    """Whether an autograd node is a Function written in Python, other than torch's checkpoint."""
+    return isinstance(node, BackwardCFunction) and not is_checkpoint(node)
 
 
 def in_function() -> bool:
@@ -93,6 +100,12 @@ class DataFlow:
         self._unused = 0
         """Products run without gradients that no later operator of the forward pass has used."""
         self._runs: list[_Run] = []
+
+    def is_active(self) -> bool:
+        """Whether an operator that is no product needs to be recorded now."""
+        return bool(self._unused or self._runs) or (
+            current_graph_task_id() != -1 and is_custom(current_autograd_node())
+        )
 
     def record(self, name: str, func: Any, args: Any, kwargs: Any, out: Any, product: Product | None) -> None:
         """Record an operator that has run."""

@@ -25,7 +25,7 @@ from ..interruption import was_interrupted
 from ..isolation.process_state import uncompiled, untouched_casts
 from .calls import follow_modules, following_calls
 from .counted_step import CountedStep
-from .tally import Tally
+from .counting_mode import CountingMode
 
 _SAMPLES, _LENGTH, _INPUTS, _WIDTH, _HEADS = 2, 4, 3, 8, 2
 _PLACES = _SAMPLES * _LENGTH
@@ -176,7 +176,7 @@ def _on_fake_tensors() -> FlopCount:
 
 def _in_a_real_run() -> FlopCount:
     """The same step in a real run, with a backward pass that might be differentiated, as in `count_step`."""
-    tally = Tally(Convention())
+    tally = CountingMode(Convention())
     with disable_modes(), torch.inference_mode(False), torch.enable_grad(), untouched_casts(), uncompiled():
         model, x = _KnownModel(), _example()
         follow_modules(model, tally)

@@ -60,7 +60,7 @@ def work_of(tally: Tally) -> StepWork:
     attention = other = few_channels = grouped = 0
     grouped_padded = 0.0
     blocked: int | None = 0
-    for entry in tally.entries:
+    for entry in tally.training_entries():
         if entry.shape is not None:
             products[entry.dtype, entry.shape] += entry.executed
         elif entry.is_attention:

@@ -15,6 +15,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ..registry import register_formula
+from .sparse import is_sparse, stored_elements
 
 # Operators whose matrix work this package does not count or cannot inspect: they appear in `uncounted` when
 # they run.
@@ -22,8 +23,8 @@ MATRIX_WORK_WITHOUT_FORMULA = frozenset(
     f"aten::{name}"
     for name in (
         "_native_multi_head_attention _triton_multi_head_attention _triton_scaled_dot_attention "
-        "_transformer_encoder_layer_fwd _sparse_mm _sparse_addmm _sparse_sparse_matmul sparse_sampled_addmm "
-        "_sparse_mm_reduce_impl _sparse_mm_reduce_impl_backward hspmm sspaddmm smm _cslt_sparse_mm "
+        "_transformer_encoder_layer_fwd _sparse_mm _sparse_sparse_matmul "
+        "hspmm sspaddmm smm _cslt_sparse_mm "
         "_sparse_semi_structured_mm _sparse_semi_structured_addmm _sparse_semi_structured_linear "
         "_convolution_double_backward conv_tbc conv_tbc_backward "
         "_dyn_quant_matmul_4bit _wrapped_quantized_linear_prepacked linalg_cholesky_ex linalg_eigh "
@@ -45,8 +46,16 @@ def _row(a: Any) -> int:
     return int(a.shape[-1]) * (2 if str(a.dtype).endswith("_x2") else 1)
 
 
+def _sparse_mm(a: Any, b: Any) -> int | None:
+    """2 × stored elements × columns (or rows) of the dense factor; None if both factors are dense."""
+    if is_sparse(a):
+        return int(2 * stored_elements(a) * b.shape[-1])
+    return int(2 * stored_elements(b) * a.shape[-2]) if is_sparse(b) else None
+
+
 def _mm(a: Any, b: Any) -> int:
-    return int(2 * a.shape[-2] * _row(a) * b.shape[-1])
+    sparse = _sparse_mm(a, b)
+    return int(2 * a.shape[-2] * _row(a) * b.shape[-1]) if sparse is None else sparse
 
 
 @register_formula("aten::mm", "aten::_int_mm", "aten::_scaled_mm", "aten::_scaled_mm_v2")
@@ -56,17 +65,43 @@ def mm(a: Any, b: Any, *_: Any, out: Any, **__: Any) -> int:
 
 
 @register_formula(
-    "aten::addmm", "aten::addmm_", "aten::_addmm_activation", "aten::_scaled_addmm", "aten::_scaled_addmm_"
+    "aten::addmm",
+    "aten::addmm_",
+    "aten::_addmm_activation",
+    "aten::_scaled_addmm",
+    "aten::_scaled_addmm_",
+    "aten::_sparse_addmm",
 )
 def addmm(bias: Any, a: Any, b: Any, *_: Any, out: Any, **__: Any) -> int:
     """M×K by K×N; adding the bias is elementwise."""
     return _mm(a, b)
 
 
+@register_formula("aten::sparse_sampled_addmm")
+def sampled_addmm(sampled: Any, a: Any, b: Any, *_: Any, out: Any, **__: Any) -> int:
+    """M×K by K×N at the stored elements of `sampled` only."""
+    return int(2 * stored_elements(sampled) * a.shape[-1])
+
+
+@register_formula("aten::_sparse_mm_reduce_impl")
+def sparse_mm_reduce(a: Any, b: Any, *_: Any, out: Any, **__: Any) -> int:
+    """A sparse M×K by K×N; taking the mean or the largest term instead of the sum changes nothing."""
+    return int(2 * stored_elements(a) * b.shape[-1])
+
+
+@register_formula("aten::_sparse_mm_reduce_impl_backward")
+def sparse_mm_reduce_backward(
+    a: Any, grad: Any, weight: Any, reduce: str, indices: Any, output_mask: Sequence[bool], *, out: Any
+) -> int:
+    """The forward product, once for each requested gradient."""
+    return int(2 * stored_elements(a) * weight.shape[-1]) * (int(output_mask[0]) + int(output_mask[1]))
+
+
 @register_formula("aten::bmm")
 def bmm(a: Any, b: Any, *_: Any, out: Any, **__: Any) -> int:
     """B products of M×K by K×N."""
-    return int(a.shape[0]) * _mm(a, b)
+    sparse = _sparse_mm(a, b)
+    return int(a.shape[0]) * _mm(a, b) if sparse is None else sparse
 
 
 @register_formula("aten::baddbmm", "aten::baddbmm_", "aten::addbmm", "aten::addbmm_")
@@ -78,13 +113,13 @@ def baddbmm(bias: Any, a: Any, b: Any, *_: Any, out: Any, **__: Any) -> int:
 @register_formula("aten::mv", "aten::dot", "aten::vdot")
 def mv(a: Any, vector: Any, *_: Any, out: Any, **__: Any) -> int:
     """M×K by K, or K by K."""
-    return int(2 * a.numel())
+    return int(2 * (stored_elements(a) if is_sparse(a) else a.numel()))
 
 
 @register_formula("aten::addmv", "aten::addmv_")
 def addmv(bias: Any, a: Any, vector: Any, *_: Any, out: Any, **__: Any) -> int:
     """M×K by K."""
-    return int(2 * a.numel())
+    return int(2 * (stored_elements(a) if is_sparse(a) else a.numel()))
 
 
 @register_formula("aten::linear", "aten::mkldnn_linear", "mkl::_mkl_linear", "mkldnn::_linear_pointwise")

@@ -25,7 +25,8 @@ _OWN_LIBRARIES = frozenset(
 _BIAS_FIRST = frozenset(
     f"aten::{n}"
     for n in (
-        "addmm addmm_ _addmm_activation _scaled_addmm _scaled_addmm_ baddbmm baddbmm_ addbmm addbmm_ "
+        "addmm addmm_ _sparse_addmm sparse_sampled_addmm "
+        "_addmm_activation _scaled_addmm _scaled_addmm_ baddbmm baddbmm_ addbmm addbmm_ "
         "addmv addmv_"
     ).split()
 )
