@@ -1,0 +1,161 @@
+"""How the FLOPs of a step depend on the sizes of its inputs, fitted exactly from observed steps.
+
+    observed steps ─► sizes that vary ─► sets of monomials, smallest first ─► exact solution ─► other sizes
+                       (`sizes.py`)              (`terms.py`)                  (`linear.py`)
+
+FLOPs are a polynomial of the sizes as long as nothing is rounded or limited: a strided convolution rounds, a
+sliding window is a limit. So a form is accepted only if it reproduces every observed step exactly and some of
+them were not needed to determine it, and it answers only where rounding and limits would have shown: between
+the observed minimum and maximum of every size, on the grid that the observed values share (multiples of 64,
+say), and where sizes depend on each other as they did. Everything else is left to the next observation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from itertools import product
+from typing import NamedTuple
+
+from .linear import Linear, solve
+from .sizes import Varying
+from .terms import Terms, candidates, values
+
+_MOST_OBSERVATIONS = 64
+_MOST_CANDIDATES = 400
+_CHECKS, _MOST_CHECKS = 2, 5
+
+
+class MicroBatch(NamedTuple):
+    """One forward pass of a step: what kind of inputs the model got, and their sizes by name."""
+
+    kind: Hashable
+    sizes: tuple[tuple[str, int], ...]
+
+
+_Kind = tuple[Hashable, tuple[str, ...]]
+_Step = tuple[tuple[_Kind, tuple[tuple[int, ...], ...]], ...]
+"""A step as a key: for each kind the sizes of its micro-batches, sorted, so that their order does not matter."""
+_Integers = Mapping[str, int]
+
+
+class ObservedForm:
+    """The integers of observed steps, and those of further steps that follow from them."""
+
+    def __init__(self) -> None:
+        self._observed: dict[_Step, dict[str, int]] = {}
+        self._fits: dict[tuple[_Kind, ...], _Fit | str] = {}
+        self._checks = _CHECKS
+
+    def add(self, step: int, batches: Sequence[MicroBatch], integers: _Integers) -> bool:
+        """Add an observed step. False if it contradicts what was known, which is then forgotten.
+
+        Either the work of a step has changed, or the form was wrong. In case of the latter the next form
+        needs one more observation as a check.
+        """
+        key = _key(batches)
+        known = self._answer(key)
+        agrees = isinstance(known, str) or _equal(known, integers)
+        if not agrees:
+            self._observed.clear()
+            self._fits.clear()
+            self._checks = min(self._checks + 1, _MOST_CHECKS)
+        elif not isinstance(known, str) and (key in self._observed or len(self._observed) >= _MOST_OBSERVATIONS):
+            return True  # a check passed, and nothing new to remember
+        if len(self._observed) >= _MOST_OBSERVATIONS:
+            kinds = _kinds(next(iter(self._observed)))
+            del self._observed[next(iter(self._observed))]
+            self._fit(kinds)
+        self._observed[key] = dict(integers)
+        self._fit(_kinds(key))
+        return agrees
+
+    def predict(self, batches: Sequence[MicroBatch]) -> dict[str, int] | None:
+        """The integers of a step with these micro-batches; None if the observed steps do not tell."""
+        answer = self._answer(_key(batches))
+        return None if isinstance(answer, str) else answer
+
+    def why_not(self, batches: Sequence[MicroBatch]) -> str:
+        """Why there is no prediction for these micro-batches, as a clause; empty if there is one."""
+        answer = self._answer(_key(batches))
+        return answer if isinstance(answer, str) else ""
+
+    def _answer(self, key: _Step) -> dict[str, int] | str:
+        known = self._observed.get(key)
+        if known is not None:
+            return dict(known)
+        fit = self._fits.get(_kinds(key), "no step with inputs of this kind was observed")
+        return fit if isinstance(fit, str) else fit.answer(key)
+
+    def _fit(self, kinds: tuple[_Kind, ...]) -> None:
+        steps = {key: integers for key, integers in self._observed.items() if _kinds(key) == kinds}
+        if steps:
+            self._fits[kinds] = _fitted(steps, self._checks)
+        else:
+            self._fits.pop(kinds, None)
+
+
+class _Fit:
+    """A form of the steps whose micro-batches are of certain kinds."""
+
+    def __init__(self, varying: list[Varying], terms: Sequence[Terms], names: list[str], solution: Linear) -> None:
+        self._varying, self._terms, self._names, self._solution = varying, terms, names, solution
+
+    def answer(self, key: _Step) -> dict[str, int] | str:
+        """The integers of a step, or why there are none."""
+        for varying, (_, points) in zip(self._varying, key, strict=True):
+            if problem := varying.problem(points):
+                return problem
+        amounts = self._solution.integers(_row(key, self._varying, self._terms))
+        if amounts is None or min(amounts) < 0:
+            return "the observed steps do not determine the FLOPs of these sizes"
+        return dict(zip(self._names, amounts, strict=True))
+
+
+def _fitted(steps: Mapping[_Step, _Integers], checks: int) -> _Fit | str:
+    names = sorted({name for integers in steps.values() for name in integers})
+    targets = [tuple(integers.get(name, 0) for name in names) for integers in steps.values()]
+    varying = [
+        Varying(kind[1], [key[index][1] for key in steps]) for index, (kind, _) in enumerate(next(iter(steps)))
+    ]
+    most_terms = len(steps) - checks
+    of_a_kind = int(_MOST_CANDIDATES ** (1 / len(varying)))
+    combined = product(*(candidates(len(each.basis))[:of_a_kind] for each in varying))
+    for terms in sorted(combined, key=lambda sets: sum(map(len, sets))):
+        if sum(map(len, terms)) > most_terms:
+            break
+        solution = solve([_row(key, varying, terms) for key in steps], targets)
+        if solution is not None:
+            return _Fit(varying, terms, names, solution)
+    if most_terms < 1 + len(varying):
+        return f"only {len(steps)} step{'s' * (len(steps) > 1)} with inputs of this kind but other sizes were observed"
+    return f"no formula of the sizes reproduces the {len(steps)} observed steps"
+
+
+def _row(key: _Step, varying: Sequence[Varying], terms: Sequence[Terms]) -> list[int]:
+    row: list[int] = []
+    for each, chosen, (_, points) in zip(varying, terms, key, strict=True):
+        sums = [0] * len(chosen)
+        for point in points:
+            for index, value in enumerate(values(chosen, [point[at] for at in each.basis])):
+                sums[index] += value
+        row += sums
+    return row
+
+
+def _key(batches: Sequence[MicroBatch]) -> _Step:
+    by_kind: dict[_Kind, list[tuple[int, ...]]] = {}
+    for kind, sizes in batches:
+        names, point = zip(*sizes, strict=True) if sizes else ((), ())
+        by_kind.setdefault((kind, names), []).append(point)
+    if len(by_kind) == 1:
+        return tuple((kind, tuple(sorted(points))) for kind, points in by_kind.items())
+    ordered = sorted(by_kind, key=repr)
+    return tuple((kind, tuple(sorted(by_kind[kind]))) for kind in ordered)
+
+
+def _kinds(key: _Step) -> tuple[_Kind, ...]:
+    return tuple([kind for kind, _ in key])
+
+
+def _equal(first: _Integers, second: _Integers) -> bool:
+    return all(first.get(name, 0) == second.get(name, 0) for name in {*first, *second})

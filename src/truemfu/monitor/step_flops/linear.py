@@ -1,0 +1,69 @@
+"""Linear equations in integers, solved exactly, with more equations than unknowns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import gcd, lcm
+
+
+class Linear:
+    """Exact linear functions of a row of integers, as far as the equations determine them."""
+
+    def __init__(self, width: int, echelon: list[tuple[int, list[int]]]) -> None:
+        self.rank = len(echelon)
+        pivots = [pivot for pivot, _ in echelon]
+        self._divisor = lcm(*(line[pivot] for pivot, line in echelon))
+        scaled = [[value * (self._divisor // line[pivot]) for value in line] for pivot, line in echelon]
+        outputs = range(width, len(scaled[0]) if scaled else width)
+        self._outputs = [[(at, line[out]) for at, line in zip(pivots, scaled, strict=True)] for out in outputs]
+        # A row that is no combination of the equations' rows has no determined value: its other columns must
+        # follow from those of the pivots as they do in the equations.
+        others = [column for column in range(width) if column not in pivots]
+        self._others = [
+            (column, [(at, line[column]) for at, line in zip(pivots, scaled, strict=True)]) for column in others
+        ]
+
+    def integers(self, row: Sequence[int]) -> list[int] | None:
+        """The functions' values at a row; None where they are undetermined or no integers."""
+        for column, weights in self._others:
+            if row[column] * self._divisor != sum([row[at] * weight for at, weight in weights]):
+                return None
+        results = []
+        for weights in self._outputs:
+            value, rest = divmod(sum([row[at] * weight for at, weight in weights]), self._divisor)
+            if rest:
+                return None
+            results.append(value)
+        return results
+
+
+def solve(rows: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]) -> Linear | None:
+    """The linear functions that take each row to its targets; None if no linear functions do.
+
+    Elimination without fractions, row by row: it ends at the first equation that contradicts those before it.
+    """
+    width = len(rows[0])
+    echelon: list[tuple[int, list[int]]] = []
+    for row, target in zip(rows, targets, strict=True):
+        line = [*row, *target]
+        for pivot, base in echelon:
+            line = _eliminated(line, base, pivot)
+        pivot = next((column for column in range(width) if line[column]), width)
+        if pivot < width:
+            divisor = gcd(*line)
+            echelon.append((pivot, [value // divisor for value in line]))
+        elif any(line[width:]):
+            return None
+    for index in range(len(echelon) - 1, 0, -1):
+        pivot, base = echelon[index]
+        for above in range(index):
+            at, line = echelon[above]
+            echelon[above] = (at, _eliminated(line, base, pivot))
+    return Linear(width, echelon)
+
+
+def _eliminated(line: list[int], base: list[int], pivot: int) -> list[int]:
+    if not line[pivot]:
+        return line
+    scale, weight = base[pivot], line[pivot]
+    return [value * scale - other * weight for value, other in zip(line, base, strict=True)]

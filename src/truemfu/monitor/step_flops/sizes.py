@@ -1,0 +1,89 @@
+"""Which sizes of a kind of inputs vary independently, and for which values observed steps speak."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations_with_replacement
+from math import gcd
+
+from .linear import Linear, solve
+
+_Points = Sequence[tuple[int, ...]]
+
+
+class SizeRange:
+    """The values from the smallest observed one to the largest, on the grid that all observed ones share.
+
+    What rounds (strides, patches, windows, padding to a multiple) is a polynomial on a grid of its own period;
+    values off the grid of the observed ones could be rounded, and these were not.
+    """
+
+    def __init__(self, name: str, observed: Sequence[int]) -> None:
+        self._name, self._low, self._high = name, min(observed), max(observed)
+        self._stride = gcd(*(value - self._low for value in observed))
+
+    def problem(self, value: int) -> str:
+        """Why nothing is known for this value; empty if it is in range."""
+        if value < self._low or value > self._high:
+            span = f"{self._low}" if self._low == self._high else f"{self._low} to {self._high}"
+            return f"{self._name} is {value} and was {span} in the observed steps"
+        if self._stride > 1 and (value - self._low) % self._stride:
+            return f"{self._name} is {value}, between the multiples of {self._stride} (from {self._low}) observed"
+        return ""
+
+
+class Varying:
+    """The sizes of one kind of inputs: a basis of independent ones, and how the others follow from it."""
+
+    def __init__(self, names: tuple[str, ...], steps: Sequence[_Points]) -> None:
+        points = sorted({point for step in steps for point in step})
+        columns = list(zip(*points, strict=True))
+        self._names = names
+        self._count = SizeRange("the number of micro-batches", [len(step) for step in steps])
+        self._ranges = [SizeRange(name, column) for name, column in zip(names, columns, strict=True)]
+        self._sums: list[tuple[int, Linear]] = []
+        self._products: list[tuple[int, int, int, int, int]] = []
+        self.basis: list[int] = []
+        """Positions of the sizes that vary independently of each other."""
+        for index, column in enumerate(columns):
+            as_sum = solve([self._affine(point) for point in points], [(value,) for value in column])
+            if as_sum is not None:
+                if len(set(column)) > 1:
+                    self._sums.append((index, as_sum))
+            elif as_product := _product(columns, index):
+                self._products.append(as_product)
+            else:
+                self.basis.append(index)
+
+    def problem(self, points: _Points) -> str:
+        """Why observed steps do not speak for micro-batches of these sizes; empty if they do."""
+        problem = self._count.problem(len(points))
+        for point in points:
+            for size, value in zip(self._ranges, point, strict=True):
+                problem = problem or size.problem(value)
+            for index, linear in self._sums:
+                row = self._affine(point)[: 1 + sum(at < index for at in self.basis)]
+                if linear.integers(row) != [point[index]]:
+                    problem = problem or self._other_relation(index)
+            for index, first, second, numerator, denominator in self._products:
+                if point[index] * denominator != point[first] * point[second] * numerator:
+                    problem = problem or self._other_relation(index)
+        return problem
+
+    def _affine(self, point: tuple[int, ...]) -> list[int]:
+        return [1, *(point[at] for at in self.basis)]
+
+    def _other_relation(self, index: int) -> str:
+        return f"{self._names[index]} relates to the other sizes in another way than in the observed steps"
+
+
+def _product(columns: Sequence[tuple[int, ...]], index: int) -> tuple[int, int, int, int, int] | None:
+    """The two earlier sizes whose product this size is a fixed multiple of, with numerator and denominator."""
+    column = columns[index]
+    varying = [at for at in range(index) if len(set(columns[at])) > 1]
+    for first, second in combinations_with_replacement(varying, 2):
+        products = [one * other for one, other in zip(columns[first], columns[second], strict=True)]
+        pairs = zip(column, products, strict=True)
+        if products[0] and all(value * products[0] == column[0] * other for value, other in pairs):
+            return index, first, second, column[0], products[0]
+    return None
