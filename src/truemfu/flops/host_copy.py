@@ -3,7 +3,7 @@
 start_host_copy(tensor)   on the training thread: enqueues a copy and returns at once
     .ready()              whether the values have arrived; never waits
     .get()                the values; waits, so for threads other than the training thread
-host_copy(tensor)         the values now; a supervised count stops instead of waiting (`ValuesPending`)
+host_copy(tensor)         the values now; waits
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from __future__ import annotations
 import time
 
 import torch
-
-from .interruption import supervision
 
 _POLL_S = 0.001
 
@@ -59,10 +57,7 @@ def start_host_copy(tensor: torch.Tensor) -> HostCopy:
 
 
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A CPU copy of a tensor's values; a supervised count stops rather than wait for the device."""
-    supervised = supervision()
-    if tensor.is_cuda and supervised is not None and supervised.fetched is not None:
-        return supervised.fetched.get(tensor)
+    """A CPU copy of a tensor's values; waits for the device."""
     return tensor.detach().cpu().clone()
 
 

@@ -303,7 +303,7 @@ class LiveRun:
         observer = self._steps.observer
         if observer is None:
             return False
-        observer.pass_begins(name, is_training=is_training)
+        observer.pass_begins(is_training=is_training, name=name)
         return True
 
     def pass_ends(self) -> None:

@@ -41,11 +41,10 @@ from ..flops import (
     example_batch,
     has_values,
     loss_of,
-    own_random_draws,
+    preserved_random_states,
     snapshot,
     uncompiled,
     untouched_casts,
-    untouched_globals,
     unwrap,
     warn_uncounted,
 )
@@ -242,12 +241,10 @@ def _profiled(model: nn.Module, batch: Batch) -> FlopCount:
         disable_modes(),
         torch.inference_mode(False),
         torch.enable_grad(),
-        untouched_globals(model),
-        own_random_draws(model) as drawn,
+        preserved_random_states(),
         untouched_casts(),
         uncompiled(),
     ):
-        drawn |= {"torch", "cuda"}
         twin = Shadow(_shared_weight).model(model)
         arguments = tree_map_only(torch.Tensor, lambda t: t.to(device), batch)
         profiler.start()

@@ -20,7 +20,6 @@ from ...torch_private.dispatch import (
 )
 from ..attention.eager import readable
 from ..attention.masks import mask_of_function
-from ..interruption import supervision
 from ..operators.conv_sizes import SizeStep, size_steps
 from ..operators.matrix_work import factors
 from ..shadow.fake_kernels import FAKE_KERNELS
@@ -67,7 +66,6 @@ class CountingMode(Tally, TorchDispatchMode):
         """Whether an operator drew from the process's generator instead of this count's own."""
         self.reads_model_values = False
         """Whether values stored in the model, such as its buffers, were read."""
-        self._supervision = supervision()
 
     def mark_model_values_read(self) -> None:
         """Record that values stored in the model were read: the count may depend on them."""
@@ -76,8 +74,6 @@ class CountingMode(Tally, TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device
-        if self._supervision is not None:
-            self._supervision.check()
         if current_graph_task_id() == -1:
             return self._run(func, args, kwargs or {})
         with disable_torch_function():  # in a backward pass it would intercept the calls made here as well

@@ -21,7 +21,6 @@ from ...convention import Convention
 from ...errors import ModelError, one_line
 from ...torch_private.dispatch import disable_modes
 from ..flop_count import FlopCount
-from ..interruption import was_interrupted
 from ..isolation.process_state import uncompiled, untouched_casts
 from .calls import follow_modules, following_calls
 from .counted_step import CountedStep
@@ -131,8 +130,6 @@ def check_known_model() -> None:
         try:
             _verdict = _first_difference()
         except Exception as error:
-            if was_interrupted():
-                raise
             raise ModelError(_refusal(one_line(error))) from error  # the next count tries again
         finally:
             _state.is_checking = False

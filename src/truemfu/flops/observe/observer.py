@@ -64,8 +64,8 @@ class StepObserver:
         """Watch again after a pause."""
         self._mode.is_suspended = False
 
-    def pass_begins(self, *, is_training: bool) -> None:
-        """Record that a watched model's forward begins."""
+    def pass_begins(self, *, is_training: bool, name: str | None = None) -> None:
+        """Record that a watched model's forward begins; work is split by this name, if it has one."""
         if threading.get_ident() != self._thread:
             return
         take_out(_is_finished)

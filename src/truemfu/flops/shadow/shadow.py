@@ -32,7 +32,6 @@ from torch import nn
 
 from ...errors import ModelError
 from ...torch_private.trees import tree_map
-from ..interruption import supervision
 from ..registry import module_formula
 from ..wrappers import is_not_model_work, module_of, unwrap, unwrap_fsdp
 
@@ -62,7 +61,6 @@ class Shadow:
         self.device: torch.device | None = None
         """The device of tensors made from here on; None: that of the tensor they replace."""
         self._make = make
-        self._supervision = supervision()
         self._memo: dict[int, Any] = {}
         self._param_dtype: torch.dtype | None = None
         self._at = ""  # the attribute that is being copied, for messages
@@ -115,8 +113,6 @@ class Shadow:
             raise ModelError(
                 f"{type(module).__name__} is TorchScript, which cannot be counted: pass the nn.Module"
             )
-        if self._supervision is not None:
-            self._supervision.check()
         cls, fsdp_dtype = unwrap_fsdp(module)
         inherited, self._param_dtype = self._param_dtype, fsdp_dtype or self._param_dtype
         shell: nn.Module = object.__new__(cls)

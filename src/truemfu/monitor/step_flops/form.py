@@ -59,7 +59,9 @@ class ObservedForm:
             self._observed.clear()
             self._fits.clear()
             self._checks = min(self._checks + 1, _MOST_CHECKS)
-        elif not isinstance(known, str) and (key in self._observed or len(self._observed) >= _MOST_OBSERVATIONS):
+        elif not isinstance(known, str) and (
+            key in self._observed or len(self._observed) >= _MOST_OBSERVATIONS
+        ):
             return True  # a check passed, and nothing new to remember
         if len(self._observed) >= _MOST_OBSERVATIONS:
             kinds = _kinds(next(iter(self._observed)))
@@ -97,7 +99,9 @@ class ObservedForm:
 class _Fit:
     """A form of the steps whose micro-batches are of certain kinds."""
 
-    def __init__(self, varying: list[Varying], terms: Sequence[Terms], names: list[str], solution: Linear) -> None:
+    def __init__(
+        self, varying: list[Varying], terms: Sequence[Terms], names: list[str], solution: Linear
+    ) -> None:
         self._varying, self._terms, self._names, self._solution = varying, terms, names, solution
 
     def answer(self, key: _Step) -> dict[str, int] | str:
@@ -115,7 +119,8 @@ def _fitted(steps: Mapping[_Step, _Integers], checks: int) -> _Fit | str:
     names = sorted({name for integers in steps.values() for name in integers})
     targets = [tuple(integers.get(name, 0) for name in names) for integers in steps.values()]
     varying = [
-        Varying(kind[1], [key[index][1] for key in steps]) for index, (kind, _) in enumerate(next(iter(steps)))
+        Varying(kind[1], [key[index][1] for key in steps])
+        for index, (kind, _) in enumerate(next(iter(steps)))
     ]
     most_terms = len(steps) - checks
     of_a_kind = int(_MOST_CANDIDATES ** (1 / len(varying)))

@@ -15,12 +15,15 @@ class Linear:
         self._divisor = lcm(*(line[pivot] for pivot, line in echelon))
         scaled = [[value * (self._divisor // line[pivot]) for value in line] for pivot, line in echelon]
         outputs = range(width, len(scaled[0]) if scaled else width)
-        self._outputs = [[(at, line[out]) for at, line in zip(pivots, scaled, strict=True)] for out in outputs]
+        self._outputs = [
+            [(at, line[out]) for at, line in zip(pivots, scaled, strict=True)] for out in outputs
+        ]
         # A row that is no combination of the equations' rows has no determined value: its other columns must
         # follow from those of the pivots as they do in the equations.
         others = [column for column in range(width) if column not in pivots]
         self._others = [
-            (column, [(at, line[column]) for at, line in zip(pivots, scaled, strict=True)]) for column in others
+            (column, [(at, line[column]) for at, line in zip(pivots, scaled, strict=True)])
+            for column in others
         ]
 
     def integers(self, row: Sequence[int]) -> list[int] | None:

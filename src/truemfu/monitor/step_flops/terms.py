@@ -13,7 +13,18 @@ _MOST_SIZES = 4
 _POLYNOMIALS = {
     0: ("1",),
     1: ("a", "1 a", "a aa", "aa", "1 aa", "aa aaaa", "1 a aa", "1 aa aaaa"),
-    2: ("ab", "a b", "1 ab", "ab aabb", "1 a b", "a b ab", "1 ab aabb", "1 a b ab", "a aa b bb ab", "1 a aa b bb ab"),
+    2: (
+        "ab",
+        "a b",
+        "1 ab",
+        "ab aabb",
+        "1 a b",
+        "a b ab",
+        "1 ab aabb",
+        "1 a b ab",
+        "a aa b bb ab",
+        "1 a aa b bb ab",
+    ),
     3: ("abc", "1 abc", "abc aabbcc", "a b c", "1 abc aabbcc", "1 a b c"),
     4: ("a b c d", "1 a b c d"),
 }

@@ -8,7 +8,6 @@
 - A handler that was set before is called after the rows are written; the run continues if it returns.
 - A signal that is ignored, or handled by code that is not Python, is not touched.
 - A handler set after ours replaces it. If it calls ours, rows are written and nothing else happens.
-- While the model is counted, all signals are deferred (`flops/interruption.py`).
 
 The handler takes no lock: it may interrupt any code on the main thread, the monitor's included. It wakes the
 thread and waits for a limited time; if it has interrupted a step that is being noted, it returns at once, and
@@ -28,8 +27,6 @@ import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, NamedTuple
-
-from ...flops import user_handler
 
 LIMIT_S = 2.0
 """The longest delay of a signal."""
@@ -135,7 +132,7 @@ class _Watch:
             os.close(fd)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        is_ours = user_handler(number) == self._handler
+        is_ours = signal.getsignal(number) == self._handler
         is_written = number in self._sent_again
         self._sent_again.discard(number)
         if not (self._is_over or is_written):
