@@ -1,12 +1,12 @@
 """When a step is observed: often enough to know the work, seldom enough to cost next to nothing.
 
 Steps 1 and 2 are always observed. Then a step is observed if there is a reason (an unknown kind of step that
-keeps appearing, a change, the regular check) and the share of the run's time allows it: a quarter of the first
-minute, a thousandth of the run afterwards.
+keeps appearing, a change, the regular check) and the share of the run's time allows it: a quarter of the
+first minute, a thousandth of the run afterwards.
 
 The ranks of a job observe the same steps without exchanging anything, because one rank that observes makes
-all wait. Each takes multiples of a power of two that its own figures allow: the choices of two ranks are equal,
-or one is contained in the other.
+all wait. Each takes multiples of a power of two that its own figures allow: the choices of two ranks are
+equal, or one is contained in the other.
 """
 
 from __future__ import annotations
@@ -37,11 +37,26 @@ class ObservationPlan:
         self._reason: str | None = None
         self._kinds: dict[Hashable, _Appearances] = {}
         self._count, self._last_cost_s = 0, 0.0
-        self._spent_at_first_s = self._spent_later_s = 0.0
+        self._spent_s = self._spent_at_first_s = self._spent_later_s = 0.0
         self._costs_s: deque[float] = deque(maxlen=_RECENT_COSTS)
         self._regular, self._grid = _Stride(max(1, frequency)), _Stride(1)
         self._times_s: deque[float] = deque(maxlen=_SHIFT_STEPS)
         self._median_s = self._reference_s = 0.0
+
+    @property
+    def spent_s(self) -> float:
+        """How much longer all observed steps took than plain ones."""
+        return self._spent_s
+
+    @property
+    def plain_step_s(self) -> float:
+        """The median time of the last plain steps; 0 before the first."""
+        return self._median_s
+
+    def set_frequency(self, steps: int) -> None:
+        """Observe regularly after so many steps; 0: never."""
+        if steps != self._frequency:
+            self._frequency, self._regular, self._has_news = steps, _Stride(max(1, steps)), True
 
     def is_due(self, step: int, now_s: float) -> bool:
         """Whether the step with this number (from 1, in logged steps) is to be observed."""
@@ -61,6 +76,7 @@ class ObservationPlan:
     def observed(self, step: int, extra_s: float, now_s: float) -> None:
         """A step was observed and took so much longer than a plain one; all of it while that is unknown."""
         self._count += 1
+        self._spent_s += extra_s
         self._last_cost_s = extra_s
         if len(self._times_s) >= 2:
             self._costs_s.append(extra_s)

@@ -14,8 +14,8 @@ _Points = Sequence[tuple[int, ...]]
 class SizeRange:
     """The values from the smallest observed one to the largest, on the grid that all observed ones share.
 
-    What rounds (strides, patches, windows, padding to a multiple) is a polynomial on a grid of its own period:
-    values off the observed grid may be rounded where the observed ones were not.
+    What rounds (strides, patches, windows, padding to a multiple) is a polynomial on a grid of its own
+    period: values off the observed grid may be rounded where the observed ones were not.
     """
 
     def __init__(self, name: str, observed: Sequence[int]) -> None:

@@ -20,8 +20,9 @@ _POLYNOMIALS = {
     3: ("abc", "1 abc", "abc aabbcc", "a b c", "1 abc aabbcc", "1 a b c"),
     4: ("a b c d", "1 a b c d"),
 }
-"""By the number of sizes: lengths (a aa), images (ab, and aabb for attention), square images (aa aaaa), convolutions
-without padding (1 a b ab), sums over documents (a b), encoder and decoder (a aa b bb ab), video (abc)."""
+"""By the number of sizes: lengths (a aa), images (ab, and aabb for attention), square images (aa aaaa),
+convolutions without padding (1 a b ab), sums over documents (a b), encoder and decoder (a aa b bb ab), video
+(abc)."""
 
 
 @cache
