@@ -33,7 +33,7 @@ class Run:
             if is_seen:
                 extra_s = self._about(self._cost_s)
                 self.now_s += took_s + extra_s
-                self.plan.observed(self.step, took_s + extra_s if self.step <= 2 else extra_s, self.now_s)
+                self.plan.observed(self.step, extra_s + took_s * (self.step - len(self.seen) < 3), self.now_s)
                 self.seen.append(self.step)
                 self.spent_s.append((self.now_s, extra_s))
             else:

@@ -68,7 +68,8 @@ class ObservedForm:
             del self._observed[oldest]
             self._fit(_kinds(oldest))
         self._observed[key] = dict(integers)
-        self._fit(_kinds(key))
+        if isinstance(known, str) or not agrees:
+            self._fit(_kinds(key))
         return agrees
 
     def predict(self, batches: Sequence[MicroBatch]) -> dict[str, int] | None:

@@ -21,7 +21,7 @@ _POLYNOMIALS = {
     4: ("a b c d", "1 a b c d"),
 }
 """By the number of sizes: lengths (a aa), images (ab, and aabb for attention), square images (aa aaaa),
-unpadded convolutions (1 a b ab), sums over documents (a b), encoder and decoder (a aa b bb ab), video (abc)."""
+unpadded convolutions (1 a b ab), sums over documents (a b), two lengths (a aa b bb ab), video (abc)."""
 
 _SUMS = ("a b", "1 a b", "a b c", "1 a b c")
 """Polynomials without a product. Sums over a batch have them; the samples of a batch do not multiply them."""
