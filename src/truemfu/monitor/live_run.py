@@ -45,7 +45,7 @@ from .row_side.resolver import Resolver, peak_memory_bytes
 from .summary import RunFigures, info_of
 from .training_side import forks
 from .training_side.batch_notes import Batch, BatchNotes, StepBatches
-from .training_side.between_steps import LONG_GAP_S, BetweenSteps
+from .training_side.between_steps import BetweenSteps
 from .training_side.clock import Mark, StepClock, clock_for
 from .training_side.compilations import compilations
 from .training_side.counts import Counts
@@ -109,7 +109,8 @@ class LiveRun:
         self._role_is_due = True
         self._values = HostValues(notices)
         self._intake = Intake(self._values, notices)
-        self._clock = StepClock(clock_for(device, thins_out=True))
+        self._clock = StepClock(clock_for(device))
+        between.mark_with(self._clock)
         self._watch, executed = self._opened_watch(audited, about_figures)
         self._audit = AuditStep.from_environment(self._ranks, device, notices)
         kept = KeptInBackground(folder, notices) if self._ranks.is_first else None
@@ -283,9 +284,6 @@ class LiveRun:
                 between.last_s = began_s
         elif not in_backward:  # else a checkpoint wraps the model, and its first run was not seen
             between.begun(began_s)
-            end_s = between.end_s
-            if end_s is not None and (began_s - end_s > LONG_GAP_S or between.forwards):
-                self._exclude_unusual_gap()
         if is_first and self._has_more_to_begin:
             self._begin_step(in_backward=in_backward)
         if slot is not None and self._measuring.check_is_due(slot):
@@ -293,14 +291,6 @@ class LiveRun:
             self.own_check_s += time.perf_counter() - began_s
         else:
             self.own_time_s += time.perf_counter() - began_s
-
-    def _exclude_unusual_gap(self) -> None:
-        """Exclude the time since the last step if it is long and most steps have nothing like it."""
-        gap = self._between.unusual_gap(self.logged)
-        if gap is not None:
-            self._clock.pause_since_last_step(*gap)
-            if self._watch is not None:
-                self._watch.restart()
 
     def _begin_step(self, *, in_backward: bool) -> None:
         if not self.logged:  # later steps begin where the last one ended
@@ -362,7 +352,7 @@ class LiveRun:
             measuring.is_counted,
             is_warmup,
             self._between.take(),
-            self._clock.end(now_s, exact=is_slow or extras.cut is not None or extras.profile is not None),
+            self._clock.end(now_s),
             skip_remote if type(skip_remote) is bool else intake.flag("skip_wandb", skip_remote),
             extras,
         )
@@ -535,7 +525,6 @@ class LiveRun:
             with self._training_lock:
                 if threading.get_ident() != self._between.thread:
                     return self._send_behind_training()
-                self._clock.moment()
                 self._values.flush()
         except Exception as error:
             self._notices(f"values that are still on the device cannot be fetched: {one_line(error)}")
@@ -544,11 +533,10 @@ class LiveRun:
 
     def _send_held(self) -> bool:
         """On the resolver's thread: send values that were held too long; whether there were any."""
-        held = (self._values.oldest_s, self._clock.unmarked_s)
-        since_s = [moment_s for moment_s in held if moment_s is not None]
+        since_s = self._values.oldest_s
         return (
-            bool(since_s)
-            and time.perf_counter() - min(since_s) > _MAX_HOLD_S
+            since_s is not None
+            and time.perf_counter() - since_s > _MAX_HOLD_S
             and self._send_from_other_thread(_LOCK_TIMEOUT_S)
         )
 
@@ -565,7 +553,6 @@ class LiveRun:
         """On another thread: send all values, queued after the training's work; False during a capture."""
         with self._clock.clock.on_other_thread() as is_possible:
             if is_possible:
-                self._clock.moment()
                 self._values.flush()
             return is_possible
 

@@ -44,14 +44,7 @@ from ..ranks.rank_link import RankLink
 from ..ranks.role import RankRole
 from ..totals import Totals
 from ..training_side.batch_notes import BatchNote
-from ..training_side.between_steps import between
-from ..training_side.clock import (
-    CudaClock,
-    HostClock,
-    allow_queries_during_capture,
-    duration_s,
-    left_out_s,
-)
+from ..training_side.clock import CudaClock, HostClock, allow_queries_during_capture
 from ..training_side.counts import Counts
 from ..training_side.datasets import dataset_metrics
 from ..training_side.hardware_watch import Cut
@@ -67,6 +60,7 @@ from .given_flops import METHOD as GIVEN
 from .given_flops import given_flops
 from .output import Output
 from .step_detail import StepDetails
+from .step_times import StepTimes
 
 _MAX_PENDING = 10_000
 _WAKE_EVERY_S = 3.0
@@ -127,6 +121,7 @@ class Resolver:
     ) -> None:
         self._send_held = send_held
         self._clock, self._device = clock, device
+        self._times = StepTimes()
         self._counting, self._counts, self._ranks = counting, counts, ranks
         self._counted_after: frozenset[int] = frozenset()
         self._output = output
@@ -441,10 +436,10 @@ class Resolver:
                     f"has {mask_tokens:,} positions and the step's micro-batches {counted.tokens:,} tokens",
                     about="attention_mask",
                 )
-        took = StepTime(position.steps, duration_s(note.span), *between(*note.gap))
-        if note.span.pauses:
-            took = took._replace(left_out_s=left_out_s(note.span))
+        took = self._times.of(position.steps, note.span, note.gap)
         if self.hardware is not None:
+            if self._times.gap_is_excluded:
+                self.hardware.interrupted()
             detail = partial(self._details.of, note.states, notes, measured=note.measured)
             self._add_to_window(self.hardware, counted, took, note.extras.cut, detail)
         amounts = self._with_executed(counted, run_again=batches.run_again)
