@@ -191,7 +191,7 @@ class Pause(NamedTuple):
     begin: Mark
     end: Mark
     kind: str | None
-    """What ran in it, a key of `PAUSES`; None for a count of the monitor, which is reported elsewhere."""
+    """What ran in it, a key of `PAUSES`; None for what is reported elsewhere."""
 
 
 class Span(NamedTuple):
