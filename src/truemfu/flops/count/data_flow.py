@@ -103,9 +103,9 @@ class DataFlow:
 
     def is_active(self) -> bool:
         """Whether an operator that is no product needs to be recorded now."""
-        return bool(self._unused or self._runs) or (
-            current_graph_task_id() != -1 and is_custom(current_autograd_node())
-        )
+        if self._unused or self._runs:
+            return True
+        return current_graph_task_id() != -1 and is_custom(current_autograd_node())
 
     def record(self, name: str, func: Any, args: Any, kwargs: Any, out: Any, product: Product | None) -> None:
         """Record an operator that has run."""
