@@ -18,16 +18,13 @@ from ...convention import Convention
 from ...torch_private.dispatch import FakeTensor, current_graph_task_id, next_sequence_nr
 from ..attention import kernels as attention_kernels
 from ..attention.masks import MASK_NOT_READ
-from ..count.data_flow import is_custom
+from ..count.data_flow import APART, UNDECIDED, is_custom
 from ..count.tally import Entry, Tally, operator_name
 from ..operators.matrix_work import does_matrix_work, is_torch_own
 from ..registry import OPERATOR_FORMULAS
 from ..shadow.values import Value
 from .calls import Call, function_call
 from .copies import Copies, Uncopied
-
-APART = "without gradients"
-"""The phase of work that trains nothing."""
 
 _LOCK_LIMIT_S = 1.0
 
@@ -94,6 +91,8 @@ class ObservedTally(Tally):
         Numbers of nodes are those of the thread that made them, so a number may be that of another node: one
         of another kind if the node is a product's. A Function's node may be made with no operator after it.
         """
+        if node.name().endswith("AccumulateGrad"):  # a hook of a parameter, which has no forward
+            return True
         number = node._sequence_nr()
         threads = list(self._nodes.values())
         if is_custom(node):
@@ -106,7 +105,8 @@ class ObservedTally(Tally):
             return super()._phase(node)
         if torch.is_grad_enabled() or self.training_passes:
             return "forward"
-        return "forward" if function_call() in (Call.WITH_GRADIENTS, Call.UNKNOWN) else APART
+        call = function_call()
+        return "forward" if call is Call.WITH_GRADIENTS else UNDECIDED if call is Call.UNKNOWN else APART
 
     def _count(self, name: str, func: Any, args: Any, kwargs: Any, out: Any) -> Entry | None:
         try:
@@ -126,6 +126,7 @@ class ObservedTally(Tally):
 
     def resolve(self) -> None:
         """Compute what depends on values, which must be ready."""
+        self._flow.finish()
         pending, self._pending = self._pending, []
         for resolve in pending:
             resolve()
