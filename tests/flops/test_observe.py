@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -239,9 +243,7 @@ def checkpointed(*, reentrant: bool) -> Callable[[], None]:
 
 def reentrant_checkpoint_of_a_function() -> None:
     w = layer().weight
-    checkpoint(
-        lambda x: Product.apply(x, w).sin(), batch(grad=True), use_reentrant=True
-    ).sum().backward()
+    checkpoint(lambda x: Product.apply(x, w).sin(), batch(grad=True), use_reentrant=True).sum().backward()
 
 
 def checkpoint_inside_a_checkpoint() -> None:
@@ -418,3 +420,429 @@ def name_of(value: Any) -> str:
 @pytest.mark.parametrize(("step", "expected"), PROGRAMS, ids=name_of)
 def test_a_step_counts_what_ran(step: Callable[[], None], expected: tuple[int, int, int, int]) -> None:
     assert split(observed(step)) == expected
+
+
+def test_lbfgs_counts_each_evaluation_of_its_closure() -> None:
+    seen = observed(lbfgs)
+    forward, backward, recompute, apart = split(seen)
+    assert (forward, backward, recompute) == (P, P, 0)
+    assert apart > 0  # dot products of the optimizer
+
+
+class Eager(nn.Module):
+    """Attention in plain operators, masked by `fill`, `add` or `where`."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+        self.register_buffer("causal", torch.ones(6, 6).tril().bool())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.unflatten(-1, (2, 8)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        scores = q @ k.transpose(-1, -2) / 8**0.5
+        length = x.shape[1]
+        if self.how == "fill":
+            scores = scores.masked_fill(self.causal[:length, :length] == 0, float("-inf"))
+        elif self.how == "fill with a tensor":
+            scores = scores.masked_fill(~self.causal[:length, :length], torch.tensor(-1e9))
+        elif self.how == "where":
+            scores = torch.where(self.causal[:length, :length], scores, torch.tensor(-1e9))
+        elif self.how == "add":
+            scores = scores + (~self.causal[:length, :length]).float() * -1e9
+        elif self.how == "add the size of the scores":
+            mask = ((~self.causal[:length, :length]).float() * -1e9).repeat(x.shape[0], 2, 1, 1)
+            scores = scores + mask
+        mixed = scores.softmax(-1) @ v
+        return self.out(mixed.transpose(1, 2).flatten(2)) + x  # type: ignore[no-any-return]
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(16, 8, batch_first=True), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.lstm(x)[0])  # type: ignore[no-any-return]
+
+
+class Sdpa(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.options = options
+        self.qkv = nn.Linear(16, 48)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.unflatten(-1, (2, 8)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        return F.scaled_dot_product_attention(q, k, v, **self.options)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "eager, filled": (lambda: Eager("fill"), (3, 6, 16)),
+    "eager, filled with a tensor": (lambda: Eager("fill with a tensor"), (3, 6, 16)),
+    "eager, where": (lambda: Eager("where"), (3, 6, 16)),
+    "eager, added": (lambda: Eager("add"), (3, 6, 16)),
+    "eager, added at full size": (lambda: Eager("add the size of the scores"), (3, 6, 16)),
+    "eager, no mask": (lambda: Eager("none"), (3, 6, 16)),
+    "SDPA, causal": (lambda: Sdpa(is_causal=True), (3, 6, 16)),
+    "SDPA, mask": (lambda: Sdpa(attn_mask=torch.ones(6, 6).tril().bool()), (3, 6, 16)),
+    "SDPA, additive mask": (lambda: Sdpa(attn_mask=torch.ones(6, 6).triu(1) * -1e9), (3, 6, 16)),
+    "recurrent": (Recurrent, (3, 6, 16)),
+    "encoder layer": (lambda: nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), (3, 6, 16)),
+    "decoder layer": (lambda: Twice(nn.TransformerDecoderLayer(16, 2, 32, batch_first=True)), (3, 6, 16)),
+    "convolutions": (
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 8, 3, stride=2), nn.ReLU(), nn.ConvTranspose2d(8, 4, 2), nn.Conv2d(4, 4, 3, groups=2)
+        ),
+        (2, 3, 15, 17),
+    ),
+    "bilinear": (lambda: Twice(nn.Bilinear(16, 16, 8)), (3, 16)),
+}
+
+
+class Twice(nn.Module):
+    """A module of two inputs, given the same one twice."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x, x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("attention", ["full", "causal"])
+@pytest.mark.parametrize("name", MODELS)
+def test_an_observed_model_has_the_flops_of_its_count(name: str, attention: str) -> None:
+    build, shape = MODELS[name]
+    torch.manual_seed(0)
+    model, x = build(), torch.randn(shape)
+    convention = Convention(attention=attention)  # type: ignore[arg-type]
+    counted = count_flops(model, (x,), convention=convention)
+    seen = observed(lambda: model(x).sum().backward(), convention)
+    assert split(seen) == (counted.forward, counted.backward, counted.recompute, 0)
+    assert seen.count().by_operator == counted.by_operator
+    assert seen.count().by_dtype == counted.by_dtype
+
+
+def test_values_are_those_at_the_time_of_the_call() -> None:
+    model = Sdpa(attn_mask=torch.ones(6, 6).tril().bool())
+    x = torch.randn(3, 6, 16)
+    causal = Convention(attention="causal")
+    expected = count_flops(model, (x,), convention=causal)
+
+    def step() -> None:
+        loss = model(x).sum()
+        model.options["attn_mask"].data.fill_(True)  # autograd does not see this write
+        loss.backward()
+
+    seen = observed(step, causal)
+    assert seen.count().forward == expected.forward
+
+
+def test_a_mask_that_is_gone_before_the_softmax_makes_the_flops_unknown() -> None:
+    q = torch.randn(2, 5, 8, requires_grad=True)
+
+    def step() -> None:
+        scores = q @ q.transpose(-1, -2) + torch.zeros(2, 5, 5)
+        (scores.softmax(-1) @ q).sum().backward()
+
+    assert observed(step).problem is None
+    seen = observed(step, Convention(attention="causal"))
+    seen.count()
+    assert seen.problem == "an attention mask could not be read"
+
+
+def test_masks_too_large_to_copy_make_the_flops_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    from truemfu.flops.observe import copies
+
+    monkeypatch.setattr(copies, "LIMIT_BYTES", 35)
+    model = Sdpa(attn_mask=torch.ones(6, 6).tril().bool())
+    seen = observed(lambda: model(torch.randn(3, 6, 16)).sum(), Convention(attention="causal"))
+    assert seen.problem is not None
+    assert "larger than" in seen.problem
+
+
+def test_a_training_pass_without_gradients_inside_is_forward() -> None:
+    model, x = layer(), batch()
+
+    def step(observer: StepObserver, *, is_training: bool) -> None:
+        observer.pass_begins(is_training=is_training)
+        with torch.no_grad():
+            model(x)
+        observer.pass_ends()
+        with torch.no_grad():
+            model(x)
+
+    for is_training, expected in ((True, (P, 0, 0, P)), (False, (0, 0, 0, 2 * P))):
+        observer = StepObserver(Convention())
+        observer.enter()
+        step(observer, is_training=is_training)
+        assert split(observer.leave()) == expected
+
+
+def test_work_before_the_first_micro_batch_is_told_apart() -> None:
+    observer = StepObserver(Convention())
+    observer.enter()
+    plain()
+    observer.batch_begins()
+    plain()
+    observer.batch_begins()
+    seen = observer.leave()
+    assert seen.before_first_batch == 2 * P
+    assert seen.count().model_flops == 4 * P
+    assert not seen.began_in_forward
+
+
+def test_nothing_inside_a_pause_is_seen() -> None:
+    observer = StepObserver(Convention())
+    observer.enter()
+    observer.suspend()
+    plain()
+    observer.resume()
+    plain()
+    assert split(observer.leave()) == (P, P, 0, 0)
+
+
+@pytest.mark.parametrize("when", ["earlier", "other thread"])
+def test_a_forward_pass_that_was_not_seen_makes_the_flops_unknown(when: str) -> None:
+    model, x, losses = nn.Sequential(layer(), nn.ReLU(), layer(M, K)), batch(), []
+    if when == "earlier":
+        losses.append(model(x).sum())
+
+    def step() -> None:
+        if when == "other thread":
+            thread = threading.Thread(target=lambda: losses.append(model(x).sum()))
+            thread.start()
+            thread.join()
+        losses[0].backward()
+
+    seen = observed(step)
+    assert seen.unseen_forward
+    assert seen.problem is not None
+    assert "another thread" in seen.problem
+
+
+class Seen(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operators.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+EVENTS = ("enter", "leave", "a+", "a-", "b+", "b-")
+
+
+def is_possible(order: Sequence[str]) -> bool:
+    """Modes are a stack: of two that are active together, the one entered later is left earlier."""
+    at = {event: order.index(event) for event in EVENTS}
+    if not (
+        at["enter"] < at["leave"] and at["a+"] < at["a-"] and at["b+"] < at["b-"] and at["a+"] < at["b+"]
+    ):
+        return False
+    return at["a-"] < at["b+"] or at["b-"] < at["a-"]
+
+
+ORDERS = [order for order in itertools.permutations(EVENTS) if is_possible(order)]
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=" ".join)
+def test_modes_of_the_program_come_and_go_in_any_order(order: tuple[str, ...]) -> None:
+    model, x = layer(), batch()
+
+    def run(*, observe: bool) -> tuple[list[str], list[str], list[torch.Tensor]]:
+        observer, modes = StepObserver(Convention()), {"a": Seen(), "b": Seen()}
+        losses, seen = [], None
+        for event in order:
+            if event == "enter":
+                observer.enter() if observe else None
+            elif event == "leave":
+                seen = observer.leave() if observe else None
+            elif event[1] == "+":
+                modes[event[0]].__enter__()
+            else:
+                modes[event[0]].__exit__(None, None, None)
+            losses.append(model(x).sum())
+        assert stack() == []
+        if seen is not None:
+            assert split(seen)[0] == P * (order.index("leave") - order.index("enter"))
+        return modes["a"].operators, modes["b"].operators, losses
+
+    assert run(observe=True) == run(observe=False)
+
+
+def test_a_mode_that_is_left_before_the_observer_does_not_take_it_off() -> None:
+    mode, observer = Seen(), StepObserver(Convention())
+    mode.__enter__()
+    observer.enter()
+    mode.__exit__(None, None, None)
+    plain()
+    assert split(observer.leave()) == (P, P, 0, 0)
+    assert stack() == []
+
+
+def test_an_exception_of_the_program_passes_through() -> None:
+    observer = StepObserver(Convention())
+    observer.enter()
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        layer()(torch.randn(3, 3))
+    plain()
+    assert split(observer.leave()) == (P, P, 0, 0)
+
+
+def test_an_exception_in_a_hook_of_the_backward_pass_passes_through() -> None:
+    def stop(grad: torch.Tensor) -> None:
+        raise KeyError("stop")
+
+    def step() -> None:
+        x = batch(grad=True)
+        x.register_hook(stop)
+        with pytest.raises(KeyError, match="stop"):
+            layer()(x).sum().backward()
+
+    assert split(observed(step)) == (P, 2 * P, 0, 0)
+
+
+def test_an_exception_while_counting_makes_the_flops_unknown_and_nothing_else() -> None:
+    @register_formula("observed::failing")
+    def failing(*args: Any, out: Any) -> int:
+        raise ZeroDivisionError("by zero")
+
+    library = torch.library.Library("observed", "FRAGMENT")
+    library.define("failing(Tensor x, Tensor y) -> Tensor")
+    library.impl("failing", lambda x, y: x @ y, "CPU")
+    results = []
+    seen = observed(lambda: results.append(torch.ops.observed.failing(torch.eye(2), torch.eye(2))))
+    assert torch.equal(results[0], torch.eye(2))
+    assert seen.problem is not None
+    assert "by zero" in seen.problem
+
+
+def test_an_operator_without_a_formula_is_named() -> None:
+    library = torch.library.Library("observed", "FRAGMENT")
+    library.define("fused(Tensor x, Tensor y) -> Tensor")
+    library.impl("fused", lambda x, y: x @ y, "CPU")
+    seen = observed(lambda: torch.ops.observed.fused(torch.ones(2, 3), torch.ones(3, 4)))
+    assert seen.count().uncounted == {"observed::fused": 1}
+
+
+def test_an_observer_left_on_another_thread_is_taken_off_by_the_next_one() -> None:
+    observer = StepObserver(Convention())
+    observer.enter()
+    plain()
+    seen: list[Observation] = []
+    thread = threading.Thread(target=lambda: seen.append(observer.leave()))
+    thread.start()
+    thread.join()
+    plain()
+    assert split(seen[0]) == (P, P, 0, 0)
+    assert len(stack()) == 1
+    assert split(observed(plain)) == (P, P, 0, 0)
+
+
+def test_an_observer_left_inside_a_backward_pass_counts_nothing_more() -> None:
+    observer, seen = StepObserver(Convention()), []
+    model, x = nn.Sequential(layer(), layer(M, K)), batch()
+    observer.enter()
+    hidden = model[0](x)
+    hidden.register_hook(lambda grad: seen.append(observer.leave()))
+    model[1](hidden).sum().backward()
+    assert seen[0].count().backward == P + P  # both gradients of the second layer
+    assert split(observed(plain)) == (P, P, 0, 0)
+
+
+def test_functions_of_the_program_see_the_same_calls() -> None:
+    class Calls(TorchFunctionMode):
+        def __init__(self) -> None:
+            self.names: list[str] = []
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.names.append(getattr(func, "__name__", str(func)))
+            return func(*args, **(kwargs or {}))
+
+    def run() -> list[str]:
+        with Calls() as calls:
+            w = layer().weight
+            Product.apply(batch(grad=True), w).sum().backward()
+        return calls.names
+
+    alone, with_us = run(), []
+    observed(lambda: with_us.extend(run()))
+    assert with_us == alone
+
+
+def train(model: nn.Module, x: torch.Tensor, *, observe: bool) -> list[Any]:
+    """Losses, weights, gradients, optimizer and random states of three steps, the second observed."""
+    torch.manual_seed(3)
+    optimizer, losses = torch.optim.AdamW(model.parameters()), []
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss = F.dropout(model(x), 0.2).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+
+    step()
+    if observe:
+        assert observed(step).problem is None
+    else:
+        step()
+    step()
+    tensors = [t for p in model.parameters() for t in (p, p.grad)]
+    return [*losses, *tensors, torch.get_rng_state()]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_losses_weights_gradients_and_random_states_are_identical(name: str) -> None:
+    build, shape = MODELS[name]
+    results = []
+    for observe in (True, False):
+        torch.manual_seed(0)
+        results.append(train(build(), torch.randn(shape), observe=observe))
+    assert all(map(torch.equal, *results))
+
+
+class Lifetimes(TorchDispatchMode):
+    """Records, after each operator, which earlier results still exist."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.results: list[weakref.ref[torch.UntypedStorage]] = []
+        self.alive: list[list[int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.alive.append([i for i, result in enumerate(self.results) if result() is not None])
+        if isinstance(out, torch.Tensor):
+            self.results.append(weakref.ref(out.untyped_storage()))
+        return out
+
+
+@pytest.mark.parametrize("attention", ["full", "causal"])
+@pytest.mark.parametrize("name", [*MODELS, "custom Function", "reference"])
+def test_every_tensor_dies_at_the_same_operator(name: str, attention: str) -> None:
+    gc.disable()
+    try:
+        alive = []
+        for observe in (True, False):
+            torch.manual_seed(0)
+            if name in MODELS:
+                model, x = MODELS[name][0](), torch.randn(MODELS[name][1])
+                step = lambda model=model, x=x: model(x).sin().sum().backward()  # noqa: E731
+            else:
+                step = custom_function if name == "custom Function" else reference_model
+            with Lifetimes() as lifetimes:
+                if observe:
+                    observer = StepObserver(Convention(attention=attention))  # type: ignore[arg-type]
+                    observer.enter()
+                step()
+                if observe:
+                    assert observer.leave().problem is None
+            alive.append(lifetimes.alive)
+        assert alive[0] == alive[1]
+    finally:
+        gc.enable()

@@ -8,6 +8,7 @@ without waiting, and what depends on them is resolved after the step.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from threading import get_ident
 from typing import Any
@@ -63,7 +64,7 @@ class ObservedTally(Tally):
             nodes.setdefault(next_sequence_nr() - 1, func)
         is_work = self._is_work.get(id(func))  # hashing an operator takes longer than all of this
         if is_work is None:
-            is_work = self._eager is not None or _may_be_work(operator_name(func))
+            is_work = _may_be_work(operator_name(func)) or self._may_be_attention(func)
             self._is_work[id(func)] = is_work
         if is_work or self._flow.is_active():
             self._record_locked(func, args, kwargs, out)
@@ -136,10 +137,27 @@ class ObservedTally(Tally):
     def training_entries(self) -> Sequence[Entry]:
         return [entry for entry in self.entries if entry.phase != APART]
 
-    def _value(self, tensor: torch.Tensor) -> Value | None:
+    def _may_be_attention(self, func: Any) -> bool:
+        return self._eager is not None and self._eager.concerns(getattr(func, "overloadpacket", None))
+
+    def value(self, tensor: torch.Tensor) -> Value | None:
         if isinstance(tensor, FakeTensor) or tensor.is_meta:
             return None
         return self.copies.value(tensor)
+
+    def value_later(self, tensor: torch.Tensor, scores: torch.Tensor) -> Callable[[], Value | None]:
+        """A mask is smaller than the scores: it is copied now. What has their size may be anything, such as a
+        residual: it is copied if it is still the same when they enter a softmax."""
+        if tensor.dim() > 1 and tensor.numel() < scores.numel():
+            value = self.value(tensor)
+            return lambda: value
+        reference, version = weakref.ref(tensor), tensor._version
+
+        def copied() -> Value | None:
+            mask = reference()
+            return None if mask is None or mask._version != version else self.value(mask)
+
+        return copied
 
     def _evaluated(self, function: Callable[..., Any], shape: Sequence[int], device: Any) -> Value | None:
         raise Uncopied("the pairs that a flex-attention mask function allows are unknown in a training run")
