@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from ..count.data_flow import APART
 from ..count.step_work import StepWork, work_of
 from ..flop_count import FlopCount
-from .observed_tally import APART, ObservedTally
+from .observed_tally import ObservedTally
 
 OBSERVED = "count of the step that ran"
 
