@@ -7,7 +7,7 @@ from ..count.step_work import StepWork, work_of
 from ..flop_count import FlopCount
 from .observed_tally import ObservedTally
 
-OBSERVED = "count of the step that ran"
+OBSERVED = "count of observed steps"
 
 
 class Observation:

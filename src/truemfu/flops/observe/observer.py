@@ -72,11 +72,13 @@ class StepObserver:
             self._began_in_forward = True
         self._passes.append(is_training)
         self._tally.training_passes += is_training
+        self._tally.enter_module(name or "")
 
     def pass_ends(self) -> None:
         """Record that the watched model's forward has ended, by return or exception."""
         if threading.get_ident() == self._thread and self._passes:
             self._tally.training_passes -= self._passes.pop()
+            self._tally.leave_module()
 
     def batch_begins(self) -> None:
         """Record that a micro-batch of the step begins."""
