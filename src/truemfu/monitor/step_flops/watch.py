@@ -101,6 +101,8 @@ class StepWatch:
 
     def batch_begins(self, template: Template, *, is_first: bool) -> None:
         """A micro-batch begins its forward pass; if it is the step's first, the step may be observed."""
+        if self._nodes is None:  # the first step begins here
+            self._thread, self._nodes = threading.get_ident(), next_sequence_nr()
         if self._observer is not None:
             self._observer.batch_begins()
         elif is_first and self._is_enabled and self._wants(template):
