@@ -14,7 +14,12 @@ from typing import Any
 import torch
 
 from ...convention import Convention
-from ...torch_private.dispatch import FakeTensor, current_graph_task_id, next_sequence_nr
+from ...torch_private.dispatch import (
+    FakeTensor,
+    current_autograd_node,
+    current_graph_task_id,
+    next_sequence_nr,
+)
 from ..attention import kernels as attention_kernels
 from ..attention.masks import MASK_NOT_READ
 from ..count.data_flow import is_custom
@@ -23,7 +28,9 @@ from ..operators.matrix_work import does_matrix_work, is_torch_own
 from ..registry import OPERATOR_FORMULAS
 from ..shadow.values import Value
 from .calls import Call, function_call
+from .compiled import RegionRun
 from .copies import Copies, Uncopied
+from .region_graph import RegionError
 
 APART = "without gradients"
 """The phase of work that trains nothing."""
@@ -40,8 +47,11 @@ class ObservedTally(Tally):
         self.copies = Copies()
         self.training_passes = 0
         self.unseen_forward = False
+        self.runs: list[RegionRun] = []
+        """The calls of compiled code; their products follow those of `entries` when the step is resolved."""
         self._is_work: dict[Any, bool] = {}
         self._pending: list[Callable[[], None]] = []
+        self._uncounted_runs: list[RegionRun] = []
         self._nodes: dict[int, str] = {}
         """The operator that ran first after the node of this number was made: its own."""
         self._ranges: dict[int, list[int]] = {}
@@ -65,6 +75,16 @@ class ObservedTally(Tally):
             self.record(operator_name(func), func, args, kwargs, out)
         elif self._flow.is_active():
             self._flow.record(operator_name(func), func, args, kwargs, out, None)
+
+    def saw_region(self, region: Any, inputs: Any) -> None:
+        """Record that a region of compiled code is about to run; it is counted after the step."""
+        node = current_autograd_node()
+        run = RegionRun(region, inputs, self._phase(node), position=len(self.entries))
+        if run.is_backward and node is not None and not self._is_seen(node):
+            self.unseen_forward = True
+            self.fail(UNSEEN)
+        self._uncounted_runs.append(run)
+        self.runs.append(run)
 
     def _mark_node(self, func: Any) -> None:
         number = next_sequence_nr() - 1
@@ -118,6 +138,15 @@ class ObservedTally(Tally):
         pending, self._pending = self._pending, []
         for resolve in pending:
             resolve()
+        runs, self._uncounted_runs = self._uncounted_runs, []
+        for run in runs:
+            try:
+                run.count(self.convention)
+            except RegionError as reason:
+                self.fail(str(reason))
+                break
+            self.entries.extend(run.entries)
+            self.uncounted.update(run.uncounted)
         if MASK_NOT_READ in self.pairs.notes:
             self.fail("an attention mask could not be read")
 

@@ -16,9 +16,17 @@ import torch
 
 from ...convention import Convention
 from ...errors import one_line
+from ...torch_private.compiler import is_compiling
 from ...torch_private.dispatch import TorchDispatchMode, check_counts, disable_torch_function
-from ...torch_private.mode_stack import check_observes, modes_below, put_at_the_bottom, take_out
+from ...torch_private.mode_stack import (
+    check_observes,
+    modes_below,
+    modes_of_this_thread,
+    put_at_the_bottom,
+    take_out,
+)
 from ..count.counting_mode import count_flex_attention
+from .compiled import CompiledRegions, reason_not_to_observe
 from .observation import Observation
 from .observed_tally import ObservedTally
 
@@ -33,7 +41,8 @@ class StepObserver:
         check_counts()
         check_observes()
         self._tally = ObservedTally(convention)
-        self._mode = _ObserverMode(self._tally)
+        self._regions = CompiledRegions(self._is_watching, self._tally.saw_region)
+        self._mode = _ObserverMode(self._tally, self._regions)
         self._thread = threading.get_ident()
         self._passes: list[bool] = []
         self._began_in_forward = False
@@ -43,12 +52,17 @@ class StepObserver:
         """Begin to watch this thread, and autograd's threads as it uses them."""
         self._thread = threading.get_ident()
         take_out(_is_finished)
+        if (reason := reason_not_to_observe()) is not None:
+            self._tally.fail(reason)
+            return
         self._tally.mark_start()
+        self._regions.enter()
         put_at_the_bottom(self._mode)
 
     def leave(self) -> Observation:
         """Stop watching; what was seen. Never raises."""
         self._mode.is_finished = True
+        self._regions.leave()
         if threading.get_ident() == self._thread:
             try:
                 take_out(_is_finished)
@@ -63,6 +77,10 @@ class StepObserver:
     def resume(self) -> None:
         """Watch again after a pause."""
         self._mode.is_suspended = False
+
+    def _is_watching(self) -> bool:
+        mode = self._mode
+        return not mode.is_suspended and self._tally.problem is None and mode in modes_of_this_thread()
 
     def pass_begins(self, *, is_training: bool) -> None:
         """Record that a watched model's forward begins."""
@@ -99,8 +117,9 @@ class _ObserverMode(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         return True
 
-    def __init__(self, tally: ObservedTally) -> None:
+    def __init__(self, tally: ObservedTally, regions: CompiledRegions) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._regions = regions
         self.is_finished = self.is_suspended = False
         self._tally = tally
         self._lock = threading.RLock()
@@ -113,9 +132,14 @@ class _ObserverMode(TorchDispatchMode):
             return NotImplemented  # a tensor subclass: its own dispatch unfolds it
         with disable_torch_function():
             out = func(*args, **kwargs)
-            if not self.is_suspended and self._tally.problem is None:
+            if self._is_of_the_step():
                 self._report(func, args, kwargs, out)
         return out
+
+    def _is_of_the_step(self) -> bool:
+        if self.is_suspended or self._tally.problem is not None:
+            return False
+        return not self._regions.is_inside() and not is_compiling()
 
     def _report(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Count an operator that has run; an error here is a reason for unknown FLOPs, nothing else."""
