@@ -21,6 +21,11 @@ def has_compiled() -> bool:
     return bool(counters and counters.get("stats", {}).get("unique_graphs"))
 
 
+def dynamo_disable() -> Any:
+    """The decorator that keeps the compiler from compiling a function; None while it is not loaded."""
+    return getattr(sys.modules.get("torch._dynamo"), "disable", None)
+
+
 def is_compiling() -> bool:
     """Whether this thread compiles: what runs then, such as a comparison of kernels, is not the step's."""
     context = table.get(table.TRACING, load=False)
@@ -61,6 +66,11 @@ def compiles_backward_passes() -> bool:
     """Whether compiled autograd is enabled."""
     module = sys.modules.get("torch._dynamo.compiled_autograd")
     return bool(getattr(module, "compiled_autograd_enabled", False))
+
+
+def is_compiled_node(node: Any) -> bool:
+    """Whether an autograd node is the backward pass of code that torch.compile differentiated."""
+    return hasattr(getattr(type(node), "_forward_cls", None), "_lazy_backward_info")
 
 
 def graph_text(region: Any) -> str:

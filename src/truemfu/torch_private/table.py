@@ -146,6 +146,7 @@ ATTRIBUTES: dict[str, str] = {
     "_forward_cls": "of an autograd node: what a re-entrant checkpoint recomputes counts as backward",
     "_values": "of a sparse tensor: its products are not counted",
     "inductor_post_grad_graph_str fx_kwargs": "of a compiled region: the FLOPs of its step are unknown",
+    "_lazy_backward_info": "of an autograd node: what other backends of torch.compile recompute is backward",
     "_cdata": "of a storage: counts take longer",
     "fake_tensor_converter meta_converter storage_memo tensor_memo": (
         "of a mode of fake tensors: an interrupt during a garbage collection after a count may be lost"

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ...convention import Convention
+from ...torch_private.compiler import is_compiled_node
 from ...torch_private.dispatch import (
     FakeTensor,
     current_autograd_node,
@@ -30,6 +31,7 @@ from ..shadow.values import Value
 from .calls import Call, function_call
 from .compiled import RegionRun
 from .copies import Copies, Uncopied
+from .graphs import Replay
 from .region_graph import RegionError
 
 APART = "without gradients"
@@ -38,20 +40,25 @@ APART = "without gradients"
 UNSEEN = "part of its forward pass ran on another thread or before the observation began"
 
 
+OTHER_BACKEND = "torch.compile ran its backward pass with a backend other than inductor"
+
+
 class ObservedTally(Tally):
     """Adds up the FLOPs of a step while it runs; `problem` is the reason why they are unknown, or None."""
 
-    def __init__(self, convention: Convention) -> None:
+    def __init__(self, convention: Convention, *, is_capture: bool = False) -> None:
         super().__init__(convention)
+        self._is_capture = is_capture
+        self._is_region = False
         self.problem: str | None = None
         self.copies = Copies()
         self.training_passes = 0
         self.unseen_forward = False
-        self.runs: list[RegionRun] = []
-        """The calls of compiled code; their products follow those of `entries` when the step is resolved."""
+        self.runs: list[RegionRun | Replay] = []
+        """Calls of compiled code, and replays: what they multiply follows `entries` once it is resolved."""
         self._is_work: dict[Any, bool] = {}
         self._pending: list[Callable[[], None]] = []
-        self._uncounted_runs: list[RegionRun] = []
+        self._uncounted_runs: list[RegionRun | Replay] = []
         self._nodes: dict[int, str] = {}
         """The operator that ran first after the node of this number was made: its own."""
         self._ranges: dict[int, list[int]] = {}
@@ -79,10 +86,16 @@ class ObservedTally(Tally):
     def saw_region(self, region: Any, inputs: Any) -> None:
         """Record that a region of compiled code is about to run; it is counted after the step."""
         node = current_autograd_node()
+        self._is_region = True
         run = RegionRun(region, inputs, self._phase(node), position=len(self.entries))
+        self._is_region = False
         if run.is_backward and node is not None and not self._is_seen(node):
             self.unseen_forward = True
             self.fail(UNSEEN)
+        self.add_later(run)
+
+    def add_later(self, run: RegionRun | Replay) -> None:
+        """Record work that is counted when the step is resolved."""
         self._uncounted_runs.append(run)
         self.runs.append(run)
 
@@ -100,7 +113,9 @@ class ObservedTally(Tally):
         self._ranges[threading.get_ident()] = [next_sequence_nr(), next_sequence_nr()]
 
     def _is_seen(self, node: Any) -> bool:
-        """Whether the forward of a node ran while this step was observed."""
+        """Whether the forward of a node ran while this step was observed; a graph may be a backward pass."""
+        if self._is_capture:
+            return True
         number = node._sequence_nr()
         if is_custom(node):
             return any(first - 1 <= number <= last + 1 for first, last in self._ranges.values())
@@ -112,6 +127,8 @@ class ObservedTally(Tally):
 
     def _phase(self, node: Any) -> str:
         if current_graph_task_id() != -1:
+            if is_compiled_node(node) and not self._is_region:
+                self.fail(OTHER_BACKEND)
             return super()._phase(node)
         if torch.is_grad_enabled() or self.training_passes:
             return "forward"

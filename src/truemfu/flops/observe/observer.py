@@ -9,14 +9,16 @@ Threads of autograd inherit the mode; other threads are not seen.
 
 from __future__ import annotations
 
+import functools
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ...convention import Convention
 from ...errors import one_line
-from ...torch_private.compiler import is_compiling
+from ...torch_private.compiler import dynamo_disable, is_compiling
 from ...torch_private.dispatch import TorchDispatchMode, check_counts, disable_torch_function
 from ...torch_private.mode_stack import (
     check_observes,
@@ -27,6 +29,7 @@ from ...torch_private.mode_stack import (
 )
 from ..count.counting_mode import count_flex_attention
 from .compiled import CompiledRegions, reason_not_to_observe
+from .graphs import Captures, Replay
 from .observation import Observation
 from .observed_tally import ObservedTally
 
@@ -37,12 +40,14 @@ _OWN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter, torch.nn.Buffer))
 class StepObserver:
     """Watches what one training step runs. Made on the training thread, entered there."""
 
-    def __init__(self, convention: Convention) -> None:
+    def __init__(self, convention: Convention, *, captures: Captures | None = None) -> None:
         check_counts()
         check_observes()
+        self._captures = captures or cuda_captures(convention)
+        self._is_capturing = False
         self._tally = ObservedTally(convention)
         self._regions = CompiledRegions(self._is_watching, self._tally.saw_region)
-        self._mode = _ObserverMode(self._tally, self._regions)
+        self._mode = _mode(self._tally, self._regions)
         self._thread = threading.get_ident()
         self._passes: list[bool] = []
         self._began_in_forward = False
@@ -57,12 +62,14 @@ class StepObserver:
             return
         self._tally.mark_start()
         self._regions.enter()
+        self._captures.begin_step(self)
         put_at_the_bottom(self._mode)
 
     def leave(self) -> Observation:
         """Stop watching; what was seen. Never raises."""
         self._mode.is_finished = True
         self._regions.leave()
+        self._captures.end_step(self)
         if threading.get_ident() == self._thread:
             try:
                 take_out(_is_finished)
@@ -80,7 +87,21 @@ class StepObserver:
 
     def _is_watching(self) -> bool:
         mode = self._mode
-        return not mode.is_suspended and self._tally.problem is None and mode in modes_of_this_thread()
+        return (
+            not self._is_capturing
+            and not mode.is_suspended
+            and self._tally.problem is None
+            and mode in modes_of_this_thread()
+        )
+
+    def captures(self, *, is_capturing: bool) -> None:
+        """Record that a CUDA graph is being captured: meanwhile nothing is executed."""
+        self._is_capturing = is_capturing
+
+    def replayed(self, capture: ObservedTally | None) -> None:
+        """Record that a CUDA graph is replayed; `capture` is the tally of its capture, if there is one."""
+        if self._is_watching() and not self._regions.is_inside():
+            self._tally.add_later(Replay(capture, position=len(self._tally.entries)))
 
     def pass_begins(self, *, is_training: bool) -> None:
         """Record that a watched model's forward begins."""
@@ -101,6 +122,34 @@ class StepObserver:
         """Record that a micro-batch of the step begins."""
         if self._first_batch_at is None:
             self._first_batch_at = len(self._tally.entries)
+
+
+def observe_capture(convention: Convention) -> Callable[[], ObservedTally]:
+    """Begin to observe the capture of a CUDA graph on this thread; returns what ends it."""
+    tally = ObservedTally(convention, is_capture=True)
+    regions = CompiledRegions(lambda: mode in modes_of_this_thread(), tally.saw_region)
+    mode = _mode(tally, regions)
+    thread = threading.get_ident()
+    if (reason := reason_not_to_observe()) is not None:
+        tally.fail(reason)
+    else:
+        regions.enter()
+        put_at_the_bottom(mode)
+
+    def end() -> ObservedTally:
+        mode.is_finished = True
+        regions.leave()
+        if threading.get_ident() == thread:
+            take_out(_is_finished)
+        return tally
+
+    return end
+
+
+@functools.cache
+def cuda_captures(convention: Convention) -> Captures:
+    """The captures of CUDA graphs in this process: to be held by a monitor for its lifetime."""
+    return Captures(torch.cuda.CUDAGraph, lambda: observe_capture(convention))
 
 
 class _ObserverMode(TorchDispatchMode):
@@ -155,6 +204,25 @@ class _ObserverMode(TorchDispatchMode):
 
 
 count_flex_attention(_ObserverMode)
+
+
+def _mode(tally: ObservedTally, regions: CompiledRegions) -> _ObserverMode:
+    """A mode; once the compiler is loaded, one whose own code it does not compile.
+
+    Dynamo compiles whatever Python code runs inside a compiled function after a graph break, such as the
+    backward pass of a compiled step, and ours with it.
+    """
+    disable = dynamo_disable()
+    return _ObserverMode(tally, regions) if disable is None else _uncompiled(disable)(tally, regions)
+
+
+@functools.cache
+def _uncompiled(disable: Callable[[Any], Any]) -> type[_ObserverMode]:
+    class UncompiledMode(_ObserverMode):
+        __torch_dispatch__ = disable(_ObserverMode.__torch_dispatch__)
+
+    count_flex_attention(UncompiledMode)
+    return UncompiledMode
 
 
 def _is_finished(mode: Any) -> bool:

@@ -168,12 +168,24 @@ def read_graph(text: str) -> RegionGraph:
 
 
 def _node(name: str, value: ast.expr, users: tuple[str, ...], depends_on_gradient: bool) -> _Node:
+    value = _without_random_state(value)
     target, overload = _target(value)
     call = value if isinstance(value, ast.Call) and target else None
     item = -1
     if isinstance(value, ast.Subscript) and isinstance(value.slice, ast.Constant):
         item = value.slice.value if isinstance(value.slice.value, int) else -1
     return _Node(name, target, call, overload, users, depends_on_gradient, item)
+
+
+def _without_random_state(value: ast.expr) -> ast.expr:
+    """The call of an operator that another one runs with a saved random state, as a checkpoint does."""
+    if not isinstance(value, ast.Call) or "rng_state" not in _target(value)[0]:
+        return value
+    for position, argument in enumerate(value.args):
+        if isinstance(argument, ast.Attribute):
+            call = ast.Call(func=argument, args=value.args[position + 1 :], keywords=value.keywords)
+            return call if _target(call)[0] else value
+    return value
 
 
 def _annotate(annotations: dict[str, str], name: str, annotation: ast.expr | None) -> None:
