@@ -83,9 +83,10 @@ class Captures:
         self._observers.append(observer)
 
     def end_step(self, observer: Any) -> None:
-        """Stop reporting to this observer."""
-        self._observers.remove(observer)
-        self.release()
+        """Stop reporting to this observer, if it began."""
+        if observer in self._observers:
+            self._observers.remove(observer)
+            self.release()
 
     def _replace(self, name: str, instead: Callable[..., Any]) -> None:
         original = getattr(self._kind, name)
