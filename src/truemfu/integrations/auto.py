@@ -231,6 +231,7 @@ class AutoMonitor:
             return  # an optimizer around another one: its step is that of the inner one
         self._seen_batches = has_batches
         self.steps += 1
+        self._why_nothing = "the monitor failed before its first row"
         self._optimizers.begin_step()
         rate = optimizer.param_groups[0].get("lr") if optimizer.param_groups else None
         self._monitor.log_step(self.steps, None, self._losses.take(), None, rate)
