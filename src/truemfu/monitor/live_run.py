@@ -71,6 +71,8 @@ _SLOW_STEP_S = 1.0
 _MAX_HOLD_S = 6.0
 """After that the resolver sends held values; the training thread has done so unless its step is long."""
 _LOCK_TIMEOUT_S = 0.3
+_BUSY_TIMEOUT_S = 5.0
+"""How long `close` and `save_logs` wait for a call of the monitor on the training thread to return."""
 _READY = (float, type(None))
 """Types of numbers that are taken as they are."""
 Datasets = Sequence[tuple[PendingDatasetMetrics, HostCopy]]
@@ -531,15 +533,22 @@ class LiveRun:
 
     def _send_all(self) -> bool:
         """Send the device values that the rows so far need; whether that succeeded."""
+        if not self._training_lock.acquire(timeout=_BUSY_TIMEOUT_S):
+            self._notices(
+                f"the training thread has not returned from a call of the monitor for {_BUSY_TIMEOUT_S:g} s: "
+                "rows are written as far as they are complete"
+            )
+            return False
         try:
-            with self._training_lock:
-                if threading.get_ident() != self._between.thread:
-                    return self._send_behind_training()
-                self._clock.moment()
-                self._values.flush()
+            if threading.get_ident() != self._between.thread:
+                return self._send_behind_training()
+            self._clock.moment()
+            self._values.flush()
         except Exception as error:
             self._notices(f"values that are still on the device cannot be fetched: {one_line(error)}")
             return False
+        finally:
+            self._training_lock.release()
         return True
 
     def _send_held(self) -> bool:
