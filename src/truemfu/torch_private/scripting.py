@@ -1,7 +1,7 @@
 """`torch.jit.script` and `torch.jit.trace` of an observed model: they get the model without our hooks.
 
-Both would compile every hook of a module into the result. They pass each model to one function of torch, which
-is wrapped here, once, when the first model is observed: for the duration of a call our hooks are not there.
+Both would compile every hook of a module into the result. They pass each model to one function of torch,
+which is wrapped here, once, when the first model is observed: our hooks are not there while it runs.
 """
 
 from __future__ import annotations

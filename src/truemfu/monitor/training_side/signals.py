@@ -141,10 +141,8 @@ class _Watch:
         """Write a byte for the thread; whether it can read it."""
         if not (self._writer.is_ours and self._thread.is_alive()):
             return False  # the program has closed our descriptors, which ends the thread
-        try:
+        with contextlib.suppress(OSError):  # full: the thread has enough to read
             os.write(self._writer.number, bytes((number,)))
-        except OSError:  # full: the thread has enough to read
-            pass
         return True
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
