@@ -401,7 +401,7 @@ class StragglerSummary(msgspec.Struct, frozen=True, kw_only=True):
     host: str | None = None
     device: str | None = None
     cause: str | None = None
-    """ "input", "gpu", "host", "link", "work", "silent" or "ended"."""
+    """ "input", "gpu", "host", "link", "work", "blocked", "silent" or "ended"."""
     since_s: float | None = None
     until_s: float | None = None
     since_step: int | None = None
