@@ -2,7 +2,7 @@
 
 A thread of ours looks about twenty times a second at which Python code the training thread executes; the
 step path has no part in it. Two places are taken to be collectives: code of `torch.distributed`, and the call
-into autograd's engine, in which DDP waits for the other ranks. Python code that runs inside a backward pass (a
+into autograd's engine, in which DDP waits for the other ranks. Python code inside a backward pass (a
 hook, an `autograd.Function`) is a place of its own. So the share is a lower bound: operators of the backward
 pass are not in it. A wait for other ranks in another library, or by `work.wait()` in the program itself, is:
 such a job has the same share on all ranks, and none is named for it.
