@@ -10,6 +10,7 @@ Threads of autograd inherit the mode; other threads are not seen.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,8 +18,15 @@ import torch
 from ...convention import Convention
 from ...errors import one_line
 from ...torch_private.dispatch import TorchDispatchMode, check_counts, disable_torch_function
-from ...torch_private.mode_stack import check_observes, modes_below, put_at_the_bottom, take_out
+from ...torch_private.mode_stack import (
+    check_observes,
+    modes_below,
+    modes_of_this_thread,
+    put_at_the_bottom,
+    take_out,
+)
 from ..count.counting_mode import count_flex_attention
+from ..count.kernel_launches import watch_launches
 from .observation import Observation
 from .observed_tally import ObservedTally
 
@@ -37,6 +45,7 @@ class StepObserver:
         self._passes: list[bool] = []
         self._began_in_forward = False
         self._first_batch_at: int | None = None
+        self._stop_launches: Callable[[], None] = lambda: None
 
     def enter(self) -> None:
         """Begin to watch this thread, and autograd's threads as it uses them."""
@@ -44,10 +53,18 @@ class StepObserver:
         take_out(_is_finished)
         self._tally.mark_start()
         put_at_the_bottom(self._mode)
+        self._stop_launches = watch_launches(self._tally, self._is_watched)
+
+    def _is_watched(self) -> bool:
+        """Whether what runs now on this thread is seen: it may be one of autograd's."""
+        return (
+            not (self._mode.is_finished or self._mode.is_suspended) and self._mode in modes_of_this_thread()
+        )
 
     def leave(self) -> Observation:
         """Stop watching; what was seen. Never raises."""
         self._mode.is_finished = True
+        self._stop_launches()
         if threading.get_ident() == self._thread:
             try:
                 take_out(_is_finished)
