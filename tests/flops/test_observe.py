@@ -855,11 +855,12 @@ def test_every_tensor_dies_at_the_same_operator(name: str, attention: str) -> No
 
 
 def test_heads_that_torch_padded_have_their_own_size() -> None:
-    @torch.jit.script
-    def attention(x: torch.Tensor) -> torch.Tensor:
-        padded = torch.nn.functional.pad(x, [0, 3])
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(padded, padded, padded)[0]
-
+    unit = torch.jit.CompilationUnit("""
+def attention(x):
+    padded = torch.constant_pad_nd(x, [0, 3])
+    return torch._scaled_dot_product_flash_attention_for_cpu(padded, padded, padded)[0]
+""")
+    attention = unit.attention
     x = torch.randn(2, 3, 4, 5, requires_grad=True)
     forward = 2 * 2 * (2 * 3 * 4 * 4) * 5
     seen = observed(lambda: attention(x).sum().backward())

@@ -26,7 +26,7 @@ from ..count.tally import Entry, Tally, operator_name
 from ..operators.matrix_work import does_matrix_work, is_torch_own
 from ..registry import OPERATOR_FORMULAS
 from ..shadow.values import Value
-from .calls import Call, function_call
+from .calls import Call, FunctionCalls
 from .copies import Copies, Uncopied
 from .padding import PaddedHeads
 
@@ -48,6 +48,7 @@ class ObservedTally(Tally):
         self.unseen_forward = False
         self._is_work: dict[int, bool] = {}
         self._padded = PaddedHeads()
+        self._functions = FunctionCalls()
         self._pending: list[Callable[[], None]] = []
         self._lock = threading.RLock()
         self._nodes: dict[int, dict[int, Any]] = {}
@@ -112,7 +113,7 @@ class ObservedTally(Tally):
             return super()._phase(node)
         if torch.is_grad_enabled() or self.training_passes:
             return "forward"
-        call = function_call()
+        call = self._functions.current()
         return "forward" if call is Call.WITH_GRADIENTS else UNDECIDED if call is Call.UNKNOWN else APART
 
     def _count(self, name: str, func: Any, args: Any, kwargs: Any, out: Any) -> Entry | None:
