@@ -149,7 +149,10 @@ class ObservedTally(Tally):
         self._flow.finish()
         pending, self._pending = self._pending, []
         for resolve in pending:
-            resolve()
+            try:
+                resolve()
+            except Exception as error:
+                self.fail(f"counting its attention failed: {one_line(error)}")
         if MASK_NOT_READ in self.pairs.notes:
             self.fail("an attention mask could not be read")
 
