@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from threading import get_ident
 from typing import Any
 
 import torch
 
 from ...convention import Convention
+from ...errors import one_line
 from ...torch_private.compiler import is_compiled_node
 from ...torch_private.dispatch import (
     FakeTensor,
@@ -30,13 +32,16 @@ from ..count.tally import Entry, Tally, operator_name
 from ..operators.matrix_work import does_matrix_work, is_torch_own
 from ..registry import OPERATOR_FORMULAS
 from ..shadow.values import Value
-from .calls import Call, function_call
+from .calls import Call, FunctionCalls
 from .compiled import RegionRun
 from .copies import Copies, Uncopied
 from .graphs import Replay
+from .padding import PaddedHeads
 from .region_graph import RegionError
 
 _LOCK_LIMIT_S = 1.0
+_PAD = "aten::constant_pad_nd"
+_PADDED_KERNELS = frozenset(n for n, kernel in attention_kernels.KERNELS.items() if kernel.is_padded)
 
 UNSEEN = "part of its forward pass ran on another thread or before the observation began"
 
@@ -59,6 +64,8 @@ class ObservedTally(Tally):
         """Calls of compiled code, and replays: what they multiply follows `entries` once it is resolved."""
         self._uncounted_runs: list[RegionRun | Replay] = []
         self._is_work: dict[int, bool] = {}
+        self._padded = PaddedHeads()
+        self._functions = FunctionCalls()
         self._pending: list[Callable[[], None]] = []
         self._lock = threading.RLock()
         self._nodes: dict[int, dict[int, Any]] = {}
@@ -142,15 +149,27 @@ class ObservedTally(Tally):
             return super()._phase(node)
         if torch.is_grad_enabled() or self.training_passes:
             return "forward"
-        call = function_call()
+        call = self._functions.current()
         return "forward" if call is Call.WITH_GRADIENTS else UNDECIDED if call is Call.UNKNOWN else APART
 
     def _count(self, name: str, func: Any, args: Any, kwargs: Any, out: Any) -> Entry | None:
+        if name == _PAD:
+            self._padded.record(args, out)
+        dims = self._padded.head_dims(args) if name in _PADDED_KERNELS else None
+        with self.sdpa_head_dims(*dims) if dims is not None else nullcontext():
+            try:
+                return super()._count(name, func, args, kwargs, out)
+            except Uncopied as reason:
+                self.fail(str(reason))
+                return None
+
+    def record_launch(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Record a Triton kernel that is about to be launched; an error here must not stop it."""
         try:
-            return super()._count(name, func, args, kwargs, out)
-        except Uncopied as reason:
-            self.fail(str(reason))
-            return None
+            with self._lock:
+                super().record_launch(name, args, kwargs)
+        except Exception as error:
+            self.fail(f"counting {name} failed: {one_line(error)}")
 
     def _set_flops(self, entry: Entry, work: Any, times: int, node: Any) -> None:
         super()._set_flops(entry, work, times, node)
@@ -166,7 +185,10 @@ class ObservedTally(Tally):
         self._flow.finish()
         pending, self._pending = self._pending, []
         for resolve in pending:
-            resolve()
+            try:
+                resolve()
+            except Exception as error:
+                self.fail(f"counting its attention failed: {one_line(error)}")
         runs, self._uncounted_runs = self._uncounted_runs, []
         for run in runs:
             try:
@@ -214,6 +236,7 @@ def _may_be_work(name: str) -> bool:
         or name in OPERATOR_FORMULAS
         or does_matrix_work(name)
         or not is_torch_own(name)
+        or name == _PAD
     )
 
 

@@ -28,6 +28,7 @@ from ...torch_private.mode_stack import (
     take_out,
 )
 from ..count.counting_mode import count_flex_attention
+from ..count.kernel_launches import watch_launches
 from .compiled import CompiledRegions, reason_not_to_observe
 from .graphs import Captures, Replay
 from .observation import Observation
@@ -50,6 +51,7 @@ class StepObserver:
         self._passes: list[bool] = []
         self._began_in_forward = False
         self._first_batch_at: int | None = None
+        self._stop_launches: Callable[[], None] = lambda: None
 
     def enter(self) -> None:
         """Begin to watch this thread, and autograd's threads as it uses them."""
@@ -62,17 +64,21 @@ class StepObserver:
         self._regions.enter()
         self._captures.begin_step(self)
         put_at_the_bottom(self._mode)
+        self._stop_launches = watch_launches(self._tally, self._is_watching)
 
     def leave(self) -> Observation:
         """Stop watching; what was seen. Never raises."""
         self._mode.is_finished = True
         self._regions.leave()
         self._captures.end_step(self)
+        self._stop_launches()
         if threading.get_ident() == self._thread:
             try:
                 take_out(_is_finished)
             except Exception as error:
                 self._tally.fail(f"the observation did not end in order ({one_line(error)})")
+        else:
+            self._tally.fail("its forward pass began on another thread than the one that ended the step")
         return Observation(self._tally, self._first_batch_at, began_in_forward=self._began_in_forward)
 
     def suspend(self) -> None:
@@ -84,8 +90,9 @@ class StepObserver:
         self._mode.is_suspended = False
 
     def _is_watching(self) -> bool:
+        """Whether what runs now on this thread is seen: it may be one of autograd's."""
         mode = self._mode
-        return mode.is_of_the_step() and mode in modes_of_this_thread()
+        return not mode.is_finished and mode.is_of_the_step() and mode in modes_of_this_thread()
 
     def captures(self, *, is_capturing: bool) -> None:
         """Record that a CUDA graph is being captured: meanwhile nothing is executed."""
