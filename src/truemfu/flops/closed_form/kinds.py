@@ -22,7 +22,7 @@ from ..attention.windows import Windows
 from ..count.count import run_counted, warn_uncounted
 from ..count.counting_mode import CountingMode
 from ..flop_count import FlopCount
-from ..host_copy import original_device
+from ..shadow.tensor_makers import device_of
 from ..wrappers import unwrap
 from .batch_kind import Kind
 from .calibration import Calibration, NoClosedForm
@@ -131,7 +131,7 @@ class Kinds:
             convention=self.convention,
             backward=self._backward,
             loss_fn=self._loss_fn,
-            device=None if first is None else original_device(first),
+            device=None if first is None else device_of(first),
         )
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from ...torch_private.dispatch import FakeTensor, FakeTensorMode
 from ..batch import is_readable
-from ..host_copy import host_copy, original_device
+from ..host_copy import host_copy
 from .values import Value, attach
 
 _MAX_BUFFER_VALUE = 1 << 24
@@ -47,7 +47,7 @@ class FakeTensorMaker:
             made = self._mode.from_tensor(tensor.detach(), static_shapes=True)
             return made.requires_grad_(needs_gradient)
         bare = torch.empty_strided(shape, stride, dtype=dtype, device="meta", requires_grad=needs_gradient)
-        fake: torch.Tensor = FakeTensor(self._mode, bare, device or original_device(tensor))
+        fake: torch.Tensor = FakeTensor(self._mode, bare, device or device_of(tensor))
         if not _is_sharded(tensor) and _has_small_value(tensor):
             values, on_read = tensor.detach(), self.on_read
 
@@ -58,6 +58,11 @@ class FakeTensorMaker:
 
             attach(fake, Value(read))
         return fake
+
+
+def device_of(tensor: torch.Tensor) -> torch.device:
+    """The device a tensor is on in the step that is counted: for a meta tensor the CPU."""
+    return torch.device("cpu") if tensor.device.type == "meta" else tensor.device
 
 
 def _is_sharded(tensor: torch.Tensor) -> bool:
