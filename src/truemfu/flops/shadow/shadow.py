@@ -358,7 +358,10 @@ def _without_finalizer(cls: type[nn.Module]) -> type[nn.Module]:
     if not _has_finalizer(cls):
         return cls
     same = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls)(cls.__name__, (cls,), {**same, "__del__": lambda self: None})
+    made: type[nn.Module] = types.new_class(
+        cls.__name__, (cls,), exec_body=lambda body: body.update(same, __del__=lambda self: None)
+    )
+    return made
 
 
 def _cast_inputs(dtype: torch.dtype) -> Callable[..., Any]:
