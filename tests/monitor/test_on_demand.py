@@ -20,7 +20,7 @@ from truemfu.errors import TruemfuWarning, UsageError
 from truemfu.flops.count.count import count_flops
 from truemfu.monitor import on_demand
 from truemfu.monitor.on_demand import calculate_mfu_with_profiler, calculate_precise_mfu
-from truemfu.monitor.row_side.given_flops import dominant_dtype
+from truemfu.monitor.step_flops.source import dominant_dtype
 
 MODES = ("smart", "profiler", "estimate")
 PEAK_TFLOPS = 2
@@ -218,6 +218,30 @@ def test_a_model_that_was_measured_can_be_freed(mode: str) -> None:
     mfu(model, mode)
     gone = weakref.ref(model)
     assert len(on_demand._cached_forms) == (1 if mode == "smart" else 0)
+    del model
+    gc.collect()
+    assert gone() is None
+    assert len(on_demand._cached_forms) == 0
+
+
+class Bits(Model):
+    """Has no closed form: one more product for each bit of the length."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
+        x = self.embedding(input_ids)
+        for _ in range(input_ids.shape[1].bit_count()):
+            x = self.layer(x)
+        return self.head(x)
+
+
+def test_smart_without_a_closed_form_counts_each_length_and_the_model_can_be_freed() -> None:
+    on_demand._cached_forms.clear()
+    model = Bits()
+    with pytest.warns(TruemfuWarning, match="counted once per shape"):
+        assert mfu(model, seq_length=7) == pytest.approx(by_hand(3 * 3 * LAYER + 3 * HEAD))
+    assert mfu(model, seq_length=8) == pytest.approx(by_hand((3 * LAYER + 3 * HEAD) * 8 / 7))
+    assert len(on_demand._cached_forms) == 1
+    gone = weakref.ref(model)
     del model
     gc.collect()
     assert gone() is None

@@ -59,7 +59,6 @@ DISABLE_DISPATCH = "torch._C:_DisableTorchDispatch"
 FLEX_FORWARD = "torch._higher_order_ops.flex_attention:flex_attention"
 FLEX_BACKWARD = "torch._higher_order_ops.flex_attention:flex_attention_backward"
 FLEX_CHECK = "torch.nn.attention.flex_attention:_validate_device"
-WRAPPER_SUBCLASS = "torch:Tensor._make_wrapper_subclass"
 DEFAULT_GENERATOR = "torch.random:default_generator"
 PYTREE = "torch.utils._pytree:"
 SCHEMAS = "torch._C:_jit_get_schemas_for_operator"
@@ -109,7 +108,6 @@ NAMES: dict[str, Private] = {
         (FLEX_FORWARD, "flex attention cannot be counted: its FLOPs are estimated", (2, 6)),
         (FLEX_BACKWARD, "flex attention cannot be counted: its FLOPs are estimated", (2, 6)),
         (FLEX_CHECK, "flex attention on a CPU cannot be counted", (2, 6)),
-        (WRAPPER_SUBCLASS, "the weights of a snapshot are tensors on the meta device", (2, 6)),
         (DEFAULT_GENERATOR, "a model that seeds torch disturbs other threads while it is counted", (2, 6)),
         *((PYTREE + name, "containers of other libraries are not searched", (2, 6)) for name in _TREES),
         (SCHEMAS, _NOT_PROFILED, (2, 6)),
