@@ -114,7 +114,7 @@ class LiveRun:
         self._clock = StepClock(clock_for(device))
         self._watch, executed = self._opened_watch(audited, about_figures)
         self._audit = AuditStep.from_environment(self._ranks, device, notices)
-        self._plan = ObservationPlan(config.flops_profile_freq, began_s=time.perf_counter())
+        self._plan = ObservationPlan(config.flops_profile_freq, time.perf_counter())
         self._steps = StepWatch(
             self._plan,
             Convention(attention=config.attention),  # type: ignore[arg-type]
@@ -354,7 +354,7 @@ class LiveRun:
         batches = self._batches.take()
         if observed is not None:
             extras = extras._replace(observed=observed)
-            self._steps.note_batches(batches)
+        self._steps.note_step(self.logged + 1, batches, nodes, is_observed=observed is not None)
         if not batches.notes or not self._hooks.see_whole_batches:
             self._without_forward_passes(batches)
         if type(step) is not int or not -LARGEST_STEP <= step <= LARGEST_STEP:
@@ -399,6 +399,8 @@ class LiveRun:
         if self._audit is not None:
             self._audit.hand_over(note)
         self._resolver.put(note)
+        if observed is not None:
+            self._resolver.wake()  # the sooner its count is known, the sooner rows are written
         self.logged += 1
         self._compilations = compiled
         self._steps_done += steps

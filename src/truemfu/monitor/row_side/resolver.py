@@ -435,10 +435,11 @@ class Resolver:
             self._audit.write(self._flops, note)
         if took.elapsed_s is not None:
             step_s = took.elapsed_s / position.steps
-            if note.extras.observed is None:
-                self._plan.plain_step(step_s)
-            else:
-                self._plan.observed(note.number, step_s, note.span.end.host_s)
+            if note.extras.observed is not None:
+                extra_s = max(0.0, step_s - self._plan.plain_step_s)
+                self._plan.observed(note.number, extra_s, note.span.end.host_s)
+            elif not note.warmup:
+                self._plan.shifted(step_s)
         datasets: dict[str, Any] = {}
         if note.extras.datasets:
             names = [name for pending, _ in note.extras.datasets for name in pending.names]

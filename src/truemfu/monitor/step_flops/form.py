@@ -22,7 +22,8 @@ from .terms import Terms, candidates, values
 
 _MOST_OBSERVATIONS = 64
 _MOST_CANDIDATES = 400
-_CHECKS, _MOST_CHECKS = 2, 5
+_FEWEST, _FEWEST_AT_MOST = 4, 12
+"""Observed steps with different sizes that a form needs: at first, and after many wrong ones."""
 
 
 class MicroBatch(NamedTuple):
@@ -34,7 +35,7 @@ class MicroBatch(NamedTuple):
 
 _Kind = tuple[Hashable, tuple[str, ...]]
 _Step = tuple[tuple[_Kind, tuple[tuple[int, ...], ...]], ...]
-"""A step as a key: for each kind the sizes of its micro-batches, sorted, so that their order does not matter."""
+"""A step as a key: for each kind the sizes of its micro-batches, in ascending order."""
 _Integers = Mapping[str, int]
 
 
@@ -44,13 +45,13 @@ class ObservedForm:
     def __init__(self) -> None:
         self._observed: dict[_Step, dict[str, int]] = {}
         self._fits: dict[tuple[_Kind, ...], _Fit | str] = {}
-        self._checks = _CHECKS
+        self._fewest = _FEWEST
 
     def add(self, step: int, batches: Sequence[MicroBatch], integers: _Integers) -> bool:
         """Add an observed step. False if it contradicts what was known, which is then forgotten.
 
         Either the work of a step has changed, or the form was wrong. In case of the latter the next form
-        needs one more observation as a check.
+        needs more observations.
         """
         key = _key(batches)
         known = self._answer(key)
@@ -58,15 +59,14 @@ class ObservedForm:
         if not agrees:
             self._observed.clear()
             self._fits.clear()
-            self._checks = min(self._checks + 1, _MOST_CHECKS)
-        elif not isinstance(known, str) and (
-            key in self._observed or len(self._observed) >= _MOST_OBSERVATIONS
-        ):
+            self._fewest = min(self._fewest + 2, _FEWEST_AT_MOST)
+        is_full = len(self._observed) >= _MOST_OBSERVATIONS
+        if not isinstance(known, str) and agrees and (is_full or key in self._observed):
             return True  # a check passed, and nothing new to remember
-        if len(self._observed) >= _MOST_OBSERVATIONS:
-            kinds = _kinds(next(iter(self._observed)))
-            del self._observed[next(iter(self._observed))]
-            self._fit(kinds)
+        if is_full:
+            oldest = next(iter(self._observed))
+            del self._observed[oldest]
+            self._fit(_kinds(oldest))
         self._observed[key] = dict(integers)
         self._fit(_kinds(key))
         return agrees
@@ -91,7 +91,7 @@ class ObservedForm:
     def _fit(self, kinds: tuple[_Kind, ...]) -> None:
         steps = {key: integers for key, integers in self._observed.items() if _kinds(key) == kinds}
         if steps:
-            self._fits[kinds] = _fitted(steps, self._checks)
+            self._fits[kinds] = _fitted(steps, self._fewest)
         else:
             self._fits.pop(kinds, None)
 
@@ -115,25 +115,35 @@ class _Fit:
         return dict(zip(self._names, amounts, strict=True))
 
 
-def _fitted(steps: Mapping[_Step, _Integers], checks: int) -> _Fit | str:
+def _fitted(steps: Mapping[_Step, _Integers], fewest: int) -> _Fit | str:
     names = sorted({name for integers in steps.values() for name in integers})
     targets = [tuple(integers.get(name, 0) for name in names) for integers in steps.values()]
-    varying = [
-        Varying(kind[1], [key[index][1] for key in steps])
-        for index, (kind, _) in enumerate(next(iter(steps)))
-    ]
-    most_terms = len(steps) - checks
+    kinds = _kinds(next(iter(steps)))
+    varying = [Varying(kind[1], [key[index][1] for key in steps]) for index, kind in enumerate(kinds)]
     of_a_kind = int(_MOST_CANDIDATES ** (1 / len(varying)))
     combined = product(*(candidates(len(each.basis))[:of_a_kind] for each in varying))
     for terms in sorted(combined, key=lambda sets: sum(map(len, sets))):
-        if sum(map(len, terms)) > most_terms:
-            break
-        solution = solve([_row(key, varying, terms) for key in steps], targets)
-        if solution is not None:
+        width = sum(map(len, terms))
+        if len(steps) < max(fewest, 2 * width):
+            return f"only {len(steps)} steps with inputs of this kind were observed"
+        rows = (_row(key, varying, terms) for key in steps)
+        solution = solve(width, zip(rows, targets, strict=True))
+        if solution is None:
+            continue
+        if _is_confirmed(solution, [_row(key, varying, terms) for key in steps], fewest):
             return _Fit(varying, terms, names, solution)
-    if most_terms < 1 + len(varying):
-        return f"only {len(steps)} step{'s' * (len(steps) > 1)} with inputs of this kind but other sizes were observed"
     return f"no formula of the sizes reproduces the {len(steps)} observed steps"
+
+
+def _is_confirmed(solution: Linear, rows: Sequence[Sequence[int]], fewest: int) -> bool:
+    """Whether the observations that did not determine a solution would determine the same one.
+
+    Then none of its coefficients rests on a single observation, as it does where one step alone was large.
+    """
+    others = {tuple(row): () for number, row in enumerate(rows) if number not in solution.used}
+    different = len(others.keys() | {tuple(rows[number]) for number in solution.used})
+    again = solve(len(rows[0]), ((list(row), nothing) for row, nothing in others.items()))
+    return different >= fewest and again is not None and again.rank == solution.rank
 
 
 def _row(key: _Step, varying: Sequence[Varying], terms: Sequence[Terms]) -> list[int]:

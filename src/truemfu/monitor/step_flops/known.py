@@ -23,8 +23,8 @@ from ..training_side.batch_notes import BatchNote
 from ..training_side.step_note import StepNote
 from .form import ObservedForm
 from .plan import ObservationPlan
+from .watch import kind_of
 
-COUNTED = "count of observed steps"
 FORM = "closed form of observed steps"
 _FEWEST_ALIKE = 3
 """Observed steps with the same batches and other numbers of nodes that must agree."""
@@ -148,7 +148,6 @@ class KnownSteps:
                 about="changed work",
             )
         alike.counts[nodes] = step, count
-        self._plan.known_kind((key_of(note), nodes))
         if nodes is not None and note.batches.notes and not note.batches.missing:
             form = self._forms.setdefault(_form_key(note), ObservedForm())
             form.add(step, _sizes(note), _integers(count, nodes))
@@ -196,13 +195,13 @@ class KnownSteps:
         if observed is not None and (observed.is_whole or self._has_whole):
             return True
         if observed is None and not isinstance(self.answer(note), Unknown):
+            self._plan.known_kind(kind_of(note.batches, note.nodes))
             return True
         if note.batches.missing is not None or not note.batches.notes:
             return True
         kind = key_of(note), note.nodes
         since_s = self._held.get(kind)
         if since_s is None:
-            self._plan.unknown_kind(note.number, kind)
             if len(self._held) >= _MOST_KEPT:
                 self._held.clear()
             since_s = self._held[kind] = self._clock()

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import gcd, lcm
 
 
 class Linear:
     """Exact linear functions of a row of integers, as far as the equations determine them."""
 
-    def __init__(self, width: int, echelon: list[tuple[int, list[int]]]) -> None:
-        self.rank = len(echelon)
+    def __init__(self, width: int, echelon: list[tuple[int, list[int]]], used: set[int]) -> None:
         pivots = [pivot for pivot, _ in echelon]
         self._divisor = lcm(*(line[pivot] for pivot, line in echelon))
         scaled = [[value * (self._divisor // line[pivot]) for value in line] for pivot, line in echelon]
-        outputs = range(width, len(scaled[0]) if scaled else width)
-        self._outputs = [
-            [(at, line[out]) for at, line in zip(pivots, scaled, strict=True)] for out in outputs
-        ]
+        columns = [list(zip(pivots, column, strict=True)) for column in zip(*scaled, strict=True)]
+        self._outputs = columns[width:]
         # A row that is no combination of the equations' rows has no determined value: its other columns must
         # follow from those of the pivots as they do in the equations.
-        others = [column for column in range(width) if column not in pivots]
-        self._others = [
-            (column, [(at, line[column]) for at, line in zip(pivots, scaled, strict=True)])
-            for column in others
-        ]
+        self._others = [(at, columns[at]) for at in range(width) if at not in pivots]
+        self.rank = len(echelon)
+        self.used = used
+        """Which of the equations determine the functions; the others only confirm them."""
 
     def integers(self, row: Sequence[int]) -> list[int] | None:
         """The functions' values at a row; None where they are undetermined or no integers."""
@@ -40,20 +36,21 @@ class Linear:
         return results
 
 
-def solve(rows: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]) -> Linear | None:
-    """The linear functions that take each row to its targets; None if no linear functions do.
+def solve(width: int, equations: Iterable[tuple[list[int], Sequence[int]]]) -> Linear | None:
+    """The linear functions that take each row of so many integers to its targets; None if there are none.
 
     Elimination without fractions, row by row: it ends at the first equation that contradicts those before it.
     """
-    width = len(rows[0])
     echelon: list[tuple[int, list[int]]] = []
-    for row, target in zip(rows, targets, strict=True):
+    used: set[int] = set()
+    for number, (row, target) in enumerate(equations):
         line = [*row, *target]
         for pivot, base in echelon:
             line = _eliminated(line, base, pivot)
         pivot = next((column for column in range(width) if line[column]), width)
         if pivot < width:
             divisor = gcd(*line)
+            used.add(number)
             echelon.append((pivot, [value // divisor for value in line]))
         elif any(line[width:]):
             return None
@@ -62,7 +59,7 @@ def solve(rows: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]) -> Li
         for above in range(index):
             at, line = echelon[above]
             echelon[above] = (at, _eliminated(line, base, pivot))
-    return Linear(width, echelon)
+    return Linear(width, echelon, used)
 
 
 def _eliminated(line: list[int], base: list[int], pivot: int) -> list[int]:

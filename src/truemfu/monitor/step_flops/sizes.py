@@ -14,8 +14,8 @@ _Points = Sequence[tuple[int, ...]]
 class SizeRange:
     """The values from the smallest observed one to the largest, on the grid that all observed ones share.
 
-    What rounds (strides, patches, windows, padding to a multiple) is a polynomial on a grid of its own period;
-    values off the grid of the observed ones could be rounded, and these were not.
+    What rounds (strides, patches, windows, padding to a multiple) is a polynomial on a grid of its own
+    period: values off the observed grid may be rounded where the observed ones were not.
     """
 
     def __init__(self, name: str, observed: Sequence[int]) -> None:
@@ -28,7 +28,7 @@ class SizeRange:
             span = f"{self._low}" if self._low == self._high else f"{self._low} to {self._high}"
             return f"{self._name} is {value} and was {span} in the observed steps"
         if self._stride > 1 and (value - self._low) % self._stride:
-            return f"{self._name} is {value}, between the multiples of {self._stride} (from {self._low}) observed"
+            return f"{self._name} is {value} and was {self._low} plus multiples of {self._stride} so far"
         return ""
 
 
@@ -46,7 +46,7 @@ class Varying:
         self.basis: list[int] = []
         """Positions of the sizes that vary independently of each other."""
         for index, column in enumerate(columns):
-            as_sum = solve([self._affine(point) for point in points], [(value,) for value in column])
+            as_sum = solve(1 + len(self.basis), ((self._affine(point), (point[index],)) for point in points))
             if as_sum is not None:
                 if len(set(column)) > 1:
                     self._sums.append((index, as_sum))
@@ -78,7 +78,7 @@ class Varying:
 
 
 def _product(columns: Sequence[tuple[int, ...]], index: int) -> tuple[int, int, int, int, int] | None:
-    """The two earlier sizes whose product this size is a fixed multiple of, with numerator and denominator."""
+    """The two earlier sizes whose product this size is a multiple of, with numerator and denominator."""
     column = columns[index]
     varying = [at for at in range(index) if len(set(columns[at])) > 1]
     for first, second in combinations_with_replacement(varying, 2):

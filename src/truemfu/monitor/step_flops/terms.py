@@ -7,37 +7,30 @@ from functools import cache
 from itertools import combinations
 
 Terms = tuple[tuple[int, ...], ...]
-"""Monomials, each as the positions of its factors: (0, 1, 1) is the first size times the square of the second."""
+"""Monomials, each as the positions of its factors: (0, 1, 1) is the first size times the second squared."""
 
 _MOST_SIZES = 4
 _POLYNOMIALS = {
     0: ("1",),
     1: ("a", "1 a", "a aa", "aa", "1 aa", "aa aaaa", "1 a aa", "1 aa aaaa"),
     2: (
-        "ab",
-        "a b",
-        "1 ab",
-        "ab aabb",
-        "1 a b",
-        "a b ab",
-        "1 ab aabb",
-        "1 a b ab",
-        "a aa b bb ab",
-        "1 a aa b bb ab",
+        *("ab", "a b", "1 ab", "ab aabb", "1 a b", "a b ab", "1 ab aabb", "1 a b ab"),
+        *("a aa b bb ab", "1 a aa b bb ab"),
     ),
     3: ("abc", "1 abc", "abc aabbcc", "a b c", "1 abc aabbcc", "1 a b c"),
     4: ("a b c d", "1 a b c d"),
 }
-"""By the number of sizes: lengths (a aa), images (ab aabb, for attention over them), square images (aa aaaa), valid
-convolutions (1 a b ab), sums over documents (a b), encoder and decoder (a aa b bb ab), video (abc)."""
+"""By the number of sizes: lengths (a aa), images (ab, and aabb for attention), square images (aa aaaa),
+convolutions without padding (1 a b ab), sums over documents (a b), encoder and decoder (a aa b bb ab), video
+(abc)."""
 
 
 @cache
 def candidates(sizes: int) -> tuple[Terms, ...]:
     """Sets of monomials of so many sizes, those with the fewest monomials first.
 
-    Each of the polynomials, of all the sizes or some (FLOPs need not depend on every size), alone or times one
-    of the sizes (the samples of a batch).
+    Each of the polynomials, of all the sizes or some (FLOPs need not depend on every size), alone or times
+    one of the sizes (the samples of a batch).
     """
     if sizes > _MOST_SIZES:
         every = tuple((at,) for at in range(sizes))

@@ -33,7 +33,16 @@ _CHECK_COST_S = 10e-6
 """What fingerprints may cost in a step, on average."""
 _MOST_IDLE_CHANGES = 2
 """After so many changes of a module's own numbers that did not change its work, these are ignored."""
+_MOST_KINDS = 4096
 _now_s = time.perf_counter
+
+
+Kind = tuple[tuple[int, ...], int | None]
+
+
+def kind_of(batches: StepBatches, nodes: int | None) -> Kind:
+    """Equal for steps with batches of the same shapes and as many nodes."""
+    return tuple([note.template.number for note in batches.notes]), nodes
 
 
 @dataclass(frozen=True)
@@ -61,6 +70,8 @@ class StepWatch:
         self._is_whole = False
         self._seen: set[int] = set()
         """The templates of observed steps."""
+        self._kinds: set[Kind] = set()
+        """The kinds of observed steps."""
         self._needs_whole_steps = self._is_wanted = False
         self.state = 0
         """How often the modules have changed."""
@@ -73,7 +84,6 @@ class StepWatch:
         """The time of all checks."""
         self._forks, self._thread = forks.number, threading.get_ident()
         self._nodes: int | None = None
-        self.number_observed = 0
 
     @property
     def observer(self) -> StepObserver | None:
@@ -112,10 +122,17 @@ class StepWatch:
         observer, self._observer = self._observer, None
         return None if observer is None else Observed(observer.leave(), is_whole=self._is_whole)
 
-    def note_batches(self, batches: StepBatches) -> None:
-        """The observed step had these batches."""
-        self._seen.update(note.template.number for note in batches.notes)
-        self.number_observed += 1
+    def note_step(self, number: int, batches: StepBatches, nodes: int | None, *, is_observed: bool) -> None:
+        """The step of this number had these batches and nodes: an unknown kind is to be observed later."""
+        kind = kind_of(batches, nodes)
+        if is_observed:
+            self._seen.update(note.template.number for note in batches.notes)
+            self._kinds.add(kind)
+            self.plan.known_kind(kind)
+        elif self._is_enabled and kind not in self._kinds:
+            self.plan.unknown_kind(number, kind)
+        if len(self._kinds) > _MOST_KINDS:
+            self._kinds.clear()
 
     def next_begins(self, logged: int) -> None:
         """`log_step` is about to return, after so many steps: the next one begins."""
@@ -169,6 +186,7 @@ class StepWatch:
             self.state += 1
             self.change = ModelChange(self._checked_after, logged)
             self._seen.clear()
+            self._kinds.clear()
             self.plan.ask("the model changed")
         elif last is not None and found[1] != last[1] and self._number_changes < _MOST_IDLE_CHANGES:
             self._number_changes += 1
