@@ -33,7 +33,7 @@ class Run:
             if is_seen:
                 extra_s = self._about(self._cost_s)
                 self.now_s += took_s + extra_s
-                self.plan.observed(self.step, took_s + extra_s if self.step <= 2 else extra_s, self.now_s)
+                self.plan.observed(self.step, extra_s + took_s * (self.step - len(self.seen) < 3), self.now_s)
                 self.seen.append(self.step)
                 self.spent_s.append((self.now_s, extra_s))
             else:
@@ -53,7 +53,7 @@ def test_observations_take_at_most_a_thousandth_of_a_long_run(frequency: int, se
     run = Run(frequency, seed=seed, step_s=step_s, cost_s=step_s * draw.uniform(0.2, 5), spread=0.3)
     run.advance(30_000, lambda step, seen: run.plan.unknown_kind(step, "never known") if seed % 2 else None)
     late = [at for at, _ in run.spent_s if at > 65.0]
-    assert len(late) > 1
+    assert late
     assert all(run.share_after_the_first_minute(at) <= 0.001 for at in late)
 
 

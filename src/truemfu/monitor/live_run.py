@@ -59,7 +59,14 @@ from .training_side.measuring import Measuring
 from .training_side.model_facts import facts_of
 from .training_side.model_hooks import ModelHooks
 from .training_side.signals import write_at_signals
-from .training_side.step_note import NO_EXTRAS, WARMUP_STEPS, StepExtras, StepNote, StepPosition
+from .training_side.step_note import (
+    NO_EXTRAS,
+    WARMUP_STEPS,
+    Observed,
+    StepExtras,
+    StepNote,
+    StepPosition,
+)
 from .training_side.watched import Watched
 
 _ROWS_TIMEOUT_S = 5.0
@@ -154,6 +161,8 @@ class LiveRun:
             if self._ranks.is_first:
                 output.other_files.append(self._member.file)
         self._has_more_to_begin = True
+        self._left: tuple[Observed | None, int | None] = None, None
+        """What was observed of the step that ends, and the autograd nodes it made."""
         self._begun: tuple[Template, bool] | None = None
         """The template of the batch that was noted last, and whether it is the first of its step."""
         self._compilations = compilations()
@@ -329,6 +338,10 @@ class LiveRun:
             self._steps.observe_next_batch()
         self._has_more_to_begin = self._measuring.profiles or self._audit is not None
 
+    def leave_step(self) -> None:
+        """Before `log_step`, with modes as the program has them: the step ends, and its observation."""
+        self._left = self._steps.step_ends(), self._steps.nodes()
+
     def log_step(
         self,
         step: Any,
@@ -346,7 +359,7 @@ class LiveRun:
         intake, measuring, extras = self._intake, self._measuring, NO_EXTRAS
         if self._audit is not None:
             self._audit.end_step()
-        observed, nodes = self._steps.step_ends(), self._steps.nodes()
+        (observed, nodes), self._left = self._left, (None, None)
         if attention_mask is not None or flops is not None or datasets or measuring.profiler is not None:
             extras = self._extras(attention_mask, flops, datasets)
         if self._hooks.are_unsettled:

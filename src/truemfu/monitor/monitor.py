@@ -202,14 +202,16 @@ class TrainingMonitor:
         """
         began_s, live, guard = time.perf_counter(), self._live, self._guard
         before = 0 if live is None else live.logged
-        with guard.lock, hidden_from_modes():
+        with guard.lock:
             try:
                 if live is None or guard.is_broken or guard.is_closed or forks.number != guard.forks:
                     live = self._run_to_log({"loss": loss})
                 if live is not None:
                     given = step, epoch, loss, grad_norm, learning_rate, attention_mask, skip_wandb, flops
                     datasets = self._datasets.pending
-                    live.log_step(*given, datasets, began_s)
+                    live.leave_step()
+                    with hidden_from_modes():
+                        live.log_step(*given, datasets, began_s)
                     if datasets:
                         self._datasets.begin_step()
             except Exception as error:
@@ -227,7 +229,8 @@ class TrainingMonitor:
             return
         position = None if self._live is None else self._live.next_position()
         if position is None or position.reaches(config.dataset_metrics_freq):
-            self._guard.run(self._datasets.add, batch, outputs, aggregated_loss)
+            with hidden_from_modes():
+                self._guard.run(self._datasets.add, batch, outputs, aggregated_loss)
 
     def save_logs(self) -> None:
         """Write everything logged so far to the local log. This waits, so do not call it inside a step."""

@@ -68,7 +68,8 @@ class ObservedForm:
             del self._observed[oldest]
             self._fit(_kinds(oldest))
         self._observed[key] = dict(integers)
-        self._fit(_kinds(key))
+        if isinstance(known, str) or not agrees:
+            self._fit(_kinds(key))
         return agrees
 
     def predict(self, batches: Sequence[MicroBatch]) -> dict[str, int] | None:
@@ -103,12 +104,19 @@ class _Fit:
         self, varying: list[Varying], terms: Sequence[Terms], names: list[str], solution: Linear
     ) -> None:
         self._varying, self._terms, self._names, self._solution = varying, terms, names, solution
+        # A size without an effect so far may have one where other sizes are large too.
+        self._ignores_a_size = [
+            {at for term in chosen for at in term} != set(range(len(each.basis)))
+            for each, chosen in zip(varying, terms, strict=True)
+        ]
 
     def answer(self, key: _Step) -> dict[str, int] | str:
         """The integers of a step, or why there are none."""
-        for varying, (_, points) in zip(self._varying, key, strict=True):
+        for varying, ignores, (_, points) in zip(self._varying, self._ignores_a_size, key, strict=True):
             if problem := varying.problem(points):
                 return problem
+            if ignores and not all(varying.is_below_an_observed(point) for point in points):
+                return "no observed step had all sizes as large as this one"
         amounts = self._solution.integers(_row(key, self._varying, self._terms))
         if amounts is None or min(amounts) < 0:
             return "the observed steps do not determine the FLOPs of these sizes"

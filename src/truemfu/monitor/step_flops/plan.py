@@ -65,6 +65,10 @@ class ObservationPlan:
         if step <= 2:
             return True
         self._has_news = False
+        if self._median_s:
+            cost_s = statistics.median(self._recent_costs_s())
+            for stride in (self._regular, self._grid):
+                stride.adapt(cost_s / self._median_s / _REGULAR_SHARE)
         is_due = self._has_reason(step, now_s) and self._may_observe(now_s)
         self._next_step = self._next_decision(step, now_s)
         return is_due
@@ -86,10 +90,6 @@ class ObservationPlan:
             self._spent_later_s += extra_s
         self._reason = None
         self._reference_s = self._median_s if len(self._times_s) == _SHIFT_STEPS else 0.0
-        if self._median_s:
-            relative = statistics.median(self._costs_s or [extra_s]) / self._median_s / _REGULAR_SHARE
-            self._regular.adapt(relative)
-            self._grid.adapt(relative)
         self._has_news = True
 
     def unknown_kind(self, step: int, kind: Hashable) -> None:
@@ -147,9 +147,12 @@ class ObservationPlan:
     def _grid_now(self, now_s: float) -> int:
         return 1 if now_s - self._start_s <= _FIRST_MINUTE_S else self._grid.steps
 
+    def _recent_costs_s(self) -> list[float]:
+        return list(self._costs_s) or [max(0.0, self._last_cost_s - self._median_s)]
+
     def _may_observe(self, now_s: float) -> bool:
         elapsed_s = now_s - self._start_s
-        cost_s = 2 * max(self._costs_s) if self._costs_s else self._last_cost_s
+        cost_s = 2 * max(self._recent_costs_s())  # the next may take longer than those before it
         if elapsed_s + self._median_s + cost_s > _FIRST_MINUTE_S:
             return self._spent_later_s + cost_s <= _SHARE * elapsed_s
         return self._count < _FREE or self._spent_at_first_s + cost_s <= _SHARE_AT_FIRST * elapsed_s

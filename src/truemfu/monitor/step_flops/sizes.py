@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import combinations_with_replacement
 from math import gcd
+from operator import le
 
 from .linear import Linear, solve
 
@@ -14,8 +15,8 @@ _Points = Sequence[tuple[int, ...]]
 class SizeRange:
     """The values from the smallest observed one to the largest, on the grid that all observed ones share.
 
-    What rounds (strides, patches, windows, padding to a multiple) is a polynomial on a grid of its own
-    period: values off the observed grid may be rounded where the observed ones were not.
+    What rounds (strides, patches, windows, padding) is a polynomial on a grid of its own period:
+    values off the observed grid may be rounded where the observed ones were not.
     """
 
     def __init__(self, name: str, observed: Sequence[int]) -> None:
@@ -54,6 +55,10 @@ class Varying:
                 self._products.append(as_product)
             else:
                 self.basis.append(index)
+        bases = {tuple(point[at] for at in self.basis) for point in points}
+        self._largest = [
+            one for one in bases if not any(one != other and all(map(le, one, other)) for other in bases)
+        ]
 
     def problem(self, points: _Points) -> str:
         """Why observed steps do not speak for micro-batches of these sizes; empty if they do."""
@@ -69,6 +74,11 @@ class Varying:
                 if point[index] * denominator != point[first] * point[second] * numerator:
                     problem = problem or self._other_relation(index)
         return problem
+
+    def is_below_an_observed(self, point: tuple[int, ...]) -> bool:
+        """Whether one observed micro-batch had each of the independent sizes at least as large as here."""
+        sizes = [point[at] for at in self.basis]
+        return any(all(map(le, sizes, largest)) for largest in self._largest)
 
     def _affine(self, point: tuple[int, ...]) -> list[int]:
         return [1, *(point[at] for at in self.basis)]

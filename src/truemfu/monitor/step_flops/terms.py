@@ -21,8 +21,10 @@ _POLYNOMIALS = {
     4: ("a b c d", "1 a b c d"),
 }
 """By the number of sizes: lengths (a aa), images (ab, and aabb for attention), square images (aa aaaa),
-convolutions without padding (1 a b ab), sums over documents (a b), encoder and decoder (a aa b bb ab), video
-(abc)."""
+unpadded convolutions (1 a b ab), sums over documents (a b), two lengths (a aa b bb ab), video (abc)."""
+
+_SUMS = ("a b", "1 a b", "a b c", "1 a b c")
+"""Polynomials without a product. Sums over a batch have them; the samples of a batch do not multiply them."""
 
 
 @cache
@@ -41,6 +43,8 @@ def candidates(sizes: int) -> tuple[Terms, ...]:
             for factor in (None, *chosen):
                 rest = [at for at in chosen if at != factor]
                 for polynomial in _POLYNOMIALS[len(rest)]:
+                    if factor is not None and polynomial in _SUMS:
+                        continue
                     terms = tuple(_monomial(text, rest, factor) for text in polynomial.split())
                     found.setdefault(frozenset(terms), terms)
     return tuple(sorted(found.values(), key=len))

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from ...flops import HostCopy
+from ...torch_private.dispatch import hidden_from_modes
 from ...torch_private.watching import detects_overwrites, version_of
 
 _LONGEST_WAIT_S = 3.0
@@ -225,7 +226,8 @@ class HostValues:
             else:
                 alike[held.name, tensor.shape, tensor.dtype, held.count].append((held, tensor))
         for (_, _, _, count), entries in alike.items():
-            sent = _Sent([tensor for _, tensor in entries], count=count)
+            with hidden_from_modes():
+                sent = _Sent([tensor for _, tensor in entries], count=count)
             for index, (held, _) in enumerate(entries):
                 held.sent(sent, index)
 
