@@ -16,8 +16,15 @@ from torch.utils.data import DataLoader, Dataset
 
 from truemfu import TrainingMonitor
 from truemfu.monitor.summary import lines_of
-from truemfu.monitor.training_side import between_steps
-from truemfu.monitor.training_side.between_steps import Between, BetweenSteps, Wait, between
+from truemfu.monitor.training_side.between_steps import (
+    Between,
+    BetweenSteps,
+    Gap,
+    UsualGaps,
+    Wait,
+    between,
+)
+from truemfu.monitor.training_side.clock import HostClock, Mark, Span, StepClock
 from truemfu.torch_private import loading
 
 SLEEP_S = 0.05
@@ -200,9 +207,8 @@ def test_waits_between_micro_batches_are_data_wait_and_not_taken_off_the_rest() 
     assert between(10.0, 10.5, [], 0) == Between(None, pytest.approx(0.5), 0)
 
 
-def test_a_loader_that_is_read_without_an_end_keeps_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    noted = BetweenSteps()
-    monkeypatch.setattr(between_steps, "_now_s", iter(range(10_000)).__next__)
+def test_a_loader_that_is_read_without_an_end_keeps_no_memory() -> None:
+    noted = BetweenSteps(now_s=iter(range(10_000)).__next__)
     for _ in range(1000):
         noted.wait_begins()
         noted.wait_ends(has_batch=True)
@@ -381,10 +387,10 @@ def test_what_happens_in_most_steps_belongs_to_them(tmp_path: Path) -> None:
 
 def unusual(gaps: list[tuple[float, int]]) -> list[int]:
     """The gaps, of seconds and forward passes, that are excluded."""
-    steps, found = BetweenSteps(), []
+    rule, clock, found = UsualGaps(), HostClock(), []
     for step, (seconds, forwards) in enumerate(gaps):
-        steps.end_s, steps.first_s, steps.forwards = 0.0, seconds, forwards
-        if steps.unusual_gap(step) is not None:
+        gap = Gap(0.0, seconds, (), forwards, clock.mark(seconds))
+        if rule.excluded(gap, Span(clock.mark(0.0), clock.mark(seconds + 0.1), ())):
             found.append(step)
     return found
 
@@ -394,6 +400,33 @@ def test_an_evaluation_in_each_step_belongs_to_it_however_long_it_takes_at_times
     assert unusual([(0.002, 3)] * 8 + [(0.4, 30)]) == [8]
     assert unusual([(0.002, 0)] * 8 + [(0.4, 3)]) == [8]
     assert unusual([(0.4, 0)] * 8 + [(0.3, 0), (0.9, 0)]) == [9]
+
+
+def test_a_gap_of_unknown_length_makes_the_steps_time_unknown() -> None:
+    clock = HostClock()
+    gap = Gap(0.0, 1.0, (), 0, Mark(1.0, None))
+    assert UsualGaps().excluded(gap, Span(clock.mark(0.0), clock.mark(2.0), ()))
+
+
+def test_a_step_without_waits_does_not_get_those_of_the_next() -> None:
+    noted = BetweenSteps(now_s=iter(range(100)).__next__)
+    first = noted.take()
+    noted.wait_begins()
+    noted.wait_ends(has_batch=True)
+    assert (first.waits, len(noted.take().waits)) == ((), 1)
+
+
+def test_a_device_that_fails_at_a_mark_does_not_fail_in_the_loader() -> None:
+    class Broken(HostClock):
+        def mark(self, now_s: float) -> Mark:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    noted = BetweenSteps(now_s=iter(range(100)).__next__)
+    noted.end_s = 0.0
+    noted.mark_with(StepClock(Broken()))
+    noted.wait_begins()
+    noted.wait_ends(has_batch=True)
+    assert [wait.marks for wait in noted.take().waits] == [None]
 
 
 def test_a_wait_for_data_after_an_evaluation_stays_in_the_step(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ from .step_flops.watch import StepWatch
 from .summary import RunFigures, info_of
 from .training_side import forks
 from .training_side.batch_notes import Batch, BatchNotes, StepBatches, Template
-from .training_side.between_steps import LONG_GAP_S, BetweenSteps
+from .training_side.between_steps import BetweenSteps
 from .training_side.clock import Mark, StepClock, clock_for
 from .training_side.compilations import compilations
 from .training_side.datasets import PendingDatasetMetrics
@@ -119,6 +119,7 @@ class LiveRun:
         self._values = HostValues(notices)
         self._intake = Intake(self._values, notices)
         self._clock = StepClock(clock_for(device))
+        between.mark_with(self._clock)
         self._watch, executed = self._opened_watch(audited, about_figures)
         self._audit = AuditStep.from_environment(self._ranks, device, notices)
         self._plan = ObservationPlan(config.flops_profile_freq, time.perf_counter())
@@ -289,9 +290,6 @@ class LiveRun:
                 between.last_s = began_s
         elif not in_backward:  # else a checkpoint wraps the model, and its first run was not seen
             between.begun(began_s)
-            end_s = between.end_s
-            if end_s is not None and (began_s - end_s > LONG_GAP_S or between.forwards):
-                self._exclude_unusual_gap()
         if is_first and self._has_more_to_begin:
             self._begin_step(in_backward=in_backward)
         self._begun = None if slot is None or in_backward else (batches.last_template, is_first)
@@ -320,14 +318,6 @@ class LiveRun:
         observer = self._steps.observer
         if observer is not None:
             observer.pass_ends()
-
-    def _exclude_unusual_gap(self) -> None:
-        """Exclude the time since the last step if it is long and most steps have nothing like it."""
-        gap = self._between.unusual_gap(self.logged)
-        if gap is not None:
-            self._clock.pause_since_last_step(*gap)
-            if self._watch is not None:
-                self._watch.restart()
 
     def _begin_step(self, *, in_backward: bool) -> None:
         if not self.logged:  # later steps begin where the last one ended
@@ -550,7 +540,6 @@ class LiveRun:
             with self._training_lock:
                 if threading.get_ident() != self._between.thread:
                     return self._send_behind_training()
-                self._clock.moment()
                 self._values.flush()
         except Exception as error:
             self._notices(f"values that are still on the device cannot be fetched: {one_line(error)}")
@@ -579,7 +568,6 @@ class LiveRun:
         """On another thread: send all values, queued after the training's work; False during a capture."""
         with self._clock.clock.on_other_thread() as is_possible:
             if is_possible:
-                self._clock.moment()
                 self._values.flush()
             return is_possible
 

@@ -6,16 +6,18 @@ a mask allows, the products must be recognised:
     bmm ──► (scale, mask, bias, reshape …) ──► softmax ──► (dropout, cast …) ──► bmm
     scores        masks are collected            resolved: pairs known          values
 
-Tags are attributes of the tensors; a product whose result never enters a softmax stays an ordinary product.
+Tags are kept beside the tensors; a product whose result never enters a softmax stays an ordinary product.
+Masks are read through the tally, which in a training run starts copies and holds no tensor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...torch_private.dispatch import FakeTensor, disable_modes
 from ..host_copy import on_host
@@ -56,17 +58,29 @@ _PROPAGATING = _TRANSPOSING | {
 _ADD = {aten.add, aten.add_}
 _FILL = {aten.masked_fill, aten.masked_fill_}
 _WRITE = {aten.index_put, aten.index_put_}
+_CONCERNED = _PRODUCTS | _SOFTMAX | _PROPAGATING | _ADD | _FILL | _WRITE | {aten.where}
+
+
+Mask = Callable[[], Value | None]
+"""Returns where a mask allows a pair, when the scores enter a softmax; None if it cannot be read."""
+
+
+class MaskReader(Protocol):
+    """Reads the tensors that mask scores."""
+
+    def value(self, tensor: torch.Tensor) -> Value | None:
+        """The value of a tensor; None if it cannot be read."""
+
+    def value_later(self, tensor: torch.Tensor, scores: torch.Tensor) -> Callable[[], Value | None]:
+        """The same for a tensor added to a product, which may not be a mask: read once it proves to be."""
 
 
 @dataclass
 class Scores:
-    """A product that may turn out to be attention scores, and the masks applied before a softmax.
-
-    A mask of None could not be read.
-    """
+    """A product that may turn out to be attention scores, and the masks applied before a softmax."""
 
     entry: Any
-    masks: list[Value | None] = field(default_factory=list)
+    masks: list[Mask] = field(default_factory=list)
 
 
 @dataclass
@@ -77,39 +91,26 @@ class Probabilities:
     scale: Scale
 
 
-def tag_of(tensor: Any) -> Scores | Probabilities | None:
-    """The tensor's role in attention, if any is known."""
-    return getattr(tensor, "_truemfu_attention", None)
-
-
-def _tag(tensor: Any, tag: Scores | Probabilities) -> None:
-    if isinstance(tensor, torch.Tensor):
-        tensor._truemfu_attention = tag  # type: ignore[attr-defined]
+def is_unknown(tensor: Any) -> bool:
+    """Whether a tensor has no data, and its value is not known in another way."""
+    return (
+        isinstance(tensor, torch.Tensor)
+        and (isinstance(tensor, FakeTensor) or tensor.is_meta)
+        and value_of(tensor) is None
+    )
 
 
 def readable(tensor: Any) -> Value | None:
     """The value of a tensor: always for a real one, if known for a fake one."""
-    if not isinstance(tensor, torch.Tensor):
+    if not isinstance(tensor, torch.Tensor) or is_unknown(tensor):
         return None
-    if (value := value_of(tensor)) is not None:
-        return value
-    if isinstance(tensor, FakeTensor) or tensor.is_meta:
-        return None
-    return Value(lambda: on_host(tensor))
+    return value_of(tensor) or Value(lambda: on_host(tensor))
 
 
-def allowed_by(mask: Any, read: Callable[[torch.Tensor], Value | None]) -> Value | None:
-    """True where a mask allows a pair: a boolean mask itself, an additive one where it is not hugely
-    negative. `read` returns a tensor's value, if it is known."""
-    if not isinstance(mask, torch.Tensor):
-        return None
-    tagged: Value | None = getattr(mask, "_truemfu_allowed", None)
-    if tagged is not None:
-        return tagged
-    value = read(mask)
-    if value is None:
-        return None
-    if mask.dtype is torch.bool:
+def _allowing(value: Value | None, dtype: torch.dtype) -> Value | None:
+    """True where a mask of this value allows a pair: a boolean mask itself, an additive one where it is not
+    hugely negative."""
+    if value is None or dtype is torch.bool:
         return value
     return Value(lambda: value.tensor() > MASKED_SCORE)
 
@@ -121,23 +122,39 @@ class EagerAttention:
         self,
         resolve: Callable[[Sequence[int], Sequence[Value | None]], Scale],
         rescale: Callable[[Any, Scale], None],
-        read: Callable[[torch.Tensor], Value | None],
+        reader: MaskReader,
     ) -> None:
         self._resolve = resolve
-        self._read = read
         self._rescale = rescale
+        self._reader = reader
+        self._tags: Any = WeakTensorKeyDictionary()
+        """By tensor, its role in attention: Scores or Probabilities."""
+        self._allowed: Any = WeakTensorKeyDictionary()
+        """By tensor of unknown value, where it is known to allow a pair."""
+
+    @staticmethod
+    def concerns(packet: Any) -> bool:
+        """Whether an operator may be part of attention."""
+        return packet in _CONCERNED
+
+    def allowed_by(self, mask: Any) -> Value | None:
+        """True where a mask allows a pair; None if it cannot be read."""
+        if not isinstance(mask, torch.Tensor):
+            return None
+        known: Value | None = self._allowed.get(mask)
+        return known or _allowing(self._reader.value(mask), mask.dtype)
 
     def record(self, packet: Any, args: tuple[Any, ...], out: Any, entry: Any) -> None:
         """Record one operator of the forward pass; `entry` is its entry in the tally, if it is a product."""
         if packet in _PRODUCTS and entry is not None:
             self._record_product(packet, args, out, entry)
         elif packet in _SOFTMAX:
-            tag = tag_of(args[0])
+            tag = self._tag_of(args[0])
             if isinstance(tag, Scores):
                 shape = tuple(args[0].shape)
                 is_other_dim = args[1] not in (-1, len(shape) - 1)
-                masks: list[Value | None] = [None] * len(tag.masks) if is_other_dim else tag.masks
-                _tag(out, Probabilities(tag.entry, self._resolve(shape, masks)))
+                masks = [None if is_other_dim else mask() for mask in tag.masks]
+                self._tag(out, Probabilities(tag.entry, self._resolve(shape, masks)))
         elif packet in _ADD:
             self._record_add(args, out)
         elif packet in _FILL:
@@ -147,17 +164,24 @@ class EagerAttention:
             if condition is not None:
                 self._record_mask(args[0], condition, args[2], out, blocked_where=True)
         elif packet is aten.where and len(args) == 3:
-            if _lowest(args[1]):
+            if isinstance(self._tag_of(args[2]), Scores) or (is_unknown(out) and _lowest(args[1])):
                 self._record_mask(args[2], args[0], args[1], out, blocked_where=True)
             else:
                 self._record_mask(args[1], args[0], args[2], out, blocked_where=False)
         elif packet in _PROPAGATING:
             self._propagate(packet, args, out)
 
+    def _tag_of(self, tensor: Any) -> Scores | Probabilities | None:
+        return self._tags.get(tensor) if isinstance(tensor, torch.Tensor) else None
+
+    def _tag(self, tensor: Any, tag: Scores | Probabilities) -> None:
+        if isinstance(tensor, torch.Tensor):
+            self._tags[tensor] = tag
+
     def _record_product(self, packet: Any, args: tuple[Any, ...], out: Any, entry: Any) -> None:
         biased = packet in (aten.baddbmm, aten.addmm)
         operands = args[1:3] if biased else args[:2]
-        probabilities = next((t for a in operands if isinstance(t := tag_of(a), Probabilities)), None)
+        probabilities = next((t for a in operands if isinstance(t := self._tag_of(a), Probabilities)), None)
         if probabilities is not None:
             self._rescale(entry, probabilities.scale)
             if probabilities.scores is not None:
@@ -165,55 +189,83 @@ class EagerAttention:
                 probabilities.scores = None
             return
         scores = Scores(entry)
-        if biased and (allowed := allowed_by(args[0], self._read)) is not None:
-            scores.masks.append(allowed)
-        _tag(out, scores)
+        if biased:
+            self._add_mask(scores, args[0], out)
+        self._tag(out, scores)
+
+    def _add_mask(self, scores: Scores, mask: Any, masked: torch.Tensor) -> None:
+        """Add what is added to scores to their masks, unless its value is unknown."""
+        if not isinstance(mask, torch.Tensor):
+            return
+        known: Value | None = self._allowed.get(mask)
+        if known is not None:
+            scores.masks.append(lambda: known)
+        elif not is_unknown(mask):
+            later, dtype = self._reader.value_later(mask, masked), mask.dtype
+            scores.masks.append(lambda: _allowing(later(), dtype))
 
     def _propagate(self, packet: Any, args: tuple[Any, ...], out: Any) -> None:
         sources = args[0] if isinstance(args[0], (list, tuple)) else args[:2]
-        tag = next((t for a in sources if (t := tag_of(a)) is not None), None)
+        tag = next((t for a in sources if (t := self._tag_of(a)) is not None), None)
         target = out[0] if isinstance(out, (tuple, list)) else out
         if isinstance(tag, Scores) and packet in _TRANSPOSING and tag.masks:
-            tag = Scores(tag.entry, [None] * len(tag.masks))  # the masks have another orientation
+            tag = Scores(tag.entry, [lambda: None] * len(tag.masks))  # the masks have another orientation
         if tag is not None:
-            _tag(target, tag)
-        elif hasattr(args[0], "_truemfu_allowed") and target.shape == args[0].shape:
-            target._truemfu_allowed = args[0]._truemfu_allowed
+            self._tag(target, tag)
+        elif (
+            isinstance(args[0], torch.Tensor)
+            and (known := self._allowed.get(args[0])) is not None
+            and target.shape == args[0].shape
+        ):
+            self._allowed[target] = known
 
     def _record_add(self, args: tuple[Any, ...], out: Any) -> None:
         for one, other in ((args[0], args[1]), (args[1], args[0])):
-            tag = tag_of(one)
+            tag = self._tag_of(one)
             if isinstance(tag, Scores):
-                if (allowed := allowed_by(other, self._read)) is not None:
-                    tag.masks.append(allowed)
-                _tag(out, tag)
+                self._add_mask(tag, other, one)
+                self._tag(out, tag)
                 return
             if isinstance(tag, Probabilities):
                 return
         # an unknown bias plus a known mask, added to the scores later: attach the mask to the sum
         for one, other in ((args[0], args[1]), (args[1], args[0])):
             if (
-                isinstance(one, torch.Tensor)
+                is_unknown(one)
                 and isinstance(other, torch.Tensor)
-                and readable(one) is None
                 and one.dim() >= 3
                 and other.dim() >= 2
-                and (allowed := allowed_by(other, self._read)) is not None
+                and (allowed := self.allowed_by(other)) is not None
             ):
-                out._truemfu_allowed = allowed
+                self._allowed[out] = allowed
                 return
 
     def _record_mask(self, masked: Any, condition: Any, fill: Any, out: Any, *, blocked_where: bool) -> None:
-        tag = tag_of(masked)
+        tag = self._tag_of(masked)
         if tag is not None:
-            _tag(out, tag)
-        if isinstance(tag, Probabilities) or not _lowest(fill) or (value := readable(condition)) is None:
+            self._tag(out, tag)
+        if not isinstance(tag, Scores) and (tag is not None or not is_unknown(out)):
             return
-        allowed = Value(lambda: value.tensor() != blocked_where)
+        value = None if is_unknown(condition) else self._reader.value(condition)
+        lowest = self._is_lowest(fill)
+        if value is None or lowest is False:
+            return
+
+        def allowed() -> torch.Tensor:
+            blocks = lowest if isinstance(lowest, bool) else bool(lowest.tensor().max() <= MASKED_SCORE)
+            return (value.tensor() != blocked_where) | (not blocks)
+
         if isinstance(tag, Scores):
-            tag.masks.append(allowed)
-        elif isinstance(out, torch.Tensor) and readable(out) is None:
-            out._truemfu_allowed = allowed  # type: ignore[attr-defined]
+            found = Value(allowed)
+            tag.masks.append(lambda: found)
+        else:
+            self._allowed[out] = Value(allowed)
+
+    def _is_lowest(self, fill: Any) -> bool | Value:
+        """Whether a fill makes the softmax zero; its value if that is still on the device."""
+        if isinstance(fill, torch.Tensor) and fill.is_cuda and fill.numel() == 1 and not is_unknown(fill):
+            return self._reader.value(fill) or False
+        return _lowest(fill)
 
 
 def _whole_mask(indices: Any, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -228,9 +280,9 @@ def _whole_mask(indices: Any, tensor: torch.Tensor) -> torch.Tensor | None:
 def _lowest(fill: Any) -> bool:
     """Whether a number, or a tensor of one, is so low that a softmax makes it zero."""
     if isinstance(fill, torch.Tensor):
-        known = readable(fill) if fill.numel() == 1 else None
-        if known is None:
+        if fill.numel() != 1 or is_unknown(fill):
             return False
+        known = value_of(fill)
         with disable_modes():
-            fill = known.tensor().max().item()
+            fill = (on_host(fill) if known is None else known.tensor()).max().item()
     return bool(fill <= MASKED_SCORE)

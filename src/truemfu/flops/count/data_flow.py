@@ -29,7 +29,12 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.utils.checkpoint import CheckpointFunction
 
-from ...torch_private.dispatch import OpOverload, current_autograd_node, current_graph_task_id
+from ...torch_private.dispatch import (
+    OpOverload,
+    current_autograd_node,
+    current_graph_task_id,
+    next_sequence_nr,
+)
 from ...torch_private.trees import tree_leaves
 from ..operators.matrix_work import factors
 
@@ -43,8 +48,13 @@ _OVERWRITING = frozenset(("aten::copy_", "aten::fill_", "aten::zero_"))
 _UNWRITTEN = frozenset(("aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided"))
 
 
+APART, UNDECIDED = "without gradients", "undecided"
+"""Phases of an observed step: of work that trains nothing, and of a product in the forward of a Function of
+which is not yet known whether it was called with gradients. Its first result that is used shows that."""
+
+
 class Product(Protocol):
-    """A counted call; `phase` is forward, backward or recompute."""
+    """A counted call; `phase` is forward, backward, recompute or one of those above."""
 
     phase: str
 
@@ -100,12 +110,14 @@ class DataFlow:
         self._unused = 0
         """Products run without gradients that no later operator of the forward pass has used."""
         self._runs: list[_Run] = []
+        self._undecided: dict[int, int] = {}
+        """Undecided products, by the number of the node of their Function."""
 
     def is_active(self) -> bool:
         """Whether an operator that is no product needs to be recorded now."""
-        return bool(self._unused or self._runs) or (
-            current_graph_task_id() != -1 and is_custom(current_autograd_node())
-        )
+        if self._unused or self._runs or self._undecided:
+            return True
+        return current_graph_task_id() != -1 and is_custom(current_autograd_node())
 
     def record(self, name: str, func: Any, args: Any, kwargs: Any, out: Any, product: Product | None) -> None:
         """Record an operator that has run."""
@@ -114,6 +126,8 @@ class DataFlow:
             return
         node = current_autograd_node()
         if is_custom(node):
+            if self._undecided and (products := self._undecided.pop(node._sequence_nr(), 0)):
+                self._set_phase(products, "forward")
             run = self._run_of(node)
             if run is not None:
                 self._record_backward(run, name, func, args, kwargs, out, product)
@@ -142,12 +156,32 @@ class DataFlow:
     def _record_forward(
         self, name: str, func: Any, args: Any, kwargs: Any, out: Any, product: Product | None
     ) -> None:
+        if self._undecided:
+            self._decide((args, kwargs))
         if torch.is_grad_enabled():
             self._use((args, kwargs))
         elif product is not None or self._unused:
             made = self._made_from(name, func, args, kwargs)
             self._add(None, product, made, False)
             self._write(name, func, args, kwargs, out, made)
+
+    def _decide(self, tree: Any) -> None:
+        """Set the phase of undecided products in these tensors, if they are results of their Function."""
+        for leaf in tree_leaves(tree):
+            storage = _storage(leaf)
+            content = None if storage is None else self._contents.get(storage)
+            if content is None or not (leaf.requires_grad or torch.is_grad_enabled()):
+                continue
+            phase = "forward" if leaf.requires_grad else APART
+            for number, products in list(self._undecided.items()):
+                if products & content.products:
+                    self._set_phase(self._undecided.pop(number), phase)
+
+    def finish(self) -> None:
+        """Products whose result nothing has used are without gradients."""
+        for products in self._undecided.values():
+            self._set_phase(products, APART)
+        self._undecided.clear()
 
     def _use(self, tree: Any) -> None:
         """Record that the forward pass uses these: the products in them have reached an output."""
@@ -224,11 +258,14 @@ class DataFlow:
     def _add(self, run: _Run | None, product: Product | None, made: _Content, is_gradient: bool) -> None:
         """Record a product, run in this call of a Function's backward or in a forward pass without gradients,
         as part of `made`. `is_gradient`: one of its operands depends on the incoming gradient."""
-        if product is None or product.phase != ("forward" if run is None else "backward"):
+        if product is None or product.phase not in (("forward", UNDECIDED) if run is None else ("backward",)):
             return
         bit = 1 << len(self._products)
         self._products.append(product)
         made.products |= bit
+        if product.phase == UNDECIDED:
+            number = next_sequence_nr() - 1
+            self._undecided[number] = self._undecided.get(number, 0) | bit
         if run is None:
             self._unused |= bit
         else:

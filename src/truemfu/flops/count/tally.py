@@ -30,7 +30,7 @@ from ...torch_private.dispatch import (
     next_sequence_nr,
 )
 from ..attention import kernels as attention_kernels
-from ..attention.eager import EagerAttention, Scale, allowed_by, readable
+from ..attention.eager import EagerAttention, Scale, readable
 from ..attention.kernels import AttentionWork
 from ..attention.masks import PairCounter, mask_of_function
 from ..attention.pairs import FULL
@@ -117,9 +117,7 @@ class Tally:
         self._head_dims: list[tuple[int, int]] = []
         self._true_dims: dict[str, tuple[int, int]] = {}
         self._eager = (
-            EagerAttention(self._resolve_eager, self._rescale, self._value)
-            if self.pairs.masks_matter
-            else None
+            EagerAttention(self._resolve_eager, self._rescale, self) if self.pairs.masks_matter else None
         )
 
     def enter_module(self, path: str) -> None:
@@ -156,6 +154,7 @@ class Tally:
         if (
             self._eager is not None
             and isinstance(func, OpOverload)
+            and self._eager.concerns(func.overloadpacket)
             and self._phase(current_autograd_node()) != "backward"
         ):
             self._eager.record(func.overloadpacket, args, out, entry)
@@ -228,9 +227,14 @@ class Tally:
         """Run a function that needs the values of tensors which it holds: at once."""
         resolve()
 
-    def _value(self, tensor: torch.Tensor) -> Value | None:
+    def value(self, tensor: torch.Tensor) -> Value | None:
         """The value of a tensor for a function given to `_when_known`; None if it is unknown."""
         return readable(tensor)
+
+    def value_later(self, tensor: torch.Tensor, scores: torch.Tensor) -> Callable[[], Value | None]:
+        """The same for a tensor that is added to a product, and may not matter."""
+        value = readable(tensor)
+        return lambda: value
 
     def _set_flops(self, entry: Entry, work: Any, times: int, node: Any) -> None:
         """Set what a call needed and executed, `times` over; `node` is that of a backward pass, else None."""
@@ -286,9 +290,7 @@ class Tally:
         for one head those executed if only whole blocks are skipped."""
         heads, band = work.heads, work.band
         if work.cumulative is not None:
-            ends_q, ends_k = (
-                self._value(c if c is not None else work.cumulative[0]) for c in work.cumulative
-            )
+            ends_q, ends_k = (self.value(c if c is not None else work.cumulative[0]) for c in work.cumulative)
 
             def packed() -> tuple[int, int, int]:
                 lengths = _lengths(ends_q), _lengths(ends_k)
@@ -298,9 +300,9 @@ class Tally:
             return packed
         shape = (work.samples, heads, work.q_len, work.k_len)
         masks: list[Value | None] = []
-        if self.pairs.masks_matter:
+        if self._eager is not None:
             if work.mask is not None:
-                masks.append(allowed_by(work.mask, self._value))
+                masks.append(self._eager.allowed_by(work.mask))
             if work.mask_function is not None:
                 masks.append(self._evaluated(work.mask_function, shape, work.device))
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from ..count.data_flow import APART
 from ..count.step_work import StepWork, work_of
 from ..flop_count import FlopCount
-from .observed_tally import APART, ObservedTally
+from .observed_tally import ObservedTally
 
-OBSERVED = "count of the step that ran"
+OBSERVED = "count of observed steps"
 
 
 class Observation:

@@ -8,7 +8,9 @@ without waiting, and what depends on them is resolved after the step.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from ...convention import Convention
 from ...torch_private.dispatch import FakeTensor, current_graph_task_id, next_sequence_nr
 from ..attention import kernels as attention_kernels
 from ..attention.masks import MASK_NOT_READ
-from ..count.data_flow import is_custom
+from ..count.data_flow import APART, UNDECIDED, is_custom
 from ..count.tally import Entry, Tally, operator_name
 from ..operators.matrix_work import does_matrix_work, is_torch_own
 from ..registry import OPERATOR_FORMULAS
@@ -25,8 +27,7 @@ from ..shadow.values import Value
 from .calls import Call, function_call
 from .copies import Copies, Uncopied
 
-APART = "without gradients"
-"""The phase of work that trains nothing."""
+_LOCK_LIMIT_S = 1.0
 
 UNSEEN = "part of its forward pass ran on another thread or before the observation began"
 
@@ -40,12 +41,12 @@ class ObservedTally(Tally):
         self.copies = Copies()
         self.training_passes = 0
         self.unseen_forward = False
-        self._is_work: dict[Any, bool] = {}
+        self._is_work: dict[int, bool] = {}
         self._pending: list[Callable[[], None]] = []
-        self._nodes: dict[int, str] = {}
-        """The operator that ran first after the node of this number was made: its own."""
-        self._ranges: dict[int, list[int]] = {}
-        """By thread, the first and last number of its nodes."""
+        self._lock = threading.RLock()
+        self._nodes: dict[int, dict[int, Any]] = {}
+        """By thread, then by number: the operator that ran first after this node was made, its own. The
+        first number is the last one that was not seen."""
 
     def fail(self, reason: str) -> None:
         """Record why the FLOPs of this step are unknown; the first reason stays."""
@@ -53,49 +54,60 @@ class ObservedTally(Tally):
 
     def saw(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Count an operator that has run."""
+        if self.problem is not None:
+            return
         self.operators += 1
+        nodes = self._nodes.get(get_ident())
+        if nodes is None:
+            nodes = self.mark_start()
         if torch.is_grad_enabled():
-            self._mark_node(func)
-        is_work = self._is_work.get(func)
+            nodes.setdefault(next_sequence_nr() - 1, func)
+        is_work = self._is_work.get(id(func))  # hashing an operator takes longer than all of this
         if is_work is None:
-            is_work = self._is_work[func] = _may_be_work(operator_name(func))
-        if is_work or self._eager is not None:
-            if not _is_on_device(out):
-                return
-            self.record(operator_name(func), func, args, kwargs, out)
-        elif self._flow.is_active():
-            self._flow.record(operator_name(func), func, args, kwargs, out, None)
+            is_work = _may_be_work(operator_name(func)) or self._may_be_attention(func)
+            self._is_work[id(func)] = is_work
+        if is_work or self._flow.is_active():
+            self._record_locked(func, args, kwargs, out)
 
-    def _mark_node(self, func: Any) -> None:
-        number = next_sequence_nr() - 1
-        self._nodes.setdefault(number, operator_name(func))
-        seen = self._ranges.get(threading.get_ident())
-        if seen is None:
-            self._ranges[threading.get_ident()] = [number, number]
-        else:
-            seen[1] = number
+    def _record_locked(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Count an operator; autograd may run several threads, one for each device."""
+        if not self._lock.acquire(timeout=_LOCK_LIMIT_S):
+            self.fail("threads of autograd waited too long for each other")
+            return
+        try:
+            if not _is_without_data(out):
+                self.record(operator_name(func), func, args, kwargs, out)
+        finally:
+            self._lock.release()
 
-    def mark_start(self) -> None:
+    def mark_start(self) -> dict[int, Any]:
         """Record that nodes which this thread makes from now on are seen."""
-        self._ranges[threading.get_ident()] = [next_sequence_nr(), next_sequence_nr()]
+        nodes: dict[int, Any] = {next_sequence_nr() - 1: None}
+        self._nodes[get_ident()] = nodes
+        return nodes
 
     def _is_seen(self, node: Any) -> bool:
-        """Whether the forward of a node ran while this step was observed."""
+        """Whether the forward of a node ran while this step was observed.
+
+        Numbers of nodes are those of the thread that made them, so a number may be that of another node: one
+        of another kind if the node is a product's. A Function's node may be made with no operator after it.
+        """
+        if node.name().endswith("AccumulateGrad"):  # a hook of a parameter, which has no forward
+            return True
         number = node._sequence_nr()
+        threads = list(self._nodes.values())
         if is_custom(node):
-            return any(first - 1 <= number <= last + 1 for first, last in self._ranges.values())
-        operator = self._nodes.get(number)
-        if operator is None:
-            return False
-        made_by = _plain(operator.partition("::")[2])
-        return made_by not in _BY_NODE or made_by == _plain(node.name().partition("Backward")[0])
+            return any(next(iter(nodes)) < number <= next(reversed(nodes)) + 1 for nodes in threads)
+        made_by = [func for nodes in threads if (func := nodes.get(number)) is not None]
+        return any(_may_have_made(func, node) for func in made_by)
 
     def _phase(self, node: Any) -> str:
         if current_graph_task_id() != -1:
             return super()._phase(node)
         if torch.is_grad_enabled() or self.training_passes:
             return "forward"
-        return "forward" if function_call() in (Call.WITH_GRADIENTS, Call.UNKNOWN) else APART
+        call = function_call()
+        return "forward" if call is Call.WITH_GRADIENTS else UNDECIDED if call is Call.UNKNOWN else APART
 
     def _count(self, name: str, func: Any, args: Any, kwargs: Any, out: Any) -> Entry | None:
         try:
@@ -115,6 +127,7 @@ class ObservedTally(Tally):
 
     def resolve(self) -> None:
         """Compute what depends on values, which must be ready."""
+        self._flow.finish()
         pending, self._pending = self._pending, []
         for resolve in pending:
             resolve()
@@ -124,10 +137,27 @@ class ObservedTally(Tally):
     def training_entries(self) -> Sequence[Entry]:
         return [entry for entry in self.entries if entry.phase != APART]
 
-    def _value(self, tensor: torch.Tensor) -> Value | None:
+    def _may_be_attention(self, func: Any) -> bool:
+        return self._eager is not None and self._eager.concerns(getattr(func, "overloadpacket", None))
+
+    def value(self, tensor: torch.Tensor) -> Value | None:
         if isinstance(tensor, FakeTensor) or tensor.is_meta:
             return None
         return self.copies.value(tensor)
+
+    def value_later(self, tensor: torch.Tensor, scores: torch.Tensor) -> Callable[[], Value | None]:
+        """A mask is smaller than the scores: it is copied now. What has their size may be anything, such as a
+        residual: it is copied if it is still the same when they enter a softmax."""
+        if tensor.dim() > 1 and tensor.numel() < scores.numel():
+            value = self.value(tensor)
+            return lambda: value
+        reference, version = weakref.ref(tensor), tensor._version
+
+        def copied() -> Value | None:
+            mask = reference()
+            return None if mask is None or mask._version != version else self.value(mask)
+
+        return copied
 
     def _evaluated(self, function: Callable[..., Any], shape: Sequence[int], device: Any) -> Value | None:
         raise Uncopied("the pairs that a flex-attention mask function allows are unknown in a training run")
@@ -142,15 +172,16 @@ def _may_be_work(name: str) -> bool:
     )
 
 
-def _plain(name: str) -> str:
-    return name.replace("_", "").lower()
+_NAMED_BY_OPERATOR = frozenset(("mm", "addmm", "bmm", "baddbmm", "convolution", "mv"))
 
 
-_BY_NODE = frozenset(("mm", "addmm", "bmm", "baddbmm", "convolution", "mv"))
-"""Operators whose node is named after them."""
+def _may_have_made(func: Any, node: Any) -> bool:
+    """Whether a node may be that of this operator, by its name: `AddmmBackward0` of `aten::addmm`."""
+    operator = operator_name(func).partition("::")[2]
+    return operator not in _NAMED_BY_OPERATOR or node.name().partition("Backward")[0].lower() == operator
 
 
-def _is_on_device(out: Any) -> bool:
-    """Whether an operator's result is a real tensor, or has none."""
+def _is_without_data(out: Any) -> bool:
+    """Whether an operator's result is a fake tensor, or one of the meta device."""
     first = out[0] if isinstance(out, (tuple, list)) and out else out
-    return not (isinstance(first, torch.Tensor) and (first.is_meta or isinstance(first, FakeTensor)))
+    return isinstance(first, torch.Tensor) and (first.is_meta or isinstance(first, FakeTensor))

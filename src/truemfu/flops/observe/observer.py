@@ -22,7 +22,6 @@ from ..count.counting_mode import count_flex_attention
 from .observation import Observation
 from .observed_tally import ObservedTally
 
-_LOCK_LIMIT_S = 1.0
 _OWN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter, torch.nn.Buffer))
 
 
@@ -73,11 +72,13 @@ class StepObserver:
             self._began_in_forward = True
         self._passes.append(is_training)
         self._tally.training_passes += is_training
+        self._tally.enter_module(name or "")
 
     def pass_ends(self) -> None:
         """Record that the watched model's forward has ended, by return or exception."""
         if threading.get_ident() == self._thread and self._passes:
             self._tally.training_passes -= self._passes.pop()
+            self._tally.leave_module()
 
     def batch_begins(self) -> None:
         """Record that a micro-batch of the step begins."""
@@ -103,7 +104,6 @@ class _ObserverMode(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.is_finished = self.is_suspended = False
         self._tally = tally
-        self._lock = threading.RLock()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -113,21 +113,12 @@ class _ObserverMode(TorchDispatchMode):
             return NotImplemented  # a tensor subclass: its own dispatch unfolds it
         with disable_torch_function():
             out = func(*args, **kwargs)
-            if not self.is_suspended and self._tally.problem is None:
-                self._report(func, args, kwargs, out)
+            if not self.is_suspended:
+                try:
+                    self._tally.saw(func, args, kwargs, out)
+                except Exception as error:
+                    self._tally.fail(f"counting {func} failed: {one_line(error)}")
         return out
-
-    def _report(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Count an operator that has run; an error here is a reason for unknown FLOPs, nothing else."""
-        if not self._lock.acquire(timeout=_LOCK_LIMIT_S):
-            self._tally.fail("threads of autograd waited too long for each other")
-            return
-        try:
-            self._tally.saw(func, args, kwargs, out)
-        except Exception as error:
-            self._tally.fail(f"counting {func} failed: {one_line(error)}")
-        finally:
-            self._lock.release()
 
 
 count_flex_attention(_ObserverMode)

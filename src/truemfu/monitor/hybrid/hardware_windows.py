@@ -97,6 +97,11 @@ class HardwareWindows:
             self._left_out += 1
         self._compare(self.latest.check)
 
+    def interrupted(self) -> None:
+        """Time before the next step is excluded from it: the current window ends without a figure."""
+        self._begin = None
+        self._watch.restart()
+
     def leave_out(self) -> None:
         """Ignore further windows, and drop the last ratio."""
         self.is_left_out = True

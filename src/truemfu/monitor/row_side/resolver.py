@@ -46,14 +46,7 @@ from ..step_flops.plan import ObservationPlan
 from ..step_flops.source import ESTIMATE, FlopsSource, StepFlops, UnknownFlops
 from ..totals import Totals
 from ..training_side.batch_notes import BatchNote
-from ..training_side.between_steps import between
-from ..training_side.clock import (
-    CudaClock,
-    HostClock,
-    allow_queries_during_capture,
-    duration_s,
-    left_out_s,
-)
+from ..training_side.clock import CudaClock, HostClock, allow_queries_during_capture
 from ..training_side.datasets import dataset_metrics
 from ..training_side.hardware_watch import Cut
 from ..training_side.host_values import is_there, resolved
@@ -64,6 +57,7 @@ from .audit_step import AuditStep
 from .frequency import StepsOrSeconds
 from .output import Output
 from .step_detail import StepDetails
+from .step_times import StepTimes
 
 _MAX_PENDING = 10_000
 _WAKE_EVERY_S = 3.0
@@ -124,6 +118,7 @@ class Resolver:
     ) -> None:
         self._send_held = send_held
         self._clock, self._device = clock, device
+        self._times = StepTimes()
         self._flops, self._plan, self._ranks = flops, plan, ranks
         self._unlearned: deque[StepNote] = deque(maxlen=_MAX_PENDING)
         """Observed steps whose counts are not known yet; rows before them may wait for these."""
@@ -424,10 +419,10 @@ class Resolver:
                     f"has {mask_tokens:,} positions and the step's micro-batches {counted.tokens:,} tokens",
                     about="attention_mask",
                 )
-        took = StepTime(position.steps, duration_s(note.span), *between(*note.gap))
-        if note.span.pauses:
-            took = took._replace(left_out_s=left_out_s(note.span))
+        took = self._times.of(position.steps, note.span, note.gap)
         if self.hardware is not None:
+            if self._times.gap_is_excluded:
+                self.hardware.interrupted()
             detail = partial(self._details.of, note)
             self._add_to_window(self.hardware, counted, took, note.extras.cut, detail)
         amounts = self._with_executed(counted)

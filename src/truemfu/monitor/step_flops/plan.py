@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Hashable
 
 _FIRST_MINUTE_S, _SHARE_AT_FIRST, _SHARE = 60.0, 0.25, 0.001
-_FREE = 3
+_FREE = 8
 """Observations of the first minute that happen whatever they take."""
 _REGULAR_SHARE = _SHARE / 2
 """What observations on a grid of steps may take; the rest pays for costs that vary and for periodic kinds."""

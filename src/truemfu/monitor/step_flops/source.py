@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,13 +123,14 @@ class FlopsSource:
         if self._last is None or self._last[0] is not found:
             if (text := uncounted_notice(found)) is not None:
                 self._notice(text)
-            self._last = found, self._counted(found)
+            names = {batch.template.model for batch in note.batches.notes}
+            self._last = found, self._counted(found, names)
         return self._last[1]
 
     def _is_estimated(self, note: StepNote) -> bool:
         return self._config.estimates_only or not note.measured
 
-    def _counted(self, count: FlopCount) -> StepFlops:
+    def _counted(self, count: FlopCount, models: Collection[str | None]) -> StepFlops:
         peak, source = self._peak(count.by_dtype)
         return StepFlops(
             model_flops=count.model_flops,
@@ -137,7 +138,7 @@ class FlopsSource:
             peak_flops_per_s=peak,
             peak_source=source,
             method=count.method,
-            by_model={name: flops for name, flops in count.by_module.items() if name},
+            by_model={name: flops for name, flops in count.by_module.items() if name in models},
         )
 
     def _given(self, note: StepNote, flops: float) -> StepFlops:

@@ -1,0 +1,35 @@
+"""The time of each step by its marks, and whether the gap before it belongs to it."""
+
+from __future__ import annotations
+
+from ..metrics import StepTime
+from ..training_side.between_steps import Between, Gap, UsualGaps, gap_seconds
+from ..training_side.clock import Span, duration_s, left_out_s
+
+
+class StepTimes:
+    """Lives on the resolver's thread, and sees the steps in order, once the device has passed them."""
+
+    def __init__(self) -> None:
+        self._gaps = UsualGaps()
+        self.gap_is_excluded = False
+        """Whether the gap before the last step is excluded from it."""
+
+    def of(self, steps: int, span: Span, gap: Gap) -> StepTime:
+        """The time of the next step, which represents so many."""
+        excluded = self._gaps.excluded(gap, span)
+        self.gap_is_excluded = bool(excluded)
+        span = span._replace(pauses=[*span.pauses, *excluded]) if excluded else span
+        took = StepTime(steps, duration_s(span), *_between(gap, span, is_excluded=bool(excluded)))
+        return took._replace(left_out_s=left_out_s(span.pauses)) if span.pauses else took
+
+
+def _between(gap: Gap, span: Span, *, is_excluded: bool) -> Between:
+    """What lay between the steps; a host that waits for the device is not between them."""
+    found = gap.between()
+    if is_excluded:
+        return found._replace(other_s=0.0, forwards=0)
+    device_s = gap_seconds(parts) if (parts := gap.parts(span)) else None
+    if found.other_s is None or device_s is None:
+        return found
+    return found._replace(other_s=min(found.other_s, device_s))
