@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from .models.model_view import BatchRequest, ModelView
     from .models.targets import Target, count_target, parse_dtype, resolve_target
     from .observe.observation import Observation
-    from .observe.observer import StepObserver
+    from .observe.observer import StepObserver, cuda_captures
     from .profiled.profiler import StepProfile, StepProfiler
     from .registry import register_formula, register_module
     from .shadow.shadow import Shadow
@@ -83,6 +83,7 @@ _HOMES = {
     "resolve_target": "models.targets",
     "Observation": "observe.observation",
     "StepObserver": "observe.observer",
+    "cuda_captures": "observe.observer",
     "StepProfile": "profiled.profiler",
     "StepProfiler": "profiled.profiler",
     "register_formula": "registry",
@@ -121,6 +122,7 @@ __all__ = [
     "count_flops",
     "count_step",
     "count_target",
+    "cuda_captures",
     "documents_of",
     "estimate_flops",
     "example_batch",

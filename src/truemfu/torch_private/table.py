@@ -73,6 +73,9 @@ ANY_AUTOCAST = "torch._C:_is_any_autocast_enabled"
 CURRENT_STREAM = "torch._C:_cuda_getCurrentStream"
 COUNTERS = "torch._dynamo.utils:counters"
 COMPILED_CALL = "torch.nn:Module._compiled_call_impl"
+COMPILED_REGION = "torch._inductor.output_code:CompiledFxGraph"
+TRACING = "torch._guards:TracingContext"
+TENSOR_GUARDS = "torch._C:_dynamo.guards.TensorGuards"
 DEFAULT_STORE = "torch.distributed.distributed_c10d:_get_default_store"
 VERSION = "torch:Tensor._version"
 LOADER_ITERATOR = "torch.utils.data.dataloader:_BaseDataLoaderIter"
@@ -119,6 +122,9 @@ NAMES: dict[str, Private] = {
         (CURRENT_STREAM, "the stream is looked up again for each step, which is slower", (2, 6)),
         (COUNTERS, "steps in which torch.compile ran are not marked", (2, 6)),
         (COMPILED_CALL, "a model compiled with Module.compile is not observed: it has no MFU", (2, 6)),
+        (COMPILED_REGION, "steps with compiled code are not observed: their FLOPs are unknown", (2, 6)),
+        (TRACING, "steps in which torch.compile compiles are not observed: their FLOPs are unknown", (2, 6)),
+        (TENSOR_GUARDS, "steps with compiled code are not observed: their FLOPs are unknown", (2, 6)),
         (DEFAULT_STORE, "ranks are not compared and do not share their counts", (2, 6)),
         (VERSION, "numbers on the device are copied at once, which is slower", (2, 6)),
         (LOADER_ITERATOR, "waiting for data is measured only for loaders given to monitor.data", (2, 6)),
@@ -141,6 +147,8 @@ ATTRIBUTES: dict[str, str] = {
     "_mode_key": "of a dispatch mode: no step is observed while tensors are fake",
     "_forward_cls": "of an autograd node: what a re-entrant checkpoint recomputes counts as backward",
     "_values": "of a sparse tensor: its products are not counted",
+    "inductor_post_grad_graph_str fx_kwargs": "of a compiled region: the FLOPs of its step are unknown",
+    "_lazy_backward_info": "of an autograd node: what other backends of torch.compile recompute is backward",
     "_cdata": "of a storage: counts take longer",
     "fake_tensor_converter meta_converter storage_memo tensor_memo": (
         "of a mode of fake tensors: an interrupt during a garbage collection after a count may be lost"
