@@ -48,7 +48,7 @@ def split(seen: Observation) -> tuple[int, int, int, int]:
     assert seen.ready()
     count = seen.count()
     assert seen.problem is None
-    assert count.method == "count of the step that ran"
+    assert count.method == "count of observed steps"
     assert not count.uncounted
     assert seen.work().hardware_flops == count.hardware_flops
     return count.forward, count.backward, count.recompute, seen.without_gradients()

@@ -83,6 +83,7 @@ PIPELINE_STAGE = "torch.distributed.pipelining.stage:_PipelineStageBase"
 NCCL_RECORDS = "torch._C:_distributed_c10d._dump_nccl_trace_json"
 SCALED_MM = "torch:_scaled_mm"
 INT_MM = "torch:_int_mm"
+SCRIPT_MODULE = "torch.jit._recursive:create_script_module"
 
 _TREES = ("tree_flatten", "tree_unflatten", "tree_leaves", "tree_map", "tree_map_only")
 
@@ -132,6 +133,7 @@ NAMES: dict[str, Private] = {
         (NCCL_RECORDS, "the time of a rank in collectives is unknown", (2, 6)),
         (SCALED_MM, "the fp8 rate of this device cannot be measured", (2, 6)),
         (INT_MM, "the int8 rate of this device cannot be measured", (2, 6)),
+        (SCRIPT_MODULE, "an observed model can be scripted only inside monitor.without_hooks()", (2, 6)),
     )
 }
 

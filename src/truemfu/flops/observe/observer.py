@@ -193,7 +193,6 @@ class _ObserverMode(TorchDispatchMode):
         )
 
 
-
 count_flex_attention(_ObserverMode)
 
 
