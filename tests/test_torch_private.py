@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from truemfu.flops.interruption import Supervision, TimeIsUp
 
 from private_names import SHAPE, STEPS, VARIANTS
 from truemfu import ModelError, count_flops
 from truemfu.flops.count import phases, self_check, tally
-from truemfu.flops.interruption import Supervision, TimeIsUp
 from truemfu.torch_private import table, trees, watching
 from truemfu.torch_private.find import ABSENT, find
 from versions import TORCH

@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from truemfu.monitor.row_side.flops_of_steps import Counting
+from truemfu.monitor.training_side.counts import Counts
+from truemfu.monitor.training_side.model_state import ModelState
 
 from truemfu.flops.count.step_work import StepWork
 from truemfu.hardware.nsight.audit import audit_of
@@ -19,11 +22,8 @@ from truemfu.monitor.config import load_config
 from truemfu.monitor.notices import Notices
 from truemfu.monitor.ranks.rank_link import RankLink
 from truemfu.monitor.row_side.audit_step import AuditStep, Marks
-from truemfu.monitor.row_side.flops_of_steps import Counting
 from truemfu.monitor.training_side.batch_notes import BatchNotes
-from truemfu.monitor.training_side.counts import Counts
 from truemfu.monitor.training_side.host_values import HostValues
-from truemfu.monitor.training_side.model_state import ModelState
 from truemfu.monitor.training_side.step_note import WARMUP_STEPS, StepNote
 from truemfu.sweep.sizes import SIZES
 from truemfu.sweep.worker.models import ReferenceModel

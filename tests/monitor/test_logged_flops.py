@@ -29,10 +29,10 @@ pytest.importorskip("transformers", minversion="5.0")
 
 import transformers as hf
 from benchmarks.cases import CASES, Case, case
+from truemfu.monitor.row_side.flops_of_steps import Counting
 
 from truemfu import TrainingMonitor, calculate_precise_mfu, count_flops, profile_model_flops
 from truemfu.errors import TruemfuWarning
-from truemfu.monitor.row_side.flops_of_steps import Counting
 from truemfu.monitor.summary import lines_of
 
 SLOW = ("mamba", "llama-compiled", "gpt2-compiled", "resnet-compiled")
