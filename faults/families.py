@@ -15,5 +15,5 @@ FAMILIES = (
     Family("terminal", "escape sequences in every field of every command", terminal.attacks, short=2),
     Family("kills", "signals to a training and to a supervisor", kills.attacks, short=10),
     Family("exporter", "addresses, connections and requests", exporter.attacks, short=10),
-    Family("observed", "programs that notice a step that runs otherwise or twice", observed.attacks, short=12),
+    Family("observed", "programs that notice a step that runs twice", observed.attacks, short=2),
 )

@@ -1,4 +1,4 @@
-"""THE table: training scripts that notice a step that runs otherwise, or a second time, because it is watched.
+"""THE table: training scripts that notice a step that runs otherwise, or twice, because it is watched.
 
 Each begins with `from faults.observed_loop import *` and the seeds, and ends with `finish()`.
 """
@@ -32,7 +32,7 @@ train(Model())
 rng = random.Random(7)
 class Model(Net):
     def middle(self, x): return x * rng.random()
-train(Model()); note(hash(rng.getstate()))
+train(Model()); note(rng.random())
 """,
     module_random="""
 class Model(Net):
@@ -369,7 +369,8 @@ model = Model(); train(model); model.file.close(); note(open("lines.txt").read()
 import sqlite3
 class Model(Net):
     def __init__(self):
-        super().__init__(); self.db = sqlite3.connect("calls.db"); self.db.execute("create table t (n integer)")
+        super().__init__(); self.db = sqlite3.connect("calls.db")
+        self.db.execute("create table t (n integer)")
     def middle(self, x):
         self.db.execute("insert into t values (1)")
         return x * self.db.execute("select count(*) from t").fetchone()[0]
@@ -980,7 +981,8 @@ _add(
     checkpoint_without_reentry="""
 from torch.utils.checkpoint import checkpoint
 class Model(Net):
-    def middle(self, x): return checkpoint(lambda y: nn.functional.dropout(self.one(y), 0.3), x, use_reentrant=False)
+    def again(self, x): return nn.functional.dropout(self.one(x), 0.3)
+    def middle(self, x): return checkpoint(self.again, x, use_reentrant=False)
 train(Model())
 """,
     checkpoint_with_reentry="""
@@ -1031,7 +1033,8 @@ model = torch.jit.script(Plain()); train(model)
 class Plain(nn.Module):
     def __init__(self): super().__init__(); self.one = nn.Linear(8, 4)
     def forward(self, x): return self.one(x).relu()
-model = Plain(); train(model, steps=2); note(torch.jit.script(model).code.count("relu")); train(model, steps=2)
+model = Plain(); train(model, steps=2)
+note(torch.jit.script(model).code.count("relu")); train(model, steps=2)
 """,
     traced_while_watched="""
 model = Net(); train(model, steps=2); traced = torch.jit.trace(model, torch.ones(2, 8))
@@ -1065,7 +1068,8 @@ class Mine(torch.Tensor):
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         Mine.seen += 1; return super().__torch_function__(function, types, args, kwargs or {})
-train(Net(), call=lambda model, x: loss_of(model(x.as_subclass(Mine))).as_subclass(torch.Tensor)); note(Mine.seen)
+def call(model, x): return loss_of(model(x.as_subclass(Mine))).as_subclass(torch.Tensor)
+train(Net(), call=call); note(Mine.seen)
 """,
     layer_frozen_and_swapped_in_the_middle="""
 model = Net()
@@ -1172,7 +1176,9 @@ class Model(Net):
     def middle(self, x): note(self.training, torch.is_grad_enabled()); return x
 model = Model()
 def after(step):
-    model.eval(); torch.no_grad().__enter__(); model(torch.ones(1, 8)); torch.set_grad_enabled(True); model.train()
+    model.eval()
+    with torch.no_grad(): model(torch.ones(1, 8))
+    model.train()
 train(model, after=after)
 """,
     data_dependent_branch="""
@@ -1183,7 +1189,8 @@ class Model(Net):
 train(Model(), steps=6)
 """,
     weights_tied_and_in_place_updates="""
-model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 8)); model[2].weight = model[0].weight
+model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 8))
+model[2].weight = model[0].weight
 def before(step):
     with torch.no_grad(): model[0].bias.add_(0.01)
 train(model, before=before); note(model[0].weight is model[2].weight, model[0].weight._version)
@@ -1213,7 +1220,8 @@ for n, x in enumerate(data(4, samples=6), start=1):
     scheduler_and_early_stop="""
 model = Net(); optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4)
-train(model, optimizer=optimizer, after=lambda step: (schedule.step(), note(round(schedule.get_last_lr()[0], 8))))
+def after(step): schedule.step(); note(round(schedule.get_last_lr()[0], 8))
+train(model, optimizer=optimizer, after=after)
 """,
     loader_with_workers="""
 from torch.utils.data import DataLoader, TensorDataset
