@@ -289,9 +289,12 @@ def experts_in_a_loop(run: Any) -> None:
     loop(run, Experts(grouped=False), sequences(LENGTHS))
 
 
-@architecture
 def grouped_experts(run: Any) -> None:
     loop(run, Experts(grouped=True), sequences(LENGTHS))
+
+
+if hasattr(torch, "_grouped_mm"):
+    architecture(grouped_experts)
 
 
 @architecture
