@@ -10,7 +10,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from faults.observed_programs import PROGRAMS
 
 ROOT = Path(__file__).parents[2]
@@ -53,25 +52,21 @@ def test_a_sample_of_programs_is_the_same_with_a_monitor_and_under_run(tmp_path:
     assert found({name: PROGRAMS[name] for name in SAMPLE}, tmp_path) == {name: [] for name in SAMPLE}
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        (
-            "train(Net())\nif 'OBSERVED_MONITOR' in os.environ: torch.rand(())",
-            "with a monitor: torch random state",
-        ),
-        ("train(Net()); note('OBSERVED_MONITOR' in os.environ)", "with a monitor: noted: ['False'] alone"),
-        ("train(Net()); print('OBSERVED_MONITOR' in os.environ)", "with a monitor: output: 'False"),
-        (
-            "train(Net()); note('TRUEMFU_RUN_PID' in os.environ)",
-            "under run: noted: ['False'] alone, ['True']",
-        ),
-        ("m = Net(); train(m)\nif 'OBSERVED_MONITOR' in os.environ: m.one.bias.data[0] += 1", "weights"),
-        ("train(Net())\nif 'OBSERVED_MONITOR' in os.environ: sys.exit(3)", "exit status: '0' alone, '3'"),
-        ("train(Net())\nif 'OBSERVED_MONITOR' in os.environ: open('x', 'w').close()", "files: {} alone"),
-        ("raise ValueError('own fault')", "the program itself fails"),
-    ],
-)
-def test_a_difference_is_found(text: str, words: str, tmp_path: Path) -> None:
-    (problems,) = found({"p": text}, tmp_path).values()
-    assert any(words in problem for problem in problems), problems
+_MONITORED = "train(model := Net())\nif 'OBSERVED_MONITOR' in os.environ: "
+DIFFERENT = {
+    f"{_MONITORED}torch.rand(())": "with a monitor: torch random state",
+    f"{_MONITORED}np.random.rand()": "with a monitor: numpy random state",
+    f"{_MONITORED}random.random()": "with a monitor: python random state",
+    f"{_MONITORED}note('seen')": "with a monitor: noted: [] alone, ['seen']",
+    f"{_MONITORED}print('seen')": "with a monitor: output: '' alone",
+    f"{_MONITORED}model.one.bias.data[0] += 1": "with a monitor: weights",
+    f"{_MONITORED}sys.exit(3)": "with a monitor: exit status: '0' alone, '3'",
+    f"{_MONITORED}open('x', 'w').close()": "with a monitor: files: {} alone",
+    "train(Net()); note('TRUEMFU_RUN_PID' in os.environ)": "under run: noted: ['False'] alone, ['True']",
+    "raise ValueError('own fault')": "the program itself fails",
+}
+
+
+def test_every_kind_of_difference_is_found(tmp_path: Path) -> None:
+    for text, problems in found({text: text for text in DIFFERENT}, tmp_path).items():
+        assert any(DIFFERENT[text] in problem for problem in problems), (text, problems)
