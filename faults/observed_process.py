@@ -14,8 +14,14 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+import torch._dynamo  # an optimizer's first step imports it: once here, not in every fork
+
+from truemfu.monitor import monitor
+
 from . import observed_loop
 
+_LOADED = (torch, monitor)
 LIMIT_S = 60.0
 """For one run of a program; most take a fraction of a second, on a busy machine some seconds."""
 HUNG = "it did not end"
