@@ -874,7 +874,7 @@ with torch.autograd.detect_anomaly(check_nan=True): train(Net())
 """,
     warnings_once_for_each_place="""
 import warnings
-shown = []
+warnings.resetwarnings(); warnings.simplefilter("default"); shown = []
 warnings.showwarning = lambda message, *rest: shown.append(str(message)) if "seen" in str(message) else None
 class Model(Net):
     def middle(self, x): warnings.warn(f"seen {x.shape[0]}"); return x
