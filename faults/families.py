@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import exporter, kills, monitor, names, raising, sweep_folder, terminal
+from . import exporter, kills, monitor, names, observed, raising, sweep_folder, terminal
 from .attack import Family
 
 FAMILIES = (
@@ -15,4 +15,5 @@ FAMILIES = (
     Family("terminal", "escape sequences in every field of every command", terminal.attacks, short=2),
     Family("kills", "signals to a training and to a supervisor", kills.attacks, short=10),
     Family("exporter", "addresses, connections and requests", exporter.attacks, short=10),
+    Family("observed", "programs that notice a step that runs twice", observed.attacks, short=2),
 )

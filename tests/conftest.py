@@ -58,6 +58,8 @@ LONG = (
     "tests/trackers/test_prometheus.py::test_idle_connections",
     # every public model in a monitored run, or in processes of its own
     "tests/monitor/test_logged_flops.py::test_every_case_logs_its_truth",
+    "tests/monitor/test_observed_flops.py::test_public_models",
+    "tests/monitor/test_observed_flops.py::test_each_row",
     "tests/flops/test_identity.py::test_all_models_have_the_same_identity",
     # a real browser
     "tests/report/test_pages_in_chromium.py",
