@@ -12,7 +12,7 @@ from truemfu.hardware.detect import find_spec
 from truemfu.monitor.hybrid.hardware_figures import StepDetail, StepSums, figures_of
 from truemfu.monitor.hybrid.hardware_windows import HardwareWindows, merged
 from truemfu.monitor.metrics import StepAmounts, StepTime
-from truemfu.monitor.row_side.flops_of_steps import StepFlops
+from truemfu.monitor.step_flops.source import StepFlops
 from truemfu.monitor.training_side.hardware_watch import Cut, Measured
 
 H200 = find_spec("NVIDIA H200", None)

@@ -10,7 +10,7 @@ import pytest
 from truemfu.monitor.metrics import StepAmounts, StepTime, Window, performance
 from truemfu.monitor.ranks.job_sums import JobStep
 from truemfu.monitor.ranks.role import RankRole
-from truemfu.monitor.row_side.flops_of_steps import StepFlops
+from truemfu.monitor.step_flops.source import StepFlops
 from truemfu.monitor.totals import Reservoir, Totals
 
 FLOPS = StepFlops(

@@ -20,7 +20,7 @@ from truemfu.errors import TruemfuWarning, UsageError
 from truemfu.flops.count.count import count_flops
 from truemfu.monitor import on_demand
 from truemfu.monitor.on_demand import calculate_mfu_with_profiler, calculate_precise_mfu
-from truemfu.monitor.row_side.given_flops import dominant_dtype
+from truemfu.monitor.step_flops.source import dominant_dtype
 
 MODES = ("smart", "profiler", "estimate")
 PEAK_TFLOPS = 2
