@@ -205,6 +205,8 @@ class KnownSteps:
             if len(self._held) >= _MOST_KEPT:
                 self._held.clear()
             since_s = self._held[kind] = self._clock()
+            if any(batch.lengths for batch in note.batches.notes):  # the training thread reads no values
+                self._plan.ask("lengths of documents or images that were not observed")
         return self._clock() - since_s > _LONGEST_HOLD_S
 
     def work(self, note: StepNote) -> StepWork | None:

@@ -84,6 +84,7 @@ class StepWatch:
         """The time of all checks."""
         self._forks, self._thread = forks.number, threading.get_ident()
         self._nodes: int | None = None
+        self._nodes_before_pause: int | None = None
 
     @property
     def observer(self) -> StepObserver | None:
@@ -137,6 +138,7 @@ class StepWatch:
     def next_begins(self, logged: int) -> None:
         """`log_step` is about to return, after so many steps: the next one begins."""
         self._thread, self._nodes = threading.get_ident(), next_sequence_nr()
+        self._nodes_before_pause = None
         if self._is_enabled and self.plan.is_due(logged + 1, _now_s()):
             self._enter(is_whole=True)
 
@@ -155,11 +157,15 @@ class StepWatch:
 
     def suspend(self) -> None:
         """Code outside of the step runs now."""
+        self._nodes_before_pause = self.nodes()
         if self._observer is not None:
             self._observer.suspend()
 
     def resume(self) -> None:
-        """The step continues."""
+        """The step continues; nodes made meanwhile are not its own."""
+        before, self._nodes_before_pause = self._nodes_before_pause, None
+        if before is not None and threading.get_ident() == self._thread:
+            self._nodes = next_sequence_nr() - before
         if self._observer is not None:
             self._observer.resume()
 
