@@ -80,6 +80,10 @@ _MAX_HOLD_S = 6.0
 """After that the resolver sends held values; the training thread has done so unless its step is long."""
 _LOCK_TIMEOUT_S = 0.3
 _CHANGES_SHOWN = 5
+_SPLIT_SEQUENCES = (
+    "sequences are split over ranks (context parallel), and ring attention skips chunks, so the pairs of the "
+    "whole sequence are unknown: pass its FLOPs to log_step"
+)
 _READY = (float, type(None))
 """Types of numbers that are taken as they are."""
 Datasets = Sequence[tuple[PendingDatasetMetrics, HostCopy]]
@@ -265,6 +269,7 @@ class LiveRun:
         except Exception as error:
             self.role = UNKNOWN
             self._notices(f"the job's samples and tokens are unknown: {one_line(error)}")
+        self._flops.refusal = _SPLIT_SEQUENCES if self.role.splits_sequences else None
 
     def forget_batches(self) -> None:
         """Drop the notes of the current step: its batches are passed to `observe` instead."""
