@@ -85,9 +85,8 @@ LONG = (
     "tests/test_terminal_injection.py",
     # trainings of the examples of a gate
     "tests/compare/test_ci_examples.py",
-    # every public model at many drawn shapes and exported; `make test` has some fixed ones (test_cases.py)
+    # every public model at many drawn shapes; `make test` has some fixed ones (test_cases.py)
     "tests/flops/test_closed_form.py::test_closed_form_equals_the_truth",
-    "tests/flops/test_closed_form.py::test_an_export_gives_the_same_counts_elsewhere_without_counting",
     # a model whose operators run position by position: many operators to count
     "tests/flops/test_position_loops.py::test_short_sequences_give_the_direct_count_of_longer_ones[mamba",
     # compiled by inductor

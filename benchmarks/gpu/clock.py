@@ -8,7 +8,7 @@ prints per variant
   rows          compared: all but the monitor's warm-up steps
   step          the median step by hand in host-bound and in device-bound turns
   difference    the largest difference of a row's step time from the events by hand, relative to the latter
-  left out      what the monitor excluded, and how much that is by hand
+  left out      what the monitor excluded as unusual, and by hand, from events at both ends of the same gaps
 and what placing a mark takes the host. On a CPU the host's clock stands for the events.
 Ends with one line of JSON; exits 1 where a row is further than 2 % from the truth.
 
@@ -47,6 +47,10 @@ LEAD_IN_STEPS = 10
 EVALUATE_EVERY = 10
 HOST_OVER_DEVICE = 1.5
 """The host's work in a host-bound step, in device time of a step."""
+
+
+LEFT_OUT = ("perf/evaluation_time", "perf/other_pause_time")
+"""What the monitor excludes by itself."""
 
 
 class Variant(NamedTuple):
@@ -168,10 +172,11 @@ class Program:
 
     def run(self, variant: Variant, folder: str) -> dict[str, Any]:
         """The rows of the monitor against the stamps."""
-        stamps, ends, evaluations = self.stamps, [], {}
+        stamps, ends, begins = self.stamps, [], []
         monitor = TrainingMonitor(folder, model=self.model)
         for step in range(LEAD_IN_STEPS + TURNS * STEPS_PER_TURN):
             is_host_bound = self._is_host_bound(step)
+            begins.append(stamps.now())
             loss = self.step(HOST_OVER_DEVICE * self.step_s if is_host_bound else 0.0)
             is_due = variant.item_every > 0 and step % variant.item_every == 0
             if is_due and not variant.after_log_step:
@@ -181,35 +186,38 @@ class Program:
             if is_due and variant.after_log_step:
                 loss.item()
             if variant.evaluates and step % EVALUATE_EVERY == 0:
-                evaluations[step + 1] = stamps.now(), self._evaluated()
+                self._evaluate()
         self.synchronize()
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             monitor.close()
         rows = json.loads((Path(folder) / "training_log.json").read_text(encoding="utf-8"))
-        by_hand = {
-            step: stamps.between_s(begin, end) for step, (begin, end) in enumerate(pairwise(ends), start=1)
-        }
-        excluded = {step: stamps.between_s(*ends) for step, ends in evaluations.items() if step in by_hand}
-        return self._compared(rows, by_hand, excluded)
+        by_hand = [stamps.between_s(begin, end) for begin, end in pairwise(ends)]
+        gaps = [stamps.between_s(end, begin) for end, begin in zip(ends, begins[1:], strict=False)]
+        return self._compared(rows, by_hand, gaps)
 
     def _is_host_bound(self, step: int) -> bool:
         return step >= LEAD_IN_STEPS and (step - LEAD_IN_STEPS) // STEPS_PER_TURN % 2 == 0
 
-    def _evaluated(self) -> Any:
-        """An evaluation that is longer than five milliseconds; returns its end."""
+    def _evaluate(self) -> None:
+        """Forward passes for longer than the five milliseconds that may be excluded."""
         ends_s = time.perf_counter() + 0.01
         with torch.no_grad():
             while time.perf_counter() < ends_s:
                 self.model(self.batch)
-        return self.stamps.now()
 
     def _compared(
-        self, rows: list[dict[str, Any]], by_hand: dict[int, float], excluded: dict[int, float]
+        self, rows: list[dict[str, Any]], by_hand: list[float], gaps: list[float]
     ) -> dict[str, Any]:
+        """Rows from the second step on; a gap that the monitor excluded is taken off by hand too."""
         compared = [row for row in rows if row["global_step"] > LEAD_IN_STEPS and not row.get("perf/warmup")]
+        excluded = {
+            row["global_step"]: gaps[row["global_step"] - 1]
+            for row in compared
+            if any(name in row for name in LEFT_OUT)
+        }
         true_s = {
-            step: seconds - (excluded.get(step, 0.0) if step > LEAD_IN_STEPS else 0.0)
-            for step, seconds in by_hand.items()
+            row["global_step"]: by_hand[row["global_step"] - 1] - excluded.get(row["global_step"], 0.0)
+            for row in compared
         }
         differences = {
             row["global_step"]: row["perf/step_time"] / true_s[row["global_step"]] - 1 for row in compared
@@ -221,7 +229,6 @@ class Program:
             )
             for is_host_bound in (True, False)
         ]
-        left_out = ("perf/evaluation_time", "perf/other_pause_time")
         return {
             "rows": len(compared),
             "host_bound_step_s": medians[0],
@@ -229,8 +236,8 @@ class Program:
             "largest_difference": abs(differences[worst]),
             "at_step": worst,
             "median_difference": statistics.median(map(abs, differences.values())),
-            "left_out_s": sum(row.get(name, 0.0) for row in compared for name in left_out),
-            "left_out_by_hand_s": sum(s for step, s in excluded.items() if step in differences),
+            "left_out_s": sum(row.get(name, 0.0) for row in compared for name in LEFT_OUT),
+            "left_out_by_hand_s": sum(excluded.values()),
         }
 
     def mark_costs_s(self, steps: int = 200) -> list[float]:

@@ -333,7 +333,7 @@ def show(found: dict[str, Any]) -> bool:
     if plain is not None and extra:
         shown = ", ".join(f"{1e3 * seconds:.0f}" for seconds in extra)
         print(
-            f"  plain step {1e3 * plain:.1f} ms; observed steps {found['observed_steps']} take more: {shown} ms"
+            f"  plain step {1e3 * plain:.1f} ms; observed steps {found['observed_steps']}: {shown} ms more"
         )
     if found["peak_bytes_observed"] and found["peak_bytes_plain"]:
         more = found["peak_bytes_observed"] - found["peak_bytes_plain"]

@@ -5,6 +5,7 @@
     append, replace    never through a symbolic link; `replace` is atomic
     remove             anything; of a link only the link
     make_folder        a folder, replacing anything else
+    Descriptor         one that stays open, and whether its number still belongs to it
 
 An experiment may do anything to its folder, and a folder may be untrusted.
 """
@@ -35,6 +36,38 @@ def open_plain(path: Path, flags: int) -> int:
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     raise _not_plain("a FIFO" if stat.S_ISFIFO(mode) else "a device", path)
+
+
+class Descriptor:
+    """An open descriptor of ours.
+
+    A program may close all descriptors, as daemons do, and then open others, which get the same numbers: what
+    is written to such a number, or closes it, changes a file of the program.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self._file = _file_of(number)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether the number still belongs to the file it was opened for."""
+        return self._file is not None and _file_of(self.number) == self._file
+
+    def close(self) -> None:
+        """Close it, unless the program has done so."""
+        if self.is_ours:
+            os.close(self.number)
+        self._file = None
+
+
+def _file_of(number: int) -> tuple[int, int] | None:
+    """Device and inode behind a descriptor; None if it is closed."""
+    try:
+        status = os.fstat(number)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def _not_plain(what: str, path: Path) -> OSError:

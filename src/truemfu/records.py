@@ -402,7 +402,7 @@ class StragglerSummary(msgspec.Struct, frozen=True, kw_only=True):
     host: str | None = None
     device: str | None = None
     cause: str | None = None
-    """ "input", "gpu", "host", "link", "work", "silent" or "ended"."""
+    """ "input", "gpu", "host", "link", "work", "blocked", "silent" or "ended"."""
     since_s: float | None = None
     until_s: float | None = None
     since_step: int | None = None
@@ -505,20 +505,26 @@ def encode(record: msgspec.Struct) -> bytes:
 def decode(data: bytes | str, record_type: type[Record], where: str) -> Record:
     """A record read back; a RecordError that names `where` if it is not a valid record."""
     try:
+        version = _version_of(data)
+        if version > RECORD_VERSION:
+            raise RecordError(
+                f"{where} was written by a newer truemfu (record version {version}, this one reads up to "
+                f"{RECORD_VERSION}): update truemfu"
+            )
         found = msgspec.json.decode(data, type=record_type)
         is_whole = not issubclass(record_type, _SweepsRecord) or _matches_checksum(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise RecordError(
             f"{where} is not a valid {record_type.__name__}: {shortened(str(error))}"
         ) from error
-    if found.version > RECORD_VERSION:
-        raise RecordError(
-            f"{where} was written by a newer truemfu (record version {found.version}, this one reads up to "
-            f"{RECORD_VERSION}): update truemfu"
-        )
     if not is_whole:
         raise RecordError(f"{where} is damaged: its content does not match its checksum")
     return found
+
+
+def _version_of(data: bytes | str) -> int:
+    """The version alone: a newer record may have other fields, or fields of other types."""
+    return msgspec.json.decode(data, type=_Record).version
 
 
 def has_checksum(data: bytes | str) -> bool:

@@ -26,6 +26,8 @@ from truemfu.records import (
     SweepRecord,
     write_record,
 )
+from truemfu.report.compare_load import load_side
+from truemfu.report.step_series import StepSize
 
 HOSTILE = "<script>alert(1)</script>\x1b[31m\u202e=cmd()|`x`![i](http://h)"
 
@@ -176,7 +178,8 @@ def test_an_experiment_that_fails_in_b_is_beyond_any_limit(truemfu: Run, tmp_pat
         ({"dtype": "fp32"}, "dtype is bf16 in {a}, one and fp32 in {b}, one"),
         ({"attention": "causal"}, "attention convention is full in {a}, one and causal in {b}, one"),
         ({"model": "tiny"}, "model is 1b in {a}, one and tiny in {b}, one"),
-        ({"batch_size": 8}, "batch size is 4 in {a}, one and 8 in {b}, one"),
+        ({"batch_size": 8}, "batch size of each rank is 4 in {a}, one and 8 in {b}, one"),
+        ({"gpus": 2, "parallel": "ddp"}, "number of ranks is 1 in {a}, one and 2 in {b}, one"),
         ({"device_name": "NVIDIA A100"}, "device is NVIDIA H200 in {a}, one and NVIDIA A100 in {b}, one"),
     ],
 )
@@ -188,6 +191,15 @@ def test_a_name_that_stands_for_another_case_is_refused(
     code, _, err = truemfu("compare", a, b)
     assert code == 2
     assert expected.format(a=a, b=b) in err
+
+
+def test_samples_of_a_job_are_those_of_all_its_ranks(tmp_path: Path) -> None:
+    folder = sweep(tmp_path / "a", [experiment("one", [0.1, 0.2], gpus=8, parallel="ddp")])
+    found = load_side(Path(folder)).experiments["one"]
+    assert not isinstance(found, str)
+    assert found.series.samples_per_s == pytest.approx([8 * 4 / 0.1, 8 * 4 / 0.2])
+    assert found.series.samples == StepSize(median=32.0, low=32.0, high=32.0)
+    assert found.series.mfu == pytest.approx([1e13 / 0.1 / 989.4e12, 1e13 / 0.2 / 989.4e12])
 
 
 def test_nothing_in_common_is_refused(truemfu: Run, tmp_path: Path) -> None:

@@ -1,10 +1,15 @@
-"""Skips for the oldest torch, each with its reason, and no time limit for a property's examples."""
+"""Skips for the oldest torch, no time limit for a property's examples, and a fixture that forbids counts."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import settings
 from tests.versions import TORCH
+
+from truemfu.flops.closed_form import kinds
 
 settings.register_profile("truemfu", deadline=None)  # a busy machine is no failure
 settings.load_profile("truemfu")
@@ -23,3 +28,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for fragment, reason in NOT_IN_OLD_TORCH.items():
             if fragment in item.name:
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture
+def no_counting(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """From its call on, a count by a FlopModel is an error."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("something was counted")
+
+    return lambda: monkeypatch.setattr(kinds, "run_counted", refuse)

@@ -151,6 +151,12 @@ def test_a_batch_that_does_not_fit(call: Any, model: type[nn.Module], batch: Any
     assert says(message, words), message
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_token_ids_that_are_not_integers(dtype: torch.dtype) -> None:
+    message = complaint(BatchError, count_flops, Tokens(), {"input_ids": IDS.to(dtype)})
+    assert f"indices of an embedding must be integers, got {dtype}" in message
+
+
 @pytest.mark.parametrize("ids", [IDS + 7, IDS - 3], ids=["too large", "negative"])
 def test_token_ids_outside_the_vocabulary(ids: torch.Tensor) -> None:
     message = complaint(BatchError, count_flops, Tokens(), {"input_ids": ids})

@@ -6,7 +6,7 @@ import gc
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -48,7 +48,7 @@ def split(seen: Observation) -> tuple[int, int, int, int]:
     assert seen.ready()
     count = seen.count()
     assert seen.problem is None
-    assert count.method == "count of the step that ran"
+    assert count.method == "count of observed steps"
     assert not count.uncounted
     assert seen.work().hardware_flops == count.hardware_flops
     return count.forward, count.backward, count.recompute, seen.without_gradients()
@@ -229,6 +229,12 @@ def nested_function() -> None:
             return grad @ w, grad.t() @ x
 
     Outer.apply(batch(grad=True), layer().weight).sum().backward()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _compiler_is_loaded() -> None:
+    """The first checkpoint loads torch's compiler, which in torch 2.6 multiplies two small vectors."""
+    checkpoint(torch.sin, torch.ones(1), use_reentrant=False)
 
 
 def checkpointed(*, reentrant: bool) -> Callable[[], None]:
@@ -846,3 +852,66 @@ def test_every_tensor_dies_at_the_same_operator(name: str, attention: str) -> No
         assert alive[0] == alive[1]
     finally:
         gc.enable()
+
+
+def test_heads_that_torch_padded_have_their_own_size() -> None:
+    unit = torch.jit.CompilationUnit("""
+def attention(x):
+    padded = torch.constant_pad_nd(x, [0, 3])
+    return torch._scaled_dot_product_flash_attention_for_cpu(padded, padded, padded)[0]
+""")
+    attention = unit.attention
+    x = torch.randn(2, 3, 4, 5, requires_grad=True)
+    forward = 2 * 2 * (2 * 3 * 4 * 4) * 5
+    seen = observed(lambda: attention(x).sum().backward())
+    assert seen.count().forward == forward
+    assert seen.count().backward == 2 * forward
+
+    def padded_by_the_program() -> None:
+        y = F.pad(x, [0, 3])
+        F.scaled_dot_product_attention(y, y, y).sum().backward()
+
+    assert observed(padded_by_the_program).count().forward == forward // 5 * 8
+
+
+@pytest.fixture
+def fake_ranks() -> Iterator[Any]:
+    """A mesh of two ranks whose collectives do nothing."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        yield init_device_mesh("cpu", (2,))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_rank_of_tensor_parallel_counts_its_own_share(fake_ranks: Any) -> None:
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    model = parallelize_module(nn.Sequential(layer(), nn.ReLU(), layer(M, K)), fake_ranks, plan)
+    assert split(observed(lambda: model(batch()).sum().backward())) == (P, P + P // 2, 0, 0)
+
+
+def test_a_rank_of_fsdp_counts_its_whole_model(fake_ranks: Any) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(layer(), nn.ReLU(), layer(M, K))
+    for module in (model[0], model[2], model):
+        fully_shard(module, mesh=fake_ranks)
+    assert split(observed(lambda: model(batch()).sum().backward())) == (2 * P, 3 * P, 0, 0)
+
+
+def test_attention_on_jagged_tensors_counts_each_sample() -> None:
+    layers = nn.ModuleList([nn.Linear(16, 16) for _ in range(3)])
+    samples = torch.nested.nested_tensor([torch.randn(n, 16) for n in (3, 5)], layout=torch.jagged)
+
+    def step() -> None:
+        q, k, v = (layer(samples).unflatten(-1, (2, 8)).transpose(1, 2) for layer in layers)
+        F.scaled_dot_product_attention(q, k, v).transpose(1, 2).values().sum().backward()
+
+    linear, attention = 3 * 2 * 8 * 16 * 16, 2 * 2 * (3 * 3 + 5 * 5) * 16
+    assert split(observed(step)) == (linear + attention, linear + 2 * attention, 0, 0)

@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from truemfu import FlopModel, count_flops, count_step
 from truemfu.errors import TruemfuWarning
+from truemfu.flops.shadow import tensor_makers
 
 needs_new_torch = pytest.mark.skipif(
     not hasattr(torch, "_grouped_mm"), reason="operators that the referee does not know, before torch 2.8"
@@ -702,10 +703,24 @@ def test_a_step_that_runs_counts_what_it_executes(c: Case) -> None:
 # -- what only a GPU works out --
 
 
-def _elsewhere(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, said to be on a device that is not the CPU; `meta` stands for a GPU where there is none."""
-    tensor._truemfu_device = torch.device("meta")
-    return tensor
+Moves = Callable[[torch.Tensor], torch.Tensor]
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Moves:
+    """Takes a tensor to be on a device that is not the CPU; `meta` stands for a GPU where there is none."""
+    moved: list[torch.Tensor] = []
+    usual = tensor_makers.device_of
+
+    def device_of(tensor: torch.Tensor) -> torch.device:
+        return torch.device("meta") if any(tensor is other for other in moved) else usual(tensor)
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        moved.append(tensor)
+        return tensor
+
+    monkeypatch.setattr(tensor_makers, "device_of", device_of)
+    return move
 
 
 def _by_histogram(m: Odd, x: torch.Tensor, experts: torch.Tensor) -> Any:
@@ -715,8 +730,8 @@ def _by_histogram(m: Odd, x: torch.Tensor, experts: torch.Tensor) -> Any:
     return m.up(x[: int(counts[1])]).sum() + m.down(m.up(x[: int(counts[3])])).sum()
 
 
-def test_a_histogram_of_integers_is_followed() -> None:
-    experts = _elsewhere(torch.tensor([3, 1, 3, 0, 1, 3, 3, 7, -1]))  # four of 3, two of 1, two outside
+def test_a_histogram_of_integers_is_followed(elsewhere: Moves) -> None:
+    experts = elsewhere(torch.tensor([3, 1, 3, 0, 1, 3, 3, 7, -1]))  # four of 3, two of 1, two outside
     count = count_flops(Odd(_by_histogram), (X, experts), backward=False)
     one = 2 * 16 * 24
     assert (count.forward, count.method, count.notes) == ((2 + 2 * 4) * one, "count on fake tensors", ())
@@ -725,7 +740,9 @@ def test_a_histogram_of_integers_is_followed() -> None:
 @pytest.mark.parametrize(
     ("bins", "lowest", "highest"), [(4, 0, 3), (7, -2, 9), (3, 0, 0), (100, 0, 99), (5, 0, 64)]
 )
-def test_a_followed_histogram_has_the_bins_of_a_gpu(bins: int, lowest: int, highest: int) -> None:
+def test_a_followed_histogram_has_the_bins_of_a_gpu(
+    bins: int, lowest: int, highest: int, elsewhere: Moves
+) -> None:
     """A GPU bins integers with integer arithmetic; a range of nothing stands for that of the values."""
     values = torch.arange(64).square() % 61 - 3
     first, last = (lowest, highest) if lowest < highest else (int(values.min()), int(values.max()))
@@ -738,7 +755,7 @@ def test_a_followed_histogram_has_the_bins_of_a_gpu(bins: int, lowest: int, high
         counts = torch.histc(values.int(), bins=bins, min=lowest, max=highest)
         return m.up(x) if counts.tolist() == expected else x
 
-    count = count_flops(Odd(as_expected), (X, _elsewhere(values)), backward=False)
+    count = count_flops(Odd(as_expected), (X, elsewhere(values)), backward=False)
     assert count.forward == 2 * 6 * 16 * 24
 
 

@@ -10,10 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from truemfu import Convention, FlopModel, count_flops
+from truemfu import Convention, count_flops
 from truemfu.flops.attention.pairs import CAUSAL, FULL, Band
+from truemfu.flops.count.count import run_counted
+from truemfu.flops.count.step_work import StepWork, work_of
 from truemfu.sweep.sizes import SIZES
 from truemfu.sweep.worker.models import ReferenceModel
+
+_DEFAULT = Convention()
+
+
+def step_work(
+    model: nn.Module, batch: dict[str, torch.Tensor], convention: Convention = _DEFAULT
+) -> StepWork:
+    return work_of(run_counted(model, batch, convention=convention, backward=True, loss_fn=None)[0])
 
 
 def batch(samples: int, length: int) -> dict[str, torch.Tensor]:
@@ -33,15 +43,15 @@ def test_the_parts_add_up_to_the_count(attention: str, checkpointed: bool) -> No
     if checkpointed:
         model.gradient_checkpointing_enable()
     count = count_flops(model, batch(2, 256), convention=convention)
-    work = FlopModel(model, convention=convention).step_work(batch(2, 256))
+    work = step_work(model, batch(2, 256), convention)
     assert work.hardware_flops == count.hardware_flops
     assert work.other == 0
 
 
 def test_what_nsight_compute_saw_of_a_step_with_two_layers() -> None:
     """H200, cuDNN's attention, 4 × 512: 10,737,418,240 FLOP forward and 26,843,545,600 backward."""
-    full = FlopModel(reference(2), convention=Convention()).step_work(batch(4, 512))
-    causal = FlopModel(reference(2), convention=Convention(attention="causal")).step_work(batch(4, 512))
+    full = step_work(reference(2), batch(4, 512))
+    causal = step_work(reference(2), batch(4, 512), Convention(attention="causal"))
     assert full.attention_blocked == causal.attention_blocked == 10_737_418_240 + 26_843_545_600
     assert full.attention == pytest.approx(full.attention_blocked / 0.625)
     assert full.products["bf16", (2048, 32000, 2048)] == 2 * 2048 * 32000 * 2048
@@ -91,7 +101,7 @@ def test_a_mask_that_is_a_function_tells_no_blocks() -> None:
             mixed: torch.Tensor = flex_attention(q, k, v, block_mask=self.mask)  # type: ignore[assignment]
             return mixed
 
-    work = FlopModel(Flex(), convention=Convention()).step_work({"x": torch.ones(1, 128, 32)})
+    work = step_work(Flex(), {"x": torch.ones(1, 128, 32)})
     assert work.attention > 0
     assert work.attention_blocked is None
 
@@ -111,7 +121,7 @@ def test_convolutions_with_few_input_channels_stand_apart() -> None:
             return self.out(self.each(self.second(self.first(x))).mean((2, 3))).sum()
 
     with torch.device("meta"):
-        work = FlopModel(Net()).step_work({"x": torch.empty(2, 3, 32, 32)})
+        work = step_work(Net(), {"x": torch.empty(2, 3, 32, 32)})
     first = 2 * (2 * 16 * 8 * 8) * (3 * 4 * 4)
     assert work.few_channels == 2 * first
     assert work.other > work.few_channels
@@ -133,7 +143,7 @@ def test_grouped_products_know_their_padding_at_most() -> None:
     with torch.device("meta"):
         rows = torch.empty(4096, 64, dtype=torch.bfloat16, requires_grad=True)
         offsets = torch.zeros(8, dtype=torch.int32)
-        work = FlopModel(Experts()).step_work({"x": rows, "offsets": offsets})
+        work = step_work(Experts(), {"x": rows, "offsets": offsets})
     assert work.grouped == work.other
     assert work.grouped % (2 * 4096 * 64 * 96) == 0
     assert work.grouped_padded == work.grouped * (4096 + 8 * 127) // 4096
@@ -142,7 +152,7 @@ def test_grouped_products_know_their_padding_at_most() -> None:
 def test_sizes_that_are_no_multiples_of_eight_stand_apart() -> None:
     with torch.device("meta"):
         odd = nn.Linear(64, 33, bias=False, dtype=torch.bfloat16)
-        work = FlopModel(odd).step_work({"input": torch.empty(16, 64, dtype=torch.bfloat16)})
+        work = step_work(odd, {"input": torch.empty(16, 64, dtype=torch.bfloat16)})
         even = nn.Linear(64, 32, bias=False, dtype=torch.bfloat16)
-        assert FlopModel(even).step_work({"input": torch.empty(16, 64, dtype=torch.bfloat16)}).unaligned == 0
+        assert step_work(even, {"input": torch.empty(16, 64, dtype=torch.bfloat16)}).unaligned == 0
     assert work.unaligned == work.hardware_flops

@@ -9,8 +9,10 @@ import pytest
 import torch
 from fake_ncu import EXECUTED, STEP, STEP_COUNT
 
-from truemfu import Convention, FlopModel
+from truemfu import Convention
 from truemfu.errors import RecordError
+from truemfu.flops.count.count import run_counted
+from truemfu.flops.count.step_work import work_of
 from truemfu.hardware.nsight.audit import audit_of
 from truemfu.hardware.nsight.audited import read_audit
 from truemfu.hardware.nsight.csv_output import parse_ncu_csv
@@ -36,7 +38,9 @@ def test_two_layers_tell_what_all_layers_execute_to_the_last_operation(file: Pat
     """By Nsight Compute, 24 layers at 4 × 512 execute 15,669,919,744,000 FLOP in products (H200)."""
     model = build_reference_model("1b", device=torch.device("meta"), dtype=torch.bfloat16)
     ids = torch.zeros(4, 512, dtype=torch.long, device="meta")
-    work = FlopModel(model, convention=Convention()).step_work({"input_ids": ids, "labels": ids})
+    batch = {"input_ids": ids, "labels": ids}
+    tally, _, _ = run_counted(model, batch, convention=Convention(), backward=True, loss_fn=None)
+    work = work_of(tally)
     needed = sum(work.products.values())
     audited = read_audit(file).tile_factors()
     factor = mean_tile_factor(work.products, HOPPER, audited=audited)

@@ -448,6 +448,38 @@ def has_hooks(path: Path) -> bool:
         return b"nullcontext" in archive.read(f"{path.stem}/data.pkl")
 
 
+PER_SAMPLE = """
+import torch
+from torch import nn
+from torch.func import functional_call, grad, vmap
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+inputs, targets = torch.randn(4, 8), torch.randn(4, 1)
+def loss_of(parameters, x, y):
+    return (functional_call(model, parameters, (x.unsqueeze(0),)) - y).square().mean()
+parameters = {name: value.detach() for name, value in model.named_parameters()}
+gradients = vmap(grad(loss_of), in_dims=(None, 0, 0))(parameters, inputs, targets)
+print([tuple(gradient.shape) for gradient in gradients.values()])
+for _ in range(4):
+    optimizer.zero_grad()
+    loss = (model(inputs) - targets).square().mean()
+    loss.backward()
+    optimizer.step()
+    print(loss.item().hex())
+"""
+
+
+def test_gradients_of_each_sample_before_the_first_step_leave_the_steps_measured(tmp_path: Path) -> None:
+    (tmp_path / "per_sample.py").write_text(PER_SAMPLE)
+    alone, run = alone_and_watched([sys.executable, str(tmp_path / "per_sample.py")], tmp_path)
+    assert alone.code == 0, alone.stderr
+    assert (run.code, run.stdout) == (alone.code, alone.stdout), run.stderr
+    assert "failed" not in run.stderr
+    # 4 samples: 2 × (8 × 16 + 16) forward, as much for the weights, 2 × 16 for the hidden layer's gradient
+    assert flops(run.rows())[1:] == [4 * (2 * 288 + 32)] * 3
+
+
 CHILDREN = """
 import multiprocessing, sys, torch
 from torch import nn

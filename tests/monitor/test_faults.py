@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import truemfu.monitor.live_run as live_run
 import truemfu.monitor.monitor as monitor_module
 from truemfu import TrainingMonitor
 from truemfu.errors import TruemfuWarning, UsageError
@@ -281,6 +282,45 @@ def test_a_model_that_takes_no_hooks_trains_on(tmp_path: Path, to_jit: Any) -> N
         monitor.close()
     assert [row["training/loss"] for row in rows_in(tmp_path)] == [1.0, 1.0]
     assert monitor.summary()["warnings"]
+
+
+def test_closing_does_not_wait_for_a_training_thread_that_is_stuck_in_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_run, "_BUSY_TIMEOUT_S", 0.2)
+    inside, goes_on = threading.Event(), threading.Event()
+
+    class Stuck:
+        def __index__(self) -> int:
+            inside.set()
+            goes_on.wait(60)
+            return 4
+
+    model = nn.Linear(WIDTH, WIDTH)
+    monitor = TrainingMonitor(tmp_path, model=model)
+
+    def train() -> None:
+        for step in (1, 2, 3, Stuck()):
+            model(torch.ones(2, WIDTH)).sum().backward()
+            monitor.log_step(step, 0, 1.0, 1.0, 1.0)
+
+    training = threading.Thread(target=train)
+    training.start()
+    closing = threading.Thread(target=monitor.close)
+    try:
+        assert inside.wait(60)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", TruemfuWarning)
+            closing.start()
+            closing.join(40)
+        assert not closing.is_alive()
+        assert [row["global_step"] for row in rows_in(tmp_path)] == [1, 2, 3]
+        (warning,) = monitor.summary()["warnings"]
+        assert "the training thread has not returned from a call of the monitor for 0.2 s" in warning
+    finally:
+        goes_on.set()
+        training.join(60)
+    assert not training.is_alive()
 
 
 def test_a_peak_in_the_environment_that_is_no_number_is_an_error_before_training(

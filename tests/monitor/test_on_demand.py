@@ -224,6 +224,30 @@ def test_a_model_that_was_measured_can_be_freed(mode: str) -> None:
     assert len(on_demand._cached_forms) == 0
 
 
+class Bits(Model):
+    """Has no closed form: one more product for each bit of the length."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
+        x = self.embedding(input_ids)
+        for _ in range(input_ids.shape[1].bit_count()):
+            x = self.layer(x)
+        return self.head(x)
+
+
+def test_smart_without_a_closed_form_counts_each_length_and_the_model_can_be_freed() -> None:
+    on_demand._cached_forms.clear()
+    model = Bits()
+    with pytest.warns(TruemfuWarning, match="counted once per shape"):
+        assert mfu(model, seq_length=7) == pytest.approx(by_hand(3 * 3 * LAYER + 3 * HEAD))
+    assert mfu(model, seq_length=8) == pytest.approx(by_hand((3 * LAYER + 3 * HEAD) * 8 / 7))
+    assert len(on_demand._cached_forms) == 1
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    assert len(on_demand._cached_forms) == 0
+
+
 def test_an_unknown_mode_is_an_error_with_the_closest_name() -> None:
     with pytest.raises(UsageError, match=r"smart, profiler, estimate, hybrid; got 'profiling'.*'profiler'"):
         mfu(Model(), "profiling")

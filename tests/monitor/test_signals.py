@@ -226,8 +226,45 @@ with monitor._guard.lock:  # as in the middle of log_step
 
 
 def test_a_signal_in_a_step_is_not_lost_where_the_program_has_closed_our_descriptors(tmp_path: Path) -> None:
-    end = "print('closing', flush=True); os.closerange(3, 256)" + IN_A_STEP
+    end = "print('closing', flush=True); os.closerange(3, 4096)" + IN_A_STEP
     assert ended(started(tmp_path, end=end), 0, within_s=3.0)[0] == -signal.SIGTERM
+
+
+REOPENED = """
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (2048, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+os.closerange(3, 4096)
+files = [open(f"{folder}/{{number}}.txt", "w+b", buffering=0) for number in range(1100)]
+assert files[-1].fileno() > 1010, "some of them have the numbers of the pipe"
+"""
+
+
+def check_reopened(folder: Path, run: subprocess.Popen[str]) -> None:
+    assert ended(run, 0, within_s=30.0)[0] == 0
+    files = [folder / f"{number}.txt" for number in range(1100)]
+    assert [file.name for file in files if file.read_bytes()] == []
+    assert [row["global_step"] for row in json.loads((folder / "training_log.json").read_text())] == [
+        *range(1, 64)
+    ]
+
+
+@pytest.mark.parametrize("closed", ["monitor.close()", "pass"], ids=["closed", "at exit"])
+def test_nothing_is_written_to_a_file_that_has_the_number_of_a_closed_descriptor(
+    tmp_path: Path, closed: str
+) -> None:
+    """As after daemonising: the program closes all descriptors, then opens files of its own."""
+    end = REOPENED.format(folder=tmp_path) + f"train(range(61, 64)); {closed}; os.fstat(files[-1].fileno())\n"
+    check_reopened(tmp_path, started(tmp_path, end=end + "for file in files: file.write(b'')"))
+
+
+def test_a_signal_after_that_ends_the_program_and_writes_to_none_of_its_files(tmp_path: Path) -> None:
+    end = REOPENED.format(folder=tmp_path) + "print('open', flush=True)\n" + FOREVER
+    run = started(tmp_path, end=end)
+    assert run.stdout is not None
+    assert run.stdout.readline() == "open\n"
+    assert ended(run, signal.SIGTERM, within_s=10.0)[0] == -signal.SIGTERM
+    low = [tmp_path / f"{number}.txt" for number in range(900)]
+    assert [file.name for file in low if file.read_bytes()] == []
 
 
 def test_a_signal_in_a_step_is_held_up_by_a_log_that_hangs_for_two_seconds_at_most(tmp_path: Path) -> None:

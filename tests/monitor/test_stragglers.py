@@ -31,6 +31,7 @@ def row(rank: int, window: int, **changes: Any) -> RankRow:
         "step_time_s": 1.0,
         "data_wait_s": 0.01,
         "host_s": 0.5,
+        "outside_s": 0.55,
         "model_flops": 1e12,
         "tokens": 1000.0,
     }
@@ -39,7 +40,11 @@ def row(rank: int, window: int, **changes: Any) -> RankRow:
 
 def gpu_row(rank: int, window: int, **changes: Any) -> RankRow:
     """The same on a GPU."""
-    return row(rank, window, **({"host_s": None, "busy_share": 0.95, "clock_mhz": 1700.0} | changes))
+    return row(
+        rank,
+        window,
+        **({"host_s": None, "outside_s": None, "busy_share": 0.95, "clock_mhz": 1700.0} | changes),
+    )
 
 
 class Job:
@@ -122,6 +127,9 @@ def test_late_windows_that_are_not_in_a_row_raise_no_alert() -> None:
         (row, {"host_s": 0.85, "model_flops": 1.6e12}, "work"),
         (row, {"host_s": 0.8, "data_wait_s": 0.31}, "input"),  # a loader that computes on the training thread
         (row, {"host_s": 0.9, "data_wait_s": 0.11}, "host"),
+        (row, {"outside_s": 0.9}, "blocked"),
+        (row, {"outside_s": 0.95, "host_s": 0.85}, "host"),
+        (row, {"outside_s": 0.95, "data_wait_s": 0.4}, "input"),
         (gpu_row, {"data_wait_s": 0.31, "busy_share": 0.65}, "input"),
         (gpu_row, {"busy_share": 0.65}, "host"),
         (gpu_row, {"busy_share": 0.5, "data_wait_s": 0.11}, "host"),

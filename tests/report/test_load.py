@@ -74,7 +74,7 @@ def test_a_case_whose_supervisor_was_killed_is_lost(make_result, write_sweep) ->
         (b"importing\nbuilding\n", "ends without a result"),
         (b'importing\n{"version": 1, "name": "Stand', "is not a valid CaseResult"),
         (b"\xff\xfe\x00garbage", "ends without a result"),
-        (b'{"version": 99}', "is not a valid CaseResult"),
+        (b'{"version": 1}', "is not a valid CaseResult"),
     ],
 )
 def test_a_log_without_a_result_is_lost_with_its_reason(
@@ -90,8 +90,11 @@ def test_a_log_without_a_result_is_lost_with_its_reason(
     assert (lost.trainer, lost.batch_size, lost.seq_len) == ("DPSGDTrainer", 4, 512)
 
 
-def test_a_record_of_a_newer_version_is_lost_and_says_to_update(make_result, tmp_path: Path) -> None:
-    newer = json.loads(encode(make_result())) | {"version": 99}
+@pytest.mark.parametrize("other", [{}, {"case": "of another type"}, {"end": "an end that is new"}])
+def test_a_record_of_a_newer_version_is_lost_and_says_to_update(
+    make_result, tmp_path: Path, other: dict[str, str]
+) -> None:
+    newer = json.loads(encode(make_result())) | {"version": 99} | other
     (tmp_path / "StandardTrainer_bs4_seq512.log").write_text(json.dumps(newer))
     (entry,) = load_sweep(tmp_path).entries
     assert entry.end == "lost"

@@ -23,9 +23,9 @@ from truemfu.errors import UsageError
 from truemfu.records import CaseResult, Phase, Status, SweepRecord, write_record
 from truemfu.sweep.cases import cases_of
 from truemfu.sweep.config import override
-from truemfu.sweep.launchers.jobs import Claim, Ended, Job, JobsFolder
+from truemfu.sweep.launchers.jobs import Batch, Claim, Ended, Job, JobsFolder
 from truemfu.sweep.launchers.settings import TIME_MARGIN_S, ClusterSettings, request_of
-from truemfu.sweep.launchers.slurm import _parse, _ranges
+from truemfu.sweep.launchers.slurm import Slurm, _parse, _ranges
 from truemfu.sweep.order import WorkerOrder
 from truemfu.sweep.paths import SweepFolder
 from truemfu.sweep.supervisor.on_node import main as on_node
@@ -265,3 +265,32 @@ def test_ctrl_c_on_a_terminal_asks_once_whether_to_cancel(tmp_path: Path, answer
     text = shown.decode()
     assert text.count("3 experiments on the cluster. Cancel? [y/N]") == 1
     assert said in text
+
+
+@pytest.mark.parametrize(("number", "waits_for"), [("77", ["--dependency=afterany:77"]), (None, [])])
+def test_a_batch_waits_for_the_one_before_where_that_has_a_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: str | None, waits_for: list[str]
+) -> None:
+    """`sbatch` is a script here that notes its options: there is no Slurm."""
+    sbatch = tmp_path / "sbatch"
+    sbatch.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {tmp_path}/options\necho 78\n')
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    settings = ClusterSettings(max_jobs=1)
+
+    def batch(name: str, engine_job: str | None) -> Batch:
+        return Batch(
+            id=name,
+            launcher="slurm",
+            names=["one"],
+            request=request_of(settings, "cpu", 600.0),
+            settings=settings,
+            working_folder=str(tmp_path),
+            created_at_s=0.0,
+            engine_job=engine_job,
+        )
+
+    jobs = JobsFolder(tmp_path / "jobs")
+    assert Slurm(settings).submit(batch("b", None), jobs, [0], batch("a", number)) == "78"
+    options = (tmp_path / "options").read_text().splitlines()
+    assert [option for option in options if option.startswith("--dependency")] == waits_for

@@ -4,7 +4,6 @@ batch, flop_count, ...   shared by the folders below
 shadow/                  a copy of the model on tensors without data
 attention/, operators/   FLOPs of one operator
 isolation/               process state that a count preserves
-observe/                 a training step, counted while it runs
 structure/               an estimate from the modules, without running them
 count/                   one step, counted
 observe/                 a training step, counted while it runs
@@ -22,8 +21,8 @@ from ..lazy import lazy_names
 if TYPE_CHECKING:
     from .arguments import check_call
     from .batch import CUMULATIVE, GRIDS, documents_of, grids_of, is_readable
-    from .closed_form.flop_model import PER_VALUES, FlopModel
-    from .closed_form.form import CLOSED_FORM
+    from .closed_form.flop_model import FlopModel
+    from .closed_form.kinds import Kinds
     from .count.count import count_flops, count_step, profile_model_flops, uncounted_notice, warn_uncounted
     from .count.loss import loss_of
     from .count.step_work import StepWork
@@ -37,11 +36,10 @@ if TYPE_CHECKING:
     from .models.model_view import BatchRequest, ModelView
     from .models.targets import Target, count_target, parse_dtype, resolve_target
     from .observe.observation import Observation
-    from .observe.observer import StepObserver
+    from .observe.observer import StepObserver, cuda_captures
     from .profiled.profiler import StepProfile, StepProfiler
     from .registry import register_formula, register_module
     from .shadow.shadow import Shadow
-    from .shadow.snapshot import snapshot
     from .structure.estimate import Estimator, estimate_flops
     from .wrappers import has_values, is_compiled_wrapper, unwrap
 
@@ -53,8 +51,7 @@ _HOMES = {
     "grids_of": "batch",
     "is_readable": "batch",
     "FlopModel": "closed_form.flop_model",
-    "PER_VALUES": "closed_form.flop_model",
-    "CLOSED_FORM": "closed_form.form",
+    "Kinds": "closed_form.kinds",
     "count_flops": "count.count",
     "count_step": "count.count",
     "profile_model_flops": "count.count",
@@ -83,12 +80,12 @@ _HOMES = {
     "resolve_target": "models.targets",
     "Observation": "observe.observation",
     "StepObserver": "observe.observer",
+    "cuda_captures": "observe.observer",
     "StepProfile": "profiled.profiler",
     "StepProfiler": "profiled.profiler",
     "register_formula": "registry",
     "register_module": "registry",
     "Shadow": "shadow.shadow",
-    "snapshot": "shadow.snapshot",
     "Estimator": "structure.estimate",
     "estimate_flops": "structure.estimate",
     "has_values": "wrappers",
@@ -97,10 +94,8 @@ _HOMES = {
 }
 
 __all__ = [
-    "CLOSED_FORM",
     "CUMULATIVE",
     "GRIDS",
-    "PER_VALUES",
     "AutocastState",
     "BatchRequest",
     "BuildOptions",
@@ -108,6 +103,7 @@ __all__ = [
     "FlopCount",
     "FlopModel",
     "HostCopy",
+    "Kinds",
     "ModelView",
     "Observation",
     "Shadow",
@@ -121,6 +117,7 @@ __all__ = [
     "count_flops",
     "count_step",
     "count_target",
+    "cuda_captures",
     "documents_of",
     "estimate_flops",
     "example_batch",
@@ -138,7 +135,6 @@ __all__ = [
     "register_formula",
     "register_module",
     "resolve_target",
-    "snapshot",
     "start_host_copy",
     "uncompiled",
     "uncounted_notice",

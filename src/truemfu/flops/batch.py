@@ -23,12 +23,7 @@ GRIDS = {"image_grid_thw": "pixel_values", "video_grid_thw": "pixel_values_video
 
 def is_readable(tensor: Any) -> bool:
     """Whether this is a tensor whose values can be read."""
-    return (
-        isinstance(tensor, torch.Tensor)
-        and not tensor.is_meta
-        and not isinstance(tensor, FakeTensor)
-        and not hasattr(tensor, "_truemfu_unreadable")
-    )
+    return isinstance(tensor, torch.Tensor) and not tensor.is_meta and not isinstance(tensor, FakeTensor)
 
 
 def grids_of(batch: Mapping[str, Any], key: str) -> list[tuple[int, int, int]]:

@@ -16,11 +16,7 @@ _POLL_S = 0.001
 
 
 class HostCopy:
-    """An asynchronous copy of a tensor to the host; a CPU tensor is copied immediately.
-
-    `get` returns a CPU tensor that records the device the values came from (`original_device`), so that a
-    later count treats it as the tensor it was copied from.
-    """
+    """An asynchronous copy of a tensor to the host; a CPU tensor is copied immediately."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         source = tensor.detach()
@@ -33,10 +29,6 @@ class HostCopy:
             self._arrived.record(torch.cuda.current_stream(source.device))
         else:
             self._values = source.cpu() if source.device.type != "cpu" else source.clone()
-        if source.device.type != "cpu":
-            self._values._truemfu_device = source.device  # type: ignore[attr-defined]
-        if tensor.requires_grad:
-            self._values.requires_grad_()
 
     def ready(self) -> bool:
         """Whether `get` would return at once."""
@@ -64,11 +56,3 @@ def host_copy(tensor: torch.Tensor) -> torch.Tensor:
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
     """The same for reading only: a CPU tensor is returned as it is, without a copy."""
     return tensor.detach() if tensor.device.type == "cpu" else host_copy(tensor)
-
-
-def original_device(tensor: torch.Tensor) -> torch.device:
-    """The device a tensor is on in the run that is counted; the CPU if it is not recorded."""
-    device: torch.device | None = getattr(tensor, "_truemfu_device", None)
-    if device is not None:
-        return device
-    return torch.device("cpu") if tensor.device.type == "meta" else tensor.device

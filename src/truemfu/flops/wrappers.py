@@ -33,13 +33,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def has_values(model: nn.Module) -> bool:
-    """Whether a model can be copied with its values: no tensor is on the meta device, fake or sharded.
-
-    For a snapshot, whether that held for the model it was taken from.
-    """
-    known: bool | None = getattr(model, "_truemfu_had_values", None)
-    if known is not None:
-        return known
+    """Whether a model can be copied with its values: no tensor is on the meta device, fake or sharded."""
     tensors = (*model.parameters(), *model.buffers())
     return all(is_readable(t) and not hasattr(t, "device_mesh") for t in tensors)
 

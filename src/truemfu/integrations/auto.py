@@ -7,7 +7,7 @@
 A step ends when every optimizer of the script has stepped (`seen_optimizers.py`). A script with a monitor of
 its own is left alone. Nothing here raises into the script, reads a device value or replaces a method of the
 user's model. What has no hook in torch is wrapped: `Optimizer.__init__` and `add_param_group`,
-`torch.compile`, `Module.compile`, what saves or scripts a model, and the functions of `seen_losses.py`.
+`torch.compile`, `Module.compile`, `torch.save`, and the functions of `seen_losses.py`.
 """
 
 from __future__ import annotations
@@ -66,8 +66,6 @@ class AutoMonitor:
         created.listeners.append(auto._monitor_made)
         auto._losses.install()
         torch.save = auto._without_hooks(torch.save)
-        torch.jit.script = auto._without_hooks(torch.jit.script)
-        torch.jit.trace = auto._without_hooks(torch.jit.trace)
         optimizers = torch.optim.Optimizer
         optimizers.__init__ = auto._followed(optimizers.__init__, auto._optimizer_made)  # type: ignore[method-assign]
         optimizers.add_param_group = auto._followed(  # type: ignore[method-assign]
@@ -127,7 +125,7 @@ class AutoMonitor:
             self._turn_off("the script has a monitor of its own")
 
     def _without_hooks(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that saves or compiles a model: it gets the model without our hooks."""
+        """A function that saves a model: it gets the model without our hooks."""
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -231,6 +229,7 @@ class AutoMonitor:
             return  # an optimizer around another one: its step is that of the inner one
         self._seen_batches = has_batches
         self.steps += 1
+        self._why_nothing = "the monitor failed before its first row"
         self._optimizers.begin_step()
         rate = optimizer.param_groups[0].get("lr") if optimizer.param_groups else None
         self._monitor.log_step(self.steps, None, self._losses.take(), None, rate)

@@ -79,6 +79,8 @@ _SLOW_STEP_S = 1.0
 _MAX_HOLD_S = 6.0
 """After that the resolver sends held values; the training thread has done so unless its step is long."""
 _LOCK_TIMEOUT_S = 0.3
+_BUSY_TIMEOUT_S = 5.0
+"""How long `close` and `save_logs` wait for a call of the monitor on the training thread to return."""
 _CHANGES_SHOWN = 5
 _SPLIT_SEQUENCES = (
     "sequences are split over ranks (context parallel), and ring attention skips chunks, so the pairs of the "
@@ -297,7 +299,9 @@ class LiveRun:
             between.begun(began_s)
         if is_first and self._has_more_to_begin:
             self._begin_step(in_backward=in_backward)
-        self._begun = None if slot is None or in_backward else (batches.last_template, is_first)
+        template = batches.last_template
+        is_counted = template is not None and slot is not None and not in_backward
+        self._begun = (template, is_first) if is_counted else None
         self.own_time_s += time.perf_counter() - began_s
 
     def batch_begins(self) -> None:
@@ -541,14 +545,21 @@ class LiveRun:
 
     def _send_all(self) -> bool:
         """Send the device values that the rows so far need; whether that succeeded."""
+        if not self._training_lock.acquire(timeout=_BUSY_TIMEOUT_S):
+            self._notices(
+                f"the training thread has not returned from a call of the monitor for {_BUSY_TIMEOUT_S:g} s: "
+                "rows are written as far as they are complete"
+            )
+            return False
         try:
-            with self._training_lock:
-                if threading.get_ident() != self._between.thread:
-                    return self._send_behind_training()
-                self._values.flush()
+            if threading.get_ident() != self._between.thread:
+                return self._send_behind_training()
+            self._values.flush()
         except Exception as error:
             self._notices(f"values that are still on the device cannot be fetched: {one_line(error)}")
             return False
+        finally:
+            self._training_lock.release()
         return True
 
     def _send_held(self) -> bool:

@@ -26,23 +26,22 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from ..convention import Convention
 from ..errors import ModelError, TruemfuError, UsageError, closest, one_line, warn_once
 from ..flops import (
     AutocastState,
     BatchRequest,
     FlopCount,
-    FlopModel,
+    Kinds,
     Shadow,
     StepProfiler,
     autocast_state,
     check_call,
-    count_flops,
     estimate_flops,
     example_batch,
     has_values,
     loss_of,
     preserved_random_states,
-    snapshot,
     uncompiled,
     untouched_casts,
     unwrap,
@@ -202,15 +201,15 @@ def _hybrid_substitute(device: torch.device | None) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _CachedForm:
-    """A closed form and what it was fitted for."""
+class _CachedForms:
+    """The closed forms of a model, and what they were fitted for."""
 
     fingerprint: tuple[int, int]
     autocast: AutocastState
-    form: FlopModel
+    forms: Kinds
 
 
-_cached_forms: WeakKeyDictionary[nn.Module, _CachedForm] = WeakKeyDictionary()
+_cached_forms: WeakKeyDictionary[nn.Module, _CachedForms] = WeakKeyDictionary()
 
 
 def _smart(model: nn.Module, batch: Batch) -> FlopCount:
@@ -218,13 +217,9 @@ def _smart(model: nn.Module, batch: Batch) -> FlopCount:
     mark, autocast = fingerprint(inner), autocast_state()
     cached = _cached_forms.get(inner)
     if cached is None or (cached.fingerprint, cached.autocast) != (mark, autocast):
-        try:
-            # a form references its model: fitted to a snapshot, it does not keep the model itself alive
-            form = FlopModel.fit(snapshot(inner), batch)
-        except TruemfuError:  # the model must run with its values, which a snapshot does not have
-            return count_flops(inner, batch)
-        cached = _cached_forms[inner] = _CachedForm(fingerprint=mark, autocast=autocast, form=form)
-    return cached.form(batch)
+        forms = Kinds(convention=Convention(), backward=True, loss_fn=None)
+        cached = _cached_forms[inner] = _CachedForms(fingerprint=mark, autocast=autocast, forms=forms)
+    return cached.forms.count(inner, batch)
 
 
 def _profiled(model: nn.Module, batch: Batch) -> FlopCount:

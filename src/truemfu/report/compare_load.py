@@ -17,6 +17,7 @@ from pathlib import Path
 from ..errors import RecordError, UsageError
 from ..records import LOG_FILE, RUN_FILE, CaseResult, RunRecord, Status, read_record
 from ..sweep.paths import RECORD_FILE
+from ..utilization import share_of_peak
 from .folder import run_or_sweep
 from .load import Entry, LoadedSweep, files_of_sweep
 from .run_load import holds_run
@@ -150,14 +151,15 @@ def _experiment(path: Path, entry: Entry) -> Measured | str:
     times = [seconds for seconds in measured.steps.times_s if 0 < seconds < math.inf]
     flops = measured.flops
     peak = None if flops is None else flops.peak_flops_per_s
-    samples, tokens = float(case.batch_size), float(measured.tokens_per_step)
+    samples, tokens = float(case.batch_size * case.gpus), float(measured.tokens_per_step)
+    mfu = [] if flops is None else [share_of_peak(flops.model_flops, seconds, peak) for seconds in times]
     return Measured(
         where=f"{path}, {entry.name}",
         series=StepSeries(
             step_times_s=times,
             tokens_per_s=[tokens / seconds for seconds in times],
             samples_per_s=[samples / seconds for seconds in times],
-            mfu=[] if flops is None or not peak else [flops.model_flops / s / peak for s in times],
+            mfu=[share for share in mfu if share is not None],
             tokens=StepSize(median=tokens, low=tokens, high=tokens),
             samples=StepSize(median=samples, low=samples, high=samples),
             peak_flops_per_s=peak,
@@ -169,7 +171,8 @@ def _experiment(path: Path, entry: Entry) -> Measured | str:
             "model": case.model,
             "dtype": case.dtype,
             "attention convention": case.attention,
-            "batch size": str(case.batch_size),
+            "number of ranks": str(case.gpus),
+            "batch size of each rank": str(case.batch_size),
             "sequence length": str(case.seq_len),
             "optimizer": case.optimizer,
             "torch.compile": "on" if case.compile else "off",

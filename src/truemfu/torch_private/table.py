@@ -59,7 +59,6 @@ DISABLE_DISPATCH = "torch._C:_DisableTorchDispatch"
 FLEX_FORWARD = "torch._higher_order_ops.flex_attention:flex_attention"
 FLEX_BACKWARD = "torch._higher_order_ops.flex_attention:flex_attention_backward"
 FLEX_CHECK = "torch.nn.attention.flex_attention:_validate_device"
-WRAPPER_SUBCLASS = "torch:Tensor._make_wrapper_subclass"
 DEFAULT_GENERATOR = "torch.random:default_generator"
 PYTREE = "torch.utils._pytree:"
 SCHEMAS = "torch._C:_jit_get_schemas_for_operator"
@@ -73,6 +72,9 @@ ANY_AUTOCAST = "torch._C:_is_any_autocast_enabled"
 CURRENT_STREAM = "torch._C:_cuda_getCurrentStream"
 COUNTERS = "torch._dynamo.utils:counters"
 COMPILED_CALL = "torch.nn:Module._compiled_call_impl"
+COMPILED_REGION = "torch._inductor.output_code:CompiledFxGraph"
+TRACING = "torch._guards:TracingContext"
+TENSOR_GUARDS = "torch._C:_dynamo.guards.TensorGuards"
 DEFAULT_STORE = "torch.distributed.distributed_c10d:_get_default_store"
 VERSION = "torch:Tensor._version"
 LOADER_ITERATOR = "torch.utils.data.dataloader:_BaseDataLoaderIter"
@@ -80,6 +82,7 @@ PIPELINE_STAGE = "torch.distributed.pipelining.stage:_PipelineStageBase"
 NCCL_RECORDS = "torch._C:_distributed_c10d._dump_nccl_trace_json"
 SCALED_MM = "torch:_scaled_mm"
 INT_MM = "torch:_int_mm"
+SCRIPT_MODULE = "torch.jit._recursive:create_script_module"
 
 _TREES = ("tree_flatten", "tree_unflatten", "tree_leaves", "tree_map", "tree_map_only")
 
@@ -105,7 +108,6 @@ NAMES: dict[str, Private] = {
         (FLEX_FORWARD, "flex attention cannot be counted: its FLOPs are estimated", (2, 6)),
         (FLEX_BACKWARD, "flex attention cannot be counted: its FLOPs are estimated", (2, 6)),
         (FLEX_CHECK, "flex attention on a CPU cannot be counted", (2, 6)),
-        (WRAPPER_SUBCLASS, "the weights of a snapshot are tensors on the meta device", (2, 6)),
         (DEFAULT_GENERATOR, "a model that seeds torch disturbs other threads while it is counted", (2, 6)),
         *((PYTREE + name, "containers of other libraries are not searched", (2, 6)) for name in _TREES),
         (SCHEMAS, _NOT_PROFILED, (2, 6)),
@@ -119,6 +121,9 @@ NAMES: dict[str, Private] = {
         (CURRENT_STREAM, "the stream is looked up again for each step, which is slower", (2, 6)),
         (COUNTERS, "steps in which torch.compile ran are not marked", (2, 6)),
         (COMPILED_CALL, "a model compiled with Module.compile is not observed: it has no MFU", (2, 6)),
+        (COMPILED_REGION, "steps with compiled code are not observed: their FLOPs are unknown", (2, 6)),
+        (TRACING, "steps in which torch.compile compiles are not observed: their FLOPs are unknown", (2, 6)),
+        (TENSOR_GUARDS, "steps with compiled code are not observed: their FLOPs are unknown", (2, 6)),
         (DEFAULT_STORE, "ranks are not compared and do not share their counts", (2, 6)),
         (VERSION, "numbers on the device are copied at once, which is slower", (2, 6)),
         (LOADER_ITERATOR, "waiting for data is measured only for loaders given to monitor.data", (2, 6)),
@@ -126,6 +131,7 @@ NAMES: dict[str, Private] = {
         (NCCL_RECORDS, "the time of a rank in collectives is unknown", (2, 6)),
         (SCALED_MM, "the fp8 rate of this device cannot be measured", (2, 6)),
         (INT_MM, "the int8 rate of this device cannot be measured", (2, 6)),
+        (SCRIPT_MODULE, "an observed model can be scripted only inside monitor.without_hooks()", (2, 6)),
     )
 }
 
@@ -141,6 +147,8 @@ ATTRIBUTES: dict[str, str] = {
     "_mode_key": "of a dispatch mode: no step is observed while tensors are fake",
     "_forward_cls": "of an autograd node: what a re-entrant checkpoint recomputes counts as backward",
     "_values": "of a sparse tensor: its products are not counted",
+    "inductor_post_grad_graph_str fx_kwargs": "of a compiled region: the FLOPs of its step are unknown",
+    "_lazy_backward_info": "of an autograd node: what other backends of torch.compile recompute is backward",
     "_cdata": "of a storage: counts take longer",
     "fake_tensor_converter meta_converter storage_memo tensor_memo": (
         "of a mode of fake tensors: an interrupt during a garbage collection after a count may be lost"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -89,15 +90,25 @@ is_any_autocast: Callable[[], bool] = _found[table.ANY_AUTOCAST] if _sees else _
 
 @functools.cache
 def detects_backward() -> bool:
-    """Whether a forward pass inside a backward pass, run by a checkpoint, can be recognised."""
+    """Whether a forward pass inside a backward pass, run by a checkpoint, can be recognised.
+
+    Tried out on another thread: a caller inside `vmap` or `grad` of functorch cannot call `backward`, and
+    modes, transforms and grad mode belong to a thread.
+    """
     seen: list[int] = []
-    with disable_modes(), torch.inference_mode(False), torch.enable_grad():
+
+    def probe() -> None:
         leaf = torch.zeros((), device="cpu", dtype=torch.float32, requires_grad=True)
         leaf.register_hook(lambda gradient: seen.append(backward_number()))
-        outside = backward_number()
+        seen.append(backward_number())
         leaf.clone().backward()
-    is_new = outside == -1 or outside != seen[0] or backward_number is _in_node
-    if seen[0] not in (None, -1) and is_new:
+
+    thread = threading.Thread(target=probe, name="truemfu-probe", daemon=True)
+    thread.start()
+    thread.join()
+    outside, inside = seen
+    is_new = outside == -1 or outside != inside or backward_number is _in_node
+    if inside not in (None, -1) and is_new:
         return True
     table.miss(table.GRAPH_TASK)
     return False

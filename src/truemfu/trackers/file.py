@@ -14,7 +14,8 @@ start removes; every row flushed before is complete.
 An existing log is continued. A run that restarts from step n replays steps, so a step can occur in the file
 more than once: its last row is the valid one. Of a damaged log the complete rows are copied to a new file,
 and the damaged file is renamed. Before each write the file's size shows whether another program has truncated
-or overwritten it since the last one; the rest is then repaired like a log that existed at the start.
+or overwritten it since the last one; the rest is then repaired like a log that existed at the start. If the
+training program has closed the descriptor, the log is opened again.
 
 JSON has no NaN. A number that is not finite is written as null, with its value in `non_finite`:
 `"training/loss": null, "non_finite": {"training/loss": "nan"}`.
@@ -60,7 +61,7 @@ class JsonArrayFile:
         self._notice = notice
         encoder = msgspec.json.Encoder()
         self._encode, self._encode_lines = encoder.encode, encoder.encode_lines
-        self._fd: int | None = None
+        self._file: plain_files.Descriptor | None = None
         self._end = self._rows = 0
         self._is_begun = False
         """Whether the position for new rows is known; a full disk may delay that."""
@@ -74,7 +75,7 @@ class JsonArrayFile:
         self._resolved = self.path.resolve()  # resolved now: its folder may be moved later
         if self._resolved in _writing:
             raise OSError(errno.EBUSY, "another monitor of this process is writing this log", str(self.path))
-        self._fd = self._open()
+        self._file = self._open()
         _writing.add(self._resolved)
         try:
             self._begin()
@@ -142,17 +143,21 @@ class JsonArrayFile:
         """Write the remaining rows and close."""
         try:
             self._write_waiting()
-            if self._fd is not None:
+            if self._file is not None:
                 self._repair_if_changed()
         finally:
-            if self._fd is not None:
-                os.close(self._fd)
-                self._fd = None
+            if self._file is not None:
+                self._file.close()
+                self._file = None
                 _writing.discard(self._resolved)
+
+    @property
+    def _fd(self) -> int:
+        assert self._file is not None, "start comes first"
+        return self._file.number
 
     def _write(self, text: bytes) -> None:
         """Write `text` and a new closing bracket over the old one; on an error restore the file."""
-        assert self._fd is not None
         whole = text + _CLOSING
         written = 0
         try:
@@ -165,7 +170,7 @@ class JsonArrayFile:
             raise
         self._end += len(text)
 
-    def _open(self) -> int:
+    def _open(self) -> plain_files.Descriptor:
         fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             os.close(fd)
@@ -180,11 +185,13 @@ class JsonArrayFile:
             raise OSError(errno.EBUSY, "another process is writing this log", str(self.path)) from None
         except OSError:
             pass  # a file system without locks: two writers cannot be detected
-        return fd
+        return plain_files.Descriptor(fd)
 
     def _repair_if_changed(self) -> None:
         """Check whether another program has changed the file, and repair it if so."""
-        assert self._fd is not None, "start comes first"
+        assert self._file is not None, "start comes first"
+        if not self._file.is_ours:
+            self._file = self._open()
         status = os.fstat(self._fd)
         if not status.st_nlink:
             raise OSError(errno.ENOENT, "the log was deleted while it was written", str(self.path))
@@ -207,7 +214,6 @@ class JsonArrayFile:
 
     def _continue(self) -> None:
         """Find the position of the next row; a damaged file is repaired or renamed."""
-        assert self._fd is not None
         found = find_end(self._fd)
         if found is None:
             self._keep_complete_rows()
@@ -221,7 +227,7 @@ class JsonArrayFile:
 
     def _keep_complete_rows(self) -> None:
         """Rename the file, and start a new one with its complete rows."""
-        assert self._fd is not None
+        assert self._file is not None
         repaired = self.path.with_name(f"{self.path.name}.{os.getpid()}.tmp")
         plain_files.remove(repaired)
         end, rows, damaged = len(_OPENING), 0, 0
@@ -241,8 +247,8 @@ class JsonArrayFile:
         except OSError:
             plain_files.remove(repaired)
             raise
-        os.close(self._fd)
-        self._fd = self._open()
+        self._file.close()
+        self._file = self._open()
         self._end, self._rows = end, rows
         if rows:
             self._notice(

@@ -18,6 +18,7 @@ import time
 from typing import Any
 
 from ..errors import UsageError
+from ..plain_files import Descriptor
 
 LOOPBACK = "127.0.0.1"
 MOST_CONNECTIONS = 16
@@ -58,6 +59,7 @@ class MetricsServer(socketserver.TCPServer):
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         self.address_family = found[0][0]
         super().__init__((host, port), MetricsHandler.factory(registry))
+        self._listening = Descriptor(self.fileno())
         threading.Thread(target=self.serve_forever, name="truemfu-prometheus", daemon=True).start()
 
     @property
@@ -73,6 +75,8 @@ class MetricsServer(socketserver.TCPServer):
     def close(self) -> None:
         """Stop serving, and close open connections."""
         self.shutdown()
+        if not self._listening.is_ours:
+            self.socket.detach()  # the program has closed it: the number may be that of a file of its own
         self.server_close()
         self._end_overdue(due_before_s=float("inf"))
 

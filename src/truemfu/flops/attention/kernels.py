@@ -62,6 +62,11 @@ class _Kernel:
     heads_first: bool
     backward: bool
 
+    @property
+    def is_padded(self) -> bool:
+        """Whether torch may pad the head sizes before it calls this kernel from its attention function."""
+        return self.heads_first and not self.backward
+
 
 _SDPA, _SDPA_BACKWARD = _Kernel(True, False), _Kernel(True, True)
 _PLAIN, _PLAIN_BACKWARD = _Kernel(False, False), _Kernel(False, True)

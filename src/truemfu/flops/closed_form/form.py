@@ -10,41 +10,16 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from functools import cached_property
-from typing import Any, Literal
-
-import msgspec
 
 from ...convention import Convention
-from ...errors import UsageError
 from ..flop_count import FlopCount
 from ..splits import LazySplit, with_ancestors
 from .matcher import Fit
-from .terms import Sizes, Term, TermData, term_of
+from .terms import Sizes, Term, TermData
 
 CLOSED_FORM = "closed form"
 
 Part = tuple[str, str, str, str]  # phase, module, operator, dtype
-_SumData = list[tuple[int | str, int]]  # a constant ("3/2" for a fraction) and the index of its term
-
-
-class PartData(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A part, as exported to another process; `executed` is None if it equals `needed`."""
-
-    phase: Literal["forward", "backward", "recompute"]
-    module: str
-    operator: str
-    dtype: str
-    needed: _SumData
-    executed: _SumData | None = None
-
-
-class FormData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A closed form, as exported to another process."""
-
-    terms: list[Any]
-    parts: list[PartData]
-    uncounted: dict[str, int]
-    notes: list[str]
 
 
 class Form:
@@ -108,6 +83,11 @@ class Form:
         """The same form with one more note."""
         return Form(self._fits, uncounted=self._uncounted, notes=(*self._notes, note))
 
+    def is_same(self, other: Form) -> bool:
+        """Whether another form has the same sums, uncounted operators and notes."""
+        ours, theirs = ((f._fits, f._uncounted, f._notes) for f in (self, other))
+        return ours == theirs
+
     def by_dtype(self, values: list[int]) -> dict[str, int]:
         """The model's FLOPs by dtype, from sums prepared in advance: every step's peak needs them."""
         return {name: int(sum([c * values[i] for i, c in sums])) for name, sums in self._dtypes.items()}
@@ -124,54 +104,6 @@ class Form:
             phase: " + ".join(f"{c}·{self._terms[i].name}" for i, c in sums) or "0"
             for phase, sums in self._totals.items()
         }
-
-    def export(self) -> dict[str, Any]:
-        """Plain data from which `from_export` makes an equal form."""
-        parts = [
-            PartData(
-                *part,  # type: ignore[arg-type]  # a part's phase is one of the three
-                self._sum_data(needed),
-                None if executed == needed else self._sum_data(executed),
-            )
-            for part, (needed, executed) in self._fits.items()
-        ]
-        data = FormData(
-            terms=[term.data for term in self._terms],
-            parts=parts,
-            uncounted=dict(self._uncounted),
-            notes=list(self._notes),
-        )
-        return msgspec.to_builtins(data)  # type: ignore[no-any-return]
-
-    def _sum_data(self, fit: Fit) -> _SumData:
-        return [
-            (c.numerator if c.denominator == 1 else f"{c.numerator}/{c.denominator}", self._index[t.data])
-            for c, t in fit
-        ]
-
-    @classmethod
-    def from_export(cls, data: FormData, example: Sizes) -> Form:
-        """The form that was exported; `example` holds all sizes that its terms may use."""
-        terms = [term_of(described) for described in data.terms]
-        for term in terms:
-            try:
-                term.of(example)
-            except KeyError as missing:
-                raise UsageError(f"the term {term.name} needs {missing}, which the batch lacks") from None
-
-        def fit(sums: _SumData) -> Fit:
-            if not all(0 <= i < len(terms) for _, i in sums):
-                raise UsageError(f"a sum refers to a term that does not exist: there are {len(terms)}")
-            return tuple((_constant(c), terms[i]) for c, i in sums)
-
-        fits: dict[Part, tuple[Fit, Fit]] = {
-            (p.phase, p.module, p.operator, p.dtype): (
-                fit(p.needed),
-                fit(p.needed if p.executed is None else p.executed),
-            )
-            for p in data.parts
-        }
-        return cls(fits, uncounted=data.uncounted, notes=tuple(data.notes))
 
 
 class _Splits:
@@ -201,10 +133,3 @@ class _Splits:
 
 def _whole(constant: Fraction) -> int | Fraction:
     return constant.numerator if constant.denominator == 1 else constant
-
-
-def _constant(written: int | str) -> Fraction:
-    try:
-        return Fraction(written)
-    except (ValueError, ZeroDivisionError):
-        raise UsageError(f"{written!r} is not a constant of a closed form") from None

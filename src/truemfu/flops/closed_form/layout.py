@@ -11,24 +11,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-import msgspec
 import torch
 
 from ...errors import BatchError
 from ..batch import CUMULATIVE, GRIDS, digest_of, documents_in, grids_of, is_readable
 from .dimension_names import DimensionNames, Key
 
-READ_BY_VALUE = frozenset({*CUMULATIVE, *GRIDS, "position_ids"})
+_READ_BY_VALUE = frozenset({*CUMULATIVE, *GRIDS, "position_ids"})
 """Arguments whose values determine the work of a batch."""
 
-_PLAIN = (bool, int, float, str, type(None))
 Range = tuple[int | float, int | float]
 _NONE: Mapping[Key, Range] = {}
 
 
-class TensorLayout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+@dataclass(frozen=True)
+class TensorLayout:
     """One tensor of a batch: each dimension is a name, if it varies, or a number.
 
     Names that begin with "_" are not independent sizes: they follow from documents or grids.
@@ -42,18 +42,6 @@ class TensorLayout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     def named(self) -> list[tuple[int, str]]:
         """The dimensions that are sizes of the batch."""
         return [(i, d) for i, d in enumerate(self.dims) if isinstance(d, str) and d[:1] != "_"]
-
-
-class LayoutData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A layout, as exported to another process."""
-
-    is_mapping: bool
-    is_packed: bool
-    tensors: list[TensorLayout]
-    constants: list[tuple[Key, Any]]
-    free: list[tuple[Key, int | float, int | float]]
-    by_values: bool
-    inside: Key | None
 
 
 class Layout:
@@ -86,7 +74,7 @@ class Layout:
         self.names = sorted({name for tensor in tensors.values() for _, name in tensor.named()})
         """The sizes that vary, in a fixed order."""
         self._keys = frozenset((*tensors, *constants))
-        self._values_read = READ_BY_VALUE & self._keys if is_mapping else frozenset()
+        self._values_read = _READ_BY_VALUE & self._keys if is_mapping else frozenset()
         self._compared = [
             (key, value) for key, value in constants.items() if key not in free and not self.is_longest(key)
         ]
@@ -134,7 +122,7 @@ class Layout:
 
     def _with_own_names(self) -> dict[Key, TensorLayout]:
         return {
-            key: msgspec.structs.replace(
+            key: replace(
                 t, dims=tuple(d if str(d)[:1] == "_" else f"{key}.{i}" for i, d in enumerate(t.dims))
             )
             for key, t in self.tensors.items()
@@ -144,7 +132,7 @@ class Layout:
         """The same layout with this size fixed: the model accepts no other."""
         return self._with(
             tensors={
-                key: msgspec.structs.replace(t, dims=tuple(size if d == name else d for d in t.dims))
+                key: replace(t, dims=tuple(size if d == name else d for d in t.dims))
                 for key, t in self.tensors.items()
             }
         )
@@ -269,37 +257,6 @@ class Layout:
         if self.grids:
             found["grids"] = [grid for key in self.grids for grid in grids_of(batch, key)]
 
-    @property
-    def is_exportable(self) -> bool:
-        """Whether all arguments other than tensors are plain data, so that the layout can be exported."""
-        return all(_is_plain(value) for value in self.constants.values())
-
-    def export(self) -> dict[str, Any]:
-        """Plain data from which `from_export` makes an equal layout."""
-        data = LayoutData(
-            is_mapping=self.is_mapping,
-            is_packed=self.is_packed,
-            tensors=list(self.tensors.values()),
-            constants=list(self.constants.items()),
-            free=[(key, low, high) for key, (low, high) in sorted(self.free.items(), key=str)],
-            by_values=self.by_values,
-            inside=self.inside,
-        )
-        return msgspec.to_builtins(data)  # type: ignore[no-any-return]
-
-    @classmethod
-    def from_export(cls, data: LayoutData) -> Layout:
-        """The layout that was exported."""
-        return cls(
-            is_mapping=data.is_mapping,
-            is_packed=data.is_packed,
-            tensors={tensor.key: tensor for tensor in data.tensors},
-            constants=dict(data.constants),
-            free={key: (low, high) for key, low, high in data.free},
-            by_values=data.by_values,
-            inside=data.inside,
-        )
-
 
 def arguments_of(batch: Any) -> dict[Key, Any]:
     """A batch as a mapping, positional arguments by index; for a dict passed as one argument, its items."""
@@ -341,12 +298,3 @@ def _same(value: Any, constant: Any) -> bool:
     if isinstance(value, dict):
         return value.keys() == constant.keys() and all(_same(value[k], constant[k]) for k in value)
     return (value == constant) is True
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether a value survives a round trip through JSON."""
-    if type(value) is list:
-        return all(map(_is_plain, value))
-    if type(value) is dict:
-        return all(type(key) is str and _is_plain(item) for key, item in value.items())
-    return type(value) in _PLAIN and value == value

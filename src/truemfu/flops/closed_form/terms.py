@@ -3,16 +3,15 @@
 A dense layer is a constant times samples × length, attention a constant times samples × length², a
 convolution a constant times samples × height × width after its strides. Each such function is a `Term`.
 
-A term is described by plain data, from which its function is built, here or in another process:
+A term's data tell it from others; names may be equal, as those of poolings that round up or down are:
 
-    ["size", "length"]                                  one of the batch's sizes
-    ["chunks", "length", 64]                            how many chunks of 64 a size fills
-    ["pairs", "length", behind, ahead]                  pairs of a sequence under a band
-    ["document pairs", behind, ahead], ["documents"]    of packed documents
-    ["patches"], ["frame pairs"], ["video pairs"],
-    ["grids"], ["grid frames"], ["window pairs", 8]     of image grids
-    ["conv", kernel, stride, padding, dilation, transposed, output padding, ceil mode, source]
-    ["product", term, term, …], ["one"]
+    ("size", "length")                                  one of the batch's sizes
+    ("chunks", "length", 64)                            how many chunks of 64 a size fills
+    ("pairs", "length", behind, ahead)                  pairs of a sequence under a band
+    ("document pairs", behind, ahead), ("documents",)   of packed documents
+    ("patches",), ("window pairs", 8) …                 of image grids
+    ("conv", kernel, stride, …, source)                 a size after a convolution or pooling
+    ("product", term, term, …), ("one",)
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from dataclasses import astuple, dataclass, field
 from functools import reduce
 from typing import Any
 
-from ...errors import UsageError
 from ..attention.pairs import Band
 from ..operators.conv_sizes import SizeStep
 
@@ -30,7 +28,7 @@ Sizes = Mapping[str, Any]
 """The sizes of a batch by name, and the lists "documents" and "grids" if it has them."""
 
 TermData = tuple[Any, ...]
-"""A term as data: its type and its arguments; lists in JSON."""
+"""What a term is: its type and its arguments."""
 
 
 @dataclass(frozen=True)
@@ -95,16 +93,13 @@ def documents() -> Term:
     return Term(("documents",), "documents", lambda s: sum(len(row) for row in s["documents"]))
 
 
-_OF_GRIDS = {
-    term.data[0]: term
-    for term in (
-        Term(("patches",), "Σ t·h·w", lambda s: sum(t * h * w for t, h, w in s["grids"])),
-        Term(("frame pairs",), "Σ t·(h·w)²", lambda s: sum(t * (h * w) ** 2 for t, h, w in s["grids"])),
-        Term(("video pairs",), "Σ (t·h·w)²", lambda s: sum((t * h * w) ** 2 for t, h, w in s["grids"])),
-        Term(("grids",), "grids", lambda s: len(s["grids"])),
-        Term(("grid frames",), "Σ t", lambda s: sum(t for t, _, _ in s["grids"])),
-    )
-}
+_OF_GRIDS = (
+    Term(("patches",), "Σ t·h·w", lambda s: sum(t * h * w for t, h, w in s["grids"])),
+    Term(("frame pairs",), "Σ t·(h·w)²", lambda s: sum(t * (h * w) ** 2 for t, h, w in s["grids"])),
+    Term(("video pairs",), "Σ (t·h·w)²", lambda s: sum((t * h * w) ** 2 for t, h, w in s["grids"])),
+    Term(("grids",), "grids", lambda s: len(s["grids"])),
+    Term(("grid frames",), "Σ t", lambda s: sum(t for t, _, _ in s["grids"])),
+)
 
 
 def _squares_of_parts(n: int, window: int) -> int:
@@ -125,7 +120,7 @@ def window_pairs(window: int) -> Term:
 
 def grid_terms(windows: Iterable[int]) -> list[Term]:
     """Functions of image grids: patches, frames' pairs, videos' pairs, windows' pairs."""
-    return [*_OF_GRIDS.values(), *map(window_pairs, sorted(set(windows)))]
+    return [*_OF_GRIDS, *map(window_pairs, sorted(set(windows)))]
 
 
 def after_step(step: SizeStep, source: Term) -> Term:
@@ -136,58 +131,6 @@ def after_step(step: SizeStep, source: Term) -> Term:
         f"conv(k{step.kernel} s{step.stride} p{step.padding})({source.name})",
         lambda s: step(of(s)),
     )
-
-
-def term_of(data: Any) -> Term:
-    """The term that plain data describes, as exported or as read back from JSON."""
-    try:
-        term_type, *arguments = data if isinstance(data, (list, tuple)) else ()
-        return _MAKERS[term_type](*arguments)
-    except (TypeError, ValueError, KeyError):
-        raise UsageError(f"{data!r:.120} is not a term of a closed form") from None
-
-
-def _name(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError
-    return value
-
-
-def _whole(value: Any, least: int = 0) -> int:
-    if type(value) is not int or value < least:
-        raise TypeError
-    return value
-
-
-def _band(behind: Any, ahead: Any) -> Band:
-    return Band(*(None if n is None else _whole(n, least=-(1 << 62)) for n in (behind, ahead)))
-
-
-def _step(kernel: Any, stride: Any, padding: Any, dilation: Any, *rest: Any) -> SizeStep:
-    transposed, output_padding, ceil_mode = rest
-    return SizeStep(
-        _whole(kernel, 1),
-        _whole(stride, 1),
-        _whole(padding),
-        _whole(dilation, 1),
-        bool(transposed),
-        _whole(output_padding),
-        bool(ceil_mode),
-    )
-
-
-_MAKERS: Mapping[str, Callable[..., Term]] = {
-    "one": lambda: ONE,
-    "size": lambda name: size(_name(name)),
-    "chunks": lambda name, chunk: chunks(_name(name), _whole(chunk, 1)),
-    "pairs": lambda name, behind, ahead: band_pairs(_name(name), _band(behind, ahead)),
-    "document pairs": lambda behind, ahead: document_pairs(_band(behind, ahead)),
-    "documents": documents,
-    "window pairs": lambda window: window_pairs(_whole(window, 1)),
-    "conv": lambda *step_and_source: after_step(_step(*step_and_source[:-1]), term_of(step_and_source[-1])),
-    "product": lambda *factors: reduce(Term.times, map(term_of, factors)),
-    **{term_type: lambda term=term: term for term_type, term in _OF_GRIDS.items()},
-}
 
 
 def size_chains(

@@ -54,7 +54,7 @@ class CountingMode(Tally, TorchDispatchMode):
         following: Following | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
-        TorchDispatchMode.__init__(self)  # type: ignore[no-untyped-call]
+        TorchDispatchMode.__init__(self)
         Tally.__init__(self, convention, documents=documents)
         self.is_on_shadow = False
         """Whether a shadow is counted, so that no collective may start."""

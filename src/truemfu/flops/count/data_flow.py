@@ -91,8 +91,13 @@ def is_custom(node: Any) -> bool:
 
 def in_function() -> bool:
     """Whether a Function's forward or backward is among the callers."""
-    forwards = {getattr(cls.forward, "__code__", None) for cls in _subclasses(torch.autograd.Function)}
+    forwards = forward_codes()
     return any(frame.f_code in _BACKWARD or frame.f_code in forwards for frame in _calling_frames())
+
+
+def forward_codes() -> frozenset[Any]:
+    """The code of each Function's forward."""
+    return frozenset(getattr(cls.forward, "__code__", None) for cls in _subclasses(torch.autograd.Function))
 
 
 def _subclasses(cls: Any) -> Iterator[Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ...torch_private.dispatch import FakeTensor
@@ -20,17 +20,25 @@ from .tally import Tally
 @contextlib.contextmanager
 def watched_launches(tally: Tally) -> Iterator[None]:
     """Report to the tally each Triton kernel that this thread launches inside the context."""
+    here = threading.get_ident()
+    stop = watch_launches(tally, lambda: threading.get_ident() == here)
+    try:
+        yield
+    finally:
+        stop()
+
+
+def watch_launches(tally: Tally, is_watched: Callable[[], bool]) -> Callable[[], None]:
+    """Report to the tally each Triton kernel launched while `is_watched`; returns what ends that."""
     jit = sys.modules.get("triton.runtime.jit")
     interface: Any = getattr(jit, "KernelInterface", None)
     original = getattr(interface, "__getitem__", None)
     if original is None:
-        yield
-        return
-    here = threading.get_ident()
+        return lambda: None
 
     def choose_grid(kernel: Any, grid: Any) -> Any:
         launch = original(kernel, grid)
-        if threading.get_ident() != here:
+        if not is_watched():
             return launch
 
         def watched(*args: Any, **kwargs: Any) -> Any:
@@ -42,11 +50,12 @@ def watched_launches(tally: Tally) -> Iterator[None]:
 
         return watched
 
+    def stop() -> None:
+        if interface.__getitem__ is choose_grid:
+            interface.__getitem__ = original
+
     interface.__getitem__ = choose_grid
-    try:
-        yield
-    finally:
-        interface.__getitem__ = original
+    return stop
 
 
 def _name(kernel: Any) -> str:

@@ -10,13 +10,12 @@ from __future__ import annotations
 import enum
 import inspect
 import sys
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
-import torch
 from torch.autograd.function import BackwardCFunction
 
-_APPLY = getattr(torch.autograd.Function.apply, "__code__", None)
+from ..count.data_flow import forward_codes
 
 
 class Call(enum.Enum):
@@ -28,22 +27,32 @@ class Call(enum.Enum):
     UNKNOWN = "unknown"
 
 
-def function_call() -> Call:
-    """How the Functions whose forward runs now were called: with gradients if one of them was."""
-    inner: FrameType | None = None
-    frame: FrameType | None = sys._getframe(1)
-    found = Call.NONE
-    while frame is not None:
-        if frame.f_code is _APPLY and inner is not None:
-            context = _context(inner)
-            if context is None:
-                found = Call.UNKNOWN
-            elif context.next_functions:
-                return Call.WITH_GRADIENTS
-            elif found is Call.NONE:
-                found = Call.WITHOUT_GRADIENTS
-        inner, frame = frame, frame.f_back
-    return found
+class FunctionCalls:
+    """Finds the Functions among the callers by the code of their forward."""
+
+    def __init__(self) -> None:
+        self._is_forward: dict[CodeType, bool] = {}
+
+    def current(self) -> Call:
+        """How the Functions whose forward runs now were called: with gradients if one of them was."""
+        found = Call.NONE
+        frame: FrameType | None = sys._getframe(1)
+        forwards: frozenset[Any] | None = None
+        while frame is not None:
+            code = frame.f_code
+            if code not in self._is_forward:
+                forwards = forwards or forward_codes()
+                self._is_forward[code] = code in forwards
+            if self._is_forward[code]:
+                context = _context(frame)
+                if context is None:
+                    found = Call.UNKNOWN
+                elif context.next_functions:
+                    return Call.WITH_GRADIENTS
+                elif found is Call.NONE:
+                    found = Call.WITHOUT_GRADIENTS
+            frame = frame.f_back
+        return found
 
 
 def _context(forward: FrameType) -> Any:

@@ -46,7 +46,9 @@ class Observation:
     def before_first_batch(self) -> int:
         """Model FLOPs seen before the first micro-batch began; 0 if none began."""
         self._tally.resolve()
-        entries = self._tally.entries[: self._first_batch_at or 0]
+        first = self._first_batch_at or 0
+        entries = self._tally.entries[:first]
+        entries += [entry for run in self._tally.runs if run.position < first for entry in run.entries]
         return sum(entry.needed for entry in entries if entry.phase in ("forward", "backward"))
 
     def work(self) -> StepWork:

@@ -9,14 +9,22 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from threading import get_ident
 from typing import Any
 
 import torch
 
 from ...convention import Convention
-from ...torch_private.dispatch import FakeTensor, current_graph_task_id, next_sequence_nr
+from ...errors import one_line
+from ...torch_private.compiler import is_compiled_node
+from ...torch_private.dispatch import (
+    FakeTensor,
+    current_autograd_node,
+    current_graph_task_id,
+    next_sequence_nr,
+)
 from ..attention import kernels as attention_kernels
 from ..attention.masks import MASK_NOT_READ
 from ..count.data_flow import APART, UNDECIDED, is_custom
@@ -24,24 +32,40 @@ from ..count.tally import Entry, Tally, operator_name
 from ..operators.matrix_work import does_matrix_work, is_torch_own
 from ..registry import OPERATOR_FORMULAS
 from ..shadow.values import Value
-from .calls import Call, function_call
+from .calls import Call, FunctionCalls
+from .compiled import RegionRun
 from .copies import Copies, Uncopied
+from .graphs import Replay
+from .padding import PaddedHeads
+from .region_graph import RegionError
 
 _LOCK_LIMIT_S = 1.0
+_PAD = "aten::constant_pad_nd"
+_PADDED_KERNELS = frozenset(n for n, kernel in attention_kernels.KERNELS.items() if kernel.is_padded)
 
 UNSEEN = "part of its forward pass ran on another thread or before the observation began"
+
+
+OTHER_BACKEND = "torch.compile ran its backward pass with a backend other than inductor"
 
 
 class ObservedTally(Tally):
     """Adds up the FLOPs of a step while it runs; `problem` is the reason why they are unknown, or None."""
 
-    def __init__(self, convention: Convention) -> None:
+    def __init__(self, convention: Convention, *, is_capture: bool = False) -> None:
         super().__init__(convention)
+        self._is_capture = is_capture
+        self._is_region = False
         self.problem: str | None = None
         self.copies = Copies()
         self.training_passes = 0
         self.unseen_forward = False
+        self.runs: list[RegionRun | Replay] = []
+        """Calls of compiled code, and replays: what they multiply follows `entries` once it is resolved."""
+        self._uncounted_runs: list[RegionRun | Replay] = []
         self._is_work: dict[int, bool] = {}
+        self._padded = PaddedHeads()
+        self._functions = FunctionCalls()
         self._pending: list[Callable[[], None]] = []
         self._lock = threading.RLock()
         self._nodes: dict[int, dict[int, Any]] = {}
@@ -80,6 +104,22 @@ class ObservedTally(Tally):
         finally:
             self._lock.release()
 
+    def saw_region(self, region: Any, inputs: Any) -> None:
+        """Record that a region of compiled code is about to run; it is counted after the step."""
+        node = current_autograd_node()
+        self._is_region = True
+        run = RegionRun(region, inputs, self._phase(node), position=len(self.entries))
+        self._is_region = False
+        if run.is_backward and node is not None and not self._is_seen(node):
+            self.unseen_forward = True
+            self.fail(UNSEEN)
+        self.add_later(run)
+
+    def add_later(self, run: RegionRun | Replay) -> None:
+        """Record work that is counted when the step is resolved."""
+        self._uncounted_runs.append(run)
+        self.runs.append(run)
+
     def mark_start(self) -> dict[int, Any]:
         """Record that nodes which this thread makes from now on are seen."""
         nodes: dict[int, Any] = {next_sequence_nr() - 1: None}
@@ -87,12 +127,13 @@ class ObservedTally(Tally):
         return nodes
 
     def _is_seen(self, node: Any) -> bool:
-        """Whether the forward of a node ran while this step was observed.
+        """Whether the forward of a node ran while this step was observed; a graph may be a backward pass.
 
         Numbers of nodes are those of the thread that made them, so a number may be that of another node: one
         of another kind if the node is a product's. A Function's node may be made with no operator after it.
         """
-        if node.name().endswith("AccumulateGrad"):  # a hook of a parameter, which has no forward
+        # A hook of a parameter has no forward.
+        if self._is_capture or node.name().endswith("AccumulateGrad"):
             return True
         number = node._sequence_nr()
         threads = list(self._nodes.values())
@@ -103,18 +144,32 @@ class ObservedTally(Tally):
 
     def _phase(self, node: Any) -> str:
         if current_graph_task_id() != -1:
+            if is_compiled_node(node) and not self._is_region:
+                self.fail(OTHER_BACKEND)
             return super()._phase(node)
         if torch.is_grad_enabled() or self.training_passes:
             return "forward"
-        call = function_call()
+        call = self._functions.current()
         return "forward" if call is Call.WITH_GRADIENTS else UNDECIDED if call is Call.UNKNOWN else APART
 
     def _count(self, name: str, func: Any, args: Any, kwargs: Any, out: Any) -> Entry | None:
+        if name == _PAD:
+            self._padded.record(args, out)
+        dims = self._padded.head_dims(args) if name in _PADDED_KERNELS else None
+        with self.sdpa_head_dims(*dims) if dims is not None else nullcontext():
+            try:
+                return super()._count(name, func, args, kwargs, out)
+            except Uncopied as reason:
+                self.fail(str(reason))
+                return None
+
+    def record_launch(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Record a Triton kernel that is about to be launched; an error here must not stop it."""
         try:
-            return super()._count(name, func, args, kwargs, out)
-        except Uncopied as reason:
-            self.fail(str(reason))
-            return None
+            with self._lock:
+                super().record_launch(name, args, kwargs)
+        except Exception as error:
+            self.fail(f"counting {name} failed: {one_line(error)}")
 
     def _set_flops(self, entry: Entry, work: Any, times: int, node: Any) -> None:
         super()._set_flops(entry, work, times, node)
@@ -130,7 +185,19 @@ class ObservedTally(Tally):
         self._flow.finish()
         pending, self._pending = self._pending, []
         for resolve in pending:
-            resolve()
+            try:
+                resolve()
+            except Exception as error:
+                self.fail(f"counting its attention failed: {one_line(error)}")
+        runs, self._uncounted_runs = self._uncounted_runs, []
+        for run in runs:
+            try:
+                run.count(self.convention)
+            except RegionError as reason:
+                self.fail(str(reason))
+                break
+            self.entries.extend(run.entries)
+            self.uncounted.update(run.uncounted)
         if MASK_NOT_READ in self.pairs.notes:
             self.fail("an attention mask could not be read")
 
@@ -169,6 +236,7 @@ def _may_be_work(name: str) -> bool:
         or name in OPERATOR_FORMULAS
         or does_matrix_work(name)
         or not is_torch_own(name)
+        or name == _PAD
     )
 
 

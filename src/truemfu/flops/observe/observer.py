@@ -9,16 +9,28 @@ Threads of autograd inherit the mode; other threads are not seen.
 
 from __future__ import annotations
 
+import functools
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ...convention import Convention
 from ...errors import one_line
+from ...torch_private.compiler import dynamo_disable, is_compiling
 from ...torch_private.dispatch import TorchDispatchMode, check_counts, disable_torch_function
-from ...torch_private.mode_stack import check_observes, modes_below, put_at_the_bottom, take_out
+from ...torch_private.mode_stack import (
+    check_observes,
+    modes_below,
+    modes_of_this_thread,
+    put_at_the_bottom,
+    take_out,
+)
 from ..count.counting_mode import count_flex_attention
+from ..count.kernel_launches import watch_launches
+from .compiled import CompiledRegions, reason_not_to_observe
+from .graphs import Captures, Replay
 from .observation import Observation
 from .observed_tally import ObservedTally
 
@@ -28,31 +40,45 @@ _OWN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter, torch.nn.Buffer))
 class StepObserver:
     """Watches what one training step runs. Made on the training thread, entered there."""
 
-    def __init__(self, convention: Convention) -> None:
+    def __init__(self, convention: Convention, *, captures: Captures | None = None) -> None:
         check_counts()
         check_observes()
+        self._captures = captures or cuda_captures(convention)
         self._tally = ObservedTally(convention)
-        self._mode = _ObserverMode(self._tally)
+        self._regions = CompiledRegions(self._is_watching, self._tally.saw_region)
+        self._mode = _mode(self._tally, self._regions)
         self._thread = threading.get_ident()
         self._passes: list[bool] = []
         self._began_in_forward = False
         self._first_batch_at: int | None = None
+        self._stop_launches: Callable[[], None] = lambda: None
 
     def enter(self) -> None:
         """Begin to watch this thread, and autograd's threads as it uses them."""
         self._thread = threading.get_ident()
         take_out(_is_finished)
+        if (reason := reason_not_to_observe()) is not None:
+            self._tally.fail(reason)
+            return
         self._tally.mark_start()
+        self._regions.enter()
+        self._captures.begin_step(self)
         put_at_the_bottom(self._mode)
+        self._stop_launches = watch_launches(self._tally, self._is_watching)
 
     def leave(self) -> Observation:
         """Stop watching; what was seen. Never raises."""
         self._mode.is_finished = True
+        self._regions.leave()
+        self._captures.end_step(self)
+        self._stop_launches()
         if threading.get_ident() == self._thread:
             try:
                 take_out(_is_finished)
             except Exception as error:
                 self._tally.fail(f"the observation did not end in order ({one_line(error)})")
+        else:
+            self._tally.fail("its forward pass began on another thread than the one that ended the step")
         return Observation(self._tally, self._first_batch_at, began_in_forward=self._began_in_forward)
 
     def suspend(self) -> None:
@@ -62,6 +88,20 @@ class StepObserver:
     def resume(self) -> None:
         """Watch again after a pause."""
         self._mode.is_suspended = False
+
+    def _is_watching(self) -> bool:
+        """Whether what runs now on this thread is seen: it may be one of autograd's."""
+        mode = self._mode
+        return not mode.is_finished and mode.is_of_the_step() and mode in modes_of_this_thread()
+
+    def captures(self, *, is_capturing: bool) -> None:
+        """Record that a CUDA graph is being captured: meanwhile nothing is executed."""
+        self._mode.is_capturing = is_capturing
+
+    def replayed(self, capture: ObservedTally | None) -> None:
+        """Record that a CUDA graph is replayed; `capture` is the tally of its capture, if there is one."""
+        if self._is_watching():
+            self._tally.add_later(Replay(capture, position=len(self._tally.entries)))
 
     def pass_begins(self, *, is_training: bool, name: str | None = None) -> None:
         """Record that a watched model's forward begins; work is split by this name, if it has one."""
@@ -86,6 +126,34 @@ class StepObserver:
             self._first_batch_at = len(self._tally.entries)
 
 
+def observe_capture(convention: Convention) -> Callable[[], ObservedTally]:
+    """Begin to observe the capture of a CUDA graph on this thread; returns what ends it."""
+    tally = ObservedTally(convention, is_capture=True)
+    regions = CompiledRegions(lambda: mode in modes_of_this_thread(), tally.saw_region)
+    mode = _mode(tally, regions)
+    thread = threading.get_ident()
+    if (reason := reason_not_to_observe()) is not None:
+        tally.fail(reason)
+    else:
+        regions.enter()
+        put_at_the_bottom(mode)
+
+    def end() -> ObservedTally:
+        mode.is_finished = True
+        regions.leave()
+        if threading.get_ident() == thread:
+            take_out(_is_finished)
+        return tally
+
+    return end
+
+
+@functools.cache
+def cuda_captures(convention: Convention) -> Captures:
+    """The captures of CUDA graphs in this process: to be held by a monitor for its lifetime."""
+    return Captures(torch.cuda.CUDAGraph, lambda: observe_capture(convention))
+
+
 class _ObserverMode(TorchDispatchMode):
     """Runs each operator unchanged, then reports it to the tally."""
 
@@ -100,9 +168,10 @@ class _ObserverMode(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         return True
 
-    def __init__(self, tally: ObservedTally) -> None:
+    def __init__(self, tally: ObservedTally, regions: CompiledRegions) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.is_finished = self.is_suspended = False
+        self._regions = regions
+        self.is_finished = self.is_suspended = self.is_capturing = False
         self._tally = tally
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -113,15 +182,44 @@ class _ObserverMode(TorchDispatchMode):
             return NotImplemented  # a tensor subclass: its own dispatch unfolds it
         with disable_torch_function():
             out = func(*args, **kwargs)
-            if not self.is_suspended:
+            if self.is_of_the_step():
                 try:
                     self._tally.saw(func, args, kwargs, out)
                 except Exception as error:
                     self._tally.fail(f"counting {func} failed: {one_line(error)}")
         return out
 
+    def is_of_the_step(self) -> bool:
+        """Whether what runs now is executed for the step and seen by operators alone."""
+        return not (
+            self.is_suspended
+            or self.is_capturing
+            or self._tally.problem is not None
+            or self._regions.is_inside()
+            or is_compiling()
+        )
+
 
 count_flex_attention(_ObserverMode)
+
+
+def _mode(tally: ObservedTally, regions: CompiledRegions) -> _ObserverMode:
+    """A mode; once the compiler is loaded, one whose own code it does not compile.
+
+    Dynamo compiles whatever Python code runs inside a compiled function after a graph break, such as the
+    backward pass of a compiled step, and ours with it.
+    """
+    disable = dynamo_disable()
+    return _ObserverMode(tally, regions) if disable is None else _uncompiled(disable)(tally, regions)
+
+
+@functools.cache
+def _uncompiled(disable: Callable[[Any], Any]) -> type[_ObserverMode]:
+    class UncompiledMode(_ObserverMode):
+        __torch_dispatch__ = disable(_ObserverMode.__torch_dispatch__)
+
+    count_flex_attention(UncompiledMode)
+    return UncompiledMode
 
 
 def _is_finished(mode: Any) -> bool:

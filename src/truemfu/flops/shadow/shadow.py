@@ -4,7 +4,8 @@ Counting runs the shadow, never the model: no parameter, gradient, buffer, hook,
 the model is changed, even if the count fails half-way. Each module becomes a shell of the same class with its
 own dictionaries; parameters and buffers become fake tensors; containers, closures, bound methods and plain
 objects are copied with references to the shadow's modules and tensors, so that writes to them do not reach
-the model; objects of a framework or a C library are shared.
+the model; objects of a framework or a C library are shared, and so is an object whose class has `__del__`:
+a copy would run it a second time, and delete a folder or close a descriptor that the original still uses.
 
 Wrappers are removed: DDP and DataParallel, `torch.compile`, FSDP2 (a sharded parameter has its full size
 here). So no collective starts, and no compiled code is invalidated.
@@ -46,8 +47,7 @@ _FRAMEWORKS = {
 }  # fmt: skip
 _OF_TORCH = frozenset(vars(nn.Module()))
 """Attributes that every module has."""
-CACHE = type(functools.lru_cache(lambda: None))
-"""The type of a function decorated with `functools.lru_cache`."""
+_CACHE = type(functools.lru_cache(lambda: None))  # the type of a decorated function
 _HEAP_TYPE = 1 << 9  # set for classes defined by a class statement
 _MAX_CONTAINER = 100_000
 _ITERATORS = frozenset({"builtins", "itertools"})
@@ -78,6 +78,8 @@ class Shadow:
             return thing
         if type(thing) in weakref.ProxyTypes:
             return weakref.proxy(self.tree(thing.__repr__.__self__))
+        if _has_finalizer(type(thing)) and not isinstance(thing, (torch.Tensor, nn.Module)):
+            return thing
         for types_handled, make in _MAKERS:
             if isinstance(thing, types_handled):
                 return self._once(thing, functools.partial(make, self))
@@ -85,7 +87,7 @@ class Shadow:
             return self._once(thing, self._iterator)
         if module_of(type(thing)).startswith("numpy"):
             return self._once(thing, copy.deepcopy) if getattr(thing, "size", 0) <= _MAX_CONTAINER else thing
-        return self._once(thing, self._object) if is_plain_object(type(thing)) else thing
+        return self._once(thing, self._object) if _is_plain_object(type(thing)) else thing
 
     def _once(self, thing: Any, make: Callable[[Any], Any]) -> Any:
         if id(thing) not in self._memo:
@@ -115,7 +117,7 @@ class Shadow:
             )
         cls, fsdp_dtype = unwrap_fsdp(module)
         inherited, self._param_dtype = self._param_dtype, fsdp_dtype or self._param_dtype
-        shell: nn.Module = object.__new__(cls)
+        shell: nn.Module = object.__new__(_without_finalizer(cls))
         _copy_slots(module, shell, self.tree)
         self._alive.append(module)
         self._memo[id(module)] = shell
@@ -333,7 +335,7 @@ def _copy_slots(thing: Any, shell: Any, tree: Callable[[Any], Any]) -> None:
                 object.__setattr__(shell, name, tree(getattr(thing, name)))
 
 
-def is_plain_object(cls: type) -> bool:
+def _is_plain_object(cls: type) -> bool:
     """Whether objects of a class are the user's own: written in Python, not of a framework, not an enum."""
     if module_of(cls).split(".")[0] in sys.stdlib_module_names - {"__main__"}:
         return False
@@ -344,6 +346,22 @@ def is_plain_object(cls: type) -> bool:
         and not issubclass(base, (enum.Enum, BaseException, type))
         for base in bases
     )
+
+
+def _has_finalizer(cls: type) -> bool:
+    """Whether a class written in Python has `__del__`; generators have one of their own."""
+    return bool(cls.__flags__ & _HEAP_TYPE) and hasattr(cls, "__del__")
+
+
+def _without_finalizer(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class of a module's shell: the module's own, or a subclass of it that does nothing at its end."""
+    if not _has_finalizer(cls):
+        return cls
+    same = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    made: type[nn.Module] = types.new_class(
+        cls.__name__, (cls,), exec_body=lambda body: body.update(same, __del__=lambda self: None)
+    )
+    return made
 
 
 def _cast_inputs(dtype: torch.dtype) -> Callable[..., Any]:
@@ -368,7 +386,7 @@ _MAKERS: tuple[tuple[type | tuple[type, ...], Callable[[Shadow, Any], Any]], ...
     (weakref.ref, Shadow._reference),
     (torch.Generator, lambda _, generator: _copy_of_generator(generator)),
     ((random.Random, bytearray, array.array, torch.autocast), lambda _, thing: copy.copy(thing)),
-    (CACHE, Shadow._cached_function),
+    (_CACHE, Shadow._cached_function),
     (queue.Queue, Shadow._queue),
     (threading.local, Shadow._thread_local),
     ((types.GeneratorType, types.CoroutineType, queue.SimpleQueue), Shadow._uncopied),

@@ -166,7 +166,13 @@ def _has_unknown(arguments: Iterable[Any]) -> bool:
 
 
 def _check_rows(weight: torch.Tensor, ids: torch.Tensor) -> None:
-    """Raise IndexError for an embedding row that does not exist, as a real run would; fake tensors do not."""
+    """Raise for ids that an embedding refuses in a real run; fake tensors do not refuse all of them.
+
+    Ids outside the vocabulary are an IndexError, ids that are not integers a TypeError (torch 2.11 accepts
+    those on fake tensors).
+    """
+    if ids.is_floating_point() or ids.is_complex():
+        raise TypeError(f"indices of an embedding must be integers, got {ids.dtype}")
     value = value_of(ids)
     if value is None or value.assumed or ids.device.type != "cpu" or not ids.numel():
         return

@@ -7,6 +7,8 @@ Step times say nothing: collectives make them equal on all ranks. What differs i
     gpu     own time × (1 − its clock ÷ that of the others)
     host    CPU: host time − that of the others, less input and work
             GPU: idle time − that of the others, less input; a GPU that waits in a collective is busy
+    blocked CPU: time outside of collectives − that of the others, less input, work and host: the rank sleeps,
+            or waits for something else than the other ranks
     link    the others' time in collectives − its own, less the largest of the above
 
 all in seconds per step. Own time: the host time on a CPU, else the time in which the GPU was busy. "The
@@ -28,7 +30,7 @@ from typing import Literal
 
 from .rank_row import RankRow
 
-SlowCause = Literal["input", "work", "gpu", "host", "link"]
+SlowCause = Literal["input", "work", "gpu", "host", "blocked", "link"]
 
 _SHORTEST_SHARE = 0.06
 _SHORTEST_S = 0.001
@@ -48,10 +50,12 @@ def lateness(rows: list[RankRow]) -> dict[SlowCause, Seconds]:
     on_host = [extra if row.host_s is not None else None for row, extra in zip(rows, work, strict=True)]
     host = _less(_less(_above([_host_s(row) for row in rows]), waits), on_host)
     late = _above([None if row.collective_s is None else -sum(row.collective_s.values()) for row in rows])
-    link = _less(
-        late, [max(part or 0.0 for part in parts) for parts in zip(waits, work, gpu, host, strict=True)]
-    )
-    return {"input": waits, "work": work, "gpu": gpu, "host": host, "link": link}
+    blocked = _above([row.outside_s for row in rows])
+    for explained in (waits, on_host, host):
+        blocked = _less(blocked, explained)
+    others = zip(waits, work, gpu, host, blocked, strict=True)
+    link = _less(late, [max(part or 0.0 for part in parts) for parts in others])
+    return {"input": waits, "work": work, "gpu": gpu, "host": host, "blocked": blocked, "link": link}
 
 
 class Limits:

@@ -22,6 +22,7 @@ from ...trackers.lane import Lane
 from ..notices import Notices
 from .collective_times import CollectiveTimes
 from .job import Job
+from .outside_time import OutsideTime
 from .rank_file import FOLDER, LastMessages, RankFile, file_name
 from .rank_gpu import RankGpu
 from .rank_link import RankLink
@@ -66,6 +67,7 @@ class Membership:
             clock_hz=clock_hz,
             collectives=CollectiveTimes() if on_gpu else None,
             host_time=None if on_gpu else HostTime(threading.get_native_id()),
+            outside=None if on_gpu else OutsideTime(threading.get_ident()),
         )
         ranks.exchange_rows(None if self.job is None else self.job.take)
         self._last_messages: LastMessages | None = None

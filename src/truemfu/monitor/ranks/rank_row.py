@@ -39,6 +39,9 @@ class RankRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     host_s: float | None = None
     """Per step: the training thread on a processor or waiting for one. Not for a GPU's rank, whose thread
     may spin while it waits for the device."""
+    outside_s: float | None = None
+    """Per step: at least so long the training thread was not in a collective, on a processor or not. Not for
+    a GPU's rank."""
     busy_share: float | None = None
     """The share of time in which a kernel ran on the GPU."""
     collective_s: dict[str, float] | None = None

@@ -25,6 +25,7 @@ import torch
 from ...trackers.lane import Lane
 from .amounts import Amounts, Message, OwnAmounts, plus
 from .collective_times import CollectiveTimes
+from .outside_time import OutsideTime
 from .rank_gpu import GpuFigures, RankGpu
 from .rank_row import RankRow
 
@@ -103,12 +104,13 @@ class RankReporter:
         clock_hz: Callable[[], float | None] = lambda: None,
         collectives: CollectiveTimes | None = None,
         host_time: HostTime | None = None,
+        outside: OutsideTime | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.identity = identity
         self._role_name, self._memory_bytes, self._send = role_name, memory_bytes, send
         self._file, self._gpu, self._host_time, self._clock = file, gpu, host_time, clock
-        self._collectives, self._clock_hz = collectives, clock_hz
+        self._collectives, self._clock_hz, self._outside = collectives, clock_hz, outside
         self.collective_share: float | None = None
         """Of the last row with a timed step: the share of time in the collectives of the busiest group."""
         self.amounts = OwnAmounts()
@@ -169,6 +171,8 @@ class RankReporter:
         self._make_row(self._clock(), is_last=True)
         if self._gpu is not None:
             self._gpu.close()
+        if self._outside is not None:
+            self._outside.close()
 
     def _send_message(self, row: RankRow, now_s: float) -> Message:
         self._sent_s, self._sent_steps = now_s, self.amounts.steps
@@ -196,14 +200,15 @@ class RankReporter:
 
     def _row_of(self, window: _Window, window_s: float, *, is_last: bool) -> RankRow:
         step_time_s = window.seconds / window.timed if window.timed else None
-        busy, gpu, in_collectives = None, GpuFigures(), None
+        busy, outside, gpu, in_collectives = None, None, GpuFigures(), None
         if window.timed:  # else these go on, up to the row that has the step
             busy = None if self._host_time is None else self._host_time.share()
+            outside = None if self._outside is None else self._outside.share()
             gpu = GpuFigures() if self._gpu is None else self._gpu.window()
             in_collectives = self._shares_of_collectives()
             self.collective_share = None if in_collectives is None else max(in_collectives.values())
             if window.paused_s > _MOST_PAUSED * window.seconds:
-                busy, gpu = None, replace(gpu, busy_share=None, tensor_activity=None)
+                busy, outside, gpu = None, None, replace(gpu, busy_share=None, tensor_activity=None)
         own = self.identity
         return RankRow(
             rank=own.rank,
@@ -221,6 +226,9 @@ class RankReporter:
             step_time_s=step_time_s,
             data_wait_s=_per(window.data_wait_s, window.steps),
             host_s=None if busy is None or step_time_s is None else busy * step_time_s,
+            outside_s=None
+            if outside is None or step_time_s is None
+            else max(outside, busy or 0.0) * step_time_s,
             busy_share=gpu.busy_share,
             collective_s=None
             if in_collectives is None or step_time_s is None

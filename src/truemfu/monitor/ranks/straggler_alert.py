@@ -11,7 +11,7 @@ from .lateness import SlowCause
 
 Cause = Literal[SlowCause, "silent", "ended"]
 CAUSE_NUMBERS: dict[Cause, int] = {
-    "input": 1, "gpu": 2, "host": 3, "link": 4, "work": 5, "silent": 6, "ended": 7,
+    "input": 1, "gpu": 2, "host": 3, "link": 4, "work": 5, "silent": 6, "ended": 7, "blocked": 8,
 }  # fmt: skip
 """For trackers, which draw numbers."""
 
@@ -19,6 +19,8 @@ _PHRASES: dict[Cause, str] = {
     "input": "waits for data {excess} longer than the others in each step of {step}",
     "gpu": "has a GPU that is slower than the others' by up to {excess} in each step of {step}{detail}",
     "host": "is later than the others by {excess} in each step of {step}, because of its host",
+    "blocked": "is blocked {excess} longer than the others in each step of {step}: it sleeps or waits for "
+    "something else than the other ranks",
     "link": "arrives at collectives {excess} later than the others in each step of {step}, possibly because "
     "of its link (this cause is untested)",
     "work": "has more work than the others, up to {excess} in each step of {step} (uneven work, not a fault)",

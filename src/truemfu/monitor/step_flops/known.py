@@ -3,7 +3,7 @@
     observed itself                                      its own integers
     the same batches, the same number of autograd nodes  those of the observed step
     the same batches, other numbers of nodes             the same, if three such steps agree and enclose it
-    other sizes                                          the form, which later observations check
+    other sizes, the same number of nodes                the form, which later observations check
     else                                                 pending while it may still be observed, then unknown
 
 Lives on the row side.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ from ...convention import Convention
 from ...flops import FlopCount, StepWork
 from ..training_side.batch_notes import BatchNote
 from ..training_side.step_note import StepNote
-from .form import ObservedForm
+from .form import MicroBatch, ObservedForm
 from .plan import ObservationPlan
 from .watch import kind_of
 
@@ -30,14 +30,19 @@ _FEWEST_ALIKE = 3
 """Observed steps with the same batches and other numbers of nodes that must agree."""
 _MOST_CHANGES = 2
 """After so many contradictions steps with these batches are known only where they were observed."""
-_LONGEST_HOLD_S = 10.0
-"""How long a row waits for an observation of its kind."""
+_NEAR_STEPS = 8
+"""Observed steps so close to each other contradict each other because their work varies, not by a change."""
+_ENOUGH_AGREE = 2
+"""Observations in a row that agree, after which earlier contradictions are over."""
+_LONGEST_HOLD_S = 5.0
+"""How long after its step a row waits for an observation of its kind."""
 _MOST_KEPT = 4096
 _STEPS_LISTED = 64
 _MOST_PROBLEMS = 3
 """Observations in a row that failed for the same reason, until it is no longer tried again at once."""
-_NOT_OBSERVED = "no step with its batch shapes was observed"
+_NOT_OBSERVED = "no step with its batch shapes was observed, and the observed ones do not determine its work"
 _OTHER_OPERATORS = "it ran other operators than the observed steps with the same batches"
+_VARIES = "observed steps with the same batches did different work, so only observed ones are known"
 _NO_BATCH = (
     "no forward pass of a watched module was seen in it, so the shapes of its batch are unknown: attach the "
     "object you call (the compiled model, the wrapper), or call monitor.observe(batch)"
@@ -61,8 +66,23 @@ class _Alike:
     """The last step observed, and its count."""
     work: StepWork | None = None
     changes: int = 0
-    changed_steps: tuple[int, int] | None = None
+    changed_steps: tuple[int, int] = 0, 0
+    agreed: int = 0
     problem: str | None = None
+
+    def learn(self, step: int, nodes: int | None, count: FlopCount) -> tuple[int, FlopCount] | None:
+        """Take an observation; returns the one that it contradicts, and its step."""
+        before = self.counts.get(nodes)
+        self.counts[nodes] = step, count
+        if before is None:
+            return None
+        if _totals(before[1]) == _totals(count):
+            self.agreed += 1
+            self.changes = 0 if self.agreed >= _ENOUGH_AGREE else self.changes
+            return None
+        self.agreed, self.changed_steps = 0, (before[0], step)
+        self.changes += _MOST_CHANGES if step - before[0] <= _NEAR_STEPS else 1
+        return before
 
     def count(self, nodes: int | None) -> FlopCount | None:
         exact = self.counts.get(nodes)
@@ -93,8 +113,7 @@ class KnownSteps:
         self._plan, self.convention, self._notice, self._clock = plan, convention, notice, clock
         self._needs_whole_steps = needs_whole_steps
         self._alike: OrderedDict[Key, _Alike] = OrderedDict()
-        self._forms: dict[Hashable, ObservedForm] = {}
-        self._held: dict[tuple[Key, int | None], float] = {}
+        self._forms: dict[tuple[int, int | None], ObservedForm] = {}
         self._has_whole = self._drops_parts = False
         self._problems: Counter[str] = Counter()
         self.number_counted = 0
@@ -137,20 +156,24 @@ class KnownSteps:
 
     def _learn(self, note: StepNote, alike: _Alike, count: FlopCount) -> None:
         nodes, step = note.nodes, note.position.step
-        before = alike.counts.get(nodes)
-        if before is not None and _totals(before[1]) != _totals(count):
-            alike.changes += 1
-            alike.changed_steps = before[0], step
+        contradicted = alike.learn(step, nodes, count)
+        if contradicted is not None:
+            before, known = contradicted
             self._notice(
-                f"the work of steps with the same batches changed between steps {before[0]} and {step}, from "
-                f"{before[1].model_flops:,} to {count.model_flops:,} FLOPs: steps between them may have "
-                "either",
+                f"the work of steps with the same batches changed between steps {before} and {step}, from "
+                f"{known.model_flops:,} to {count.model_flops:,} FLOPs: steps between them may have either",
                 about="changed work",
             )
-        alike.counts[nodes] = step, count
-        if nodes is not None and note.batches.notes and not note.batches.missing:
-            form = self._forms.setdefault(_form_key(note), ObservedForm())
-            form.add(step, _sizes(note), _integers(count, nodes))
+        if nodes is None or not note.batches.notes or note.batches.missing:
+            return
+        form = self._forms.setdefault((note.state, nodes), ObservedForm())
+        agrees = form.add(step, _sizes(note), _integers(count))
+        if not agrees and contradicted is None:
+            self._notice(
+                f"steps before step {step} whose FLOPs came from a closed form may be wrong: that step "
+                "was observed and contradicts the form, which is fitted again",
+                about="wrong form",
+            )
 
     def answer(self, note: StepNote) -> FlopCount | Unknown:
         """The FLOPs of a step as far as they are known now."""
@@ -164,30 +187,23 @@ class KnownSteps:
         if not note.batches.notes:
             return Unknown(_NO_BATCH)
         if alike is not None:
-            if alike.changes >= _MOST_CHANGES and alike.changed_steps is not None:
-                first, last = alike.changed_steps
-                return Unknown(
-                    f"observed steps with the same batches did different work (steps {first} and {last})"
-                )
-            count = alike.count(note.nodes)
+            if alike.changes >= _MOST_CHANGES:
+                return Unknown(_VARIES)
+            is_part = observed is not None and not observed.is_whole and self._drops_parts
+            count = alike.count(None if is_part else note.nodes)
             if count is not None:
                 return count
         if any(batch.lengths is None for batch in note.batches.notes):
             return Unknown("the values of its batch were overwritten before they could be read")
-        form = self._forms.get(_form_key(note))
-        if form is not None:
-            found = form.predict(_sizes(note))
-            if found is not None:
-                if note.nodes in (None, found.pop("nodes")):
-                    return self._count_of(found)
-                return Unknown(_OTHER_OPERATORS)
+        form = self._forms.get((note.state, note.nodes))
+        found = None if form is None else form.predict(_sizes(note))
+        if found is not None:
+            return self._count_of(found)
         if alike is not None and alike.problem is not None:
             return Unknown(alike.problem)
         if alike is not None and alike.counts:
             return Unknown(_OTHER_OPERATORS)
-        return Unknown(
-            _NOT_OBSERVED if form is None else f"{_NOT_OBSERVED}, and {form.why_not(_sizes(note))}"
-        )
+        return Unknown(_NOT_OBSERVED)
 
     def is_settled(self, note: StepNote) -> bool:
         """Whether the answer is final for the row: an unknown kind may still be observed for some time."""
@@ -199,15 +215,10 @@ class KnownSteps:
             return True
         if note.batches.missing is not None or not note.batches.notes:
             return True
-        kind = key_of(note), note.nodes
-        since_s = self._held.get(kind)
-        if since_s is None:
-            if len(self._held) >= _MOST_KEPT:
-                self._held.clear()
-            since_s = self._held[kind] = self._clock()
-            if any(batch.lengths for batch in note.batches.notes):  # the training thread reads no values
-                self._plan.ask("lengths of documents or images that were not observed")
-        return self._clock() - since_s > _LONGEST_HOLD_S
+        if any(batch.lengths for batch in note.batches.notes):  # the training thread reads no values
+            self._plan.ask("lengths of documents or images that were not observed")
+        now_s = self._clock()
+        return now_s - note.span.end.host_s > _LONGEST_HOLD_S or not self._plan.wants_unknown(now_s)
 
     def work(self, note: StepNote) -> StepWork | None:
         """An observed step with the same batches, by shape."""
@@ -243,23 +254,19 @@ def key_of(note: StepNote) -> Key:
     return note.state, *(batch.key for batch in note.batches.notes)
 
 
-def _form_key(note: StepNote) -> Hashable:
-    return note.state
-
-
-def _sizes(note: StepNote) -> Sequence[tuple[Hashable, tuple[tuple[str, int], ...]]]:
-    return [(batch.template.kind, batch.sizes) for batch in _counted(note.batches.notes)]
+def _sizes(note: StepNote) -> Sequence[MicroBatch]:
+    return [MicroBatch(batch.template.kind, batch.sizes) for batch in _counted(note.batches.notes)]
 
 
 def _counted(notes: Sequence[BatchNote]) -> Sequence[BatchNote]:
     return [note for note in notes if note.template.slot is not None] or notes
 
 
-def _integers(count: FlopCount, nodes: int) -> dict[str, int]:
+def _integers(count: FlopCount) -> dict[str, int]:
     found = {"forward": count.forward, "backward": count.backward, "recompute": count.recompute}
     found |= {f"dtype:{name}": flops for name, flops in count.by_dtype.items()}
     found |= {f"model:{name}": flops for name, flops in count.by_module.items()}
-    return found | {"nodes": nodes}
+    return found
 
 
 def _totals(count: FlopCount) -> tuple[Any, ...]:

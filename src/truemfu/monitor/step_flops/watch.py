@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from ...convention import Convention
-from ...flops import StepObserver
+from ...flops import StepObserver, cuda_captures
 from ...torch_private.dispatch import next_sequence_nr
 from ...torch_private.watching import backward_number, functorch_level
 from ..training_side import forks
@@ -65,6 +65,9 @@ class StepWatch:
         is_possible: Callable[[], bool],
     ) -> None:
         self.plan, self.convention = plan, convention
+        self._captures = cuda_captures(convention) if is_enabled else None
+        if self._captures is not None:
+            self._captures.hold()
         self._is_enabled, self._is_possible = is_enabled, is_possible
         self._observer: StepObserver | None = None
         self._is_whole = False
@@ -102,6 +105,8 @@ class StepWatch:
 
     def batch_begins(self, template: Template, *, is_first: bool) -> None:
         """A micro-batch begins its forward pass; if it is the step's first, the step may be observed."""
+        if self._nodes is None:  # the first step begins here
+            self._thread, self._nodes = threading.get_ident(), next_sequence_nr()
         if self._observer is not None:
             self._observer.batch_begins()
         elif is_first and self._is_enabled and self._wants(template):
@@ -173,6 +178,9 @@ class StepWatch:
         """The run is over, maybe within an observed step."""
         if forks.number == self._forks:
             self.step_ends()
+        if self._captures is not None:
+            self._captures.release()
+            self._captures = None
 
     def forget_models(self) -> None:
         """Other models are watched from now on."""

@@ -11,14 +11,17 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.fx import Proxy
 
 from ...flops import unwrap
+from ...torch_private.scripting import script_without
 from ...torch_private.watching import CALL, compiled_call
 from .batch_notes import Batch
 
 _is_compiling = torch.compiler.is_compiling
 """Also true while a model is exported; dynamo traces it as true."""
 _is_grad_enabled = torch.is_grad_enabled
+_is_tracing = torch.jit.is_tracing
 
 
 class _Hook:
@@ -33,13 +36,18 @@ class _Hook:
         return (getattr, (contextlib.nullcontext(), "__exit__"))  # loads where truemfu is not installed
 
 
+def _is_our_hook(hook: Any) -> bool:
+    """Whether this is a hook of a monitor, or what a copy or a loaded model has in its place."""
+    return isinstance(hook, _Hook) or type(getattr(hook, "__self__", None)) is contextlib.nullcontext
+
+
 class _BatchHook(_Hook):
     """Before a forward pass: `seen` gets its batch if gradients are enabled, else `evaluated` is called.
 
     Each returns whether `ended` is to be called after this forward pass.
 
-    A batch that cannot be passed to the model by name alone or by position alone is seen as None. In compiled
-    code, where a hook would become part of the graph, it does nothing.
+    A batch that cannot be passed to the model by name alone or by position alone is seen as None. While the
+    model is compiled, exported or traced, a hook would become part of the graph: it does nothing.
     """
 
     def __init__(
@@ -53,7 +61,7 @@ class _BatchHook(_Hook):
         self._names = _positional_names(unwrap(model))
 
     def __call__(self, module: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if _is_compiling():
+        if _is_compiling() or _is_tracing() or _has_proxies(args, kwargs):
             return
         wants_end = self._seen(self._batch(args, kwargs)) if _is_grad_enabled() else self._evaluated()
         if wants_end and module is not None and self._ended is not None:
@@ -82,7 +90,7 @@ class _EndHook(_Hook):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._handle is not None:
             self._handle.remove()
-        if not _is_compiling():
+        if not (_is_compiling() or _is_tracing()):
             self._ended()
 
 
@@ -110,6 +118,7 @@ class Attachment:
         self._watching: Any = None
         self._hook = _BatchHook(model, seen, evaluated, None if ends_always else ended)
         self._ended, self._ends_always = ended, ends_always
+        script_without(_is_our_hook)
         self._watch(model)
 
     def add(self) -> None:
@@ -169,6 +178,11 @@ def _watching(
                 ended()
 
     return watching
+
+
+def _has_proxies(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether `torch.fx` traces this forward pass."""
+    return any(isinstance(value, Proxy) for value in (*args, *kwargs.values()))
 
 
 def _positional_names(model: nn.Module) -> tuple[str, ...] | None:

@@ -28,6 +28,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, NamedTuple
 
+from ...plain_files import Descriptor
+
 LIMIT_S = 2.0
 """The longest delay of a signal."""
 _FOR_WRITING_S = 1.8
@@ -35,6 +37,9 @@ _TO_HANDLE_S = 0.1
 """Within that time a main thread that runs Python calls its handler."""
 _POLL_S = 0.005
 _WATCHED = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+_HIGH = 1000
+"""Python writes to the pipe without a look at what it is: a file that a program opens after it has closed all
+descriptors gets a low number."""
 _END = 0
 """Ends the thread; no signal has this number."""
 
@@ -86,8 +91,8 @@ class _Watch:
         self._put_off: set[int] = set()
         """Signals that arrived while the main thread held the lock for writing: they are sent again, once."""
         self._sent_again: set[int] = set()
-        self._pipe = os.pipe()
-        os.set_blocking(self._pipe[1], False)
+        self._reader, self._writer = _pipe()
+        os.set_blocking(self._writer.number, False)
         self._thread = threading.Thread(target=self._live, name="truemfu-signals", daemon=True)
         self._thread.start()
         self._handler = self._handle
@@ -97,7 +102,7 @@ class _Watch:
             if before not in (None, signal.SIG_IGN):
                 self._before[number] = before
                 signal.signal(number, self._handler)
-        other = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+        other = signal.set_wakeup_fd(self._writer.number, warn_on_full_buffer=False)
         if other != -1:  # an event loop uses it: rows are then written when the main thread runs Python
             signal.set_wakeup_fd(other)
 
@@ -105,8 +110,7 @@ class _Watch:
         """Restore the handlers; on the main thread."""
         self._is_over = True
         self._put_back()
-        with contextlib.suppress(OSError):
-            os.write(self._pipe[1], bytes((_END,)))
+        self._wake(_END)
         self._thread.join(LIMIT_S)
         if not self._thread.is_alive():
             self._close_pipe()
@@ -124,26 +128,32 @@ class _Watch:
             if self._is_set(number):
                 signal.signal(number, before)
         current = signal.set_wakeup_fd(-1)
-        if current not in (-1, self._pipe[1]):
+        if current not in (-1, self._writer.number):
             signal.set_wakeup_fd(current)
 
     def _close_pipe(self) -> None:
-        for fd in self._pipe:
-            os.close(fd)
+        self._reader.close()
+        self._writer.close()
+
+    def _wake(self, number: int) -> bool:
+        """Write a byte for the thread; whether it can read it."""
+        if not (self._writer.is_ours and self._thread.is_alive()):
+            return False  # the program has closed our descriptors, which ends the thread
+        with contextlib.suppress(OSError):  # full: the thread has enough to read
+            os.write(self._writer.number, bytes((number,)))
+        return True
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         is_ours = signal.getsignal(number) == self._handler
         is_written = number in self._sent_again
         self._sent_again.discard(number)
         if not (self._is_over or is_written):
-            asked_s = time.monotonic()
-            with contextlib.suppress(OSError):
-                if self._can_put_off(number):
-                    os.write(self._pipe[1], bytes((number,)))
-                    self._put_off.add(number)
-                    return
-                os.write(self._pipe[1], bytes((number,)))
-            while self._written_from_s < asked_s and time.monotonic() < asked_s + LIMIT_S:
+            asked_s, can_put_off = time.monotonic(), self._can_put_off(number)
+            is_awake = self._wake(number)
+            if is_awake and can_put_off:
+                self._put_off.add(number)
+                return
+            while is_awake and self._written_from_s < asked_s and time.monotonic() < asked_s + LIMIT_S:
                 time.sleep(_POLL_S)
         before = self._before[number]
         if callable(before):
@@ -157,7 +167,7 @@ class _Watch:
         Not during a count, which defers signals itself.
         """
         is_held = any(writer.is_held() for writer in list(_writers))
-        return is_held and self._is_set(number) and self._thread.is_alive()
+        return is_held and self._is_set(number)
 
     def _live(self) -> None:
         """The thread: blocks in a read, so that it costs nothing until a signal arrives."""
@@ -167,7 +177,10 @@ class _Watch:
             return
 
     def _write_out_at_signals(self) -> None:
-        while (numbers := os.read(self._pipe[0], 64)) and _END not in numbers:
+        while self._reader.is_ours:
+            numbers = os.read(self._reader.number, 64)
+            if not numbers or _END in numbers:
+                return
             for number in self._before.keys() & set(numbers):
                 began_s, ends = time.monotonic(), self._is_set(number) and not callable(self._before[number])
                 position = _main_thread_position()
@@ -186,6 +199,22 @@ class _Watch:
 
     def _is_set(self, number: int) -> bool:
         return bool(signal.getsignal(number) == self._handler)
+
+
+def _pipe() -> tuple[Descriptor, Descriptor]:
+    """Both ends of a pipe, with high numbers where the limit of open files allows them."""
+    low = os.pipe()
+    try:
+        import fcntl
+
+        high = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, _HIGH) for end in low]
+    except (ImportError, OSError):
+        high = list(low)
+    else:
+        for end in low:
+            os.close(end)
+    reader, writer = map(Descriptor, high)
+    return reader, writer
 
 
 def _main_thread_position() -> tuple[int, int] | None:

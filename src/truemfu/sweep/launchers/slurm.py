@@ -61,6 +61,8 @@ class Slurm:
 
     def submit(self, batch: Batch, jobs: JobsFolder, numbers: Sequence[int], after: Batch | None) -> str:
         limit = self._settings.max_jobs
+        # A batch that Slurm no longer knows has no number, and nothing of it is left to wait for.
+        before = None if after is None else after.engine_job
         options = [
             "--parsable",
             f"--job-name={_job_name(batch)}",
@@ -68,7 +70,7 @@ class Slurm:
             f"--chdir={batch.working_folder}",
             f"--output={_output_pattern(jobs)}",
             "--open-mode=append",
-            *([] if after is None else [f"--dependency=afterany:{after.engine_job}"]),
+            *([] if before is None else [f"--dependency=afterany:{before}"]),
             *self._options(batch.request),
         ]
         agent = shlex.join([*python_command(NODE_AGENT), str(jobs.root)])

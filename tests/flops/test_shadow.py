@@ -1,72 +1,28 @@
-"""A model as its forward pass found it: what is counted later is that, whatever became of the model since."""
+"""The shadow of a model: what is copied, what is shared, and that no object of the user ends twice."""
 
 from __future__ import annotations
 
-import functools
 import gc
 import threading
-import time
-import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from truemfu import Convention, FlopModel, count_flops, register_module
-from truemfu.errors import ModelError
-from truemfu.flops.host_copy import host_copy, original_device, start_host_copy
-from truemfu.flops.interruption import Fetched, Supervision
+from truemfu import FlopModel, count_flops, register_module
+from truemfu.flops.host_copy import host_copy, start_host_copy
 from truemfu.flops.isolation.process_state import autocast_state
 from truemfu.flops.registry import MODULE_FORMULAS
-from truemfu.flops.shadow.snapshot import snapshot
 
 pytestmark = pytest.mark.filterwarnings("ignore:operators that may do matrix work.*data_ptr")
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
 ONE = 2 * 4 * 8 * 8
 """Forward FLOPs of a linear layer of 8 by 8 on `X`."""
-
-
-def counted(model: nn.Module, batch: Any, **options: Any) -> Any:
-    return count_flops(snapshot(model), batch, **options)
-
-
-@functools.cache
-def cases() -> dict[str, Any]:
-    pytest.importorskip("transformers", minversion="5.0")
-    from benchmarks.cases import CASES
-
-    return {case.name: case for case in CASES}
-
-
-NAMES = (
-    "gpt2 llama-sdpa llama-eager llama-checkpointed llama-lora llama-padded qwen2 qwen3 mistral gemma2 "
-    "gemma3 mixtral qwen3-moe-grouped_mm qwen3-moe-batched_mm qwen3-moe-eager deepseek-v3 bert t5 vit clip "
-    "qwen2.5-vl llava mamba mamba2 whisper resnet llama-compiled gpt2-compiled resnet-compiled"
-).split()
-
-
-def test_every_public_case_is_named_here() -> None:
-    assert list(cases()) == NAMES
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_snapshot_counts_as_the_model(name: str) -> None:
-    case = cases()[name]
-    model, batch = case.build(), case.batch(samples=2, length=24)
-    convention = Convention(attention="full" if case.compiled else "causal")
-    assert counted(model, batch, convention=convention) == count_flops(model, batch, convention=convention)
-
-
-def test_a_fit_of_a_snapshot_is_the_same_closed_form() -> None:
-    case = cases()["llama-checkpointed"]
-    model, batch = case.build(), case.batch(samples=2, length=24)
-    other = case.batch(samples=3, length=41)
-    assert FlopModel.fit(snapshot(model), batch)(other) == FlopModel.fit(model, batch)(other)
 
 
 class Net(nn.Module):
@@ -78,75 +34,6 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.two(self.between(self.one(x)))
-
-
-def test_a_snapshot_stays_as_the_model_was() -> None:
-    model = Net(nn.Dropout(0.5))
-    before = count_flops(model, (X,))
-    taken = snapshot(model)
-    model.requires_grad_(False).eval()
-    model.one.register_forward_hook(lambda module, args, output: output @ output.T @ output)
-    model.between = nn.Sequential(nn.Linear(8, 8))
-    model.two = nn.Linear(8, 3)
-    assert taken.training
-    assert count_flops(taken, (X,)) == before
-
-
-def test_a_snapshot_runs_no_operator_and_keeps_no_parameter_alive() -> None:
-    class Nothing(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            raise AssertionError(f"{func} ran")
-
-    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
-    buffer = model[1].running_mean
-    weight = weakref.ref(model[0].weight)
-    with Nothing():
-        taken = snapshot(model)
-    assert taken[1].running_mean is buffer
-    del model
-    gc.collect()
-    assert weight() is None
-
-
-def test_parameters_of_a_snapshot_say_what_they_stand_for() -> None:
-    model = nn.Linear(8, 4, dtype=torch.bfloat16)
-    model.weight.data = model.weight.data.t().contiguous().t()
-    model.weight.sharding = ["rows"]
-    model.bias.requires_grad_(False)
-    taken = snapshot(model)
-    for name, parameter in model.named_parameters():
-        stand_in = dict(taken.named_parameters())[name]
-        assert isinstance(stand_in, nn.Parameter)
-        for say in ("shape", "dtype", "device", "requires_grad"):
-            assert getattr(stand_in, say) == getattr(parameter, say)
-        assert stand_in.stride() == parameter.stride()
-    assert taken.weight.sharding == ["rows"]
-    assert taken.weight.sharding is not model.weight.sharding
-    with pytest.raises(ModelError, match="a parameter of a snapshot, which can only be counted"):
-        taken(X.bfloat16())
-
-
-def test_tied_weights_and_shared_modules_are_one_in_a_snapshot() -> None:
-    layer = nn.Linear(8, 8)
-    model = nn.Sequential(layer, nn.Linear(8, 8), layer)
-    model[1].weight = layer.weight
-    taken = snapshot(model)
-    assert taken[0] is taken[2]
-    assert taken[1].weight is taken[0].weight
-
-
-def test_registered_modules_count_by_their_formula_in_a_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Kernel(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            raise AssertionError("this kernel runs on no fake tensor")
-
-    monkeypatch.setattr("truemfu.flops.registry.MODULE_FORMULAS", MODULE_FORMULAS)
-    register_module(Kernel)(lambda self, x: F.linear(x, self.weight, self.bias))
-    try:
-        count = counted(Kernel(8, 8), (X,))
-    finally:
-        del MODULE_FORMULAS[Kernel]
-    assert (count.forward, count.backward) == (ONE, ONE)
 
 
 class Watcher:
@@ -171,32 +58,25 @@ def test_hooks_that_watch_the_run_are_left_out() -> None:
     model.one.register_forward_hook(watcher.see)
     model.two.register_forward_pre_hook(watch)
     assert count_flops(model, (X,)) == plain
-    assert counted(model, (X,)) == plain
     assert watcher.calls == 0
 
 
 def test_other_hooks_are_still_counted() -> None:
     model = Net()
     model.one.register_forward_hook(lambda module, args, output: output @ module.weight)
-    assert counted(model, (X,)).forward == 3 * ONE
-    assert counted(model, (X,)) == count_flops(model, (X,))
+    assert count_flops(model, (X,)).forward == 3 * ONE
 
 
 def test_autocast_is_carried_over() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         state = autocast_state()
         here = count_flops(Net(), (X,))
-    taken = snapshot(Net())
-
-    def count() -> Any:
-        with state.applied():
-            found = count_flops(taken, (X,))
-        assert not torch.is_autocast_enabled("cpu")
-        return found
-
+    with state.applied():
+        there = count_flops(Net(), (X,))
+    assert not torch.is_autocast_enabled("cpu")
     assert set(here.by_dtype) == {"bf16"}
-    assert count() == here
-    assert set(count_flops(taken, (X,)).by_dtype) == {"fp32"}
+    assert there == here
+    assert set(count_flops(Net(), (X,)).by_dtype) == {"fp32"}
 
 
 def test_the_default_device_is_carried_over() -> None:
@@ -230,10 +110,10 @@ def test_casts_that_the_training_thread_has_cached_stay_cached() -> None:
                 return self.wrapped(x).float()
 
     layer = nn.Linear(8, 8, bias=False)
-    taken = snapshot(Casts())
+    model = Casts()
     with torch.autocast("cpu", torch.bfloat16):
         before = cast_of_weight(layer(X))
-        count = count_flops(taken, (X,))
+        count = count_flops(model, (X,))
         assert cast_of_weight(layer(X)) is before
         assert torch.is_autocast_cache_enabled()
     assert set(count.by_dtype) == {"bf16"}
@@ -255,10 +135,10 @@ def test_random_values_that_a_model_reads_are_drawn_from_a_generator_of_its_own(
 
     model = LayerDrop()
     state, own = torch.get_rng_state(), model.own.get_state()
-    count = counted(model, (X,))
+    count = count_flops(model, (X,))
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(model.own.get_state(), own)
-    assert count == count_flops(model, (X,))
+    assert count.forward == 4 * ONE
     assert "a random draw was assumed" in count.notes
 
 
@@ -294,7 +174,7 @@ def test_messages_of_other_threads_about_fake_tensors_are_not_lost(caplog: pytes
 
     logger.addHandler(caplog.handler)
     try:
-        counted(Net(speak), (X,))
+        count_flops(Net(speak), (X,))
     finally:
         logger.removeHandler(caplog.handler)
     assert "from the training" in caplog.text
@@ -309,7 +189,7 @@ def test_code_that_is_compiled_as_an_attribute_is_taken_as_it_was_written() -> N
         return graph.forward
 
     model = Net(torch.compile(lambda x: x.sin(), backend=backend))
-    assert counted(model, (X,)) == count_flops(model, (X,))
+    assert count_flops(model, (X,)).forward == 2 * ONE
     assert not runs
     model(X)
     assert len(runs) == 1
@@ -321,7 +201,6 @@ def test_a_host_copy_of_a_cpu_tensor_is_a_copy_and_there_at_once() -> None:
     source.zero_()
     assert copy.ready()
     assert copy.get().tolist() == [[0, 1, 2], [3, 4, 5]]
-    assert original_device(copy.get()) == torch.device("cpu")
     assert host_copy(source).tolist() == [[0, 0, 0], [0, 0, 0]]
 
 
@@ -354,55 +233,96 @@ def test_a_host_copy_does_not_synchronise(cuda: torch.device) -> None:
     assert values.tolist() == torch.arange(1000).reshape(10, 100).tolist()
     assert late.get().tolist() == torch.arange(1000).reshape(10, 100).t().tolist()
     assert values.device.type == "cpu"
-    assert original_device(values) == cuda
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["gpt2", "llama-checkpointed", "t5", "qwen2.5-vl", "resnet"])
-def test_a_model_on_cuda_counts_as_such_without_synchronising(name: str, cuda: torch.device) -> None:
-    case = cases()[name]
-    model, batch = case.build().to(cuda), case.batch(samples=2, length=24)
-    there = {k: v.to(cuda) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
-    here = count_flops(model, there)
-    torch.cuda.set_sync_debug_mode("error")
+class Scratch:
+    """A folder that lives as long as this object."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.mkdir()
+
+    def __del__(self) -> None:
+        self.path.rmdir()
+
+
+class ScratchList(list[Path]):
+    """The same as a list of folders."""
+
+    def __del__(self) -> None:
+        for path in self:
+            path.rmdir()
+
+
+class ScratchModule(nn.Linear):
+    """The same as a module."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(8, 8)
+        self.path = path
+        path.mkdir()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert isinstance(self, ScratchModule)
+        assert type(self).__name__ == "ScratchModule"
+        return super().forward(x)
+
+    def __del__(self) -> None:
+        self.path.rmdir()
+
+
+def _held(path: Path) -> Any:
+    return Scratch(path)
+
+
+def _in_a_container(path: Path) -> Any:
+    return {"folders": [Scratch(path)]}
+
+
+def _in_a_closure(path: Path) -> Any:
+    scratch = Scratch(path)
+    return lambda: scratch.path
+
+
+def _of_a_container(path: Path) -> Any:
+    path.mkdir()
+    return ScratchList([path])
+
+
+def _as_a_module(path: Path) -> Any:
+    return ScratchModule(path)
+
+
+@pytest.mark.parametrize("needs_memory", [False, True], ids=["fake", "real copies"])
+@pytest.mark.parametrize("make", [_held, _in_a_container, _in_a_closure, _of_a_container, _as_a_module])
+def test_an_object_that_cleans_up_at_its_end_does_so_once(
+    make: Callable[[Path], Any], needs_memory: bool, tmp_path: Path
+) -> None:
+    def between(x: torch.Tensor) -> torch.Tensor:
+        assert not needs_memory or x.data_ptr()
+        return x
+
+    model, folder = Net(between), tmp_path / "scratch"
+    model.held = make(folder)
+    if isinstance(model.held, nn.Module):
+        model.two = model.held
+    count = count_flops(model, (X,))
+    FlopModel.fit(model, (X,))(X)
     gc.collect()
-    memory = torch.cuda.memory_allocated()
-    taken = snapshot(model)
-    copies = {k: start_host_copy(v).get() if isinstance(v, torch.Tensor) else v for k, v in there.items()}
-    fetched = Fetched(start_host_copy)
-    fetched.start(t for t in there.values() if isinstance(t, torch.Tensor))
-    while not fetched.ready():
-        time.sleep(0.001)
-    with Supervision(fetched=fetched):
-        assert count_flops(taken, copies) == here
-        assert count_flops(taken, there) == here
-    torch.cuda.set_sync_debug_mode("default")
-    assert torch.cuda.memory_allocated() == memory
-
-
-class Record(list[float]):
-    """A list that a count leaves alone: what it adds to a plain one is taken out again."""
-
-
-def test_a_snapshot_is_run_on_the_models_own_values_where_it_needs_any() -> None:
-    seen = Record()
-
-    class NeedsMemory(Net):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            assert x.data_ptr()
-            seen.append(float(self.one.weight.sum()))
-            return super().forward(x)
-
-    model = NeedsMemory()
-    taken = snapshot(model)
-    with torch.no_grad():
-        model.one.weight.fill_(2.0)
-    model.requires_grad_(False)
-    count = count_flops(taken, (X,))
-    assert count.method == "count on real CPU copies"
+    assert folder.exists()
+    assert count.method == f"count on {'real CPU copies' if needs_memory else 'fake tensors'}"
     assert (count.forward, count.backward) == (2 * ONE, 3 * ONE)
-    assert seen == [128.0]
     del model
     gc.collect()
-    with pytest.raises(ModelError, match="the model no longer exists"):
-        count_flops(taken, (X,))
+    assert not folder.exists()
+
+
+def test_a_module_with_an_end_of_its_own_counts_by_its_registered_formula(tmp_path: Path) -> None:
+    model = ScratchModule(tmp_path / "scratch")
+    register_module(ScratchModule)(lambda self, x: F.linear(F.linear(x, self.weight), self.weight))
+    try:
+        assert count_flops(model, (X,)).forward == 2 * ONE
+    finally:
+        del MODULE_FORMULAS[ScratchModule]
+    gc.collect()
+    assert model.path.exists()

@@ -1,0 +1,192 @@
+"""Compiled code in an observed step: which regions ran, and what they multiplied.
+
+Inductor writes most of a region's work as kernels of its own, and may write products too (templates of
+max-autotune, `flex_attention`, a C++ wrapper), or replay the region as a CUDA graph: none of these are
+operators. But each region is an object that is called, and it keeps the text of its graph
+(`region_graph.py`). So what a region multiplies is counted from its graph each time it is called, and the
+operators seen inside are ignored:
+
+    call of a region ──► sizes of its inputs, phase ──► (after the step) graph ──► entries of the tally
+
+The call is watched through the class's `__call__`, replaced only while a step is observed: the objects, the
+code they run, and the compiler's guards on it stay as they are. Code of other backends runs operators, which
+are seen as usual.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from ...convention import Convention
+from ...errors import one_line
+from ...torch_private import compiler
+from ..attention import kernels as attention_kernels
+from ..attention.kernels import AttentionWork
+from ..attention.masks import MASK_NOT_READ
+from ..count.tally import Entry, Tally
+from ..operators.dtype_names import dtype_name
+from ..operators.matrix_work import does_matrix_work, factors, is_torch_own
+from ..registry import OPERATOR_FORMULAS
+from ..shadow.values import Value
+from .region_graph import Product, RegionError, read_graph
+
+NO_GRAPHS = f"torch {torch.__version__} does not keep the graphs of compiled code"
+RECOMPILES = f"torch {torch.__version__} would compile code again while a step is observed"
+_TRITON = "higher_order::triton_kernel_wrapper"
+
+
+class RegionRun:
+    """One call of a compiled region.
+
+    `phase` is that of an operator which would run in its place; `position` counts the entries before it.
+    """
+
+    def __init__(self, region: Any, inputs: Any, phase: str, *, position: int) -> None:
+        self._text = compiler.graph_text(region)
+        self.is_backward = compiler.is_backward(region)
+        self.phase = "backward" if self.is_backward else phase
+        self.position = position
+        self._sizes = [_size(value) for value in inputs]
+        self.entries: list[Entry] = []
+        self.uncounted: Counter[str] = Counter()
+
+    def count(self, convention: Convention) -> None:
+        """Count the region's products into `entries`; RegionError with the reason if that is impossible."""
+        if not self._text:
+            raise RegionError(NO_GRAPHS)
+        tally = _RegionTally(convention, self.phase)
+        products = read_graph(self._text).products(
+            self._sizes, is_backward=self.is_backward, matters=_matters
+        )
+        for product in products:
+            tally.add(product)
+        if MASK_NOT_READ in tally.pairs.notes:
+            raise RegionError("the values of a mask or of lengths inside compiled code are unknown")
+        self.entries, self.uncounted = tally.entries, tally.uncounted
+
+
+class CompiledRegions:
+    """Watches the calls of compiled regions on threads for which `is_watched()` holds.
+
+    `ran` receives each call; it is called on the thread that makes the call, before the region runs.
+    """
+
+    def __init__(self, is_watched: Callable[[], bool], ran: Callable[[Any, Any], None]) -> None:
+        self._is_watched, self._ran = is_watched, ran
+        self._local = threading.local()
+        self._restore: Callable[[], None] | None = None
+
+    def enter(self) -> None:
+        """Begin to watch."""
+        self._restore = compiler.replace_region_call(self._call)
+
+    def leave(self) -> None:
+        """Stop watching."""
+        if self._restore is not None:
+            self._restore()
+            self._restore = None
+
+    def is_inside(self) -> bool:
+        """Whether this thread runs a region's code: its operators are counted from the graph."""
+        return bool(getattr(self._local, "depth", 0))
+
+    def _call(self, run: Callable[[Any, Any], Any], region: Any, inputs: Any) -> Any:
+        if self._restore is None or self.is_inside() or not self._is_watched():
+            return run(region, inputs)
+        self._ran(region, inputs)
+        self._local.depth = 1
+        try:
+            return run(region, inputs)
+        finally:
+            self._local.depth = 0
+
+
+def reason_not_to_observe() -> str | None:
+    """Why a step of this process must not be observed, if the process has compiled code; else None."""
+    if not compiler.has_compiled():
+        return None
+    if not compiler.guards_ignore_modes():
+        return RECOMPILES
+    if compiler.compiles_backward_passes():
+        return "compiled autograd merges the backward passes of different operators"
+    return None
+
+
+def _size(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape)
+    return value if isinstance(value, int) else None
+
+
+@functools.cache
+def _matters(name: str) -> bool:
+    return (
+        name in attention_kernels.KERNELS
+        or name in OPERATOR_FORMULAS
+        or does_matrix_work(name)
+        or (bool(name) and not is_torch_own(name))
+    )
+
+
+class _Node(NamedTuple):
+    """Replaces the autograd node of an attention kernel: the gradients that the graph uses."""
+
+    next_functions: list[tuple[bool | None, int]]
+
+    def _sequence_nr(self) -> int:
+        return -1
+
+
+class _RegionTally(Tally):
+    """Counts products of one region, on tensors without values."""
+
+    def __init__(self, convention: Convention, phase: str) -> None:
+        super().__init__(convention)
+        self._outer = phase
+        self._product: Product | None = None
+
+    def add(self, product: Product) -> None:
+        """Count a product."""
+        if product.name.startswith(_TRITON):
+            self.uncounted["triton::kernel in compiled code"] += 1
+            return
+        self._product = product
+        try:
+            entry = self._count(product.name, product.operator, product.args, product.kwargs, product.out)
+            if entry is None:
+                return
+            operand = next(value for value in factors(product.name, product.args) if value is not None)
+            kind = product.device.partition(":")[0]
+            entry.dtype = dtype_name(operand.dtype, kind, convolution="conv" in product.name)
+            if product.executed is not None:
+                formula = OPERATOR_FORMULAS[product.name]
+                entry.executed = int(formula(*product.executed, **product.kwargs, out=product.out))
+        except RegionError:
+            raise
+        except Exception as error:
+            raise RegionError(
+                f"counting {product.name} in compiled code failed: {one_line(error)}"
+            ) from error
+
+    def _phase(self, node: Any) -> str:
+        assert self._product is not None
+        return "recompute" if self._product.recomputes else self._outer
+
+    def _set_attention_flops(self, entry: Entry, work: AttentionWork, node: Any) -> None:
+        assert self._product is not None
+        edges = [(position in self._product.used or None, 0) for position in range(3)]
+        super()._set_attention_flops(entry, work, _Node(edges) if work.backward else None)
+
+    def _value(self, tensor: torch.Tensor) -> Value | None:
+        return None
+
+    def _evaluated(self, function: Any, shape: Any, device: Any) -> Value | None:
+        raise RegionError(
+            "the pairs that a flex-attention mask function allows are unknown in a training run"
+        )

@@ -1,0 +1,64 @@
+"""How much of its time a training thread is not in a collective, whatever it does there.
+
+A thread of ours looks about twenty times a second at which Python code the training thread executes; the
+step path has no part in it. Two places are taken to be collectives: code of `torch.distributed`, and the call
+into autograd's engine, in which DDP waits for the other ranks. Python code inside a backward pass (a
+hook, an `autograd.Function`) is a place of its own. So the share is a lower bound: operators of the backward
+pass are not in it. A wait for other ranks in another library, or by `work.wait()` in the program itself, is:
+such a job has the same share on all ranks, and none is named for it.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import threading
+from types import CodeType
+
+import torch.autograd.graph
+import torch.distributed
+
+_MEAN_INTERVAL_S = 0.05
+_FEWEST = 20
+"""Looks: a share of fewer says nothing."""
+_DISTRIBUTED = os.path.dirname(torch.distributed.__file__) + os.sep
+_ENGINE = torch.autograd.graph.__file__
+
+
+class OutsideTime:
+    """Looks at one thread, given by `threading.get_ident`, until `close`."""
+
+    def __init__(self, thread: int) -> None:
+        self._thread = thread
+        self._looks = self._outside = 0
+        self._last = (0, 0)
+        self._is_over = threading.Event()
+        self._intervals = random.Random(0)
+        """Irregular, so that looks do not fall on the same place of every step."""
+        threading.Thread(target=self._live, name="truemfu-outside", daemon=True).start()
+
+    def share(self) -> float | None:
+        """Since the last call; None after too few looks."""
+        (looks, outside), now = self._last, (self._looks, self._outside)
+        if now[0] - looks < _FEWEST:
+            return None
+        self._last = now
+        return (now[1] - outside) / (now[0] - looks)
+
+    def close(self) -> None:
+        """Look no more."""
+        self._is_over.set()
+
+    def _live(self) -> None:
+        while not self._is_over.wait(2 * _MEAN_INTERVAL_S * self._intervals.random()):
+            frame = sys._current_frames().get(self._thread)
+            if frame is None:
+                return  # the thread has ended
+            self._outside += not _is_collective(frame.f_code)
+            self._looks += 1
+            del frame  # it would keep the caller's variables alive
+
+
+def _is_collective(code: CodeType) -> bool:
+    return code.co_filename == _ENGINE or code.co_filename.startswith(_DISTRIBUTED)

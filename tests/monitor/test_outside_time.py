@@ -1,0 +1,84 @@
+"""A rank that sleeps in its step holds up a job of real processes: it is named, wherever it sleeps."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+from rank_processes import free_address, run_ranks
+from torch import nn
+
+from truemfu.monitor.ranks.lateness import lateness
+from truemfu.monitor.ranks.outside_time import OutsideTime
+from truemfu.monitor.ranks.rank_row import RankRow
+from truemfu.monitor.ranks.reporter import HostTime, Identity, RankReporter
+
+SLEEP_S = 0.12
+STEPS = 40
+
+
+def rank_of_two(rank: int, address: str, where: str, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
+
+    def sleeps(*_: Any) -> None:
+        if rank == 1:
+            time.sleep(SLEEP_S)
+
+    inner = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    if where == "forward":
+        inner[1].register_forward_pre_hook(sleeps)
+    elif where == "backward":
+        inner[1].register_full_backward_hook(sleeps)
+    model = nn.parallel.DistributedDataParallel(inner)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if where == "optimizer":
+        optimizer.register_step_pre_hook(sleeps)
+    reporter = RankReporter(
+        Identity.current(rank, 2, torch.device("cpu")),
+        role_name=lambda: "",
+        memory_bytes=lambda: None,
+        send=lambda message: None,
+        host_time=HostTime(threading.get_native_id()),
+        outside=OutsideTime(threading.get_ident()),
+    )
+    for step in range(STEPS):
+        began_s = time.perf_counter()
+        model(torch.ones(4, 16)).sum().backward()
+        optimizer.step()
+        taken_s = time.perf_counter() - began_s
+        reporter.add(step, 1, taken_s, 0.0, paused_s=0.0, is_warmup=False, amounts={})
+    reporter.close()
+    assert reporter._row is not None
+    (folder / f"{rank}.json").write_bytes(msgspec.json.encode(reporter._row))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "optimizer"])
+def test_a_rank_that_sleeps_is_late_because_it_is_blocked(tmp_path: Path, where: str) -> None:
+    address = free_address()
+    arguments = [(rank, address, where, tmp_path) for rank in range(2)]
+    codes, written = run_ranks(rank_of_two, arguments, tmp_path, 200.0)
+    assert codes == [0, 0]
+    rows = [msgspec.convert(written[rank], RankRow) for rank in range(2)]
+    found = {cause: seconds[1] for cause, seconds in lateness(rows).items() if seconds[1] is not None}
+    assert max(found, key=lambda cause: found[cause]) == "blocked", found
+    assert 0.6 * SLEEP_S < found["blocked"] < 1.2 * (rows[1].step_time_s or 0.0)
+    others = {cause: seconds[0] for cause, seconds in lateness(rows).items() if seconds[0] is not None}
+    assert others["blocked"] == 0.0
+
+
+def test_a_thread_that_has_ended_is_not_looked_at() -> None:
+    thread = threading.Thread(target=lambda: None)
+    thread.start()
+    thread.join()
+    outside = OutsideTime(thread.ident or 0)
+    time.sleep(0.3)
+    assert outside.share() is None
+    outside.close()
