@@ -6,7 +6,7 @@ import dataclasses
 from fractions import Fraction
 
 import pytest
-from truemfu.monitor.row_side.flops_of_steps import StepFlops
+from truemfu.monitor.step_flops.source import StepFlops
 
 from truemfu.monitor.metrics import StepAmounts, StepTime, Window, performance
 from truemfu.monitor.ranks.job_sums import JobStep

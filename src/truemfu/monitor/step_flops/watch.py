@@ -81,6 +81,7 @@ class StepWatch:
         self.change: ModelChange | None = None
         """The last change."""
         self._fingerprint: tuple[int, int] | None = None
+        self._models = 0
         self._number_changes = 0
         self._checked_after = self._check_at = 0
         self.check_s = 0.0
@@ -195,6 +196,8 @@ class StepWatch:
             return
         both = [fingerprint(model) for model in models]
         found = hash(tuple(one for one, _ in both)), hash(tuple(other for _, other in both))
+        if len(models) != self._models:  # others are watched, or one was freed: not a change of a model
+            self._models, self._fingerprint = len(models), None
         last, self._fingerprint = self._fingerprint, found
         if last is not None and found[0] != last[0]:
             self.state += 1
