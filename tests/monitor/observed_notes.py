@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -35,9 +36,10 @@ class Thread:
         nodes: int | None = 7,
         state: int = 0,
         observed: Observed | None = None,
+        end_s: float = 0.0,
         **values: Any,
     ) -> StepNote:
-        """The next step: of these micro-batches."""
+        """The next step: of these micro-batches, over at `end_s`."""
         for batch in batches:
             self._batches.note(batch)
         self._number += 1
@@ -50,6 +52,7 @@ class Thread:
             "nodes": nodes,
             "state": state,
             "measured": True,
+            "span": SimpleNamespace(end=SimpleNamespace(host_s=end_s)),
             "extras": NO_EXTRAS if observed is None else StepExtras(observed=observed),
         }
         return StepNote(**{**fields, **values})

@@ -1,6 +1,6 @@
 """Whatever the mesh, each token of the job is counted once, and each product as often as ranks ran it.
 
-sum over ranks of their FLOPs  =  the count of the whole model and batch, layers that are not split once a rank
+sum over ranks of their FLOPs  =  the count of the whole model and batch, layers that are not split by rank
 """
 
 from __future__ import annotations
