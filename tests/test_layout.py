@@ -42,15 +42,14 @@ ROOMS = {
         ("shadow",),
         ("attention",),
         ("operators",),
-        ("identity",),
         ("isolation",),
         ("structure",),
         ("count", "profiled"),
-        ("closed_form",),
+        ("closed_form", "observe"),
         ("models",),
     ),
     "hardware": (("counters",), ("ceiling", "nsight")),
-    "monitor": (("ranks",), ("training_side",), ("hybrid",), ("row_side",)),
+    "monitor": (("ranks",), ("training_side",), ("step_flops",), ("hybrid",), ("row_side",)),
     "sweep": (("trainers",), ("launchers", "worker"), ("supervisor",)),
 }
 WITH_A_FACE = ("flops",)

@@ -259,9 +259,9 @@ def write_summary(path: Path) -> None:
         "profiling_s": 0.0,
         "share_of_step": 0.1,
         "checks_s": 0.0,
-        "counts": 0,
-        "counting_s": 0.0,
-        "counted_after_steps": [],
+        "observed": 0,
+        "observing_s": 0.0,
+        "observed_steps": [],
     }
     rank = {
         "rank": 0,

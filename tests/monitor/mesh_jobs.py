@@ -444,14 +444,14 @@ def results(monitor: TrainingMonitor) -> dict[str, Any]:
     assert live is not None
     dist.barrier()
     monitor.close()
-    last = live._counting._last
+    last = live._flops._last
     role = live.role
     return {
-        "flops": None if last is None else last[2].model_flops,
+        "flops": None if last is None else last[1].model_flops,
         "has_mfu": "perf/mfu" in monitor.last,
         "total_tokens": monitor.summary()["totals"]["tokens"],
         "method": monitor.last.get("perf/method"),
-        "executed_ratio": live._counting.executed_ratio,
+        "executed_ratio": live._flops.executed_ratio,
         "shared_by": [role.flops_shared_by, role.tokens_shared_by],
         "has_tokens": role.has_tokens,
         "name": role.name,

@@ -9,22 +9,20 @@ from typing import Any
 
 import pytest
 import torch
+from observed_notes import RowSide, Thread
 from torch import nn
-from truemfu.monitor.row_side.flops_of_steps import Counting
-from truemfu.monitor.training_side.counts import Counts
-from truemfu.monitor.training_side.model_state import ModelState
 
-from truemfu.flops.count.step_work import StepWork
+from truemfu import Convention, FlopCount, count_flops
+from truemfu.flops.count.count import run_counted
+from truemfu.flops.count.step_work import StepWork, work_of
+from truemfu.flops.observe.observation import OBSERVED
 from truemfu.hardware.nsight.audit import audit_of
 from truemfu.hardware.nsight.command import COUNT_VARIABLE, ProductWork, StepCount, read_step_count
 from truemfu.hardware.nsight.csv_output import parse_ncu_csv
-from truemfu.monitor.config import load_config
-from truemfu.monitor.notices import Notices
 from truemfu.monitor.ranks.rank_link import RankLink
 from truemfu.monitor.row_side.audit_step import AuditStep, Marks
-from truemfu.monitor.training_side.batch_notes import BatchNotes
-from truemfu.monitor.training_side.host_values import HostValues
-from truemfu.monitor.training_side.step_note import WARMUP_STEPS, StepNote
+from truemfu.monitor.step_flops.source import FlopsSource
+from truemfu.monitor.training_side.step_note import WARMUP_STEPS, Observed, StepNote
 from truemfu.sweep.sizes import SIZES
 from truemfu.sweep.worker.models import ReferenceModel
 
@@ -86,44 +84,32 @@ def alone(rank: int = 0, world_size: int = 1) -> RankLink:
     return RankLink(rank=rank, world_size=world_size)
 
 
-def counting(note: StepNote | None = None) -> Counting:
-    """The row side, after the counts that the training thread makes for a marked step."""
-    config = load_config({"monitoring": {"peak_tflops": 1}})
-    counts = Counts(config, ranks=alone(), notice=pytest.fail, kept=None)
-    if note is not None and note.states:
-        for batch in note.batches.notes:
-            counts.ask(note.states[0], batch, wants_work=True)
-        while (request := counts.next_due()) is not None:
-            counts.run(request, step=1)
-    return Counting(config, counts, ranks=alone(), notice=pytest.fail, device=CPU)
+def counting(note: StepNote) -> FlopsSource:
+    """The row side, after it has learned from the marked step."""
+    flops = RowSide().flops
+    flops.learn(note)
+    return flops
 
 
-def step_note(model: nn.Module | None, *batches: Any, **values: Any) -> StepNote:
-    notes = BatchNotes(HostValues(Notices()), Notices())
-    for batch in batches:
-        assert notes.note(batch)
-    fields: dict[str, Any] = dict.fromkeys(StepNote._fields)
-    state = None if model is None else ModelState.of(model, number=0, last=None)
-    fields |= {"step": 3, "steps": 1, "states": () if state is None else (state,), "batches": notes.take()}
-    return StepNote(**{**fields, **values})
+def step_note(model: nn.Module, *batches: dict[str, Any]) -> StepNote:
+    """The third step, which is observed."""
+    return Thread().observe(model, *batches, step=3)
 
 
-def test_a_step_whose_flops_are_known_waits_for_its_count_by_shape() -> None:
-    """The marked step is like those before it; its row must not be written before its shapes are known."""
-    config = load_config({"monitoring": {"peak_tflops": 1}})
-    counts = Counts(config, ranks=alone(), notice=pytest.fail, kept=None)
-    row_side = Counting(config, counts, ranks=alone(), notice=pytest.fail, device=CPU)
-    note = step_note(nn.Linear(4, 4), {"input": torch.randn(2, 4)})
-    (state,), (batch,) = note.states, note.batches.notes
-    assert state is not None
-    counts.run(counts.ask(state, batch), step=1)
-    assert row_side.step(note.states, [batch], measured=True) is not None
-    assert row_side.is_settled(note.states, [batch], measured=True)
-    request = counts.ask(state, batch, wants_work=True)
-    assert not row_side.is_settled(note.states, [batch], measured=True)
-    counts.run(request, step=3)
-    assert row_side.is_settled(note.states, [batch], measured=True)
-    assert isinstance(row_side.by_shape(state, batch), StepWork)
+class OnFakeTensors:
+    """Observation of a step that is too large for the CPU of a test: its count is that on fake tensors."""
+
+    problem, unseen_forward, before_first_batch = None, False, 0
+
+    def __init__(self, model: nn.Module, batch: dict[str, Any]) -> None:
+        self._model, self._batch = model, batch
+
+    def count(self) -> FlopCount:
+        return count_flops(self._model, self._batch)
+
+    def work(self) -> StepWork:
+        tally = run_counted(self._model, self._batch, convention=Convention(), backward=True, loss_fn=None)[0]
+        return work_of(tally)
 
 
 def reason(path: Path) -> str | None:
@@ -171,7 +157,7 @@ def test_the_first_step_after_warm_up_is_marked_and_no_other(audit: AuditStep, r
     for logged in range(8):
         audit.begin_step(logged, 0)
         audit.end_step()
-        audit.hand_over(note := step_note(None, step=logged))
+        audit.hand_over(note := Thread().note(step=logged))
         seen.append((list(recorder.calls), audit.wants(note)))
         recorder.calls.clear()
     assert seen == [([], False)] * WARMUP_STEPS + [(["start", "stop"], True)] + [([], False)] * (
@@ -226,7 +212,7 @@ def test_the_count_of_the_marked_step(audit: AuditStep, path: Path, recorder: Re
         process_id=os.getpid(),
         step=3,
         attention="full",
-        method="closed form",
+        method=OBSERVED,
         model_flops=rows * (2 * square + 3 * narrow),  # the input needs no gradient
         hardware_flops=rows * (2 * square + 3 * narrow),
         model_flops_by_operator={"aten.addmm": rows * square, "aten.mm": rows * (square + 3 * narrow)},
@@ -264,7 +250,9 @@ def test_the_monitors_count_is_what_an_h200_executed_to_the_last_operation(
 ) -> None:
     model = ReferenceModel(replace(SIZES["1b"], layers=2), device="meta", dtype=torch.bfloat16)
     ids = torch.zeros(4, 512, dtype=torch.long)
-    note = step_note(model, {"input_ids": ids, "labels": ids})
+    batch = {"input_ids": ids, "labels": ids}
+    observation: Any = OnFakeTensors(model, batch)
+    note = Thread().note(batch, observed=Observed(observation, is_whole=True), step=3)
     marked(audit, note)
     audit.write(counting(note), note)
     count = read_step_count(path)
@@ -277,10 +265,10 @@ def test_the_monitors_count_is_what_an_h200_executed_to_the_last_operation(
 
 
 def test_a_step_without_a_count_says_so(audit: AuditStep, path: Path) -> None:
-    note = step_note(None, {"input": torch.randn(ROWS, WIDTH)})
+    note = Thread().note({"input": torch.randn(ROWS, WIDTH)})
     marked(audit, note)
-    audit.write(counting(note), note)
-    assert reason(path) == "the marked step has no count: see the monitor's warnings"
+    audit.write(RowSide().flops, note)
+    assert reason(path) == "the marked step has no count: no step with its batch shapes was observed"
 
 
 def test_what_goes_wrong_in_the_count_goes_no_further(
@@ -292,7 +280,7 @@ def test_what_goes_wrong_in_the_count_goes_no_further(
     note = step_note(nn.Linear(WIDTH, CLASSES), {"input": torch.randn(ROWS, WIDTH)})
     marked(audit, note)
     counted = counting(note)
-    monkeypatch.setattr(Counting, "batch", fail)
+    monkeypatch.setattr(FlopsSource, "count", fail)
     audit.write(counted, note)
     assert reason(path) == "the marked step could not be counted: RuntimeError: out of luck"
     assert said == [f"nothing to audit: {reason(path)}"]
@@ -341,6 +329,6 @@ def test_a_run_that_ends_within_the_marked_step(audit: AuditStep, path: Path, re
 
 
 def test_a_run_that_ends_before_the_count(audit: AuditStep, path: Path) -> None:
-    marked(audit, step_note(None))
+    marked(audit, Thread().note())
     audit.close(4)
     assert reason(path) == "the run ended before the marked step was counted"

@@ -29,7 +29,6 @@ monitoring:
   mfu_calculation_mode: hybrid
   peak_tflops: 989.4
   measured_peak_tflops: 655.5
-  count_time_limit_s: 20
   attention: causal
   detailed_log_freq: 51
   dataset_metrics_freq: 11
@@ -64,7 +63,6 @@ READ = MonitorConfig(
     mode="hybrid",
     peak_tflops=989.4,
     measured_peak_tflops=655.5,
-    count_time_limit_s=20.0,
     attention="causal",
     detailed_log_freq=51,
     dataset_metrics_freq=11,
@@ -158,7 +156,6 @@ def test_the_defaults_are_those_of_the_specification() -> None:
         "mode": "smart",
         "peak_tflops": None,
         "measured_peak_tflops": None,
-        "count_time_limit_s": 60.0,
         "attention": "full",
         "detailed_log_freq": 50,
         "dataset_metrics_freq": 10,

@@ -29,6 +29,8 @@ import truemfu.monitor.live_run as live_run
 import truemfu.monitor.monitor as monitor_module
 from truemfu import TrainingMonitor
 from truemfu.errors import TruemfuWarning, UsageError
+from truemfu.flops.observe.observation import OBSERVED
+from truemfu.monitor.step_flops.known import FORM
 from truemfu.trackers.lane import Lane
 
 PEAK = {"monitoring": {"peak_tflops": 10.0}}
@@ -171,7 +173,9 @@ def test_a_forward_pass_that_failed_is_no_micro_batch(tmp_path: Path) -> None:
     assert rows[1]["perf/samples_per_second"] * rows[1]["perf/step_time"] == pytest.approx(2)
 
 
-def test_keywords_beside_any_number_of_arguments_leave_a_step_without_mfu(tmp_path: Path) -> None:
+def test_keywords_beside_any_number_of_arguments_leave_steps_that_were_not_observed_without_mfu(
+    tmp_path: Path,
+) -> None:
     class Many(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -182,9 +186,11 @@ def test_keywords_beside_any_number_of_arguments_leave_a_step_without_mfu(tmp_pa
             return out if scale is None else out * scale.sum()
 
     model = Many()
-    with pytest.warns(TruemfuWarning, match="positional mixed with keyword arguments"):
-        rows = trained(tmp_path, model, [lambda: model(torch.ones(2, 4), scale=torch.ones(2, 4))] * 2)
-    assert not any("perf/mfu" in row or "perf/tflops_per_gpu" in row for row in rows)
+    rows = trained(tmp_path, model, [lambda: model(torch.ones(2, 4), scale=torch.ones(2, 4))] * 3)
+    assert flops_of(rows[1]) == 2 * 2 * 2 * 4 * 4
+    for row in (rows[0], rows[2]):
+        assert not any(name in row for name in ("perf/mfu", "perf/mfu_estimate", "perf/tflops_per_gpu"))
+        assert "positional with keyword arguments" in row["perf/mfu_unknown"]
 
 
 def test_a_number_that_changes_at_each_step_keeps_no_batch(tmp_path: Path) -> None:
@@ -201,26 +207,15 @@ def test_a_number_that_changes_at_each_step_keeps_no_batch(tmp_path: Path) -> No
     assert kept < 50 * 16_384 * 8
 
 
-def test_a_number_that_changes_at_each_step_is_counted_once(tmp_path: Path) -> None:
+def test_a_number_that_changes_at_each_step_and_not_the_work_is_a_size_like_others(tmp_path: Path) -> None:
     model = Tokens()
-    losses = [partial(model, ids(), num_items=step) for step in range(1, 101)]
-    rows = trained(tmp_path, model, losses)
-    assert {flops_of(row) for row in rows} == {flops(16)}
+    numbers = [100, *(7 * step % 100 for step in range(1, 100))]
+    rows = trained(tmp_path, model, [partial(model, ids(), num_items=number) for number in numbers])
+    assert {flops_of(row) for row in rows if "perf/tflops_per_gpu" in row} == {flops(16)}
+    unknown = [row["global_step"] for row in rows if "perf/tflops_per_gpu" not in row]
+    assert len(unknown) < 10, unknown
     run = json.loads((tmp_path / "training_run.json").read_text())
-    assert run["summary"]["methods"] == {"closed form": 100}
-
-
-def test_checks_come_by_optimizer_steps_where_only_some_are_logged(tmp_path: Path) -> None:
-    model = Tokens()
-    monitor = TrainingMonitor(tmp_path, {"monitoring": {"flops_profile_freq": 50}}, model=model)
-    due = []
-    for step in range(10, 210, 10):
-        model(ids()).backward()
-        monitor.log_step(step, 0, 1.0, 1.0, 1.0)
-        if monitor._measuring.check_is_due(0):
-            due.append(step)
-    monitor.close()
-    assert due == [60, 110, 160]  # the first logged step stands for itself alone
+    assert run["summary"]["methods"].keys() == {OBSERVED, FORM}
 
 
 class Holder:
@@ -243,9 +238,12 @@ def test_tensors_inside_objects_are_no_count_of_the_first_batch(tmp_path: Path, 
     model = OfHolder()
     batches = [torch.randn(rows, WIDTH) for rows in (4, 9, 400)]
     kept = weakref.ref(batches[0])
-    with pytest.warns(TruemfuWarning, match="objects that contain tensors"):
-        rows = trained(tmp_path, model, [partial(model, held(batch)) for batch in batches])
-    assert not any("perf/tflops_per_gpu" in row or "perf/samples_per_second" in row for row in rows)
+    rows = trained(tmp_path, model, [partial(model, held(batch)) for batch in batches])
+    assert not any("perf/samples_per_second" in row for row in rows)
+    assert flops_of(rows[1]) == 2 * 2 * 9 * WIDTH * WIDTH  # it was observed
+    for row in (rows[0], rows[2]):
+        assert "perf/tflops_per_gpu" not in row
+        assert "objects that contain tensors" in row["perf/mfu_unknown"]
     del batches
     gc.collect()
     assert kept() is None
@@ -257,20 +255,22 @@ def test_a_step_of_too_many_micro_batches_tells_no_rate(
     monkeypatch.setattr("truemfu.monitor.training_side.batch_notes._MAX_NOTES", 3)
     model = Tokens()
     monitor = TrainingMonitor(tmp_path, PEAK, model=model)
-    with pytest.warns(TruemfuWarning, match="too many micro-batches"):
+    for step in range(1, 4):
         for _ in range(5):
             model(ids()).backward()
-    monitor.log_step(1, 0, 1.0, 1.0, 1.0)
+        monitor.log_step(step, 0, 1.0, 1.0, 1.0)
     monitor.close()
-    (row,) = rows_in(tmp_path)
-    assert not any("samples" in name or "tokens" in name or "mfu" in name for name in row)
+    rows = rows_in(tmp_path)
+    assert not any("samples" in name or "tokens" in name for row in rows for name in row)
+    assert [flops_of(row) for row in rows[:2]] == [5 * flops(16)] * 2  # they were observed
+    assert "perf/mfu" not in rows[2]
+    assert rows[2]["perf/mfu_unknown"].startswith("it has too many micro-batches")
 
 
-def test_a_lazy_model_is_counted_once_it_knows_its_shapes(tmp_path: Path) -> None:
+def test_a_lazy_model_is_counted_from_its_first_step(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Embedding(100, WIDTH), nn.LazyLinear(WIDTH))
     rows = trained(tmp_path, model, [lambda: model(ids()).sum()] * 3)
-    assert "perf/mfu" not in rows[0]
-    assert [flops_of(row) for row in rows[1:]] == [flops(16)] * 2
+    assert [flops_of(row) for row in rows] == [flops(16)] * 3
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
@@ -286,7 +286,6 @@ def test_a_model_that_takes_no_hooks_trains_on(tmp_path: Path, to_jit: Any) -> N
             monitor.log_step(step, 0, 1.0, 1.0, 1.0)
         monitor.close()
     assert [row["training/loss"] for row in rows_in(tmp_path)] == [1.0, 1.0]
-    assert monitor.summary()["warnings"]
 
 
 def test_closing_does_not_wait_for_a_training_thread_that_is_stuck_in_a_step(
@@ -340,20 +339,17 @@ def test_flops_that_cannot_be_worked_out_cost_no_row(tmp_path: Path, monkeypatch
     def fails(*_: Any, **__: Any) -> None:
         raise RuntimeError("no such luck")
 
-    monkeypatch.setattr("truemfu.monitor.row_side.flops_of_steps.Counting.step", fails)
+    monkeypatch.setattr("truemfu.monitor.step_flops.source.FlopsSource.of", fails)
     model = Tokens()
     rows = trained(tmp_path, model, [lambda: model(ids())] * 3)
     assert [row["training/loss"] for row in rows] == [1.0] * 3
-    warned = json.loads((tmp_path / "training_run.json").read_text())["summary"]["warnings"]
-    assert warned == [
-        "the FLOPs of a step could not be computed, so it has no MFU: RuntimeError: no such luck"
-    ]
+    reason = "its FLOPs could not be computed: RuntimeError: no such luck"
+    assert [row["perf/mfu_unknown"] for row in rows] == [reason] * 3
 
 
-@pytest.mark.parametrize("name", ["training_run.json", "closed_forms.json"])
-def test_a_log_with_the_name_of_the_runs_own_file_is_an_error(tmp_path: Path, name: str) -> None:
-    with pytest.raises(UsageError, match=f"log_file must not be {name}, which holds the"):
-        TrainingMonitor(tmp_path, log_file=name)
+def test_a_log_with_the_name_of_the_runs_own_file_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"log_file must not be training_run\.json, which holds the"):
+        TrainingMonitor(tmp_path, log_file="training_run.json")
 
 
 def test_a_run_that_changes_its_folder_goes_on_in_its_log(
@@ -452,22 +448,6 @@ def test_data_read_in_a_pause_is_not_waited_for(tmp_path: Path) -> None:
     monitor.log_step(2, 0, 1.0, 1.0, 1.0)
     monitor.close()
     assert rows_in(tmp_path)[1].get("perf/data_wait", 0.0) < 0.1
-
-
-def test_a_check_during_the_count_starts_no_other_count(tmp_path: Path) -> None:
-    model = Tokens()
-    monitor = TrainingMonitor(
-        tmp_path, {"monitoring": {"peak_tflops": 10.0, "flops_profile_freq": 1}}, model=model
-    )
-    for step in range(1, 6):
-        model(ids()).backward()
-        monitor.log_step(step, 0, 1.0, 1.0, 1.0)
-    monitor.save_logs()
-    model(ids()).backward()
-    monitor.log_step(6, 0, 1.0, 1.0, 1.0)
-    states = monitor._measuring.states
-    monitor.close()
-    assert [state.number for state in states if state is not None] == [0]
 
 
 def test_an_evaluation_in_a_profiled_step_is_not_executed_work_of_the_step(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from truemfu.monitor.row_side.flops_of_steps import StepFlops
 
 from truemfu.hardware.counters.executed import CYCLE_COUNTERS, DRIVER, datasheet_clock_hz
 from truemfu.hardware.counters.samples import CounterWindow
@@ -13,6 +12,7 @@ from truemfu.hardware.detect import find_spec
 from truemfu.monitor.hybrid.hardware_figures import StepDetail, StepSums, figures_of
 from truemfu.monitor.hybrid.hardware_windows import HardwareWindows, merged
 from truemfu.monitor.metrics import StepAmounts, StepTime
+from truemfu.monitor.step_flops.source import StepFlops
 from truemfu.monitor.training_side.hardware_watch import Cut, Measured
 
 H200 = find_spec("NVIDIA H200", None)

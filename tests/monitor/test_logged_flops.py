@@ -29,11 +29,11 @@ pytest.importorskip("transformers", minversion="5.0")
 
 import transformers as hf
 from benchmarks.cases import CASES, Case, case
-from truemfu.monitor.row_side.flops_of_steps import Counting
 
-from truemfu import TrainingMonitor, calculate_precise_mfu, count_flops, profile_model_flops
+from truemfu import FlopCount, TrainingMonitor, calculate_precise_mfu, count_flops, profile_model_flops
 from truemfu.errors import TruemfuWarning
-from truemfu.monitor.summary import lines_of
+from truemfu.flops.observe.observation import OBSERVED
+from truemfu.monitor.step_flops.source import FlopsSource, StepFlops
 
 SLOW = ("mamba", "llama-compiled", "gpt2-compiled", "resnet-compiled")
 """A sequential scan and compilations take up to half a minute each; their counts are held by tests/flops."""
@@ -107,9 +107,17 @@ def train(
         optimizer.zero_grad()
         monitor.log_step(step, 0, loss, 1.0, 1e-4)
         after(step, monitor)
-    monitor.save_logs()  # closing gives a count five seconds, which a busy machine may exceed
+    monitor.save_logs()  # closing gives rows five seconds, which a busy machine may exceed
     monitor.close()
     return Run(folder)
+
+
+def save(step: int, monitor: TrainingMonitor) -> None:
+    monitor.save_logs()  # the row side knows how many steps were observed when the next one begins
+
+
+ALL: Mapping[str, Any] = {"after": save, "flops_profile_freq": 1}
+"""Every one of a few steps is observed."""
 
 
 def assert_as_in_truth(
@@ -118,7 +126,7 @@ def assert_as_in_truth(
     truths = [c.truth(model, batch, attention=attention) for batch in batches]
     assert run.model_flops == [t.model_flops for t in truths]
     assert run.executed == [t.hardware_flops for t in truths]
-    assert run.methods == {"closed form"}
+    assert run.methods == {OBSERVED}
     assert run.summary["warnings"] == run.summary["lost"] == []
 
 
@@ -167,7 +175,7 @@ def test_packed_and_plain_micro_batches_mix_in_one_step(tmp_path: Path) -> None:
     flops = {id(b): c.truth(model, b).model_flops for b in (plain, *packed)}
     a, b, d = (flops[id(p)] for p in packed)
     assert run.model_flops == [flops[id(plain)] + a, b + d + flops[id(plain)], d]
-    assert run.methods == {"closed form"}
+    assert run.methods == {OBSERVED}
 
 
 def test_a_batch_is_the_same_by_position_by_name_and_mixed(tmp_path: Path) -> None:
@@ -190,7 +198,7 @@ def test_padding_on_some_batches_only(tmp_path: Path) -> None:
     padded = c.batch(samples=2, length=24)
     plain = {key: value for key, value in padded.items() if key != "attention_mask"}
     flops = c.truth(model, padded).model_flops
-    run = train(model, tmp_path, [padded, plain, [padded, plain]])
+    run = train(model, tmp_path, [padded, plain, [padded, plain]], **ALL)
     assert run.model_flops == [flops, flops, 2 * flops]
     assert [row.get("perf/padding_efficiency") for row in run.rows] == [0.5, None, None]
 
@@ -200,15 +208,13 @@ def test_autocast_decides_the_dtype_of_the_count(
     dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
-    count_batch = Counting.batch
+    counted = FlopsSource._counted
 
-    def noted(*args: Any, **options: Any) -> Any:
-        count = count_batch(*args, **options)
-        assert count is not None
+    def noted(self: FlopsSource, count: FlopCount, *others: Any) -> StepFlops:
         seen.append(dict(count.by_dtype))
-        return count
+        return counted(self, count, *others)
 
-    monkeypatch.setattr(Counting, "batch", noted)
+    monkeypatch.setattr(FlopsSource, "_counted", noted)
 
     def call(model: nn.Module, enabled: bool) -> Any:
         with torch.autocast("cpu", dtype=dtype, enabled=enabled):
@@ -259,7 +265,7 @@ def test_what_changes_in_mid_run_is_counted_from_the_next_check(tmp_path: Path) 
         count = count_flops(model, batch)
         expected.append((count.model_flops, count.hardware_flops))
 
-    run = train(model, tmp_path, [batch] * 5, before=before, flops_profile_freq=1)
+    run = train(model, tmp_path, [batch] * 5, before=before, **ALL)
     assert list(zip(run.model_flops, run.executed, strict=True)) == expected
     assert len(set(expected)) == 4
 
@@ -308,23 +314,7 @@ def test_compiled_code_inside_a_model(tmp_path: Path) -> None:
     assert run.model_flops == [mlp_flops(n) + 6 * n * CLASSES * 4 for n in (5, 6)]
     run = train(CallsCompiledFunction(), tmp_path / "function", [5, 6], lambda model, n: model(rows_of(n)))
     assert run.model_flops == [4 * n * WIDTH * 4 for n in (5, 6)]
-    assert run.methods == {"closed form"}
-
-
-def test_flex_attention_of_transformers_is_counted(tmp_path: Path) -> None:
-    c = case("llama-sdpa")
-    model: Any = c.build()
-    model.set_attn_implementation("flex_attention")
-    batch = c.batch(samples=2, length=24)
-
-    def before(step: int, monitor: TrainingMonitor) -> None:
-        monitor.observe(batch)  # its backward pass does not run on a CPU
-
-    run = train(
-        model, tmp_path, [batch], lambda model, _: sum(0 * p.sum() for p in model.parameters()), before
-    )
-    assert run.model_flops == [c.truth(model, batch).model_flops]
-    assert run.methods == {"closed form"}
+    assert run.methods == {OBSERVED}
 
 
 @on_newer_torch
@@ -367,9 +357,9 @@ def test_a_profiler_of_the_user_around_the_run_is_left_alone(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("smart", "methods"),
     [
-        ({"initial_profiling": False, "recalibration_frequency": 2}, {"estimate": 2, "closed form": 2}),
+        ({"initial_profiling": False, "recalibration_frequency": 2}, {"estimate": 2, OBSERVED: 2}),
         ({"calibration_enabled": False}, {"estimate": 4}),
-        ({}, {"closed form": 4}),
+        ({}, {OBSERVED: 4}),
     ],
 )
 def test_the_switches_of_smart_decide_what_is_counted(
@@ -465,10 +455,6 @@ def test_the_original_import_path_works_from_another_folder(tmp_path: Path) -> N
     assert done.stdout == f"{2 * (2 * 2 * 4 * 4)}.0\n"
 
 
-def bug(reason: str) -> pytest.MarkDecorator:
-    return pytest.mark.xfail(strict=True, reason=reason)
-
-
 class KeepsItsDraw(nn.Module):
     """Drops layers at random, by a function that it was given."""
 
@@ -484,7 +470,6 @@ class KeepsItsDraw(nn.Module):
         return x.sum() + 0 * sum(p.sum() for p in self.parameters())
 
 
-@pytest.mark.filterwarnings("ignore:.* has no closed form")
 def test_a_model_that_holds_a_shared_generator_trains_as_without_a_monitor(tmp_path: Path) -> None:
     python_random.seed(0)
     monitor = TrainingMonitor(tmp_path, settings(), model=(model := KeepsItsDraw(python_random.random)))
@@ -508,7 +493,6 @@ class ImportsInForward(KeepsItsDraw):
         return x.sum() + 0 * sum(p.sum() for p in self.parameters())
 
 
-@pytest.mark.filterwarnings("ignore:.* has no closed form")
 def test_a_model_that_imports_its_generator_in_forward_trains_as_without_a_monitor(tmp_path: Path) -> None:
     python_random.seed(0)
     monitor = TrainingMonitor(tmp_path, settings(), model=(model := ImportsInForward()))
@@ -533,12 +517,14 @@ class DropsAll(KeepsItsDraw):
 def test_random_work_is_never_logged_as_zero(tmp_path: Path) -> None:
     run = train(DropsAll(), tmp_path, [5, 6, 7], lambda model, n: model(rows_of(n)))
     assert run.model_flops == [None] * 3
-    assert any(said.startswith("the count of a step is 0") for said in run.summary["warnings"])
+    reason = "no matrix products, convolutions or attention were seen in it"
+    assert [row["perf/mfu_unknown"] for row in run.rows] == [reason] * 3
 
 
 def test_an_empty_batch_is_no_work(tmp_path: Path) -> None:
     run = train(Mlp(), tmp_path, [5, 0, 5], lambda model, n: model(rows_of(n)).sum())
-    assert run.model_flops == [mlp_flops(5), 0, mlp_flops(5)]
+    assert run.model_flops == [mlp_flops(5), None, mlp_flops(5)]
+    assert run.rows[1]["perf/mfu_unknown"].startswith("no matrix products")
     assert not run.summary["warnings"]
 
 
@@ -587,7 +573,7 @@ def call_with_dict(model: nn.Module, samples: int) -> Any:
 
 
 def test_a_batch_in_a_dict_is_counted_by_its_shapes(tmp_path: Path) -> None:
-    run = train(TakesDict(), tmp_path, [4, 9, 3], call_with_dict)
+    run = train(TakesDict(), tmp_path, [4, 9, 3], call_with_dict, **ALL)
     assert run.model_flops == [mlp_flops(4), mlp_flops(9), mlp_flops(3)]
 
 
@@ -617,10 +603,9 @@ def test_a_checkpoint_around_the_model_is_recomputation(tmp_path: Path) -> None:
 
     run = train(Mlp(), tmp_path, [5, 6], call)
     assert run.model_flops == [mlp_flops(5), mlp_flops(6)]
-    assert run.executed == [None, None]
-    (said,) = run.summary["warnings"]
-    assert said.startswith("HFU is unknown: a checkpoint around the whole model")
-    assert dict(lines_of(run.summary))["HFU, median"] == "unknown (executed FLOPs were not measured)"
+    # The second layer's output is not needed, so it is not run again.
+    assert run.executed == [mlp_flops(n) + 2 * n * WIDTH * WIDTH for n in (5, 6)]
+    assert run.summary["warnings"] == []
 
 
 def test_the_profiler_measures_what_a_checkpoint_around_the_model_runs_again(tmp_path: Path) -> None:
@@ -639,8 +624,9 @@ def test_a_reentrant_checkpoint_is_not_profiled_from_inside_the_backward_pass(tm
         return output.sum()
 
     run = train(Mlp(), tmp_path, [5, 5], call, mfu_calculation_mode="profiler")
+    forward = 2 * 5 * WIDTH * (WIDTH + CLASSES)
     assert run.model_flops == [mlp_flops(5, input_gradient=True)] * 2
-    assert run.executed == [None, None]
+    assert run.executed == [mlp_flops(5, input_gradient=True) + forward] * 2
     assert [row.get("perf/data_wait") for row in run.rows] == [None, None]
     assert torch.autograd._profiler_enabled() is False
 
@@ -652,7 +638,7 @@ def test_what_was_seen_in_the_backward_pass_alone_is_not_left_out_in_silence(tmp
         return plain.sum() + again.sum()
 
     run = train(Mlp(), tmp_path, [50, 50], call)
-    assert run.model_flops == [None, None]
+    assert run.model_flops == [mlp_flops(5) + mlp_flops(50, input_gradient=True)] * 2
     assert not any("perf/samples_per_second" in row for row in run.rows)
 
 
@@ -660,7 +646,7 @@ def test_an_input_that_needs_a_gradient_is_another_batch(tmp_path: Path) -> None
     def call(model: nn.Module, needs_gradient: bool) -> Tensor:
         return model(rows_of(5, requires_grad=needs_gradient)).sum()  # type: ignore[no-any-return]
 
-    run = train(Mlp(), tmp_path, [[False, True], False, True, [True, False]], call)
+    run = train(Mlp(), tmp_path, [[False, True], False, True, [True, False]], call, **ALL)
     without, with_gradient = mlp_flops(5), mlp_flops(5, input_gradient=True)
     assert run.model_flops == [without + with_gradient, without, with_gradient, without + with_gradient]
 
@@ -692,9 +678,7 @@ def test_documents_and_padding_inside_a_whole_batch_are_seen(tmp_path: Path) -> 
     assert [row["perf/padding_efficiency"] for row in run.rows] == [0.25, 1.0]
 
 
-def test_a_model_that_leaves_padding_out_says_that_its_flops_are_those_of_the_first_batch(
-    tmp_path: Path,
-) -> None:
+def test_a_model_that_leaves_padding_out_has_the_flops_of_its_real_tokens(tmp_path: Path) -> None:
     class Unpads(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -707,14 +691,9 @@ def test_a_model_that_leaves_padding_out_says_that_its_flops_are_those_of_the_fi
         mask = (torch.arange(length) < real).long().expand(2, length).contiguous()
         return {"input_ids": torch.zeros(2, length, dtype=torch.long), "attention_mask": mask}
 
-    def after(step: int, monitor: TrainingMonitor) -> None:
-        monitor.save_logs()  # what the first batch showed is known at the next
-
-    run = train(Unpads(), tmp_path, [batch(16, 4), batch(16, 8), batch(12, 3)], after=after)
-    real = [2 * 4, 2 * 4, 2 * 3]
-    assert run.model_flops == [3 * 2 * tokens * WIDTH * WIDTH for tokens in real]
-    assert run.methods == {"count on fake tensors, counted once per shape and values"}
-    assert any("the FLOPs of the first batch of its shape" in text for text in run.summary["warnings"])
+    run = train(Unpads(), tmp_path, [batch(16, 4), batch(16, 8), batch(12, 3)])
+    assert run.model_flops == [3 * 2 * tokens * WIDTH * WIDTH for tokens in (2 * 4, 2 * 8, 2 * 3)]
+    assert run.methods == {OBSERVED}
 
 
 def test_a_flat_row_of_documents_tells_tokens_and_documents(tmp_path: Path) -> None:
@@ -729,7 +708,6 @@ def test_a_flat_row_of_documents_tells_tokens_and_documents(tmp_path: Path) -> N
         assert round(row["perf/samples_per_second"] * row["perf/step_time"]) == 2
 
 
-@bug("under vmap the hook sees one sample")
 def test_per_sample_gradients_are_counted_for_all_samples(tmp_path: Path) -> None:
     def call(model: nn.Module, samples: int) -> Tensor:
         weights = dict(model.named_parameters())
@@ -741,7 +719,8 @@ def test_per_sample_gradients_are_counted_for_all_samples(tmp_path: Path) -> Non
         return torch.stack([g.sum() for g in gradients.values()]).sum() * 0 + next(model.parameters()).sum()
 
     run = train(Mlp(), tmp_path, [5, 6], call)
-    assert run.model_flops == [mlp_flops(5), mlp_flops(6)]
+    assert run.model_flops == [None, mlp_flops(6)]  # the second was observed as a whole
+    assert "vmap" in run.rows[0]["perf/mfu_unknown"]
 
 
 class GrowsDeeper(nn.Module):
@@ -762,23 +741,19 @@ def test_a_number_that_changes_the_work_is_seen_by_the_next_check(tmp_path: Path
     def before(step: int, monitor: TrainingMonitor) -> None:
         model.depth = 2 if step < 3 else 4
 
-    run = train(model, tmp_path, [5] * 4, lambda model, n: model(rows_of(n)), before, flops_profile_freq=1)
+    run = train(model, tmp_path, [5] * 4, lambda model, n: model(rows_of(n)), before, **ALL)
     layer = 2 * 5 * WIDTH * WIDTH
     assert run.model_flops == [layer * (2 + 3 * (depth - 1)) for depth in (2, 2, 4, 4)]
 
 
-def test_a_number_that_goes_on_changing_the_work_is_seen_each_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("truemfu.monitor.training_side.counts._FREE_COUNTS", 8)
+def test_a_number_that_goes_on_changing_the_work_is_seen_each_time(tmp_path: Path) -> None:
     model = GrowsDeeper()
     model.layers.extend([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
 
     def before(step: int, monitor: TrainingMonitor) -> None:
-        monitor.save_logs()  # a check compares what was counted
         model.depth = step
 
-    run = train(model, tmp_path, [3] * 8, lambda m, n: m(rows_of(n)), before, flops_profile_freq=1)
+    run = train(model, tmp_path, [3] * 8, lambda m, n: m(rows_of(n)), before, **ALL)
     one_layer = 2 * 3 * WIDTH * WIDTH
     assert run.model_flops == [(3 * depth - 1) * one_layer for depth in range(1, 9)]
 
@@ -791,14 +766,10 @@ def test_a_number_that_only_counts_calls_is_let_be(tmp_path: Path) -> None:
             self.calls += 1
             return super().forward(x)
 
-    numbers = []
-
-    def after(step: int, monitor: TrainingMonitor) -> None:
-        monitor.save_logs()
-        numbers.append(states[0].number if (states := monitor._measuring.states) and states[0] else None)
-
-    train(Counts(), tmp_path, [3] * 10, lambda m, n: m(rows_of(n)).sum(), after=after, flops_profile_freq=1)
-    assert numbers[-1] == numbers[5]
+    run = train(Counts(), tmp_path, [3] * 40, lambda m, n: m(rows_of(n)).sum(), after=save)
+    assert run.model_flops == [mlp_flops(3)] * 40
+    assert len(run.summary["monitor_cost"]["observed_steps"]) <= 4  # the first two, and two for the number
+    assert run.summary["warnings"] == []
 
 
 def test_a_paused_evaluation_is_not_executed_by_the_step(tmp_path: Path) -> None:
@@ -833,35 +804,6 @@ def test_a_profiler_started_within_a_profiled_step_does_not_make_hfu_zero(tmp_pa
     assert run.executed in ([mlp_flops(5)], [None])
 
 
-class Record(list[Any]):
-    """A list that a count leaves alone: what it adds to a plain global list is taken out again."""
-
-
-TRAINS = Record()
-"""Not empty while a forward pass of the training runs."""
-
-
-class RefusesCount(Mlp):
-    """Can be counted unless told otherwise."""
-
-    def forward(self, x: Tensor, refuse: bool = False) -> Tensor:
-        if refuse and not TRAINS:
-            raise RuntimeError("in training only")
-        return super().forward(x).sum()
-
-
-@pytest.mark.filterwarnings("ignore:the model cannot be counted")
-def test_a_step_with_an_estimated_micro_batch_says_so(tmp_path: Path) -> None:
-    def call(model: nn.Module, refuse: bool) -> Tensor:
-        TRAINS.append(True)
-        loss: Tensor = model(rows_of(5), refuse)
-        TRAINS.clear()
-        return loss
-
-    run = train(RefusesCount(), tmp_path, [[False, True]], call)
-    assert run.methods == {"closed form and estimate"}
-
-
 def test_a_nested_batch_costs_its_flops_alone(tmp_path: Path) -> None:
     def call(model: nn.Module, samples: int) -> Tensor:
         rows = [rows_of(samples), rows_of(samples + 2)]
@@ -869,6 +811,8 @@ def test_a_nested_batch_costs_its_flops_alone(tmp_path: Path) -> None:
 
     run = train(Mlp(), tmp_path, [5, 6], call)
     assert [row["global_step"] for row in run.rows] == [1, 2]
+    assert run.model_flops == [None, mlp_flops(2 * 6 + 2)]  # the second was observed as a whole
+    assert "nested tensors" in run.rows[0]["perf/mfu_unknown"]
 
 
 class TakesAnyNumber(nn.Module):
@@ -885,21 +829,20 @@ class TakesByPlace(Mlp):
         return super().forward(x).sum()
 
 
-@bug("names of keyword arguments beside *args are lost, so the model cannot be called for the count")
 def test_keyword_arguments_beside_any_number_of_positional_ones(tmp_path: Path) -> None:
     run = train(
         TakesAnyNumber(),
         tmp_path,
-        [5],
+        [5, 6],
         lambda model, n: model(rows_of(n), rows_of(n), target=torch.zeros(n, CLASSES)),
     )
-    assert run.model_flops == [2 * mlp_flops(5)]
+    assert run.model_flops == [None, 2 * mlp_flops(6)]  # the second was observed as a whole
 
 
 def test_positional_only_arguments(tmp_path: Path) -> None:
     run = train(TakesByPlace(), tmp_path, [5], lambda model, n: model(rows_of(n)))
     assert run.model_flops == [mlp_flops(5)]
-    assert run.methods == {"closed form"}
+    assert run.methods == {OBSERVED}
 
 
 def test_multiple_choice(tmp_path: Path) -> None:
@@ -910,7 +853,6 @@ def test_multiple_choice(tmp_path: Path) -> None:
     assert run.model_flops == [count_flops(model, batch).model_flops]
 
 
-@bug("a mask of samples × 1 × length × length has no values in a template: all pairs are counted")
 def test_a_whole_mask_decides_the_allowed_pairs(tmp_path: Path) -> None:
     c = case("llama-sdpa")
     model = c.build()

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from mesh_jobs import LENGTH, Decoder, tokens
@@ -21,9 +21,9 @@ from torch.distributed.tensor.experimental import context_parallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from truemfu import TrainingMonitor, count_flops
-from truemfu.errors import TruemfuWarning
-from truemfu.flops import has_whole_sequences, whole_sequences
 from truemfu.monitor.ranks.find_role import context_parallel_size, role_of
+from truemfu.monitor.ranks.role import RankRole
+from truemfu.monitor.step_flops.source import GIVEN
 
 RANKS, SAMPLES = 4, 3
 
@@ -50,7 +50,7 @@ def split_step(monitor: TrainingMonitor, model: nn.Module, mesh: Any, *, logs_in
 
 
 @pytest.mark.parametrize("logs_inside", [False, True], ids=["logged after", "logged inside"])
-def test_each_pair_of_a_split_sequence_is_counted_once(mesh: Any, tmp_path: Path, logs_inside: bool) -> None:
+def test_split_sequences_have_no_mfu_but_their_tokens(mesh: Any, tmp_path: Path, logs_inside: bool) -> None:
     model = Decoder()
     monitor = TrainingMonitor(tmp_path, {"monitoring": {"peak_tflops": 1.0}}, model=model)
     split_step(monitor, model, mesh, logs_inside=logs_inside)
@@ -58,15 +58,9 @@ def test_each_pair_of_a_split_sequence_is_counted_once(mesh: Any, tmp_path: Path
     monitor.close()
     live = monitor._live
     assert live is not None
-    role = live.role
-    assert (role.flops_shared_by, role.tokens_shared_by, role.has_tokens) == (RANKS, 1, True)
-    last = live._counting._last
-    assert last is not None
-    assert last[2] is not None
-    whole = count_flops(Decoder(), (tokens(SAMPLES),)).model_flops
-    apart = RANKS * count_flops(Decoder(), (tokens(SAMPLES)[:, : LENGTH // RANKS],)).model_flops
-    assert RANKS * last[2].model_flops / role.flops_shared_by == whole
-    assert apart < whole  # without the pairs of tokens on different ranks
+    assert live.role == RankRole(splits_sequences=True)
+    assert not any(name in monitor.last for name in ("perf/mfu", "perf/tflops_per_gpu", "perf/mfu_estimate"))
+    assert monitor.last["perf/mfu_unknown"].startswith("sequences are split over ranks (context parallel)")
     (note,) = live._batches._last_step.notes
     assert RANKS * note.template.tokens == SAMPLES * LENGTH
 
@@ -80,36 +74,16 @@ def test_a_count_leaves_the_attention_of_an_active_context(mesh: Any) -> None:
         assert F.scaled_dot_product_attention is exchanging
         assert context_parallel_size([model]) == RANKS
     assert context_parallel_size([model]) == 1
-    assert role_of([model]).flops_shared_by == 1
+    assert role_of([model]) == RankRole()
 
 
-def test_sequences_that_may_be_packed_have_no_mfu(mesh: Any, tmp_path: Path) -> None:
-    class Packed(Decoder):
-        def forward(self, input_ids: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
-            return super().forward(input_ids)
-
-    model, inputs = Packed(), tokens(SAMPLES)
+def test_flops_that_the_caller_gives_are_used_for_split_sequences(mesh: Any, tmp_path: Path) -> None:
+    model, inputs = Decoder(), tokens(SAMPLES)
     monitor = TrainingMonitor(tmp_path, {"monitoring": {"peak_tflops": 1.0}}, model=model)
-    with context_parallel(mesh, buffers=[inputs], buffer_seq_dims=[1]):
-        with pytest.warns(TruemfuWarning, match="context parallel"), pytest.raises(NotImplementedError):
-            model(input_ids=inputs, cu_seqlens=torch.tensor([0, 3, 8]))
-        monitor.log_step(1, 0, 1.0, 1.0, 1.0)
+    for step in (1, 2):
+        with context_parallel(mesh, buffers=[inputs], buffer_seq_dims=[1]), suppress(NotImplementedError):
+            model(inputs)
+        monitor.log_step(step, 0, 1.0, 1.0, 1.0, flops=5e9)
     monitor.close()
-    assert "perf/mfu" not in monitor.last
-
-
-def test_a_batch_with_whole_sequences_has_no_values_and_keeps_what_is_not_a_length() -> None:
-    batch = {
-        "input_ids": torch.zeros(2, 3, dtype=torch.long),
-        "position_ids": torch.tensor([[0, 1, 6], [0, 1, 6]]),
-        "inputs_embeds": torch.zeros(2, 3, 5, requires_grad=True),
-        "use_cache": False,
-    }
-    whole = whole_sequences(batch, 4)
-    shapes = {key: tuple(value.shape) for key, value in whole.items() if isinstance(value, torch.Tensor)}
-    assert shapes == {"input_ids": (2, 12), "position_ids": (2, 12), "inputs_embeds": (2, 12, 5)}
-    assert all(whole[key].is_meta for key in shapes)
-    assert whole["inputs_embeds"].requires_grad
-    assert whole["use_cache"] is False
-    assert has_whole_sequences(batch)
-    assert not has_whole_sequences({"pixel_values": torch.zeros(2, 3, 8, 8)})
+    assert "perf/mfu_unknown" not in monitor.last
+    assert monitor.summary()["methods"] == {GIVEN: 2}

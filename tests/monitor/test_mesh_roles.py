@@ -75,7 +75,7 @@ def test_split_sequences_of_split_layers() -> None:
     mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("cp", "tp"))
     model, inputs = tensor_parallel(mesh["tp"]), tokens(2)
     with context_parallel(mesh["cp"], buffers=[inputs], buffer_seq_dims=[1]):
-        assert role_of([model]) == RankRole(flops_shared_by=8, tokens_shared_by=2)
+        assert role_of([model]) == RankRole(flops_shared_by=2, tokens_shared_by=2, splits_sequences=True)
     assert role_of([model]) == RankRole(flops_shared_by=2, tokens_shared_by=2)
 
 

@@ -6,11 +6,11 @@ import dataclasses
 from fractions import Fraction
 
 import pytest
-from truemfu.monitor.row_side.flops_of_steps import StepFlops
 
 from truemfu.monitor.metrics import StepAmounts, StepTime, Window, performance
 from truemfu.monitor.ranks.job_sums import JobStep
 from truemfu.monitor.ranks.role import RankRole
+from truemfu.monitor.step_flops.source import StepFlops
 from truemfu.monitor.totals import Reservoir, Totals
 
 FLOPS = StepFlops(

@@ -1,10 +1,9 @@
-"""One rank of each model structure counts: real processes, real stores, ranks that die or stay away."""
+"""Messages of ranks to rank 0: real processes, real stores, stores that hang, die or are replaced."""
 
 from __future__ import annotations
 
 import json
 import os
-import random
 import re
 import signal
 import subprocess
@@ -22,33 +21,18 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from rank_processes import free_address, run_ranks
-from torch import nn
 
 import truemfu.monitor.ranks.rank_link as ranks
 import truemfu.monitor.ranks.store_thread as store_thread
-from truemfu import FlopModel, count_flops
 from truemfu.errors import TruemfuWarning
-from truemfu.monitor.ranks.rank_link import COUNT, NOTHING, WAITING, Answer, LinkLimits, RankLink
+from truemfu.monitor.ranks.rank_link import LinkLimits, RankLink
 
-KEY = "first"
 TIME_LIMIT_S = 120
-FORWARD = 2 * 3 * 11 * 16 * (16 + 24)  # 3 × 11 tokens through the two layers of `model`
-BACKWARD = 2 * FORWARD
 COLLECTIVES = (
     "all_gather all_gather_into_tensor all_gather_object all_reduce all_to_all all_to_all_single barrier "
     "batch_isend_irecv broadcast broadcast_object_list gather gather_object irecv isend monitored_barrier "
     "new_group recv reduce reduce_scatter reduce_scatter_tensor scatter scatter_object_list send"
 ).split()
-
-
-class Tokens(nn.Module):
-    def __init__(self, width: int = 24) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(50, 16)
-        self.mix, self.head = nn.Linear(16, 16), nn.Linear(16, width)
-
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        return self.head(self.mix(self.embed(input_ids)))
 
 
 class WatchedStore:
@@ -68,30 +52,25 @@ class WatchedStore:
         return called
 
 
-def tokens(samples: int, length: int) -> dict[str, torch.Tensor]:
-    return {"input_ids": torch.zeros(samples, length, dtype=torch.long)}
+class Inbox:
+    """What rank 0 receives, and the threads on which it does."""
 
+    def __init__(self, link: RankLink) -> None:
+        self._link, self.messages = link, list[bytes]()
+        self.threads: set[str] = set()
+        link.exchange_rows(self._take)
 
-def noise(size_bytes: int) -> dict[str, Any]:
-    """Data of about this size, which hardly shrinks."""
-    draw = random.Random(0)
-    return {"noise": [draw.getrandbits(64) for _ in range(size_bytes // 20)]}
+    def _take(self, messages: list[bytes]) -> None:
+        self.threads.add(threading.current_thread().name)
+        self.messages += messages
 
-
-def answered(link: RankLink, structure: str, key: str = KEY) -> Answer:
-    """What a row thread does, in short."""
-    ends_s = time.monotonic() + 60
-    while (answer := link.ask(key, structure)) is WAITING:
-        assert time.monotonic() < ends_s, "no answer"
-        time.sleep(0.01)
-    return answer
-
-
-def counts_or_receives(link: RankLink, structure: str, data: dict[str, Any]) -> Answer:
-    answer = answered(link, structure)
-    if answer is COUNT:
-        link.publish(KEY, structure, data)
-    return answer
+    def wait(self, *expected: bytes, limit_s: float = 60.0) -> None:
+        """Until all of these have arrived."""
+        ends_s = time.monotonic() + limit_s
+        while not set(expected) <= set(self.messages):
+            assert time.monotonic() < ends_s, f"only {len(self.messages)} messages arrived"
+            self._link.read_soon()
+            time.sleep(0.01)
 
 
 def wait_for(path: Path) -> None:
@@ -101,79 +80,46 @@ def wait_for(path: Path) -> None:
         time.sleep(0.02)
 
 
-def all_alike(link: RankLink, folder: Path) -> Any:
-    time.sleep(0.5 * link.rank)  # ranks come to a key at different times
-    answer = answered(link, "24")
-    if answer is COUNT:
-        fitted = FlopModel.fit(Tokens(), tokens(2, 9))
-        link.publish(KEY, "24", fitted.export())
-    else:
-        fitted = FlopModel.from_export(Tokens(), answer.data)
-    return answer.kind, fitted(tokens(3, 11)).as_dict()
-
-
-def last_rank_differs(link: RankLink, folder: Path) -> Any:
-    structure = "other" if link.rank == 2 else "24"
-    answer = counts_or_receives(link, structure, {"counted by": link.rank})
-    return answer.kind, answer.data
-
-
-def others_differ_from_rank_0(link: RankLink, folder: Path) -> Any:
-    structure = "first stage" if link.is_first else "last stage"
-    answer = counts_or_receives(link, structure, {"counted by": link.rank})
-    return answer.kind, answer.data
-
-
-def none_alike(link: RankLink, folder: Path) -> Any:
-    return counts_or_receives(link, f"stage {link.rank}", {"counted by": link.rank}).kind
-
-
-def rank_0_cannot_count(link: RankLink, folder: Path) -> Any:
-    return counts_or_receives(link, "24", {}).kind
-
-
-def rank_0_never_announces(link: RankLink, folder: Path) -> Any:
-    return "not asked" if link.is_first else answered(link, "24").kind
-
-
-def rank_0_stops_before_it_counts(link: RankLink, folder: Path) -> Any:
-    kind = answered(link, "24").kind
-    link.stop()
-    return kind
-
-
-def large_count(link: RankLink, folder: Path) -> Any:
-    data = noise(20_000_000)
-    answer = counts_or_receives(link, "24", data)
-    return answer.kind, answer.data in ({}, data)
-
-
-def counts_are_logged(link: RankLink, folder: Path) -> Any:
+def one_of_each(link: RankLink, folder: Path) -> Any:
+    """Ranks send at different times."""
     if link.is_first:
-        link.count_begins(7)
-        (folder / f"{link._prefix.replace('/', ' ')} begins").touch()
-    else:
-        wait_for(folder / f"{link._prefix.replace('/', ' ')} begins")
-    began_s = time.monotonic()
-    while 7 not in (steps := link.counted_after()) and time.monotonic() < began_s + 30:
-        time.sleep(0.01)
-    return sorted(steps), time.monotonic() - began_s
+        inbox = Inbox(link)
+        inbox.wait(b"from 1", b"from 2")
+        return sorted(map(bytes.decode, inbox.messages)), sorted(inbox.threads)
+    time.sleep(0.5 * link.rank)
+    link.exchange_rows(None)
+    link.send_message(f"from {link.rank}".encode())
+    return None
 
 
-SCENARIOS: dict[str, tuple[Callable[[RankLink, Path], Any], LinkLimits]] = {
-    scenario.__name__: (scenario, limits)
-    for scenario, limits in [
-        (all_alike, LinkLimits(answer_s=60)),
-        (last_rank_differs, LinkLimits(answer_s=60)),
-        (others_differ_from_rank_0, LinkLimits(answer_s=60)),
-        (none_alike, LinkLimits(answer_s=60)),
-        (rank_0_cannot_count, LinkLimits(answer_s=60)),
-        (rank_0_never_announces, LinkLimits(answer_s=1)),
-        (rank_0_stops_before_it_counts, LinkLimits(answer_s=60)),
-        (large_count, LinkLimits(answer_s=60)),
-        (counts_are_logged, LinkLimits()),
-    ]
-}
+def one_after_another(link: RankLink, folder: Path) -> Any:
+    """Each message is sent once the one before it has arrived."""
+    if link.is_first:
+        inbox = Inbox(link)
+        for number in range(5):
+            inbox.wait(*(f"{rank}: {number}".encode() for rank in (1, 2)))
+            (folder / f"arrived {number}").touch()
+        return sorted(map(bytes.decode, inbox.messages))
+    link.exchange_rows(None)
+    for number in range(5):
+        link.send_message(f"{link.rank}: {number}".encode())
+        wait_for(folder / f"arrived {number}")
+    return None
+
+
+def a_large_one(link: RankLink, folder: Path) -> Any:
+    large = bytes(range(256)) * 40_000
+    if link.is_first:
+        inbox = Inbox(link)
+        inbox.wait(large)
+        return len(inbox.messages[0])
+    link.exchange_rows(None)
+    if link.rank == 2:
+        link.send_message(large)
+    return None
+
+
+SCENARIOS = (one_of_each, one_after_another, a_large_one)
 
 
 def rank_process(rank: int, world_size: int, store: str, folder: str) -> None:
@@ -189,13 +135,13 @@ def rank_process(rank: int, world_size: int, store: str, folder: str) -> None:
             setattr(module, name, lambda *_, name=name, **__: collectives.append(name))
     found: dict[str, Any] = {}
     links = []
-    for name, (scenario, limits) in SCENARIOS.items():
-        links.append(link := RankLink.current(limits=limits))
+    for scenario in SCENARIOS:
+        links.append(link := RankLink.current())
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             value = scenario(link, Path(folder))
         warned = [str(w.message) for w in caught if issubclass(w.category, TruemfuWarning)]
-        found[name] = {"value": value, "notes": link.notes, "warned": warned}
+        found[scenario.__name__] = {"value": value, "notes": link.notes, "warned": warned}
     found["job"] = {
         "rank": [link.rank, link.world_size, link.is_first],
         "threads": sorted(threads),
@@ -230,72 +176,24 @@ def values(found: dict[int, Any], scenario: Callable[..., Any]) -> list[Any]:
     return [found[rank][scenario.__name__]["value"] for rank in range(3)]
 
 
-def notes(found: dict[int, Any], scenario: Callable[..., Any]) -> list[list[str]]:
-    return [found[rank][scenario.__name__]["notes"] for rank in range(3)]
+def test_rank_0_receives_a_message_of_each_rank_on_its_store_thread(found: dict[int, Any]) -> None:
+    assert values(found, one_of_each) == [[["from 1", "from 2"], ["truemfu-store"]], None, None]
 
 
-def test_rank_0_alone_counts_and_all_ranks_have_its_count(found: dict[int, Any]) -> None:
-    told = values(found, all_alike)
-    assert [kind for kind, _ in told] == ["count", "received", "received"]
-    assert told[0][1]["forward"] == FORWARD
-    assert told[0][1]["backward"] == BACKWARD
-    assert told[1][1] == told[2][1] == told[0][1]
-    assert notes(found, all_alike) == [[], [], []]
+def test_messages_arrive_once_each(found: dict[int, Any]) -> None:
+    sent = sorted(f"{rank}: {number}" for rank in (1, 2) for number in range(5))
+    assert values(found, one_after_another) == [sent, None, None]
 
 
-def test_a_rank_with_another_model_counts_its_own(found: dict[int, Any]) -> None:
-    told = values(found, last_rank_differs)
-    assert told == [["count", {}], ["received", {"counted by": 0}], ["count", {}]]
-    assert notes(found, last_rank_differs) == [
-        [],
-        [],
-        ["the model of rank 2 differs from rank 0's, so it is counted separately"],
-    ]
-
-
-def test_one_of_the_ranks_that_differ_from_rank_0_counts_for_all_of_them(found: dict[int, Any]) -> None:
-    told = values(found, others_differ_from_rank_0)
-    assert told[0] == ["count", {}]
-    elected = 1 if told[1][0] == "count" else 2
-    assert told[elected] == ["count", {}]
-    assert told[3 - elected] == ["received", {"counted by": elected}]
-
-
-def test_where_no_ranks_are_alike_each_counts(found: dict[int, Any]) -> None:
-    assert values(found, none_alike) == ["count"] * 3
-
-
-def test_what_rank_0_cannot_count_is_estimated_by_all(found: dict[int, Any]) -> None:
-    assert values(found, rank_0_cannot_count) == ["count", "nothing", "nothing"]
-    assert notes(found, rank_0_cannot_count) == [[], [], []]
-
-
-def test_where_rank_0_announces_nothing_the_others_estimate(found: dict[int, Any]) -> None:
-    assert values(found, rank_0_never_announces) == ["not asked", "nothing", "nothing"]
-    for rank in (1, 2):
-        assert notes(found, rank_0_never_announces)[rank] == [
-            f"rank 0 announced no count within 1 s; the FLOPs of rank {rank} are estimated"
-        ]
-
-
-def test_nobody_waits_for_a_rank_that_stopped(found: dict[int, Any]) -> None:
-    assert values(found, rank_0_stops_before_it_counts) == ["count", "nothing", "nothing"]
-    assert notes(found, rank_0_stops_before_it_counts) == [[], [], []]
-
-
-def test_large_counts_arrive_whole(found: dict[int, Any]) -> None:
-    assert values(found, large_count) == [["count", True], ["received", True], ["received", True]]
-
-
-def test_all_ranks_know_within_a_second_after_which_step_one_counted(found: dict[int, Any]) -> None:
-    for steps, took_s in values(found, counts_are_logged):
-        assert steps == [7]
-        assert took_s < 1
+def test_large_messages_arrive_whole(found: dict[int, Any]) -> None:
+    assert values(found, a_large_one) == [256 * 40_000, None, None]
 
 
 def test_no_rank_warns_where_all_goes_well(found: dict[int, Any]) -> None:
     for rank in range(3):
-        assert {name: found[rank][name]["warned"] for name in SCENARIOS} == {name: [] for name in SCENARIOS}
+        for scenario in SCENARIOS:
+            seen = found[rank][scenario.__name__]
+            assert (seen["warned"], seen["notes"]) == ([], [])
 
 
 def test_the_store_is_used_on_its_thread_alone_and_no_collective_is_called(found: dict[int, Any]) -> None:
@@ -304,66 +202,39 @@ def test_the_store_is_used_on_its_thread_alone_and_no_collective_is_called(found
         assert job == {"rank": [rank, 3, rank == 0], "threads": ["truemfu-store"], "collectives": []}
 
 
-def mortal_process(rank: int, world_size: int, store: str, folder: str, dies: str) -> None:
-    """A rank of a job in which rank 0, or the rank elected of the others, is killed before it publishes."""
+def mortal_process(rank: int, world_size: int, store: str, folder: str) -> None:
+    """A rank of a job in which rank 0, which serves the store, is killed."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
-    link = RankLink.current(limits=LinkLimits(answer_s=3))
+    link = RankLink.current(limits=LinkLimits(stuck_s=3))
     (Path(folder) / f"{rank}.connected").touch()
     for other in range(world_size):
         wait_for(Path(folder) / f"{other}.connected")
+    if link.is_first:
+        os.kill(os.getpid(), signal.SIGKILL)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        if dies == "rank 0" and link.is_first:
-            os.kill(os.getpid(), signal.SIGKILL)
-        answer = answered(link, "first stage" if link.is_first else "last stage")
-        if answer is COUNT and not link.is_first:
-            os.kill(os.getpid(), signal.SIGKILL)
+        link.exchange_rows(None)
+        ends_s = time.monotonic() + 20
+        while link.is_connected and time.monotonic() < ends_s:
+            link.send_message(str(time.monotonic()).encode())
+            time.sleep(0.05)
     warned = [str(w.message) for w in caught if issubclass(w.category, TruemfuWarning)]
-    found = {"kind": answer.kind, "notes": link.notes, "warned": warned}
     partial = Path(folder) / f"{rank}.partial"
-    partial.write_text(json.dumps(found))
+    partial.write_text(json.dumps({"failure": link.failure, "warned": warned}))
     partial.rename(Path(folder) / f"{rank}.json")
-    if link.is_first:
-        ends_s = time.monotonic() + TIME_LIMIT_S
-        while len(list(Path(folder).glob("*.json"))) < 2 and time.monotonic() < ends_s:
-            time.sleep(0.02)
     link.stop()
 
 
-def mortal_job(folder: Path, kind: str, dies: str) -> tuple[list[int | None], dict[int, Any]]:
-    store = free_address() if kind == "tcp" else f"file://{folder / 'store'}"
-    arguments = [(rank, 3, store, str(folder), dies) for rank in range(3)]
-    return run_ranks(mortal_process, arguments, folder, TIME_LIMIT_S)
-
-
-def test_where_the_elected_rank_dies_those_like_it_estimate(tmp_path: Path) -> None:
-    codes, found = mortal_job(tmp_path, "tcp", "the elected")
-    killed = codes.index(-9)
-    assert sorted(codes, key=str) == [-9, 0, 0]
-    assert killed in (1, 2)
-    left = 3 - killed
-    assert found[0] == {"kind": "count", "notes": [], "warned": []}
-    text = f"the counting rank published no count within 3 s; the FLOPs of rank {left} are estimated"
-    assert found[left] == {"kind": "nothing", "notes": [text], "warned": []}
-
-
-@pytest.mark.parametrize(
-    ("kind", "said"),
-    [
-        # While a rank connects, a server that is gone is tried again and again.
-        ("tcp", r"the job's key-value store (cannot be used \(.*\)|does not respond)"),
-        ("file", "rank 0 announced no count within 3 s"),
-    ],
-    ids=["tcp", "file"],
-)
-def test_where_rank_0_dies_the_others_estimate(tmp_path: Path, kind: str, said: str) -> None:
-    codes, found = mortal_job(tmp_path, kind, "rank 0")
+def test_where_rank_0_dies_the_others_go_on_and_warn_of_nothing(tmp_path: Path) -> None:
+    arguments = [(rank, 3, store, str(tmp_path)) for store in [free_address()] for rank in range(3)]
+    codes, found = run_ranks(mortal_process, arguments, tmp_path, TIME_LIMIT_S)
     assert codes == [-9, 0, 0]
     for rank in (1, 2):
-        assert (found[rank]["kind"], found[rank]["warned"]) == ("nothing", [])
-        (note,) = found[rank]["notes"]
-        assert re.fullmatch(f"{said}; the FLOPs of rank {rank} are estimated", note), note
+        assert found[rank]["warned"] == []
+        # While a rank connects, a server that is gone is tried again and again.
+        said = r"the job's key-value store (cannot be used \(.*\)|does not respond)"
+        assert re.fullmatch(said, found[rank]["failure"])
 
 
 class Job:
@@ -435,221 +306,161 @@ def hanging(monkeypatch: pytest.MonkeyPatch, job: Job) -> Iterator[HangingStore]
     store.released.set()
 
 
-QUICK = LinkLimits(answer_s=0.3, stuck_s=0.3, read_s=0.2)
+QUICK = LinkLimits(group_s=0.0, stuck_s=0.3)
 
 
-def settled(link: RankLink, structure: str = "24", key: str = KEY) -> Answer:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        return answered(link, structure, key)
+def sends(link: RankLink, message: bytes = b"a row") -> RankLink:
+    link.exchange_rows(None)
+    link.send_message(message)
+    return link
 
 
 def test_a_store_that_hangs_is_given_up_and_nobody_waits_for_it(job: Job, hanging: HangingStore) -> None:
-    first, second = job.links(limits=QUICK)
+    _, second = job.links(limits=QUICK)
     hanging.hangs = True
     began_s = time.monotonic()
-    assert second.ask(KEY, "24") is WAITING
+    sends(second)
     assert time.monotonic() - began_s < 0.2
-    assert settled(second) is NOTHING
-    assert time.monotonic() - began_s < 5
-    while second._thread.check():
+    while second.is_connected:
+        assert time.monotonic() - began_s < 5
         time.sleep(0.01)
+    assert second.failure == "the job's key-value store does not respond"
     began_s = time.monotonic()
-    assert second.ask("another key", "24") is NOTHING
-    assert second.counted_after() == frozenset()
+    second.send_message(b"another")
+    second.read_soon()
+    assert not second.was_connected
     second.stop()
     assert time.monotonic() - began_s < 0.2
-    assert second.notes[-1] == "the job's key-value store does not respond; the FLOPs of rank 1 are estimated"
-
-    assert first.ask(KEY, "24") is COUNT
-    first.count_begins(3)
-    with pytest.warns(TruemfuWarning, match="store does not respond; the FLOPs of other ranks are estimated"):
-        while first._is_usable():
-            assert first.counted_after() == {3}
-            time.sleep(0.01)
-    assert first.counted_after() == {3}
-    first.publish(KEY, "24", {"a": 1})
-    assert len(first.notes) == 1
-
-
-def test_counts_are_not_waited_for_twice_in_a_store_that_hangs(job: Job, hanging: HangingStore) -> None:
-    _, second = job.links(limits=LinkLimits(read_s=0.3))
-    hanging.hangs = True
-    began_s = time.monotonic()
-    for _ in range(20):
-        second.counted_after()
-    assert 0.3 <= time.monotonic() - began_s < 1.5
 
 
 def test_stopping_does_not_wait_for_a_store_that_hangs_and_warns_of_nothing(
     job: Job, hanging: HangingStore
 ) -> None:
-    first, _ = job.links(limits=QUICK)
+    _, second = job.links(limits=QUICK)
     hanging.hangs = True
-    first.ask(KEY, "24")
+    sends(second)
     began_s = time.monotonic()
-    first.stop(timeout_s=0.2)
+    second.stop(timeout_s=0.2)
     assert time.monotonic() - began_s < 1
     time.sleep(0.5)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        first.publish(KEY, "24", {})
-        first.counted_after()
-    assert first.notes == ()
+        second.send_message(b"another")
+    assert (second.notes, second.failure) == ((), None)
 
 
 def test_a_store_without_clones_is_used_directly(job: Job, hanging: HangingStore) -> None:
     first, second = job.links()
-    assert first.ask(KEY, "24") is COUNT
-    first.publish(KEY, "24", {"a": 1})
-    assert settled(second) == Answer("received", {"a": 1})
+    sends(second)
+    Inbox(first).wait(b"a row")
     assert second._thread._own_store is None
 
 
-def test_stopping_ends_a_wait(job: Job) -> None:
+def test_stopping_ends_the_thread(job: Job) -> None:
     job.start(dist.HashStore())
-    _, second = job.links()
-    assert second.ask(KEY, "24") is WAITING
-    thread = second._thread._thread
+    first, _ = job.links()
+    Inbox(first)
+    thread = first._thread._thread
     assert thread is not None
-    second.stop()
+    first.stop(timeout_s=10)
     assert not thread.is_alive()
-    assert second.ask(KEY, "24") is NOTHING
-    assert second.notes == ()
+    assert first.notes == ()
 
 
 def test_what_is_queued_is_written_before_the_end(job: Job) -> None:
     job.start(dist.HashStore())
     first, second = job.links()
-    first.ask(KEY, "24")
-    first.count_begins(1)
-    first.publish(KEY, "24", {"a": 1})
-    first.stop()
-    assert settled(second).data == {"a": 1}
-    assert second.counted_after() == {1}
+    sends(second).stop(timeout_s=10)
+    Inbox(first).wait(b"a row")
+
+
+def test_a_message_replaces_one_that_was_not_sent_yet(job: Job) -> None:
+    first, second = job.links()
+    sends(second, b"old")
+    second.send_message(b"new")
+    job.start(dist.HashStore())
+    inbox = Inbox(first)
+    inbox.wait(b"new")
+    assert inbox.messages == [b"new"]
 
 
 def test_a_group_that_was_destroyed_is_no_failure(job: Job) -> None:
     job.start(dist.HashStore())
     first, second = job.links()
-    assert second.ask(KEY, "24") is WAITING
-    assert second.counted_after() == frozenset()
+    sends(second)
+    Inbox(first).wait(b"a row")
     dist.destroy_process_group()
     for link in (first, second):
-        link.count_begins(2)
-        assert settled(link) is (COUNT if link is first else NOTHING)
-        link.publish(KEY, "24", {"a": 1})
-        assert link.counted_after() == {2}
+        link.send_message(b"late")
+        link.read_soon()
+        time.sleep(0.1)
+        assert (link.is_connected, link.was_connected, link.failure) == (False, True, None)
         assert link.notes == ()
 
 
 def test_a_group_that_is_made_again_is_used_with_its_new_store(job: Job) -> None:
     job.start(dist.HashStore())
     first, second = job.links()
-    first.count_begins(1)
-    assert second.ask(KEY, "24") is WAITING
-    while second.counted_after() != {1}:
-        time.sleep(0.01)
+    sends(second, b"in the first store")
+    inbox = Inbox(first)
+    inbox.wait(b"in the first store")
     dist.destroy_process_group()
-    assert settled(second) is NOTHING
     job.start(dist.HashStore())
-    first.ask("second", "24")
-    first.publish("second", "24", {"a": 1})
-    assert settled(second, key="second").data == {"a": 1}
-    first.count_begins(5)
-    ends_s = time.monotonic() + 10
-    while second.counted_after() != {1, 5} and time.monotonic() < ends_s:
-        time.sleep(0.01)
-    assert second.counted_after() == {1, 5}
+    second.send_message(b"in the second store")
+    inbox.wait(b"in the second store")
 
 
 def test_a_group_may_come_after_the_link(job: Job) -> None:
     first, second = job.links()
-    assert first.ask(KEY, "24") is COUNT
-    first.publish(KEY, "24", {"a": 1})
-    assert second.ask(KEY, "24") is WAITING
+    sends(second)
+    inbox = Inbox(first)
+    time.sleep(0.1)
+    assert not inbox.messages
     job.start(dist.HashStore())
-    assert settled(second).data == {"a": 1}
+    inbox.wait(b"a row")
 
 
-def test_without_a_process_group_the_others_estimate_after_the_limit(job: Job) -> None:
-    first, second = job.links(limits=QUICK)
-    assert settled(first) is COUNT
-    assert settled(second) is NOTHING
-    assert second.notes[0].endswith("the FLOPs of rank 1 are estimated")
-    time.sleep(1.5)
-    first.publish(KEY, "24", {"a": 1})
+def test_without_a_process_group_the_link_is_given_up_after_the_limit(job: Job) -> None:
+    _, second = job.links(limits=LinkLimits(group_s=0.3))
+    sends(second)
+    ends_s = time.monotonic() + 10
+    while second.failure is None and time.monotonic() < ends_s:
+        second._thread.wake()
+        time.sleep(0.05)
+    assert second.failure == "torch.distributed is not initialized"
 
 
-def test_links_and_keys_do_not_mix(job: Job) -> None:
+def test_links_of_several_monitors_do_not_mix(job: Job) -> None:
     job.start(dist.HashStore())
-    first, second = job.links(limits=LinkLimits(answer_s=0.3))
-    other_first = RankLink(rank=0, world_size=2, namespace=first._prefix.split("/")[1])
+    first, second = job.links()
+    namespace = first._prefix.split("/")[1]
+    other_first = RankLink(rank=0, world_size=2, namespace=namespace)
+    ranks._created.pop(namespace)
+    next(ranks._created[namespace])
+    other_second = RankLink(rank=1, world_size=2, namespace=namespace)
     try:
-        other_first.ask(KEY, "24")
-        other_first.publish(KEY, "24", {"for": "the second monitor"})
-        first.ask("another key", "24")
-        first.publish("another key", "24", {"for": "another key"})
-        assert settled(second) is NOTHING
-        assert settled(second, key="another key").data == {"for": "another key"}
+        sends(second, b"of the first monitor")
+        sends(other_second, b"of the second monitor")
+        inbox, other = Inbox(first), Inbox(other_first)
+        inbox.wait(b"of the first monitor")
+        other.wait(b"of the second monitor")
+        assert (len(inbox.messages), len(other.messages)) == (1, 1)
     finally:
         other_first.stop()
+        other_second.stop()
 
 
-def test_a_publication_that_cannot_be_read_is_not_taken(job: Job) -> None:
-    store = dist.HashStore()
-    job.start(store)
-    first, second = job.links()
-    place = f"{first._prefix}/published/24/{KEY}"
+def test_a_message_is_not_read_before_it_is_there(job: Job) -> None:
+    job.start(dist.HashStore())
+    first, _ = job.links(world_size=3)
     shared = c10d._get_default_store()
-    shared.set(f"{place}/0", "nonsense")
-    shared.set(f"{place}/chunks", "1")
-    assert settled(second) is NOTHING
-    (note,) = second.notes
-    assert note.startswith("the count from another rank cannot be read (")
-    assert first.ask(KEY, "24") is COUNT  # the link itself goes on
-    first.ask("next", "24")
-    first.publish("next", "24", {"a": {1, 2}})
-    assert settled(second, key="next") is NOTHING
-    assert first.notes[0].startswith("the count cannot be published (TypeError")
-
-
-def test_a_missing_entry_of_the_log_is_not_read_before_it_is_there(job: Job) -> None:
-    job.start(dist.HashStore())
-    first, second = job.links()
-    shared = c10d._get_default_store()
-    shared.add(f"{first._prefix}/counts/length", 2)  # two ranks have taken a number, one has written
-    shared.set(f"{first._prefix}/counts/2", "8")
-    assert second.counted_after() == {8}
-    shared.set(f"{first._prefix}/counts/1", "7")
-    assert second.counted_after() == {7, 8}
-
-
-def test_the_log_keeps_the_newest_few_hundred(job: Job) -> None:
-    job.start(dist.HashStore())
-    first, second = job.links()
-    for step in range(2000):
-        first.count_begins(step)
-        if step % 100 == 0:
-            first.counted_after()
-    for link in (first, second):
-        steps = link.counted_after()
-        assert 1999 in steps
-        assert len(steps) <= 1024
-
-
-def test_old_answers_are_dropped(job: Job) -> None:
-    job.start(dist.HashStore())
-    first, second = job.links()
-    for number in range(100):
-        key = str(number)
-        assert first.ask(key, "24") is COUNT
-        first.publish(key, "24", {"number": number})
-    for number in range(100):
-        assert settled(second, key=str(number)).data == {"number": number}
-    for link in (first, second):
-        assert len(link._questions) <= 64
-    assert settled(second, key="0").data == {"number": 0}
+    shared.add(f"{first._prefix}/rows/length", 2)  # two ranks have taken a number, one has written
+    shared.set(f"{first._prefix}/rows/2", "the second")
+    inbox = Inbox(first)
+    inbox.wait(b"the second")
+    shared.set(f"{first._prefix}/rows/1", "the first")
+    inbox.wait(b"the first")
+    assert inbox.messages == [b"the second", b"the first"]
 
 
 SERVER = """
@@ -663,17 +474,20 @@ time.sleep(600)
 CLIENT = """
 import os, signal, sys, time
 import torch.distributed as dist
-from truemfu.monitor.ranks.rank_link import LinkLimits, NOTHING, RankLink, WAITING
+from truemfu.monitor.ranks.rank_link import LinkLimits, RankLink
 store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), None, False, wait_for_workers=False)
 dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 link = RankLink(rank=1, world_size=2, limits=LinkLimits(stuck_s=0.5))
-assert link.ask("key", "24") is WAITING
-link.counted_after()
+link.exchange_rows(None)
+link.send_message(b"a row")
+while link._thread._own_store is None or link._thread._call_ends_s is not None:
+    time.sleep(0.01)
 os.kill(int(sys.argv[2]), signal.SIGSTOP)
 began_s = time.monotonic()
-while link.ask("key", "24") is WAITING:
+while link.is_connected:
+    link.send_message(str(time.monotonic()).encode())
     time.sleep(0.01)
-print(time.monotonic() - began_s, link.notes, flush=True)
+print(time.monotonic() - began_s, link.failure, flush=True)
 link.stop()
 """
 
@@ -697,7 +511,7 @@ def test_a_process_ends_while_its_store_is_stuck() -> None:
     assert ended.returncode == 0, ended.stderr
     took_s, _, text = ended.stdout.partition(" ")
     assert float(took_s) < 10
-    assert "store does not respond; the FLOPs of rank 1 are estimated" in text
+    assert text.strip() == "the job's key-value store does not respond"
     assert ended.stderr == ""
 
 
@@ -714,15 +528,15 @@ def test_the_connection_of_the_job_is_left_alone(job: Job) -> None:
     """While the training itself waits on its connection, ours go on."""
     server, client = tcp_group(job)
     first, second = job.links()
-    for link in (first, second):
-        link.counted_after()  # connected
+    sends(second)
+    inbox = Inbox(first)
+    inbox.wait(b"a row")  # both are connected
     wait = threading.Thread(target=lambda: client.wait(["the job's own"]))
     try:
         wait.start()
         time.sleep(0.3)
-        first.ask(KEY, "24")
-        first.publish(KEY, "24", {"a": 1})
-        assert settled(second).data == {"a": 1}
+        second.send_message(b"while it waits")
+        inbox.wait(b"while it waits")
         assert wait.is_alive()
     finally:
         server.set("the job's own", "1")
@@ -735,29 +549,31 @@ def test_a_shared_connection_that_the_training_uses_is_no_failure(
 ) -> None:
     monkeypatch.setattr(store_thread, "_MAX_RANKS_WITH_OWN_CONNECTION", 1)
     server, client = tcp_group(job)
-    first, second = job.links(limits=LinkLimits(answer_s=30, stuck_s=0.2, read_s=0.1))
+    first, second = job.links(limits=LinkLimits(stuck_s=0.2))
     wait = threading.Thread(target=lambda: client.wait(["the job's own"]))
     wait.start()
     try:
         time.sleep(0.3)
-        assert first.ask(KEY, "24") is COUNT
-        first.publish(KEY, "24", {"a": 1})
+        sends(second)
+        inbox = Inbox(first)
         ends_s = time.monotonic() + 1
         while time.monotonic() < ends_s:
-            assert second.ask(KEY, "24") is WAITING
+            assert first.is_connected
+            assert second.is_connected
+            assert not inbox.messages
             time.sleep(0.05)
     finally:
         server.set("the job's own", "1")
         wait.join(10)
-    assert settled(second).data == {"a": 1}
+    inbox.wait(b"a row")
 
 
 def test_the_store_of_a_destroyed_group_is_not_kept_alive(job: Job) -> None:
     job.start(dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False))
     store = weakref.ref(c10d._get_default_store())
-    first, _ = job.links()
-    first.ask(KEY, "24")
-    first.counted_after()
+    first, second = job.links()
+    sends(second)
+    Inbox(first).wait(b"a row")
     dist.destroy_process_group()
     ends_s = time.monotonic() + 10
     while store() is not None and time.monotonic() < ends_s:
@@ -789,18 +605,9 @@ def test_a_rank_that_is_no_number_is_said(monkeypatch: pytest.MonkeyPatch) -> No
     assert (link.rank, link.world_size) == (0, 1)
 
 
-def test_a_single_process_counts_without_a_thread() -> None:
+def test_a_single_process_needs_no_thread() -> None:
     link = RankLink(rank=0, world_size=1)
-    assert link.ask(KEY, "24") is COUNT
-    link.publish(KEY, "24", {"a": 1})
-    for step in range(1000):
-        link.count_begins(step)
-    assert link.counted_after() == set(range(488, 1000))
+    link.send_message(b"to nobody")
     link.stop()
     assert link._thread._thread is None
     assert link.notes == ()
-
-
-def test_the_expected_figures_are_a_direct_count() -> None:
-    count = count_flops(Tokens(), tokens(3, 11))
-    assert (count.forward, count.backward) == (FORWARD, BACKWARD)

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from markup import bare
 
-from truemfu.records import CaseResult, Environment, MonitorCost, RunRecord, RunSummary, Status
+from truemfu.records import CaseResult, Environment, RunRecord, RunSummary, Status
 from truemfu.report import sweep_verdict
 from truemfu.report.load import load_sweep
 from truemfu.report.log_rows import LogRow, LogRows
@@ -129,6 +129,7 @@ def rows_with(**slow: Any) -> LogRows:
     [
         ({"data_wait_s": 0.9}, "data wait"),
         ({"is_warmup": True}, "compile"),
+        ({"is_warmup": True, "is_observed": True}, "observed"),
         ({"straggler_rank": 3, "straggler_excess_s": 0.8}, "straggler"),
         ({"between_steps_s": 0.9}, "pause"),
         ({"evaluation_s": 30.0}, "unknown"),
@@ -139,12 +140,6 @@ def rows_with(**slow: Any) -> LogRows:
 def test_a_slow_step_has_the_cause_that_explains_half_of_it(slow: dict[str, Any], cause: str) -> None:
     (worst,) = worst_steps(rows_with(**slow), RunSummary(median_step_time_s=0.1))
     assert (worst.step, worst.cause, round(worst.times_median)) == (50, cause, 11)
-
-
-def test_a_count_beside_a_slow_step_is_named() -> None:
-    cost_of = MonitorCost(counted_after_steps=[49])
-    (worst,) = worst_steps(rows_with(), RunSummary(median_step_time_s=0.1, monitor_cost=cost_of))
-    assert (worst.cause, "counted beside it" in worst.details) == ("unknown", True)
 
 
 def test_a_run_without_slow_steps_or_values_says_so() -> None:

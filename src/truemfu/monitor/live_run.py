@@ -82,6 +82,10 @@ _LOCK_TIMEOUT_S = 0.3
 _BUSY_TIMEOUT_S = 5.0
 """How long `close` and `save_logs` wait for a call of the monitor on the training thread to return."""
 _CHANGES_SHOWN = 5
+_SPLIT_SEQUENCES = (
+    "sequences are split over ranks (context parallel), and ring attention skips chunks, so the pairs of the "
+    "whole sequence are unknown: pass its FLOPs to log_step"
+)
 _READY = (float, type(None))
 """Types of numbers that are taken as they are."""
 Datasets = Sequence[tuple[PendingDatasetMetrics, HostCopy]]
@@ -267,6 +271,7 @@ class LiveRun:
         except Exception as error:
             self.role = UNKNOWN
             self._notices(f"the job's samples and tokens are unknown: {one_line(error)}")
+        self._flops.refusal = _SPLIT_SEQUENCES if self.role.splits_sequences else None
 
     def forget_batches(self) -> None:
         """Drop the notes of the current step: its batches are passed to `observe` instead."""

@@ -35,6 +35,7 @@ from .observation import Observation
 from .observed_tally import ObservedTally
 
 _OWN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter, torch.nn.Buffer))
+_NO_DISPATCH = torch.Tensor.__torch_dispatch__
 
 
 class StepObserver:
@@ -178,7 +179,7 @@ class _ObserverMode(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.is_finished or modes_below():  # the latter: torch traces, on tensors without data
             return func(*args, **kwargs)
-        if types and not _OWN_TYPES.issuperset(types):
+        if types and not _OWN_TYPES.issuperset(types) and any(map(_has_dispatch, types)):
             return NotImplemented  # a tensor subclass: its own dispatch unfolds it
         with disable_torch_function():
             out = func(*args, **kwargs)
@@ -220,6 +221,11 @@ def _uncompiled(disable: Callable[[Any], Any]) -> type[_ObserverMode]:
 
     count_flex_attention(UncompiledMode)
     return UncompiledMode
+
+
+def _has_dispatch(cls: type) -> bool:
+    """Whether a subclass of tensors handles operators itself: lazy parameters, say, do not."""
+    return cls.__torch_dispatch__ is not _NO_DISPATCH  # type: ignore[attr-defined]
 
 
 def _is_finished(mode: Any) -> bool:

@@ -4,7 +4,7 @@ DTensor parameters        mesh dimensions over which FSDP2 shards or replicates:
                           rank has its own batch; over which only stacks of experts are split: expert
                           parallelism, each rank has its own tokens; all others: tensor parallelism, the
                           ranks share one batch and its products
-context parallelism       the ranks share one sequence: counts are of the whole sequence
+context parallelism       each rank has its own tokens of one sequence; FLOPs are unknown
 pipeline stages           each rank counts its own stages; the first one has the tokens
 """
 
@@ -38,12 +38,12 @@ def role_of(models: Iterable[nn.Module]) -> RankRole:
     """The role of this rank, at a moment when its models can run; raises SplitOverRanks if it is unknown."""
     models = [unwrap(model) for model in models]
     tensor = tensor_parallel_size(models)
-    context = context_parallel_size(models)
     stages = _stages_of(models)
     return RankRole(
-        flops_shared_by=tensor * context,
+        flops_shared_by=tensor,
         tokens_shared_by=tensor,
         has_tokens=not stages or 0 in stages,
+        splits_sequences=context_parallel_size(models) > 1,
         name=_stage_name(stages),
     )
 

@@ -215,6 +215,8 @@ class KnownSteps:
             return True
         if note.batches.missing is not None or not note.batches.notes:
             return True
+        if any(batch.lengths for batch in note.batches.notes):  # the training thread reads no values
+            self._plan.ask("lengths of documents or images that were not observed")
         now_s = self._clock()
         return now_s - note.span.end.host_s > _LONGEST_HOLD_S or not self._plan.wants_unknown(now_s)
 

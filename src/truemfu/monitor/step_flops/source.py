@@ -82,6 +82,8 @@ class FlopsSource:
         self._peaks: OrderedDict[tuple[Any, ...], tuple[float | None, str | None]] = OrderedDict()
         self._estimators: dict[tuple[Any, ...], Estimator | None] = {}
         self._last: tuple[FlopCount, StepFlops] | None = None
+        self.refusal: str | None = None
+        """Why no step has FLOPs unless the caller gives them."""
         self.executed_ratio: float | None = None
         """Executed FLOPs over those counted, of the last profiled step or the last window of counters."""
         self._executed_method = executed_method
@@ -93,7 +95,7 @@ class FlopsSource:
 
     def is_settled(self, note: StepNote) -> bool:
         """Whether the FLOPs of a step are final for its row; learns from an observed one."""
-        if note.extras.given_flops is not None or self._is_estimated(note):
+        if note.extras.given_flops is not None or self._is_estimated(note) or self.refusal is not None:
             return True
         return self.known.is_settled(note)
 
@@ -111,6 +113,8 @@ class FlopsSource:
         given = note.extras.given_flops
         if given is not None:
             return self._given(note, given)
+        if self.refusal is not None:
+            return UnknownFlops(reason=self.refusal, estimate=None)
         if self._is_estimated(note):
             estimate = self._estimate(note)
             reason = "the structure of the model gives no estimate"
@@ -259,7 +263,7 @@ class FlopsSource:
         """The count behind `of`; unknown where FLOPs are given or estimated."""
         if note.extras.given_flops is not None or self._is_estimated(note):
             return Unknown("its FLOPs were not counted")
-        return self.known.answer(note)
+        return self.known.answer(note) if self.refusal is None else Unknown(self.refusal)
 
 
 def dominant_dtype(model: nn.Module, device: torch.device | None) -> torch.dtype | None:

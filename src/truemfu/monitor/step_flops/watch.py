@@ -81,12 +81,14 @@ class StepWatch:
         self.change: ModelChange | None = None
         """The last change."""
         self._fingerprint: tuple[int, int] | None = None
+        self._models = 0
         self._number_changes = 0
         self._checked_after = self._check_at = 0
         self.check_s = 0.0
         """The time of all checks."""
         self._forks, self._thread = forks.number, threading.get_ident()
         self._nodes: int | None = None
+        self._nodes_before_pause: int | None = None
 
     @property
     def observer(self) -> StepObserver | None:
@@ -142,6 +144,7 @@ class StepWatch:
     def next_begins(self, logged: int) -> None:
         """`log_step` is about to return, after so many steps: the next one begins."""
         self._thread, self._nodes = threading.get_ident(), next_sequence_nr()
+        self._nodes_before_pause = None
         if self._is_enabled and self.plan.is_due(logged + 1, _now_s()):
             self._enter(is_whole=True)
 
@@ -160,11 +163,15 @@ class StepWatch:
 
     def suspend(self) -> None:
         """Code outside of the step runs now."""
+        self._nodes_before_pause = self.nodes()
         if self._observer is not None:
             self._observer.suspend()
 
     def resume(self) -> None:
-        """The step continues."""
+        """The step continues; nodes made meanwhile are not its own."""
+        before, self._nodes_before_pause = self._nodes_before_pause, None
+        if before is not None and threading.get_ident() == self._thread:
+            self._nodes = next_sequence_nr() - before
         if self._observer is not None:
             self._observer.resume()
 
@@ -189,6 +196,8 @@ class StepWatch:
             return
         both = [fingerprint(model) for model in models]
         found = hash(tuple(one for one, _ in both)), hash(tuple(other for _, other in both))
+        if len(models) != self._models:  # others are watched, or one was freed: not a change of a model
+            self._models, self._fingerprint = len(models), None
         last, self._fingerprint = self._fingerprint, found
         if last is not None and found[0] != last[0]:
             self.state += 1

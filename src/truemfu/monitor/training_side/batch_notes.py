@@ -288,6 +288,9 @@ class BatchNotes:
                     name = str(key) if leaf is value else f"{key}.{number}"
                     kind.append((name, leaf.dim(), leaf.dtype, leaf.requires_grad))
                     sizes += [(f"{name}[{i}]", size) for i, size in enumerate(leaf.shape)]
+                elif type(leaf) is int and leaf > 0:  # tokens of a step, say: its work is fitted like sizes
+                    kind.append((key, int))
+                    sizes.append((f"{key}.{number}", leaf))
                 else:
                     kind.append((key, type(leaf), leaf if isinstance(leaf, _PLAIN) else None))
         example: dict[str | int, Any] = {key: tree_map(_without_data, value) for key, value in batch.items()}

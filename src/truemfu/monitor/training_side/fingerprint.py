@@ -27,7 +27,7 @@ def fingerprint(model: nn.Module) -> tuple[int, int]:
     for module in model.modules():
         own = vars(module)
         parts.append(type(module))
-        hooks = (*own["_forward_hooks"].values(), *own["_forward_pre_hooks"].values())
+        hooks = (*own.get("_forward_hooks", {}).values(), *own.get("_forward_pre_hooks", {}).values())
         parts.append(sum(not getattr(hook, "_truemfu_skip", False) for hook in hooks))
         for name, value in own.items():
             cls = type(value)
@@ -35,7 +35,7 @@ def fingerprint(model: nn.Module) -> tuple[int, int]:
                 parts.append((name, value))
             elif cls is int or cls is float:
                 numbers.append((name, value))
-        for name, parameter in own["_parameters"].items():
+        for name, parameter in module._parameters.items():  # not in `vars` of TorchScript
             if parameter is not None:
                 parts.append((name, parameter.requires_grad, parameter.dtype, tuple(parameter.shape)))
                 if type(parameter) is not nn.Parameter:  # how it is split over ranks

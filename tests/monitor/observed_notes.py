@@ -1,0 +1,103 @@
+"""Steps as the training thread hands them over, and a row side that learns from the observed ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from truemfu import Convention
+from truemfu.flops import StepObserver
+from truemfu.monitor.config import load_config
+from truemfu.monitor.notices import Notices
+from truemfu.monitor.step_flops.known import KnownSteps
+from truemfu.monitor.step_flops.plan import ObservationPlan
+from truemfu.monitor.step_flops.source import FlopsSource
+from truemfu.monitor.training_side.batch_notes import BatchNotes
+from truemfu.monitor.training_side.host_values import HostValues
+from truemfu.monitor.training_side.step_note import NO_EXTRAS, Observed, StepExtras, StepNote
+
+CPU = torch.device("cpu")
+
+
+class Thread:
+    """The training thread: notes steps of its batches, some of them observed."""
+
+    def __init__(self) -> None:
+        self._batches = BatchNotes(HostValues(Notices()))
+        self._number = 0
+
+    def note(
+        self,
+        *batches: dict[str, Any],
+        nodes: int | None = 7,
+        state: int = 0,
+        observed: Observed | None = None,
+        end_s: float = 0.0,
+        **values: Any,
+    ) -> StepNote:
+        """The next step: of these micro-batches, over at `end_s`."""
+        for batch in batches:
+            self._batches.note(batch)
+        self._number += 1
+        fields: dict[str, Any] = dict.fromkeys(StepNote._fields)
+        fields |= {
+            "step": self._number,
+            "steps": 1,
+            "number": self._number,
+            "batches": self._batches.take(),
+            "nodes": nodes,
+            "state": state,
+            "measured": True,
+            "span": SimpleNamespace(end=SimpleNamespace(host_s=end_s)),
+            "extras": NO_EXTRAS if observed is None else StepExtras(observed=observed),
+        }
+        return StepNote(**{**fields, **values})
+
+    def observe(
+        self,
+        run: Callable[..., Tensor],
+        *batches: dict[str, Any],
+        is_whole: bool = True,
+        before: Callable[[], Any] = lambda: None,
+        **values: Any,
+    ) -> StepNote:
+        """The next step, which really runs and is observed; `before` runs ahead of its first batch."""
+        observer = StepObserver(Convention())
+        observer.enter()
+        before()
+        for batch in batches:
+            observer.batch_begins()
+            run(**batch).sum().backward()
+        observed = Observed(observer.leave(), is_whole=is_whole)
+        return self.note(*batches, observed=observed, **values)
+
+
+class RowSide:
+    """What is known of steps, with what it warns of and asks for."""
+
+    def __init__(self, model: nn.Module | None = None, **monitoring: Any) -> None:
+        self.said: list[str] = []
+        self.now_s, self.whole_steps_wanted = 0.0, 0
+        self.plan = ObservationPlan(0, 0.0)
+        self.known = KnownSteps(
+            self.plan,
+            Convention(),
+            notice=lambda text, about=None: self.said.append(text),
+            needs_whole_steps=self._wants_whole_steps,
+            clock=lambda: self.now_s,
+        )
+        self.flops = FlopsSource(
+            load_config({"monitoring": {"peak_tflops": 1, **monitoring}}),
+            self.known,
+            models=lambda: [] if model is None else [model],
+            module_of=lambda slot: model,
+            notice=self.said.append,
+            device=CPU,
+        )
+
+    def _wants_whole_steps(self) -> None:
+        self.whole_steps_wanted += 1
