@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from truemfu.flops.interruption import Supervision, TimeIsUp
 
 from private_names import SHAPE, STEPS, VARIANTS
 from truemfu import ModelError, count_flops

@@ -49,7 +49,14 @@ def _observed(step: Callable[[], Any], *, warm_up: int = 4) -> dict[str, Any]:
 
 
 def _step_of(model: Callable[..., Any], x: torch.Tensor) -> Callable[[], None]:
-    return lambda: model(x).square().mean().backward()
+    parameters = list(getattr(model, "parameters", list)())
+
+    def step() -> None:
+        for parameter in parameters:
+            parameter.grad = None  # else the next replay would add to memory that it overwrites
+        model(x).square().mean().backward()
+
+    return step
 
 
 def _captured_step(x: torch.Tensor) -> Callable[[], None]:

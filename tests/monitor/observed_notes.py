@@ -88,6 +88,7 @@ class RowSide:
             Convention(),
             notice=lambda text, about=None: self.said.append(text),
             needs_whole_steps=self._wants_whole_steps,
+            repeats_agree=lambda: None,
             clock=lambda: self.now_s,
         )
         self.flops = FlopsSource(

@@ -746,15 +746,21 @@ def dispatch_mode_of_the_user(run: Any) -> None:
 @program()
 def compiled_model(run: Any) -> None:
     torch._dynamo.reset()
-    loop(run, torch.compile(Mlp(), backend="aot_eager"), vectors())  # type: ignore[arg-type]
+    loop(run, torch.compile(Mlp()), vectors())  # type: ignore[arg-type]
 
 
 @program()
 def compiled_block(run: Any) -> None:
     torch._dynamo.reset()
     model = Mlp()
-    model.two = torch.compile(model.two, backend="aot_eager")  # type: ignore[assignment]
+    model.two = torch.compile(nn.Sequential(model.two))  # type: ignore[assignment]
     loop(run, model, vectors())
+
+
+@program(may_be_unknown="the backward pass of this backend cannot be told from recomputation")
+def compiled_by_another_backend(run: Any) -> None:
+    torch._dynamo.reset()
+    loop(run, torch.compile(Mlp(), backend="aot_eager"), vectors())  # type: ignore[arg-type]
 
 
 @program()

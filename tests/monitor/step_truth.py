@@ -222,6 +222,8 @@ def judge(program: Callable[[Any], None], folder: Path, *, changes: bool = False
         step, rate = row["global_step"], row.get("perf/tflops_per_gpu")
         if rate is None:
             found.unknown.append(step)
+            assert row["perf/mfu_unknown"], "an unknown row says why"
+            found.reasons.append(row["perf/mfu_unknown"])
             continue
         logged = round(rate * row["perf/step_time"] * 1e12)
         if abs(logged - work.model_flops) <= TOLERANCE * work.model_flops:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from .observe.observation import Observation
     from .observe.observer import StepObserver, cuda_captures
     from .profiled.profiler import StepProfile, StepProfiler
-    from .registry import register_formula, register_module
+    from .registry import register_formula, register_module, replaced_modules
     from .shadow.shadow import Shadow
     from .structure.estimate import Estimator, estimate_flops
     from .wrappers import has_values, is_compiled_wrapper, unwrap
@@ -85,6 +85,7 @@ _HOMES = {
     "StepProfiler": "profiled.profiler",
     "register_formula": "registry",
     "register_module": "registry",
+    "replaced_modules": "registry",
     "Shadow": "shadow.shadow",
     "Estimator": "structure.estimate",
     "estimate_flops": "structure.estimate",
@@ -134,6 +135,7 @@ __all__ = [
     "read_config",
     "register_formula",
     "register_module",
+    "replaced_modules",
     "resolve_target",
     "start_host_copy",
     "uncompiled",

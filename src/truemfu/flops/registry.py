@@ -17,7 +17,7 @@ module's own forward, so forward, backward, dtypes and masks all follow from it:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from ..errors import UsageError
@@ -68,6 +68,12 @@ def register_module(*classes: type) -> Callable[[F], F]:
         return forward
 
     return register
+
+
+def replaced_modules(modules: Iterable[Any]) -> list[str]:
+    """The names of the classes among these modules for which a forward is registered, each once."""
+    found = {type(module).__name__ for module in modules if module_formula(type(module)) is not None}
+    return sorted(found) if MODULE_FORMULAS else []
 
 
 def module_formula(cls: type) -> Callable[..., Any] | None:

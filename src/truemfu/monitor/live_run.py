@@ -134,6 +134,7 @@ class LiveRun:
             Convention(attention=config.attention),  # type: ignore[arg-type]
             is_enabled=not config.estimates_only,
             is_possible=self._can_observe,
+            models=lambda: hooks.roots,
         )
         self._batches = BatchNotes(self._values)
         self._flops = FlopsSource(
@@ -143,6 +144,7 @@ class LiveRun:
                 self._steps.convention,
                 notice=about_figures,
                 needs_whole_steps=self._steps.observe_whole_steps,
+                repeats_agree=self._steps.repeats_agree,
             ),
             models=lambda: hooks.roots,
             module_of=hooks.module_of,
@@ -356,6 +358,9 @@ class LiveRun:
     ) -> None:
         """End a step: hand over one note of it."""
         intake, measuring, extras = self._intake, self._measuring, NO_EXTRAS
+        # The mark is placed first, since a device that waits for the host would wait for all of this. With
+        # counters it follows their cut: once the mark has passed, so has the cut.
+        span = self._clock.end(now_s) if self._watch is None else None
         if self._audit is not None:
             self._audit.end_step()
         (observed, nodes), self._left = self._left, (None, None)
@@ -380,8 +385,7 @@ class LiveRun:
             or observed is not None
         )
         if self._watch is not None:
-            # Before the mark that ends the step: once that has passed, so has the cut. Windows exclude steps
-            # that compile, are profiled or observed.
+            # Windows exclude steps that compile, are profiled or observed.
             if is_warmup:
                 self._watch.restart()
             elif (cut := self._watch.cut(now_s)) is not None:
@@ -403,7 +407,7 @@ class LiveRun:
             measuring.is_counted,
             is_warmup,
             self._between.take(),
-            self._clock.end(now_s),
+            span or self._clock.end(now_s),
             skip_remote if type(skip_remote) is bool else intake.flag("skip_wandb", skip_remote),
             extras,
         )
@@ -427,7 +431,7 @@ class LiveRun:
 
     def _check_models(self, *, now: bool = False) -> None:
         change = self._steps.change
-        self._steps.check_models(self._hooks.roots, self.logged, now=now)
+        self._steps.check_models(self.logged, now=now)
         if self._steps.change is not change and (change := self._steps.change) is not None:
             self._notices(
                 f"the model changed between the logged steps {change.after_step} and {change.until_step}: "

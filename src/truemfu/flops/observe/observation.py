@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ..count.data_flow import APART
 from ..count.step_work import StepWork, work_of
 from ..flop_count import FlopCount
-from .observed_tally import ObservedTally
+from .observed_tally import Documents, ObservedTally
 
 OBSERVED = "count of observed steps"
 
@@ -32,9 +34,12 @@ class Observation:
         """Whether the device values that formulas need have arrived on the host; never waits."""
         return self._tally.copies.ready()
 
-    def count(self) -> FlopCount:
-        """FLOPs of the step, without those of `without_gradients`; on any thread, once it is ready."""
-        self._tally.resolve()
+    def count(self, documents: Sequence[Documents | None] = ()) -> FlopCount:
+        """FLOPs of the step, without those of `without_gradients`; on any thread, once it is ready.
+
+        `documents` are those of each micro-batch that began, where its rows are packed.
+        """
+        self._tally.resolve(documents)
         return self._tally.result(method=OBSERVED)
 
     def without_gradients(self) -> int:

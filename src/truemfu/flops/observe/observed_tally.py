@@ -26,6 +26,7 @@ from ...torch_private.dispatch import (
     next_sequence_nr,
 )
 from ..attention import kernels as attention_kernels
+from ..attention.eager import EagerAttention
 from ..attention.masks import MASK_NOT_READ
 from ..count.data_flow import APART, UNDECIDED, is_custom
 from ..count.tally import Entry, Tally, operator_name
@@ -42,6 +43,9 @@ from .region_graph import RegionError
 _LOCK_LIMIT_S = 1.0
 _PAD = "aten::constant_pad_nd"
 _PADDED_KERNELS = frozenset(n for n, kernel in attention_kernels.KERNELS.items() if kernel.is_padded)
+
+Documents = Sequence[Sequence[int]]
+"""The lengths of the documents in each row of a batch."""
 
 UNSEEN = "part of its forward pass ran on another thread or before the observation began"
 
@@ -66,7 +70,9 @@ class ObservedTally(Tally):
         self._is_work: dict[int, bool] = {}
         self._padded = PaddedHeads()
         self._functions = FunctionCalls()
-        self._pending: list[Callable[[], None]] = []
+        self._pending: list[tuple[int, Callable[[], None]]] = []
+        """What depends on values, and the number of micro-batches that had begun."""
+        self._batches = 0
         self._lock = threading.RLock()
         self._nodes: dict[int, dict[int, Any]] = {}
         """By thread, then by number: the operator that ran first after this node was made, its own. The
@@ -178,13 +184,22 @@ class ObservedTally(Tally):
             self.fail(UNSEEN)
 
     def _when_known(self, resolve: Callable[[], None]) -> None:
-        self._pending.append(resolve)
+        self._pending.append((self._batches, resolve))
 
-    def resolve(self) -> None:
-        """Compute what depends on values, which must be ready."""
+    def batch_begins(self, *, may_be_packed: bool) -> None:
+        """Record that a micro-batch begins; if documents may be packed in its rows, masks matter."""
+        self._batches += 1
+        if may_be_packed and self._eager is None:
+            self.pairs.masks_matter = True
+            self._eager = EagerAttention(self._resolve_eager, self._rescale, self)
+            self._is_work.clear()
+
+    def resolve(self, documents: Sequence[Documents | None] = ()) -> None:
+        """Compute what depends on values, which must be ready; `documents` are those of each micro-batch."""
         self._flow.finish()
         pending, self._pending = self._pending, []
-        for resolve in pending:
+        for batch, resolve in pending:
+            self.pairs.documents = documents[batch - 1] if 0 < batch <= len(documents) else None
             try:
                 resolve()
             except Exception as error:

@@ -82,6 +82,10 @@ class StepObserver:
             self._tally.fail("its forward pass began on another thread than the one that ended the step")
         return Observation(self._tally, self._first_batch_at, began_in_forward=self._began_in_forward)
 
+    def fail(self, reason: str) -> None:
+        """Record why the FLOPs of this step are unknown, whatever is seen of it."""
+        self._tally.fail(reason)
+
     def suspend(self) -> None:
         """Ignore what runs from now on: a pause inside the step."""
         self._mode.is_suspended = True
@@ -121,8 +125,9 @@ class StepObserver:
             self._tally.training_passes -= self._passes.pop()
             self._tally.leave_module()
 
-    def batch_begins(self) -> None:
-        """Record that a micro-batch of the step begins."""
+    def batch_begins(self, *, may_be_packed: bool = False) -> None:
+        """Record that a micro-batch of the step begins; documents may be packed in its rows."""
+        self._tally.batch_begins(may_be_packed=may_be_packed)
         if self._first_batch_at is None:
             self._first_batch_at = len(self._tally.entries)
 

@@ -1,7 +1,9 @@
 """What is known of the FLOPs of steps: integers of observed steps, and a form fitted to them.
 
     observed itself                                      its own integers
-    the same batches, the same number of autograd nodes  those of the observed step
+    the same batches, the same number of autograd nodes  those of the observed step, once a repeated
+                                                         observation has shown that equal batches mean equal
+                                                         work in this run
     the same batches, other numbers of nodes             the same, if three such steps agree and enclose it
     other sizes, the same number of nodes                the form, which later observations check
     else                                                 pending while it may still be observed, then unknown
@@ -32,8 +34,6 @@ _MOST_CHANGES = 2
 """After so many contradictions steps with these batches are known only where they were observed."""
 _NEAR_STEPS = 8
 """Observed steps so close to each other contradict each other because their work varies, not by a change."""
-_ENOUGH_AGREE = 2
-"""Observations in a row that agree, after which earlier contradictions are over."""
 _LONGEST_HOLD_S = 5.0
 """How long after its step a row waits for an observation of its kind."""
 _MOST_KEPT = 4096
@@ -42,6 +42,7 @@ _MOST_PROBLEMS = 3
 """Observations in a row that failed for the same reason, until it is no longer tried again at once."""
 _NOT_OBSERVED = "no step with its batch shapes was observed, and the observed ones do not determine its work"
 _OTHER_OPERATORS = "it ran other operators than the observed steps with the same batches"
+_NOT_REPEATED = "no observation was repeated, so equal batches may not mean equal work"
 _VARIES = "observed steps with the same batches did different work, so only observed ones are known"
 _NO_BATCH = (
     "no forward pass of a watched module was seen in it, so the shapes of its batch are unknown: attach the "
@@ -66,23 +67,7 @@ class _Alike:
     """The last step observed, and its count."""
     work: StepWork | None = None
     changes: int = 0
-    changed_steps: tuple[int, int] = 0, 0
-    agreed: int = 0
     problem: str | None = None
-
-    def learn(self, step: int, nodes: int | None, count: FlopCount) -> tuple[int, FlopCount] | None:
-        """Take an observation; returns the one that it contradicts, and its step."""
-        before = self.counts.get(nodes)
-        self.counts[nodes] = step, count
-        if before is None:
-            return None
-        if _totals(before[1]) == _totals(count):
-            self.agreed += 1
-            self.changes = 0 if self.agreed >= _ENOUGH_AGREE else self.changes
-            return None
-        self.agreed, self.changed_steps = 0, (before[0], step)
-        self.changes += _MOST_CHANGES if step - before[0] <= _NEAR_STEPS else 1
-        return before
 
     def count(self, nodes: int | None) -> FlopCount | None:
         exact = self.counts.get(nodes)
@@ -108,10 +93,13 @@ class KnownSteps:
         *,
         notice: Callable[..., None],
         needs_whole_steps: Callable[[], None],
+        repeats_agree: Callable[[], None],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._plan, self.convention, self._notice, self._clock = plan, convention, notice, clock
-        self._needs_whole_steps = needs_whole_steps
+        self._needs_whole_steps, self._repeats_agree = needs_whole_steps, repeats_agree
+        self._is_repeatable = False
+        """Whether a step with the same batches and nodes as another one was observed to do the same work."""
         self._alike: OrderedDict[Key, _Alike] = OrderedDict()
         self._forms: dict[tuple[int, int | None], ObservedForm] = {}
         self._has_whole = self._drops_parts = False
@@ -130,11 +118,14 @@ class KnownSteps:
         alike = self._entry(key)
         problem = observation.problem
         if problem is None:
-            count = observation.count()
+            count = observation.count([batch.documents for batch in note.batches.notes])
             problem = observation.problem
         if observed.is_whole and not self._drops_parts and observation.before_first_batch:
             self._drops_parts = True
             self._needs_whole_steps()
+            self._alike.clear()  # what was learned from parts
+            self._forms.clear()
+            alike = self._entry(key)
         is_part = not observed.is_whole and (self._drops_parts or observation.unseen_forward)
         if problem is not None or is_part:
             if is_part:
@@ -156,19 +147,26 @@ class KnownSteps:
 
     def _learn(self, note: StepNote, alike: _Alike, count: FlopCount) -> None:
         nodes, step = note.nodes, note.position.step
-        contradicted = alike.learn(step, nodes, count)
-        if contradicted is not None:
-            before, known = contradicted
+        before, known = alike.counts.get(nodes, (step, None))
+        alike.counts[nodes] = step, count
+        is_changed = known is not None and _totals(known) != _totals(count)
+        if known is not None and is_changed:
+            alike.changes += _MOST_CHANGES if step - before <= _NEAR_STEPS else 1
             self._notice(
                 f"the work of steps with the same batches changed between steps {before} and {step}, from "
                 f"{known.model_flops:,} to {count.model_flops:,} FLOPs: steps between them may have either",
                 about="changed work",
             )
+        elif known is not None and not self._is_repeatable:
+            self._is_repeatable = True
+            self._repeats_agree()
+        if not self._is_repeatable:
+            self._plan.ask("no observation was repeated yet")
         if nodes is None or not note.batches.notes or note.batches.missing:
             return
         form = self._forms.setdefault((note.state, nodes), ObservedForm())
         agrees = form.add(step, _sizes(note), _integers(count))
-        if not agrees and contradicted is None:
+        if not agrees and not is_changed:
             self._notice(
                 f"steps before step {step} whose FLOPs came from a closed form may be wrong: that step "
                 "was observed and contradicts the form, which is fitted again",
@@ -180,7 +178,9 @@ class KnownSteps:
         key = key_of(note)
         alike = self._alike.get(key)
         observed = note.extras.observed
-        if observed is not None and observed.count is not None:
+        is_part = observed is not None and not observed.is_whole
+        is_incomplete = is_part and (self._drops_parts or note.batches.missing is not None)
+        if observed is not None and observed.count is not None and not is_incomplete:
             return observed.count
         if note.batches.missing is not None:
             return Unknown(note.batches.missing)
@@ -189,10 +189,9 @@ class KnownSteps:
         if alike is not None:
             if alike.changes >= _MOST_CHANGES:
                 return Unknown(_VARIES)
-            is_part = observed is not None and not observed.is_whole and self._drops_parts
-            count = alike.count(None if is_part else note.nodes)
+            count = alike.count(None if is_part and self._drops_parts else note.nodes)
             if count is not None:
-                return count
+                return count if self._is_repeatable else Unknown(_NOT_REPEATED)
         if any(batch.lengths is None for batch in note.batches.notes):
             return Unknown("the values of its batch were overwritten before they could be read")
         form = self._forms.get((note.state, note.nodes))

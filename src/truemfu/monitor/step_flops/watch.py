@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
 from ...convention import Convention
-from ...flops import StepObserver, cuda_captures
+from ...flops import StepObserver, cuda_captures, replaced_modules
 from ...torch_private.dispatch import next_sequence_nr
 from ...torch_private.watching import backward_number, functorch_level
 from ..training_side import forks
@@ -31,6 +32,7 @@ from .plan import ObservationPlan
 
 _CHECK_COST_S = 10e-6
 """What fingerprints may cost in a step, on average."""
+_FIRST_CHECK_S = 100e-6
 _MOST_IDLE_CHANGES = 2
 """After so many changes of a module's own numbers that did not change its work, these are ignored."""
 _MOST_KINDS = 4096
@@ -63,16 +65,18 @@ class StepWatch:
         *,
         is_enabled: bool,
         is_possible: Callable[[], bool],
+        models: Callable[[], Sequence[nn.Module]],
     ) -> None:
         self.plan, self.convention = plan, convention
         self._captures = cuda_captures(convention) if is_enabled else None
         if self._captures is not None:
             self._captures.hold()
-        self._is_enabled, self._is_possible = is_enabled, is_possible
+        self._is_enabled, self._is_possible, self._models = is_enabled, is_possible, models
         self._observer: StepObserver | None = None
         self._is_whole = False
-        self._seen: set[int] = set()
-        """The templates of observed steps."""
+        self._seen: Counter[int] = Counter()
+        """The templates of observed steps, and how often each was."""
+        self._wants_repeats = True
         self._kinds: set[Kind] = set()
         """The kinds of observed steps."""
         self._needs_whole_steps = self._is_wanted = False
@@ -81,11 +85,11 @@ class StepWatch:
         self.change: ModelChange | None = None
         """The last change."""
         self._fingerprint: tuple[int, int] | None = None
-        self._models = 0
+        self._models_checked = 0
         self._number_changes = 0
         self._checked_after = self._check_at = 0
-        self.check_s = 0.0
-        """The time of all checks."""
+        self.check_s, self._check_cost_s = 0.0, _FIRST_CHECK_S
+        """The time of all checks, and of the quickest."""
         self._forks, self._thread = forks.number, threading.get_ident()
         self._nodes: int | None = None
         self._nodes_before_pause: int | None = None
@@ -100,6 +104,10 @@ class StepWatch:
         there."""
         self._needs_whole_steps = True
 
+    def repeats_agree(self) -> None:
+        """On the row side: a repeated observation has agreed, so each shape needs one alone."""
+        self._wants_repeats = False
+
     def observe_next_batch(self) -> None:
         """Observe the step that begins with its first forward pass now, whatever is known of it."""
         self._is_wanted = True
@@ -108,18 +116,16 @@ class StepWatch:
         """A micro-batch begins its forward pass; if it is the step's first, the step may be observed."""
         if self._nodes is None:  # the first step begins here
             self._thread, self._nodes = threading.get_ident(), next_sequence_nr()
-        if self._observer is not None:
-            self._observer.batch_begins()
-        elif is_first and self._is_enabled and self._wants(template):
+        if self._observer is None and is_first and self._is_enabled and self._wants(template):
             self._enter(is_whole=False)
-            if self._observer is not None:
-                self._observer.batch_begins()
+        if self._observer is not None:
+            self._observer.batch_begins(may_be_packed=bool(template.value_paths))
 
     def _wants(self, template: Template) -> bool:
         """Whether a step that begins with such a batch is to be observed from here on."""
         is_wanted, self._is_wanted = self._is_wanted, False
         return is_wanted or (
-            template.number not in self._seen
+            self._seen[template.number] < 1 + self._wants_repeats
             and not self._needs_whole_steps
             and self.plan.wants_unknown(_now_s())
         )
@@ -158,6 +164,11 @@ class StepWatch:
         if backward_number() != -1 or functorch_level() is not None or not self._is_possible():
             return
         observer = StepObserver(self.convention)
+        if names := replaced_modules(module for model in self._models() for module in model.modules()):
+            observer.fail(
+                f"kernels of {', '.join(names)} cannot be seen while they run; count_flops counts them by the "
+                "forward that is registered for them"
+            )
         observer.enter()
         self._observer, self._is_whole = observer, is_whole
 
@@ -187,17 +198,17 @@ class StepWatch:
         """Other models are watched from now on."""
         self._fingerprint, self._check_at = None, 0
 
-    def check_models(self, models: Sequence[nn.Module], logged: int, *, now: bool = False) -> None:
+    def check_models(self, logged: int, *, now: bool = False) -> None:
         """After so many steps: check whether the modules have changed, if that is due or `now`."""
         if not now and logged < self._check_at:
             return
-        began_s = _now_s()
+        began_s, models = _now_s(), self._models()
         if any(has_uninitialized(model) for model in models):
             return
         both = [fingerprint(model) for model in models]
         found = hash(tuple(one for one, _ in both)), hash(tuple(other for _, other in both))
-        if len(models) != self._models:  # others are watched, or one was freed: not a change of a model
-            self._models, self._fingerprint = len(models), None
+        if len(models) != self._models_checked:  # others are watched, or one was freed: no change of a model
+            self._models_checked, self._fingerprint = len(models), None
         last, self._fingerprint = self._fingerprint, found
         if last is not None and found[0] != last[0]:
             self.state += 1
@@ -211,4 +222,5 @@ class StepWatch:
         self._checked_after = logged
         took_s = _now_s() - began_s
         self.check_s += took_s
-        self._check_at = logged + 1 + int(took_s / _CHECK_COST_S)
+        self._check_cost_s = min(took_s, self._check_cost_s)  # the first one is slow
+        self._check_at = logged + 1 + int(self._check_cost_s / _CHECK_COST_S)

@@ -124,6 +124,11 @@ class BatchNote:
         return tuple(found)
 
     @property
+    def documents(self) -> list[list[int]] | None:
+        """The lengths of the documents in each row; None if rows are not packed, or that is unknown."""
+        return documents_of(self.example()) if self.values else None
+
+    @property
     def key(self) -> tuple[Any, ...]:
         """Equal for batches of the same work, if they ran the same operators."""
         return self.template.number, self.lengths

@@ -50,15 +50,3 @@ def fingerprint(model: nn.Module) -> tuple[int, int]:
 def has_uninitialized(model: nn.Module) -> bool:
     """Whether there are lazy parameters, whose shape is unknown before the first forward pass."""
     return any(is_lazy(parameter) for parameter in model.parameters())
-
-
-def structure(model: nn.Module) -> str:
-    """A hash of module classes and parameters, equal in every process: ranks compare their models by it."""
-    import hashlib
-
-    model = unwrap(model)
-    text = "\n".join(
-        [f"{name} {type(module).__qualname__}" for name, module in model.named_modules()]
-        + [f"{n} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for n, p in model.named_parameters()]
-    )
-    return hashlib.sha256(text.encode()).hexdigest()
