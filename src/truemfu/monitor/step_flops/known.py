@@ -160,7 +160,8 @@ class KnownSteps:
         elif known is not None and not self._is_repeatable:
             self._is_repeatable = True
             self._repeats_agree()
-        if not self._is_repeatable:
+        observed = note.extras.observed
+        if not self._is_repeatable and observed is not None and observed.is_whole:
             self._plan.ask("no observation was repeated yet")
         if nodes is None or not note.batches.notes or note.batches.missing:
             return
