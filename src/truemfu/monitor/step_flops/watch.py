@@ -166,7 +166,7 @@ class StepWatch:
         observer = StepObserver(self.convention)
         if names := replaced_modules(module for model in self._models() for module in model.modules()):
             observer.fail(
-                f"kernels of {', '.join(names)} cannot be seen while they run; count_flops counts them by the "
+                f"kernels of {', '.join(names)} cannot be seen while they run; count_flops counts by the "
                 "forward that is registered for them"
             )
         observer.enter()
