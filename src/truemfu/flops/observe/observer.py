@@ -123,6 +123,8 @@ class StepObserver:
 
     def batch_begins(self) -> None:
         """Record that a micro-batch of the step begins."""
+        if threading.get_ident() != self._thread:
+            self._tally.fail("its forward pass ran on another thread than the one that ended the step before")
         if self._first_batch_at is None:
             self._first_batch_at = len(self._tally.entries)
 
