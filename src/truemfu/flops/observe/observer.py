@@ -128,6 +128,8 @@ class StepObserver:
     def batch_begins(self, *, may_be_packed: bool = False) -> None:
         """Record that a micro-batch of the step begins; documents may be packed in its rows."""
         self._tally.batch_begins(may_be_packed=may_be_packed)
+        if threading.get_ident() != self._thread:
+            self._tally.fail("its forward pass ran on another thread than the one that ended the step before")
         if self._first_batch_at is None:
             self._first_batch_at = len(self._tally.entries)
 
