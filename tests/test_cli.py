@@ -123,7 +123,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_json_has_all_that_the_text_shows(run: Run, tmp_path: Path, name: str) -> None:
-    pytest.importorskip("transformers", minversion="5.0")
+    pytest.importorskip("transformers", minversion="5.22")
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
     call = (str(tmp_path), "--batch", "2", "--seq", "16", "--depth", "9")
     data = counted(run, *call)

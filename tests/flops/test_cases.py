@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.versions import TORCH
 
-pytest.importorskip("transformers", minversion="5.0")
+pytest.importorskip("transformers", minversion="5.22")
 
 from benchmarks.cases import CASES, Case, case
 

@@ -17,7 +17,7 @@ from truemfu.errors import ModelError, TruemfuWarning
 from truemfu.flops.batch import documents_of
 from truemfu.flops.closed_form import kinds
 
-pytest.importorskip("transformers", minversion="5.0")
+pytest.importorskip("transformers", minversion="5.22")
 cases = pytest.importorskip("benchmarks.cases")
 
 UNCOMPILED = [c.name for c in cases.CASES if not c.compiled]

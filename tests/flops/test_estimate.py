@@ -22,7 +22,7 @@ from truemfu.errors import BatchError, TruemfuWarning, _already_warned
 from truemfu.flops import structure
 from truemfu.flops.structure.estimate import Estimator, estimate_flops
 
-hf = pytest.importorskip("transformers", minversion="5.0")
+hf = pytest.importorskip("transformers", minversion="5.22")
 cases = pytest.importorskip("benchmarks.cases")
 
 NAMES = [c.name for c in cases.CASES]

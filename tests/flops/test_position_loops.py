@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-pytest.importorskip("transformers", minversion="5.0")
+pytest.importorskip("transformers", minversion="5.22")
 
 from transformers import LlamaConfig, Mamba2Config, MambaConfig
 

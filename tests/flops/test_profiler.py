@@ -40,7 +40,7 @@ def linear(inputs: int = 8, outputs: int = 8, *, bias: bool = True) -> nn.Linear
 
 @pytest.fixture(scope="module")
 def cases() -> Any:
-    pytest.importorskip("transformers", minversion="5.0")
+    pytest.importorskip("transformers", minversion="5.22")
     from benchmarks import cases
 
     return cases

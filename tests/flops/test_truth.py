@@ -15,7 +15,7 @@ import torch
 from tests.versions import TORCH
 from torch.utils._python_dispatch import TorchDispatchMode
 
-transformers = pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers", minversion="5.22")  # before, rotary angles were a product
 if TORCH < (2, 11):
     pytest.skip("the truth is that of the kernels of torch 2.11 and later", allow_module_level=True)
 if int(transformers.__version__.split(".")[0]) < 5:

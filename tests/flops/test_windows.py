@@ -11,7 +11,7 @@ import torch
 from tests.command_line import caller
 from torch import nn
 
-pytest.importorskip("transformers", minversion="5.0")
+pytest.importorskip("transformers", minversion="5.22")
 
 from transformers import GemmaConfig, LlamaConfig, MistralConfig, ModernBertConfig, Phi3Config
 

@@ -25,7 +25,7 @@ from torch.func import functional_call, grad, vmap
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
-pytest.importorskip("transformers", minversion="5.0")
+pytest.importorskip("transformers", minversion="5.22")
 
 import transformers as hf
 from benchmarks.cases import CASES, Case, case

@@ -208,7 +208,7 @@ def test_packed_documents_are_counted_one_by_one(tmp_path: Path) -> None:
 
 
 def test_images_of_differing_sizes_are_counted_as_they_are(tmp_path: Path) -> None:
-    pytest.importorskip("transformers", minversion="5.0")
+    pytest.importorskip("transformers", minversion="5.22")
     from benchmarks.cases import case
 
     qwen = case("qwen2.5-vl")

@@ -54,7 +54,7 @@ def test_each_row_has_the_flops_of_its_own_step(program: Program, tmp_path: Path
 @pytest.mark.filterwarnings("ignore::truemfu.errors.TruemfuWarning")
 @pytest.mark.parametrize("name", PUBLIC)
 def test_public_models_of_several_shapes(name: str, tmp_path: Path) -> None:
-    pytest.importorskip("transformers", minversion="5.0")
+    pytest.importorskip("transformers", minversion="5.22")
     program = Program(name, partial(public_case, name=name))
     found = judge(program.run, tmp_path)
     assert allowed(program, found), str(found)
@@ -64,7 +64,7 @@ def test_public_models_of_several_shapes(name: str, tmp_path: Path) -> None:
     "name", ["gpt2", "llama-sdpa", "llama-eager", "llama-checkpointed", "bert", "vit", "resnet"]
 )
 def test_the_truth_of_a_step_is_that_of_the_pencil(name: str) -> None:
-    pytest.importorskip("transformers", minversion="5.0")
+    pytest.importorskip("transformers", minversion="5.22")
     from benchmarks.cases import case
 
     c = case(name)

@@ -102,7 +102,7 @@ def test_frozen_weights_lower_it(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_public_language_model(mode: str) -> None:
-    pytest.importorskip("transformers", minversion="5.0")
+    pytest.importorskip("transformers", minversion="5.22")
     from benchmarks.cases import case
 
     c = case("llama-sdpa")
