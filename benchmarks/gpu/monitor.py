@@ -507,7 +507,8 @@ def mfu_by_hand(training: Training, monitor: TrainingMonitor) -> dict[str, float
     torch.cuda.synchronize()
     monitor.detach()
     monitor.save_logs()
-    flops = count_flops(training.model, training.batch).model_flops
+    with monitor.pause():
+        flops = count_flops(training.model, training.batch).model_flops
     peak = get_gpu_peak_flops("cuda", torch.bfloat16)
     assert peak is not None
     times_s = {step: a.elapsed_time(b) / 1e3 for step, (a, b) in enumerate(pairwise(marks), first)}

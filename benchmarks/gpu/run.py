@@ -124,11 +124,12 @@ def monitor_here() -> Any:
     return next(found for found in gc.get_objects() if isinstance(found, TrainingMonitor))
 
 
-def observed_steps() -> list[int]:
-    """The steps that the log of `truemfu run` marks as observed."""
+def observed_steps(logged: int) -> list[int]:
+    """The steps that the log of `truemfu run` marks as observed, of those logged so far."""
     monitor = monitor_here()
     monitor.save_logs()
     rows = json.loads((Path(monitor.output_dir) / "training_log.json").read_text(encoding="utf-8"))
+    assert rows[-1]["global_step"] == logged, "steps are numbered as in the log"
     return [row["global_step"] for row in rows if row.get("perf/observed")]
 
 
@@ -225,7 +226,7 @@ def steps(model: Any, turns: Turns, trained: Trained) -> Iterator[None]:
             switch.turn(on=True)
             turns.done(found)
         else:
-            turns.done({"logged": trained.steps, "observed": observed_steps()})
+            turns.done(observed_steps(trained.steps))
 
 
 def script(shapes: list[str], *, tiny: bool, folder: Path) -> None:
@@ -343,7 +344,7 @@ def one_round(names: list[str], options: argparse.Namespace, draw: random.Random
                 taken[name].append(turns[name].give("turn"))
         on, off = turns[OURS].give(f"pairs {options.pairs}")
         clock = turns[OURS].give("clock")
-        observed = set(turns[OURS].give("observed")["observed"])
+        observed = set(turns[OURS].give("observed"))
         medians = {
             name: [
                 statistics.median(s for number, s in turn if name != OURS or number not in observed)
