@@ -146,7 +146,7 @@ def config_costs() -> dict[str, float]:
 
 
 def fit_405b_s() -> float:
-    """One calibration of that model on the meta device: what holds a training run once."""
+    """The fit of a closed form for that model on the meta device."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     with torch.device("meta"):

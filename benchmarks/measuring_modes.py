@@ -5,7 +5,7 @@ each mode (no monitor, estimate, smart, profiler, hybrid, and the profiler every
 time of 1,000 steps, overhead, its spread over the blocks, steps per second, added memory, mean MFU.
 
 Modes take turns in blocks of steps, in another order each round. The first block of a mode is its start-up:
-training goes on in it until the one calibration is done. A monitor is paused while others have their turn,
+it has the observed steps, and goes on until there is a row. A monitor is paused while others have their turn,
 and does not sample. Overheads compare each block with the block without a monitor of the same round; a second
 row without a monitor shows the noise. With `--brief` the rows of the profiler more often than every 500 steps
 run just long enough for three profiles, and their overhead is that of the blocks after the first. A run that

@@ -95,9 +95,10 @@ def our_log_step(folder: str, steps: int, *, tensors: bool = False, mask: bool =
         def forward() -> None:
             hook(model, (), {"input_ids": ids})
 
-        forward()
-        log(0)
-        monitor.save_logs()  # the one calibration is over
+        for step in range(3):  # the first two are observed
+            forward()
+            log(step)
+        monitor.save_logs()
         result = timed(log, steps, forward)
         for _ in range(min(steps, 2000)):
             began = time.perf_counter()

@@ -7,7 +7,8 @@ every 1, 7, 20 or 50 steps, before or after `log_step`; in one variant an evalua
 prints per variant
   rows          compared: all but the monitor's warm-up steps
   step          the median step by hand in host-bound and in device-bound turns
-  difference    the largest difference of a row's step time from the events by hand, relative to the latter
+  difference    the largest difference of a row's step time from the events by hand, relative to the latter,
+                and how many rows are further than 2 % from them
   left out      what the monitor excluded as unusual, and by hand, from events at both ends of the same gaps
 and what placing a mark takes the host. On a CPU the host's clock stands for the events.
 Ends with one line of JSON; exits 1 where a row is further than 2 % from the truth.
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime
 import io
 import json
 import statistics
@@ -235,6 +237,7 @@ class Program:
             "device_bound_step_s": medians[1],
             "largest_difference": abs(differences[worst]),
             "at_step": worst,
+            "rows_above_limit": sum(abs(difference) > LIMIT for difference in differences.values()),
             "median_difference": statistics.median(map(abs, differences.values())),
             "left_out_s": sum(row.get(name, 0.0) for row in compared for name in LEFT_OUT),
             "left_out_by_hand_s": sum(excluded.values()),
@@ -263,7 +266,8 @@ def main() -> int:
     warnings.simplefilter("ignore", UserWarning)
     versions = {"truemfu": truemfu.__version__, "torch": torch.__version__, "source": source_id()}
     is_cuda = device.type == "cuda"
-    print(f"{torch.cuda.get_device_name(device) if is_cuda else device}, {versions}")
+    device_name = torch.cuda.get_device_name(device) if is_cuda else device
+    print(f"gpu/clock {datetime.date.today()}, {device_name}, {versions}")
     results: dict[str, Any] = {}
     for name in options.models:
         program = Program(name, device, tiny=options.tiny)
@@ -278,7 +282,8 @@ def main() -> int:
             print(
                 f"  {variant.name:34} {found['rows']} rows, steps {1e3 * found['host_bound_step_s']:.2f} and "
                 f"{1e3 * found['device_bound_step_s']:.2f} ms, difference at most "
-                f"{100 * found['largest_difference']:.2f} % (step {found['at_step']}), median "
+                f"{100 * found['largest_difference']:.2f} % (step {found['at_step']}), "
+                f"{found['rows_above_limit']} above {100 * LIMIT:.0f} %, median "
                 f"{100 * found['median_difference']:.3f} %, left out {found['left_out_s']:.3f} s, by hand "
                 f"{found['left_out_by_hand_s']:.3f} s",
                 flush=True,

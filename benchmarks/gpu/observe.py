@@ -1,9 +1,10 @@
 """Observed steps on a real GPU: what they cost, that they wait for nothing, and that their FLOPs are right.
 
 Why: the monitor counts FLOPs by watching a few real steps operator by operator. For each model it prints
-  observed    the extra time of an observed step over the median plain step, and its operators
+  observed    the extra time of each observed step after the first over the median plain step
   memory      the peak of allocated memory in observed steps against plain ones
-  flops       model FLOPs of the log's rows against count_flops (on fake tensors), where both count the same
+  flops       model FLOPs of the log's rows against count_flops (on fake tensors), except of the experts,
+              whose router needs real values, and of the model under autocast: there all rows must be equal
   waiting     whether the run, observed steps included, passes torch.cuda.set_sync_debug_mode("error")
   share       what all observations of the run took of its time
 Models: the 1.3 B reference model, Llama 1.3 B (plain, accumulation 3, both checkpoints, compiled), a U-Net, a
@@ -347,14 +348,19 @@ def show(found: dict[str, Any]) -> bool:
         return False
     if plain is not None and extra:
         shown = ", ".join(f"{1e3 * seconds:.0f}" for seconds in extra)
-        print(f"  plain step {1e3 * plain:.1f} ms; observed steps {found['observed_steps']}: {shown} ms more")
+        print(
+            f"  plain step {1e3 * plain:.1f} ms; observed steps {found['observed_steps']}: {shown} ms more; "
+            f"all of them {found['share']:.1%} of this short run"
+        )
     if found["peak_bytes_observed"] and found["peak_bytes_plain"]:
         more = found["peak_bytes_observed"] - found["peak_bytes_plain"]
         print(f"  peak memory {found['peak_bytes_plain'] / 2**20:,.1f} MiB, observed {more / 2**20:+.3f} MiB")
     counted, flops = found["counted"], found["flops"]
-    is_same = counted is None or (bool(flops) and all(abs(one - counted) <= 1e-6 * counted for one in flops))
+    expected = counted or (flops[0] if flops else 0)
+    is_same = bool(flops) and all(abs(one - expected) <= 1e-6 * expected for one in flops)
     print(
-        f"  FLOPs of {found['rows_with_flops']} of {found['rows']} rows: {flops}; count_flops: {counted}: "
+        f"  FLOPs of {found['rows_with_flops']} of {found['rows']} rows: {flops}; "
+        f"{'not compared with count_flops' if counted is None else f'count_flops: {counted}'}: "
         f"{'equal' if is_same else 'DIFFERENT'}"
     )
     if found["waits_by_itself"]:

@@ -8,6 +8,7 @@ them. Several rounds, each with new processes, whose constant differences are se
   in one process  under `truemfu run` only: single steps with its hooks and without, in an order drawn for
                 each pair; the same figures without the differences of processes
   by the clock  what its hooks and its part of `optimizer.step` take of the training thread, per step
+Steps that the log marks as observed are left out (`gpu/observe.py` measures those), and counted.
 TraceML is left out where it is not installed.
 
     python benchmarks/gpu/run.py [--rounds 2] [--turns 25] [--pairs 120] [--shapes 4x512 8x1024] [--tiny]
@@ -16,7 +17,9 @@ TraceML is left out where it is not installed.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
+import gc
 import importlib.metadata
 import importlib.util
 import json
@@ -41,11 +44,11 @@ LEAD_IN = 2
 """Steps at the head of a turn that fill the device's queue and are not timed."""
 TURN = 8
 FIRST_STEPS = 12
-"""Before the first turn: the count of the monitor, and whatever else happens once."""
+"""Before the first turn: the observed steps of the monitor, and whatever else happens once."""
 CLOCK_STEPS = 100
-COUNT_S = 0.1
-"""A step with a count in it takes longer; counting is measured elsewhere (`gpu/monitor.py`, start-up)."""
 PLAIN, OURS, TRACEML = "alone", "truemfu run", "traceml run"
+Numbered = list[tuple[int, float]]
+"""Seconds of steps, each with its number in the log of `truemfu run`."""
 
 
 class Turns:
@@ -114,8 +117,27 @@ class Marks:
         return [begin.elapsed_time(end) / 1e3 for begin, end in pairs]
 
 
+def monitor_here() -> Any:
+    """The monitor that `truemfu run` made in this process."""
+    from truemfu import TrainingMonitor
+
+    return next(found for found in gc.get_objects() if isinstance(found, TrainingMonitor))
+
+
+def observed_steps(logged: int) -> list[int]:
+    """The steps that the log of `truemfu run` marks as observed, of those logged so far."""
+    monitor = monitor_here()
+    monitor.save_logs()
+    rows = json.loads((Path(monitor.output_dir) / "training_log.json").read_text(encoding="utf-8"))
+    assert rows[-1]["global_step"] == logged, "steps are numbered as in the log"
+    return [row["global_step"] for row in rows if row.get("perf/observed")]
+
+
 class Switch:
-    """The hooks that `truemfu run` has in this process, taken out and put back for single steps."""
+    """The hooks that `truemfu run` has in this process, taken out and put back for single steps.
+
+    Its monitor is paused meanwhile, so that these steps belong to none of its own.
+    """
 
     def __init__(self, model: Any) -> None:
         import torch
@@ -126,8 +148,12 @@ class Switch:
         self._tables.append(optimizer._global_optimizer_post_hooks)
         self._ours = [dict(table) for table in self._tables]
         self._autograd, self._backward = torch.autograd, torch.autograd.backward
+        self._monitor, self._paused = monitor_here(), contextlib.ExitStack()
 
     def turn(self, *, on: bool) -> None:
+        self._paused.close()
+        if not on:
+            self._paused.enter_context(self._monitor.pause())
         for table, ours in zip(self._tables, self._ours, strict=True):
             table.clear()
             table.update(ours if on else {})
@@ -152,13 +178,21 @@ class Switch:
         return seconds
 
 
-def steps(model: Any, turns: Turns) -> Iterator[None]:
+class Trained:
+    """How many steps of this process the monitor has logged, if there is one."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+
+def steps(model: Any, turns: Turns, trained: Trained) -> Iterator[None]:
     """What happens between the steps of the training; each `yield` is one of them."""
     marks = Marks()
 
     def train(number: int) -> Iterator[None]:
         for _ in range(number):
             yield
+            trained.steps += 1
             marks.add()
 
     yield from train(FIRST_STEPS)
@@ -167,26 +201,32 @@ def steps(model: Any, turns: Turns) -> Iterator[None]:
         marks.take_s()
         if order[0] == "turn":
             yield from train(LEAD_IN + TURN)
-            turns.done(marks.take_s()[LEAD_IN - 1 :])
+            turns.done(list(enumerate(marks.take_s()[LEAD_IN - 1 :], trained.steps - TURN + 1)))
         elif order[0] == "pairs":
-            switch, draw = Switch(model), random.Random(0)
+            switch, draw, numbers = Switch(model), random.Random(0), []
             drawn = [on for _ in range(int(order[1])) for on in draw.sample((True, False), 2)]
             yield from train(LEAD_IN)
             for on in drawn:
                 switch.turn(on=on)
-                yield from train(1)
+                marks.add()
+                yield
+                marks.add()
+                trained.steps += on
+                numbers.append(trained.steps)
             switch.turn(on=True)
-            times = list(zip(drawn, marks.take_s()[LEAD_IN - 1 :], strict=True))
-            turns.done([[s for on, s in times if on == wanted] for wanted in (True, False)])
-        else:
-            switch, per_step_s = Switch(model), []
+            times = list(zip(drawn, numbers, marks.take_s()[LEAD_IN::2], strict=True))
+            turns.done([[(n, s) for on, n, s in times if on == wanted] for wanted in (True, False)])
+        elif order[0] == "clock":
+            switch, found = Switch(model), []
             seconds = switch.timed()
             for _ in range(CLOCK_STEPS):
                 yield from train(1)
-                per_step_s.append(sum(seconds))
+                found.append((trained.steps, sum(seconds)))
                 seconds.clear()
             switch.turn(on=True)
-            turns.done([1e6 * step_s for step_s in per_step_s if step_s < COUNT_S])
+            turns.done(found)
+        else:
+            turns.done(observed_steps(trained.steps))
 
 
 def script(shapes: list[str], *, tiny: bool, folder: Path) -> None:
@@ -196,13 +236,13 @@ def script(shapes: list[str], *, tiny: bool, folder: Path) -> None:
 
     class InTurns(TrainerCallback):
         def __init__(self, turns: Turns) -> None:
-            self._steps = steps(model, turns)
+            self._steps = steps(model, turns, trained)
             next(self._steps)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             control.should_training_stop = next(self._steps, "ended") == "ended"
 
-    on_gpu = torch.cuda.is_available()
+    on_gpu, trained = torch.cuda.is_available(), Trained()
     torch.manual_seed(0)
     size = {
         "hidden_size": 2048,
@@ -298,10 +338,20 @@ def one_round(names: list[str], options: argparse.Namespace, draw: random.Random
             turns[name].open()
         for name in names:
             turns[name].result()
-        medians: dict[str, list[float]] = {name: [] for name in names}
+        taken: dict[str, list[Numbered]] = {name: [] for name in names}
         for _ in range(options.turns):
             for name in draw.sample(names, len(names)):
-                medians[name].append(statistics.median(turns[name].give("turn")))
+                taken[name].append(turns[name].give("turn"))
+        on, off = turns[OURS].give(f"pairs {options.pairs}")
+        clock = turns[OURS].give("clock")
+        observed = set(turns[OURS].give("observed"))
+        medians = {
+            name: [
+                statistics.median(s for number, s in turn if name != OURS or number not in observed)
+                for turn in taken[name]
+            ]
+            for name in names
+        }
         for name in names:
             texts = f"  {shape}, {name}: {1e3 * statistics.median(medians[name]):.3f} ms"
             if name != PLAIN:
@@ -310,20 +360,22 @@ def one_round(names: list[str], options: argparse.Namespace, draw: random.Random
                 results[f"{name} {shape}"] = found
                 texts += f", against alone {in_words(found)}, {found['number']} turns"
             say(texts)
-        on, off = turns[OURS].give(f"pairs {options.pairs}")
-        found = compared([a / b - 1 for a, b in zip(on, off, strict=True)])
-        found["of_medians"] = statistics.median(on) / statistics.median(off) - 1
+        both = [(a, b) for (number, a), (_, b) in zip(on, off, strict=True) if number not in observed]
+        found = compared([a / b - 1 for a, b in both])
+        found["of_medians"] = (
+            statistics.median(a for a, _ in both) / statistics.median(b for _, b in both) - 1
+        )
         results[f"in one process {shape}"] = found
         say(
             f"  {shape}, {OURS}, in one process: on against off {in_words(found)}, "
             f"{found['number']} pairs; of the medians {found['of_medians']:+.3%}"
         )
-        clock_us = turns[OURS].give("clock")
+        clock_us = [1e6 * s for number, s in clock if number not in observed]
         mean_us, median_us = statistics.fmean(clock_us), statistics.median(clock_us)
         results[f"by the clock {shape}"] = {"mean_us": mean_us, "median_us": median_us}
         say(
             f"  {shape}, {OURS}, by the clock: {mean_us:.0f} µs of the training thread a step in the mean, "
-            f"{median_us:.0f} µs in the median, {len(clock_us)} steps"
+            f"{median_us:.0f} µs in the median, {len(clock_us)} steps; observed so far: {sorted(observed)}"
         )
         for name in names:
             turns[name].end()
@@ -334,8 +386,9 @@ def one_round(names: list[str], options: argparse.Namespace, draw: random.Random
     cost = summary["monitor_cost"]
     results["own_us"] = cost["training_thread_us_per_step"]
     say(
-        f"  {OURS}: {cost['training_thread_us_per_step']:.0f} µs a step by its own clock, {cost['counts']} "
-        f"counts in {cost['counting_s']:.1f} s, {summary['steps']} steps, FLOPs by {summary['methods']}"
+        f"  {OURS}: {cost['training_thread_us_per_step']:.0f} µs a step by its own clock, {cost['observed']} "
+        f"observed steps took {cost['observing_s']:.2f} s longer, {summary['steps']} steps, FLOPs by "
+        f"{summary['methods']}"
     )
     return results
 
