@@ -145,6 +145,7 @@ class LiveRun:
                 notice=about_figures,
                 needs_whole_steps=self._steps.observe_whole_steps,
                 repeats_agree=self._steps.repeats_agree,
+                hindrance=lambda: self._steps.hindrance,
             ),
             models=lambda: hooks.roots,
             module_of=hooks.module_of,

@@ -94,11 +94,12 @@ class KnownSteps:
         notice: Callable[..., None],
         needs_whole_steps: Callable[[], None],
         repeats_agree: Callable[[], None],
+        hindrance: Callable[[], str | None],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._plan, self.convention, self._notice, self._clock = plan, convention, notice, clock
         self._needs_whole_steps, self._repeats_agree = needs_whole_steps, repeats_agree
-        self._is_repeatable = False
+        self._hindrance, self._is_repeatable = hindrance, False
         """Whether a step with the same batches and nodes as another one was observed to do the same work."""
         self._alike: OrderedDict[Key, _Alike] = OrderedDict()
         self._forms: dict[tuple[int, int | None], ObservedForm] = {}
@@ -203,7 +204,7 @@ class KnownSteps:
             return Unknown(alike.problem)
         if alike is not None and alike.counts:
             return Unknown(_OTHER_OPERATORS)
-        return Unknown(_NOT_OBSERVED)
+        return Unknown(self._hindrance() or _NOT_OBSERVED)
 
     def is_settled(self, note: StepNote) -> bool:
         """Whether the answer is final for the row: an unknown kind may still be observed for some time."""

@@ -23,6 +23,7 @@ from torch import nn
 from ...convention import Convention
 from ...flops import StepObserver, cuda_captures, replaced_modules
 from ...torch_private.dispatch import next_sequence_nr
+from ...torch_private.profiling import is_profiled
 from ...torch_private.watching import backward_number, functorch_level
 from ..training_side import forks
 from ..training_side.batch_notes import StepBatches, Template
@@ -39,6 +40,7 @@ _MOST_KINDS = 4096
 _now_s = time.perf_counter
 
 
+PROFILED = "steps were not observed while a profiler was active, which would record each operator twice"
 Kind = tuple[tuple[int, ...], int | None]
 
 
@@ -80,6 +82,8 @@ class StepWatch:
         self._kinds: set[Kind] = set()
         """The kinds of observed steps."""
         self._needs_whole_steps = self._is_wanted = False
+        self.hindrance: str | None = None
+        """Why steps that were to be observed were not."""
         self.state = 0
         """How often the modules have changed."""
         self.change: ModelChange | None = None
@@ -118,6 +122,9 @@ class StepWatch:
             self._thread, self._nodes = threading.get_ident(), next_sequence_nr()
         if self._observer is None and is_first and self._is_enabled and self._wants(template):
             self._enter(is_whole=False)
+        if self._observer is not None and is_profiled():  # it began since: let it see what it would see alone
+            self._observer.leave()
+            self._observer, self.hindrance = None, PROFILED
         if self._observer is not None:
             self._observer.batch_begins(may_be_packed=bool(template.value_paths))
 
@@ -162,6 +169,9 @@ class StepWatch:
 
     def _enter(self, *, is_whole: bool) -> None:
         if backward_number() != -1 or functorch_level() is not None or not self._is_possible():
+            return
+        if is_profiled():
+            self.hindrance = PROFILED
             return
         observer = StepObserver(self.convention)
         if names := replaced_modules(module for model in self._models() for module in model.modules()):
