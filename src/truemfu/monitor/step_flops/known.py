@@ -192,7 +192,7 @@ class KnownSteps:
                 return Unknown(_VARIES)
             count = alike.count(None if is_part and self._drops_parts else note.nodes)
             if count is not None:
-                return count if self._is_repeatable else Unknown(_NOT_REPEATED)
+                return count if self._is_repeatable else Unknown(alike.problem or _NOT_REPEATED)
         if any(batch.lengths is None for batch in note.batches.notes):
             return Unknown("the values of its batch were overwritten before they could be read")
         form = self._forms.get((note.state, note.nodes))
