@@ -1,5 +1,7 @@
-"""An observed step beside other monitors, threads, forks and failures: its FLOPs are right or unknown, and its
-mode leaves the stack."""
+"""An observed step beside other monitors, threads, forks and failures: its FLOPs are right or unknown.
+
+Its mode leaves the stack in all of them.
+"""
 
 from __future__ import annotations
 
