@@ -213,9 +213,9 @@ def test_mfu_stays_the_count_and_hfu_follows_the_counters(
 def test_the_waterfall_starts_at_the_datasheet_and_names_a_power_limit(
     model: nn.Module, tmp_path: Path, counters: Callable[..., Live], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from truemfu.monitor.row_side import flops_of_steps as counting
+    from truemfu.monitor.step_flops import source
 
-    monkeypatch.setattr(counting, "ideal_flops_per_s", lambda *_: (989.4e12, "datasheet: NVIDIA H200"))
+    monkeypatch.setattr(source, "ideal_flops_per_s", lambda *_: (989.4e12, "datasheet: NVIDIA H200"))
     counters(Live(lambda sample: msgspec.structs.replace(sample, throttle_reasons=("power_limit",))))
     monitor = TrainingMonitor(tmp_path, settings(), model=model)
     run_to_the_end(monitor, model)
@@ -429,7 +429,7 @@ def test_a_window_begins_when_steps_have_followed_each_other_for_a_while() -> No
     assert [begin.ends_window, end.ends_window] == [False, True]
 
 
-def test_a_pause_and_a_count_are_followed_by_the_wait_for_a_window(
+def test_a_pause_and_an_observed_step_are_followed_by_the_wait_for_a_window(
     model: nn.Module, tmp_path: Path, counters: Callable[..., Live], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the monitor itself, with seconds that the test deals out."""
@@ -438,7 +438,7 @@ def test_a_pause_and_a_count_are_followed_by_the_wait_for_a_window(
     monkeypatch.setattr(hardware_watch, "WINDOW_S", 10.0)
     monitor = TrainingMonitor(tmp_path, settings(peak_tflops=900), model=model)
     step(monitor, model, 0)
-    monitor.save_logs()  # the model is counted
+    monitor.save_logs()
     monitor._live._resolver.hardware = None  # a window that ends would have the step counted by shape
     watch: Any = monitor._live._watch
     asked_at_s, cuts = 0.0, []
@@ -463,11 +463,10 @@ def test_a_pause_and_a_count_are_followed_by_the_wait_for_a_window(
     with monitor.pause():
         pass
     assert [at(s) for s in (25, 26, 27)] == ["no", "no", "begin"]
-    model.train(False)  # another state of the model, which is counted at the end of this step
-    monitor._measuring.check_all()
+    monitor._live._plan.ask("the step after this one is observed")
     assert at(40) == "end"
-    assert monitor.summary()["monitor_cost"]["counts"] == 2
-    assert [at(s) for s in (41, 42, 43, 53)] == ["no", "no", "begin", "end"]
+    monitor._live._plan._reason = None  # and no other
+    assert [at(s) for s in (41, 42, 43, 44, 54)] == ["not asked", "no", "no", "begin", "end"]
     quietly(monitor.close)
 
 

@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import truemfu.monitor.monitor as monitor_module
 from truemfu import TrainingMonitor
 from truemfu.errors import TruemfuWarning
+from truemfu.flops.observe.observation import OBSERVED
 
 TIME_LIMIT_S = 150
 WIDTH = 16
@@ -43,22 +44,6 @@ class Layers(nn.Module):
         return total
 
 
-class NoNumbers(Layers):
-    """Can neither be counted nor estimated."""
-
-    def __init__(self) -> None:
-        super().__init__(0)
-        self.weight = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        if not TRAINS:
-            raise RuntimeError("in training only")
-        return (self.embed(input_ids) * self.weight).sum()
-
-
-TRAINS: list[bool] = []
-
-
 class Pair(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -75,9 +60,7 @@ def flops(layers: int) -> int:
 
 def steps(monitor: TrainingMonitor, model: nn.Module, first: int = 1) -> None:
     for step in range(first, first + 4):
-        TRAINS.append(True)
         model(torch.zeros(2, 8, dtype=torch.long)).backward()
-        TRAINS.clear()
         monitor.log_step(step, 0, 1.0, 1.0, 1.0)
 
 
@@ -98,9 +81,7 @@ def scenario(name: str, rank: int, world_size: int, init: str, folder: str) -> d
         if name == "nobody at rank 0":
             monitor_module._CLOSE_TIMEOUT_S = 5.0
         model = Layers(2)
-        if name == "no numbers":
-            model = NoNumbers()
-        elif name == "ddp":
+        if name == "ddp":
             model = nn.parallel.DistributedDataParallel(model)
         elif name == "fsdp2":
             mesh = init_device_mesh("cpu", (world_size,))
@@ -153,7 +134,7 @@ def trained(model: nn.Module, monitor: TrainingMonitor | None) -> list[Any]:
         if monitor is not None:
             monitor.log_step(step, 0, loss, 1.0, 1.0)
             if step == 4:
-                monitor.save_logs()  # by then rank 1 has received the form
+                monitor.save_logs()
     return [losses, [p.tolist() for p in model.parameters()], torch.get_rng_state().tolist()]
 
 
@@ -225,44 +206,29 @@ def test_every_rank_has_its_mfu_and_rank_0_alone_logs(tmp_path: Path, name: str,
         assert found[rank]["summary"]["warnings"] == []
     names = {path.name for path in tmp_path.iterdir()}
     own = {f"{rank}.json" for rank in range(world_size)}
-    assert names - own == {"training_log.json", "training_run.json", "closed_forms.json", "ranks"}
+    assert names - own == {"training_log.json", "training_run.json", "ranks"}
     assert len(list((tmp_path / "ranks").iterdir())) == world_size
     assert len(json.loads((tmp_path / "training_log.json").read_text())) == 4
 
 
-def test_training_on_two_ranks_is_bit_identical_and_what_waited_for_a_count_is_warm_up(
-    tmp_path: Path,
-) -> None:
+def test_training_on_two_ranks_is_bit_identical_and_both_observe_the_same_steps(tmp_path: Path) -> None:
     codes, found = job(tmp_path, "compared")
     assert codes == [0, 0]
     for rank in (0, 1):
         summary = found[rank]["summary"]
         assert found[rank]["is_same"]
-        assert summary["methods"] == {"closed form": 10}
+        assert summary["methods"] == {OBSERVED: 10}
         assert summary["warnings"] == []
-        assert summary["warmup_steps"] == 5  # the first three, that of the new kind, and the one after it
-    counted = [found[rank]["summary"]["monitor_cost"]["counted_after_steps"] for rank in (0, 1)]
-    assert counted == [[1, 6], [6]]  # rank 1 has received the form of the first step
+        assert summary["warmup_steps"] == 4  # the first three, and that of the new kind
+        assert summary["monitor_cost"]["observed_steps"] == [1, 2, 6]
 
 
 def test_where_rank_0_dies_the_other_goes_on(tmp_path: Path) -> None:
     codes, found = job(tmp_path, "rank 0 dies")
     assert codes == [7, 0]
     assert flops_of(found[1]) == flops(2)
-    assert found[1]["summary"]["methods"] == {"estimate": 4}
-    assert any("estimate" in text for text in found[1]["summary"]["notes"])
+    assert found[1]["summary"]["methods"] == {OBSERVED: 4}
     assert found[1]["summary"]["warnings"] == []  # it writes no log: nobody is to read them
-
-
-def test_what_rank_0_reports_is_no_warning_on_other_ranks(tmp_path: Path) -> None:
-    codes, found = job(tmp_path, "no numbers")
-    assert codes == [0, 0]
-    assert [text.partition(",")[0] for text in found[0]["summary"]["warnings"]] == [
-        "the model cannot be counted",
-        "the FLOPs cannot be estimated",
-    ]
-    assert found[1]["summary"]["warnings"] == found[1]["warned"] == []
-    assert any("cannot be estimated" in text for text in found[1]["summary"]["notes"])
 
 
 def test_a_group_that_is_gone_before_the_end_is_no_trouble(tmp_path: Path) -> None:
@@ -293,7 +259,9 @@ def test_a_second_model_is_not_taken_for_the_first(tmp_path: Path) -> None:
     assert flops_of(found[1]) == flops(400)
 
 
-def test_ranks_that_share_each_product_count_the_whole_layers(tmp_path: Path) -> None:
+def test_ranks_that_share_each_product_count_their_own_part(tmp_path: Path) -> None:
     codes, found = job(tmp_path, "tensor parallel")
     assert codes == [0, 0]
-    assert [rank["last"]["perf/method"] for rank in found.values()] == ["closed form"] * 2
+    assert [rank["last"]["perf/method"] for rank in found.values()] == [OBSERVED] * 2
+    half = 2 * 8 * 16 * 64 // 2
+    assert [flops_of(rank) for rank in found.values()] == [(2 + 3) * half] * 2  # no gradient of the input

@@ -237,10 +237,10 @@ def test_a_compiled_model_is_seen_and_stays_compiled(
     torch._dynamo.reset()
     batch = ids(2, 16)
     if in_place:
-        model.compile(backend="aot_eager", fullgraph=True)
+        model.compile(backend="eager", fullgraph=True)
         called = model
     else:
-        called = torch.compile(model, backend="aot_eager", fullgraph=True)  # type: ignore[assignment]
+        called = torch.compile(model, backend="eager", fullgraph=True)  # type: ignore[assignment]
     called(**batch).loss.backward()
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     rows = train(called, tmp_path, [[batch]] * 6)

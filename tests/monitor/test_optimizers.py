@@ -123,6 +123,7 @@ def trained(
     return [p.detach().clone() for p in model.parameters()], losses
 
 
+@pytest.mark.filterwarnings("ignore:operators that may do matrix work .* torch.Tensor.numpy")
 @pytest.mark.parametrize("kind", [Net, OnValues])
 @pytest.mark.parametrize(
     ("make_step", "passes"), [(with_scaler, 1), (by_hand, 1), (in_backward, 1), (with_closure, 3)]

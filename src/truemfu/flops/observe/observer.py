@@ -136,6 +136,8 @@ class StepObserver:
         if threading.get_ident() != self._thread:
             self._tally.fail(OTHER_THREAD)
         self._tally.batch_begins(may_be_packed=may_be_packed)
+        if threading.get_ident() != self._thread:
+            self._tally.fail("its forward pass ran on another thread than the one that ended the step before")
         if self._first_batch_at is None:
             self._first_batch_at = len(self._tally.entries)
 
