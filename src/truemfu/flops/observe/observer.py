@@ -106,8 +106,9 @@ class StepObserver:
         return not mode.is_finished and mode.is_of_the_step() and mode in modes_of_this_thread()
 
     def captures(self, *, is_capturing: bool) -> None:
-        """Record that a CUDA graph is being captured: meanwhile nothing is executed."""
-        self._mode.is_capturing = is_capturing
+        """Record that this thread captures a CUDA graph, if it is the step's: meanwhile nothing is executed."""
+        if self._mode in modes_of_this_thread():
+            self._mode.is_capturing = is_capturing
 
     def replayed(self, capture: ObservedTally | None) -> None:
         """Record that a CUDA graph is replayed; `capture` is the tally of its capture, if there is one."""
