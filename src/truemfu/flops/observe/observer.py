@@ -106,7 +106,7 @@ class StepObserver:
         return not mode.is_finished and mode.is_of_the_step() and mode in modes_of_this_thread()
 
     def captures(self, *, is_capturing: bool) -> None:
-        """Record that this thread captures a CUDA graph, if it is the step's: meanwhile nothing is executed."""
+        """Record that this thread captures a CUDA graph, if it is the step's: nothing is executed then."""
         if self._mode in modes_of_this_thread():
             self._mode.is_capturing = is_capturing
 
