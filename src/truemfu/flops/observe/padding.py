@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from ...torch_private.compiler import is_of_disable
+
 Place = tuple[int, int]
 
 
@@ -50,6 +52,8 @@ def _place() -> Place:
     while frame is not None:
         if frame.f_code.co_name == "__torch_dispatch__":
             outside = frame.f_back
+            while outside is not None and is_of_disable(outside):
+                outside = outside.f_back
             if outside is None or outside.f_code.co_name != "__torch_dispatch__":
                 break
         frame = frame.f_back

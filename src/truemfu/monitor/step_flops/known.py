@@ -45,7 +45,7 @@ _OTHER_OPERATORS = "it ran other operators than the observed steps with the same
 _NOT_REPEATED = "no observation was repeated, so equal batches may not mean equal work"
 _VARIES = "observed steps with the same batches did different work, so only observed ones are known"
 _NO_BATCH = (
-    "no forward pass of a watched module was seen in it, so the shapes of its batch are unknown: attach the "
+    "no forward pass of a watched module with gradients was seen in it, so the shapes of its batch are unknown: attach the "
     "object you call (the compiled model, the wrapper), or call monitor.observe(batch)"
 )
 
@@ -121,7 +121,8 @@ class KnownSteps:
         if problem is None:
             count = observation.count([batch.documents for batch in note.batches.notes])
             problem = observation.problem
-        if observed.is_whole and not self._drops_parts and observation.before_first_batch:
+        has_more = observed.is_whole and (observation.before_first_batch or observation.unseen_forward)
+        if has_more and not self._drops_parts:
             self._drops_parts = True
             self._needs_whole_steps()
             self._alike.clear()  # what was learned from parts
@@ -193,7 +194,7 @@ class KnownSteps:
                 return Unknown(_VARIES)
             count = alike.count(None if is_part and self._drops_parts else note.nodes)
             if count is not None:
-                return count if self._is_repeatable else Unknown(_NOT_REPEATED)
+                return count if self._is_repeatable else Unknown(alike.problem or _NOT_REPEATED)
         if any(batch.lengths is None for batch in note.batches.notes):
             return Unknown("the values of its batch were overwritten before they could be read")
         form = self._forms.get((note.state, note.nodes))

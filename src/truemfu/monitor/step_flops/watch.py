@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from ...convention import Convention
-from ...flops import StepObserver, cuda_captures, replaced_modules
+from ...flops import StepObserver, cuda_captures, replaced_modules, take_out_left_behind
 from ...torch_private.dispatch import next_sequence_nr
 from ...torch_private.profiling import is_profiled
 from ...torch_private.watching import backward_number, functorch_level
@@ -37,6 +37,7 @@ _FIRST_CHECK_S = 100e-6
 _MOST_IDLE_CHANGES = 2
 """After so many changes of a module's own numbers that did not change its work, these are ignored."""
 _MOST_KINDS = 4096
+_MOST_STATES = 64
 _now_s = time.perf_counter
 
 
@@ -84,8 +85,10 @@ class StepWatch:
         self._needs_whole_steps = self._is_wanted = False
         self.hindrance: str | None = None
         """Why steps that were to be observed were not."""
-        self.state = 0
-        """How often the modules have changed."""
+        self.state = self._last_state = 0
+        """Which modules are watched and how they are: a number that returns if they change back."""
+        self._states: dict[int, int] = {}
+        """The states before this one, by their fingerprint."""
         self.change: ModelChange | None = None
         """The last change."""
         self._fingerprint: tuple[int, int] | None = None
@@ -118,6 +121,7 @@ class StepWatch:
 
     def batch_begins(self, template: Template, *, is_first: bool) -> None:
         """A micro-batch begins its forward pass; if it is the step's first, the step may be observed."""
+        take_out_left_behind()
         if self._nodes is None:  # the first step begins here
             self._thread, self._nodes = threading.get_ident(), next_sequence_nr()
         if self._observer is None and is_first and self._is_enabled and self._wants(template):
@@ -207,6 +211,17 @@ class StepWatch:
     def forget_models(self) -> None:
         """Other models are watched from now on."""
         self._fingerprint, self._check_at = None, 0
+        self._states.clear()
+        self._enter_state(None)
+
+    def _enter_state(self, found: int | None) -> None:
+        """The modules are as this fingerprint says: as they were before, or else in a new state."""
+        if len(self._states) > _MOST_STATES:
+            self._states.clear()
+        self.state = self._last_state + 1 if found is None else self._states.get(found, self._last_state + 1)
+        self._last_state = max(self._last_state, self.state)
+        self._seen.clear()
+        self._kinds.clear()
 
     def check_models(self, logged: int, *, now: bool = False) -> None:
         """After so many steps: check whether the modules have changed, if that is due or `now`."""
@@ -221,10 +236,9 @@ class StepWatch:
             self._models_checked, self._fingerprint = len(models), None
         last, self._fingerprint = self._fingerprint, found
         if last is not None and found[0] != last[0]:
-            self.state += 1
+            self._states[last[0]] = self.state
+            self._enter_state(found[0])
             self.change = ModelChange(self._checked_after, logged)
-            self._seen.clear()
-            self._kinds.clear()
             self.plan.ask("the model changed")
         elif last is not None and found[1] != last[1] and self._number_changes < _MOST_IDLE_CHANGES:
             self._number_changes += 1
