@@ -45,8 +45,8 @@ _OTHER_OPERATORS = "it ran other operators than the observed steps with the same
 _NOT_REPEATED = "no observation was repeated, so equal batches may not mean equal work"
 _VARIES = "observed steps with the same batches did different work, so only observed ones are known"
 _NO_BATCH = (
-    "no forward pass of a watched module with gradients was seen in it, so the shapes of its batch are unknown: attach the "
-    "object you call (the compiled model, the wrapper), or call monitor.observe(batch)"
+    "no forward pass of a watched module with gradients was seen in it, so the shapes of its batch are "
+    "unknown: attach the object you call (the compiled model, the wrapper), or call monitor.observe(batch)"
 )
 
 Key = tuple[Any, ...]

@@ -34,6 +34,8 @@ from .plan import ObservationPlan
 _CHECK_COST_S = 10e-6
 """What fingerprints may cost in a step, on average."""
 _FIRST_CHECK_S = 100e-6
+_STEPS_TO_CHECK = 8
+"""After a check, until one follows an unknown kind of step: it may come from a change."""
 _MOST_IDLE_CHANGES = 2
 """After so many changes of a module's own numbers that did not change its work, these are ignored."""
 _MOST_KINDS = 4096
@@ -155,6 +157,7 @@ class StepWatch:
             self.plan.known_kind(kind)
         elif self._is_enabled and kind not in self._kinds:
             self.plan.unknown_kind(number, kind)
+            self._check_at = min(self._check_at, self._checked_after + _STEPS_TO_CHECK)
         if len(self._kinds) > _MOST_KINDS:
             self._kinds.clear()
 
