@@ -81,14 +81,14 @@ class RowSide:
 
     def __init__(self, model: nn.Module | None = None, **monitoring: Any) -> None:
         self.said: list[str] = []
-        self.now_s, self.whole_steps_wanted = 0.0, 0
+        self.now_s, self.whole_steps_wanted, self.repeats_agreed = 0.0, 0, 0
         self.plan = ObservationPlan(0, 0.0)
         self.known = KnownSteps(
             self.plan,
             Convention(),
             notice=lambda text, about=None: self.said.append(text),
             needs_whole_steps=self._wants_whole_steps,
-            repeats_agree=lambda: None,
+            repeats_agree=self._repeats_agree,
             hindrance=lambda: None,
             clock=lambda: self.now_s,
         )
@@ -103,3 +103,6 @@ class RowSide:
 
     def _wants_whole_steps(self) -> None:
         self.whole_steps_wanted += 1
+
+    def _repeats_agree(self) -> None:
+        self.repeats_agreed += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -104,7 +105,7 @@ class OnFakeTensors:
     def __init__(self, model: nn.Module, batch: dict[str, Any]) -> None:
         self._model, self._batch = model, batch
 
-    def count(self) -> FlopCount:
+    def count(self, documents: Sequence[Any] = ()) -> FlopCount:
         return count_flops(self._model, self._batch)
 
     def work(self) -> StepWork:

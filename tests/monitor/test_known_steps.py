@@ -17,6 +17,7 @@ from truemfu.monitor.training_side.step_note import StepExtras, StepNote
 
 WIDTH = 8
 OTHER_OPERATORS = "it ran other operators than the observed steps with the same batches"
+NOT_REPEATED = "no observation was repeated, so equal batches may not mean equal work"
 VARIES = "observed steps with the same batches did different work, so only observed ones are known"
 
 
@@ -60,13 +61,37 @@ def known(side: RowSide, note: StepNote) -> tuple[int, str] | str:
     return answer.reason if isinstance(answer, Unknown) else (answer.model_flops, answer.method)
 
 
+def repeat(thread: Thread, side: RowSide, model: Repeated) -> None:
+    """Observe two steps of another kind that agree: from then on equal batches mean equal work."""
+    for _ in range(2):
+        side.known.take(thread.observe(model, rows(1), nodes=3))
+    assert side.repeats_agreed == 1
+
+
 def test_the_same_batches_and_nodes_have_the_integer_of_the_observed_step(
     thread: Thread, side: RowSide, model: Repeated
 ) -> None:
+    observed = thread.observe(model, rows(4), rows(6), nodes=5)
+    side.known.take(observed)
+    assert known(side, observed) == (flops(10), OBSERVED)
+    assert known(side, thread.note(rows(4), rows(6), nodes=5)) == NOT_REPEATED
+    assert side.plan.is_due(3, 0.0)  # to be repeated
     side.known.take(thread.observe(model, rows(4), rows(6), nodes=5))
+    assert side.repeats_agreed == 1
     assert known(side, thread.note(rows(4), rows(6), nodes=5)) == (flops(10), OBSERVED)
     assert known(side, thread.note(rows(4), rows(6), nodes=None)) == (flops(10), OBSERVED)
-    assert side.known.steps == [1]
+    assert side.known.steps == [1, 3]
+
+
+def test_a_repeat_that_agrees_holds_for_all_kinds_of_steps(
+    thread: Thread, side: RowSide, model: Repeated
+) -> None:
+    side.known.take(thread.observe(model, rows(4)))
+    repeat(thread, side, model)
+    side.known.take(thread.observe(model, rows(6)))
+    assert known(side, thread.note(rows(4))) == (flops(4), OBSERVED)
+    assert known(side, thread.note(rows(6))) == (flops(6), OBSERVED)
+    assert side.repeats_agreed == 1  # told once
 
 
 @pytest.mark.parametrize(
@@ -91,6 +116,7 @@ def test_another_state_of_the_modules_is_unknown(thread: Thread, side: RowSide, 
 def test_other_numbers_of_nodes_are_known_between_three_observed_ones_that_agree(
     thread: Thread, side: RowSide, model: Repeated
 ) -> None:
+    repeat(thread, side, model)
     for nodes in (5, 12):
         side.known.take(thread.observe(model, rows(), nodes=nodes))
         assert known(side, thread.note(rows(), nodes=7)) == OTHER_OPERATORS
@@ -102,6 +128,7 @@ def test_other_numbers_of_nodes_are_known_between_three_observed_ones_that_agree
 def test_numbers_of_nodes_between_observed_ones_that_differ_are_unknown(
     thread: Thread, side: RowSide, model: Repeated
 ) -> None:
+    repeat(thread, side, model)
     for nodes, times in ((5, 1), (9, 2), (12, 1)):
         model.times = times
         side.known.take(thread.observe(model, rows(), nodes=nodes))
@@ -120,6 +147,7 @@ def observe_at(thread: Thread, side: RowSide, model: Repeated, step: int, times:
 def test_a_contradiction_is_a_warning_that_names_both_steps(
     thread: Thread, side: RowSide, model: Repeated
 ) -> None:
+    repeat(thread, side, model)
     observe_at(thread, side, model, 3, times=1)
     observe_at(thread, side, model, 40, times=2)
     assert side.said == [
@@ -137,10 +165,9 @@ def test_after_two_contradictions_only_observed_steps_are_known(
     last = observe_at(thread, side, model, 80, times=1)
     assert known(side, thread.note(rows())) == VARIES
     assert known(side, last) == (flops(), OBSERVED)
-    observe_at(thread, side, model, 120, times=1)
-    assert known(side, thread.note(rows())) == VARIES
-    observe_at(thread, side, model, 160, times=1)
-    assert known(side, thread.note(rows())) == (flops(), OBSERVED)
+    for step in (120, 160, 200):
+        observe_at(thread, side, model, step, times=1)
+        assert known(side, thread.note(rows())) == VARIES  # what varied may vary again
 
 
 def test_a_contradiction_of_near_steps_is_work_that_varies(
@@ -174,6 +201,7 @@ def test_a_step_observed_from_its_first_batch_on_is_dropped_where_work_precedes_
 def test_a_row_of_an_unknown_kind_waits_a_few_seconds_for_an_observation(
     thread: Thread, side: RowSide, model: Repeated
 ) -> None:
+    repeat(thread, side, model)
     note = thread.note(rows(), end_s=10.0)
     side.now_s = 12.0
     assert not side.known.is_settled(note)
@@ -207,9 +235,10 @@ def test_other_documents_in_the_same_shape_ask_for_an_observation(thread: Thread
         return {"input_ids": torch.zeros(1, 8, dtype=torch.long), "position_ids": positions}
 
     embedding = nn.Embedding(9, WIDTH)
-    side.known.take(
-        thread.observe(lambda input_ids, position_ids: embedding(input_ids), packed(3, 5), nodes=7)
-    )
+    for _ in range(2):
+        note = thread.observe(lambda input_ids, position_ids: embedding(input_ids), packed(3, 5))
+        side.known.take(note)
+        side.plan.observed(note.step, 0.001, 0.0)
     assert not isinstance(side.known.answer(thread.note(packed(3, 5))), Unknown)
     assert not side.plan.is_due(3, 0.0)
     assert not side.known.is_settled(thread.note(packed(2, 6)))
@@ -290,7 +319,7 @@ def test_flops_of_the_caller_come_before_all_else(thread: Thread, side: RowSide)
 def test_an_error_in_a_count_is_a_warning(
     thread: Thread, side: RowSide, model: Repeated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(_: Any) -> FlopCount:
+    def fails(*_: Any) -> FlopCount:
         raise RuntimeError("no such luck")
 
     monkeypatch.setattr("truemfu.flops.observe.observation.Observation.count", fails)

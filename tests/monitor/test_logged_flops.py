@@ -11,6 +11,7 @@ import json
 import random as python_random
 import subprocess
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -620,25 +621,27 @@ def test_the_profiler_measures_what_a_checkpoint_around_the_model_runs_again(tmp
 
 def test_a_reentrant_checkpoint_is_not_profiled_from_inside_the_backward_pass(tmp_path: Path) -> None:
     def call(model: nn.Module, samples: int) -> Tensor:
+        time.sleep(0.02)  # the row thread learns from a step meanwhile, and asks for another observation
         output: Tensor = checkpoint(model, rows_of(samples, requires_grad=True), use_reentrant=True)
         return output.sum()
 
-    run = train(Mlp(), tmp_path, [5, 5], call, mfu_calculation_mode="profiler")
+    run = train(Mlp(), tmp_path, [5] * 60, call, mfu_calculation_mode="profiler")
     forward = 2 * 5 * WIDTH * (WIDTH + CLASSES)
-    assert run.model_flops == [mlp_flops(5, input_gradient=True)] * 2
-    assert run.executed == [mlp_flops(5, input_gradient=True) + forward] * 2
-    assert [row.get("perf/data_wait") for row in run.rows] == [None, None]
+    assert run.model_flops == [mlp_flops(5, input_gradient=True)] * 60
+    assert run.executed == [mlp_flops(5, input_gradient=True) + forward] * 60
+    assert [row.get("perf/data_wait") for row in run.rows] == [None] * 60
     assert torch.autograd._profiler_enabled() is False
 
 
 def test_what_was_seen_in_the_backward_pass_alone_is_not_left_out_in_silence(tmp_path: Path) -> None:
     def call(model: nn.Module, samples: int) -> Tensor:
+        time.sleep(0.02)  # the row thread learns from a step meanwhile, and asks for another observation
         plain: Tensor = model(rows_of(5))
         again: Tensor = checkpoint(model, rows_of(samples, requires_grad=True), use_reentrant=True)
         return plain.sum() + again.sum()
 
-    run = train(Mlp(), tmp_path, [50, 50], call)
-    assert run.model_flops == [mlp_flops(5) + mlp_flops(50, input_gradient=True)] * 2
+    run = train(Mlp(), tmp_path, [50] * 60, call)
+    assert run.model_flops == [mlp_flops(5) + mlp_flops(50, input_gradient=True)] * 60
     assert not any("perf/samples_per_second" in row for row in run.rows)
 
 

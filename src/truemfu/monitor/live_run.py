@@ -303,8 +303,8 @@ class LiveRun:
         if is_first and self._has_more_to_begin:
             self._begin_step(in_backward=in_backward)
         template = batches.last_template
-        is_counted = template is not None and slot is not None and not in_backward
-        self._begun = (template, is_first) if is_counted else None
+        is_counted = slot is not None and not in_backward
+        self._begun = (template, is_first) if is_counted and template is not None else None
         self.own_time_s += time.perf_counter() - began_s
 
     def batch_begins(self) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -137,7 +137,7 @@ def _matters(name: str) -> bool:
 class _Node(NamedTuple):
     """Replaces the autograd node of an attention kernel: the gradients that the graph uses."""
 
-    next_functions: list[tuple[bool | None, int]]
+    next_functions: Sequence[tuple[bool | None, int]]
 
     def _sequence_nr(self) -> int:
         return -1
