@@ -72,7 +72,7 @@ def run_watched(texts: Sequence[str], folder: Path) -> list[dict[str, Any]]:
     source = str(Path(truemfu.__file__).parents[1])
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([source, str(_ROOT)]),
+        "PYTHONPATH": os.pathsep.join(filter(None, [source, str(_ROOT), os.environ.get("PYTHONPATH")])),
         "PYTHONDONTWRITEBYTECODE": "1",
         "OMP_NUM_THREADS": "1",
     }

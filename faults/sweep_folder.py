@@ -60,7 +60,8 @@ def source_on_path() -> Iterator[None]:
     """The worker is a script: it finds truemfu where this process did."""
     import truemfu
 
-    os.environ["PYTHONPATH"] = str(Path(truemfu.__file__).parents[1])
+    source = str(Path(truemfu.__file__).parents[1])
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     yield
 

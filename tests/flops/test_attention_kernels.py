@@ -7,6 +7,7 @@ pair of query and key (values, probabilities, queries, keys).
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -517,17 +518,17 @@ class Varlen(nn.Module):
     def __init__(self, *, kv_heads: int = HEADS, window: tuple[int, int] = (-1, 0)) -> None:
         if IS_OLD:
             pytest.skip("torch before 2.10 has no such attention")
+        if kv_heads != HEADS and "enable_gqa" not in inspect.signature(varlen_attn).parameters:
+            pytest.skip("this torch has no shared keys and values in such attention")
         super().__init__()
-        self.kv_heads, self.window = kv_heads, window
+        self.options = {"window_size": window} | ({} if kv_heads == HEADS else {"enable_gqa": True})
         self.q = nn.Linear(WIDTH, WIDTH, bias=False)
         self.k, self.v = (nn.Linear(WIDTH, kv_heads * HEAD, bias=False) for _ in range(2))
         self.o = nn.Linear(WIDTH, WIDTH, bias=False)
 
     def forward(self, x: torch.Tensor, ends: torch.Tensor, longest: int) -> torch.Tensor:
         q, k, v = (p(x).unflatten(-1, (-1, HEAD)) for p in (self.q, self.k, self.v))
-        out = varlen_attn(
-            q, k, v, ends, ends, longest, longest, window_size=self.window, enable_gqa=self.kv_heads != HEADS
-        )
+        out = varlen_attn(q, k, v, ends, ends, longest, longest, **self.options)
         return self.o(out.flatten(-2))
 
 

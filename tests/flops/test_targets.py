@@ -399,7 +399,7 @@ def test_a_batch_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
         ("{}", "names no model_type"),
         ('{"model_type": "lama"}', r"unknown model_type 'lama' \(did you mean 'llama'\?\)"),
         ("[" * 100_000, "is not a readable JSON file"),
-        ('{"a":' * 5000 + "1" + "}" * 5000, "is not a readable JSON file"),
+        ('{"a":' * 100_000 + "1" + "}" * 100_000, "is not a readable JSON file"),
         ('{"hidden_size": ' + "9" * 10_000 + "}", "is not a readable JSON file"),
         ('{"model_type": "llama", "hidden_size": 30, "num_attention_heads": "x"}', "does not build a model"),
     ],

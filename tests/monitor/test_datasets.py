@@ -456,8 +456,8 @@ def small_model(kind: str) -> tuple[nn.Module, dict[str, Tensor]]:
 def test_a_single_dataset_has_the_loss_of_the_model_itself(kind: str, shift: bool, wrapped: bool) -> None:
     model, batch = small_model(kind)
     model.eval()
-    assert shifts_labels(nn.DataParallel(model) if wrapped else model) is shift
     outputs = model(**batch)
+    assert shifts_labels(nn.DataParallel(model) if wrapped else model) is shift  # it moves to a GPU, if any
     result = measured({**batch, "dataset_names": ["a"] * 3}, outputs, outputs.loss, shift=shift)
     assert result["dataset/a/loss"] == pytest.approx(outputs.loss.item(), rel=1e-5)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import random as python_random
 import subprocess
 import sys
@@ -439,6 +440,7 @@ def test_training_is_bit_identical_in_every_mode(tmp_path: Path) -> None:
 
 def test_the_original_import_path_works_from_another_folder(tmp_path: Path) -> None:
     compat = Path(__file__).parents[2] / "compat"
+    folders = os.pathsep.join([str(compat), os.environ.get("PYTHONPATH", "")])
     script = (
         "import torch\n"
         "from training.utils.monitor import calculate_mfu_with_profiler, profile_model_flops\n"
@@ -448,7 +450,7 @@ def test_the_original_import_path_works_from_another_folder(tmp_path: Path) -> N
     done = subprocess.run(
         [sys.executable, "-c", script],
         cwd=tmp_path,
-        env={"PYTHONPATH": str(compat), "PATH": ""},
+        env={"PYTHONPATH": folders, "PATH": ""},
         capture_output=True,
         text=True,
         check=True,

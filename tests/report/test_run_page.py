@@ -51,7 +51,9 @@ def test_figures_are_those_of_the_summary(run_folder: Path, change_run: Change) 
     assert "µs of the training thread" in tile(page, "monitor&#39;s own cost")[1]
     assert fact(page, "device") == "cpu"
     assert fact(page, "peak") == "50 GFLOP/s (monitoring.peak_tflops)"
-    assert fact(page, "FLOPs by") == "count of observed steps; a multiply-add is 2; attention counts all pairs"
+    assert (
+        fact(page, "FLOPs by") == "count of observed steps; a multiply-add is 2; attention counts all pairs"
+    )
     assert fact(page, "steps").startswith(f"{RUN_STEPS} logged; 3 of them warm-up")
     assert "<title>Training run run</title>" in page
     assert "Nothing was lost, and there were no warnings." in page

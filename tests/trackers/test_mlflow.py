@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from math import isnan, nan
 from pathlib import Path
 
-import mlflow
 import pytest
 
 from truemfu.trackers.mlflow import MlflowTracker
+
+mlflow = pytest.importorskip("mlflow")
 
 
 @pytest.fixture(autouse=True)

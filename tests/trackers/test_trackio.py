@@ -12,6 +12,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+pytest.importorskip("trackio")
+
 HEAD = """
 import json, sys, threading
 from math import inf, nan

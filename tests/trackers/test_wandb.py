@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import wandb
 from tests.wandb_records import history, records
 
 from truemfu.trackers import wandb as tracker_module
 from truemfu.trackers.lane import Lane
 from truemfu.trackers.wandb import WandbTracker
+
+wandb = pytest.importorskip("wandb")
 
 STEPS = 60
 LATE = 10  # our rows come in batches of this many steps, after the program has logged all of them

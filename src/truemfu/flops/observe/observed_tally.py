@@ -25,6 +25,7 @@ from ...torch_private.dispatch import (
     current_graph_task_id,
     next_sequence_nr,
 )
+from ...torch_private.watching import detects_overwrites, version_of
 from ..attention import kernels as attention_kernels
 from ..attention.eager import EagerAttention
 from ..attention.masks import MASK_NOT_READ
@@ -246,14 +247,15 @@ class ObservedTally(Tally):
     def value_later(self, tensor: torch.Tensor, scores: torch.Tensor) -> Callable[[], Value | None]:
         """A mask is smaller than the scores: it is copied now. What has their size may be anything, such as a
         residual: it is copied if it is still the same when they enter a softmax."""
-        if tensor.dim() > 1 and tensor.numel() < scores.numel():
+        is_small = tensor.dim() > 1 and tensor.numel() < scores.numel()
+        if is_small or not detects_overwrites:
             value = self.value(tensor)
             return lambda: value
-        reference, version = weakref.ref(tensor), tensor._version
+        reference, version = weakref.ref(tensor), version_of(tensor)
 
         def copied() -> Value | None:
             mask = reference()
-            return None if mask is None or mask._version != version else self.value(mask)
+            return None if mask is None or version_of(mask) != version else self.value(mask)
 
         return copied
 
