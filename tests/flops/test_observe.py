@@ -744,7 +744,7 @@ def test_an_observer_left_on_another_thread_is_taken_off_by_the_next_one() -> No
     thread.start()
     thread.join()
     plain()
-    assert split(seen[0]) == (P, P, 0, 0)
+    assert seen[0].problem == "its forward pass began on another thread than the one that ended the step"
     assert len(stack()) == 1
     assert split(observed(plain)) == (P, P, 0, 0)
 
@@ -855,6 +855,8 @@ def test_every_tensor_dies_at_the_same_operator(name: str, attention: str) -> No
 
 
 def test_heads_that_torch_padded_have_their_own_size() -> None:
+    import torch._dynamo  # its wrapper is then around the dispatch
+
     unit = torch.jit.CompilationUnit("""
 def attention(x):
     padded = torch.constant_pad_nd(x, [0, 3])
@@ -896,6 +898,9 @@ def test_a_rank_of_tensor_parallel_counts_its_own_share(fake_ranks: Any) -> None
     assert split(observed(lambda: model(batch()).sum().backward())) == (P, P + P // 2, 0, 0)
 
 
+@pytest.mark.skipif(
+    not hasattr(torch.cpu.Stream, "record_event"), reason="this torch cannot train with FSDP on a CPU"
+)
 def test_a_rank_of_fsdp_counts_its_whole_model(fake_ranks: Any) -> None:
     from torch.distributed.fsdp import fully_shard
 
