@@ -925,7 +925,7 @@ rung = []
 signal.signal(signal.SIGALRM, lambda number, frame: rung.append(number))
 class Model(Net):
     def middle(self, x):
-        signal.setitimer(signal.ITIMER_REAL, 0.005); signal.pause()
+        signal.setitimer(signal.ITIMER_REAL, 0.3); signal.pause()
         return x * len(rung)
 train(Model()); note(len(rung), signal.getitimer(signal.ITIMER_REAL)[0])
 """,

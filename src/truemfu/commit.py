@@ -8,6 +8,7 @@ Not for the training thread: git may take seconds.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 
 _TIMEOUT_S = 10.0
@@ -48,8 +49,13 @@ def _git(*arguments: str, overrides: list[str] | None = None) -> subprocess.Comp
     settings = [*_OVERRIDES, *(overrides or [])]
     if any(setting.count("=") > 1 for setting in settings):
         raise OSError("git does not accept a setting whose name contains =")
+    # By its path: to search for a name, Python changes the warning filters of the process for a moment, after
+    # which each warning that is shown once is shown again.
+    git = shutil.which("git")
+    if git is None:
+        raise FileNotFoundError("git")
     return subprocess.run(
-        ["git", *(part for setting in settings for part in ("-c", setting)), *arguments],
+        [git, *(part for setting in settings for part in ("-c", setting)), *arguments],
         capture_output=True,
         text=True,
         errors="surrogateescape",  # names are passed back unchanged

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import itertools
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from truemfu import Convention, count_flops
 from truemfu.flops import Observation, StepObserver, register_formula
+from truemfu.flops.observe.observer import OTHER_THREAD
 
 N, K, M = 8, 16, 32
 """Samples, inputs and outputs of the layer that most programs use."""
@@ -744,7 +747,7 @@ def test_an_observer_left_on_another_thread_is_taken_off_by_the_next_one() -> No
     thread.start()
     thread.join()
     plain()
-    assert seen[0].problem == "its forward pass began on another thread than the one that ended the step"
+    assert seen[0].problem == OTHER_THREAD
     assert len(stack()) == 1
     assert split(observed(plain)) == (P, P, 0, 0)
 
@@ -854,9 +857,12 @@ def test_every_tensor_dies_at_the_same_operator(name: str, attention: str) -> No
         gc.enable()
 
 
-def test_heads_that_torch_padded_have_their_own_size() -> None:
-    import torch._dynamo  # its wrapper is then around the dispatch
-
+@pytest.mark.parametrize("compiler", ["not loaded", "loaded"])
+def test_heads_that_torch_padded_have_their_own_size(compiler: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if compiler == "loaded":
+        importlib.import_module("torch._dynamo")
+    else:
+        monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
     unit = torch.jit.CompilationUnit("""
 def attention(x):
     padded = torch.constant_pad_nd(x, [0, 3])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import nn
@@ -123,3 +125,16 @@ def test_a_capture_holds_no_graph_alive(model: nn.Module) -> None:
     gc.collect()
     captures.release()
     assert gone() is None
+
+
+def test_a_capture_on_another_thread_hides_nothing_of_the_step(model: nn.Module) -> None:
+    kind, captures = make()
+    observer = StepObserver(Convention(), captures=captures)
+    made = kind()
+    with ThreadPoolExecutor(1) as other:
+        observer.enter()
+        other.submit(made.capture_begin).result()
+        model(torch.zeros(4, 8)).sum().backward()
+        other.submit(made.capture_end).result()
+        count = observer.leave().count()
+    assert (count.forward, count.backward) == (FORWARD, FORWARD)

@@ -89,6 +89,7 @@ class RowSide:
             notice=lambda text, about=None: self.said.append(text),
             needs_whole_steps=self._wants_whole_steps,
             repeats_agree=lambda: None,
+            hindrance=lambda: None,
             clock=lambda: self.now_s,
         )
         self.flops = FlopsSource(

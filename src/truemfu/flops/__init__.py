@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from .models.model_view import BatchRequest, ModelView
     from .models.targets import Target, count_target, parse_dtype, resolve_target
     from .observe.observation import Observation
-    from .observe.observer import StepObserver, cuda_captures
+    from .observe.observer import StepObserver, cuda_captures, take_out_left_behind
     from .profiled.profiler import StepProfile, StepProfiler
     from .registry import register_formula, register_module, replaced_modules
     from .shadow.shadow import Shadow
@@ -81,6 +81,7 @@ _HOMES = {
     "Observation": "observe.observation",
     "StepObserver": "observe.observer",
     "cuda_captures": "observe.observer",
+    "take_out_left_behind": "observe.observer",
     "StepProfile": "profiled.profiler",
     "StepProfiler": "profiled.profiler",
     "register_formula": "registry",
@@ -138,6 +139,7 @@ __all__ = [
     "replaced_modules",
     "resolve_target",
     "start_host_copy",
+    "take_out_left_behind",
     "uncompiled",
     "uncounted_notice",
     "untouched_casts",

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from ..torch_private.dispatch import hidden_from_modes
+
 
 class SeenLosses:
     """The loss of the last backward pass; None if it did not start from one number."""
@@ -54,4 +56,5 @@ class SeenLosses:
             tensors = self._scaled[1]
         if type(tensors) is not torch.Tensor or tensors.numel() != 1:
             return None
-        return tensors.detach()
+        with hidden_from_modes():
+            return tensors.detach()

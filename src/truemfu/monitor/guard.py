@@ -7,6 +7,7 @@ working ──► broken: a part raised, or the process was forked    ──► 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import threading
 from collections.abc import Callable
 from multiprocessing import parent_process
@@ -21,8 +22,8 @@ from .training_side import forks
 class Guard:
     """The state that every entry of the monitor checks before it works."""
 
-    def __init__(self, notices: Notices) -> None:
-        self._notices = notices
+    def __init__(self, notices: Notices, *, when_broken: Callable[[], None]) -> None:
+        self._notices, self._when_broken = notices, when_broken
         self.is_closed = self.is_disabled = is_disabled()
         self.is_broken = False
         self.steps_lost = 0
@@ -60,6 +61,8 @@ class Guard:
         self._notices(
             f"the monitor failed and is switched off, training continues: {type(error).__name__}: {error}"
         )
+        with contextlib.suppress(Exception):
+            self._when_broken()
 
     def refuses_step(self, *, has_run: bool) -> bool:
         """Whether a step is not logged; warns, or counts it, unless the monitor is disabled."""

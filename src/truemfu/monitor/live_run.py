@@ -145,6 +145,7 @@ class LiveRun:
                 notice=about_figures,
                 needs_whole_steps=self._steps.observe_whole_steps,
                 repeats_agree=self._steps.repeats_agree,
+                hindrance=lambda: self._steps.hindrance,
             ),
             models=lambda: hooks.roots,
             module_of=hooks.module_of,
@@ -343,6 +344,10 @@ class LiveRun:
         """Before `log_step`, with modes as the program has them: the step ends, and its observation."""
         self._left = self._steps.step_ends(), self._steps.nodes()
 
+    def stop_observing(self) -> None:
+        """No step is observed from now on, nor the rest of this one."""
+        self._steps.close()
+
     def log_step(
         self,
         step: Any,
@@ -494,7 +499,7 @@ class LiveRun:
         """On any thread: process the remaining steps, and end everything except the output."""
         in_closing = self._notices.in_closing
         in_closing(self._leave_loaders)
-        in_closing(self._steps.close)
+        in_closing(self.stop_observing)
         in_closing(self._check_models_at_end)
         if self._member is not None:
             self._member.expect_last_reports()

@@ -83,7 +83,7 @@ class TrainingMonitor:
         self.output_dir = Path(output_dir)
         self._folder = self.output_dir.absolute()
         self._notices = Notices()
-        self._guard = Guard(self._notices)
+        self._guard = Guard(self._notices, when_broken=self._stop_observing)
         self._output = Output(
             self._folder,
             log_file,
@@ -289,6 +289,10 @@ class TrainingMonitor:
                     show(self.summary())
         finally:
             in_closing(live.leave_signals)
+
+    def _stop_observing(self) -> None:
+        if self._live is not None:
+            self._live.stop_observing()
 
     def _run_to_log(self, tensors: Batch) -> LiveRun | None:
         """The run that a step belongs to; None if the step is not logged."""

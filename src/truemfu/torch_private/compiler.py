@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -24,6 +25,11 @@ def has_compiled() -> bool:
 def dynamo_disable() -> Any:
     """The decorator that keeps the compiler from compiling a function; None while it is not loaded."""
     return getattr(sys.modules.get("torch._dynamo"), "disable", None)
+
+
+def is_of_disable(frame: FrameType) -> bool:
+    """Whether this is a frame that `dynamo_disable` puts around a call, such as that of a dispatch mode."""
+    return frame.f_globals.get("__name__") == "torch._dynamo.eval_frame"
 
 
 def is_compiling() -> bool:

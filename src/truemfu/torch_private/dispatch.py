@@ -113,12 +113,11 @@ def _one() -> int:
 
 _dispatch_modes: Callable[[], int] = _or(table.STACK_LENGTH, _one)
 _function_modes: Callable[[], int] = _or(table.FUNCTION_DEPTH, _one)
-_NOTHING = contextlib.nullcontext()
 
 
-def hidden_from_modes() -> contextlib.AbstractContextManager[None]:
-    """No mode, the program's or ours, sees the operators and torch calls inside."""
-    return _hidden() if _dispatch_modes() or _function_modes() else _NOTHING
+def hidden_from_modes() -> contextlib.AbstractContextManager[Any]:
+    """No mode, the program's or ours, and no tensor subclass sees the torch calls inside."""
+    return _hidden() if _dispatch_modes() or _function_modes() else disable_torch_function()
 
 
 @contextlib.contextmanager

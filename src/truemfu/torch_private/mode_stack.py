@@ -30,6 +30,11 @@ def modes_of_this_thread() -> list[Any]:
     return [mode for mode in _stack() if getattr(mode, "_mode_key", None) is None]
 
 
+def only_has(kind: type) -> bool:
+    """Whether all modes on the stack of this thread, those of torch too, are of this class."""
+    return all(isinstance(mode, kind) for mode in _stack())
+
+
 def put_at_the_bottom(mode: Any) -> None:
     """Put a mode below all others of the program on this thread."""
     _replace(modes_of_this_thread(), lambda modes: [mode, *modes])

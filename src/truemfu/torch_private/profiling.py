@@ -30,6 +30,14 @@ def is_profiler_in_use() -> bool:
     return bool(PROFILER_STEP_NAME in steps or flag or enabled())
 
 
+def is_profiled() -> bool:
+    """The same, false if that is unknown."""
+    try:
+        return is_profiler_in_use()
+    except UsageError:
+        return False
+
+
 def after_failed_start() -> None:
     """Clear the state of a profiler that failed to start."""
     table.get(table.PROFILER_STOP)()

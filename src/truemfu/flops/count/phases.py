@@ -20,6 +20,7 @@ import torch
 from torch.utils import checkpoint
 
 from ...torch_private import table
+from ...torch_private.compiler import is_of_disable
 from ...torch_private.dispatch import current_graph_task_id, engine_code, top_saved_tensors_hooks
 from .data_flow import is_checkpoint, is_custom
 
@@ -60,7 +61,7 @@ def is_in_hook() -> bool:
     frame: FrameType | None = sys._getframe()
     outermost = frame
     while frame is not None and frame.f_code is not engine_code:
-        outermost = frame
+        outermost = outermost if is_of_disable(frame) else frame
         frame = frame.f_back
     return outermost is not None and outermost.f_code.co_name != "__torch_dispatch__"
 

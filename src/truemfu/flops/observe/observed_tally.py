@@ -47,6 +47,10 @@ _PADDED_KERNELS = frozenset(n for n, kernel in attention_kernels.KERNELS.items()
 Documents = Sequence[Sequence[int]]
 """The lengths of the documents in each row of a batch."""
 
+_MOST_OPERATORS = 1_000_000
+"""A step of many micro-batches has some hundred thousand; a million take some hundred megabytes."""
+TOO_LONG = f"it ran more than {_MOST_OPERATORS:,} operators: is log_step called after each step?"
+
 UNSEEN = "part of its forward pass ran on another thread or before the observation began"
 
 
@@ -87,6 +91,9 @@ class ObservedTally(Tally):
         if self.problem is not None:
             return
         self.operators += 1
+        if self.operators > _MOST_OPERATORS:
+            self._give_up()
+            return
         nodes = self._nodes.get(get_ident())
         if nodes is None:
             nodes = self.mark_start()
@@ -98,6 +105,15 @@ class ObservedTally(Tally):
             self._is_work[id(func)] = is_work
         if is_work or self._flow.is_active():
             self._record_locked(func, args, kwargs, out)
+
+    def _give_up(self) -> None:
+        """The step does not end: training is over, and what runs now may run for days."""
+        self.fail(TOO_LONG)
+        self.entries.clear()
+        self.runs.clear()
+        self._uncounted_runs.clear()
+        self._pending.clear()
+        self._nodes.clear()
 
     def _record_locked(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Count an operator; autograd may run several threads, one for each device."""

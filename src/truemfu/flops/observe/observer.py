@@ -10,6 +10,7 @@ Threads of autograd inherit the mode; other threads are not seen.
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +25,7 @@ from ...torch_private.mode_stack import (
     check_observes,
     modes_below,
     modes_of_this_thread,
+    only_has,
     put_at_the_bottom,
     take_out,
 )
@@ -36,6 +38,9 @@ from .observed_tally import ObservedTally
 
 _OWN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter, torch.nn.Buffer))
 _NO_DISPATCH = torch.Tensor.__torch_dispatch__
+OTHER_THREAD = "its forward pass began on another thread than the one that calls log_step"
+_left_behind: set[int] = set()
+"""Threads whose stack has a mode that another thread finished."""
 
 
 class StepObserver:
@@ -79,7 +84,8 @@ class StepObserver:
             except Exception as error:
                 self._tally.fail(f"the observation did not end in order ({one_line(error)})")
         else:
-            self._tally.fail("its forward pass began on another thread than the one that ended the step")
+            _left_behind.add(self._thread)
+            self._tally.fail(OTHER_THREAD)
         return Observation(self._tally, self._first_batch_at, began_in_forward=self._began_in_forward)
 
     def fail(self, reason: str) -> None:
@@ -100,8 +106,9 @@ class StepObserver:
         return not mode.is_finished and mode.is_of_the_step() and mode in modes_of_this_thread()
 
     def captures(self, *, is_capturing: bool) -> None:
-        """Record that a CUDA graph is being captured: meanwhile nothing is executed."""
-        self._mode.is_capturing = is_capturing
+        """Record that this thread captures a CUDA graph, if it is the step's: nothing is executed then."""
+        if self._mode in modes_of_this_thread():
+            self._mode.is_capturing = is_capturing
 
     def replayed(self, capture: ObservedTally | None) -> None:
         """Record that a CUDA graph is replayed; `capture` is the tally of its capture, if there is one."""
@@ -127,6 +134,8 @@ class StepObserver:
 
     def batch_begins(self, *, may_be_packed: bool = False) -> None:
         """Record that a micro-batch of the step begins; documents may be packed in its rows."""
+        if threading.get_ident() != self._thread:
+            self._tally.fail(OTHER_THREAD)
         self._tally.batch_begins(may_be_packed=may_be_packed)
         if threading.get_ident() != self._thread:
             self._tally.fail("its forward pass ran on another thread than the one that ended the step before")
@@ -184,8 +193,8 @@ class _ObserverMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.is_finished or modes_below():  # the latter: torch traces, on tensors without data
-            return func(*args, **kwargs)
+        if self.is_finished or (modes_below() and not only_has(_ObserverMode)):
+            return func(*args, **kwargs)  # the latter: torch traces, on tensors without data
         if types and not _OWN_TYPES.issuperset(types) and any(map(_has_dispatch, types)):
             return NotImplemented  # a tensor subclass: its own dispatch unfolds it
         with disable_torch_function():
@@ -228,6 +237,22 @@ def _uncompiled(disable: Callable[[Any], Any]) -> type[_ObserverMode]:
 
     count_flex_attention(UncompiledMode)
     return UncompiledMode
+
+
+def take_out_left_behind() -> None:
+    """Take modes that another thread finished off the stack of this one."""
+    if _left_behind and threading.get_ident() in _left_behind:
+        _left_behind.discard(threading.get_ident())
+        take_out(_is_finished)
+
+
+def _forked() -> None:
+    """In a forked process (a worker of a DataLoader) no step is observed."""
+    take_out(lambda mode: isinstance(mode, _ObserverMode))
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_forked)
 
 
 def _has_dispatch(cls: type) -> bool:

@@ -10,12 +10,14 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Sequence
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 import torch
 
-Place = tuple[int, CodeType, int] | None
+from ...torch_private.compiler import is_of_disable
+
+Place = tuple[int, int]
 
 
 class PaddedHeads:
@@ -49,16 +51,10 @@ def _place() -> Place:
     outside = frame
     while frame is not None:
         if frame.f_code.co_name == "__torch_dispatch__":
-            outside = _outside(frame)
+            outside = frame.f_back
+            while outside is not None and is_of_disable(outside):
+                outside = outside.f_back
             if outside is None or outside.f_code.co_name != "__torch_dispatch__":
                 break
         frame = frame.f_back
-    return None if outside is None else (id(outside), outside.f_code, outside.f_lasti)
-
-
-def _outside(frame: FrameType) -> FrameType | None:
-    """The frame that called a dispatch, without the compiler's wrapper around it, made anew for each call."""
-    outside = frame.f_back
-    while outside is not None and outside.f_globals.get("__name__", "").startswith("torch._dynamo."):
-        outside = outside.f_back
-    return outside
+    return (id(outside), outside.f_lasti) if outside is not None else (0, 0)

@@ -45,8 +45,8 @@ _OTHER_OPERATORS = "it ran other operators than the observed steps with the same
 _NOT_REPEATED = "no observation was repeated, so equal batches may not mean equal work"
 _VARIES = "observed steps with the same batches did different work, so only observed ones are known"
 _NO_BATCH = (
-    "no forward pass of a watched module was seen in it, so the shapes of its batch are unknown: attach the "
-    "object you call (the compiled model, the wrapper), or call monitor.observe(batch)"
+    "no forward pass of a watched module with gradients was seen in it, so the shapes of its batch are "
+    "unknown: attach the object you call (the compiled model, the wrapper), or call monitor.observe(batch)"
 )
 
 Key = tuple[Any, ...]
@@ -94,11 +94,12 @@ class KnownSteps:
         notice: Callable[..., None],
         needs_whole_steps: Callable[[], None],
         repeats_agree: Callable[[], None],
+        hindrance: Callable[[], str | None],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._plan, self.convention, self._notice, self._clock = plan, convention, notice, clock
         self._needs_whole_steps, self._repeats_agree = needs_whole_steps, repeats_agree
-        self._is_repeatable = False
+        self._hindrance, self._is_repeatable = hindrance, False
         """Whether a step with the same batches and nodes as another one was observed to do the same work."""
         self._alike: OrderedDict[Key, _Alike] = OrderedDict()
         self._forms: dict[tuple[int, int | None], ObservedForm] = {}
@@ -120,7 +121,8 @@ class KnownSteps:
         if problem is None:
             count = observation.count([batch.documents for batch in note.batches.notes])
             problem = observation.problem
-        if observed.is_whole and not self._drops_parts and observation.before_first_batch:
+        has_more = observed.is_whole and (observation.before_first_batch or observation.unseen_forward)
+        if has_more and not self._drops_parts:
             self._drops_parts = True
             self._needs_whole_steps()
             self._alike.clear()  # what was learned from parts
@@ -192,7 +194,7 @@ class KnownSteps:
                 return Unknown(_VARIES)
             count = alike.count(None if is_part and self._drops_parts else note.nodes)
             if count is not None:
-                return count if self._is_repeatable else Unknown(_NOT_REPEATED)
+                return count if self._is_repeatable else Unknown(alike.problem or _NOT_REPEATED)
         if any(batch.lengths is None for batch in note.batches.notes):
             return Unknown("the values of its batch were overwritten before they could be read")
         form = self._forms.get((note.state, note.nodes))
@@ -203,7 +205,7 @@ class KnownSteps:
             return Unknown(alike.problem)
         if alike is not None and alike.counts:
             return Unknown(_OTHER_OPERATORS)
-        return Unknown(_NOT_OBSERVED)
+        return Unknown(self._hindrance() or _NOT_OBSERVED)
 
     def is_settled(self, note: StepNote) -> bool:
         """Whether the answer is final for the row: an unknown kind may still be observed for some time."""

@@ -21,8 +21,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from ...convention import Convention
-from ...flops import StepObserver, cuda_captures, replaced_modules
+from ...flops import StepObserver, cuda_captures, replaced_modules, take_out_left_behind
 from ...torch_private.dispatch import next_sequence_nr
+from ...torch_private.profiling import is_profiled
 from ...torch_private.watching import backward_number, functorch_level
 from ..training_side import forks
 from ..training_side.batch_notes import StepBatches, Template
@@ -33,12 +34,16 @@ from .plan import ObservationPlan
 _CHECK_COST_S = 10e-6
 """What fingerprints may cost in a step, on average."""
 _FIRST_CHECK_S = 100e-6
+_STEPS_TO_CHECK = 8
+"""After a check, until one follows an unknown kind of step: it may come from a change."""
 _MOST_IDLE_CHANGES = 2
 """After so many changes of a module's own numbers that did not change its work, these are ignored."""
 _MOST_KINDS = 4096
+_MOST_STATES = 64
 _now_s = time.perf_counter
 
 
+PROFILED = "steps were not observed while a profiler was active, which would record each operator twice"
 Kind = tuple[tuple[int, ...], int | None]
 
 
@@ -80,8 +85,12 @@ class StepWatch:
         self._kinds: set[Kind] = set()
         """The kinds of observed steps."""
         self._needs_whole_steps = self._is_wanted = False
-        self.state = 0
-        """How often the modules have changed."""
+        self.hindrance: str | None = None
+        """Why steps that were to be observed were not."""
+        self.state = self._last_state = 0
+        """Which modules are watched and how they are: a number that returns if they change back."""
+        self._states: dict[int, int] = {}
+        """The states before this one, by their fingerprint."""
         self.change: ModelChange | None = None
         """The last change."""
         self._fingerprint: tuple[int, int] | None = None
@@ -114,10 +123,14 @@ class StepWatch:
 
     def batch_begins(self, template: Template, *, is_first: bool) -> None:
         """A micro-batch begins its forward pass; if it is the step's first, the step may be observed."""
+        take_out_left_behind()
         if self._nodes is None:  # the first step begins here
             self._thread, self._nodes = threading.get_ident(), next_sequence_nr()
         if self._observer is None and is_first and self._is_enabled and self._wants(template):
             self._enter(is_whole=False)
+        if self._observer is not None and is_profiled():  # it began since: let it see what it would see alone
+            self._observer.leave()
+            self._observer, self.hindrance = None, PROFILED
         if self._observer is not None:
             self._observer.batch_begins(may_be_packed=bool(template.value_paths))
 
@@ -144,6 +157,7 @@ class StepWatch:
             self.plan.known_kind(kind)
         elif self._is_enabled and kind not in self._kinds:
             self.plan.unknown_kind(number, kind)
+            self._check_at = min(self._check_at, self._checked_after + _STEPS_TO_CHECK)
         if len(self._kinds) > _MOST_KINDS:
             self._kinds.clear()
 
@@ -162,6 +176,9 @@ class StepWatch:
 
     def _enter(self, *, is_whole: bool) -> None:
         if backward_number() != -1 or functorch_level() is not None or not self._is_possible():
+            return
+        if is_profiled():
+            self.hindrance = PROFILED
             return
         observer = StepObserver(self.convention)
         if names := replaced_modules(module for model in self._models() for module in model.modules()):
@@ -197,6 +214,17 @@ class StepWatch:
     def forget_models(self) -> None:
         """Other models are watched from now on."""
         self._fingerprint, self._check_at = None, 0
+        self._states.clear()
+        self._enter_state(None)
+
+    def _enter_state(self, found: int | None) -> None:
+        """The modules are as this fingerprint says: as they were before, or else in a new state."""
+        if len(self._states) > _MOST_STATES:
+            self._states.clear()
+        self.state = self._last_state + 1 if found is None else self._states.get(found, self._last_state + 1)
+        self._last_state = max(self._last_state, self.state)
+        self._seen.clear()
+        self._kinds.clear()
 
     def check_models(self, logged: int, *, now: bool = False) -> None:
         """After so many steps: check whether the modules have changed, if that is due or `now`."""
@@ -211,10 +239,9 @@ class StepWatch:
             self._models_checked, self._fingerprint = len(models), None
         last, self._fingerprint = self._fingerprint, found
         if last is not None and found[0] != last[0]:
-            self.state += 1
+            self._states[last[0]] = self.state
+            self._enter_state(found[0])
             self.change = ModelChange(self._checked_after, logged)
-            self._seen.clear()
-            self._kinds.clear()
             self.plan.ask("the model changed")
         elif last is not None and found[1] != last[1] and self._number_changes < _MOST_IDLE_CHANGES:
             self._number_changes += 1

@@ -162,10 +162,7 @@ class _Watch:
             _end_by(number)
 
     def _can_put_off(self, number: int) -> bool:
-        """Whether the main thread is in a call of the monitor that will return, and it can be resent.
-
-        Not during a count, which defers signals itself.
-        """
+        """Whether the main thread is in a call of the monitor that will return, and it can be resent."""
         is_held = any(writer.is_held() for writer in list(_writers))
         return is_held and self._is_set(number)
 

@@ -75,7 +75,7 @@ class StepNote(NamedTuple):
     number: int
     """Counts the steps that were logged, from 1."""
     state: int
-    """How often the modules had changed before it."""
+    """In which state the watched modules were: equal for steps with the same modules, unchanged."""
     nodes: int | None
     """How many autograd nodes its thread made; None if unknown."""
     measured: bool
