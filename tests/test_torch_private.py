@@ -19,6 +19,7 @@ from torch import nn
 from private_names import SHAPE, STEPS, VARIANTS
 from truemfu import ModelError, count_flops
 from truemfu.flops.count import phases, self_check, tally
+from truemfu.flops.observe.observation import OBSERVED
 from truemfu.torch_private import table, trees, watching
 from truemfu.torch_private.find import ABSENT, find
 from versions import TORCH
@@ -94,7 +95,7 @@ def is_complete(result: dict[str, Any]) -> bool:
     """Whether each run has what it has with all names."""
     for variant in VARIANTS:
         rows = result[variant]["rows"]
-        if len(rows) != STEPS or any(row.get("perf/method") != "closed form" for row in rows):
+        if len(rows) != STEPS or any(row.get("perf/method") != OBSERVED for row in rows):
             return False
     return any(row.get("perf/hfu_method") == "profiler" for row in result["profiler"]["rows"])
 
