@@ -83,6 +83,14 @@ def test_the_same_batches_and_nodes_have_the_integer_of_the_observed_step(
     assert side.known.steps == [1, 3]
 
 
+def test_a_step_that_waits_for_a_repeat_asks_for_it(thread: Thread, side: RowSide, model: Repeated) -> None:
+    side.known.take(thread.observe(model, rows()))
+    side.plan.observed(2, 0.001, 0.0)  # the step is accounted for after what it shows was learned
+    assert not side.plan.is_due(3, 0.0)
+    assert not side.known.is_settled(thread.note(rows()))
+    assert side.plan.is_due(4, 0.0)
+
+
 def test_a_repeat_that_agrees_holds_for_all_kinds_of_steps(
     thread: Thread, side: RowSide, model: Repeated
 ) -> None:
