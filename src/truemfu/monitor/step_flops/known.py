@@ -210,13 +210,9 @@ class KnownSteps:
         observed = note.extras.observed
         if observed is not None and (observed.is_whole or self._has_whole):
             return True
-        if observed is None:
-            answer = self.answer(note)
-            if not isinstance(answer, Unknown):
-                self._plan.known_kind(kind_of(note.batches, note.nodes))
-                return True
-            if answer.reason == _NOT_REPEATED:  # asked again: accounting for a step drops what it asked for
-                self._plan.ask("no observation was repeated yet")
+        if observed is None and not isinstance(self.answer(note), Unknown):
+            self._plan.known_kind(kind_of(note.batches, note.nodes))
+            return True
         if note.batches.missing is not None or not note.batches.notes:
             return True
         if any(batch.lengths for batch in note.batches.notes):  # the training thread reads no values

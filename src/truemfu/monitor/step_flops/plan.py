@@ -70,6 +70,8 @@ class ObservationPlan:
             for stride in (self._regular, self._grid):
                 stride.adapt(cost_s / self._median_s / _REGULAR_SHARE)
         is_due = self._has_reason(step, now_s) and self._may_observe(now_s)
+        if is_due:
+            self._reason = None  # what is asked from here on, maybe because of this step, needs another one
         self._next_step = self._next_decision(step, now_s)
         return is_due
 
@@ -88,7 +90,6 @@ class ObservationPlan:
             self._spent_at_first_s += extra_s * (self._count > _FREE)
         elif step > 2:
             self._spent_later_s += extra_s
-        self._reason = None
         self._reference_s = self._median_s if len(self._times_s) == _SHIFT_STEPS else 0.0
         self._has_news = True
 
