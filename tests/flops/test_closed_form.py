@@ -13,7 +13,7 @@ from tests.versions import TORCH
 from torch import nn
 
 from truemfu import Convention, FlopModel, count_flops
-from truemfu.errors import ModelError, TruemfuWarning
+from truemfu.errors import BatchError, TruemfuWarning
 from truemfu.flops.batch import documents_of
 from truemfu.flops.closed_form import kinds
 
@@ -435,7 +435,7 @@ def test_a_size_that_cannot_change_is_fixed_and_another_one_is_another_kind():
     f = FlopModel.fit(model, (torch.zeros(2, 3, 8, 8),))
     assert f.closed
     assert f((torch.zeros(7, 3, 8, 8),)).forward == 2 * 7 * 3 * 8 * 8 * 5
-    with pytest.raises(ModelError, match="cannot run on this batch"):
+    with pytest.raises(BatchError, match="cannot run on this batch"):
         f((torch.zeros(7, 3, 8, 9),))
 
 

@@ -83,6 +83,15 @@ def test_the_same_batches_and_nodes_have_the_integer_of_the_observed_step(
     assert side.known.steps == [1, 3]
 
 
+def test_a_repeat_is_asked_for_until_a_step_is_observed(
+    thread: Thread, side: RowSide, model: Repeated
+) -> None:
+    side.known.take(thread.observe(model, rows()))
+    side.plan.observed(2, 0.001, 0.0)  # the step is accounted for after what it shows was learned
+    assert side.plan.is_due(3, 0.0)
+    assert not side.plan.is_due(4, 0.0)
+
+
 def test_a_repeat_that_agrees_holds_for_all_kinds_of_steps(
     thread: Thread, side: RowSide, model: Repeated
 ) -> None:
@@ -238,11 +247,11 @@ def test_other_documents_in_the_same_shape_ask_for_an_observation(thread: Thread
     for _ in range(2):
         note = thread.observe(lambda input_ids, position_ids: embedding(input_ids), packed(3, 5))
         side.known.take(note)
-        side.plan.observed(note.step, 0.001, 0.0)
+    assert side.plan.is_due(3, 0.0)  # what the first one asked for
     assert not isinstance(side.known.answer(thread.note(packed(3, 5))), Unknown)
-    assert not side.plan.is_due(3, 0.0)
+    assert not side.plan.is_due(4, 0.0)
     assert not side.known.is_settled(thread.note(packed(2, 6)))
-    assert side.plan.is_due(4, 0.0)
+    assert side.plan.is_due(5, 0.0)
 
 
 def test_sizes_between_observed_ones_follow_a_form_and_others_do_not(

@@ -210,9 +210,9 @@ class KnownSteps:
     def is_settled(self, note: StepNote) -> bool:
         """Whether the answer is final for the row: an unknown kind may still be observed for some time."""
         observed = note.extras.observed
-        if observed is not None and (observed.is_whole or self._has_whole):
+        if observed is not None and (observed.is_whole or (self._has_whole and not self._drops_parts)):
             return True
-        if observed is None and not isinstance(self.answer(note), Unknown):
+        if (observed is None or self._has_whole) and not isinstance(self.answer(note), Unknown):
             self._plan.known_kind(kind_of(note.batches, note.nodes))
             return True
         if note.batches.missing is not None or not note.batches.notes:
