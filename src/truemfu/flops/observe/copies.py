@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ...torch_private.watching import detects_overwrites, version_of
 from ..host_copy import HostCopy, start_host_copy
 from ..shadow.values import Value
 
@@ -32,8 +33,8 @@ class Copies:
             raise Uncopied("a value it needs is computed inside a CUDA graph")
         known = self._known.setdefault(tensor.untyped_storage(), {})
         key = None
-        if not tensor.is_inference():
-            key = (tensor._version, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+        if detects_overwrites and not tensor.is_inference():
+            key = (version_of(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
             if key in known:
                 return known[key]
         self._bytes += tensor.numel() * tensor.element_size()

@@ -25,6 +25,7 @@ from ...torch_private.dispatch import (
     current_graph_task_id,
     next_sequence_nr,
 )
+from ...torch_private.watching import detects_overwrites, version_of
 from ..attention import kernels as attention_kernels
 from ..attention.eager import EagerAttention
 from ..attention.masks import MASK_NOT_READ
@@ -249,11 +250,13 @@ class ObservedTally(Tally):
         if tensor.dim() > 1 and tensor.numel() < scores.numel():
             value = self.value(tensor)
             return lambda: value
-        reference, version = weakref.ref(tensor), tensor._version
+        reference, version = weakref.ref(tensor), version_of(tensor)
 
         def copied() -> Value | None:
             mask = reference()
-            return None if mask is None or mask._version != version else self.value(mask)
+            if mask is None or not detects_overwrites or version_of(mask) != version:
+                return None
+            return self.value(mask)
 
         return copied
 
