@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from . import table
-from .dispatch import disable_modes
 from .find import ABSENT
 
 _found = {
@@ -88,6 +87,12 @@ _sees = _found[table.ANY_AUTOCAST] is not ABSENT and _works(_sees_autocast, _fou
 is_any_autocast: Callable[[], bool] = _found[table.ANY_AUTOCAST] if _sees else _any_autocast
 
 
+def _run_on_a_thread(probe: Callable[[], Any]) -> None:
+    thread = threading.Thread(target=probe, name="truemfu-probe", daemon=True)
+    thread.start()
+    thread.join()
+
+
 @functools.cache
 def detects_backward() -> bool:
     """Whether a forward pass inside a backward pass, run by a checkpoint, can be recognised.
@@ -103,9 +108,7 @@ def detects_backward() -> bool:
         seen.append(backward_number())
         leaf.clone().backward()
 
-    thread = threading.Thread(target=probe, name="truemfu-probe", daemon=True)
-    thread.start()
-    thread.join()
+    _run_on_a_thread(probe)
     outside, inside = seen
     is_new = outside == -1 or outside != inside or backward_number is _in_node
     if inside not in (None, -1) and is_new:
@@ -116,18 +119,18 @@ def detects_backward() -> bool:
 
 @functools.cache
 def detects_functorch() -> bool:
-    """Whether a forward pass inside vmap or another functorch transform can be recognised."""
+    """Whether a forward pass inside vmap or another functorch transform can be recognised.
+
+    Tried out on another thread: `vmap` refuses to run under saved-tensor hooks, and its first call imports
+    the compiler, which torch 2.6 cannot do where calls of torch are hidden from modes.
+    """
     seen: list[Any] = []
 
     def probe(x: torch.Tensor) -> torch.Tensor:
         seen.append(functorch_level())
         return x
 
-    try:
-        with disable_modes():
-            torch.func.vmap(probe)(torch.zeros(1, device="cpu"))
-    except RuntimeError:  # vmap refuses to run under saved-tensor hooks
-        return True
+    _run_on_a_thread(lambda: torch.func.vmap(probe)(torch.zeros(1, device="cpu")))
     if seen[0] is not None:
         return True
     table.miss(table.FUNCTORCH_LEVEL)

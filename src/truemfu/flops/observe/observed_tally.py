@@ -255,7 +255,9 @@ class ObservedTally(Tally):
 
         def copied() -> Value | None:
             mask = reference()
-            return None if mask is None or version_of(mask) != version else self.value(mask)
+            if mask is None or not detects_overwrites or version_of(mask) != version:
+                return None
+            return self.value(mask)
 
         return copied
 

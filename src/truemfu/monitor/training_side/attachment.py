@@ -21,7 +21,7 @@ from .batch_notes import Batch
 _is_compiling = torch.compiler.is_compiling
 """Also true while a model is exported; dynamo traces it as true."""
 _is_grad_enabled = torch.is_grad_enabled
-_is_tracing = torch.jit.is_tracing
+_is_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
 
 
 class _Hook:
