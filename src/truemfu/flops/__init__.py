@@ -20,6 +20,7 @@ from ..lazy import lazy_names
 
 if TYPE_CHECKING:
     from .arguments import check_call
+    from .attention.windows import Windows
     from .batch import CUMULATIVE, GRIDS, documents_of, grids_of, is_readable
     from .closed_form.flop_model import FlopModel
     from .closed_form.kinds import Kinds
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from .wrappers import has_values, is_compiled_wrapper, unwrap
 
 _HOMES = {
+    "Windows": "attention.windows",
     "check_call": "arguments",
     "CUMULATIVE": "batch",
     "GRIDS": "batch",
@@ -114,6 +116,7 @@ __all__ = [
     "StepProfiler",
     "StepWork",
     "Target",
+    "Windows",
     "autocast_state",
     "check_call",
     "count_flops",

@@ -11,6 +11,7 @@ An estimate never takes the place of a count: it is a figure of its own, `perf/m
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -21,7 +22,16 @@ import torch
 from torch import nn
 
 from ...errors import one_line
-from ...flops import AutocastState, Estimator, FlopCount, StepProfile, StepWork, uncounted_notice
+from ...flops import (
+    AutocastState,
+    Estimator,
+    FlopCount,
+    StepProfile,
+    StepWork,
+    Windows,
+    uncounted_notice,
+    unwrap,
+)
 from ...hardware.detect import get_gpu_peak_flops, known_spec, override_flops_per_s
 from ...utilization import ideal_flops_per_s
 from ..config import MonitorConfig
@@ -127,9 +137,21 @@ class FlopsSource:
         if self._last is None or self._last[0] is not found:
             if (text := uncounted_notice(found)) is not None:
                 self._notice(text)
+            self._note_windows(note)
             names = {batch.template.model for batch in note.batches.notes}
             self._last = found, self._counted(found, names)
         return self._last[1]
+
+    def _note_windows(self, note: StepNote) -> None:
+        """Note where the convention counts pairs outside of a model's sliding windows."""
+        for batch in note.batches.notes:
+            slot, example = batch.template.slot, batch.example()
+            model = None if slot is None else self._module_of(slot)
+            if model is None or example is None:
+                continue
+            with contextlib.suppress(Exception):  # a note is not worth a failed row
+                found = Windows(unwrap(model), self.known.convention).notes_for_batch(example)
+                self.known.notes.update(dict.fromkeys(found))
 
     def _is_estimated(self, note: StepNote) -> bool:
         return self._config.estimates_only or not note.measured
