@@ -253,7 +253,9 @@ def test_a_compilation_marks_its_step(model: nn.Module, tmp_path: Path) -> None:
     torch._dynamo.reset()
     compiled: Any = torch.compile(model, backend="eager", dynamic=False)
     rows = train(compiled, tmp_path, [[ids(2, 16)]] * 5 + [[ids(2, 24)]] * 3)
-    assert [row["global_step"] for row in rows if "perf/warmup" in row] == [1, 2, 3, 6]
+    marked = [row for row in rows if "perf/warmup" in row]
+    assert {1, 2, 3, 6} <= {row["global_step"] for row in marked}
+    assert all(row["global_step"] in (1, 2, 3, 6) or row.get("perf/observed") for row in marked)
 
 
 def test_a_model_compiled_after_attaching_is_said(model: nn.Module, tmp_path: Path) -> None:
