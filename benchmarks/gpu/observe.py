@@ -96,6 +96,19 @@ def language_model(kind: str, tiny: bool, *, how: str = "") -> Case:
     return Case(called, step, counted)
 
 
+def trained(optimizer: torch.optim.Optimizer, loss_of: Step) -> Step:
+    """A step on one batch: what `loss_of` gives is differentiated."""
+
+    def step() -> torch.Tensor:
+        loss = loss_of()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss
+
+    return step
+
+
 class UNet(nn.Module):
     """Convolutions down and up with skip connections, attention in the middle."""
 
@@ -129,14 +142,7 @@ def u_net(tiny: bool) -> Case:
     model = UNet(8 if tiny else 64).to(device)
     images = torch.randn((1, 3, 32, 32) if tiny else (16, 3, 256, 256), device=device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-
-    def step() -> torch.Tensor:
-        loss = (model(images) - images).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss
-
+    step = trained(optimizer, lambda: (model(images) - images).square().mean())
     return Case(model, step, lambda: count_flops(model, (images,)).model_flops)
 
 
@@ -175,14 +181,7 @@ def experts(tiny: bool) -> Case:
     width = 32 if tiny else 1024
     tokens = torch.randn(64 if tiny else 8192, width, device=device, dtype=next(model.parameters()).dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-
-    def step() -> torch.Tensor:
-        loss = model(tokens).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss
-
+    step = trained(optimizer, lambda: model(tokens).square().mean())
     return Case(model, step, None)
 
 
@@ -205,14 +204,7 @@ def vision(tiny: bool) -> Case:
             loss: torch.Tensor = model(pixel_values=images).last_hidden_state.float().square().mean()
         return loss
 
-    def step() -> torch.Tensor:
-        loss = forward()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss
-
-    return Case(model, step, None)
+    return Case(model, trained(optimizer, forward), None)
 
 
 class Block(nn.Module):
@@ -232,14 +224,7 @@ def checkpointed_stack(tiny: bool) -> Case:
     model = nn.Sequential(*[Block(width) for _ in range(layers)]).to(device)
     rows = torch.randn(16 if tiny else 8192, width, device=device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
-
-    def step() -> torch.Tensor:
-        loss = model(rows).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss
-
+    step = trained(optimizer, lambda: model(rows).square().mean())
     return Case(model, step, lambda: count_flops(model, (rows,)).model_flops)
 
 

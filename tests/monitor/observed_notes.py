@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from truemfu import Convention
+from truemfu import Convention, TrainingMonitor
 from truemfu.flops import StepObserver
 from truemfu.monitor.config import load_config
 from truemfu.monitor.notices import Notices
@@ -21,6 +22,14 @@ from truemfu.monitor.training_side.host_values import HostValues
 from truemfu.monitor.training_side.step_note import NO_EXTRAS, Observed, StepExtras, StepNote
 
 CPU = torch.device("cpu")
+
+
+def wait_until_learned(monitor: TrainingMonitor) -> None:
+    """Wait until the row side has taken all observed steps, and asked for others."""
+    live = monitor._live
+    while live is not None and live._resolver._unlearned:
+        live._resolver.wake()
+        time.sleep(0.001)
 
 
 class Thread:

@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 import torch
+from observed_notes import wait_until_learned
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -77,6 +78,7 @@ def trained(
     """The log of a run in which step n is the n-th of these."""
     monitor = TrainingMonitor(folder, {"monitoring": {"peak_tflops": 10.0, **settings}}, model=model)
     for step, loss in enumerate(losses, start=1):
+        wait_until_learned(monitor)
         loss().backward()
         monitor.log_step(step, 0, 1.0, 1.0, 1.0)
     monitor.save_logs()  # closing gives a count five seconds, which a busy machine may exceed
@@ -141,12 +143,11 @@ def test_a_model_that_is_checkpointed_as_a_whole_is_one_micro_batch(tmp_path: Pa
     model, one = Tokens(), torch.ones(1, requires_grad=True)
 
     def loss() -> torch.Tensor:
-        time.sleep(0.02)  # the row thread learns from a step meanwhile, and asks for another observation
         out: torch.Tensor = checkpoint(lambda x, y: model(x) * y, ids(), one, use_reentrant=reentrant)
         return out
 
-    rows = trained(tmp_path, model, [loss] * 60)
-    assert [flops_of(row) for row in rows] == [flops(16)] * 60
+    rows = trained(tmp_path, model, [loss] * 6)
+    assert [flops_of(row) for row in rows] == [flops(16)] * 6
 
 
 @pytest.mark.xfail(
@@ -429,14 +430,14 @@ def test_steps_that_never_increase_are_one_warning(tmp_path: Path) -> None:
 def test_a_batch_observed_after_its_forward_pass_counts_once(tmp_path: Path) -> None:
     model = Tokens()
     monitor = TrainingMonitor(tmp_path, PEAK, model=model)
-    for step in range(1, 61):
-        time.sleep(0.02)  # the row thread learns from a step meanwhile, and asks for another observation
+    for step in range(1, 7):
+        wait_until_learned(monitor)
         loss = model(ids())
         monitor.observe({"input_ids": ids()})
         loss.backward()
         monitor.log_step(step, 0, 1.0, 1.0, 1.0)
     monitor.close()
-    assert [flops_of(row) for row in rows_in(tmp_path)] == [flops(16)] * 60
+    assert [flops_of(row) for row in rows_in(tmp_path)] == [flops(16)] * 6
 
 
 def test_data_read_in_a_pause_is_not_waited_for(tmp_path: Path) -> None:

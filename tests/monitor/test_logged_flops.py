@@ -12,7 +12,6 @@ import os
 import random as python_random
 import subprocess
 import sys
-import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -31,6 +30,7 @@ pytest.importorskip("transformers", minversion="5.22")
 
 import transformers as hf
 from benchmarks.cases import CASES, Case, case
+from observed_notes import wait_until_learned
 
 from truemfu import FlopCount, TrainingMonitor, calculate_precise_mfu, count_flops, profile_model_flops
 from truemfu.errors import TruemfuWarning
@@ -116,6 +116,10 @@ def train(
 
 def save(step: int, monitor: TrainingMonitor) -> None:
     monitor.save_logs()  # the row side knows how many steps were observed when the next one begins
+
+
+def learned(step: int, monitor: TrainingMonitor) -> None:
+    wait_until_learned(monitor)
 
 
 ALL: Mapping[str, Any] = {"after": save, "flops_profile_freq": 1}
@@ -324,10 +328,14 @@ def test_profiled_steps_are_warm_up_and_their_recomputation_is_right(tmp_path: P
     c = case("llama-checkpointed")
     model = c.build()
     short, long = c.batch(samples=2, length=24), c.batch(samples=3, length=41)
-    batches = [short, short, long, short, long]
-    run = train(model, tmp_path, batches, mfu_calculation_mode="profiler", flops_profile_freq=3)
+    batches = [short, short, long, short, long, short, long]
+    run = train(
+        model, tmp_path, batches, before=learned, mfu_calculation_mode="profiler", flops_profile_freq=0
+    )
     assert_as_in_truth(run, c, model, batches)
-    assert [row["global_step"] for row in run.rows if "perf/warmup" in row] == [1, 2, 3, 4]
+    marked = {row["global_step"] for row in run.rows if "perf/warmup" in row}
+    observed = {row["global_step"] for row in run.rows if "perf/observed" in row}
+    assert len(marked - observed - {1, 2, 3}) == 1  # the first step that is not observed is profiled
     assert run.summary["monitor_cost"]["profiling_s"] > 0
 
 
@@ -336,8 +344,9 @@ def test_the_profiler_finds_executed_what_the_truth_says(name: str, tmp_path: Pa
     c = case(name)
     model = c.build()
     batch = c.batch(samples=2, length=24)
-    run = train(model, tmp_path, [batch] * 2, mfu_calculation_mode="profiler")
-    assert_as_in_truth(run, c, model, [batch] * 2)
+    run = train(model, tmp_path, [batch] * 5, before=learned, mfu_calculation_mode="profiler")
+    assert_as_in_truth(run, c, model, [batch] * 5)
+    assert run.summary["monitor_cost"]["profiling_s"] > 0
 
 
 def test_a_profiler_of_the_user_around_the_run_is_left_alone(tmp_path: Path) -> None:
@@ -352,8 +361,9 @@ def test_a_profiler_of_the_user_around_the_run_is_left_alone(tmp_path: Path) -> 
             lambda model, n: model(rows_of(n)).sum(),
             mfu_calculation_mode="profiler",
         )
-    assert run.executed == [mlp_flops(5), mlp_flops(6)]
-    assert any(event.key == "aten::mm" for event in users.key_averages())
+    assert run.executed == [None, None]
+    assert all("a profiler was active" in row["perf/mfu_unknown"] for row in run.rows)
+    assert next(event.count for event in users.key_averages() if event.key == "aten::addmm") == 4
 
 
 @pytest.mark.parametrize(
@@ -616,22 +626,22 @@ def test_the_profiler_measures_what_a_checkpoint_around_the_model_runs_again(tmp
         output: Tensor = checkpoint(model, rows_of(samples), use_reentrant=False)
         return output.sum()
 
-    run = train(Mlp(), tmp_path, [5, 5], call, mfu_calculation_mode="profiler")
+    run = train(Mlp(), tmp_path, [5] * 5, call, learned, mfu_calculation_mode="profiler")
     again = 2 * 5 * WIDTH * WIDTH  # the second layer's output is not needed, so it is not run again
-    assert run.executed == [mlp_flops(5) + again] * 2
+    assert run.executed == [mlp_flops(5) + again] * 5
+    assert run.summary["monitor_cost"]["profiling_s"] > 0
 
 
 def test_a_reentrant_checkpoint_is_not_profiled_from_inside_the_backward_pass(tmp_path: Path) -> None:
     def call(model: nn.Module, samples: int) -> Tensor:
-        time.sleep(0.02)  # the row thread learns from a step meanwhile, and asks for another observation
         output: Tensor = checkpoint(model, rows_of(samples, requires_grad=True), use_reentrant=True)
         return output.sum()
 
-    run = train(Mlp(), tmp_path, [5] * 60, call, mfu_calculation_mode="profiler")
+    run = train(Mlp(), tmp_path, [5] * 6, call, learned, mfu_calculation_mode="profiler")
     forward = 2 * 5 * WIDTH * (WIDTH + CLASSES)
-    assert run.model_flops == [mlp_flops(5, input_gradient=True)] * 60
-    assert run.executed == [mlp_flops(5, input_gradient=True) + forward] * 60
-    assert [row.get("perf/data_wait") for row in run.rows] == [None] * 60
+    assert run.model_flops == [mlp_flops(5, input_gradient=True)] * 6
+    assert run.executed == [mlp_flops(5, input_gradient=True) + forward] * 6
+    assert [row.get("perf/data_wait") for row in run.rows] == [None] * 6
     assert torch.autograd._profiler_enabled() is False
 
 
@@ -788,10 +798,12 @@ def test_a_paused_evaluation_is_not_executed_by_the_step(tmp_path: Path) -> None
             model(rows_of(100))
         return loss
 
-    run = train(
-        Mlp(), tmp_path, [5, 6], call, lambda _, m: monitors.append(m), mfu_calculation_mode="profiler"
-    )
-    assert run.executed == [mlp_flops(5), mlp_flops(6)]
+    def before(step: int, monitor: TrainingMonitor) -> None:
+        monitors.append(monitor)
+        learned(step, monitor)
+
+    run = train(Mlp(), tmp_path, [5] * 5, call, before, mfu_calculation_mode="profiler")
+    assert run.executed == [mlp_flops(5)] * 5
 
 
 @on_newer_torch

@@ -72,8 +72,9 @@ def register_module(*classes: type) -> Callable[[F], F]:
 
 def replaced_modules(modules: Iterable[Any]) -> list[str]:
     """The names of the classes among these modules for which a forward is registered, each once."""
-    found = {type(module).__name__ for module in modules if module_formula(type(module)) is not None}
-    return sorted(found) if MODULE_FORMULAS else []
+    if not MODULE_FORMULAS:
+        return []
+    return sorted({type(module).__name__ for module in modules if module_formula(type(module)) is not None})
 
 
 def module_formula(cls: type) -> Callable[..., Any] | None:

@@ -301,7 +301,7 @@ class LiveRun:
         elif not in_backward:  # else a checkpoint wraps the model, and its first run was not seen
             between.begun(began_s)
         if is_first and self._has_more_to_begin:
-            self._begin_step(in_backward=in_backward)
+            self._begin_step()
         template = batches.last_template
         is_counted = slot is not None and not in_backward
         self._begun = (template, is_first) if is_counted and template is not None else None
@@ -310,8 +310,13 @@ class LiveRun:
     def batch_begins(self) -> None:
         """After `note_batch`, where modes may be entered: the forward pass of the noted batch begins."""
         begun, self._begun = self._begun, None
-        if begun is not None:
-            self._steps.batch_begins(begun[0], is_first=begun[1])
+        if begun is None:
+            return
+        template, is_first = begun
+        self._steps.batch_begins(template, is_first=is_first)
+        if is_first and self._measuring.profiles and self._steps.observer is None:
+            # Not an observed step, of which a profiler would record each operator twice.
+            self._measuring.begin_step(self._steps.convention)
 
     def evaluation_begins(self) -> bool:
         """A forward pass without gradients begins; whether its end is to be told."""
@@ -331,14 +336,12 @@ class LiveRun:
         if observer is not None:
             observer.pass_ends()
 
-    def _begin_step(self, *, in_backward: bool) -> None:
+    def _begin_step(self) -> None:
         if not self.logged:  # later steps begin where the last one ended
             self._clock.begin()
-        if self._measuring.profiles and not in_backward and self._steps.observer is None:
-            self._measuring.begin_step(self._steps.convention)
         if self._audit is not None and self._audit.begin_step(self.logged, compilations()):
             self._steps.observe_next_batch()
-        self._has_more_to_begin = self._measuring.profiles or self._audit is not None
+        self._has_more_to_begin = self._audit is not None
 
     def leave_step(self) -> None:
         """Before `log_step`, with modes as the program has them: the step ends, and its observation."""

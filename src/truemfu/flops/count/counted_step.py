@@ -94,7 +94,7 @@ class CountedStep:
         tally = CountingMode(self.convention, documents=self.documents, following=following)
         try:
             with flex_attention_anywhere(), quiet_fake_tensors():
-                self._run(FakeTensorMaker(fake_mode, on_read=tally.mark_model_values_read), tally, fake_mode)
+                self._run(FakeTensorMaker(fake_mode), tally, fake_mode)
         finally:
             forget_fake_tensors(fake_mode)
         return tally, following
@@ -102,7 +102,6 @@ class CountedStep:
     def run_real(self) -> CountingMode:
         generator = torch.Generator().manual_seed(torch.initial_seed())
         tally = CountingMode(self.convention, documents=self.documents, generator=generator)
-        tally.mark_model_values_read()
         self._run(real_copy, tally, contextlib.nullcontext())
         return tally
 
@@ -129,8 +128,6 @@ class CountedStep:
         shadow = Shadow(make)
         model = shadow.model(self.model)
         shadow.device = self.device or shadow.device
-        if isinstance(make, FakeTensorMaker):
-            make.on_read = None  # from here on it converts the model's inputs, not its own tensors
         args, kwargs = shadow.tree(self.args), shadow.tree(self.kwargs)
         loss_fn = shadow.tree(self.loss_fn)
         follow_modules(model, tally)

@@ -62,14 +62,6 @@ class CountingMode(Tally, TorchDispatchMode):
         """Parameters outside the model that the step used, through globals, and their previous gradients."""
         self.size_steps: list[list[tuple[int, int, SizeStep]]] = []
         self._following, self._generator = following, generator
-        self.has_drawn = False
-        """Whether an operator drew from the process's generator instead of this count's own."""
-        self.reads_model_values = False
-        """Whether values stored in the model, such as its buffers, were read."""
-
-    def mark_model_values_read(self) -> None:
-        """Record that values stored in the model were read: the count may depend on them."""
-        self.reads_model_values = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):
@@ -115,7 +107,6 @@ class CountingMode(Tally, TorchDispatchMode):
         try:
             return func.overloadpacket(*args, **{**kwargs, "generator": self._generator})
         except (TypeError, RuntimeError):  # it accepts no generator, or none of this device
-            self.has_drawn = True
             return func(*args, **kwargs)
 
     def _save_outside_gradients(self, args: Iterable[Any]) -> None:

@@ -16,14 +16,12 @@ class Observation:
     """One observed step.
 
     `problem` is the reason why its FLOPs are unknown, or None; `unseen_forward` whether its backward pass
-    went through nodes whose forward pass was not seen; `began_in_forward` whether a forward pass began
-    before any operator was seen.
+    went through nodes whose forward pass was not seen.
     """
 
-    def __init__(self, tally: ObservedTally, first_batch_at: int | None, *, began_in_forward: bool) -> None:
+    def __init__(self, tally: ObservedTally, first_batch_at: int | None) -> None:
         self._tally, self._first_batch_at = tally, first_batch_at
         self.operators = tally.operators
-        self.began_in_forward = began_in_forward
         self.unseen_forward = tally.unseen_forward
 
     @property

@@ -53,8 +53,6 @@ _MOST_OPERATORS = 1_000_000
 TOO_LONG = f"it ran more than {_MOST_OPERATORS:,} operators: is log_step called after each step?"
 
 UNSEEN = "part of its forward pass ran on another thread or before the observation began"
-
-
 OTHER_BACKEND = "torch.compile ran its backward pass with a backend other than inductor"
 
 
@@ -155,8 +153,7 @@ class ObservedTally(Tally):
         Numbers of nodes are those of the thread that made them, so a number may be that of another node: one
         of another kind if the node is a product's. A Function's node may be made with no operator after it.
         """
-        # A hook of a parameter has no forward.
-        if self._is_capture or node.name().endswith("AccumulateGrad"):
+        if self._is_capture or hasattr(node, "variable"):  # the latter: a parameter's hook, without a forward
             return True
         number = node._sequence_nr()
         threads = list(self._nodes.values())
@@ -255,9 +252,7 @@ class ObservedTally(Tally):
 
         def copied() -> Value | None:
             mask = reference()
-            if mask is None or not detects_overwrites or version_of(mask) != version:
-                return None
-            return self.value(mask)
+            return None if mask is None or version_of(mask) != version else self.value(mask)
 
         return copied
 

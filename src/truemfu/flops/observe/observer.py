@@ -55,7 +55,6 @@ class StepObserver:
         self._mode = _mode(self._tally, self._regions)
         self._thread = threading.get_ident()
         self._passes: list[bool] = []
-        self._began_in_forward = False
         self._first_batch_at: int | None = None
         self._stop_launches: Callable[[], None] = lambda: None
 
@@ -86,7 +85,7 @@ class StepObserver:
         else:
             _left_behind.add(self._thread)
             self._tally.fail(OTHER_THREAD)
-        return Observation(self._tally, self._first_batch_at, began_in_forward=self._began_in_forward)
+        return Observation(self._tally, self._first_batch_at)
 
     def fail(self, reason: str) -> None:
         """Record why the FLOPs of this step are unknown, whatever is seen of it."""
@@ -120,8 +119,6 @@ class StepObserver:
         if threading.get_ident() != self._thread:
             return
         take_out(_is_finished)
-        if not self._tally.operators:
-            self._began_in_forward = True
         self._passes.append(is_training)
         self._tally.training_passes += is_training
         self._tally.enter_module(name or "")
@@ -137,8 +134,6 @@ class StepObserver:
         if threading.get_ident() != self._thread:
             self._tally.fail(OTHER_THREAD)
         self._tally.batch_begins(may_be_packed=may_be_packed)
-        if threading.get_ident() != self._thread:
-            self._tally.fail("its forward pass ran on another thread than the one that ended the step before")
         if self._first_batch_at is None:
             self._first_batch_at = len(self._tally.entries)
 

@@ -8,7 +8,7 @@ Each is called with the tensor, the new dtype and the new device (None: the tens
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
@@ -31,10 +31,10 @@ def real_copy(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device | N
 
 
 class FakeTensorMaker:
-    """Makes fake tensors of one mode; `on_read` is called whenever the values of one are read."""
+    """Makes fake tensors of one mode."""
 
-    def __init__(self, mode: FakeTensorMode, *, on_read: Callable[[], None] | None = None) -> None:
-        self._mode, self.on_read = mode, on_read
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self._mode = mode
 
     def __call__(self, tensor: torch.Tensor, dtype: torch.dtype, device: torch.device | None) -> torch.Tensor:
         """A leaf with this tensor's metadata and without its data; small values stay readable."""
@@ -49,14 +49,7 @@ class FakeTensorMaker:
         bare = torch.empty_strided(shape, stride, dtype=dtype, device="meta", requires_grad=needs_gradient)
         fake: torch.Tensor = FakeTensor(self._mode, bare, device or device_of(tensor))
         if not _is_sharded(tensor) and _has_small_value(tensor):
-            values, on_read = tensor.detach(), self.on_read
-
-            def read() -> torch.Tensor:
-                if on_read is not None:
-                    on_read()
-                return host_copy(values)
-
-            attach(fake, Value(read))
+            attach(fake, Value(partial(host_copy, tensor.detach())))
         return fake
 
 

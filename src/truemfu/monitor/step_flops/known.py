@@ -37,6 +37,8 @@ _NEAR_STEPS = 8
 _LONGEST_HOLD_S = 5.0
 """How long after its step a row waits for an observation of its kind."""
 _MOST_KEPT = 4096
+_MOST_FORMS = 64
+"""Forms of a run, and numbers of nodes of steps with the same batches; the oldest ones are forgotten."""
 _STEPS_LISTED = 64
 _MOST_PROBLEMS = 3
 """Observations in a row that failed for the same reason, until it is no longer tried again at once."""
@@ -138,6 +140,7 @@ class KnownSteps:
                 self._plan.ask("an observation failed")
             return
         alike.problem = None
+        self._problems.clear()
         self._has_whole = self._has_whole or observed.is_whole
         self.number_counted += 1
         if len(self.steps) < _STEPS_LISTED:
@@ -150,7 +153,7 @@ class KnownSteps:
     def _learn(self, note: StepNote, alike: _Alike, count: FlopCount) -> None:
         nodes, step = note.nodes, note.position.step
         before, known = alike.counts.get(nodes, (step, None))
-        alike.counts[nodes] = step, count
+        _put(alike.counts, nodes, (step, count))
         is_changed = known is not None and _totals(known) != _totals(count)
         if known is not None and is_changed:
             alike.changes += _MOST_CHANGES if step - before <= _NEAR_STEPS else 1
@@ -167,7 +170,8 @@ class KnownSteps:
             self._plan.ask("no observation was repeated yet")
         if nodes is None or not note.batches.notes or note.batches.missing:
             return
-        form = self._forms.setdefault((note.state, nodes), ObservedForm())
+        form = self._forms.get((note.state, nodes)) or ObservedForm()
+        _put(self._forms, (note.state, nodes), form)
         agrees = form.add(step, _sizes(note), _integers(count))
         if not agrees and not is_changed:
             self._notice(
@@ -249,6 +253,14 @@ class KnownSteps:
             method=FORM,
             convention=self.convention,
         )
+
+
+def _put(kept: dict[Any, Any], key: Any, value: Any) -> None:
+    """Keep a value as the newest one."""
+    kept.pop(key, None)
+    kept[key] = value
+    if len(kept) > _MOST_FORMS:
+        del kept[next(iter(kept))]
 
 
 def key_of(note: StepNote) -> Key:

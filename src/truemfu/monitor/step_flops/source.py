@@ -44,6 +44,7 @@ Notice = Callable[..., None]
 ESTIMATE = "estimate"
 GIVEN = "given by the caller"
 _MAX_CACHED_PEAKS = 256
+_MAX_ESTIMATORS = 64
 _ZERO = "no matrix products, convolutions or attention were seen in it"
 
 
@@ -229,6 +230,8 @@ class FlopsSource:
     def _estimator(self, state: int, slot: int, autocast: AutocastState) -> Estimator | None:
         key = state, slot, autocast
         if key not in self._estimators:
+            if len(self._estimators) >= _MAX_ESTIMATORS:
+                self._estimators.clear()
             self._estimators[key] = None
             model = self._module_of(slot)
             try:

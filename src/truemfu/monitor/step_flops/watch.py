@@ -41,8 +41,6 @@ _MOST_IDLE_CHANGES = 2
 _MOST_KINDS = 4096
 _MOST_STATES = 64
 _now_s = time.perf_counter
-
-
 PROFILED = "steps were not observed while a profiler was active, which would record each operator twice"
 Kind = tuple[tuple[int, ...], int | None]
 
@@ -187,7 +185,7 @@ class StepWatch:
                 "forward that is registered for them"
             )
         observer.enter()
-        self._observer, self._is_whole = observer, is_whole
+        self._observer, self._is_whole, self.hindrance = observer, is_whole, None
 
     def suspend(self) -> None:
         """Code outside of the step runs now."""

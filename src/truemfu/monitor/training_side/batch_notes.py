@@ -167,8 +167,6 @@ class StepBatches(NamedTuple):
     notes: list[BatchNote]
     missing: str | None
     """Why some micro-batches could not be noted; None if all were."""
-    run_again: bool
-    """Whether the whole model ran again in the backward pass."""
 
 
 class BatchNotes:
@@ -189,7 +187,7 @@ class BatchNotes:
         """That of the batch that was noted last."""
         self._last_bare: BatchNote | None = None
         """The note of the last batch, if it has no values beyond its template, so that it can be reused."""
-        self._last_step = StepBatches([], missing=None, run_again=False)
+        self._last_step = StepBatches([], missing=None)
         self._last_noted = self._last_step.notes
         self._noted: list[BatchNote] = []
         self._noted_in_backward: list[BatchNote] = []
@@ -267,7 +265,7 @@ class BatchNotes:
             again = Counter(id(note.template) for note in in_backward)
             if again - first_run:
                 missing = "some of its forward passes were seen in the backward pass alone"
-        found = StepBatches(noted or in_backward, missing, run_again=bool(in_backward))
+        found = StepBatches(noted or in_backward, missing)
         if not (missing or in_backward):
             self._last_step, self._last_noted = found, noted
         return found
