@@ -49,8 +49,6 @@ LONG = (
     "tests/monitor/test_mesh.py::test_stages",
     "tests/monitor/test_mesh.py::test_experts",
     "tests/monitor/test_mesh.py::test_parts",
-    "tests/monitor/test_mesh.py::test_an_unknown_share",
-    "tests/monitor/test_mesh.py::test_numbers",
     "tests/flops/test_wrappers.py::test_one_rank_counts_alone",
     "tests/flops/test_wrappers.py::test_other_wrappers",
     # real trackers, all at once or with many connections
@@ -60,14 +58,12 @@ LONG = (
     "tests/monitor/test_logged_flops.py::test_every_case_logs_its_truth",
     "tests/monitor/test_observed_flops.py::test_public_models",
     "tests/monitor/test_observed_flops.py::test_each_row",
-    "tests/flops/test_identity.py::test_all_models_have_the_same_identity",
     # a real browser
     "tests/report/test_pages_in_chromium.py",
     # a clock that must pass: counters in windows, folders that hang, rows on disk ten seconds later
     "tests/monitor/test_hybrid.py",
     "tests/monitor/test_hung_folder.py",
     "tests/monitor/test_steps.py::test_steps_are_on_disk_ten_seconds_later",
-    "tests/flops/test_interruption.py::test_what_would_take_too_long_on_real_copies",
     # trainers of other libraries
     "tests/integrations/test_trl.py",
     "tests/integrations/test_transformers.py",

@@ -104,7 +104,7 @@ COUNTED: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any], type[Padde
         truth.llama,
         Unpadded,
         2,
-        {"torch_compile": True, "torch_compile_backend": "aot_eager"},
+        {"torch_compile": True},
     ),
 }
 
@@ -225,7 +225,7 @@ def test_training_is_the_same_to_the_bit(compiled: bool, tmp_path: Path) -> None
             eval_strategy="steps",
             eval_steps=2,
             torch_compile=compiled,
-            torch_compile_backend="aot_eager" if compiled else None,
+            torch_compile_backend="inductor" if compiled else None,
         )
         trainer = hf.Trainer(
             small_gpt2(),

@@ -35,15 +35,15 @@ def main():
     how = sys.argv[1]
     compiled = model = build()
     if how == "before":
-        compiled = torch.compile(model, backend="aot_eager")
+        compiled = torch.compile(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     if how == "after":
-        compiled = torch.compile(model, backend="aot_eager")
+        compiled = torch.compile(model)
     elif how == "in_place":
-        model.compile(backend="aot_eager")
+        model.compile()
     elif how == "parts":
         for layer in model.layers:
-            layer.compile(backend="aot_eager")
+            layer.compile()
     for step in range(STEPS):
         ids = torch.randint(VOCABULARY, (BATCH, LENGTH + 1))
         logits = compiled(ids[:, :-1])
