@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import re
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -189,7 +190,10 @@ def test_a_tracker_that_hangs_holds_up_neither_put_nor_close_nor_another_lane() 
     lanes[1].close({}, timeout_s=10)
     assert fine.steps == list(range(100))
     assert (lanes[0].lost_rows, lanes[1].lost_rows) == (100, 0)
-    assert notices == ["tracker mine failed: it did not finish within 0.3 s; its remaining data is lost"]
+    assert len(notices) == 1
+    assert re.fullmatch(
+        r"tracker mine failed: it did not finish within \d[\d.]* s; its remaining data is lost", notices[0]
+    )
     stuck.release.set()
 
 
