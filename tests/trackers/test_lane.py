@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import threading
-import re
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
