@@ -267,7 +267,7 @@ def a_million_steps(folder: str, steps: int) -> list[dict[str, float]]:
             if step % 2000 == 0:
                 assert monitor._live is not None
                 # A loop without a step in it is faster than any training.
-                monitor._live._resolver.finish_pending(60)
+                monitor._live._row_thread.finish_pending(60)
             if step in (steps // 100, steps // 10, steps // 4, steps // 2, steps):
                 monitor.save_logs()
                 gc.collect()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,13 @@ def rows_in(folder: Path) -> list[dict[str, Any]]:
 
 def flops_of(row: Mapping[str, Any], metric: str = "perf/mfu") -> int | None:
     return None if metric not in row else round(row[metric] * row["perf/step_time"] * PEAK)
+
+
+def assert_flops(rows: Sequence[Mapping[str, Any]], truths: Sequence[int], *, unknown: int) -> None:
+    """Each row has its true FLOPs, but so many of the last, whose FLOPs are unknown with a reason."""
+    known = len(truths) - unknown
+    assert [flops_of(row) for row in rows] == [*truths[:known], *[None] * unknown]
+    assert all("perf/mfu_unknown" in row for row in rows[known:])
 
 
 def tokens_of(row: Mapping[str, Any]) -> int:

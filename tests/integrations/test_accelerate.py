@@ -22,6 +22,7 @@ from integrations.runs import (  # noqa: E402
     CONFIG,
     Language,
     are_equal,
+    assert_flops,
     counted,
     flops_of,
     groups,
@@ -99,7 +100,8 @@ def test_steps_tokens_and_flops_are_those_of_a_hand_count(
     _, losses, norms, _ = train(accelerator, tmp_path, batches, is_after=is_after)
     rows, steps = rows_in(tmp_path), groups(batches, accumulated)  # the last step is a shorter one
     assert [row["global_step"] for row in rows] == list(range(1, len(steps) + 1))
-    assert [flops_of(row) for row in rows] == [counted(Language(), step) for step in steps]
+    truths = [counted(Language(), step) for step in steps]
+    assert_flops(rows, truths, unknown=accumulated > 1)  # no step of so few micro-batches was observed
     assert list(map(tokens_of, rows)) == [sum(batch["input_ids"].numel() for batch in step) for step in steps]
     assert list(map(real_tokens_of, rows)) == [
         sum(int(batch["attention_mask"].sum()) for batch in step) for step in steps
@@ -185,7 +187,11 @@ def test_other_optimizers_end_no_step(tmp_path: Path) -> None:
         own.step()
         own.zero_grad()
     monitor.close()
-    assert [flops_of(row) for row in rows_in(tmp_path)] == [2 * 2 * 5 * 4 * 3] * 3
+    rows = rows_in(tmp_path)
+    assert len(rows) == 3
+    # What ran in a step belongs to it, whichever model it trained.
+    assert {flops_of(row) for row in rows} - {None} == {2 * 2 * 5 * 4 * 3 + 2 * 2 * 2 * 2}
+    assert all("perf/mfu_unknown" in row for row in rows if "perf/mfu" not in row)
 
 
 def test_two_models_and_two_optimizers_are_one_step(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from integrations.runs import (  # noqa: E402
     CONFIG,
     Language,
     are_equal,
+    assert_flops,
     counted,
     flops_of,
     groups,
@@ -118,7 +119,8 @@ def test_steps_tokens_and_flops_are_those_of_a_hand_count(
     fit(tmp_path, module, batches, TrueMFUCallback(tmp_path, CONFIG), accumulate_grad_batches=accumulated)
     rows, steps = rows_in(tmp_path), groups(batches, accumulated)  # the last step is a shorter one
     assert [row["global_step"] for row in rows] == list(range(1, len(steps) + 1))
-    assert [flops_of(row) for row in rows] == [counted(Language(), step) for step in steps]
+    truths = [counted(Language(), step) for step in steps]
+    assert_flops(rows, truths, unknown=accumulated > 1)  # no step of so few micro-batches was observed
     assert list(map(tokens_of, rows)) == [sum(batch["input_ids"].numel() for batch in step) for step in steps]
     assert list(map(real_tokens_of, rows)) == [
         sum(int(batch["attention_mask"].sum()) for batch in step) for step in steps

@@ -445,7 +445,7 @@ def results(monitor: TrainingMonitor) -> dict[str, Any]:
     dist.barrier()
     monitor.close()
     last = live._flops._last
-    role = live.role
+    role = live._flops._role.role
     return {
         "flops": None if last is None else last[1].model_flops,
         "has_mfu": "perf/mfu" in monitor.last,
@@ -455,6 +455,6 @@ def results(monitor: TrainingMonitor) -> dict[str, Any]:
         "shared_by": [role.flops_shared_by, role.tokens_shared_by],
         "has_tokens": role.has_tokens,
         "name": role.name,
-        "tokens": [note.template.tokens for note in live._batches._last_step.notes],
+        "tokens": [note.template.tokens for note in live.steps._batches._last_step.notes],
         "notes": list(monitor.summary()["notes"]) + list(monitor.summary()["warnings"]),
     }

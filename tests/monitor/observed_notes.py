@@ -14,6 +14,7 @@ from truemfu import Convention, TrainingMonitor
 from truemfu.flops import StepObserver
 from truemfu.monitor.config import load_config
 from truemfu.monitor.notices import Notices
+from truemfu.monitor.ranks.find_role import OwnRole
 from truemfu.monitor.step_flops.known import KnownSteps
 from truemfu.monitor.step_flops.plan import ObservationPlan
 from truemfu.monitor.step_flops.source import FlopsSource
@@ -27,8 +28,8 @@ CPU = torch.device("cpu")
 def wait_until_learned(monitor: TrainingMonitor) -> None:
     """Wait until the row side has taken all observed steps, and asked for others."""
     live = monitor._live
-    while live is not None and live._resolver._unlearned:
-        live._resolver.wake()
+    while live is not None and live._rows._reader._unlearned:
+        live._row_thread._wake.set()
         time.sleep(0.001)
 
 
@@ -92,22 +93,24 @@ class RowSide:
         self.said: list[str] = []
         self.now_s, self.whole_steps_wanted, self.repeats_agreed = 0.0, 0, 0
         self.plan = ObservationPlan(0, 0.0)
-        self.known = KnownSteps(
-            self.plan,
-            Convention(),
-            notice=lambda text, about=None: self.said.append(text),
-            needs_whole_steps=self._wants_whole_steps,
+        watch: Any = SimpleNamespace(
+            plan=self.plan,
+            convention=Convention(),
+            hindrance=None,
+            observe_whole_steps=self._wants_whole_steps,
             repeats_agree=self._repeats_agree,
-            hindrance=lambda: None,
-            clock=lambda: self.now_s,
         )
+        self.known = KnownSteps(
+            watch, notice=lambda text, about=None: self.said.append(text), clock=lambda: self.now_s
+        )
+        hooks: Any = SimpleNamespace(roots=[] if model is None else [model], module_of=lambda slot: model)
         self.flops = FlopsSource(
             load_config({"monitoring": {"peak_tflops": 1, **monitoring}}),
             self.known,
-            models=lambda: [] if model is None else [model],
-            module_of=lambda slot: model,
+            hooks=hooks,
             notice=self.said.append,
             device=CPU,
+            role=OwnRole(1, self.said.append),
         )
 
     def _wants_whole_steps(self) -> None:

@@ -374,7 +374,7 @@ def test_saving_waits_once_for_a_tracker_that_hangs_and_again_when_it_has_caught
     monkeypatch.setattr("truemfu.monitor.monitor._SAVE_TIMEOUT_S", 3.0)
     monitor = monitor_of(tmp_path, slow)
     train(monitor, range(1, 6))
-    assert monitor._live._resolver.finish_pending(60)  # the first step is counted, which takes a while
+    assert monitor._live._row_thread.finish_pending(60)  # the first step is counted, which takes a while
     with pytest.warns(TruemfuWarning, match="tracker Slow did not accept its rows within 3 s"):
         assert seconds_to_save() >= 3
     train(monitor, range(6, 11))
@@ -404,7 +404,7 @@ def test_a_slow_wandb_is_waited_for_when_the_program_ends_its_run(
     monkeypatch.setattr("truemfu.monitor.monitor._SAVE_TIMEOUT_S", 1.0)
     monitor = monitor_of(tmp_path, slow)
     train(monitor, range(1, 6))
-    assert monitor._live._resolver.finish_pending(60)  # the first step is counted, which takes a while
+    assert monitor._live._row_thread.finish_pending(60)  # the first step is counted, which takes a while
     with pytest.warns(TruemfuWarning, match="tracker SlowWandb did not accept its rows within 1 s"):
         monitor.save_logs()
     monkeypatch.setattr("truemfu.monitor.monitor._SAVE_TIMEOUT_S", 60.0)

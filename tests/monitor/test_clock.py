@@ -143,10 +143,10 @@ def test_without_a_driver_there_is_no_capture_to_leave_alone(monkeypatch: pytest
 _CAPTURE = """
 import sys, tempfile, time, torch
 from truemfu import TrainingMonitor
-from truemfu.monitor.row_side import resolver
+from truemfu.monitor.row_side import row_thread
 
 if "as before" in sys.argv:
-    resolver.allow_queries_during_capture = lambda: None
+    row_thread.allow_queries_during_capture = lambda: None
 model = torch.nn.Linear(8, 8, device="cuda")
 monitor = TrainingMonitor(tempfile.mkdtemp(), model=model)
 for step in range(4):
@@ -155,10 +155,10 @@ for step in range(4):
     monitor.log_step(step, 0, loss.detach(), 1.0, 0.1)
 monitor.save_logs()
 asked = []
-poll = monitor._live._clock.clock.poll
-monitor._live._clock.clock.poll = lambda: asked.append(poll())
+poll = monitor._live.steps._clock.clock.poll
+monitor._live.steps._clock.clock.poll = lambda: asked.append(poll())
 torch.cuda.synchronize()
-monitor._live._clock.moment()  # an event that was not read yet
+monitor._live.steps._clock.moment()  # an event that was not read yet
 asked.clear()
 x = torch.ones(8, device="cuda")
 graph = torch.cuda.CUDAGraph()
@@ -166,7 +166,7 @@ try:
     with torch.cuda.graph(graph):
         x.mul_(2)
         for _ in range(50):
-            monitor._live._resolver.wake()
+            monitor._live._row_thread._wake.set()
             time.sleep(0.01)
     graph.replay()
     torch.cuda.synchronize()

@@ -26,8 +26,8 @@ from observed_notes import wait_until_learned
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import truemfu.monitor.live_run as live_run
 import truemfu.monitor.monitor as monitor_module
+import truemfu.monitor.training_side.sending as sending
 from truemfu import TrainingMonitor
 from truemfu.errors import TruemfuWarning, UsageError
 from truemfu.flops.observe.observation import OBSERVED
@@ -294,7 +294,7 @@ def test_a_model_that_takes_no_hooks_trains_on(tmp_path: Path, to_jit: Any) -> N
 def test_closing_does_not_wait_for_a_training_thread_that_is_stuck_in_a_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(live_run, "_BUSY_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(sending, "_BUSY_TIMEOUT_S", 0.2)
     inside, goes_on = threading.Event(), threading.Event()
 
     class Stuck:
@@ -819,7 +819,7 @@ def test_rows_that_are_queued_are_not_lost_where_writing_them_at_once_fails(
     flush, failed = Lane.flush, []
 
     def fail_once(lane: Lane) -> None:
-        if threading.current_thread().name == "truemfu-resolver" and lane.name == "file" and not failed:
+        if threading.current_thread().name == "truemfu-rows" and lane.name == "file" and not failed:
             failed.append(lane)
             raise SystemExit("from a thread of ours")
         flush(lane)

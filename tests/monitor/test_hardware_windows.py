@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 
@@ -14,6 +15,7 @@ from truemfu.monitor.hybrid.hardware_windows import HardwareWindows, merged
 from truemfu.monitor.metrics import StepAmounts, StepTime
 from truemfu.monitor.step_flops.source import StepFlops
 from truemfu.monitor.training_side.hardware_watch import Cut, Measured
+from truemfu.monitor.training_side.step_note import StepExtras, StepNote
 
 H200 = find_spec("NVIDIA H200", None)
 PEAK = 989.4e12
@@ -90,6 +92,21 @@ class Watch:
         return self.answer
 
 
+class Details:
+    """Stands in for what an observed step tells of its composition."""
+
+    detail = BF16
+    notes: ClassVar[dict[str, None]] = {}
+
+    def of(self, note: StepNote) -> StepDetail:
+        return self.detail
+
+
+def noted(cut: Cut) -> Any:
+    """A step with which a window ends or begins."""
+    return SimpleNamespace(extras=StepExtras(cut=cut))
+
+
 @pytest.fixture
 def watch() -> Watch:
     return Watch()
@@ -103,14 +120,21 @@ def said() -> list[str]:
 @pytest.fixture
 def windows(watch: Any, said: list[str]) -> HardwareWindows:
     made = HardwareWindows(
-        watch, spec=H200, audited=None, world_size=1, collective_share=lambda: None, notice=said.append
+        watch,
+        spec=H200,
+        audited=None,
+        world_size=1,
+        details=Details(),
+        collective_share=lambda: None,
+        notice=said.append,
     )
-    made.add(step(), TIME, Cut(0.0, None, False), lambda: BF16)
+    made.add(noted(Cut(0.0, None, False)), step(), TIME)
     return made
 
 
 def window_of(windows: HardwareWindows, one: StepAmounts | None = None, detail: StepDetail = BF16) -> None:
-    windows.add(one or step(), TIME, Cut(0.0, None, True), lambda: detail)
+    windows.details.detail = detail  # type: ignore[attr-defined]
+    windows.add(noted(Cut(0.0, None, True)), one or step(), TIME)
 
 
 def test_plain_fp32_is_not_on_the_pipe_so_nothing_is_claimed_of_it() -> None:
@@ -162,10 +186,11 @@ def test_time_in_collectives_is_that_of_each_window_and_of_the_run(watch: Any, s
         spec=H200,
         audited=None,
         world_size=2,
+        details=Details(),
         collective_share=lambda: next(shares),
         notice=said.append,
     )
-    made.add(step(), TIME, Cut(0.0, None, False), lambda: BF16)
+    made.add(noted(Cut(0.0, None, False)), step(), TIME)
 
     def communication() -> float:
         assert made.latest is not None
@@ -214,16 +239,16 @@ def test_silent_activity_is_no_window_and_leaves_no_stale_ratio(
 
 
 def test_a_run_without_a_window_says_why(windows: HardwareWindows, watch: Watch, said: list[str]) -> None:
-    assert windows.why_nothing() == (
+    assert windows._why_nothing() == (
         "hybrid mode: the counters measured nothing, which needs 12 seconds of steps without a pause, a "
         "compilation or an observed step"
     )
     watch.answer = None
     window_of(windows)
-    assert windows.why_nothing() == "hybrid mode: the only window of the run was not read: GPU is lost"
+    assert windows._why_nothing() == "hybrid mode: the only window of the run was not read: GPU is lost"
     window_of(windows)
     assert said == ["the hardware counters cannot be read: GPU is lost"]
-    assert windows.why_nothing() is None
+    assert windows._why_nothing() is None
 
 
 def test_the_watch_hears_of_every_cut_and_only_ends_wait(windows: HardwareWindows, watch: Watch) -> None:
@@ -233,19 +258,23 @@ def test_the_watch_hears_of_every_cut_and_only_ends_wait(windows: HardwareWindow
     assert watch.asked == [begin, end]  # when the device got to each is known from all of them
 
 
-def test_what_is_left_out_tells_of_nothing_any_more(windows: HardwareWindows) -> None:
+def test_what_is_left_out_tells_of_nothing_any_more(
+    windows: HardwareWindows, watch: Watch, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     window_of(windows)
     assert windows.latest is not None
     assert windows.executed_ratio is not None
-    windows.leave_out()
+    monkeypatch.setattr(watch, "measured", lambda begin, end: 1 / 0)
+    window_of(windows)
+    assert said == ["the hardware counters are ignored from now on: ZeroDivisionError: division by zero"]
     assert windows.latest is None
     assert windows.executed_ratio is None
-    assert windows.why_nothing() is None
+    assert windows._why_nothing() is None
 
 
 def test_a_run_with_a_window_has_nothing_to_explain(windows: HardwareWindows) -> None:
     window_of(windows)
-    assert windows.why_nothing() is None
+    assert windows._why_nothing() is None
 
 
 def test_a_window_without_executed_flops_clears_the_ratio(windows: HardwareWindows) -> None:

@@ -113,10 +113,10 @@ def test_a_folder_that_hangs_holds_up_nobody(tmp_path: Path, after: int) -> None
     found = outcome(tmp_path / "run", "folder", after)
     assert found["steps"] == list(range(1, STEPS + 1))
     assert found["before_close"] > 0
-    assert found["method"] == "closed form"
+    assert found["method"] == "count of observed steps"
     assert found["took_s"] < 15
     assert "truemfu-file" in found["held"]
-    assert not {"MainThread", "truemfu-resolver", "truemfu-Memory"} & set(found["held"])
+    assert not {"MainThread", "truemfu-rows", "truemfu-Memory"} & set(found["held"])
     lost = "; ".join(found["lost"])
     assert "rows of tracker file: it did not finish within" in lost
     assert "the content of training_run.json: it did not finish within" in lost

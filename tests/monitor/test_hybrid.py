@@ -27,7 +27,7 @@ from truemfu.hardware.detect import find_spec
 from truemfu.hardware.nsight.audited import read_audit
 from truemfu.monitor import live_run
 from truemfu.monitor.hybrid.hardware_windows import HardwareWindows
-from truemfu.monitor.row_side.step_detail import detail_of
+from truemfu.monitor.hybrid.step_detail import detail_of
 from truemfu.monitor.summary import lines_of
 from truemfu.monitor.training_side import hardware_watch
 from truemfu.monitor.training_side.hardware_watch import Cut, HardwareWatch
@@ -439,8 +439,8 @@ def test_a_pause_and_an_observed_step_are_followed_by_the_wait_for_a_window(
     monitor = TrainingMonitor(tmp_path, settings(peak_tflops=900), model=model)
     step(monitor, model, 0)
     monitor.save_logs()
-    monitor._live._resolver.hardware = None  # a window that ends would have the step counted by shape
-    watch: Any = monitor._live._watch
+    monitor._live._rows._reader._hardware = None  # a window that ends would have the step counted by shape
+    watch: Any = monitor._live.steps._counters
     asked_at_s, cuts = 0.0, []
     real_cut = watch.cut
 
@@ -463,9 +463,9 @@ def test_a_pause_and_an_observed_step_are_followed_by_the_wait_for_a_window(
     with monitor.pause():
         pass
     assert [at(s) for s in (25, 26, 27)] == ["no", "no", "begin"]
-    monitor._live._plan.ask("the step after this one is observed")
+    monitor._live.steps.watch.plan.ask("the step after this one is observed")
     assert at(40) == "end"
-    monitor._live._plan._reason = None  # and no other
+    monitor._live.steps.watch.plan._reason = None  # and no other
     assert [at(s) for s in (41, 42, 43, 44, 54)] == ["not asked", "no", "no", "begin", "end"]
     quietly(monitor.close)
 
@@ -644,11 +644,11 @@ def test_a_read_that_does_not_come_is_not_waited_for_long(
 
 
 def train_until(monitor: TrainingMonitor, model: nn.Module, has_come: Callable[[], object]) -> None:
-    """Train until something has come about, with a resolver that is always awake."""
+    """Train until something has come about, with a row thread that is always awake."""
     deadline_s = time.monotonic() + 60
     while not has_come():
-        step(monitor, model, 0 if monitor._live is None else monitor._live.logged)
-        monitor._live._resolver.wake()
+        step(monitor, model, 0 if monitor._live is None else monitor._live.steps.logged)
+        monitor._live._row_thread._wake.set()
         assert time.monotonic() < deadline_s
 
 
@@ -660,9 +660,9 @@ def test_rows_wait_for_the_end_of_their_window_and_whoever_asks_does_not(
     counters()
     with TrainingMonitor(tmp_path, settings(), model=model) as monitor:
         train_until(monitor, model, lambda: asked)
-        assert monitor._live._resolver._oldest is not None  # the oldest step, which waits
+        assert monitor._live._rows.queue._oldest is not None  # the oldest step, which waits
         monitor.save_logs()
-        assert monitor._live._resolver._oldest is None
+        assert monitor._live._rows.queue._oldest is None
 
 
 def test_counters_that_break_while_rows_wait_are_left_out_and_rows_come(
@@ -681,8 +681,8 @@ def test_counters_that_break_while_rows_wait_are_left_out_and_rows_come(
         TrainingMonitor(tmp_path, settings(), model=model) as monitor,
     ):
         train_until(monitor, model, lambda: asked)
-        before = monitor._live._resolver._done
-        train_until(monitor, model, lambda: monitor._live._resolver._done > before + 20)
+        before = monitor._live._rows.queue.finished
+        train_until(monitor, model, lambda: monitor._live._rows.queue.finished > before + 20)
     assert len(asked) == 1
 
 
@@ -692,7 +692,7 @@ def test_a_clock_that_fails_once_ends_nothing(
     monitor = TrainingMonitor(tmp_path, {}, model=model)
     step(monitor, model, 0)
     monitor.save_logs()
-    clock, failures = monitor._live._clock.clock, iter([RuntimeError("capture")])
+    clock, failures = monitor._live.steps._clock.clock, iter([RuntimeError("capture")])
 
     def has_passed(mark: float) -> bool:
         for failure in failures:
@@ -717,7 +717,7 @@ def test_a_clock_that_fails_for_good_holds_nobody_up(
     def has_passed(mark: float) -> bool:
         raise RuntimeError("CUDA error")
 
-    monitor._live._clock.clock.has_passed = has_passed  # type: ignore[method-assign,assignment]
+    monitor._live.steps._clock.clock.has_passed = has_passed  # type: ignore[method-assign,assignment]
     with pytest.warns(TruemfuWarning) as caught:
         step(monitor, model, 1)
         began_s = time.monotonic()

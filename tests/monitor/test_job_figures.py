@@ -102,7 +102,7 @@ def uneven(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     if DESTROYED in folder:
         dist.destroy_process_group()
         assert monitor._live is not None
-        monitor._live._resolver.wake()
+        monitor._live._row_thread._wake.set()
         time.sleep(0.5)  # rows are looked at before the run ends
     monitor.close()
     return {"summary": monitor.summary()}

@@ -436,7 +436,7 @@ def test_no_file_is_written_on_the_step_path(model: nn.Module, tmp_path: Path) -
     model(**ids(1, 8)).loss.backward()
     monitor.log_step(1, 0, 1.0, 1.0, 1.0)
     assert writers == set()
-    assert "truemfu-resolver" in {t.name for t in threading.enumerate()}
+    assert "truemfu-rows" in {t.name for t in threading.enumerate()}
     monitor.close()
 
 

@@ -106,7 +106,7 @@ def test_a_later_observed_step_is_no_measurement_either(
         model(inputs()).backward()
         if step == 5:
             assert monitor._live is not None
-            monitor._live._plan.ask("an observation of the sixth step")
+            monitor._live.steps.watch.plan.ask("an observation of the sixth step")
         log(monitor, step)
         monitor.save_logs()
     rows = rows_of(monitor, tmp_path)

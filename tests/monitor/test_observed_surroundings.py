@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from truemfu import TrainingMonitor
 from truemfu.flops.observe import observed_tally
-from truemfu.monitor.live_run import LiveRun
+from truemfu.monitor.step_recorder import StepRecorder
 
 PEAK = 1e12
 CONFIG = {"monitoring": {"peak_tflops": PEAK / 1e12}}
@@ -121,7 +121,7 @@ def test_a_monitor_that_fails_in_an_observed_step_leaves_it(
     train(model)
     monitor.log_step(1, 0, None, None, None)
     assert len(modes()) == 1
-    monkeypatch.setattr(LiveRun, "note_batch", lambda *args: 1 / 0)
+    monkeypatch.setattr(StepRecorder, "note_batch", lambda *args: 1 / 0)
     train(model)
     assert modes() == []
     monitor.close()

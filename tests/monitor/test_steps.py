@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from truemfu import TrainingMonitor
-from truemfu.monitor.row_side import resolver
+from truemfu.monitor.row_side import rows as rows_module
 from truemfu.monitor.training_side import attachment
 from truemfu.monitor.training_side import batch_notes as observe
 from truemfu.monitor.training_side.clock import CudaClock, HostClock, Mark, Span, StepClock
@@ -124,7 +124,7 @@ class Run:
 
     @property
     def values(self) -> HostValues:
-        return self.monitor._live._values
+        return self.monitor._live.steps._intake.values
 
     def step_of(self, **batch: Any) -> None:
         """A step of one batch that is given by name; nothing is known of its samples."""
@@ -201,10 +201,10 @@ def test_steps_are_on_disk_ten_seconds_later_while_others_follow(run: Run) -> No
 
 
 def test_long_steps_are_on_disk_before_the_next_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("truemfu.monitor.row_side.resolver._WAKE_EVERY_S", 0.02)
+    monkeypatch.setattr("truemfu.monitor.row_side.row_thread._WAKE_EVERY_S", 0.02)
     run = Run(tmp_path)
     run.settle()
-    monkeypatch.setattr("truemfu.monitor.live_run._SLOW_STEP_S", 0.05)
+    monkeypatch.setattr("truemfu.monitor.step_recorder._SLOW_STEP_S", 0.05)
     for _ in range(3):
         loss = run.model(x=torch.randn(4, 8))
         time.sleep(0.1)
@@ -450,7 +450,7 @@ def test_one_row_that_fails_takes_no_other_with_it(run: Run, monkeypatch: pytest
     def failing(device: torch.device) -> int:
         raise RuntimeError("once")
 
-    monkeypatch.setattr(resolver, "peak_memory_bytes", failing)
+    monkeypatch.setattr(rows_module, "peak_memory_bytes", failing)
     with pytest.warns(
         UserWarning, match="a step could not be processed and is not logged: RuntimeError: once"
     ):
@@ -1163,7 +1163,7 @@ def test_one_row_that_fails_takes_no_remote_one_with_it(
     run.rows()
     while run.number < 54:
         run.step()
-    monkeypatch.setattr(resolver, "peak_memory_bytes", lambda device: 1 / 0)
+    monkeypatch.setattr(rows_module, "peak_memory_bytes", lambda device: 1 / 0)
     with pytest.warns(UserWarning, match="is not logged: ZeroDivisionError"):
         run.rows()
     run.monitor.close()
@@ -1286,14 +1286,15 @@ class Watch:
 def test_a_window_of_the_counters_ends_with_the_first_step_after_it_is_due(run: Run) -> None:
     begin_s = time.perf_counter()
     watch, live = Watch(begin_s + 0.2), run.monitor._live
-    live._watch = watch  # type: ignore[assignment]
+    live.steps._counters = watch  # type: ignore[assignment]
     steps_s = [begin_s + 0.03 * number for number in range(1, 51)]
     for now_s in steps_s:
         loss = run.model(x=torch.randn(4, 8))
         loss.backward()
         run.number += 1
         run.losses[run.number], run.micro_batches[run.number] = float(loss.detach()), 0
-        live.log_step(run.number, 0, loss, loss.detach(), 0.1, None, False, None, (), now_s)
+        ended = live.steps.end_step()
+        live.steps.log_step(run.number, 0, loss, loss.detach(), 0.1, None, False, None, ended, (), now_s)
     due = [steps_s[n] for n in (6, 13, 20, 27, 34, 41, 48)]  # each 0.2 s, with the first step after that
     assert watch.cuts_s == due
     run.check()

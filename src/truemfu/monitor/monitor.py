@@ -1,7 +1,7 @@
 """TrainingMonitor: MFU and HFU on every step, off the step's path.
 
     forward pass ──► hook: a note of the batch ┐
-    log_step ──► a mark on the device's clock  ┴─► StepNote ──► resolver ──► row ──► trackers
+    log_step ──► a mark on the device's clock  ┴─► StepNote ──► row thread ──► row ──► trackers
 
 The training thread notes and queues: it reads no device value, waits for nothing and writes no file. A few
 steps are observed operator by operator while they run (`step_flops/`). No exception of the
@@ -33,6 +33,7 @@ from .live_run import LiveRun
 from .metrics import PAUSES
 from .notices import Notices
 from .row_side.output import Output
+from .step_recorder import StepRecorder
 from .summary import RunFigures, info_of, show, summary_of
 from .training_side import forks
 from .training_side.batch_notes import Batch, by_name_or_position
@@ -91,7 +92,7 @@ class TrainingMonitor:
             trackers,
             finish_rows=self.save_logs,
             close_monitor=self.close,
-            batch_shapes=lambda: [] if self._live is None else self._live.batch_shapes(),
+            batch_shapes=lambda: [] if self._live is None else self._live.steps.batch_shapes(),
             notice=self._notices,
         )
         self._hooks = ModelHooks(self._on_forward, self._on_evaluation, self._on_forward_end, self._notices)
@@ -120,7 +121,7 @@ class TrainingMonitor:
             models = before
         else:
             if self._live is not None:
-                self._live.forget_models()
+                self._live.steps.forget_models()
             self._datasets.set_model(models.first)
         self._hooks.attach(models)
         return self
@@ -143,7 +144,7 @@ class TrainingMonitor:
         if self._hooks.see_whole_batches and not self._hooks.are_disabled:
             self._hooks.disable()
             if self._live is not None:
-                self._guard.run(self._live.forget_batches)  # the hook noted this very batch
+                self._guard.run(self._live.steps.forget_batches)  # the hook noted this very batch
         if not isinstance(batch, (torch.Tensor, Mapping, tuple, list)):
             self._notices(
                 f"observe expects the batch that the model takes, got {type(batch).__name__}: it is ignored"
@@ -169,14 +170,14 @@ class TrainingMonitor:
             kind = "other"
         live, mark, between, began_s = self._live, None, self._between, time.perf_counter()
         if live is not None and not between.pauses:
-            mark = self._guard.run(live.pause)
+            mark = self._guard.run(live.steps.pause)
         between.pauses += 1  # directly before `try`: an interrupt would come in a call between them
         try:
             yield
         finally:
             between.pauses -= 1
             if live is not None and mark is not None and not between.pauses:
-                self._guard.run(live.resume, mark, kind, began_s)
+                self._guard.run(live.steps.resume, mark, kind, began_s)
 
     def set_phase(self, name: str | None) -> None:
         """Measure at the frequency of this training phase; None: at the configured frequency."""
@@ -201,7 +202,7 @@ class TrainingMonitor:
         counted.
         """
         began_s, live, guard = time.perf_counter(), self._live, self._guard
-        before = 0 if live is None else live.logged
+        before = 0 if live is None else live.steps.logged
         with guard.lock:
             try:
                 if live is None or guard.is_broken or guard.is_closed or forks.number != guard.forks:
@@ -209,25 +210,25 @@ class TrainingMonitor:
                 if live is not None:
                     given = step, epoch, loss, grad_norm, learning_rate, attention_mask, skip_wandb, flops
                     datasets = self._datasets.pending
-                    live.leave_step()
+                    ended = live.steps.end_step()
                     with hidden_from_modes():
-                        live.log_step(*given, datasets, began_s)
+                        live.steps.log_step(*given, ended, datasets, began_s)
                     if datasets:
                         self._datasets.begin_step()
             except Exception as error:
-                guard.steps_lost += live is None or live.logged == before
+                guard.steps_lost += live is None or live.steps.logged == before
                 guard.switch_off(error)
         self._between.end_s = end_s = time.perf_counter()
         if live is not None:
-            live.own_time_s += end_s - began_s
-            guard.run(live.begin_next_step)
+            live.steps.own_time_s += end_s - began_s
+            guard.run(live.steps.begin_next_step)
 
     def update_dataset_metrics(self, batch: Mapping[str, Any], outputs: Any, aggregated_loss: Any) -> None:
         """Loss and accuracy of each dataset of a mixed batch, with the next `log_step`."""
         config = self.config
         if not config.log_dataset_metrics or not config.dataset_metrics_freq or self._between.is_paused:
             return
-        position = None if self._live is None else self._live.next_position()
+        position = None if self._live is None else self._live.steps.next_position()
         if position is None or position.reaches(config.dataset_metrics_freq):
             with hidden_from_modes():
                 self._guard.run(self._datasets.add, batch, outputs, aggregated_loss)
@@ -244,7 +245,7 @@ class TrainingMonitor:
     @property
     def has_batches(self) -> bool:
         """Whether a batch of the current step was noted."""
-        return self._live is not None and self._live.has_batches
+        return self._live is not None and self._live.steps.has_batches
 
     def notice(self, text: str) -> None:
         """Warn once, and repeat it in the summary: what an integration has to report."""
@@ -329,23 +330,25 @@ class TrainingMonitor:
                     with hidden_from_modes():
                         live = self._live or self._started(batch or {})
                         slot = 0 if hooks.see_whole_batches else hooks.slot(watched)
-                        live.note_batch(batch, began_s, slot, watched)
-                    live.batch_begins()
-                return self._live is not None and self._live.pass_begins(watched.name, is_training=True)
+                        begun = live.steps.note_batch(batch, began_s, slot, watched)
+                    if begun is not None:
+                        live.steps.batch_begins(begun)
+                return self._live is not None and self._live.steps.pass_begins(watched.name, is_training=True)
         except Exception as error:
             guard.switch_off(error)
             return False
 
     def _on_forward_end(self) -> None:
         if self._live is not None:
-            self._guard.run(self._live.pass_ends)
+            self._guard.run(self._live.steps.pass_ends)
 
     def _note_observed(self, batch: Batch | None, began_s: float) -> None:
         slot = 0 if self._hooks.see_whole_batches else None
         live = self._started(batch or {})
         with hidden_from_modes():
-            live.note_batch(batch, began_s, slot, None)
-        live.batch_begins()
+            begun = live.steps.note_batch(batch, began_s, slot, None)
+        if begun is not None:
+            live.steps.batch_begins(begun)
 
     def _on_evaluation(self) -> bool:
         """A forward pass without gradients begins; whether its end is to be told."""
@@ -353,4 +356,8 @@ class TrainingMonitor:
             return False
         self._guard.run(self._between.evaluated)
         live = self._live
-        return live is not None and bool(self._guard.run(live.evaluation_begins))
+        return live is not None and bool(self._guard.run(_evaluation_begins, live.steps))
+
+
+def _evaluation_begins(steps: StepRecorder) -> bool:
+    return steps.pass_begins(None, is_training=False)

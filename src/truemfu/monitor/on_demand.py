@@ -53,7 +53,7 @@ from ..torch_private.trees import tree_map_only
 from ..utilization import Utilization, calculate_mfu
 from .config import MODES
 from .step_flops.source import dominant_dtype
-from .training_side.fingerprint import fingerprint
+from .training_side.fingerprint import Fingerprint, fingerprint
 from .training_side.hardware_watch import counters_of
 
 Batch = dict[str, Any]
@@ -204,7 +204,7 @@ def _hybrid_substitute(device: torch.device | None) -> str:
 class _CachedForms:
     """The closed forms of a model, and what they were fitted for."""
 
-    fingerprint: tuple[int, int]
+    fingerprint: Fingerprint
     autocast: AutocastState
     forms: Kinds
 
@@ -214,7 +214,7 @@ _cached_forms: WeakKeyDictionary[nn.Module, _CachedForms] = WeakKeyDictionary()
 
 def _smart(model: nn.Module, batch: Batch) -> FlopCount:
     inner = unwrap(model)
-    mark, autocast = fingerprint(inner), autocast_state()
+    mark, autocast = fingerprint([inner]), autocast_state()
     cached = _cached_forms.get(inner)
     if cached is None or (cached.fingerprint, cached.autocast) != (mark, autocast):
         forms = Kinds(convention=Convention(), backward=True, loss_fn=None)

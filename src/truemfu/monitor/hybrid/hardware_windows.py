@@ -1,4 +1,6 @@
-"""The resolver's part of `hybrid`: steps between two cuts become a window, windows become the run's figures.
+"""Steps between two cuts of the counters become a window, and windows the figures of the run.
+
+Lives on the row thread.
 
 The HFU of the following steps uses the last window's ratio of executed to counted FLOPs, so that every step
 has one. Memory is constant: a run's counters are merged, not stored.
@@ -11,6 +13,7 @@ from time import monotonic
 from typing import Any
 
 from ...crosscheck import CrossCheck
+from ...errors import one_line
 from ...hardware.counters.executed import has_rate
 from ...hardware.counters.windows import combine
 from ...hardware.nsight.audited import AuditedKernels
@@ -18,14 +21,16 @@ from ...hardware.specs import DeviceSpec
 from ..metrics import StepAmounts, StepTime
 from ..training_side import hardware_watch
 from ..training_side.hardware_watch import Cut, HardwareWatch, Measured
+from ..training_side.step_note import StepNote
 from .hardware_figures import HardwareFigures, StepDetail, StepSums, figures_of
+from .step_detail import StepDetails
 
 _WINDOWS_BEFORE_WARNING = 2
 _DATASHEET = "datasheet"
 
 
 class HardwareWindows:
-    """Follows the steps of a run on the resolver's thread."""
+    """Follows the steps of a run on the row thread."""
 
     def __init__(
         self,
@@ -34,10 +39,12 @@ class HardwareWindows:
         spec: DeviceSpec | None,
         audited: AuditedKernels | None,
         world_size: int,
+        details: StepDetails,
         collective_share: Callable[[], float | None],
         notice: Callable[[str], None],
     ) -> None:
         self._watch, self._spec, self._notice = watch, spec, notice
+        self.details = details
         self._audited, self._world_size, self._collective_share = audited, world_size, collective_share
         self._begin: Cut | None = None
         self._sums = StepSums()
@@ -60,17 +67,29 @@ class HardwareWindows:
         self.latest_at_s = 0.0
         """When that was set, by `time.monotonic`."""
 
-    def can_take(self, cut: Cut) -> bool:
+    def can_take(self, cut: Cut | None) -> bool:
         """Whether the window that ends here was read completely; rows wait for that, for seconds at most."""
-        return self._watch.has_read_past(cut) or not cut.ends_window
+        if cut is None or self.is_left_out:
+            return True
+        try:
+            return self._watch.has_read_past(cut) or not cut.ends_window
+        except Exception as error:
+            self._leave_out(error)
+            return True
 
-    def add(
-        self, amounts: StepAmounts, time: StepTime, cut: Cut | None, detail: Callable[[], StepDetail]
-    ) -> None:
+    def add(self, note: StepNote, amounts: StepAmounts, time: StepTime) -> None:
         """Add a step with its counted FLOPs, and finish the window that ends with it."""
-        self._sums.add(amounts, time)
-        if cut is None:
+        if self.is_left_out:
             return
+        try:
+            self._sums.add(amounts, time)
+            if note.extras.cut is not None:
+                self._cut(note, note.extras.cut, amounts)
+        except Exception as error:
+            self._leave_out(error)
+
+    def _cut(self, note: StepNote, cut: Cut, amounts: StepAmounts) -> None:
+        """A window begins after this step, and the one before ends with it."""
         begin, sums = self._begin, self._sums
         self._begin, self._sums = cut, StepSums()
         if begin is None or not cut.ends_window:
@@ -83,7 +102,7 @@ class HardwareWindows:
         share = self._collective_share()
         if share is not None:
             sums.collective_s, sums.timed_s = share * sums.elapsed_s, sums.elapsed_s
-        self._detail = detail()
+        self._detail = self.details.of(note)
         source = None if amounts.flops is None else amounts.flops.peak_source
         self._is_datasheet_peak = bool(source and source.startswith(_DATASHEET))
         self.latest, self.latest_at_s = self._figures(sums, measured), monotonic()
@@ -102,10 +121,11 @@ class HardwareWindows:
         self._begin = None
         self._watch.restart()
 
-    def leave_out(self) -> None:
+    def _leave_out(self, error: Exception) -> None:
         """Ignore further windows, and drop the last ratio."""
         self.is_left_out = True
         self.executed_ratio = self.latest = None
+        self._notice(f"the hardware counters are ignored from now on: {one_line(error)}")
 
     def as_dict(self) -> dict[str, Any] | None:
         """The run so far, for the closing summary; None before a first window of steps with FLOPs."""
@@ -114,8 +134,17 @@ class HardwareWindows:
         figures = self._figures(self._run_sums, self._run_measured)
         return {"windows": self._windows, "windows_left_out": self._left_out, **figures.as_dict()}
 
-    def why_nothing(self) -> str | None:
-        """At the end of a run: why the counters measured nothing; None if they did, or after a warning."""
+    def close(self) -> None:
+        """The run has ended: release the counters, with a warning if they measured nothing."""
+        if (why := self._why_nothing()) is not None:
+            self._notice(why)
+        try:
+            self._watch.close()
+        except Exception as error:
+            self._notice(f"the hardware counters could not be closed: {one_line(error)}")
+
+    def _why_nothing(self) -> str | None:
+        """Why the counters measured nothing; None if they did, or after a warning."""
         if self._has_read or self.is_left_out or self._unread >= _WINDOWS_BEFORE_WARNING:
             return None
         if self._unread:

@@ -1,7 +1,7 @@
 """One step marked for Nsight Compute, and its count written for `truemfu audit`.
 
     begin_step ─► mark ─► forward, backward, optimizer ─► end_step: mark ─► hand_over(note)
-                                                    resolver's thread: write ─► the file in TRUEMFU_AUDIT
+                                                    row thread: write ─► the file in TRUEMFU_AUDIT
 
 Only a run under `truemfu audit` uses this, so it may do what the monitor otherwise never does: synchronise
 with the device at both marks, so that exactly the step's kernels are between them.
@@ -47,7 +47,7 @@ class _Phase(Enum):
 
 
 class AuditStep:
-    """Marks one step on the training thread and writes its count on the resolver's; raises nothing."""
+    """Marks one step on the training thread and writes its count on the row thread; raises nothing."""
 
     def __init__(self, path: Path, marks: Marks, notice: Callable[[str], None]) -> None:
         self._path, self._marks, self._notice = path, marks, notice
@@ -116,7 +116,7 @@ class AuditStep:
         return note is self._marked and self._phase is _Phase.ENDED
 
     def write(self, flops: FlopsSource, note: StepNote) -> None:
-        """Count the marked step, by operator and shape too, and write that; on the resolver's thread."""
+        """Count the marked step, by operator and shape too, and write that; on the row thread."""
         try:
             self._put(_count(flops, note))
         except Exception as error:

@@ -1,6 +1,6 @@
 """Rows of rank 0 that wait until all ranks have reported what they did in the same step.
 
-    resolver ── put ──► held ── release ──► row with the job's figures, or without them
+    rows ── put ──► held ── release ──► row with the job's figures, or without them
 
 A row is released in its order: once all ranks have reported its step, or after a limit, or when a caller
 waits for rows, or when no report can be expected, since there never was a process group or its store failed.
@@ -43,7 +43,7 @@ class _Held(Generic[T]):
 
 
 class HeldRows(Generic[T]):
-    """Lives on the resolver's thread."""
+    """Lives on the row thread."""
 
     def __init__(
         self,

@@ -89,7 +89,7 @@ class Output:
         skip_remote: Sequence[bool],
         detailed: AbstractSet[int],
     ) -> None:
-        """Hand finished rows to the trackers, without unknown values; on the resolver's thread.
+        """Hand finished rows to the trackers, without unknown values; on the row thread.
 
         Each row represents a number of `steps`. At the `detailed` ones the trackers' details are due.
         """

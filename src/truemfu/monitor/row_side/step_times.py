@@ -8,7 +8,7 @@ from ..training_side.clock import Span, duration_s, left_out_s
 
 
 class StepTimes:
-    """Lives on the resolver's thread, and sees the steps in order, once the device has passed them."""
+    """Lives on the row thread, and sees the steps in order, once the device has passed them."""
 
     def __init__(self) -> None:
         self._gaps = UsualGaps()

@@ -19,13 +19,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...convention import Convention
 from ...flops import FlopCount, StepWork
 from ..training_side.batch_notes import BatchNote
 from ..training_side.step_note import StepNote
 from .form import MicroBatch, ObservedForm
-from .plan import ObservationPlan
-from .watch import kind_of
+from .watch import StepWatch, kind_of
 
 FORM = "closed form of observed steps"
 _FEWEST_ALIKE = 3
@@ -90,18 +88,14 @@ class KnownSteps:
 
     def __init__(
         self,
-        plan: ObservationPlan,
-        convention: Convention,
+        watch: StepWatch,
         *,
         notice: Callable[..., None],
-        needs_whole_steps: Callable[[], None],
-        repeats_agree: Callable[[], None],
-        hindrance: Callable[[], str | None],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._plan, self.convention, self._notice, self._clock = plan, convention, notice, clock
-        self._needs_whole_steps, self._repeats_agree = needs_whole_steps, repeats_agree
-        self._hindrance, self._is_repeatable = hindrance, False
+        self._watch, self._plan, self.convention = watch, watch.plan, watch.convention
+        self._notice, self._clock = notice, clock
+        self._is_repeatable = False
         """Whether a step with the same batches and nodes as another one was observed to do the same work."""
         self._alike: OrderedDict[Key, _Alike] = OrderedDict()
         self._forms: dict[tuple[int, int | None], ObservedForm] = {}
@@ -126,14 +120,14 @@ class KnownSteps:
         has_more = observed.is_whole and (observation.before_first_batch or observation.unseen_forward)
         if has_more and not self._drops_parts:
             self._drops_parts = True
-            self._needs_whole_steps()
+            self._watch.observe_whole_steps()
             self._alike.clear()  # what was learned from parts
             self._forms.clear()
             alike = self._entry(key)
         is_part = not observed.is_whole and (self._drops_parts or observation.unseen_forward)
         if problem is not None or is_part:
             if is_part:
-                self._needs_whole_steps()
+                self._watch.observe_whole_steps()
             alike.problem = problem
             self._problems[problem or "part"] += 1
             if self._problems[problem or "part"] <= _MOST_PROBLEMS:
@@ -164,7 +158,7 @@ class KnownSteps:
             )
         elif known is not None and not self._is_repeatable:
             self._is_repeatable = True
-            self._repeats_agree()
+            self._watch.repeats_agree()
         observed = note.extras.observed
         if not self._is_repeatable and observed is not None and observed.is_whole:
             self._plan.ask("no observation was repeated yet")
@@ -209,7 +203,7 @@ class KnownSteps:
             return Unknown(alike.problem)
         if alike is not None and alike.counts:
             return Unknown(_OTHER_OPERATORS)
-        return Unknown(self._hindrance() or _NOT_OBSERVED)
+        return Unknown(self._watch.hindrance or _NOT_OBSERVED)
 
     def is_settled(self, note: StepNote) -> bool:
         """Whether the answer is final for the row: an unknown kind may still be observed for some time."""

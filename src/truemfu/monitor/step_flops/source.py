@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,7 +35,9 @@ from ...flops import (
 from ...hardware.detect import get_gpu_peak_flops, known_spec, override_flops_per_s
 from ...utilization import ideal_flops_per_s
 from ..config import MonitorConfig
+from ..ranks.find_role import OwnRole
 from ..training_side.batch_notes import BatchNote
+from ..training_side.model_hooks import ModelHooks
 from ..training_side.step_note import StepNote
 from .known import KnownSteps, Unknown
 
@@ -45,6 +47,10 @@ ESTIMATE = "estimate"
 GIVEN = "given by the caller"
 _MAX_CACHED_PEAKS = 256
 _MAX_ESTIMATORS = 64
+_SPLIT_SEQUENCES = (
+    "sequences are split over ranks (context parallel), and ring attention skips chunks, so the pairs of the "
+    "whole sequence are unknown: pass its FLOPs to log_step"
+)
 _ZERO = "no matrix products, convolutions or attention were seen in it"
 
 
@@ -81,20 +87,17 @@ class FlopsSource:
         config: MonitorConfig,
         known: KnownSteps,
         *,
-        models: Callable[[], Sequence[nn.Module]],
-        module_of: Callable[[int], nn.Module | None],
+        hooks: ModelHooks,
         notice: Notice,
         device: torch.device,
+        role: OwnRole,
         executed_method: str = "profiler",
     ) -> None:
-        self._config, self.known = config, known
-        self._models, self._module_of = models, module_of
-        self._notice, self._device = notice, device
+        self._config, self.known, self._role = config, known, role
+        self._hooks, self._notice, self._device = hooks, notice, device
         self._peaks: OrderedDict[tuple[Any, ...], tuple[float | None, str | None]] = OrderedDict()
         self._estimators: dict[tuple[Any, ...], Estimator | None] = {}
         self._last: tuple[FlopCount, StepFlops] | None = None
-        self.refusal: str | None = None
-        """Why no step has FLOPs unless the caller gives them."""
         self.executed_ratio: float | None = None
         """Executed FLOPs over those counted, of the last profiled step or the last window of counters."""
         self._executed_method = executed_method
@@ -103,6 +106,11 @@ class FlopsSource:
     def configured_peak_flops_per_s(self) -> float | None:
         """The peak configured by the user; None to use the table."""
         return None if self._config.peak_tflops is None else self._config.peak_tflops * 1e12
+
+    @property
+    def refusal(self) -> str | None:
+        """Why no step has FLOPs unless the caller gives them."""
+        return _SPLIT_SEQUENCES if self._role.role.splits_sequences else None
 
     def is_settled(self, note: StepNote) -> bool:
         """Whether the FLOPs of a step are final for its row; learns from an observed one."""
@@ -147,7 +155,7 @@ class FlopsSource:
         """Note where the convention counts pairs outside of a model's sliding windows."""
         for batch in note.batches.notes:
             slot, example = batch.template.slot, batch.example()
-            model = None if slot is None else self._module_of(slot)
+            model = None if slot is None else self._hooks.module_of(slot)
             if model is None or example is None:
                 continue
             with contextlib.suppress(Exception):  # a note is not worth a failed row
@@ -171,7 +179,7 @@ class FlopsSource:
     def _given(self, note: StepNote, flops: float) -> StepFlops:
         """The FLOPs that the caller gave, and the peak of the model's dominant dtype."""
         peak, source = self.configured_peak_flops_per_s, "monitoring.peak_tflops"
-        first, models = next(iter(note.batches.notes), None), self._models()
+        first, models = next(iter(note.batches.notes), None), self._hooks.roots
         if peak is None and first is not None and models:
             with first.template.autocast.applied():
                 dtype = dominant_dtype(models[0], self._device)
@@ -233,7 +241,7 @@ class FlopsSource:
             if len(self._estimators) >= _MAX_ESTIMATORS:
                 self._estimators.clear()
             self._estimators[key] = None
-            model = self._module_of(slot)
+            model = self._hooks.module_of(slot)
             try:
                 if model is not None:
                     with autocast.applied():
@@ -266,6 +274,10 @@ class FlopsSource:
             )
         elif isinstance(counted, StepFlops) and counted.hardware_flops:
             self.executed_ratio = executed.hardware_flops / counted.hardware_flops
+
+    def use_executed_ratio(self, ratio: float | None) -> None:
+        """Use the ratio of executed to counted FLOPs of the last window of counters; None: the count."""
+        self.executed_ratio = ratio
 
     def with_executed(self, flops: StepFlops) -> StepFlops:
         """The same step with its executed FLOPs scaled by the last measured ratio."""

@@ -15,10 +15,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from torch import nn
+import torch
 
 from ...convention import Convention
 from ...flops import StepObserver, cuda_captures, replaced_modules, take_out_left_behind
@@ -27,7 +26,8 @@ from ...torch_private.profiling import is_profiled
 from ...torch_private.watching import backward_number, functorch_level
 from ..training_side import forks
 from ..training_side.batch_notes import StepBatches, Template
-from ..training_side.fingerprint import fingerprint, has_uninitialized
+from ..training_side.fingerprint import Fingerprint, fingerprint, has_uninitialized
+from ..training_side.model_hooks import ModelHooks
 from ..training_side.step_note import Observed
 from .plan import ObservationPlan
 
@@ -59,7 +59,7 @@ class ModelChange:
 
 
 class StepWatch:
-    """`is_possible`: whether a step may be observed at this moment (no CUDA graph is being captured)."""
+    """Lives on the training thread; the row side tells it what it has learned."""
 
     def __init__(
         self,
@@ -67,14 +67,14 @@ class StepWatch:
         convention: Convention,
         *,
         is_enabled: bool,
-        is_possible: Callable[[], bool],
-        models: Callable[[], Sequence[nn.Module]],
+        device: torch.device,
+        hooks: ModelHooks,
     ) -> None:
         self.plan, self.convention = plan, convention
         self._captures = cuda_captures(convention) if is_enabled else None
         if self._captures is not None:
             self._captures.hold()
-        self._is_enabled, self._is_possible, self._models = is_enabled, is_possible, models
+        self._is_enabled, self._device, self._hooks = is_enabled, device, hooks
         self._observer: StepObserver | None = None
         self._is_whole = False
         self._seen: Counter[int] = Counter()
@@ -87,11 +87,11 @@ class StepWatch:
         """Why steps that were to be observed were not."""
         self.state = self._last_state = 0
         """Which modules are watched and how they are: a number that returns if they change back."""
-        self._states: dict[int, int] = {}
+        self._states: dict[tuple[int, ...], int] = {}
         """The states before this one, by their fingerprint."""
         self.change: ModelChange | None = None
         """The last change."""
-        self._fingerprint: tuple[int, int] | None = None
+        self._fingerprint: Fingerprint | None = None
         self._models_checked = 0
         self._number_changes = 0
         self._checked_after = self._check_at = 0
@@ -173,19 +173,23 @@ class StepWatch:
         return next_sequence_nr() - self._nodes
 
     def _enter(self, *, is_whole: bool) -> None:
-        if backward_number() != -1 or functorch_level() is not None or not self._is_possible():
+        if backward_number() != -1 or functorch_level() is not None or self._is_capturing():
             return
         if is_profiled():
             self.hindrance = PROFILED
             return
         observer = StepObserver(self.convention)
-        if names := replaced_modules(module for model in self._models() for module in model.modules()):
+        if names := replaced_modules(module for model in self._hooks.roots for module in model.modules()):
             observer.fail(
                 f"kernels of {', '.join(names)} cannot be seen while they run; count_flops counts by the "
                 "forward that is registered for them"
             )
         observer.enter()
         self._observer, self._is_whole, self.hindrance = observer, is_whole, None
+
+    def _is_capturing(self) -> bool:
+        """Whether a CUDA graph is being captured."""
+        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def suspend(self) -> None:
         """Code outside of the step runs now."""
@@ -215,7 +219,7 @@ class StepWatch:
         self._states.clear()
         self._enter_state(None)
 
-    def _enter_state(self, found: int | None) -> None:
+    def _enter_state(self, found: tuple[int, ...] | None) -> None:
         """The modules are as this fingerprint says: as they were before, or else in a new state."""
         if len(self._states) > _MOST_STATES:
             self._states.clear()
@@ -225,23 +229,24 @@ class StepWatch:
         self._kinds.clear()
 
     def check_models(self, logged: int, *, now: bool = False) -> None:
-        """After so many steps: check whether the modules have changed, if that is due or `now`."""
+        """After so many steps: check whether the modules have changed; `now`, at the end, or if it is due."""
         if not now and logged < self._check_at:
             return
-        began_s, models = _now_s(), self._models()
+        began_s, models = _now_s(), self._hooks.roots
         if any(has_uninitialized(model) for model in models):
             return
-        both = [fingerprint(model) for model in models]
-        found = hash(tuple(one for one, _ in both)), hash(tuple(other for _, other in both))
+        found = fingerprint(models)
         if len(models) != self._models_checked:  # others are watched, or one was freed: no change of a model
             self._models_checked, self._fingerprint = len(models), None
         last, self._fingerprint = self._fingerprint, found
-        if last is not None and found[0] != last[0]:
-            self._states[last[0]] = self.state
-            self._enter_state(found[0])
+        if last is not None and now:  # after the last step an evaluation may have left its mode
+            found = found._replace(modes=last.modes)
+        if last is not None and found[:2] != last[:2]:
+            self._states[last[:2]] = self.state
+            self._enter_state(found[:2])
             self.change = ModelChange(self._checked_after, logged)
             self.plan.ask("the model changed")
-        elif last is not None and found[1] != last[1] and self._number_changes < _MOST_IDLE_CHANGES:
+        elif last is not None and found.numbers != last.numbers and self._number_changes < _MOST_IDLE_CHANGES:
             self._number_changes += 1
             self.plan.ask("a number of the model changed")
         self._checked_after = logged

@@ -19,3 +19,15 @@ def compilations() -> int:
             return 0
     stats = _counters.get("stats")
     return 0 if stats is None else stats.get("unique_graphs", 0)
+
+
+class NewGraphs:
+    """Whether graphs were made since the last time it was asked."""
+
+    def __init__(self) -> None:
+        self._known = compilations()
+
+    def appeared(self) -> bool:
+        """Whether there are new ones."""
+        last, self._known = self._known, compilations()
+        return self._known != last

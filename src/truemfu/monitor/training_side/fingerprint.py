@@ -7,6 +7,9 @@ parameters' shapes, dtypes and flags, and the modules' own switches and numbers.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import NamedTuple
+
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -15,22 +18,37 @@ from ...flops import unwrap
 _MAX_TEXT = 40
 
 
-def fingerprint(model: nn.Module) -> tuple[int, int]:
-    """Two hashes, valid within this process, that change when a new count is due.
+class Fingerprint(NamedTuple):
+    """Hashes, valid within this process, that change when a new count is due."""
 
-    The first covers structure, parameters and switches, the second the modules' own numbers (a depth, experts
-    per token, a dropout rate). Some models increment such a number at every step.
-    """
-    model = unwrap(model)
+    structure: int
+    """Modules, parameters and switches."""
+    modes: int
+    """Which modules are in training mode: an evaluation changes that for a while."""
+    numbers: int
+    """The modules' own numbers (a depth, experts per token, a dropout rate); some change at every step."""
+
+
+def fingerprint(models: Iterable[nn.Module]) -> Fingerprint:
+    """The fingerprint of some models together."""
+    found = [_of_one(unwrap(model)) for model in models]
+    return Fingerprint(*(hash(tuple(hashes)) for hashes in zip(*found, strict=True)) if found else (0, 0, 0))
+
+
+def _of_one(model: nn.Module) -> Fingerprint:
     parts: list[object] = []
+    modes: list[bool] = []
     numbers: list[object] = []
     for module in model.modules():
         own = vars(module)
         parts.append(type(module))
+        modes.append(module.training)
         hooks = (*own.get("_forward_hooks", {}).values(), *own.get("_forward_pre_hooks", {}).values())
         parts.append(sum(not getattr(hook, "_truemfu_skip", False) for hook in hooks))
         for name, value in own.items():
             cls = type(value)
+            if name == "training":
+                continue
             if cls is bool or (cls is str and len(value) <= _MAX_TEXT):
                 parts.append((name, value))
             elif cls is int or cls is float:
@@ -44,7 +62,7 @@ def fingerprint(model: nn.Module) -> tuple[int, int]:
     parts.append(getattr(config, "_attn_implementation", None))
     own_config = getattr(config, "__dict__", {})
     numbers += [(name, value) for name, value in own_config.items() if type(value) in (int, float)]
-    return hash(tuple(parts)), hash(tuple(numbers))
+    return Fingerprint(hash(tuple(parts)), hash(tuple(modes)), hash(tuple(numbers)))
 
 
 def has_uninitialized(model: nn.Module) -> bool:

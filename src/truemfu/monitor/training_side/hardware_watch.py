@@ -2,7 +2,7 @@
 
     training thread   log_step ─► every ten seconds a Cut: a stamp of the SMs' cycles, in the step's note
     sampler's thread  NVML once a second, and at each cut ─► intervals
-    resolver          Cut … Cut, read past both ─► Measured: activity, true clock, energy between them
+    row thread        Cut … Cut, read past both ─► Measured: activity, true clock, energy between them
 
 The host is ahead of the device: a cut is queued, and happens when the device reaches it. Its time is the
 GPU's, in the stamp; the smallest difference to the host's clock seen so far (an empty queue) converts it to

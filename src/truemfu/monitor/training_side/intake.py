@@ -33,7 +33,7 @@ class Intake:
     """Lives on the training thread; its only state is the last step's number."""
 
     def __init__(self, values: HostValues, notices: Notices) -> None:
-        self._values, self._notices = values, notices
+        self.values, self._notices = values, notices
         self.last_step: int | None = None
         self._stride = 1
 
@@ -70,7 +70,7 @@ class Intake:
     def number(self, name: str, value: Any) -> Any:
         """A number, or one that is being fetched from the device; None if it is not a number."""
         try:
-            return self._values.number(name, value)
+            return self.values.number(name, value)
         except Exception as error:  # tensor subclasses may raise anything
             self._notices(f"{name} is not logged: got {' '.join(str(error).split())}", about=name)
             return None
@@ -85,7 +85,7 @@ class Intake:
             )
             return None, None
         try:
-            return mask.numel(), self._values.tokens_in(mask)
+            return mask.numel(), self.values.tokens_in(mask)
         except Exception as error:
             self._notices(f"attention_mask is not used: {one_line(error)}", about="attention_mask")
             return None, None

@@ -30,15 +30,14 @@ class Measuring:
         self._profile_is_due = True
         self.is_counted = config.initial_profiling
         """Whether steps are counted already; before, they are estimated."""
-        self.plan_at = 0
-        """`plan_next` is due after this many steps."""
-        self._planned_at = 0
+        self._steps = self._planned_at = self._plan_at = 0
+        """Steps so far; when it was last decided what the next one measures, and when that is due again."""
 
     def set_phase(self, name: str | None) -> None:
         """Measure at the frequency of this phase."""
         known = self._config.phases
         if name is None or (isinstance(name, str) and name in known):
-            self._phase, self.plan_at = name, 0
+            self._phase, self._plan_at = name, 0
             return
         hint = closest(str(name), known)
         self._notices(f"unknown phase {name!r}, the phase is unchanged; known: {', '.join(known)}{hint}")
@@ -48,11 +47,18 @@ class Measuring:
         """Steps between measurements in this phase; 0: never again."""
         return self._config.flops_profile_freq if self._phase is None else self._config.phases[self._phase]
 
-    def plan_next(self, done: int) -> None:
-        """Decide after `done` steps whether the next one measures, and when to decide again."""
+    def add_steps(self, steps: int) -> bool:
+        """So many more steps are done; whether it was decided anew what the next one measures."""
+        self._steps += steps
+        if self._steps < self._plan_at:
+            return False
+        self._plan_next(self._steps)
+        return True
+
+    def _plan_next(self, done: int) -> None:
         frequency = self.frequency
         if not frequency:
-            self.plan_at = sys.maxsize
+            self._plan_at = sys.maxsize
             return
         recalibration = self._config.recalibration_frequency
         last, self._planned_at = self._planned_at, done
@@ -60,7 +66,7 @@ class Measuring:
             self._profile_is_due = True
         if recalibration and _next_multiple(recalibration, last) <= done:
             self.is_counted = True
-        self.plan_at = min(_next_multiple(every, done) for every in (frequency, recalibration) if every)
+        self._plan_at = min(_next_multiple(every, done) for every in (frequency, recalibration) if every)
 
     def begin_step(self, convention: Convention) -> None:
         """Profile the step that begins, if that is due; to be called where this run `profiles`."""

@@ -12,10 +12,10 @@ import torch
 
 from ...flops import FlopCount, StepWork
 from ...hardware.tiles import Shape, mean_tile_factor
-from ..hybrid.hardware_figures import StepDetail
 from ..step_flops.known import Unknown
 from ..step_flops.source import FlopsSource
 from ..training_side.step_note import StepNote
+from .hardware_figures import StepDetail
 
 _NOTHING = StepDetail()
 

@@ -1,0 +1,392 @@
+"""Steps become rows, in order, once the device has passed them.
+
+    StepNote ──► StepReader: time, FLOPs, values ──► Step ──► job_rows, in a job ──► a row ──► Output
+
+A step that ends a window of the hardware counters waits until they were read past it, unless a caller waits
+for its row; a step of an unknown kind waits a few seconds for one like it to be observed. In a job of several
+ranks rank 0 holds a row back until all ranks have reported its step (`job_rows.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+from math import inf, isfinite
+from typing import Any, NamedTuple
+
+import torch
+
+from ...errors import one_line
+from ...utilization import ABOVE_ONE
+from ..hybrid.hardware_windows import HardwareWindows
+from ..metrics import NOTHING, StepAmounts, StepTime, Window, performance
+from ..notices import Notices
+from ..ranks.find_role import OwnRole
+from ..step_flops.plan import ObservationPlan
+from ..step_flops.source import ESTIMATE, FlopsSource, StepFlops, UnknownFlops
+from ..totals import Totals
+from ..training_side.batch_notes import BatchNote
+from ..training_side.clock import CudaClock, HostClock
+from ..training_side.datasets import dataset_metrics
+from ..training_side.host_values import is_there, resolved
+from ..training_side.step_note import StepNote, StepPosition
+from ..training_side.watched import is_of_first_module
+from .audit_step import AuditStep
+from .frequency import StepsOrSeconds
+from .job_rows import JobRows
+from .output import Output
+from .step_queue import StepQueue
+from .step_times import StepTimes
+
+_MOST_TOGETHER = 32
+"""The most rows handed to the output at once."""
+_MOST_UNLEARNED = 10_000
+
+
+class Step(NamedTuple):
+    """A step that was read: all that this rank knows of it."""
+
+    position: StepPosition
+    end_s: float
+    training: dict[str, Any]
+    """What the caller logged."""
+    datasets: dict[str, Any]
+    amounts: StepAmounts
+    took: StepTime
+    skip_remote: bool
+
+
+class StepReader:
+    """Reads steps in their order: time, FLOPs and the values that were on the device."""
+
+    def __init__(
+        self,
+        *,
+        clock: HostClock | CudaClock,
+        flops: FlopsSource,
+        plan: ObservationPlan,
+        role: OwnRole,
+        hardware: HardwareWindows | None,
+        audit: AuditStep | None,
+        measured_peak_flops_per_s: float | None,
+        in_job: bool,
+        notices: Notices,
+    ) -> None:
+        self._clock, self._flops, self._plan, self._role = clock, flops, plan, role
+        self._hardware, self._audit, self._notices = hardware, audit, notices
+        self._measured_peak_flops_per_s, self._in_job = measured_peak_flops_per_s, in_job
+        self._times = StepTimes()
+        self._unlearned: deque[StepNote] = deque(maxlen=_MOST_UNLEARNED)
+        """Observed steps whose counts are not known yet; rows before them may wait for these."""
+        self._last_counted, self._last_executed = _Last(NOTHING), _Last(NOTHING)
+        self.profile_cost_s = 0.0
+
+    def put(self, note: StepNote) -> None:
+        """On the training thread: a step was logged."""
+        if note.extras.observed is not None:
+            self._unlearned.append(note)
+
+    def learn(self) -> None:
+        """Take the counts of observed steps in their order, as soon as their values have arrived."""
+        with contextlib.suppress(Exception):  # a failing device causes a warning once a step needs it
+            self._clock.poll()
+        while self._unlearned:
+            note = self._unlearned[0]
+            assert note.extras.observed is not None
+            if not note.extras.observed.observation.ready() or not _have_arrived(note):
+                return
+            self._unlearned.popleft()
+            self._flops.learn(note)
+
+    def is_ready(self, note: StepNote, *, is_awaited: bool) -> bool:
+        """Whether a step can be read without waiting; one that `is_awaited` waits for no better figures."""
+        if not self._clock.has_passed(note.span.end):
+            return False
+        if not is_awaited and self._hardware is not None and not self._hardware.can_take(note.extras.cut):
+            return False
+        if note in self._unlearned:
+            self.learn()
+        numbers = (note.loss, note.grad_norm, note.learning_rate, note.epoch, note.extras.mask_useful_tokens)
+        return (
+            all(map(is_there, numbers))
+            and _have_arrived(note)
+            and (not self._unlearned or self._unlearned[0] is not note)
+            and all(copy.ready() for _, copy in note.extras.datasets)
+            and (is_awaited or self._flops.is_settled(note))
+        )
+
+    def read(self, note: StepNote) -> Step:
+        """The next step, which is ready."""
+        position = note.position
+        counted = self._with_mask(note, self._counted(note))
+        took = self._times.of(position.steps, note.span, note.gap)
+        if self._hardware is not None:
+            if self._times.gap_is_excluded:
+                self._hardware.interrupted()
+            self._hardware.add(note, counted, took)
+            if self._hardware.measures_executed:
+                self._flops.use_executed_ratio(self._hardware.executed_ratio)
+        if self._audit is not None and self._audit.wants(note):
+            self._audit.write(self._flops, note)
+        self._note_time(note, took)
+        datasets: dict[str, Any] = {}
+        if note.extras.datasets:
+            names = [name for pending, _ in note.extras.datasets for name in pending.names]
+            datasets = dataset_metrics(names, torch.cat([copy.get() for _, copy in note.extras.datasets]))
+        training = {
+            "global_step": position.step,
+            "training/loss": resolved(note.loss),
+            "training/lr": resolved(note.learning_rate),
+            "training/epoch": resolved(note.epoch),
+            "training/grad_norm": resolved(note.grad_norm),
+        }
+        amounts = self._with_executed(counted)
+        return Step(position, note.span.end.host_s, training, datasets, amounts, took, note.skip_remote)
+
+    def _counted(self, note: StepNote) -> StepAmounts:
+        """The amounts of a step as counted; the last step's object if they are equal."""
+        flops, role = self._flops_of(note), self._role.role
+        if isinstance(flops, StepFlops) and flops.method != ESTIMATE:  # they are this rank's own
+            role = replace(role, flops_shared_by=1)
+        # Some of its batches alone do not represent the step.
+        sized = _sized([] if note.batches.missing else note.batches.notes)
+        return self._last_counted.same_as(
+            StepAmounts(
+                samples=_sum([b.samples() for b in sized]),
+                tokens=_sum([b.template.tokens for b in sized]),
+                useful_tokens=_sum([resolved(b.useful_tokens) for b in sized]),
+                flops=flops if isinstance(flops, StepFlops) else None,
+                unknown=flops if isinstance(flops, UnknownFlops) else None,
+                warmup=note.warmup,
+                observed=note.extras.observed is not None,
+                role=role,
+                in_job=self._in_job,
+                measured_peak_flops_per_s=self._measured_peak_flops_per_s,
+            )
+        )
+
+    def _flops_of(self, note: StepNote) -> StepFlops | UnknownFlops:
+        try:
+            flops = self._notices.with_warnings_collected(lambda: self._flops.of(note))
+        except Exception as error:  # the rest of the row is known
+            flops = UnknownFlops(reason=f"its FLOPs could not be computed: {one_line(error)}", estimate=None)
+        if note.extras.profile is not None:
+            self.profile_cost_s += note.extras.profile.cost_s
+            self._flops.learn_executed(note.extras.profile, flops)
+        return flops
+
+    def _with_mask(self, note: StepNote, counted: StepAmounts) -> StepAmounts:
+        """With the tokens of the mask that `log_step` got, where the batches tell of none."""
+        mask_tokens = note.extras.mask_tokens
+        if mask_tokens is None or counted.useful_tokens is not None:
+            return counted
+        if counted.tokens in (None, mask_tokens):
+            useful_tokens = resolved(note.extras.mask_useful_tokens)
+            return replace(counted, tokens=mask_tokens, useful_tokens=useful_tokens)
+        self._notices(
+            f"attention_mask is not used where it does not fit, first at step {note.step}: it "
+            f"has {mask_tokens:,} positions and the step's micro-batches {counted.tokens:,} tokens",
+            about="attention_mask",
+        )
+        return counted
+
+    def _with_executed(self, counted: StepAmounts) -> StepAmounts:
+        executed = None if counted.flops is None else self._flops.with_executed(counted.flops)
+        if executed is counted.flops:
+            return counted
+        return self._last_executed.same_as(replace(counted, flops=executed))
+
+    def _note_time(self, note: StepNote, took: StepTime) -> None:
+        """The plan of observations gets the time of a plain step, or what an observed one took more."""
+        if took.elapsed_s is None:
+            return
+        step_s = took.elapsed_s / took.steps
+        if note.extras.observed is not None:
+            extra_s = max(0.0, step_s - self._plan.plain_step_s)
+            self._plan.observed(note.number, extra_s, note.span.end.host_s)
+        elif not note.warmup:
+            self._plan.shifted(step_s)
+
+
+class Rows:
+    """Makes rows of steps and hands them to the output; lives on the row thread."""
+
+    def __init__(
+        self,
+        reader: StepReader,
+        output: Output,
+        *,
+        job: JobRows[Step] | None,
+        hardware: HardwareWindows | None,
+        device: torch.device,
+        details: StepsOrSeconds,
+        notices: Notices,
+    ) -> None:
+        self.queue = StepQueue()
+        self._reader, self._output, self._job, self._hardware = reader, output, job, hardware
+        self._device, self._details, self._notices = device, details, notices
+        self._window, self.totals = Window(), Totals()
+        self.failed_steps = 0
+
+    def put(self, note: StepNote) -> None:
+        """On the training thread: a step was logged; never waits."""
+        self._reader.put(note)
+        self.queue.put(note)
+
+    @property
+    def profile_cost_s(self) -> float:
+        """What profiled steps have cost so far."""
+        return self._reader.profile_cost_s
+
+    @property
+    def due_in_s(self) -> float:
+        """Seconds until there is something to do even without a new step."""
+        return inf if self._job is None else self._job.due_in_s
+
+    def release_in(self, seconds: float | None) -> None:
+        """Wait so long for what other ranks report of the steps so far."""
+        if self._job is not None:
+            self._job.release_in(seconds)
+
+    def process(self, *, is_awaited: bool) -> None:
+        """Make rows of all steps that are ready."""
+        self._reader.learn()
+        while self._process_some(is_awaited=is_awaited) == _MOST_TOGETHER:
+            pass
+        if self._job is not None:
+            self._job.tick(is_awaited=is_awaited)
+
+    def _process_some(self, *, is_awaited: bool) -> int:
+        """Process the oldest ready steps, up to `_MOST_TOGETHER`; returns how many."""
+        steps: list[Step] = []
+        taken = 0
+        try:
+            while (
+                taken < _MOST_TOGETHER
+                and (oldest := self.queue.oldest()) is not None
+                and self._reader.is_ready(oldest, is_awaited=is_awaited)
+            ):
+                self.queue.take()
+                taken += 1
+                try:
+                    steps.append(self._reader.read(oldest))
+                except BaseException as error:
+                    self._not_logged(error)
+        finally:
+            if taken or (self._job is not None and self._job.held):
+                released = self._released(steps, is_awaited=is_awaited)
+                self._write([row for step in released if (row := self._row_of(step)) is not None])
+                self.queue.note_rows(taken, held=0 if self._job is None else self._job.held)
+                self._output.wake()
+        return taken
+
+    def _released(self, steps: Sequence[Step], *, is_awaited: bool) -> Sequence[Step]:
+        """The steps whose rows are due: the new ones, or on rank 0 of a job those all ranks have reported."""
+        if self._job is None:
+            return steps
+        for step in steps:
+            self._job.put(step, step.position, step.amounts, step.took)
+        released = self._job.release(is_awaited=is_awaited)
+        return [step._replace(amounts=amounts) for step, amounts in released]
+
+    def _row_of(self, step: Step) -> tuple[Step, dict[str, Any], bool] | None:
+        """The row of a released step, and whether it is a detailed one; None, with a warning, if it fails."""
+        try:
+            metrics: dict[str, Any] = {**step.training, **performance(step.amounts, step.took)}
+            self._check(metrics)
+            is_detailed = self._details.is_due(step.position, step.end_s)
+            self._window.add_all([metrics])
+            if is_detailed:
+                metrics |= self._details_now()
+            return step, metrics | step.datasets, is_detailed
+        except BaseException as error:
+            self._not_logged(error)
+            return None
+
+    def _check(self, metrics: Mapping[str, Any]) -> None:
+        loss = metrics["training/loss"]
+        if loss is not None and not isfinite(loss):
+            step = metrics["global_step"]
+            self._notices(f"the loss is {loss}, first at step {step}", about=f"loss {loss}")
+        if metrics.get("perf/mfu", 0.0) > 1 or metrics.get("perf/hfu", 0.0) > 1:
+            self._notices(ABOVE_ONE)
+
+    def _details_now(self) -> dict[str, Any]:
+        """Metrics over several steps, up to this one."""
+        row: dict[str, Any] = self._window.medians()
+        if self._hardware is not None and self._hardware.latest is not None:
+            row |= self._hardware.latest.metrics()
+        row["perf/memory_peak_bytes"] = peak_memory_bytes(self._device)
+        return row if self._job is None else row | self._job.metrics()
+
+    def _write(self, rows: Sequence[tuple[Step, dict[str, Any], bool]]) -> None:
+        """Hand rows to the output, and add them to the totals: those with the same amounts together."""
+        queued = self._output.rows_queued
+        try:
+            self._output.put_all(
+                [metrics for _, metrics, _ in rows],
+                [step.took.steps for step, _, _ in rows],
+                [step.skip_remote for step, _, _ in rows],
+                {metrics["global_step"] for _, metrics, is_detailed in rows if is_detailed},
+            )
+            for _, alike in groupby([step for step, _, _ in rows], key=lambda step: id(step.amounts)):
+                same = list(alike)
+                self.totals.add(same[0].amounts, [step.took for step in same])
+        except BaseException as error:
+            if self._output.rows_queued > queued:
+                self._notices(f"rows could not be written at once: {one_line(error)}")
+            else:
+                self._not_logged(error, len(rows))
+
+    def _not_logged(self, error: BaseException, steps: int = 1) -> None:
+        self.failed_steps += steps
+        self._notices(f"a step could not be processed and is not logged: {one_line(error)}")
+
+
+class _Last:
+    """The last value of its kind: what depends on it alone is computed once while it stays the same."""
+
+    def __init__(self, value: StepAmounts) -> None:
+        self._value = value
+
+    def same_as(self, value: StepAmounts) -> StepAmounts:
+        """The last value's object if it is equal, else this one from now on."""
+        if value != self._value:
+            self._value = value
+        return self._value
+
+
+def _have_arrived(note: StepNote) -> bool:
+    """Whether the values of its batches can be read without waiting."""
+    return all(batch.ready() for batch in note.batches.notes)
+
+
+def _sized(batches: Sequence[BatchNote]) -> Sequence[BatchNote]:
+    """The batches that give a step's samples and tokens: the observed ones, else the first module's."""
+    slots = [batch.template.slot for batch in batches]
+    if None in slots:
+        return [batch for batch in batches if batch.template.slot is None]
+    known = [slot for slot in slots if slot is not None]
+    return [batch for batch, slot in zip(batches, known, strict=True) if is_of_first_module(slot, known)]
+
+
+def _sum(values: list[Any]) -> Any:
+    """The sum over all micro-batches; None if one is unknown, or there are none."""
+    return None if not values or any(v is None for v in values) else sum(values)
+
+
+def peak_memory_bytes(device: torch.device) -> int | None:
+    """The peak memory so far: the allocator's on CUDA, the process's on a CPU; None elsewhere."""
+    if device.type == "cuda":
+        stats = torch.cuda.memory.memory_stats_as_nested_dict(device)
+        return int(stats["allocated_bytes"]["all"]["peak"])
+    if device.type != "cpu":
+        return None
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return None
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

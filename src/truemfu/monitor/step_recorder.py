@@ -1,0 +1,305 @@
+"""The training thread's part of a run: takes notes of each step, and hands one over when it ends.
+
+    a forward pass ──► note_batch: its template, the last batch's if both have the same signature; a step
+                       that is observed begins here, or at the end of the last log_step
+    log_step       ──► one StepNote: what it was given, a mark on the device's clock, what it shares with the
+                       step before ──► row thread
+
+Between two calls a training step has evicted the processor's caches: each function and object that is touched
+then costs a microsecond or more. So numbers, rates and rows are computed on the row thread, and device
+values are sent to the host together, every few seconds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from ..flops import HostCopy
+from ..torch_private.watching import backward_number, miss_compiled_calls
+from .notices import Notices
+from .ranks.find_role import OwnRole
+from .row_side.audit_step import AuditStep
+from .row_side.row_thread import RowThread
+from .step_flops.watch import StepWatch
+from .training_side.batch_notes import Batch, BatchNotes, StepBatches, Template
+from .training_side.between_steps import BetweenSteps
+from .training_side.clock import Mark, StepClock
+from .training_side.compilations import NewGraphs, compilations
+from .training_side.datasets import PendingDatasetMetrics
+from .training_side.hardware_watch import HardwareWatch
+from .training_side.intake import LARGEST_STEP, Intake
+from .training_side.measuring import Measuring
+from .training_side.model_hooks import ModelHooks
+from .training_side.step_note import (
+    NO_EXTRAS,
+    WARMUP_STEPS,
+    Observed,
+    StepExtras,
+    StepNote,
+    StepPosition,
+)
+from .training_side.watched import Watched
+
+_SLOW_STEP_S = 1.0
+"""Device values of a longer step are sent at once: the cost is small compared with the step."""
+_CHANGES_SHOWN = 5
+_READY = (float, type(None))
+"""Types of numbers that are taken as they are."""
+Datasets = Sequence[tuple[PendingDatasetMetrics, HostCopy]]
+
+
+class BegunBatch(NamedTuple):
+    """A batch that was noted, and whether it is the first of its step."""
+
+    template: Template
+    is_first: bool
+
+
+class EndedStep(NamedTuple):
+    """What was observed of a step that has ended, and the autograd nodes it made."""
+
+    observed: Observed | None
+    nodes: int | None
+
+
+class StepRecorder:
+    """Lives on the training thread, which holds the monitor's lock in every call."""
+
+    def __init__(
+        self,
+        *,
+        hooks: ModelHooks,
+        measuring: Measuring,
+        between: BetweenSteps,
+        clock: StepClock,
+        intake: Intake,
+        batches: BatchNotes,
+        watch: StepWatch,
+        counters: HardwareWatch | None,
+        audit: AuditStep | None,
+        role: OwnRole,
+        rows: RowThread,
+        notices: Notices,
+    ) -> None:
+        self._hooks, self._measuring, self._between, self._clock = hooks, measuring, between, clock
+        self._intake, self._batches, self.watch = intake, batches, watch
+        self._counters, self._audit, self._role = counters, audit, role
+        self._rows, self._notices = rows, notices
+        self._graphs = NewGraphs()
+        self.logged = 0
+        """Steps that were handed over."""
+        self.own_time_s = 0.0
+        """The monitor's time on the training thread."""
+
+    @property
+    def has_batches(self) -> bool:
+        """Whether a batch of the current step was noted."""
+        return self._batches.has_notes
+
+    def next_position(self) -> StepPosition | None:
+        """Which step comes next, as far as that is known."""
+        return self._intake.next_position()
+
+    def batch_shapes(self) -> list[dict[str, list[int]]]:
+        """The shapes of the batches so far."""
+        return self._batches.shapes()
+
+    def forget_models(self) -> None:
+        """Other models are watched from now on."""
+        self._role.forget()
+        self.watch.forget_models()
+
+    def forget_batches(self) -> None:
+        """Drop the notes of the current step: its batches are passed to `observe` instead."""
+        self._batches.take()
+
+    def note_batch(
+        self, batch: Batch | None, began_s: float, slot: int | None, watched: Watched | None
+    ) -> BegunBatch | None:
+        """Note a micro-batch of a module; None if its forward pass begins no work of the step.
+
+        The first one of a step also begins the step. `slot` is None for a batch that gives only the step's
+        samples and tokens, `watched` for one that was passed to `observe`.
+        """
+        if self._role.is_due:
+            self._role.find(self._hooks.roots)
+        batches, between, in_backward = self._batches, self._between, backward_number() != -1
+        is_first = not batches.has_notes
+        name = None if watched is None else watched.name
+        if not batches.note(batch, slot, name, in_backward=in_backward):
+            return None
+        if not is_first:
+            if between.last_s is not None:
+                between.last_s = began_s
+        elif not in_backward:  # else a checkpoint wraps the model, and its first run was not seen
+            between.begun(began_s)
+        if is_first:
+            self._begin_step()
+        template = batches.last_template
+        self.own_time_s += time.perf_counter() - began_s
+        is_counted = slot is not None and not in_backward
+        return BegunBatch(template, is_first) if is_counted and template is not None else None
+
+    def _begin_step(self) -> None:
+        if not self.logged:  # later steps begin where the last one ended
+            self._clock.begin()
+        if self._audit is not None and self._audit.begin_step(self.logged, compilations()):
+            self.watch.observe_next_batch()
+
+    def batch_begins(self, begun: BegunBatch) -> None:
+        """After `note_batch`, where modes may be entered: the forward pass of the noted batch begins."""
+        self.watch.batch_begins(begun.template, is_first=begun.is_first)
+        if begun.is_first and self._measuring.profiles and self.watch.observer is None:
+            # Not an observed step, of which a profiler would record each operator twice.
+            self._measuring.begin_step(self.watch.convention)
+
+    def pass_begins(self, name: str | None, *, is_training: bool) -> bool:
+        """A forward pass of a watched module begins; whether its end is to be told."""
+        observer = self.watch.observer
+        if observer is None:
+            return False
+        observer.pass_begins(is_training=is_training, name=name)
+        return True
+
+    def pass_ends(self) -> None:
+        """It has ended, by return or exception."""
+        observer = self.watch.observer
+        if observer is not None:
+            observer.pass_ends()
+
+    def end_step(self) -> EndedStep:
+        """Before `log_step`, with modes as the program has them: the step ends, and its observation."""
+        return EndedStep(self.watch.step_ends(), self.watch.nodes())
+
+    def log_step(
+        self,
+        step: Any,
+        epoch: Any,
+        loss: Any,
+        grad_norm: Any,
+        learning_rate: Any,
+        attention_mask: Any,
+        skip_remote: Any,
+        flops: Any,
+        ended: EndedStep,
+        datasets: Datasets,
+        now_s: float,
+    ) -> None:
+        """Hand over one note of a step that has ended."""
+        intake, measuring, extras, observed = self._intake, self._measuring, NO_EXTRAS, ended.observed
+        # The mark is placed first, since a device that waits for the host would wait for all of this. With
+        # counters it follows their cut: once the mark has passed, so has the cut.
+        span = self._clock.end(now_s) if self._counters is None else None
+        if self._audit is not None:
+            self._audit.end_step()
+        if attention_mask is not None or flops is not None or datasets or measuring.profiler is not None:
+            extras = self._extras(attention_mask, flops, datasets)
+        if self._hooks.are_unsettled:
+            self._hooks.settle()
+        batches = self._batches.take()
+        if observed is not None:
+            extras = extras._replace(observed=observed)
+        self.watch.note_step(self.logged + 1, batches, ended.nodes, is_observed=observed is not None)
+        if not batches.notes or not self._hooks.see_whole_batches:
+            self._without_forward_passes(batches)
+        if type(step) is not int or not -LARGEST_STEP <= step <= LARGEST_STEP:
+            step = intake.step_number(step)
+        steps = intake.steps_since_last(step)
+        is_warmup = (
+            self._graphs.appeared()
+            or self.logged < WARMUP_STEPS
+            or extras.profile is not None
+            or observed is not None
+        )
+        if self._counters is not None:
+            # Windows exclude steps that compile, are profiled or observed.
+            if is_warmup:
+                self._counters.restart()
+            elif (cut := self._counters.cut(now_s)) is not None:
+                extras = extras._replace(cut=cut)
+        last_end_s = self._between.end_s
+        is_slow = last_end_s is not None and now_s - last_end_s > _SLOW_STEP_S
+        take = intake.number  # floats and None need no conversion
+        note = StepNote(
+            step,
+            steps,
+            epoch if type(epoch) in _READY else take("epoch", epoch),
+            loss if type(loss) in _READY else take("loss", loss),
+            grad_norm if type(grad_norm) in _READY else take("grad_norm", grad_norm),
+            learning_rate if type(learning_rate) in _READY else take("learning_rate", learning_rate),
+            batches,
+            self.logged + 1,
+            self.watch.state,
+            ended.nodes,
+            measuring.is_counted,
+            is_warmup,
+            self._between.take(),
+            span or self._clock.end(now_s),
+            skip_remote if type(skip_remote) is bool else intake.flag("skip_wandb", skip_remote),
+            extras,
+        )
+        intake.values.flush_if_due(now_s, is_due=is_slow)
+        if self._audit is not None:
+            self._audit.hand_over(note)
+        self._rows.put(note)
+        self.logged += 1
+        if measuring.add_steps(steps):
+            self.watch.plan.set_frequency(measuring.frequency)
+        self.check_models()
+
+    def begin_next_step(self) -> None:
+        """The last thing that `log_step` does: the next step begins, and may be observed as a whole."""
+        self.watch.next_begins(self.logged)
+
+    def check_models(self, *, now: bool = False) -> None:
+        """Look for changes of the models, if that is due or `now`."""
+        change = self.watch.change
+        self.watch.check_models(self.logged, now=now)
+        if self.watch.change is not change and (change := self.watch.change) is not None:
+            self._notices(
+                f"the model changed between the logged steps {change.after_step} and {change.until_step}: "
+                "steps between them may have the FLOPs before the change",
+                about=f"model change {self.watch.state if self.watch.state < _CHANGES_SHOWN else ''}",
+            )
+
+    def _extras(self, attention_mask: Any, flops: Any, datasets: Datasets) -> StepExtras:
+        """The optional parts of a step, absent from most."""
+        tokens, useful_tokens = (None, None) if attention_mask is None else self._intake.mask(attention_mask)
+        return StepExtras(
+            tokens,
+            useful_tokens,
+            given_flops=None if flops is None else self._intake.flops(flops),
+            profile=self._measuring.end_step(),
+            datasets=datasets,
+        )
+
+    def _without_forward_passes(self, batches: StepBatches) -> None:
+        """A step whose forward passes may not have been seen: look for them elsewhere from now on."""
+        hooks = self._hooks
+        has_batches = batches.notes or batches.missing or hooks.are_disabled
+        if hooks.were_compiled() or has_batches or not hooks.are_there:
+            return
+        miss_compiled_calls()
+        hooks.watch_calls()
+
+    def pause(self) -> Mark:
+        """Exclude what runs from now on from the step, until `resume` gets the mark."""
+        mark = self._clock.moment()
+        self._intake.values.flush()
+        self.watch.suspend()
+        self._measuring.interrupt()
+        if self._audit is not None:
+            self._audit.pause()
+        if self._counters is not None:
+            self._counters.restart()
+        return mark
+
+    def resume(self, mark: Mark, kind: str, began_s: float) -> None:
+        """Continue the step; `kind` is what ran since the mark, which was requested at `began_s`."""
+        self._clock.pause(mark, kind)
+        self.watch.resume()
+        if self._audit is not None:
+            self._audit.resume()
+        self._between.shift(time.perf_counter() - began_s)
