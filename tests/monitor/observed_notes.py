@@ -104,13 +104,14 @@ class RowSide:
             watch, notice=lambda text, about=None: self.said.append(text), clock=lambda: self.now_s
         )
         hooks: Any = SimpleNamespace(roots=[] if model is None else [model], module_of=lambda slot: model)
+        self.role = OwnRole(1, self.said.append)
         self.flops = FlopsSource(
             load_config({"monitoring": {"peak_tflops": 1, **monitoring}}),
             self.known,
             hooks=hooks,
             notice=self.said.append,
             device=CPU,
-            role=OwnRole(1, self.said.append),
+            role=self.role,
         )
 
     def _wants_whole_steps(self) -> None:

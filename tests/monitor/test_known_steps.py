@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from truemfu import FlopCount
 from truemfu.flops.observe.observation import OBSERVED
+from truemfu.monitor.ranks.role import RankRole
 from truemfu.monitor.step_flops.known import FORM, Unknown
 from truemfu.monitor.step_flops.source import ESTIMATE, GIVEN, StepFlops, UnknownFlops
 from truemfu.monitor.training_side.step_note import StepExtras, StepNote
@@ -316,11 +317,13 @@ def test_a_step_without_products_is_unknown_and_not_zero(thread: Thread, side: R
 
 def test_flops_of_the_caller_come_before_all_else(thread: Thread, side: RowSide) -> None:
     note = thread.note(rows(), extras=StepExtras(given_flops=5e9))
-    side.flops.refusal = "sequences are split"
+    side.role.role = RankRole(splits_sequences=True)
     found = side.flops.of(note)
     assert isinstance(found, StepFlops)
     assert (found.method, found.model_flops) == (GIVEN, 5e9)
-    assert side.flops.of(thread.note(rows())) == UnknownFlops(reason="sequences are split", estimate=None)
+    refused = side.flops.of(thread.note(rows()))
+    assert isinstance(refused, UnknownFlops)
+    assert refused.reason.startswith("sequences are split over ranks")
     assert isinstance(side.flops.count(thread.note(rows())), Unknown)
     assert side.flops.is_settled(thread.note(rows()))
 
