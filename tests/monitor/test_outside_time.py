@@ -69,9 +69,10 @@ def test_a_rank_that_sleeps_is_late_because_it_is_blocked(tmp_path: Path, where:
     rows = [msgspec.convert(written[rank], RankRow) for rank in range(2)]
     found = {cause: seconds[1] for cause, seconds in lateness(rows).items() if seconds[1] is not None}
     assert max(found, key=lambda cause: found[cause]) == "blocked", found
-    assert 0.6 * SLEEP_S < found["blocked"] < 1.2 * (rows[1].step_time_s or 0.0)
+    assert rows[1].step_time_s is not None
+    assert SLEEP_S / 2 < found["blocked"] <= rows[1].step_time_s
     others = {cause: seconds[0] for cause, seconds in lateness(rows).items() if seconds[0] is not None}
-    assert others["blocked"] == 0.0
+    assert others["blocked"] <= 0.0  # less what its host explains
 
 
 def test_a_thread_that_has_ended_is_not_looked_at() -> None:
