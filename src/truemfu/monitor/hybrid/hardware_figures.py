@@ -19,7 +19,7 @@ from ...hardware.counters.executed import datasheet_clock_hz, executed_flops_per
 from ...hardware.counters.samples import GpuProcess
 from ...hardware.nsight.audited import AuditedKernels
 from ...hardware.specs import DeviceSpec
-from ...utilization import rate_over_peak
+from ...utilization import ratio
 from ...waterfall import Waterfall, WaterfallInputs, waterfall
 from ..metrics import StepAmounts, StepTime
 from ..ranks.amounts import plus
@@ -205,7 +205,7 @@ def figures_of(
         seconds=window.seconds,
         steps=sums.steps,
         executed_flops_per_s=executed,
-        executed_hfu=rate_over_peak(executed, sums.per_s("peak_flops")),
+        executed_hfu=ratio(executed, sums.per_s("peak_flops")),
         executed_over_activity=correction,
         clock_hz=measured.clock_hz,
         clock_source=measured.clock_source,
