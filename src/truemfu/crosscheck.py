@@ -45,14 +45,6 @@ _NAMES_SHOWN = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class OtherProcess:
-    """Another process that uses memory on the GPU."""
-
-    pid: int
-    memory_bytes: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class Cause:
     """A possible explanation of the difference; `predicted_ratio` is the ratio it would give, if known."""
 
@@ -132,7 +124,7 @@ class _Evidence:
     unaligned_flops: float
     flops_by_dtype: Mapping[str, float]
     uncounted: Mapping[str, int]
-    other_processes: Sequence[OtherProcess]
+    other_processes: Sequence[int]
     is_upper_bound: bool
 
     def explained_by(self, least_flops: float, most_flops: float) -> bool:
@@ -155,7 +147,7 @@ def crosscheck(
     unaligned_flops: float | None = None,
     flops_by_dtype: Mapping[str, float] | None = None,
     uncounted: Mapping[str, int] | None = None,
-    other_processes: Sequence[OtherProcess] = (),
+    other_processes: Sequence[int] = (),
     exact: bool = False,
     is_upper_bound: bool = False,
     threshold: float = THRESHOLD,
@@ -169,10 +161,11 @@ def crosscheck(
     of each group are rounded up to tiles; `unaligned_flops` of 16-bit products with a size that is not a
     multiple of eight. `flops_by_dtype` splits the count. `attention_executed_share` is what kernels execute
     of the attention counted: 1 without a mask or under the causal convention, less for causal kernels under
-    the full one. `uncounted` are operators without a formula and their calls. `other_processes` must not
-    include this one; inside a container the driver reports the host's process ids, so give none if this
-    process is not among them. `exact`: the executed FLOPs were counted (Nsight Compute). `is_upper_bound`:
-    they were computed from the activity of a pipe without the correction of an audit.
+    the full one. `uncounted` are operators without a formula and their calls. `other_processes` are
+    the ids of processes on the GPU without this one; inside a container the driver reports the host's ids,
+    so give none if this process is not among them. `exact`: the executed FLOPs were counted (Nsight
+    Compute). `is_upper_bound`: they were computed from the activity of a pipe without the correction of an
+    audit.
     """
     if not _positive(counted_flops) or not _positive(executed_flops):
         return None
@@ -239,7 +232,7 @@ def _uncounted_kernels(evidence: _Evidence) -> Iterator[Cause]:
 
 def _another_process(evidence: _Evidence) -> Iterator[Cause]:
     if evidence.other_processes:
-        pids = ", ".join(str(process.pid) for process in evidence.other_processes[:_NAMES_SHOWN])
+        pids = ", ".join(map(str, evidence.other_processes[:_NAMES_SHOWN]))
         yield Cause(key="other_process", sentence=f"another process is on this GPU (process {pids})")
 
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ...crosscheck import CrossCheck, OtherProcess, crosscheck
+from ...crosscheck import CrossCheck, crosscheck
 from ...hardware.counters.executed import datasheet_clock_hz, executed_flops_per_s, on_tensor_pipes
 from ...hardware.counters.samples import GpuProcess
 from ...hardware.nsight.audited import AuditedKernels
@@ -266,12 +266,12 @@ def _check(
     )
 
 
-def _others(processes: tuple[GpuProcess, ...]) -> list[OtherProcess]:
-    """Other processes on the GPU; empty if ours is not listed: the driver may report the host's PIDs."""
+def _others(processes: tuple[GpuProcess, ...]) -> list[int]:
+    """The other processes on the GPU; empty if ours is not listed: the driver may report the host's PIDs."""
     own = os.getpid()
     if all(process.pid != own for process in processes):
         return []
-    return [OtherProcess(pid=p.pid, memory_bytes=p.memory_bytes) for p in processes if p.pid != own]
+    return [process.pid for process in processes if process.pid != own]
 
 
 def _fall(
