@@ -8,11 +8,17 @@ from typing import Any
 
 import pytest
 
-from truemfu.crosscheck import CAUSAL_SHARE, crosscheck
+from truemfu import crosscheck as module
+from truemfu.crosscheck import CAUSAL_SHARE, CrossCheck, KnownWork
 
 
-def causes(counted: float, executed: float, **evidence: Any) -> list[str]:
-    result = crosscheck(counted, executed, **evidence)
+def crosscheck(counted: float | None, executed: float | None, **known: Any) -> CrossCheck | None:
+    options = {name: known.pop(name) for name in ("exact", "is_upper_bound", "threshold") if name in known}
+    return module.crosscheck(counted, executed, KnownWork(**known), **options)
+
+
+def causes(counted: float, executed: float, **known: Any) -> list[str]:
+    result = crosscheck(counted, executed, **known)
     assert result is not None
     assert not result.agrees
     assert result.notice is not None

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ...crosscheck import CrossCheck, crosscheck
+from ...crosscheck import CrossCheck, KnownWork, crosscheck
 from ...hardware.counters.executed import datasheet_clock_hz, executed_flops_per_s, on_tensor_pipes
 from ...hardware.counters.samples import GpuProcess
 from ...hardware.nsight.audited import AuditedKernels
@@ -249,9 +249,7 @@ def _check(
     def part(share: float | None) -> float | None:
         return None if share is None else share * counted
 
-    return crosscheck(
-        counted,
-        executed * sums.elapsed_s,
+    work = KnownWork(
         attention_flops=part(detail.attention_share),
         attention_executed_share=detail.attention_executed_share,
         tile_factor=detail.tile_factor,
@@ -262,8 +260,8 @@ def _check(
         flops_by_dtype={dtype: share * counted for dtype, share in detail.dtype_shares.items()},
         uncounted=detail.uncounted,
         other_processes=_others(processes or ()),
-        is_upper_bound=is_upper_bound,
     )
+    return crosscheck(counted, executed * sums.elapsed_s, work, is_upper_bound=is_upper_bound)
 
 
 def _others(processes: tuple[GpuProcess, ...]) -> list[int]:
