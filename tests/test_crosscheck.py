@@ -8,11 +8,17 @@ from typing import Any
 
 import pytest
 
-from truemfu.crosscheck import CAUSAL_SHARE, OtherProcess, crosscheck
+from truemfu import crosscheck as module
+from truemfu.crosscheck import CAUSAL_SHARE, CrossCheck, KnownWork
 
 
-def causes(counted: float, executed: float, **evidence: Any) -> list[str]:
-    result = crosscheck(counted, executed, **evidence)
+def crosscheck(counted: float | None, executed: float | None, **known: Any) -> CrossCheck | None:
+    options = {name: known.pop(name) for name in ("exact", "is_upper_bound", "threshold") if name in known}
+    return module.crosscheck(counted, executed, KnownWork(**known), **options)
+
+
+def causes(counted: float, executed: float, **known: Any) -> list[str]:
+    result = crosscheck(counted, executed, **known)
     assert result is not None
     assert not result.agrees
     assert result.notice is not None
@@ -22,7 +28,7 @@ def causes(counted: float, executed: float, **evidence: Any) -> list[str]:
 
 @pytest.mark.parametrize("executed", [91.0, 100.0, 109.0])
 def test_small_differences_are_agreement(executed: float) -> None:
-    result = crosscheck(100.0, executed, uncounted={"mylib::mm": 3}, other_processes=[OtherProcess(pid=7)])
+    result = crosscheck(100.0, executed, uncounted={"mylib::mm": 3}, other_processes=[7])
     assert result is not None
     assert result.agrees
     assert result.causes == ()
@@ -76,7 +82,7 @@ def test_operators_without_a_formula_are_named() -> None:
 
 
 def test_another_process_is_named() -> None:
-    assert causes(100.0, 170.0, other_processes=[OtherProcess(pid=43)]) == ["other_process"]
+    assert causes(100.0, 170.0, other_processes=[43]) == ["other_process"]
     assert causes(100.0, 170.0) == ["unknown"]
 
 
@@ -163,7 +169,7 @@ def test_the_best_evidence_comes_first() -> None:
         100.0,
         130.0,
         uncounted={"mylib::mm": 1},
-        other_processes=[OtherProcess(pid=9)],
+        other_processes=[9],
         few_channel_flops=5.0,
     )
     assert found == ["other_process", "uncounted", "few_channels"]

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 THRESHOLD = 0.1
@@ -42,14 +42,6 @@ _NEAR = 0.06
 _HALF_MASK = 0.5
 _LEAST_PADDING = 0.25
 _NAMES_SHOWN = 3
-
-
-@dataclass(frozen=True, kw_only=True)
-class OtherProcess:
-    """Another process that uses memory on the GPU."""
-
-    pid: int
-    memory_bytes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +96,12 @@ class CrossCheck:
             f"({self.executed_flops:.4g} against {expected:.4g} FLOP{bound}); {why}"
         )
 
+    def explained_by(self, least_flops: float, most_flops: float) -> bool:
+        """Whether this much beyond the expected is significant, and fits the difference."""
+        beyond, slack = self.ratio - 1, self.threshold / 2
+        least, most = least_flops / self.expected_flops, most_flops / self.expected_flops
+        return most >= slack and least - slack <= beyond <= most + slack
+
     def as_metrics(self) -> dict[str, float]:
         """Executed over counted, and over expected, which includes the known effects."""
         return {
@@ -117,73 +115,58 @@ class CrossCheck:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Evidence:
-    """The evidence for causes."""
+class KnownWork:
+    """What is known of a window's work besides its total; the FLOPs are parts of the count.
 
-    ratio: float
-    threshold: float
-    counted_flops: float
-    expected_flops: float
-    attention_flops: float | None
-    attention_share: float | None
-    few_channel_flops: float
-    grouped_flops: float
-    grouped_padded_flops: float
-    unaligned_flops: float
-    flops_by_dtype: Mapping[str, float]
-    uncounted: Mapping[str, int]
-    other_processes: Sequence[OtherProcess]
-    is_upper_bound: bool
+    `few_channel_flops` are those of convolutions with fewer than eight input channels; `grouped_flops` those
+    of grouped products, which come to `grouped_padded_flops` at most when the rows of each group are rounded
+    up to tiles; `unaligned_flops` those of 16-bit products with a size that is not a multiple of eight.
+    `attention_executed_share` is what kernels execute of the attention counted: 1 without a mask or under the
+    causal convention, less for causal kernels under the full one. `uncounted` are operators without a formula
+    and their calls. `other_processes` are the ids of processes on the GPU without this one; inside a
+    container the driver reports the host's ids, so give none if this process is not among them.
+    """
 
-    def explained_by(self, least_flops: float, most_flops: float) -> bool:
-        """Whether this much beyond the expected is significant, and fits the difference."""
-        beyond, slack = self.ratio - 1, self.threshold / 2
-        least, most = least_flops / self.expected_flops, most_flops / self.expected_flops
-        return most >= slack and least - slack <= beyond <= most + slack
+    attention_flops: float | None = None
+    attention_executed_share: float | None = None
+    tile_factor: float | None = None
+    few_channel_flops: float | None = None
+    grouped_flops: float | None = None
+    grouped_padded_flops: float | None = None
+    unaligned_flops: float | None = None
+    flops_by_dtype: Mapping[str, float] = field(default_factory=dict)
+    uncounted: Mapping[str, int] = field(default_factory=dict)
+    other_processes: Sequence[int] = ()
+
+
+_NOTHING_KNOWN = KnownWork()
 
 
 def crosscheck(
     counted_flops: float | None,
     executed_flops: float | None,
+    work: KnownWork = _NOTHING_KNOWN,
     *,
-    attention_flops: float | None = None,
-    attention_executed_share: float | None = None,
-    tile_factor: float | None = None,
-    few_channel_flops: float | None = None,
-    grouped_flops: float | None = None,
-    grouped_padded_flops: float | None = None,
-    unaligned_flops: float | None = None,
-    flops_by_dtype: Mapping[str, float] | None = None,
-    uncounted: Mapping[str, int] | None = None,
-    other_processes: Sequence[OtherProcess] = (),
     exact: bool = False,
     is_upper_bound: bool = False,
     threshold: float = THRESHOLD,
 ) -> CrossCheck | None:
     """Compare one window's counted FLOPs (recomputation included) with the executed ones.
 
-    None if either is unknown, not finite or not above zero.
-
-    Parts of the count: `attention_flops`; `few_channel_flops` of convolutions with fewer than eight input
-    channels; `grouped_flops` of grouped products, which come to `grouped_padded_flops` at most when the rows
-    of each group are rounded up to tiles; `unaligned_flops` of 16-bit products with a size that is not a
-    multiple of eight. `flops_by_dtype` splits the count. `attention_executed_share` is what kernels execute
-    of the attention counted: 1 without a mask or under the causal convention, less for causal kernels under
-    the full one. `uncounted` are operators without a formula and their calls. `other_processes` must not
-    include this one; inside a container the driver reports the host's process ids, so give none if this
-    process is not among them. `exact`: the executed FLOPs were counted (Nsight Compute). `is_upper_bound`:
-    they were computed from the activity of a pipe without the correction of an audit.
+    None if either is unknown, not finite or not above zero. `exact`: the executed FLOPs were counted (Nsight
+    Compute). `is_upper_bound`: they were computed from the activity of a pipe without the correction of an
+    audit.
     """
     if not _positive(counted_flops) or not _positive(executed_flops):
         return None
     assert counted_flops is not None
     assert executed_flops is not None
     assert threshold > 0
-    attention = (
-        attention_flops if attention_flops is not None and 0 <= attention_flops <= counted_flops else 0
-    )
-    share = 1.0 if attention_executed_share is None else attention_executed_share
-    factor = tile_factor or 1.0
+    attention = work.attention_flops or 0.0
+    if not 0 <= attention <= counted_flops:
+        attention = 0.0
+    share = 1.0 if work.attention_executed_share is None else work.attention_executed_share
+    factor = work.tile_factor or 1.0
     is_known = exact or factor <= 1 + threshold
     least, expected = (
         (counted_flops - attention) * tiles + attention * share
@@ -202,24 +185,8 @@ def crosscheck(
     )
     if result.agrees:
         return result
-    evidence = _Evidence(
-        ratio=result.ratio,
-        threshold=threshold,
-        counted_flops=counted_flops,
-        expected_flops=expected,
-        attention_flops=attention_flops,
-        attention_share=attention_executed_share,
-        few_channel_flops=few_channel_flops or 0.0,
-        grouped_flops=grouped_flops or 0.0,
-        grouped_padded_flops=grouped_padded_flops or 0.0,
-        unaligned_flops=unaligned_flops or 0.0,
-        flops_by_dtype=flops_by_dtype or {},
-        uncounted=uncounted or {},
-        other_processes=other_processes,
-        is_upper_bound=is_upper_bound,
-    )
     looks = _MORE if result.ratio > 1 else _LESS
-    causes = tuple(cause for look in looks for cause in look(evidence))
+    causes = tuple(cause for look in looks for cause in look(result, work))
     return replace(result, causes=causes or (_UNKNOWN,))
 
 
@@ -227,9 +194,9 @@ def _positive(value: float | None) -> bool:
     return value is not None and math.isfinite(value) and value > 0
 
 
-def _uncounted_kernels(evidence: _Evidence) -> Iterator[Cause]:
-    if evidence.uncounted:
-        names = sorted(evidence.uncounted, key=lambda name: -evidence.uncounted[name])
+def _uncounted_kernels(check: CrossCheck, work: KnownWork) -> Iterator[Cause]:
+    if work.uncounted:
+        names = sorted(work.uncounted, key=lambda name: -work.uncounted[name])
         more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
         yield Cause(
             key="uncounted",
@@ -237,64 +204,64 @@ def _uncounted_kernels(evidence: _Evidence) -> Iterator[Cause]:
         )
 
 
-def _another_process(evidence: _Evidence) -> Iterator[Cause]:
-    if evidence.other_processes:
-        pids = ", ".join(str(process.pid) for process in evidence.other_processes[:_NAMES_SHOWN])
+def _another_process(check: CrossCheck, work: KnownWork) -> Iterator[Cause]:
+    if work.other_processes:
+        pids = ", ".join(map(str, work.other_processes[:_NAMES_SHOWN]))
         yield Cause(key="other_process", sentence=f"another process is on this GPU (process {pids})")
 
 
-def _few_channels(evidence: _Evidence) -> Iterator[Cause]:
-    counted = evidence.few_channel_flops
-    read = _FEW_CHANNELS_READ if evidence.is_upper_bound else 1.0
+def _few_channels(check: CrossCheck, work: KnownWork) -> Iterator[Cause]:
+    counted = work.few_channel_flops or 0.0
+    read = _FEW_CHANNELS_READ if check.is_upper_bound else 1.0
     least, most = (counted * (times * read - 1) for times in FEW_CHANNELS_EXECUTED)
-    if counted and evidence.explained_by(least, most):
+    if counted and check.explained_by(least, most):
         low, high = FEW_CHANNELS_EXECUTED
-        reads = f", and their activity reads {read:g} times that" if evidence.is_upper_bound else ""
+        reads = f", and their activity reads {read:g} times that" if check.is_upper_bound else ""
         yield Cause(
             key="few_channels",
             sentence=(
-                f"convolutions with fewer than 8 input channels ({counted / evidence.counted_flops:.1%} of "
+                f"convolutions with fewer than 8 input channels ({counted / check.counted_flops:.1%} of "
                 f"the count) execute {low:g} to {high:g} times their count: kernels pad the channels{reads}"
             ),
-            predicted_ratio=1 + (least + most) / 2 / evidence.expected_flops,
+            predicted_ratio=1 + (least + most) / 2 / check.expected_flops,
         )
 
 
-def _grouped_products(evidence: _Evidence) -> Iterator[Cause]:
-    most = evidence.grouped_padded_flops - evidence.grouped_flops
-    if evidence.grouped_flops and evidence.explained_by(_LEAST_PADDING * most, most):
+def _grouped_products(check: CrossCheck, work: KnownWork) -> Iterator[Cause]:
+    counted, padded = work.grouped_flops or 0.0, work.grouped_padded_flops or 0.0
+    most = padded - counted
+    if counted and check.explained_by(_LEAST_PADDING * most, most):
         yield Cause(
             key="grouped_products",
             sentence=(
-                f"grouped products ({evidence.grouped_flops / evidence.counted_flops:.1%} of the count) "
-                f"round the rows of each expert up to whole tiles (up to "
-                f"{evidence.grouped_padded_flops / evidence.grouped_flops:.2f} times their count)"
+                f"grouped products ({counted / check.counted_flops:.1%} of the count) round the rows of "
+                f"each expert up to whole tiles (up to {padded / counted:.2f} times their count)"
             ),
-            predicted_ratio=1 + most / 2 / evidence.expected_flops,
+            predicted_ratio=1 + most / 2 / check.expected_flops,
         )
 
 
-def _unaligned_products(evidence: _Evidence) -> Iterator[Cause]:
+def _unaligned_products(check: CrossCheck, work: KnownWork) -> Iterator[Cause]:
     """Older instructions take two cycles for the work of one: activity reads twice their work."""
-    unaligned = evidence.unaligned_flops
-    if evidence.is_upper_bound and unaligned and evidence.explained_by(unaligned, unaligned):
+    unaligned = work.unaligned_flops
+    if check.is_upper_bound and unaligned and check.explained_by(unaligned, unaligned):
         yield Cause(
             key="unaligned",
             sentence=(
-                f"products with a size that is not a multiple of 8 ({unaligned / evidence.counted_flops:.1%} "
+                f"products with a size that is not a multiple of 8 ({unaligned / check.counted_flops:.1%} "
                 "of the count) fall back to older instructions, whose activity reads twice what they execute"
             ),
-            predicted_ratio=1 + unaligned / evidence.expected_flops,
+            predicted_ratio=1 + unaligned / check.expected_flops,
         )
 
 
-def _masked_attention(evidence: _Evidence) -> Iterator[Cause]:
+def _masked_attention(check: CrossCheck, work: KnownWork) -> Iterator[Cause]:
     """Under the full convention: from all kernels at `CAUSAL_SHARE` down to exactly half of the mask."""
-    if evidence.attention_share is not None or not evidence.attention_flops:
+    if work.attention_executed_share is not None or not work.attention_flops:
         return
-    attention = evidence.attention_flops / evidence.counted_flops
+    attention = work.attention_flops / check.counted_flops
     least, predicted = (1 - attention * (1 - share) for share in (_HALF_MASK, CAUSAL_SHARE))
-    if least * (1 - _NEAR) <= evidence.ratio <= 1:
+    if least * (1 - _NEAR) <= check.ratio <= 1:
         yield Cause(
             key="masked_attention",
             sentence=(
@@ -305,8 +272,8 @@ def _masked_attention(evidence: _Evidence) -> Iterator[Cause]:
         )
 
 
-def _outside_tensor_pipe(evidence: _Evidence) -> Iterator[Cause]:
-    plain = evidence.flops_by_dtype.get("fp32", 0.0) / evidence.counted_flops
+def _outside_tensor_pipe(check: CrossCheck, work: KnownWork) -> Iterator[Cause]:
+    plain = work.flops_by_dtype.get("fp32", 0.0) / check.counted_flops
     if plain >= THRESHOLD / 2:
         yield Cause(
             key="plain_fp32",
@@ -315,14 +282,14 @@ def _outside_tensor_pipe(evidence: _Evidence) -> Iterator[Cause]:
         )
 
 
-_MORE: tuple[Callable[[_Evidence], Iterator[Cause]], ...] = (
+_MORE: tuple[Callable[[CrossCheck, KnownWork], Iterator[Cause]], ...] = (
     _another_process,
     _uncounted_kernels,
     _few_channels,
     _grouped_products,
     _unaligned_products,
 )
-_LESS: tuple[Callable[[_Evidence], Iterator[Cause]], ...] = (
+_LESS: tuple[Callable[[CrossCheck, KnownWork], Iterator[Cause]], ...] = (
     _masked_attention,
     _outside_tensor_pipe,
 )

@@ -46,20 +46,13 @@ def calculate_mfu(
 
 def share_of_peak(flops: float | None, seconds: float | None, peak_flops_per_s: float | None) -> float | None:
     """`flops / (seconds × peak)` as `calculate_mfu` gives it, without its warning."""
-    if flops is None or seconds is None:
+    return ratio(ratio(flops, seconds), peak_flops_per_s)
+
+
+def ratio(amount: float | None, per: float | None) -> float | None:
+    """`amount / per`, the division behind every utilisation in this package; None as above."""
+    if amount is None or per is None:
         return None
-    return rate_over_peak(_rate(flops, seconds), peak_flops_per_s)
-
-
-def rate_over_peak(flops_per_s: float | None, peak_flops_per_s: float | None) -> float | None:
-    """`flops_per_s / peak`: the division behind every utilisation in this package; None as above."""
-    if flops_per_s is None or peak_flops_per_s is None:
-        return None
-    return _rate(flops_per_s, peak_flops_per_s)
-
-
-def _rate(amount: float, per: float) -> float | None:
-    """`amount / per`, or None if that is not a meaningful number."""
     usable = math.isfinite(amount) and amount >= 0 and math.isfinite(per) and per > 0
     return amount / per if usable else None
 
@@ -128,8 +121,8 @@ class Utilization:
         return cls(
             mfu=calculate_mfu(count.model_flops, step_time_s, peak_flops_per_s),
             hfu=calculate_mfu(count.hardware_flops, step_time_s, peak_flops_per_s),
-            achieved_flops_per_s=None if step_time_s is None else _rate(count.model_flops, step_time_s),
-            executed_flops_per_s=None if step_time_s is None else _rate(count.hardware_flops, step_time_s),
+            achieved_flops_per_s=ratio(count.model_flops, step_time_s),
+            executed_flops_per_s=ratio(count.hardware_flops, step_time_s),
             peak_flops_per_s=peak_flops_per_s,
             peak_source=None if peak_flops_per_s is None else peak_source or "override",
             step_time_s=step_time_s,

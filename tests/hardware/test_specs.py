@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import csv
 import subprocess
 import sys
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 
-from truemfu.hardware.specs import DEVICES, DTYPES, DeviceSpec, Peaks
+from truemfu.hardware import specs
+from truemfu.hardware.specs import DEVICES, DTYPES, SHARED_SOURCES, DeviceSpec, Peaks
 
 BY_KEY = {spec.key: spec for spec in DEVICES}
 
 
 def _parts(spec: DeviceSpec) -> list[int | float | None]:
     return [spec.sm_count, spec.boost_clock_hz, spec.tensor_flops_per_cycle_per_sm]
+
+
+def test_every_line_has_a_cell_for_each_column() -> None:
+    """A comma without quotes would cut a source short."""
+    with Path(specs.__file__).with_name("chips.csv").open(encoding="utf-8", newline="") as table:
+        header, *lines = csv.reader(table)
+    assert {len(line) for line in lines} == {len(header)}
+    assert all(any(f"{{{name}}}" in line[-1] for line in lines) for name in SHARED_SOURCES)
 
 
 def test_keys_are_unique() -> None:

@@ -1,24 +1,6 @@
 """The command line: one module per command, without logic of its own.
 
-    main            runs a command and turns errors into one line and an exit code
-    count.py        truemfu count
-    hardware.py     truemfu devices, truemfu peak
-    top.py          truemfu top
-    top_screen.py   the values and the table of truemfu top
-    top_export.py   the Prometheus export of truemfu top
-    audit.py        truemfu audit
-    audit_tables.py the tables of an audit
-    sweep.py        truemfu sweep
-    live.py         the progress display of a sweep
-    summarize.py    truemfu summarize
-    report.py       truemfu report
-    compare.py      truemfu compare
-    run.py          truemfu run
-    status.py       truemfu status
-    completion.py   truemfu completion
-    plan.py         MFU, days and cost of truemfu count
-    options.py      older names of options, amounts, lists
-    console.py      formats of numbers and tables
+`main` runs a command and turns errors into one line and an exit code.
 
 Exit codes: 0 done, 1 the work itself failed (an experiment, or the driver does not answer) or a comparison is
 beyond its limit, 2 wrong usage, 130 interrupted, 143 terminated.
@@ -102,18 +84,21 @@ def cli(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-cli.add_command(run)
-cli.add_command(status)
-cli.add_command(count)
-cli.add_command(devices)
-cli.add_command(peak)
-cli.add_command(top)
-cli.add_command(audit)
-cli.add_command(sweep)
-cli.add_command(summarize)
-cli.add_command(report)
-cli.add_command(compare)
-cli.add_command(completion)
+for _command in (
+    audit,
+    compare,
+    completion,
+    count,
+    devices,
+    peak,
+    report,
+    run,
+    status,
+    summarize,
+    sweep,
+    top,
+):
+    cli.add_command(_command)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -111,7 +111,7 @@ def _kind_table(result: Audit) -> Table:
 
 def _check(result: Audit) -> CrossCheck | None:
     """The count compared with the tensor cores; with a tight threshold if all effects are known."""
-    from ..crosscheck import crosscheck
+    from ..crosscheck import KnownWork, crosscheck
 
     count = result.count
     if count is None or count.hardware_flops is None:
@@ -128,9 +128,7 @@ def _check(result: Audit) -> CrossCheck | None:
         and not count.uncounted
         and not has_unknown_tiles
     )
-    return crosscheck(
-        count.hardware_flops,
-        result.executed_flops,
+    work = KnownWork(
         attention_flops=result.counted_by_kind.get("attention") if attention is None else attention,
         attention_executed_share=share,
         tile_factor=1 + (result.tile_flops or 0) / others if others else None,
@@ -138,9 +136,9 @@ def _check(result: Audit) -> CrossCheck | None:
         grouped_flops=count.grouped_flops,
         grouped_padded_flops=count.grouped_padded_flops,
         uncounted=count.uncounted,
-        exact=True,
-        threshold=_ALL_KNOWN if is_known else _SOME_UNKNOWN,
     )
+    threshold = _ALL_KNOWN if is_known else _SOME_UNKNOWN
+    return crosscheck(count.hardware_flops, result.executed_flops, work, exact=True, threshold=threshold)
 
 
 def _verdict(result: Audit, check: CrossCheck | None) -> str | None:

@@ -9,12 +9,24 @@ from typing import TYPE_CHECKING
 import click
 
 from ..text import on_one_line
-from .console import FilePath, debug_option, ignoring_closed_pipe, json_option, output, say, table
+from .console import (
+    FilePath,
+    check_suffix,
+    debug_option,
+    ignoring_closed_pipe,
+    json_option,
+    output,
+    say,
+    table,
+    write_text,
+    writing,
+)
 
 if TYPE_CHECKING:
     from ..report.compare import Comparison
 
 _BEYOND_LIMIT = 1
+_SUFFIXES = (".html", ".md", ".json")
 _WIDTH = 80
 
 
@@ -92,7 +104,7 @@ def compare(
     from ..report.compare_load import load_side, refuse_input
     from ..report.compare_texts import json_text, markdown
 
-    _check_suffix(output_path)
+    check_suffix(output_path, _SUFFIXES)
     sides = load_side(a), load_side(b)
     found = compare_sides(*sides, max_regression=max_regression, run_to_run=run_to_run)
     if output_path is not None:
@@ -133,26 +145,12 @@ def _show(found: Comparison) -> None:
     console.print(on_one_line(conclusion(found)), style="bold")
 
 
-_SUFFIXES = (".html", ".md", ".json")
-
-
-def _check_suffix(path: Path | None) -> None:
-    from ..errors import UsageError
-
-    if path is not None and path.suffix not in _SUFFIXES:
-        raise UsageError(f"--output must end in {', '.join(_SUFFIXES)}; got {str(path)!r}")
-
-
 def _write(path: Path, found: Comparison) -> None:
-    from ..errors import UsageError
     from ..report.compare_page import write_comparison_page
     from ..report.compare_texts import json_text, markdown
 
-    try:
-        if path.suffix == ".html":
+    if path.suffix == ".html":
+        with writing(path):
             write_comparison_page(path, found)
-            return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(markdown(found) if path.suffix == ".md" else json_text(found), encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror}") from error
+    else:
+        write_text(path, markdown(found) if path.suffix == ".md" else json_text(found))

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TextIO
@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..errors import UsageError
 from ..text import printable
 
 _PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
@@ -95,6 +96,27 @@ def silence(stream: TextIO) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
+def check_suffix(path: Path | None, suffixes: Collection[str]) -> None:
+    """A usage error unless the name of a file to write has one of the suffixes."""
+    if path is not None and path.suffix not in suffixes:
+        raise UsageError(f"--output must end in {', '.join(suffixes)}; got {str(path)!r}")
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """A file that cannot be written is a usage error."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def write_text(path: Path, text: str) -> None:
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+
 @contextmanager
 def ignoring_closed_pipe() -> Iterator[None]:
     """For the last output: a reader that closes the pipe early does not change the exit code."""
@@ -125,14 +147,14 @@ def print_json(data: Any) -> None:
 
 
 @contextmanager
-def working(what: str) -> Iterator[None]:
-    """A spinner on stderr during a long operation; only on a terminal."""
+def working(what: str) -> Iterator[Callable[[str], None] | None]:
+    """A spinner on stderr during a long operation, and what changes its text; None without a terminal."""
     console = SafeConsole(stderr=True)
-    if console.is_terminal:
-        with console.status(console.render_str(what)):
-            yield
-    else:
-        yield
+    if not console.is_terminal:
+        yield None
+        return
+    with console.status(console.render_str(what)) as status:
+        yield lambda text: status.update(console.render_str(text))
 
 
 def table(*columns: str, title: str | None = None) -> Table:

@@ -23,7 +23,7 @@ from .console import (
     working,
 )
 from .options import BATCH_NAMES, SEQ_NAMES, Amount, Option, device_keys
-from .plan import FP8_NOTE, check_plan, dtype_is_fp8, plan_of, show_plan
+from .plan import FP8_NOTE, PlanOptions, dtype_is_fp8, plan_of, show_plan, wanted_plan
 
 if TYPE_CHECKING:
     from ..flops import FlopCount, Target
@@ -146,7 +146,7 @@ def count(
 
     if depth < 0:
         raise UsageError(f"depth must be at least 0; got {depth}")
-    wanted = check_plan(**planned)
+    wanted = wanted_plan(PlanOptions(**planned))
     peak_dtype = "fp8" if dtype is not None and dtype_is_fp8(dtype) else None
     request = BatchRequest(samples=samples, length=length, images=images, image_size=image_size)
     options = BuildOptions(

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import click
 from rich.table import Table
 
-from .console import SafeConsole, debug_option, json_option, output, percent, print_json, table
+from .console import debug_option, json_option, output, percent, print_json, table, working
 from .options import device_keys, separated
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ def devices(name: tuple[str, ...], as_json: bool) -> None:
         truemfu devices 4090
         truemfu devices h100 --json
     """
-    from ..hardware.detect import override_flops_per_s, spec_of
+    from ..hardware.detect import device_name, override_flops_per_s, spec_of
     from ..hardware.search import search_devices
     from ..hardware.specs import DTYPES
 
@@ -54,7 +53,7 @@ def devices(name: tuple[str, ...], as_json: bool) -> None:
     matched, override = spec_of(), override_flops_per_s()
     if as_json:
         rows = [asdict(spec) for spec in found]
-        this = {"name": _device_name(), "match": None if matched is None else asdict(matched)}
+        this = {"name": device_name(), "match": None if matched is None else asdict(matched)}
         print_json({"devices": rows, "this_machine": {**this, "override_flops_per_s": override}})
         return
     console = output()
@@ -72,7 +71,7 @@ def devices(name: tuple[str, ...], as_json: bool) -> None:
         )
     console.print(peaks)
     row = "no row of the table" if matched is None else f"the row {matched.name}"
-    console.print(f"this machine: {_device_name()} matches {row}")
+    console.print(f"this machine: {device_name()} matches {row}")
     if override is not None:
         console.print(f"TRUEMFU_PEAK_TFLOPS overrides the table: {override / 1e12:g} TFLOP/s")
 
@@ -106,8 +105,8 @@ def peak(dtypes: tuple[str, ...], seconds: float | None, as_json: bool) -> int:
     measured = separated(dtypes)
     for dtype in measured:
         _check_dtype(dtype)
-    with _progress() as report_progress:
-        ceilings = measure_ceiling(dtypes=measured or None, seconds=seconds, progress=report_progress)
+    with working("identifying the device") as show:
+        ceilings = measure_ceiling(dtypes=measured or None, seconds=seconds, progress=show)
     code = 0 if any(ceiling.burst or ceiling.sustained for ceiling in ceilings) else 1
     if as_json:
         print_json([ceiling.as_dict() for ceiling in ceilings])
@@ -162,17 +161,6 @@ def _check_dtype(dtype: str) -> None:
         raise UsageError(f"torch has no plain {name} product; give one of {offered}")
 
 
-@contextmanager
-def _progress() -> Iterator[Callable[[str], None] | None]:
-    """The progress callback: a spinner on stderr, or None without a terminal."""
-    console = SafeConsole(stderr=True)
-    if not console.is_terminal:
-        yield None
-        return
-    with console.status("identifying the device") as status:
-        yield lambda text: status.update(console.render_str(text))
-
-
 def _cells(run: CeilingRun, ceiling: MatmulCeiling) -> tuple[str, ...]:
     """A row of the table. A clock that only the driver reports is an upper bound, and marked as such."""
     clock_hz = run.reported_clock_hz if run.clock_hz is None else run.clock_hz
@@ -203,14 +191,3 @@ def _whole(value: float | None, unit: float = 1.0) -> str:
 
 def _tera(rate: float | None) -> str:
     return "-" if rate is None else f"{float(f'{rate / 1e12:.4g}'):g}"
-
-
-def _device_name() -> str:
-    """The current accelerator as torch names it, or `cpu`."""
-    import torch
-
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    return (
-        str(torch.accelerator.current_accelerator() or "cpu") if torch.accelerator.is_available() else "cpu"
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ..text import percent_text
@@ -29,8 +29,8 @@ _NO_RATE = "unknown: give --tokens-per-second or --mfu"
 
 
 @dataclass(frozen=True, kw_only=True)
-class WantedPlan:
-    """The options of a plan, checked."""
+class PlanOptions:
+    """The options of a plan, as given."""
 
     device: str | None
     gpus: int
@@ -40,36 +40,23 @@ class WantedPlan:
     price: float | None
 
 
-def check_plan(
-    *,
-    device: str | None,
-    gpus: int,
-    tokens_per_second: float | None,
-    mfu: float | None,
-    tokens: float | None,
-    price: float | None,
-) -> WantedPlan | None:
+def wanted_plan(given: PlanOptions) -> PlanOptions | None:
     """The plan to make, or None if no option asks for one. A device's name is resolved to a row's key."""
     from ..errors import UsageError
 
-    if gpus < 1:
-        raise UsageError(f"--gpus must be at least 1; got {gpus}")
-    if tokens_per_second is not None and mfu is not None:
+    if given.gpus < 1:
+        raise UsageError(f"--gpus must be at least 1; got {given.gpus}")
+    if given.tokens_per_second is not None and given.mfu is not None:
         raise UsageError(
             "--tokens-per-second gives the MFU: leave out --mfu, or leave out --tokens-per-second"
         )
-    if device is None and tokens_per_second is None and mfu is None and tokens is None:
-        if price is not None or gpus > 1:
+    if given.device is not None:
+        return replace(given, device=_device(given.device))
+    if given.tokens_per_second is None and given.mfu is None and given.tokens is None:
+        if given.price is not None or given.gpus > 1:
             raise UsageError("--gpus and --price need one of --tokens, --mfu or --tokens-per-second")
         return None
-    return WantedPlan(
-        device=None if device is None else _device(device),
-        gpus=gpus,
-        tokens_per_second=tokens_per_second,
-        mfu=mfu,
-        tokens=tokens,
-        price=price,
-    )
+    return given
 
 
 def dtype_is_fp8(name: str) -> bool:
@@ -83,7 +70,7 @@ def dtype_is_fp8(name: str) -> bool:
         return False
 
 
-def plan_of(wanted: WantedPlan, target: Target, flops: FlopCount, peak_dtype: str | None) -> TrainingPlan:
+def plan_of(wanted: PlanOptions, target: Target, flops: FlopCount, peak_dtype: str | None) -> TrainingPlan:
     """The plan for a counted step; `peak_dtype` overrides the dtypes of its products."""
     from ..errors import UsageError
     from ..training_plan import TrainingPlan

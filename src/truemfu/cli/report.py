@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from .console import FilePath, debug_option, say
+from .console import FilePath, debug_option, say, writing
 
 
 @click.command(short_help="One self-contained HTML report of a run, a sweep, or runs side by side.")
@@ -69,7 +69,7 @@ def report(folders: tuple[Path, ...], output_path: Path | None, price_per_gpu_ho
     path = output_path or (page_path(folders[0], found[0]) if len(found) == 1 else Path("runs_report.html"))
     if output_path is None and (instead := what_is_there(path)) is not None:
         raise UsageError(f"{path} is {instead}, not a file: give --output another name")
-    try:
+    with writing(path):
         for one in found:
             refuse_what_is_read(path, one)
         if len(runs) > 1:
@@ -78,6 +78,4 @@ def report(folders: tuple[Path, ...], output_path: Path | None, price_per_gpu_ho
             written = write_run_page(path, found[0], price_per_gpu_hour)
         else:
             written = write_sweep_page(path, summarize(found[0]), price_per_gpu_hour)
-    except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror}") from error
     say(f"report: {written}")

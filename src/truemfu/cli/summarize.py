@@ -8,11 +8,22 @@ from typing import TYPE_CHECKING
 import click
 
 from ..text import on_one_line, shortened
-from .console import WIDEST_TABLE, FilePath, debug_option, json_option, output, say, table
+from .console import (
+    WIDEST_TABLE,
+    FilePath,
+    check_suffix,
+    debug_option,
+    json_option,
+    output,
+    say,
+    table,
+    write_text,
+)
 
 if TYPE_CHECKING:
     from ..report.figures import SweepSummary
 
+_FORMATS = {".json": "json", ".csv": "csv", ".md": "markdown"}
 _SHOWN_LOG_LINES = 6
 _LONGEST_LOG_LINE = 1000
 
@@ -63,10 +74,10 @@ def summarize(
     given = [path for path in (folder, logs_dir) if path is not None]
     if len(given) != 1:
         raise UsageError("give one folder of a sweep: truemfu summarize DIR")
-    writer = None if output_path is None else _writer_for(output_path)
+    check_suffix(output_path, _FORMATS)
     summary = summary_of(load_sweep(given[0]))
-    if output_path is not None and writer is not None:
-        _write(output_path, WRITERS[writer](summary))
+    if output_path is not None:
+        write_text(output_path, WRITERS[_FORMATS[output_path.suffix]](summary))
     if as_json:
         shown_as = "json"
     if shown_as == "table":
@@ -97,22 +108,3 @@ def show_summary(summary: SweepSummary) -> None:
     for line in context_lines(summary):
         console.print(line, soft_wrap=True)
     console.print(headline(summary), style="bold", soft_wrap=True)
-
-
-def _writer_for(path: Path) -> str:
-    from ..errors import UsageError
-
-    kinds = {".json": "json", ".csv": "csv", ".md": "markdown"}
-    if path.suffix not in kinds:
-        raise UsageError(f"--output must end in {', '.join(kinds)}; got {str(path)!r}")
-    return kinds[path.suffix]
-
-
-def _write(path: Path, text: str) -> None:
-    from ..errors import UsageError
-
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror}") from error

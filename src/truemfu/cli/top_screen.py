@@ -16,7 +16,7 @@ from ..hardware.counters.sampler import Health
 from ..hardware.counters.samples import CounterWindow, GpuInfo, GpuProcess
 from ..hardware.detect import find_spec, override_flops_per_s
 from ..text import on_one_line
-from ..utilization import rate_over_peak
+from ..utilization import ratio
 
 _UNKNOWN = "-"
 _COLUMNS = (
@@ -58,7 +58,7 @@ class Reading:
 
     @property
     def executed_flop_utilisation(self) -> float | None:
-        return rate_over_peak(self.executed_flops_per_s, self.peak_flops_per_s)
+        return ratio(self.executed_flops_per_s, self.peak_flops_per_s)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON; unknown is null."""

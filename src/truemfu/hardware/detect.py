@@ -136,6 +136,11 @@ def spec_of(device: torch.device | str | int | None = None) -> DeviceSpec | None
     return find_spec(facts.name, facts.memory_bytes, facts.sm_count)
 
 
+def device_name(device: torch.device | str | int | None = None) -> str:
+    """The name of a device (None: the current accelerator) as torch prints it; cpu if there is none."""
+    return _identify(device).name
+
+
 def known_spec(device: torch.device | str | int | None = None) -> DeviceSpec | None:
     """Like `spec_of`, with one warning for an accelerator without a row, which names the overrides."""
     return _known(_identify(device))

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import UsageError
 from ..counters.executed import datasheet_clock_hz
-from ..detect import dtype_name, spec_of
+from ..detect import device_name, dtype_name, spec_of
 from ..tiles import Shape
 from .clock_watch import Watch, observed
 from .search import Progress, Tried, hold, search
@@ -181,7 +181,7 @@ def _ceiling(
     burst = max(bursts, key=lambda one: one.flops_per_s, default=None)
     return MatmulCeiling(
         dtype=dtype,
-        device_name=_name_of(device),
+        device_name=device_name(device),
         burst=None if burst is None else _ceiling_run(burst, peak, clock_hz),
         sustained=None if held is None else _ceiling_run(held, peak, clock_hz),
         datasheet_flops_per_s=peak,
@@ -237,13 +237,3 @@ def _as_device(device: torch.device | str | int | None) -> torch.device:
     if found.index is not None and found.index >= count:
         raise UsageError(f"no device {found}: this machine has {count}, numbered from 0")
     return found
-
-
-def _name_of(device: torch.device) -> str:
-    import torch
-
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    if device.type == "xpu":
-        return torch.xpu.get_device_name(device)
-    return str(device)

@@ -20,7 +20,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import PurePath
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -108,14 +107,6 @@ class NvmlSource:
             self._reading.release()
 
 
-@dataclass(frozen=True, kw_only=True)
-class _SlowValues:
-    """Values that are read about once a second."""
-
-    at_s: float
-    values: Mapping[str, Any]
-
-
 class _Gpu:
     """One GPU: its handle, its unsupported queries, and its two GPM samples."""
 
@@ -126,7 +117,7 @@ class _Gpu:
         self._clock = clock
         self._energy = energy
         self._unsupported: set[str] = set()
-        self._slow: _SlowValues | None = None
+        self._slow: tuple[float, Mapping[str, Any]] | None = None
         self._names: dict[int, str | None] = {}
         self._gpm: Gpm | None = None
         self._no_gpm_reason: str | None = None
@@ -240,8 +231,10 @@ class _Gpu:
 
     def _slow_values(self, at_s: float) -> Mapping[str, Any]:
         """Values that are read about once a second; the energy only with the sample it was read for."""
-        if self._slow is not None and 0 <= at_s - self._slow.at_s < _SLOW_S:
-            return self._slow.values
+        if self._slow is not None:
+            read_at_s, values = self._slow
+            if 0 <= at_s - read_at_s < _SLOW_S:
+                return values
         nvml, handle = self._nvml, self._handle
         memory = self._query("memory", lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
         rates = self._query("utilisation", lambda: nvml.nvmlDeviceGetUtilizationRates(handle))
@@ -252,7 +245,7 @@ class _Gpu:
             "power_limit_w": _times(limit_mw, 1e-3),
             "processes": self._processes(),
         }
-        self._slow = _SlowValues(at_s=at_s, values=values)
+        self._slow = at_s, values
         if not self._energy:
             return values
         energy_mj = self._query("energy", lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle))
@@ -306,10 +299,7 @@ def gpu_names() -> list[str]:
     """The name of each GPU in this machine, in the order of the PCI bus; a CounterError if NVML fails."""
     with _opened_nvml() as nvml:
         handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-        names = [nvml.nvmlDeviceGetName(handle) for handle in handles]
-    return [
-        name.decode() if isinstance(name, bytes) else name for name in names
-    ]  # bytes in old versions of the module
+        return [str(nvml.nvmlDeviceGetName(handle)) for handle in handles]
 
 
 def driver_version() -> str:

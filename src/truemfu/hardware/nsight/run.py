@@ -148,12 +148,13 @@ def _signal(pid: int, number: signal.Signals) -> None:
 
 def _descends_from(pid: int, ancestor: int) -> bool:
     """Whether a process is alive and a descendant of another."""
-    if _state(pid) == "Z":
+    state, parent = _state_and_parent(pid)
+    if state == "Z":
         return False
-    while (parent := _parent(pid)) is not None:
+    while parent is not None:
         if parent == ancestor:
             return True
-        pid = parent
+        _, parent = _state_and_parent(parent)
     return False
 
 
@@ -162,20 +163,11 @@ def _descendants(pid: int) -> list[int]:
     return [number for number in numbers if _descends_from(number, pid)]
 
 
-def _parent(pid: int) -> int | None:
-    fields = _stat(pid)
-    return int(fields[1]) if fields else None
-
-
-def _state(pid: int) -> str | None:
-    fields = _stat(pid)
-    return fields[0] if fields else None
-
-
-def _stat(pid: int) -> list[str]:
-    """State, parent and what follows; empty if there is no such process, or no /proc."""
+def _state_and_parent(pid: int) -> tuple[str, int] | tuple[None, None]:
+    """None if there is no such process, or no /proc."""
     try:
         text = (_PROC / str(pid) / "stat").read_text(errors="replace")
     except OSError:
-        return []
-    return text.rpartition(")")[2].split()  # a name may contain anything, even brackets
+        return None, None
+    state, parent, *_ = text.rpartition(")")[2].split()  # a name may contain anything, even brackets
+    return state, int(parent)

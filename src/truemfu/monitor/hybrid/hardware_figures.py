@@ -14,12 +14,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ...crosscheck import CrossCheck, OtherProcess, crosscheck
+from ...crosscheck import CrossCheck, KnownWork, crosscheck
 from ...hardware.counters.executed import datasheet_clock_hz, executed_flops_per_s, on_tensor_pipes
 from ...hardware.counters.samples import GpuProcess
 from ...hardware.nsight.audited import AuditedKernels
 from ...hardware.specs import DeviceSpec
-from ...utilization import rate_over_peak
+from ...utilization import ratio
 from ...waterfall import Waterfall, WaterfallInputs, waterfall
 from ..metrics import StepAmounts, StepTime
 from ..ranks.amounts import plus
@@ -205,7 +205,7 @@ def figures_of(
         seconds=window.seconds,
         steps=sums.steps,
         executed_flops_per_s=executed,
-        executed_hfu=rate_over_peak(executed, sums.per_s("peak_flops")),
+        executed_hfu=ratio(executed, sums.per_s("peak_flops")),
         executed_over_activity=correction,
         clock_hz=measured.clock_hz,
         clock_source=measured.clock_source,
@@ -249,9 +249,7 @@ def _check(
     def part(share: float | None) -> float | None:
         return None if share is None else share * counted
 
-    return crosscheck(
-        counted,
-        executed * sums.elapsed_s,
+    work = KnownWork(
         attention_flops=part(detail.attention_share),
         attention_executed_share=detail.attention_executed_share,
         tile_factor=detail.tile_factor,
@@ -262,16 +260,16 @@ def _check(
         flops_by_dtype={dtype: share * counted for dtype, share in detail.dtype_shares.items()},
         uncounted=detail.uncounted,
         other_processes=_others(processes or ()),
-        is_upper_bound=is_upper_bound,
     )
+    return crosscheck(counted, executed * sums.elapsed_s, work, is_upper_bound=is_upper_bound)
 
 
-def _others(processes: tuple[GpuProcess, ...]) -> list[OtherProcess]:
-    """Other processes on the GPU; empty if ours is not listed: the driver may report the host's PIDs."""
+def _others(processes: tuple[GpuProcess, ...]) -> list[int]:
+    """The other processes on the GPU; empty if ours is not listed: the driver may report the host's PIDs."""
     own = os.getpid()
     if all(process.pid != own for process in processes):
         return []
-    return [OtherProcess(pid=p.pid, memory_bytes=p.memory_bytes) for p in processes if p.pid != own]
+    return [process.pid for process in processes if process.pid != own]
 
 
 def _fall(
