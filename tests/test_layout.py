@@ -50,6 +50,7 @@ ROOMS = {
     ),
     "hardware": (("counters",), ("ceiling", "nsight")),
     "monitor": (("ranks",), ("training_side",), ("step_flops",), ("hybrid",), ("row_side",)),
+    "report": (("drawing",), ("run", "sweep"), ("compare",)),
     "sweep": (("trainers",), ("launchers", "worker"), ("supervisor",)),
 }
 WITH_A_FACE = ("flops",)

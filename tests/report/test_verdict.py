@@ -12,16 +12,16 @@ from markup import bare
 
 from truemfu.records import CaseResult, Environment, RunRecord, RunSummary, Status
 from truemfu.report import sweep_verdict
-from truemfu.report.load import load_sweep
-from truemfu.report.log_rows import LogRow, LogRows
-from truemfu.report.run_load import load_run
-from truemfu.report.run_texts import cost
-from truemfu.report.run_verdict import verdict
-from truemfu.report.runs_page import write_runs_page
-from truemfu.report.summary import summarize
-from truemfu.report.sweep_groups import groups_of
-from truemfu.report.sweep_page import write_sweep_page
-from truemfu.report.worst_steps import worst_steps
+from truemfu.report.run.load import load_run
+from truemfu.report.run.log_rows import LogRow, LogRows
+from truemfu.report.run.side_by_side import write_runs_page
+from truemfu.report.run.texts import cost
+from truemfu.report.run.verdict import verdict
+from truemfu.report.run.worst_steps import worst_steps
+from truemfu.report.sweep.groups import groups_of
+from truemfu.report.sweep.load import load_sweep
+from truemfu.report.sweep.page import write_sweep_page
+from truemfu.report.sweep.summary import summarize
 
 MakeResult = Callable[..., CaseResult]
 

@@ -12,7 +12,7 @@ from ..text import on_one_line
 from .console import FilePath, debug_option, ignoring_closed_pipe, json_option, output, say, table
 
 if TYPE_CHECKING:
-    from ..report.compare import Comparison
+    from ..report.compare.compare import Comparison
 
 _BEYOND_LIMIT = 1
 _WIDTH = 80
@@ -88,9 +88,9 @@ def compare(
         1   B is slower beyond --max-regression, or an experiment of A failed in B
         2   not comparable (another device, dtype, model, batch or convention), or too few steps
     """
-    from ..report.compare import compare as compare_sides
-    from ..report.compare_load import load_side, refuse_input
-    from ..report.compare_texts import json_text, markdown
+    from ..report.compare.compare import compare as compare_sides
+    from ..report.compare.load import load_side, refuse_input
+    from ..report.compare.texts import json_text, markdown
 
     _check_suffix(output_path)
     sides = load_side(a), load_side(b)
@@ -111,7 +111,7 @@ def compare(
 
 def _show(found: Comparison) -> None:
     """Tables for a terminal of 80 columns or more; long names are folded."""
-    from ..report.compare_texts import conclusion, remarks, sides_of, tables_of
+    from ..report.compare.texts import conclusion, remarks, sides_of, tables_of
 
     console = output(_WIDTH)
     for line in sides_of(found):
@@ -145,8 +145,8 @@ def _check_suffix(path: Path | None) -> None:
 
 def _write(path: Path, found: Comparison) -> None:
     from ..errors import UsageError
-    from ..report.compare_page import write_comparison_page
-    from ..report.compare_texts import json_text, markdown
+    from ..report.compare.page import write_comparison_page
+    from ..report.compare.texts import json_text, markdown
 
     try:
         if path.suffix == ".html":

@@ -46,11 +46,11 @@ def report(folders: tuple[Path, ...], output_path: Path | None, price_per_gpu_ho
     from ..errors import UsageError
     from ..plain_files import what_is_there
     from ..report.folder import load_folder, page_path, refuse_what_is_read
-    from ..report.run_load import LoadedRun
-    from ..report.run_page import write_run_page
-    from ..report.runs_page import MOST_RUNS, write_runs_page
-    from ..report.summary import summarize
-    from ..report.sweep_page import write_sweep_page
+    from ..report.run.load import LoadedRun
+    from ..report.run.page import write_run_page
+    from ..report.run.side_by_side import MOST_RUNS, write_runs_page
+    from ..report.sweep.page import write_sweep_page
+    from ..report.sweep.summary import summarize
 
     if len(folders) > MOST_RUNS:
         raise UsageError(

@@ -26,8 +26,8 @@ def status(folder: Path, as_json: bool) -> None:
         watch truemfu status runs/a
         truemfu status runs/a --json
     """
-    from ..report.run_load import load_run
-    from ..report.run_summary import summary_of_log
+    from ..report.run.load import load_run
+    from ..report.run.log_summary import summary_of_log
 
     run = load_run(folder)
     record, rows = run.record, run.rows

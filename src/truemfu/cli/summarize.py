@@ -11,7 +11,7 @@ from ..text import on_one_line, shortened
 from .console import WIDEST_TABLE, FilePath, debug_option, json_option, output, say, table
 
 if TYPE_CHECKING:
-    from ..report.figures import SweepSummary
+    from ..report.sweep.figures import SweepSummary
 
 _SHOWN_LOG_LINES = 6
 _LONGEST_LOG_LINE = 1000
@@ -56,9 +56,9 @@ def summarize(
         truemfu summarize out/sweep --json | jq '.trainers[] | {trainer, success_rate}'
     """
     from ..errors import UsageError
-    from ..report.load import load_sweep
-    from ..report.render import WRITERS
-    from ..report.summary import summarize as summary_of
+    from ..report.sweep.load import load_sweep
+    from ..report.sweep.summary import summarize as summary_of
+    from ..report.sweep.texts import WRITERS
 
     given = [path for path in (folder, logs_dir) if path is not None]
     if len(given) != 1:
@@ -77,7 +77,7 @@ def summarize(
 
 def show_summary(summary: SweepSummary) -> None:
     """The summary on a terminal: tables, failures, notes, and the sweep in one line at the end."""
-    from ..report.render import context_lines, failure_texts, headline, tables_of
+    from ..report.sweep.texts import context_lines, failure_texts, headline, tables_of
 
     console = output(WIDEST_TABLE)
     for text in tables_of(summary):

@@ -7,8 +7,8 @@ from pathlib import Path
 from ..errors import UsageError
 from ..records import LOG_FILE, RUN_FILE
 from ..sweep.paths import LOGS, PAGE_FILE, RECORD_FILE, RESULTS, SweepFolder
-from .load import LoadedSweep, files_of_sweep, load_sweep
-from .run_load import LoadedRun, holds_run, load_run
+from .run.load import LoadedRun, holds_run, load_run
+from .sweep.load import LoadedSweep, files_of_sweep, load_sweep
 
 _A_RUN = f"a run ({RUN_FILE}, {LOG_FILE})"
 _A_SWEEP = f"a sweep ({RECORD_FILE}, {LOGS}, {RESULTS})"
