@@ -24,6 +24,7 @@ STATIONS = (
     ("hardware", "flops"),
     ("utilization", "waterfall", "crosscheck"),
     ("training_plan",),
+    ("run_summary",),
     ("trackers",),
     ("monitor",),
     ("integrations",),

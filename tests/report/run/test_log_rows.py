@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from truemfu.report import log_rows
+from truemfu.report.run import log_rows
 from truemfu.report.run.log_rows import LogRow, LogRows, read_log
 
 ROWS = [

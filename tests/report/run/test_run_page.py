@@ -89,7 +89,8 @@ def test_without_a_peak_the_page_says_why_there_is_no_mfu(run_folder: Path, chan
     path.write_text(json.dumps(rows))
     page = page_of(run_folder)
     value, remark = tile(page, "MFU, median")
-    assert (value, remark) == ("unknown", "no peak is known for this device: set monitoring.peak_tflops")
+    no_peak = "no peak is known for this device: set monitoring.peak_tflops or TRUEMFU_PEAK_TFLOPS"
+    assert (value, remark) == ("unknown", no_peak)
     assert fact(page, "peak") == "unknown"
     assert "MFU and HFU over steps" not in page
 

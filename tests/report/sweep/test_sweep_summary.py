@@ -264,7 +264,7 @@ def test_reading_a_sweep_needs_no_torch(matrix, write_sweep) -> None:
         "from truemfu.report.sweep.load import load_sweep\n"
         "from truemfu.report.sweep.summary import summarize\n"
         "from truemfu.report.sweep.texts import markdown\n"
-        "from truemfu.report import sweep_page\n"
+        "from truemfu.report.sweep import page\n"
         "print(len(markdown(summarize(load_sweep(sys.argv[1])))) > 100, 'torch' in sys.modules)"
     )
     folder = write_sweep(matrix)

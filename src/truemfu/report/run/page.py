@@ -8,24 +8,24 @@ from itertools import compress
 from pathlib import Path
 
 from ...records import RunRecord, RunSummary
-from ...text import duration, share
-from ..drawing.html import write_template
-from ..drawing.line_chart import SIDE, Chart, Series, line_chart, thinning
-from ..drawing.tables import Cell, Column, Table, plain
-from .load import LoadedRun
-from .log_rows import LogRows
-from .log_summary import PAUSES, summary_of_log
-from .ranks import RankLine, life_of
-from .texts import (
+from ...run_summary.texts import (
     NO_SUMMARY,
     cost,
     facts,
     figures,
     hardware_figures,
-    of_last_window,
+    memory,
     started,
     why_no_waterfall,
 )
+from ...text import duration, share
+from ..drawing.html import write_template
+from ..drawing.line_chart import SIDE, Chart, Series, line_chart, thinning
+from ..drawing.tables import Cell, Column, Table, plain
+from .load import LastWindow, LoadedRun
+from .log_rows import LogRows
+from .log_summary import PAUSES, results_of
+from .ranks import RankLine, life_of
 from .verdict import verdict
 from .waterfall_bars import WaterfallView, view_of
 from .worst_steps import WorstStep, worst_steps
@@ -37,10 +37,11 @@ _TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 def write_run_page(path: Path, run: LoadedRun, price_per_gpu_hour: float | None = None) -> Path:
     """Write the report to `path` and return the path."""
-    record, summary = record_of(run), summary_of(run)
+    results = results_of(run)
+    record, summary = results.record, results.summary
     worst = worst_steps(run.rows, summary)
-    price = None if price_per_gpu_hour is None else cost(record, summary, price_per_gpu_hour)
-    sentences, unknown = verdict(record, summary, run.rows, worst, price)
+    price = None if price_per_gpu_hour is None else cost(results, price_per_gpu_hour)
+    sentences, unknown = verdict(results, worst, price)
     waterfall = view_of(summary.hardware)
     pauses = pauses_of(run.rows)
     return write_template(
@@ -51,14 +52,14 @@ def write_run_page(path: Path, run: LoadedRun, price_per_gpu_hour: float | None 
         damage=run.notes,
         verdict=sentences,
         unknown=unknown,
-        facts=facts(record, summary, run.rows),
-        figures=[*figures(record, summary, run.rows), *([] if price is None else [price])],
+        facts=facts(results),
+        figures=[*figures(results), memory(results), *([] if price is None else [price])],
         charts=_charts(run.rows, summary, pauses),
         about_charts=thinning(len(run.rows)) if run.rows else "There are no charts: the log has no rows.",
         waterfall=waterfall,
         waterfall_table=None if waterfall is None else _waterfall_table(waterfall),
-        no_waterfall=why_no_waterfall(record, summary),
-        of_last_window=None if run.last_window is None else of_last_window(run.last_window),
+        no_waterfall=why_no_waterfall(results),
+        of_last_window=None if run.last_window is None else _of_last_window(run.last_window),
         hardware=[] if summary.hardware is None else hardware_figures(summary.hardware, record.scope),
         worst=_worst_table(worst) if worst else None,
         pauses=_pauses_table(pauses),
@@ -81,14 +82,12 @@ def write_run_page(path: Path, run: LoadedRun, price_per_gpu_hour: float | None 
     )
 
 
-def record_of(run: LoadedRun) -> RunRecord:
-    """The record of a run; an empty one if it could not be read."""
-    return run.record or RunRecord()
-
-
-def summary_of(run: LoadedRun) -> RunSummary:
-    """The summary of a run: its own, or that of its log."""
-    return record_of(run).summary or summary_of_log(run.rows, run.last_window)
+def _of_last_window(last_window: LastWindow) -> str:
+    """What the hardware figures from a row of the log cover."""
+    return (
+        "Without the run's summary, this only covers the last window of counters, as logged at step "
+        f"{last_window.step:,}."
+    )
 
 
 def _lead(record: RunRecord, summary: RunSummary) -> str:

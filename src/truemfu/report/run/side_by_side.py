@@ -10,14 +10,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...records import RunRecord, RunSummary
+from ...run_summary.texts import Figure, RunResults, cost, facts, figures, memory
 from ...text import duration, share
 from ..drawing.html import write_template
 from ..drawing.line_chart import SIDE, Chart, Series, line_chart
 from ..drawing.tables import Cell, Column, Table, plain
 from .load import LoadedRun
-from .page import StepValues, charted, record_of, scaled, summary_of
-from .texts import Figure, cost, facts, figures
+from .log_summary import results_of
+from .page import StepValues, charted, scaled
 from .waterfall_bars import points
 from .worst_steps import worst_steps
 
@@ -32,14 +32,13 @@ class _Shown:
     key: int
     name: str
     run: LoadedRun
-    record: RunRecord
-    summary: RunSummary
+    results: RunResults
 
 
 def write_runs_page(path: Path, runs: Sequence[LoadedRun], price_per_gpu_hour: float | None = None) -> Path:
     """Write the report to `path` and return the path."""
     shown = [
-        _Shown(key=key, name=name, run=run, record=record_of(run), summary=summary_of(run))
+        _Shown(key=key, name=name, run=run, results=results_of(run))
         for key, (name, run) in enumerate(zip(_names(runs), runs, strict=True))
     ]
     sentences, unknown = _verdict(shown)
@@ -74,7 +73,7 @@ def _verdict(shown: Sequence[_Shown]) -> tuple[list[str], list[tuple[str, str]]]
         ("median MFU", "median_mfu", share),
         ("median rate", "median_tokens_per_second", _tokens_per_s),
     ):
-        values = [(getattr(one.summary, name_of_value), one.name) for one in shown]
+        values = [(getattr(one.results.summary, name_of_value), one.name) for one in shown]
         known = sorted(((value, name) for value, name in values if value is not None), reverse=True)
         if len(known) < 2:
             unknown.append((f"which run has the highest {what}", "fewer than two runs have one"))
@@ -85,7 +84,7 @@ def _verdict(shown: Sequence[_Shown]) -> tuple[list[str], list[tuple[str, str]]]
             sentences.append(f"The same {what} in all runs that have one: {text(highest)}.")
         else:
             sentences.append(f"Highest {what}: {name} with {text(highest)}; {rest}.")
-    devices = list(dict.fromkeys(one.record.device or "unknown" for one in shown))
+    devices = list(dict.fromkeys(one.results.record.device or "unknown" for one in shown))
     if len(devices) > 1:
         sentences.append(
             f"The runs used different devices ({', '.join(devices)}): MFU is a share of each one's own peak, "
@@ -102,8 +101,8 @@ def _tokens_per_s(rate: float) -> str:
 def _figures_table(shown: Sequence[_Shown], price: float | None) -> Table:
     each: list[dict[str, Figure]] = []
     for one in shown:
-        found = figures(one.record, one.summary, one.run.rows)
-        found += [] if price is None else [cost(one.record, one.summary, price)]
+        found = [*figures(one.results), memory(one.results)]
+        found += [] if price is None else [cost(one.results, price)]
         each.append({figure.label: figure for figure in found})
     labels = list(dict.fromkeys(label for found in each for label in found))
     return _by_run(
@@ -115,7 +114,7 @@ def _figures_table(shown: Sequence[_Shown], price: float | None) -> Table:
 
 
 def _facts_table(shown: Sequence[_Shown]) -> Table:
-    each = [dict(facts(one.record, one.summary, one.run.rows)) for one in shown]
+    each = [dict(facts(one.results)) for one in shown]
     labels = list(dict.fromkeys(label for found in each for label in found))
     return _by_run(
         "What was run", shown, labels, [[found.get(label, "-") for found in each] for label in labels], True
@@ -124,8 +123,8 @@ def _facts_table(shown: Sequence[_Shown]) -> Table:
 
 def _waterfall_table(shown: Sequence[_Shown]) -> Table | None:
     falls = [
-        {part.name: part.share for part in (one.summary.hardware.waterfall.parts)}
-        if one.summary.hardware is not None and one.summary.hardware.waterfall is not None
+        {part.name: part.share for part in (one.results.summary.hardware.waterfall.parts)}
+        if one.results.summary.hardware is not None and one.results.summary.hardware.waterfall is not None
         else {}
         for one in shown
     ]
@@ -170,13 +169,14 @@ def _by_run(
 
 
 def _charts(shown: Sequence[_Shown]) -> Iterator[Chart]:
-    for values in charted(max((one.summary.median_step_time_s or 0.0 for one in shown), default=0.0) or None):
+    longest_s = max((one.results.summary.median_step_time_s or 0.0 for one in shown), default=0.0)
+    for values in charted(longest_s or None):
         if values.title in _OF_ANY_DEVICE:
             groups = {"": list(shown)}
         else:
             groups = {}
             for one in shown:
-                groups.setdefault(one.record.device or "device unknown", []).append(one)
+                groups.setdefault(one.results.record.device or "device unknown", []).append(one)
         for device, members in groups.items():
             title = values.title if len(groups) == 1 else f"{values.title}, {device}"
             if (chart := _chart(title, values, members)) is not None:
@@ -207,7 +207,7 @@ def _worst_table(shown: Sequence[_Shown]) -> Table | None:
     """The slowest steps of every run."""
     rows, keys = [], []
     for one in shown:
-        for step in worst_steps(one.run.rows, one.summary):
+        for step in worst_steps(one.run.rows, one.results.summary):
             rows.append(
                 [
                     plain(one.name),

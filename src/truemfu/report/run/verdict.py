@@ -7,26 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ...records import RunRecord, RunSummary, WaterfallPart
+from ...records import RunSummary, WaterfallPart
+from ...run_summary.texts import Figure, RunResults, peak_text, why_no_utilization
 from ...text import duration, share
-from .log_rows import LogRows
-from .texts import Figure, peak_text, why_no_utilization
 from .worst_steps import UNKNOWN_CAUSE, WorstStep
 
 Unknown = list[tuple[str, str]]
 
 
-def verdict(
-    record: RunRecord, summary: RunSummary, rows: LogRows, worst: Sequence[WorstStep], cost: Figure | None
-) -> tuple[list[str], Unknown]:
+def verdict(run: RunResults, worst: Sequence[WorstStep], cost: Figure | None) -> tuple[list[str], Unknown]:
     """Sentences, and what is not known with the reason."""
+    summary = run.summary
     unknown: Unknown = []
     sentences = [
-        *_utilization(summary, rows, unknown),
+        *_utilization(run, unknown),
         *_largest_loss(summary, unknown),
         *_waiting(summary, unknown),
         *_pauses(summary),
-        *_ranks(record, summary),
+        *_ranks(run),
         *_slow_steps(summary, worst),
     ]
     if cost is not None and cost.is_known:
@@ -36,16 +34,17 @@ def verdict(
     return sentences or ["Nothing is known about this run yet."], unknown
 
 
-def _utilization(summary: RunSummary, rows: LogRows, unknown: Unknown) -> Iterator[str]:
+def _utilization(run: RunResults, unknown: Unknown) -> Iterator[str]:
+    summary = run.summary
     over = f" over {summary.medians_over}" if summary.medians_over else ""
     if summary.median_mfu is None:
-        unknown.append(("MFU", why_no_utilization(summary, rows)))
+        unknown.append(("MFU", why_no_utilization(run)))
         if summary.median_step_time_s is not None:
             yield f"A step takes {duration(summary.median_step_time_s)} (median{over})."
         return
     hfu = "" if summary.median_hfu is None else f", HFU {share(summary.median_hfu)}"
     step = "" if summary.median_step_time_s is None else f", {duration(summary.median_step_time_s)} a step"
-    yield f"MFU {share(summary.median_mfu)} of {peak_text(summary, rows)}{hfu}{step} (medians{over})."
+    yield f"MFU {share(summary.median_mfu)} of {peak_text(run)}{hfu}{step} (medians{over})."
 
 
 def _largest_loss(summary: RunSummary, unknown: Unknown) -> Iterator[str]:
@@ -87,13 +86,14 @@ def _pauses(summary: RunSummary) -> Iterator[str]:
         yield f"Not part of any step: {', '.join(spent)}."
 
 
-def _ranks(record: RunRecord, summary: RunSummary) -> Iterator[str]:
-    texts = [straggler.text for straggler in summary.stragglers if straggler.text]
+def _ranks(run: RunResults) -> Iterator[str]:
+    world_size = run.record.world_size or 1
+    texts = [straggler.text for straggler in run.summary.stragglers if straggler.text]
     if texts:
         more = f" More such ranks, listed below: {len(texts) - 1}." if len(texts) > 1 else ""
         yield f"A rank held up the others: {texts[0].rstrip('.')}.{more}"
-    elif summary.ranks and (record.world_size or 1) > 1:
-        yield f"None of {record.world_size:,} ranks held up the others."
+    elif run.summary.ranks and world_size > 1:
+        yield f"None of {world_size:,} ranks held up the others."
 
 
 def _slow_steps(summary: RunSummary, worst: Sequence[WorstStep]) -> Iterator[str]:

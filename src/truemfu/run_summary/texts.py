@@ -1,26 +1,47 @@
-"""Texts and figures about a run: its facts, results, and the GPU's counters.
+"""A run in facts and figures: the same texts at the end of a run, in its report and beside other runs.
 
 Unknown values are "unknown", with the reason.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from math import isfinite
 
-from ...records import UPPER_BOUND, MonitorCost, RunHardware, RunRecord, RunSummary
-from ...text import duration, flop_rate, number, share, size
-from ...training_plan import per_million_tokens
-from ...waterfall import evaluations
-from .load import LastWindow
-from .log_rows import LogRows
-from .log_summary import peak_flops_per_s
+from ..records import UPPER_BOUND, MonitorCost, RunHardware, RunRecord, RunSummary
+from ..text import counted, duration, flop_rate, number, share, size
+from ..training_plan import per_million_tokens
+from ..waterfall import evaluations
 
 UNKNOWN = "unknown"
 NO_SUMMARY = "only the summary of a closed run has it, and this run has none"
 NO_ROWS = "the log has no rows"
+_NO_MODEL = "no model was counted"
+NO_RATE = "the tensor pipe's activity, the clock or the chip's rate is not known"
+_NO_TOKENS = "no batch had a known number of tokens"
+_NOT_TIMED = "no step was timed"
+_STEPS_SHOWN = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResults:
+    """What is known of a run."""
+
+    record: RunRecord
+    summary: RunSummary
+    """The monitor's, or that of the log so far."""
+    log_steps: tuple[int, int] | None = None
+    """The first and the last step of its log, where that was read."""
+    peak_flops_per_s: float | None = None
+    """Of one device, by the last row that shows it."""
+    peak_memory_bytes: float | None = None
+    """The highest of its log."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is neither a summary nor a row of a log."""
+        return self.record.summary is None and self.log_steps is None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,21 +56,26 @@ class Figure:
     def is_known(self) -> bool:
         return self.value != UNKNOWN
 
+    @property
+    def text(self) -> str:
+        """The value with its remark in brackets."""
+        return f"{self.value} ({self.remark})" if self.remark else self.value
 
-def facts(record: RunRecord, summary: RunSummary, rows: LogRows) -> list[tuple[str, str]]:
+
+def facts(run: RunResults) -> list[tuple[str, str]]:
     """What was run, on what, and how it was measured."""
+    record, cost = run.record, run.summary.monitor_cost
     versions = {"truemfu": record.truemfu_version, **record.versions, "Python": record.python}
-    cost = summary.monitor_cost
     return [
         *_trained(record),
         ("device", record.device or UNKNOWN),
-        ("peak", peak_text(summary, rows)),
-        ("FLOPs by", _method(record, summary, rows)),
+        ("peak", peak_text(run)),
+        ("FLOPs by", _method(run)),
         ("mode", record.mode or UNKNOWN),
         ("step times by", record.time_source or UNKNOWN),
-        ("steps", _steps(summary, rows)),
+        ("steps", _steps(run)),
         ("the monitor, in all", UNKNOWN if cost is None else _cost_once(cost)),
-        *_totals(summary),
+        *_totals(run.summary),
         ("ranks", UNKNOWN if record.world_size is None else f"{record.world_size:,}"),
         ("versions", ", ".join(f"{name} {text}" for name, text in versions.items() if text) or UNKNOWN),
         ("started", started(record) or UNKNOWN),
@@ -82,64 +108,46 @@ def _trained(record: RunRecord) -> list[tuple[str, str]]:
             text += f", {model.trainable_parameters:,} of them trained"
         lines.append(("model", text))
     if record.batch_shapes:
-        shapes = [
-            ", ".join(f"{name} {'×'.join(map(str, shape)) or '()'}" for name, shape in kind.items())
-            for kind in record.batch_shapes
-        ]
-        lines.append(("batches", "; ".join(shapes)))
+        lines.append(("batches", "; ".join(map(shapes_text, record.batch_shapes))))
     return lines
 
 
-def figures(record: RunRecord, summary: RunSummary, rows: LogRows) -> list[Figure]:
+def shapes_text(tensors: Mapping[str, Sequence[int]]) -> str:
+    """The tensors of a batch: `input_ids 4×16, attention_mask 4×16`."""
+    return ", ".join(f"{name} {'×'.join(map(str, shape)) or '()'}" for name, shape in tensors.items())
+
+
+def figures(run: RunResults) -> list[Figure]:
     """The results of the run."""
-    if record.summary is None and not rows:
-        labels = (figure.label for figure in _figures(record, summary, rows))
-        return [Figure(label=label, value=UNKNOWN, remark=NO_ROWS) for label in labels]
-    return _figures(record, summary, rows)
+    found = _figures(run)
+    if run.is_empty:
+        return [Figure(label=figure.label, value=UNKNOWN, remark=NO_ROWS) for figure in found]
+    return found
 
 
-def _figures(record: RunRecord, summary: RunSummary, rows: LogRows) -> list[Figure]:
-    why_not = why_no_utilization(summary, rows)
-    scope = record.scope or ""
-    executed_by = next((method for method in reversed(rows.texts("hfu_method")) if method), "the count")
+def _figures(run: RunResults) -> list[Figure]:
+    summary, why_not, scope = run.summary, why_no_utilization(run), run.record.scope or ""
+    executed_by = summary.hfu_method or "the count"
+    why_no_hfu = why_not if summary.median_mfu is None else "the executed FLOPs are not known"
+    rate, samples = summary.median_tokens_per_second, summary.median_samples_per_second
+    waited_of = "of rank 0's time" if summary.ranks else "of the time"
+    between = evaluations(summary.forwards_between_steps) or "of the time"
+    no_loader, no_forward = "no loader was seen: see monitor.data", "no forward pass was seen"
     return [
-        _figure(
-            "step, median", duration, summary.median_step_time_s, summary.medians_over, "no step was timed"
-        ),
+        _figure("step, median", duration, summary.median_step_time_s, summary.medians_over, _NOT_TIMED),
         _figure("MFU, median", share, summary.median_mfu, _mfu_remark(summary), why_not),
         *_estimate(summary),
-        _figure("HFU, median", share, summary.median_hfu, f"the executed work, by {executed_by}", why_not),
-        _figure(
-            "tokens/s",
-            number,
-            summary.median_tokens_per_second,
-            scope,
-            "no batch had a known number of tokens",
-        ),
-        _figure("samples/s", number, summary.median_samples_per_second, scope, "no batch was seen"),
+        _figure("HFU, median", share, summary.median_hfu, f"the executed work, by {executed_by}", why_no_hfu),
+        _figure("tokens/s", number, rate, scope, _NO_TOKENS),
+        _figure("samples/s", number, samples, scope, "no batch was seen"),
         _figure("padding lost", share, summary.padding_lost, "of all tokens", "no attention mask was seen"),
-        _figure(
-            "waiting for data",
-            share,
-            summary.data_wait_share,
-            "of rank 0's time" if summary.ranks else "of the time",
-            "no loader was seen",
-        ),
-        _figure(
-            "other, between steps",
-            share,
-            summary.between_steps_share,
-            evaluations(summary.forwards_between_steps) or "of the time",
-            "no forward pass was seen",
-        ),
-        memory(record, summary, rows),
+        _figure("waiting for data", share, summary.data_wait_share, waited_of, no_loader),
+        _figure("other, between steps", share, summary.between_steps_share, between, no_forward),
         *[
-            _figure(
-                f"left out: {kind}",
-                duration,
-                paused.seconds,
-                f"{share(paused.share)} of the run; not part of any step",
-                "not known",
+            Figure(
+                label=f"left out: {kind}",
+                value=duration(paused.seconds),
+                remark=f"{_times(paused.times)}{share(paused.share)} of the run; not part of any step",
             )
             for kind, paused in summary.left_out.items()
             if paused.share is not None
@@ -148,18 +156,17 @@ def _figures(record: RunRecord, summary: RunSummary, rows: LogRows) -> list[Figu
     ]
 
 
-def memory(record: RunRecord, summary: RunSummary, rows: LogRows) -> Figure:
+def memory(run: RunResults) -> Figure:
     """The highest peak memory of any rank."""
-    found = list(filter(isfinite, rows.column("memory_peak_bytes")))
-    found += [rank.memory_bytes for rank in summary.ranks if rank.memory_bytes is not None]
-    of = "of the process" if record.device == "cpu" else "allocated on a GPU"
-    highest = max(found, default=None)
-    return _figure("memory, peak", size, highest, of, "no row of the log has it")
+    found = [run.peak_memory_bytes, *(rank.memory_bytes for rank in run.summary.ranks)]
+    highest = max((each for each in found if each is not None), default=None)
+    of = "of the process" if run.record.device == "cpu" else "allocated on a GPU"
+    return _figure("memory, peak", size, highest, of, NO_ROWS if run.is_empty else "no row of the log has it")
 
 
-def cost(record: RunRecord, summary: RunSummary, price_per_gpu_hour: float) -> Figure:
+def cost(run: RunResults, price_per_gpu_hour: float) -> Figure:
     """What a million tokens cost at the median rate, evaluations and checkpoints not included."""
-    label, gpus = "a million tokens", record.world_size
+    record, label, gpus = run.record, "a million tokens", run.record.world_size
     if record.device in (None, "cpu"):
         return Figure(label=label, value=UNKNOWN, remark="the run is not known to have used a GPU")
     if gpus is None:
@@ -170,9 +177,9 @@ def cost(record: RunRecord, summary: RunSummary, price_per_gpu_hour: float) -> F
     return _figure(
         label,
         lambda value: f"${value:,.4g}",
-        per_million_tokens(price_per_gpu_hour, summary.median_tokens_per_second, gpus=gpus),
+        per_million_tokens(price_per_gpu_hour, run.summary.median_tokens_per_second, gpus=gpus),
         price if gpus > 1 else f"${price_per_gpu_hour:,.4g} an hour, at the median rate of its steps",
-        "no batch had a known number of tokens",
+        _NO_TOKENS,
     )
 
 
@@ -182,7 +189,6 @@ def hardware_figures(hardware: RunHardware, scope: str | None) -> list[Figure]:
     `scope` is what the energy covers; everything else is for this GPU.
     """
     not_read = "the counters did not report it"
-    no_rate = "the tensor pipe's activity, the clock or the chip's rate is not known"
     no_ratio = "the counted or the executed work is not known"
     counted = ""
     if hardware.executed_hfu is not None and hardware.executed_over_counted:
@@ -194,9 +200,9 @@ def hardware_figures(hardware: RunHardware, scope: str | None) -> list[Figure]:
         return "; ".join(text for text in (kind, *texts) if text)
 
     return [
-        _figure("executed", flop_rate, hardware.executed_flops_per_s, remark(_windows(hardware)), no_rate),
+        _figure("executed", flop_rate, hardware.executed_flops_per_s, remark(_windows(hardware)), NO_RATE),
         _figure(
-            "HFU by the counters", share, hardware.executed_hfu, remark(counted), f"{no_rate}, or the peak"
+            "HFU by the counters", share, hardware.executed_hfu, remark(counted), f"{NO_RATE}, or the peak"
         ),
         _figure("executed over counted", _ratio, hardware.executed_over_counted, remark(), no_ratio),
         _figure(
@@ -217,15 +223,16 @@ def hardware_figures(hardware: RunHardware, scope: str | None) -> list[Figure]:
             _energy,
             hardware.energy_j_per_million_tokens,
             scope,
-            not_read if hardware.energy_j_per_step is None else "no batch had a known number of tokens",
+            not_read if hardware.energy_j_per_step is None else _NO_TOKENS,
         ),
     ]
 
 
-def why_no_waterfall(record: RunRecord, summary: RunSummary) -> str:
+def why_no_waterfall(run: RunResults) -> str:
     """The text in place of a waterfall: why there is none, and how to get one."""
     needs = "an NVIDIA GPU with GPM counters (Hopper or newer)"
-    if summary.hardware is not None:
+    record = run.record
+    if run.summary.hardware is not None:
         return "Not known: counters were read, but the device's peak or the model's FLOPs are not known."
     if record.mode == "hybrid" and record.summary is not None:
         return (
@@ -248,14 +255,6 @@ def why_no_waterfall(record: RunRecord, summary: RunSummary) -> str:
     )
 
 
-def of_last_window(last_window: LastWindow) -> str:
-    """What the hardware figures from a row of the log cover."""
-    return (
-        "Without the run's summary, this only covers the last window of counters, as logged at step "
-        f"{last_window.step:,}."
-    )
-
-
 def started(record: RunRecord) -> str | None:
     """When the run began."""
     if record.started_at is None:
@@ -275,23 +274,24 @@ def _figure(
     return Figure(label=label, value=text(value), remark=remark or "")
 
 
-def peak_text(summary: RunSummary, rows: LogRows) -> str:
+def peak_text(run: RunResults) -> str:
     """The peak with its source."""
-    fall = summary.hardware.waterfall if summary.hardware is not None else None
-    peak = fall.peak_flops_per_s if fall is not None else None
-    peak = peak_flops_per_s(rows) if peak is None else peak
+    hardware, source = run.summary.hardware, run.summary.peak_source
+    fall = None if hardware is None else hardware.waterfall
+    peak = None if fall is None else fall.peak_flops_per_s
+    peak = run.peak_flops_per_s if peak is None else peak
     if peak is None:
-        return summary.peak_source or UNKNOWN
-    return flop_rate(peak) + (f" ({summary.peak_source})" if summary.peak_source else "")
+        return source or UNKNOWN
+    return flop_rate(peak) + (f" ({source})" if source else "")
 
 
-def _method(record: RunRecord, summary: RunSummary, rows: LogRows) -> str:
-    if summary.method is None:
-        return f"{UNKNOWN}: {NO_ROWS if record.summary is None and not rows else 'no model was counted'}"
-    words = [summary.method, "a multiply-add is 2"]
+def _method(run: RunResults) -> str:
+    if run.summary.method is None:
+        return f"{UNKNOWN}: {NO_ROWS if run.is_empty else _NO_MODEL}"
+    words = [run.summary.method, "a multiply-add is 2"]
     attention = {"full": "all pairs", "causal": "the pairs the mask allows"}
-    if counted := attention.get(str(record.convention.get("attention"))):
-        words.append(f"attention counts {counted}")
+    if pairs := attention.get(str(run.record.convention.get("attention"))):
+        words.append(f"attention counts {pairs}")
     return "; ".join(words)
 
 
@@ -312,7 +312,8 @@ def _estimate(summary: RunSummary) -> list[Figure]:
     return [Figure(label="MFU, estimated", value=share(summary.median_mfu_estimate), remark=remark)]
 
 
-def _steps(summary: RunSummary, rows: LogRows) -> str:
+def _steps(run: RunResults) -> str:
+    summary = run.summary
     words = [UNKNOWN if summary.steps is None else f"{summary.steps:,} logged"]
     if summary.skipped_steps:
         words.append(f"{summary.skipped_steps:,} between them not logged")
@@ -320,19 +321,25 @@ def _steps(summary: RunSummary, rows: LogRows) -> str:
         words.append(f"{summary.warmup_steps:,} of them warm-up")
     if summary.observed_steps:
         words.append(f"{summary.observed_steps:,} observed to count FLOPs, in no median")
-    if rows:
-        words.append(f"the log covers {rows.steps[0]:,} to {rows.steps[-1]:,}")
+    if run.log_steps is not None:
+        first, last = run.log_steps
+        words.append(f"the log covers {first:,} to {last:,}")
     return "; ".join(words)
 
 
-def why_no_utilization(summary: RunSummary, rows: LogRows) -> str:
+def why_no_utilization(run: RunResults) -> str:
     """The reason for an unknown MFU."""
+    summary = run.summary
     if summary.method is None:
         reasons = summary.mfu_unknown
-        return max(reasons, key=lambda reason: reasons[reason]) if reasons else "no model was counted"
-    if summary.peak_source is None and peak_flops_per_s(rows) is None:
-        return "no peak is known for this device: set monitoring.peak_tflops"
+        return max(reasons, key=lambda reason: reasons[reason]) if reasons else _NO_MODEL
+    if summary.peak_source is None and run.peak_flops_per_s is None:
+        return "no peak is known for this device: set monitoring.peak_tflops or TRUEMFU_PEAK_TFLOPS"
     return "no step has both a time and a count"
+
+
+def _times(number: int | None) -> str:
+    return "" if number is None else "once, " if number == 1 else f"{number:,} times, "
 
 
 def _cost(cost: MonitorCost | None) -> Figure:
@@ -341,14 +348,17 @@ def _cost(cost: MonitorCost | None) -> Figure:
         return Figure(label=label, value=UNKNOWN, remark=NO_SUMMARY)
     us = cost.training_thread_us_per_step
     remark = "of a step" if us is None else f"of a step: {us:,.0f} µs of the training thread"
-    return _figure(label, share, cost.share_of_step, remark, "no step was timed")
+    return _figure(label, share, cost.share_of_step, remark, _NOT_TIMED)
 
 
 def _cost_once(cost: MonitorCost) -> str:
-    """The cost of the monitor outside of steps."""
+    """The cost of the monitor outside of usual steps."""
+    listed = [str(step) for step in cost.observed_steps]
+    where = ", ".join(listed[:_STEPS_SHOWN]) + (" …" if len(listed) > _STEPS_SHOWN else "")
+    observed = counted(cost.observed or len(listed), "observed step") + (f" ({where})" if where else "")
     parts = (
         (cost.checks_s, "setting up and checks"),
-        (cost.observing_s, "observing steps"),
+        (cost.observing_s, f"{observed} longer by"),
         (cost.profiling_s, "profiling"),
     )
     return ", ".join(f"{what} {duration(seconds)}" for seconds, what in parts if seconds) or "nothing"
