@@ -118,11 +118,11 @@ def _show(found: Comparison) -> None:
         console.print(on_one_line(line))
     for text in tables_of(found):
         console.print()
-        drawn = table(*text.columns, title=text.title)
+        drawn = table(*text.labels, title=text.title)
         for column in drawn.columns:
             column.no_wrap = False
             column.overflow = "fold"
-        for row in text.rows:
+        for row in text.texts:
             drawn.add_row(*map(on_one_line, row))
         console.print(drawn)
         if text.sentence:

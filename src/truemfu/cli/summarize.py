@@ -81,8 +81,8 @@ def show_summary(summary: SweepSummary) -> None:
 
     console = output(WIDEST_TABLE)
     for text in tables_of(summary):
-        drawn = table(*text.columns, title=text.title)
-        for row in text.rows:
+        drawn = table(*text.labels, title=text.title)
+        for row in text.texts:
             drawn.add_row(*map(on_one_line, row))
         console.print(drawn)
         if text.sentence:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from truemfu.report.compare.compare import Comparison, Figure, Pair, Unmatched
-from truemfu.report.compare.page import Bars, _bars, _tables
+from truemfu.report.compare.page import Bars, _bars
+from truemfu.report.compare.texts import tables_of
 
 
 def pair(name: str, *figures: Figure, is_beyond: bool = False) -> Pair:
@@ -80,8 +81,8 @@ def test_figures_without_an_interval_have_no_bar() -> None:
 def test_step_times_are_sorted_and_copied_as_seconds_and_texts_as_texts() -> None:
     missing = Unmatched(name="gone", a="12 steps with a time after warm-up", b="ok", is_failure=False)
     found = comparison(pair("one", step_time(1.1, 1.0, 1.2)), unmatched=[missing])
-    (_, times), _, (_, not_compared) = _tables(found)
-    assert [column.is_number for column in times.columns] == [False, True, True, True, False, True]
+    times, _, not_compared = tables_of(found)
+    assert [column.is_number for column in times.columns] == [False, True, True, True, False, False]
     assert [column.unit for column in times.columns] == ["", "s", "s", "", "", ""]
     assert [cell.value for cell in times.rows[0][:3]] == [None, 0.1, pytest.approx(0.11)]
     assert not any(column.is_number for column in not_compared.columns)

@@ -31,9 +31,9 @@ def test_a_device_is_one_line_though_its_rank_changes() -> None:
     ((_, a),) = rank_lines([rows[0], rows[2]])
     ((rank, b),) = rank_lines([rows[1], rows[3]])
     assert rank == 0
-    assert (a.device, a.ranks, a.attempts, a.steps, a.median_step) == ("GPU-a", "0, 1", 2, 40, "900.00 ms")
+    assert (a.device, a.ranks, a.attempts, a.steps, a.median_step_s) == ("GPU-a", "0, 1", 2, 40, 0.9)
     assert a.last_seen == "1970-01-01 00:00:50 UTC, no last row"
-    assert (b.device, b.ranks, b.data_wait, b.memory) == ("GPU-b", "1, 0", "100.00 ms", "2.00 GiB")
+    assert (b.device, b.ranks, b.data_wait_s, b.memory_bytes) == ("GPU-b", "1, 0", pytest.approx(0.1), 2**31)
     assert b.last_seen == "1970-01-01 00:00:50 UTC"
 
 

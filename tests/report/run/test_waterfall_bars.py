@@ -66,18 +66,18 @@ def test_a_gain_goes_up_and_makes_room() -> None:
 
 
 def test_the_table_has_the_parts_of_parts_and_their_sum() -> None:
-    rows = view(**KNOWN).rows
-    by_name = {row.name: row for row in rows}
-    assert (by_name["GPU idle"].points, by_name["GPU idle"].is_inner) == ("18.0", False)
-    assert (by_name["waiting for data"].points, by_name["waiting for data"].is_inner) == ("13.5", True)
-    assert by_name["waiting for data"].flops == "135.0"
-    assert [row.name for row in rows if row.is_largest] == ["GPU idle"]
-    assert (rows[-1].name, rows[-1].points, rows[-1].flops) == ("together", "100.0", "1,000.0")
+    table = view(**KNOWN).table
+    kinds = {name.text: name.kind for name, *_ in table.rows}
+    assert (kinds["GPU idle"], kinds["waiting for data"]) == ("biggest", "inner")
+    assert list(kinds.values()).count("biggest") == 1
+    assert ["waiting for data", "13.5", "135.0"] in table.texts
+    assert ["GPU idle", "18.0", "180.0"] in table.texts
+    assert table.texts[-1] == ["together", "100.0", "1,000.0"]
 
 
 def test_what_melted_together_says_what_was_missing() -> None:
-    rows = view(model_flops_per_s=0.4 * PEAK, hardware_flops_per_s=0.4 * PEAK).rows
-    assert rows[0].missing.startswith("not separated; unknown or left out: the SM clock")
+    first, *_ = view(model_flops_per_s=0.4 * PEAK, hardware_flops_per_s=0.4 * PEAK).table.texts
+    assert "(not separated; unknown or left out: the SM clock" in first[0]
 
 
 def test_a_share_that_is_not_known_is_no_bar_and_breaks_the_sum() -> None:
@@ -87,7 +87,7 @@ def test_a_share_that_is_not_known_is_no_bar_and_breaks_the_sum() -> None:
     found = view_of(msgspec.convert({"waterfall": block}, RunHardware))
     assert found is not None
     assert (found.bars[1].points, found.bars[1].width_percent) == ("unknown", 0)
-    assert found.rows[0].flops == "unknown"
+    assert found.table.texts[0][2] == "unknown"
     assert found.sentences == ["The parts add up to 0.0 points, not to 100: one is unknown or wrong."]
 
 

@@ -31,7 +31,7 @@ def test_efficiency_is_tokens_per_second_over_those_of_as_many_single_gpus(make_
     assert row.tokens_per_s == pytest.approx(4 * 4 * 512 / 0.125)
     assert row.peak_memory_by_rank_bytes == [6 * GIB, 7 * GIB, 8 * GIB, 9 * GIB]
     (table,) = [table for table in tables_of(summary_of(one, four)) if table.title == "Scaling"]
-    assert table.rows[0][4:] == ("80.0 %", "6.00 GiB, 7.00 GiB, 8.00 GiB, 9.00 GiB")
+    assert table.texts[0][4:] == ["80.0 %", "6.00 GiB, 7.00 GiB, 8.00 GiB, 9.00 GiB"]
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_means_are_never_over_unlike_devices_or_numbers_of_gpus(make_result) -> 
     }
     assert sum(row.experiments for row in summary.trainers) == 5
     trainers = tables_of(summary)[1]
-    assert [row[1] for row in trainers.rows] == [H200, A100, f"2 × {H200}, ddp", f"2 × {H200}, fsdp2"]
+    assert [row[1] for row in trainers.texts] == [H200, A100, f"2 × {H200}, ddp", f"2 × {H200}, fsdp2"]
 
 
 def test_ratios_are_never_over_unlike_devices(make_result) -> None:
@@ -109,8 +109,8 @@ def test_hosts_are_told_apart(make_result) -> None:
     assert [row.host for row in summary.experiments] == ["n1", "n2"]
     assert summary.trainers[0].finished_points == 2  # the same device: they may share a mean
     assert any(f"{H200} on n1, n2;" in line for line in context_lines(summary))
-    assert [row[2] for row in tables_of(summary)[0].rows] == ["n1", "n2"]
-    assert "host" not in tables_of(summary_of(make_result()))[0].columns
+    assert [row[2] for row in tables_of(summary)[0].texts] == ["n1", "n2"]
+    assert "host" not in tables_of(summary_of(make_result()))[0].labels
 
 
 def test_an_experiment_without_a_result_has_its_gpus_in_its_name(make_result, write_sweep) -> None:

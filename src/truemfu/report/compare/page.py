@@ -7,17 +7,14 @@ sweep    a bar for each experiment                    1 (equal)
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from ...text import shortened
 from ..drawing.html import write_template
 from ..drawing.line_chart import Tick, tick_text, values_axis
-from ..drawing.tables import Column, Table, plain
-from ..sweep.texts import TextTable
 from .compare import FASTER, SLOWER, Comparison, Pair
 from .texts import LONGEST_NAME, TITLE, conclusions, figure_name, remarks, sides_of, tables_of
 
@@ -25,7 +22,6 @@ _MOST_BARS = 64
 _NARROWEST = (0.99, 1.01)
 _WIDEST = 4.0
 """Ratios further from 1 are drawn at the edge; their number is beside them."""
-_NUMBER = re.compile(r"-|[\d.,]+( (µs|ms|s|MiB|GiB|%))?")
 _KINDS = {SLOWER: "slower", FASTER: "faster"}
 
 
@@ -66,7 +62,7 @@ def write_comparison_page(path: Path, comparison: Comparison) -> Path:
         lead=", ".join(sides_of(comparison)),
         verdict=conclusions(comparison),
         chart=_bars(comparison),
-        tables=_tables(comparison),
+        tables=tables_of(comparison),
         remarks=remarks(comparison),
     )
 
@@ -136,31 +132,3 @@ def _within(ratio: float) -> float:
 
 def _kind(pair: Pair) -> str:
     return "beyond" if pair.is_beyond_limit else _KINDS.get(pair.verdict, "")
-
-
-def _tables(comparison: Comparison) -> list[tuple[str | None, Table]]:
-    """Each table with its sentence; the step times of experiments are sorted and copied as seconds."""
-    first, *others = tables_of(comparison)
-    sides = [(pair.step_time.a, pair.step_time.b) for pair in comparison.pairs]
-    seconds = sides if comparison.kind == "sweep" else []
-    return [(first.sentence, _table(first, seconds)), *((table.sentence, _table(table)) for table in others)]
-
-
-def _table(table: TextTable, seconds: Sequence[tuple[float, float]] = ()) -> Table:
-    """`seconds` are the values of the second and third column, where these are step times."""
-    rows = [list(map(plain, row)) for row in table.rows]
-    if seconds:
-        for row, values in zip(rows, seconds, strict=True):
-            row[1:3] = [replace(cell, value=value) for cell, value in zip(row[1:3], values, strict=True)]
-    return Table(
-        title=table.title,
-        columns=[
-            Column(
-                label=label,
-                unit="s" if seconds and at in (1, 2) else "",
-                is_number=at > 0 and all(_NUMBER.fullmatch(row[at]) for row in table.rows),
-            )
-            for at, label in enumerate(table.columns)
-        ],
-        rows=rows,
-    )

@@ -7,12 +7,13 @@ Comparison ─► conclusion, tables_of, remarks ─► terminal (cli/compare.py
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
 
 from ...text import duration, number, printable, share, shortened, size
-from ..drawing.markdown import markdown_table, markdown_text
-from ..sweep.texts import TextTable
+from ..drawing.markdown import markdown_tables, markdown_text
+from ..drawing.tables import Cell, Column, Table, plain
 from .compare import FASTER, SLOWER, UNCLEAR, Comparison, Figure, Pair
 
 _FORMATS = {
@@ -83,64 +84,72 @@ def _names(names: Sequence[str]) -> str:
     return shown + (f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else "")
 
 
-def tables_of(comparison: Comparison) -> list[TextTable]:
+def tables_of(comparison: Comparison) -> list[Table]:
     """The tables to show, in reading order."""
     if comparison.kind == "run":
         (pair,) = comparison.pairs
         return [
-            TextTable(
+            Table(
                 title="B over A",
                 sentence=_steps(pair),
-                columns=("figure", "A", "B", "B / A", "95 % interval"),
-                rows=[(figure_name(figure), *_cells(figure)) for figure in pair.figures],
+                columns=[
+                    *_columns("figure", "A", "B", "B / A"),
+                    Column(label="95 % interval", is_number=False),
+                ],
+                rows=[[plain(figure_name(figure)), *_cells(figure)] for figure in pair.figures],
             )
         ]
+    pairs = [(plain(shortened(pair.name, LONGEST_NAME)), pair) for pair in comparison.pairs]
     tables = [
-        TextTable(
+        Table(
             title="Step time, B over A",
             sentence=(
                 "Medians. The intervals hold for all experiments together with a confidence of 95 %."
-                if len(comparison.pairs) > 1
+                if len(pairs) > 1
                 else "Medians."
             ),
-            columns=("experiment", "A", "B", "B / A", "interval", "result"),
-            rows=[
-                (shortened(pair.name, LONGEST_NAME), *_cells(pair.step_time), _result(pair))
-                for pair in comparison.pairs
+            columns=[
+                Column(label="experiment", is_number=False),
+                Column(label="A", unit="s"),
+                Column(label="B", unit="s"),
+                Column(label="B / A"),
+                Column(label="interval", is_number=False),
+                Column(label="result", is_number=False),
             ],
+            rows=[[name, *_step_time_cells(pair), plain(_result(pair))] for name, pair in pairs],
         ),
-        TextTable(
+        Table(
             title="Other figures, B over A",
-            columns=("experiment", "mean step", "tokens/s", "MFU", "peak memory", "steps A, B"),
+            columns=[
+                *_columns("experiment", "mean step", "tokens/s", "MFU", "peak memory"),
+                Column(label="steps A, B", is_number=False),
+            ],
             rows=[
-                (
-                    shortened(pair.name, LONGEST_NAME),
-                    *(
-                        _ratio_named(pair, name)
-                        for name in ("step_time_mean_s", "tokens_per_s", "mfu", "peak_memory_bytes")
-                    ),
-                    f"{pair.steps_a:,}, {pair.steps_b:,}",
-                )
-                for pair in comparison.pairs
+                [name, *_other_ratios(pair), plain(f"{pair.steps_a:,}, {pair.steps_b:,}")]
+                for name, pair in pairs
             ],
         ),
     ]
     if comparison.unmatched:
         tables.append(
-            TextTable(
+            Table(
                 title="Not compared",
-                columns=("experiment", "A", "B"),
+                columns=[Column(label=label, is_number=False) for label in ("experiment", "A", "B")],
                 rows=[
-                    (
-                        shortened(one.name, LONGEST_NAME),
-                        shortened(one.a, _LONGEST_STATUS),
-                        shortened(one.b, _LONGEST_STATUS),
-                    )
+                    [
+                        plain(shortened(one.name, LONGEST_NAME)),
+                        plain(shortened(one.a, _LONGEST_STATUS)),
+                        plain(shortened(one.b, _LONGEST_STATUS)),
+                    ]
                     for one in comparison.unmatched
                 ],
             )
         )
     return tables
+
+
+def _columns(first: str, *numbers: str) -> list[Column]:
+    return [Column(label=first, is_number=False), *(Column(label=label) for label in numbers)]
 
 
 def figure_name(figure: Figure) -> str:
@@ -153,14 +162,23 @@ def _result(pair: Pair) -> str:
     return "-" if pair.verdict == UNCLEAR else pair.verdict
 
 
-def _cells(figure: Figure) -> tuple[str, str, str, str]:
+def _cells(figure: Figure) -> list[Cell]:
+    """Both sides, their ratio, and its interval."""
     _, text = _FORMATS[figure.name]
     interval = "-" if figure.low is None or figure.high is None else f"{figure.low:.3f} to {figure.high:.3f}"
-    return text(figure.a), text(figure.b), f"{figure.ratio:.3f}", interval
+    return [plain(each) for each in (text(figure.a), text(figure.b), f"{figure.ratio:.3f}", interval)]
 
 
-def _ratio_named(pair: Pair, name: str) -> str:
-    return next((f"{figure.ratio:.3f}" for figure in pair.figures if figure.name == name), "-")
+def _step_time_cells(pair: Pair) -> list[Cell]:
+    """The same of the step time, which a page sorts and copies in seconds."""
+    a, b, *others = _cells(pair.step_time)
+    return [replace(a, value=pair.step_time.a), replace(b, value=pair.step_time.b), *others]
+
+
+def _other_ratios(pair: Pair) -> list[Cell]:
+    ratios = {figure.name: f"{figure.ratio:.3f}" for figure in pair.figures}
+    names = ("step_time_mean_s", "tokens_per_s", "mfu", "peak_memory_bytes")
+    return [plain(ratios.get(name, "-")) for name in names]
 
 
 def _steps(pair: Pair) -> str:
@@ -212,11 +230,7 @@ def _percent(fraction: float) -> str:
 
 def markdown(comparison: Comparison) -> str:
     parts = [f"# {TITLE}", markdown_text(conclusion(comparison)), *map(markdown_text, sides_of(comparison))]
-    for table in tables_of(comparison):
-        parts.append(f"## {markdown_text(table.title)}")
-        if table.sentence:
-            parts.append(markdown_text(table.sentence))
-        parts.append(markdown_table(table.columns, table.rows))
+    parts += markdown_tables(tables_of(comparison))
     parts += [f"Note: {markdown_text(remark)}" for remark in remarks(comparison)]
     return "\n\n".join(parts) + "\n"
 

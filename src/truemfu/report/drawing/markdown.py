@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from ...text import on_one_line
+from .tables import Table
 
 _ACTIVE_IN_MARKDOWN = re.compile(
     r"""
@@ -31,7 +32,11 @@ def markdown_text(text: str) -> str:
     return re.sub(r"^[#>+-]", r"\\\g<0>", _cell(text))
 
 
-def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table whose first column is text and whose others are numbers."""
-    head = [_row(columns), _row(["---"] + ["---:"] * (len(columns) - 1))]
-    return "\n".join(head + [_row(row) for row in rows])
+def markdown_tables(tables: Iterable[Table]) -> Iterator[str]:
+    """Paragraphs of tables: title, sentence, and the table, whose columns but the first are aligned right."""
+    for table in tables:
+        yield f"## {markdown_text(table.title)}"
+        if table.sentence:
+            yield markdown_text(table.sentence)
+        head = [_row(table.labels), _row(["---"] + ["---:"] * (len(table.columns) - 1))]
+        yield "\n".join(head + [_row(row) for row in table.texts])

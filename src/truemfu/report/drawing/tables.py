@@ -1,4 +1,4 @@
-"""Tables as a page shows them: sorted by a value, filtered by text, copied as Markdown or CSV by its script.
+"""Tables for a terminal, Markdown and pages, whose script sorts, filters and copies them.
 
 A cell has a text, and the value it is sorted and copied by if its text is not a plain number.
 """
@@ -38,6 +38,8 @@ class Table:
     title: str
     columns: Sequence[Column]
     rows: Sequence[Sequence[Cell]]
+    sentence: str | None = None
+    """What the reader needs to know to interpret it."""
     keys: Sequence[int] | None = None
     """The series of each row."""
     places: Sequence[float] | None = None
@@ -46,6 +48,27 @@ class Table:
     @property
     def is_long(self) -> bool:
         return len(self.rows) > _ENOUGH_TO_FILTER
+
+    @property
+    def labels(self) -> list[str]:
+        return [column.label for column in self.columns]
+
+    @property
+    def texts(self) -> list[list[str]]:
+        """The texts of its rows."""
+        return [[cell.text for cell in row] for row in self.rows]
+
+
+def text_table(
+    title: str, labels: Sequence[str], rows: Sequence[Sequence[str]], sentence: str | None = None
+) -> Table:
+    """A table of texts: the first column names the row, the others are numbers."""
+    return Table(
+        title=title,
+        columns=[Column(label=label, is_number=at > 0) for at, label in enumerate(labels)],
+        rows=[list(map(plain, row)) for row in rows],
+        sentence=sentence,
+    )
 
 
 def plain(text: str) -> Cell:

@@ -18,7 +18,7 @@ from ...run_summary.texts import (
     started,
     why_no_waterfall,
 )
-from ...text import duration, share
+from ...text import duration, share, size
 from ..drawing.html import write_template
 from ..drawing.line_chart import SIDE, Chart, Series, line_chart, thinning
 from ..drawing.tables import Cell, Column, Table, plain
@@ -27,8 +27,8 @@ from .log_rows import LogRows
 from .log_summary import PAUSES, results_of
 from .ranks import RankLine, life_of
 from .verdict import verdict
-from .waterfall_bars import WaterfallView, view_of
-from .worst_steps import WorstStep, worst_steps
+from .waterfall_bars import view_of
+from .worst_steps import worst_steps, worst_table
 
 _MOST_RANKS = 512
 _MOST_PAUSES = 200
@@ -42,7 +42,6 @@ def write_run_page(path: Path, run: LoadedRun, price_per_gpu_hour: float | None 
     worst = worst_steps(run.rows, summary)
     price = None if price_per_gpu_hour is None else cost(results, price_per_gpu_hour)
     sentences, unknown = verdict(results, worst, price)
-    waterfall = view_of(summary.hardware)
     pauses = pauses_of(run.rows)
     return write_template(
         path,
@@ -56,12 +55,11 @@ def write_run_page(path: Path, run: LoadedRun, price_per_gpu_hour: float | None 
         figures=[*figures(results), memory(results), *([] if price is None else [price])],
         charts=_charts(run.rows, summary, pauses),
         about_charts=thinning(len(run.rows)) if run.rows else "There are no charts: the log has no rows.",
-        waterfall=waterfall,
-        waterfall_table=None if waterfall is None else _waterfall_table(waterfall),
+        waterfall=view_of(summary.hardware),
         no_waterfall=why_no_waterfall(results),
         of_last_window=None if run.last_window is None else _of_last_window(run.last_window),
         hardware=[] if summary.hardware is None else hardware_figures(summary.hardware, record.scope),
-        worst=_worst_table(worst) if worst else None,
+        worst=worst_table(worst) if worst else None,
         pauses=_pauses_table(pauses),
         more_pauses=max(0, sum(map(len, pauses.values())) - _MOST_PAUSES),
         ranks=_ranks_table(run.ranks.lines[:_MOST_RANKS]) if run.ranks.lines else None,
@@ -183,51 +181,6 @@ def _time_unit(seconds: float | None) -> tuple[float, str]:
     return next((unit for unit in _TIME_UNITS if (seconds or 1.0) >= unit[0]), _TIME_UNITS[-1])
 
 
-def _waterfall_table(view: WaterfallView) -> Table:
-    return Table(
-        title="Where the peak went",
-        columns=[
-            Column(label="part", is_number=False),
-            Column(label="points of the peak"),
-            Column(label="TFLOP/s"),
-        ],
-        rows=[
-            [
-                Cell(
-                    text=f"{row.name} ({row.missing})" if row.missing else row.name,
-                    kind="inner" if row.is_inner else "biggest" if row.is_largest else "part",
-                ),
-                plain(row.points),
-                plain(row.flops),
-            ]
-            for row in view.rows
-        ],
-    )
-
-
-def _worst_table(worst: Sequence[WorstStep]) -> Table:
-    return Table(
-        title="The slowest steps",
-        columns=[
-            Column(label="step"),
-            Column(label="time", unit="s"),
-            Column(label="times the median"),
-            Column(label="cause", is_number=False),
-            Column(label="how it is known", is_number=False),
-        ],
-        rows=[
-            [
-                plain(f"{step.step:,}"),
-                Cell(text=duration(step.seconds), value=step.seconds),
-                Cell(text=f"{step.times_median:.1f}", value=step.times_median),
-                plain(step.cause),
-                Cell(text=step.details, kind="text"),
-            ]
-            for step in worst
-        ],
-    )
-
-
 def _pauses_table(pauses: Mapping[str, Mapping[int, float]]) -> Table | None:
     """Evaluations, checkpoints and so on, the longest first."""
     found = sorted(
@@ -262,9 +215,9 @@ def _ranks_table(lines: Sequence[RankLine]) -> Table:
                 plain(line.device),
                 plain(f"{line.attempts:,}"),
                 plain(f"{line.steps:,}"),
-                Cell(text=line.median_step, value=line.median_step_s),
-                Cell(text=line.data_wait, value=line.data_wait_s),
-                Cell(text=line.memory, value=line.memory_bytes),
+                Cell(text=duration(line.median_step_s), value=line.median_step_s),
+                Cell(text=duration(line.data_wait_s), value=line.data_wait_s),
+                Cell(text=size(line.memory_bytes), value=line.memory_bytes),
                 plain(line.last_seen),
             ]
             for line in lines

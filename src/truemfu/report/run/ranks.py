@@ -18,7 +18,6 @@ from pathlib import Path
 
 from ...monitor.ranks.rank_file import read_files
 from ...monitor.ranks.rank_row import RankRow
-from ...text import duration, size
 
 _MOST_FAULTS = 8
 _FIRST_ROW_S = 1.0
@@ -27,20 +26,18 @@ _FIRST_ROW_S = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class RankLine:
-    """One device of a job; texts, "unknown" where a value is."""
+    """One device of a job."""
 
     ranks: str
     host: str
     device: str
     attempts: int
     steps: int
-    median_step: str
-    data_wait: str
-    memory: str
+    median_step_s: float | None
+    data_wait_s: float | None
+    """A step's."""
+    memory_bytes: int | None
     last_seen: str
-    median_step_s: float | None = None
-    data_wait_s: float | None = None
-    memory_bytes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,23 +103,17 @@ def _line(rows: Sequence[RankRow]) -> RankLine:
     last, timed = rows[-1], [row for row in rows if row.step_time_s is not None and row.steps]
     steps = sum(row.steps for row in rows)
     waits = [row.steps * row.data_wait_s for row in rows if row.data_wait_s is not None]
-    median_s = _median(timed) if timed else None
-    data_wait_s = sum(waits) / steps if waits and steps else None
-    memory = max((row.memory_bytes for row in rows if row.memory_bytes is not None), default=None)
     return RankLine(
         ranks=", ".join(map(str, dict.fromkeys(row.rank for row in rows))),
         host=last.host,
         device=last.device.removeprefix(f"{last.host}:"),
         attempts=sum(row.number == 1 for row in rows) or 1,
         steps=steps,
-        median_step="unknown" if median_s is None else duration(median_s),
-        data_wait="unknown" if data_wait_s is None else duration(data_wait_s),
-        memory="unknown" if memory is None else size(memory),
+        median_step_s=_median(timed) if timed else None,
+        data_wait_s=sum(waits) / steps if waits and steps else None,
+        memory_bytes=max((row.memory_bytes for row in rows if row.memory_bytes is not None), default=None),
         last_seen=f"{datetime.fromtimestamp(last.at_s, timezone.utc):%Y-%m-%d %H:%M:%S} UTC"
         + ("" if last.is_last else ", no last row"),
-        median_step_s=median_s,
-        data_wait_s=data_wait_s,
-        memory_bytes=memory,
     )
 
 

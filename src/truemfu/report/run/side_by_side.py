@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...run_summary.texts import Figure, RunResults, cost, facts, figures, memory
-from ...text import duration, share
+from ...text import share
 from ..drawing.html import write_template
 from ..drawing.line_chart import SIDE, Chart, Series, line_chart
 from ..drawing.tables import Cell, Column, Table, plain
@@ -19,7 +19,7 @@ from .load import LoadedRun
 from .log_summary import results_of
 from .page import StepValues, charted, scaled
 from .waterfall_bars import points
-from .worst_steps import worst_steps
+from .worst_steps import COLUMNS, TITLE, cells_of, worst_steps
 
 MOST_RUNS = 8
 _OF_ANY_DEVICE = ("Loss",)
@@ -205,30 +205,12 @@ def _chart(title: str, values: StepValues, members: Sequence[_Shown]) -> Chart |
 
 def _worst_table(shown: Sequence[_Shown]) -> Table | None:
     """The slowest steps of every run."""
-    rows, keys = [], []
-    for one in shown:
-        for step in worst_steps(one.run.rows, one.results.summary):
-            rows.append(
-                [
-                    plain(one.name),
-                    plain(f"{step.step:,}"),
-                    Cell(text=duration(step.seconds), value=step.seconds),
-                    Cell(text=f"{step.times_median:.1f}", value=step.times_median),
-                    plain(step.cause),
-                ]
-            )
-            keys.append(one.key)
-    if not rows:
+    worst = [(one, step) for one in shown for step in worst_steps(one.run.rows, one.results.summary)]
+    if not worst:
         return None
     return Table(
-        title="The slowest steps",
-        columns=[
-            Column(label="run", is_number=False),
-            Column(label="step"),
-            Column(label="time", unit="s"),
-            Column(label="times the median"),
-            Column(label="cause", is_number=False),
-        ],
-        rows=rows,
-        keys=keys,
+        title=TITLE,
+        columns=[Column(label="run", is_number=False), *COLUMNS],
+        rows=[[plain(one.name), *cells_of(step)] for one, step in worst],
+        keys=[one.key for one, _ in worst],
     )

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ...records import RunHardware, WaterfallPart, WaterfallRecord
+from ..drawing.tables import Cell, Column, Table, plain
 
 _SUM_TOLERANCE = 0.01
 _SHOWN = 0.0005
@@ -26,21 +27,9 @@ class Bar:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
-    """A line of the table; a part of a part is `is_inner`."""
-
-    name: str
-    points: str
-    flops: str
-    missing: str
-    is_inner: bool
-    is_largest: bool
-
-
-@dataclass(frozen=True, kw_only=True)
 class WaterfallView:
     bars: Sequence[Bar]
-    rows: Sequence[Row]
+    table: Table
     advice: Sequence[str]
     sentences: Sequence[str]
 
@@ -52,7 +41,7 @@ def view_of(hardware: RunHardware | None) -> WaterfallView | None:
         return None
     return WaterfallView(
         bars=_bars(fall.parts, hardware.limiter),
-        rows=list(_rows(fall, hardware.limiter)),
+        table=_table(fall, hardware.limiter),
         advice=hardware.advice,
         sentences=[*_reading(fall.parts), *fall.notes],
     )
@@ -96,29 +85,35 @@ def _holds(part: WaterfallPart, key: str | None) -> bool:
     return key is not None and key in (part.key, *(inner.key for inner in part.of))
 
 
-def _not_separated(part: WaterfallPart) -> str:
-    return f"not separated; unknown or left out: {', '.join(part.missing)}" if part.missing else ""
+def _table(fall: WaterfallRecord, limiter: str | None) -> Table:
+    """Every part, with its own parts below it, and their sum."""
 
+    def row(name: str, share: float | None, kind: str = "part") -> list[Cell]:
+        return [
+            Cell(text=name, kind=kind),
+            plain(points(share)),
+            plain(_tflops(share, fall.peak_flops_per_s)),
+        ]
 
-def _rows(fall: WaterfallRecord, limiter: str | None) -> Iterator[Row]:
+    rows = []
     for outer in fall.parts:
-        for part in (outer, *outer.of):
-            yield Row(
-                name=part.name,
-                points=points(part.share),
-                flops=_tflops(part.share, fall.peak_flops_per_s),
-                missing=_not_separated(part),
-                is_inner=part is not outer,
-                is_largest=part is outer and _holds(outer, limiter),
-            )
-    yield Row(
-        name="together",
-        points=points(_sum(fall.parts)),
-        flops=_tflops(_sum(fall.parts), fall.peak_flops_per_s),
-        missing="",
-        is_inner=False,
-        is_largest=False,
+        rows.append(row(_name(outer), outer.share, "biggest" if _holds(outer, limiter) else "part"))
+        rows += [row(_name(inner), inner.share, "inner") for inner in outer.of]
+    return Table(
+        title="Where the peak went",
+        columns=[
+            Column(label="part", is_number=False),
+            Column(label="points of the peak"),
+            Column(label="TFLOP/s"),
+        ],
+        rows=[*rows, row("together", _sum(fall.parts))],
     )
+
+
+def _name(part: WaterfallPart) -> str:
+    if not part.missing:
+        return part.name
+    return f"{part.name} (not separated; unknown or left out: {', '.join(part.missing)})"
 
 
 def _tflops(share: float | None, peak_flops_per_s: float | None) -> str:

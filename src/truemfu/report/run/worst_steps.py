@@ -15,10 +15,18 @@ from dataclasses import dataclass
 
 from ...records import RunSummary
 from ...text import duration
+from ..drawing.tables import Cell, Column, Table, plain
 from .log_rows import LogRow, LogRows
 from .log_summary import PAUSES
 
 UNKNOWN_CAUSE = "unknown"
+TITLE = "The slowest steps"
+COLUMNS = (
+    Column(label="step"),
+    Column(label="time", unit="s"),
+    Column(label="times the median"),
+    Column(label="cause", is_number=False),
+)
 _MOST = 10
 _SLOW = 1.5
 _ENOUGH = 0.5
@@ -48,6 +56,25 @@ def worst_steps(rows: LogRows, summary: RunSummary) -> list[WorstStep]:
         return []
     usual = {name: _usual(rows, name) for name in ("data_wait_s", "between_steps_s")}
     return [_worst(rows[at], at, typical, usual) for at in slowest]
+
+
+def worst_table(worst: Sequence[WorstStep]) -> Table:
+    """The slowest steps of a run."""
+    return Table(
+        title=TITLE,
+        columns=[*COLUMNS, Column(label="how it is known", is_number=False)],
+        rows=[[*cells_of(step), Cell(text=step.details, kind="text")] for step in worst],
+    )
+
+
+def cells_of(step: WorstStep) -> list[Cell]:
+    """The cells of a step in `COLUMNS`."""
+    return [
+        plain(f"{step.step:,}"),
+        Cell(text=duration(step.seconds), value=step.seconds),
+        Cell(text=f"{step.times_median:.1f}", value=step.times_median),
+        plain(step.cause),
+    ]
 
 
 def _usual(rows: LogRows, name: str) -> float:

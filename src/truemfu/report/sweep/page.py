@@ -8,8 +8,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from ...records import OUT_OF_MEMORY, Status
-from ...text import duration, flop_rate, number, share, size
-from ...training_plan import per_million_tokens
+from ...text import duration, flop_rate, share, size
 from ..drawing.heat_map import heated
 from ..drawing.html import write_template
 from ..drawing.line_chart import SIDE
@@ -17,7 +16,7 @@ from ..drawing.panel_chart import PanelChart, PanelSeries, Spread, panel_chart
 from ..drawing.tables import Cell, Column, Table, plain
 from .figures import Experiment, SweepSummary
 from .groups import Group, groups_of
-from .texts import TextTable, context_lines, failure_line, headline, tables_of
+from .texts import context_lines, experiments_table, failure_line, headline, tables_of, trainer_keys
 from .verdict import verdict
 
 _SHORT_ENDS = dict.fromkeys((end.value for end in OUT_OF_MEMORY), "OOM")
@@ -27,7 +26,7 @@ _LOGS_SHOWN = 24
 def write_sweep_page(path: Path, summary: SweepSummary, price_per_gpu_hour: float | None = None) -> Path:
     """Write the report to `path` and return the path."""
     sentences, unknown = verdict(summary)
-    trainers = {row.trainer: key for key, row in enumerate(summary.trainers)}
+    trainers = trainer_keys(summary)
     return write_template(
         path,
         "sweep_page.html.jinja",
@@ -37,9 +36,8 @@ def write_sweep_page(path: Path, summary: SweepSummary, price_per_gpu_hour: floa
         unknown=unknown,
         trainers=list(trainers),
         groups=[_group_view(group, trainers) for group in groups_of(summary.experiments)],
-        experiments=_experiments(summary, trainers, price_per_gpu_hour),
-        memory_kind=summary.memory_kind or "not measured",
-        tables=[(table, _as_table(table)) for table in tables_of(summary)[1:]],
+        experiments=experiments_table(summary, price_per_gpu_hour),
+        tables=tables_of(summary)[1:],
         failures=_failures(summary),
         logs=[(failure.name, failure.log_tail) for failure in summary.failures if failure.log_tail][
             :_LOGS_SHOWN
@@ -253,53 +251,6 @@ def _frontier(group: Group, trainers: Mapping[str, int]) -> Table:
             *(Column(label=trainer, key=key) for trainer, key in trainers.items()),
         ],
         rows=[[plain(f"{seq_len:,}"), *row] for seq_len, row in zip(group.seq_lens, cells, strict=True)],
-    )
-
-
-def _experiments(summary: SweepSummary, trainers: Mapping[str, int], price: float | None) -> Table:
-    columns = [
-        Column(label="experiment", is_number=False),
-        Column(label="status", is_number=False),
-        Column(label="step", unit="s"),
-        Column(label="±", unit="of the median"),
-        Column(label="tokens/s"),
-        Column(label="peak memory", unit="bytes"),
-        Column(label="HFU"),
-        Column(label="MFU"),
-    ]
-    if price is not None:
-        columns.append(Column(label="$ per million tokens"))
-
-    def cells(row: Experiment) -> list[Cell]:
-        found = [
-            plain(row.name),
-            plain(row.end),
-            Cell(text=duration(row.step_time_s), value=row.step_time_s),
-            Cell(text=share(row.step_time_error), value=row.step_time_error),
-            Cell(text=number(row.tokens_per_s), value=row.tokens_per_s),
-            Cell(text=size(row.peak_memory_bytes), value=row.peak_memory_bytes),
-            Cell(text=share(row.hfu), value=row.hfu),
-            Cell(text=share(row.mfu), value=row.mfu),
-        ]
-        if price is not None:
-            on_gpu = row.reserved_bytes is not None
-            cost = per_million_tokens(price, row.tokens_per_s, gpus=row.gpus) if on_gpu else None
-            found.append(Cell(text="-" if cost is None else f"{cost:.4g}", value=cost))
-        return found
-
-    return Table(
-        title="Experiments",
-        columns=columns,
-        rows=[cells(row) for row in summary.experiments],
-        keys=[trainers[row.trainer] for row in summary.experiments],
-    )
-
-
-def _as_table(table: TextTable) -> Table:
-    return Table(
-        title=table.title,
-        columns=[Column(label=label, is_number=at > 0) for at, label in enumerate(table.columns)],
-        rows=[[plain(text) for text in row] for row in table.rows],
     )
 
 

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Protocol
 
@@ -20,19 +19,10 @@ import msgspec
 
 from ...records import Status
 from ...text import UNKNOWN, duration, number, printable, share, size
-from ..drawing.markdown import markdown_table, markdown_text
+from ...training_plan import per_million_tokens
+from ..drawing.markdown import markdown_tables, markdown_text
+from ..drawing.tables import Cell, Column, Table, plain, text_table
 from .figures import Experiment, Failure, Ratio, SweepSummary
-
-
-@dataclass(frozen=True, kw_only=True)
-class TextTable:
-    """A titled table of text; the first column names the row."""
-
-    title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    sentence: str | None = None
-    """What the reader needs to know to interpret it."""
 
 
 def headline(summary: SweepSummary) -> str:
@@ -43,9 +33,9 @@ def headline(summary: SweepSummary) -> str:
     return f"{rate} ({share(totals.success_rate)}): {statuses}"
 
 
-def tables_of(summary: SweepSummary) -> list[TextTable]:
+def tables_of(summary: SweepSummary) -> list[Table]:
     """The tables to show, in reading order; failures are separate text."""
-    tables = [_experiments(summary), _trainers(summary)]
+    tables = [experiments_table(summary), _trainers(summary)]
     if summary.against_baseline:
         tables.append(_against_baseline(summary))
     if summary.scaling:
@@ -63,11 +53,7 @@ def failure_texts(summary: SweepSummary) -> list[tuple[str, list[str]]]:
 def markdown(summary: SweepSummary) -> str:
     context = [markdown_text(line) for line in context_lines(summary)]
     parts = ["# Profiling sweep", f"{markdown_text(headline(summary))}.", *context]
-    for table in tables_of(summary):
-        parts.append(f"## {markdown_text(table.title)}")
-        if table.sentence:
-            parts.append(markdown_text(table.sentence))
-        parts.append(markdown_table(table.columns, table.rows))
+    parts += markdown_tables(tables_of(summary))
     if summary.failures:
         parts.append("## Failures")
     for line, log in failure_texts(summary):
@@ -142,53 +128,69 @@ _SEVERAL_GPUS = (
 )
 
 
-def _experiments(summary: SweepSummary) -> TextTable:
+def experiments_table(summary: SweepSummary, price_per_gpu_hour: float | None = None) -> Table:
+    """Every experiment; with a price, what a million tokens cost on a GPU."""
     several_hosts = len(summary.hosts) > 1
-    return TextTable(
+    trainers = trainer_keys(summary)
+    columns = [
+        *(Column(label=label, is_number=False) for label in ("experiment", "status", *_on_column(summary))),
+        *([Column(label="host", is_number=False)] if several_hosts else []),
+        Column(label="step", unit="s"),
+        Column(label="±", unit="of the median"),
+        Column(label="tokens/s"),
+        Column(label="peak memory", unit="bytes"),
+        Column(label="HFU"),
+        Column(label="MFU"),
+    ]
+    if price_per_gpu_hour is not None:
+        columns.append(Column(label="$ per million tokens"))
+
+    def cells(row: Experiment) -> list[Cell]:
+        found = [
+            *map(plain, (row.name, row.end, *_on_cell(summary, row))),
+            *([plain(row.host or UNKNOWN)] if several_hosts else []),
+            Cell(text=duration(row.step_time_s), value=row.step_time_s),
+            Cell(text=share(row.step_time_error), value=row.step_time_error),
+            Cell(text=number(row.tokens_per_s), value=row.tokens_per_s),
+            Cell(text=size(row.peak_memory_bytes), value=row.peak_memory_bytes),
+            Cell(text=share(row.hfu), value=row.hfu),
+            Cell(text=share(row.mfu), value=row.mfu),
+        ]
+        if price_per_gpu_hour is not None:
+            is_on_gpu = row.reserved_bytes is not None
+            rate = row.tokens_per_s if is_on_gpu else None
+            cost = per_million_tokens(price_per_gpu_hour, rate, gpus=row.gpus)
+            found.append(Cell(text=UNKNOWN if cost is None else f"{cost:.4g}", value=cost))
+        return found
+
+    return Table(
         title="Experiments",
         sentence=(
             "Median step time with its standard error; MFU is the model's work over time and peak, HFU the "
             f"executed work. Peak memory: {summary.memory_kind or 'not measured'}."
             + (_SEVERAL_GPUS if summary.scaling else "")
         ),
-        columns=(
-            "experiment",
-            "status",
-            *_on_column(summary),
-            *(("host",) if several_hosts else ()),
-            "step",
-            "±",
-            "tokens/s",
-            "peak memory",
-            "HFU",
-            "MFU",
-        ),
-        rows=[
-            (
-                row.name,
-                row.end,
-                *_on_cell(summary, row),
-                *((row.host or UNKNOWN,) if several_hosts else ()),
-                duration(row.step_time_s),
-                share(row.step_time_error),
-                number(row.tokens_per_s),
-                size(row.peak_memory_bytes),
-                share(row.hfu),
-                share(row.mfu),
-            )
-            for row in summary.experiments
-        ],
+        columns=columns,
+        rows=[cells(row) for row in summary.experiments],
+        keys=[trainers[row.trainer] for row in summary.experiments],
     )
 
 
-def _trainers(summary: SweepSummary) -> TextTable:
-    return TextTable(
+def trainer_keys(summary: SweepSummary) -> dict[str, int]:
+    """The number of each trainer, by which a page shows and hides it."""
+    return {
+        trainer: key for key, trainer in enumerate(dict.fromkeys(row.trainer for row in summary.trainers))
+    }
+
+
+def _trainers(summary: SweepSummary) -> Table:
+    return text_table(
         title="Trainers",
         sentence=(
             "Every experiment is in the rate. Compare the means over points that all trainers finished; "
             "the others cover different points for each trainer."
         ),
-        columns=(
+        labels=(
             "trainer",
             *_on_column(summary),
             "ok",
@@ -216,11 +218,11 @@ def _trainers(summary: SweepSummary) -> TextTable:
     )
 
 
-def _against_baseline(summary: SweepSummary) -> TextTable:
-    return TextTable(
+def _against_baseline(summary: SweepSummary) -> Table:
+    return text_table(
         title=f"Against {summary.baseline}",
         sentence="At equal model, batch, sequence, dtype and device: geometric mean, lowest to highest.",
-        columns=(
+        labels=(
             "trainer",
             *_on_column(summary),
             "points",
@@ -245,14 +247,14 @@ def _against_baseline(summary: SweepSummary) -> TextTable:
     )
 
 
-def _scaling(summary: SweepSummary) -> TextTable:
-    return TextTable(
+def _scaling(summary: SweepSummary) -> Table:
+    return text_table(
         title="Scaling",
         sentence=(
             "Tokens/s over n times the tokens/s of the same experiment on one GPU of the same kind, with the "
             "same batch on each GPU."
         ),
-        columns=("experiment", "GPUs", "tokens/s", "on one GPU", "efficiency", "peak memory by rank"),
+        labels=("experiment", "GPUs", "tokens/s", "on one GPU", "efficiency", "peak memory by rank"),
         rows=[
             (
                 row.name,
@@ -267,11 +269,11 @@ def _scaling(summary: SweepSummary) -> TextTable:
     )
 
 
-def _largest_batches(summary: SweepSummary) -> TextTable:
-    return TextTable(
+def _largest_batches(summary: SweepSummary) -> Table:
+    return text_table(
         title="Largest batch",
         sentence="After out-of-memory failures: batches that finished, batches that did not, and what fits.",
-        columns=(
+        labels=(
             "trainer",
             *_on_column(summary),
             "model",
