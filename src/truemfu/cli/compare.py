@@ -89,14 +89,15 @@ def compare(
         2   not comparable (another device, dtype, model, batch or convention), or too few steps
     """
     from ..report.compare.compare import compare as compare_sides
-    from ..report.compare.load import load_side, refuse_input
+    from ..report.compare.load import load_side
     from ..report.compare.texts import json_text, markdown
+    from ..report.folder import refuse_input
 
     _check_suffix(output_path)
     sides = load_side(a), load_side(b)
     found = compare_sides(*sides, max_regression=max_regression, run_to_run=run_to_run)
     if output_path is not None:
-        refuse_input(output_path, *sides)
+        refuse_input(output_path, (file for side in sides for file in side.files), "comparison")
         _write(output_path, found)
     with ignoring_closed_pipe():
         if as_json or shown_as == "json":
@@ -147,7 +148,6 @@ def _write(path: Path, found: Comparison) -> None:
     from ..errors import UsageError
     from ..report.compare.page import write_comparison_page
     from ..report.compare.texts import json_text, markdown
-
     try:
         if path.suffix == ".html":
             write_comparison_page(path, found)

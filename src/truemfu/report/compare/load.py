@@ -20,7 +20,7 @@ from ...sweep.paths import RECORD_FILE
 from ...utilization import share_of_peak
 from ..folder import run_or_sweep
 from ..run.load import holds_run
-from ..sweep.load import Entry, LoadedSweep, files_of_sweep
+from ..sweep.load import Entry, LoadedSweep
 from .step_series import StepSeries, StepSize, read_series
 
 
@@ -51,31 +51,30 @@ class Side:
     """Of a run, or of repeated ones."""
     experiments: Mapping[str, Measured | str] = field(default_factory=dict)
     """Of a sweep: those that succeeded, and the status of the others."""
+    files: tuple[Path, ...] = ()
+    """What it was read from."""
     notes: tuple[str, ...] = ()
 
     @property
     def is_sweep(self) -> bool:
         return not self.runs
 
-    @property
-    def files(self) -> list[Path]:
-        """The files it was read from."""
-        return [file for run in self.runs for file in run.files] or files_of_sweep(self.path)
-
 
 def load_side(path: Path) -> Side:
     """Read one of the two folders."""
-    repeats = _repeats(path)
-    if repeats:
-        return Side(path=path, runs=tuple(map(_run, repeats)))
-    found = run_or_sweep(path)
-    if isinstance(found, LoadedSweep):
-        return Side(
-            path=found.source,
-            experiments={entry.name: _experiment(path, entry) for entry in found.entries},
-            notes=tuple(f"{path}: {note}" for note in found.notes),
-        )
-    return Side(path=path, runs=(_run(found),))
+    folders = _repeats(path)
+    if not folders:
+        found = run_or_sweep(path)
+        if isinstance(found, LoadedSweep):
+            return Side(
+                path=found.source,
+                experiments={entry.name: _experiment(path, entry) for entry in found.entries},
+                files=tuple(found.files),
+                notes=tuple(f"{path}: {note}" for note in found.notes),
+            )
+        folders = [found]
+    runs = tuple(map(_run, folders))
+    return Side(path=path, runs=runs, files=tuple(file for run in runs for file in run.files))
 
 
 def _repeats(path: Path) -> list[Path]:
@@ -189,13 +188,6 @@ def _memory(result: CaseResult) -> int | None:
         return None
     on_gpu = result.memory.allocated_bytes
     return result.memory.process_bytes if on_gpu is None else on_gpu
-
-
-def refuse_input(path: Path, *sides: Side) -> None:
-    """Refuse to overwrite a measurement, also through a link."""
-    for file in (file for side in sides for file in side.files):
-        if path.exists() and file.exists() and path.samefile(file):
-            raise UsageError(f"{path} is an input file of this comparison: give --output another name")
 
 
 def refuse_if_different(first: Measured, second: Measured) -> None:

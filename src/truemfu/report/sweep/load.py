@@ -66,6 +66,17 @@ class LoadedSweep:
     entries: tuple[Entry, ...]
     notes: tuple[str, ...] = ()
 
+    @property
+    def files(self) -> list[Path]:
+        """The files it was read from."""
+        files = _files(self.source)
+        return [
+            files.record,
+            *map(files.result, files.result_names()),
+            *map(files.log, files.log_names()),
+            *files.markers().values(),
+        ]
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Missing:
@@ -98,17 +109,6 @@ def load_sweep(source: Path | str) -> LoadedSweep:
         for name, outcome in found.items()
     )
     return LoadedSweep(source=source, record=record, entries=entries, notes=tuple(notes))
-
-
-def files_of_sweep(source: Path) -> list[Path]:
-    """The files `load_sweep` reads in `source`."""
-    files = _files(source)
-    return [
-        files.record,
-        *map(files.result, files.result_names()),
-        *map(files.log, files.log_names()),
-        *files.markers().values(),
-    ]
 
 
 def with_results(sweep: LoadedSweep, results: Iterable[CaseResult]) -> LoadedSweep:

@@ -31,7 +31,7 @@ from .figures import (
     TrainerTotals,
 )
 from .load import NOT_RUN, Entry, LoadedSweep
-from .scaling import peaks_by_rank, scaling_of
+from .scaling import scaling_of, settings_of
 
 BASELINE = "StandardTrainer"
 GPU_MEMORY, HOST_MEMORY = "GPU allocated", "process resident"
@@ -46,8 +46,8 @@ def summarize(sweep: LoadedSweep) -> SweepSummary:
     results = [entry.result for entry in sweep.entries if entry.result is not None]
     kinds = {row.memory_kind for row in experiments if row.memory_kind is not None}
     memory_kind = GPU_MEMORY if GPU_MEMORY in kinds else HOST_MEMORY if kinds else None
-    sites = _sites(sweep.entries)
-    finished = _finished_points(sweep.entries, sites)
+    sites = _sites(experiments)
+    finished = _finished_points(experiments, sites)
     environments = [result.environment for result in results if result.environment is not None]
     notes = [*sweep.notes, *_version_notes(environments), *_own_notes(results), *_noisy_notes(experiments)]
     if len(kinds) > 1:
@@ -65,13 +65,13 @@ def summarize(sweep: LoadedSweep) -> SweepSummary:
         versions=dict(environments[-1].versions) if environments else {},
         memory_kind=memory_kind,
         baseline=BASELINE,
-        totals=_totals(sweep.entries),
-        trainers=_trainers(sweep.entries, sites, finished, memory_kind),
+        totals=_totals(experiments),
+        trainers=_trainers(experiments, sites, finished, memory_kind),
         against_baseline=_against_baseline(finished),
         largest_batches=_largest_batches(sweep.entries, sites),
-        scaling=scaling_of(results),
+        scaling=scaling_of(experiments),
         experiments=experiments,
-        failures=_failures(sweep.entries),
+        failures=_failures(sweep.entries, experiments),
         notes=notes,
     )
 
@@ -84,16 +84,11 @@ class _Site(NamedTuple):
     parallel: str | None
 
 
-def _sites(entries: Sequence[Entry]) -> dict[str, _Site]:
+def _sites(experiments: Sequence[Experiment]) -> dict[str, _Site]:
     """Where each experiment ran, by name; one of unknown device on the sweep's only device, if it has one."""
-    environments = {entry.name: entry.result.environment for entry in entries if entry.result is not None}
-    devices = {found.device_name for found in environments.values() if found is not None}
+    devices = {row.device for row in experiments if row.device is not None}
     only = devices.pop() if len(devices) == 1 else None
-    sites = {}
-    for entry in entries:
-        found = environments.get(entry.name)
-        sites[entry.name] = _Site(found.device_name if found else only, entry.gpus, entry.parallel)
-    return sites
+    return {row.name: _Site(row.device or only, row.gpus, row.parallel) for row in experiments}
 
 
 def _hosts(results: Iterable[CaseResult]) -> list[str]:
@@ -182,7 +177,7 @@ def experiment_of(entry: Entry) -> Experiment:
         peak_source=flops.peak_source if flops else None,
         peak_memory_bytes=peak,
         memory_kind=kind,
-        peak_memory_by_rank_bytes=peaks_by_rank(result),
+        peak_memory_by_rank_bytes=_peaks_by_rank(result),
         reserved_bytes=memory.reserved_bytes if memory else None,
         process_bytes=memory.process_bytes if memory else None,
         data_wait_s=measured.data_wait_s if measured else None,
@@ -207,16 +202,26 @@ def _peak_memory(result: CaseResult | None) -> tuple[int | None, str | None]:
     return (None, None) if peak is None else (peak, HOST_MEMORY if on_cpu else GPU_MEMORY)
 
 
-def _totals(entries: Sequence[Entry]) -> Totals:
-    ends = _status_counts(entries)
+def _peaks_by_rank(result: CaseResult | None) -> list[int]:
+    """Peak memory of each rank on its device; empty for one process, or if one is unknown."""
+    if result is None or result.measured is None:
+        return []
+    on_cpu = result.case.device == "cpu"
+    memories = [rank.memory for rank in result.measured.ranks]
+    found = [memory.process_bytes if on_cpu else memory.allocated_bytes for memory in memories]
+    known = [peak for peak in found if peak is not None]
+    return known if len(known) == len(found) else []
+
+
+def _totals(experiments: Sequence[Experiment]) -> Totals:
+    ends = dict(Counter(row.end for row in experiments).most_common())
     succeeded = ends.get(Status.OK.value, 0)
     return Totals(
-        experiments=len(entries), succeeded=succeeded, success_rate=succeeded / len(entries), ends=ends
+        experiments=len(experiments),
+        succeeded=succeeded,
+        success_rate=succeeded / len(experiments),
+        ends=ends,
     )
-
-
-def _status_counts(entries: Iterable[Entry]) -> dict[str, int]:
-    return dict(Counter(entry.end for entry in entries).most_common())
 
 
 class Point(NamedTuple):
@@ -226,42 +231,36 @@ class Point(NamedTuple):
     settings: tuple[object, ...]
 
 
-def _point(result: CaseResult, site: _Site) -> Point:
-    case = result.case
-    settings = (case.model, case.batch_size, case.seq_len, case.dtype, case.optimizer, case.compile)
-    return Point(site, (*settings, case.device))
-
-
 def _finished_points(
-    entries: Iterable[Entry], sites: Mapping[str, _Site]
-) -> dict[str, dict[Point, CaseResult]]:
+    experiments: Iterable[Experiment], sites: Mapping[str, _Site]
+) -> dict[str, dict[Point, Experiment]]:
     """Every trainer's finished experiments by point; a trainer that finished none has an empty entry."""
-    finished: dict[str, dict[Point, CaseResult]] = {}
-    for entry in entries:
-        points = finished.setdefault(entry.trainer, {})
-        if entry.result is not None and entry.result.end is Status.OK:
-            points[_point(entry.result, sites[entry.name])] = entry.result
+    finished: dict[str, dict[Point, Experiment]] = {}
+    for row in experiments:
+        points = finished.setdefault(row.trainer, {})
+        if row.end == Status.OK.value:
+            points[Point(sites[row.name], settings_of(row))] = row
     return finished
 
 
 def _trainers(
-    entries: Sequence[Entry],
+    experiments: Sequence[Experiment],
     sites: Mapping[str, _Site],
-    finished: Mapping[str, Mapping[Point, CaseResult]],
+    finished: Mapping[str, Mapping[Point, Experiment]],
     memory_kind: str | None,
 ) -> list[TrainerTotals]:
     reached = [set(points) for points in finished.values() if points]
     common = set.intersection(*reached) if reached else set()
-    groups: dict[tuple[str, _Site], list[Entry]] = {}
-    for entry in entries:
-        groups.setdefault((entry.trainer, sites[entry.name]), []).append(entry)
-    rows = []
+    groups: dict[tuple[str, _Site], list[Experiment]] = {}
+    for row in experiments:
+        groups.setdefault((row.trainer, sites[row.name]), []).append(row)
+    found = []
     for (trainer, site), own in groups.items():
-        points = {point: result for point, result in finished[trainer].items() if point.site == site}
+        points = {point: row for point, row in finished[trainer].items() if point.site == site}
         at_common = _peaks((points[point] for point in common if point in points), memory_kind)
         overall = _peaks(points.values(), memory_kind)
         totals = _totals(own)
-        rows.append(
+        found.append(
             TrainerTotals(
                 trainer=trainer,
                 **site._asdict(),
@@ -275,25 +274,28 @@ def _trainers(
                 finished_points=len(overall),
             )
         )
-    return rows
+    return found
 
 
-def _peaks(results: Iterable[CaseResult], memory_kind: str | None) -> list[int]:
-    peaks = (_peak_memory(result) for result in results)
-    return [peak for peak, kind in peaks if peak is not None and kind == memory_kind]
+def _peaks(experiments: Iterable[Experiment], memory_kind: str | None) -> list[int]:
+    return [
+        row.peak_memory_bytes
+        for row in experiments
+        if row.peak_memory_bytes is not None and row.memory_kind == memory_kind
+    ]
 
 
 def _mean(values: Sequence[int]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _against_baseline(finished: Mapping[str, Mapping[Point, CaseResult]]) -> list[AgainstBaseline]:
+def _against_baseline(finished: Mapping[str, Mapping[Point, Experiment]]) -> list[AgainstBaseline]:
     baseline = finished.get(BASELINE, {})
     rows = []
     for trainer, points in finished.items():
         if trainer == BASELINE:
             continue
-        by_site: dict[_Site, list[tuple[CaseResult, CaseResult]]] = {}
+        by_site: dict[_Site, list[tuple[Experiment, Experiment]]] = {}
         for point in points:
             if point in baseline:
                 by_site.setdefault(point.site, []).append((points[point], baseline[point]))
@@ -302,25 +304,16 @@ def _against_baseline(finished: Mapping[str, Mapping[Point, CaseResult]]) -> lis
                 AgainstBaseline(
                     trainer=trainer,
                     **site._asdict(),
-                    step_time=_ratio(pairs, _step_time),
-                    peak_memory=_ratio(pairs, lambda result: _peak_memory(result)[0]),
-                    hardware_flops=_ratio(pairs, _hardware_flops),
+                    step_time=_ratio(pairs, lambda row: row.step_time_s),
+                    peak_memory=_ratio(pairs, lambda row: row.peak_memory_bytes),
+                    hardware_flops=_ratio(pairs, lambda row: row.hardware_flops),
                 )
             )
     return rows
 
 
-def _step_time(result: CaseResult) -> float | None:
-    return result.measured.steps.median_s if result.measured is not None else None
-
-
-def _hardware_flops(result: CaseResult) -> float | None:
-    flops = result.measured.flops if result.measured is not None else None
-    return flops.hardware_flops if flops is not None else None
-
-
 def _ratio(
-    pairs: Iterable[tuple[CaseResult, CaseResult]], figure: Callable[[CaseResult], float | None]
+    pairs: Iterable[tuple[Experiment, Experiment]], figure: Callable[[Experiment], float | None]
 ) -> Ratio | None:
     """The figure of the first of each pair relative to the second."""
     both = ((figure(own), figure(baseline)) for own, baseline in pairs)
@@ -361,35 +354,28 @@ def _largest_batches(entries: Iterable[Entry], sites: Mapping[str, _Site]) -> li
     return rows
 
 
-def _failures(entries: Sequence[Entry]) -> list[Failure]:
-    failures = [_failure(entry) for entry in entries if entry.end != Status.OK.value]
+def _failures(entries: Sequence[Entry], experiments: Sequence[Experiment]) -> list[Failure]:
+    failures = [
+        _failure(entry, row)
+        for entry, row in zip(entries, experiments, strict=True)
+        if entry.end != Status.OK.value
+    ]
     frequency = Counter(failure.end for failure in failures)
     first = {end: index for index, end in enumerate(frequency)}
     return sorted(failures, key=lambda failure: (-frequency[failure.end], first[failure.end]))
 
 
-def _failure(entry: Entry) -> Failure:
+def _failure(entry: Entry, row: Experiment) -> Failure:
     result = entry.result
-    if result is None:
-        return Failure(
-            name=entry.name,
-            end=entry.end,
-            phase=None,
-            message=_message(entry) or NOT_RUN,
-            exit_code=None,
-            signal=None,
-            fits=None,
-            peak_memory_bytes=None,
-            log_tail=list(entry.log_tail),
-        )
+    log_tail = entry.log_tail if result is None else result.log_tail
     return Failure(
-        name=entry.name,
-        end=entry.end,
-        phase=result.phase.value,
-        message=_message(entry) or "no reason was recorded",
-        exit_code=result.exit_code,
-        signal=result.signal,
-        fits=result.fits,
-        peak_memory_bytes=_peak_memory(result)[0],
-        log_tail=[shortened(line, _LONGEST_MESSAGE) for line in result.log_tail],
+        name=row.name,
+        end=row.end,
+        phase=row.phase,
+        message=row.message or (NOT_RUN if result is None else "no reason was recorded"),
+        exit_code=None if result is None else result.exit_code,
+        signal=None if result is None else result.signal,
+        fits=row.fits,
+        peak_memory_bytes=row.peak_memory_bytes,
+        log_tail=[shortened(line, _LONGEST_MESSAGE) for line in log_tail],
     )
