@@ -148,6 +148,7 @@ def _write(path: Path, found: Comparison) -> None:
     from ..errors import UsageError
     from ..report.compare.page import write_comparison_page
     from ..report.compare.texts import json_text, markdown
+
     try:
         if path.suffix == ".html":
             write_comparison_page(path, found)
