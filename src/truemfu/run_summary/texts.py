@@ -18,6 +18,7 @@ UNKNOWN = "unknown"
 NO_SUMMARY = "only the summary of a closed run has it, and this run has none"
 NO_ROWS = "the log has no rows"
 _NO_MODEL = "no model was counted"
+NO_LOADER = "no loader was seen: see monitor.data"
 NO_RATE = "the tensor pipe's activity, the clock or the chip's rate is not known"
 _NO_TOKENS = "no batch had a known number of tokens"
 _NOT_TIMED = "no step was timed"
@@ -132,7 +133,7 @@ def _figures(run: RunResults) -> list[Figure]:
     rate, samples = summary.median_tokens_per_second, summary.median_samples_per_second
     waited_of = "of rank 0's time" if summary.ranks else "of the time"
     between = evaluations(summary.forwards_between_steps) or "of the time"
-    no_loader, no_forward = "no loader was seen: see monitor.data", "no forward pass was seen"
+    no_forward = "no forward pass was seen"
     return [
         _figure("step, median", duration, summary.median_step_time_s, summary.medians_over, _NOT_TIMED),
         _figure("MFU, median", share, summary.median_mfu, _mfu_remark(summary), why_not),
@@ -141,7 +142,7 @@ def _figures(run: RunResults) -> list[Figure]:
         _figure("tokens/s", number, rate, scope, _NO_TOKENS),
         _figure("samples/s", number, samples, scope, "no batch was seen"),
         _figure("padding lost", share, summary.padding_lost, "of all tokens", "no attention mask was seen"),
-        _figure("waiting for data", share, summary.data_wait_share, waited_of, no_loader),
+        _figure("waiting for data", share, summary.data_wait_share, waited_of, NO_LOADER),
         _figure("other, between steps", share, summary.between_steps_share, between, no_forward),
         *[
             Figure(

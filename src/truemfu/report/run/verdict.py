@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ...records import RunSummary, WaterfallPart
-from ...run_summary.texts import Figure, RunResults, peak_text, why_no_utilization
+from ...run_summary.texts import NO_LOADER, Figure, RunResults, peak_text, why_no_utilization
 from ...text import duration, share
 from .worst_steps import UNKNOWN_CAUSE, WorstStep
 
@@ -69,7 +69,7 @@ def _counts(part: WaterfallPart | None) -> bool:
 
 def _waiting(summary: RunSummary, unknown: Unknown) -> Iterator[str]:
     if summary.data_wait_share is None:
-        unknown.append(("data wait", "no loader was seen"))
+        unknown.append(("data wait", NO_LOADER))
     else:
         yield f"Waiting for data took {share(summary.data_wait_share)} of the time."
     if summary.padding_lost:

@@ -13,7 +13,6 @@ import csv
 import io
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Protocol
 
 import msgspec
 
@@ -22,7 +21,15 @@ from ...text import UNKNOWN, duration, number, printable, share, size
 from ...training_plan import per_million_tokens
 from ..drawing.markdown import markdown_tables, markdown_text
 from ..drawing.tables import Cell, Column, Table, plain, text_table
-from .figures import Experiment, Failure, Ratio, SweepSummary
+from .figures import (
+    AgainstBaseline,
+    Experiment,
+    Failure,
+    LargestBatch,
+    Ratio,
+    SweepSummary,
+    TrainerTotals,
+)
 
 
 def headline(summary: SweepSummary) -> str:
@@ -105,16 +112,9 @@ def _on_column(summary: SweepSummary) -> tuple[str, ...]:
     return ("on",) if len(kinds) > 1 or any(row.gpus > 1 for row in summary.trainers) else ()
 
 
-class _Placed(Protocol):
-    @property
-    def device(self) -> str | None: ...
-    @property
-    def gpus(self) -> int: ...
-    @property
-    def parallel(self) -> str | None: ...
-
-
-def _on_cell(summary: SweepSummary, row: _Placed) -> tuple[str, ...]:
+def _on_cell(
+    summary: SweepSummary, row: Experiment | TrainerTotals | AgainstBaseline | LargestBatch
+) -> tuple[str, ...]:
     """The cell of that column: `2 × NVIDIA H200, ddp`."""
     if not _on_column(summary):
         return ()
