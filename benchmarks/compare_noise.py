@@ -78,7 +78,7 @@ def train(folder: Path, steps: int, device: str, model_name: str) -> None:
 
 def recorded(steps: int, device: str, model: str) -> dict[str, object]:
     """One run in its own process: when it began, and its step times in microseconds."""
-    from truemfu.report.run_load import load_run
+    from truemfu.report.run.load import load_run
 
     with tempfile.TemporaryDirectory() as folder:
         began = time.time()

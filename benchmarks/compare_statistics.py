@@ -34,8 +34,8 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
 
-from truemfu.report.compare import CONFIDENCE, RUN_TO_RUN, RUN_TO_RUN_ON_CPU
-from truemfu.report.intervals import Estimate, median_of, ratio_of
+from truemfu.report.compare.compare import CONFIDENCE, RUN_TO_RUN, RUN_TO_RUN_ON_CPU
+from truemfu.report.compare.intervals import Estimate, median_of, ratio_of
 
 RESULTS = Path(__file__).parent / "results"
 SLOW_DOWN = 1.05

@@ -60,7 +60,7 @@ def draw_report(scheme: str) -> str:
     environment = (RESULTS / "hardware_truth_training.txt").read_text(encoding="utf-8").splitlines()[0]
     date, device, driver, torch, *_ = environment.removeprefix("training: ").split(", ")
     batch = REPORT_RUN.partition(",")[0].replace("×", " × ")
-    title = f"The report of a run: MFU {summary['MFU, median']}, and what to do next"
+    title = f"The report of a run: MFU {summary['MFU, median'].split(' (')[0]}, and what to do next"
     drawn = [
         text(_MARGIN, 34, title, colours["text"], size=18, bold=True),
         text(
@@ -72,9 +72,9 @@ def draw_report(scheme: str) -> str:
         ),
     ]
     tiles = {
-        "MFU": (summary["MFU, median"].replace("%", " %"), "mfu"),
-        "HFU, by counters": (summary["HFU, median"].split("%")[0] + " %", "hfu"),
-        "step": (summary["step, median"], "text"),
+        "MFU": (summary["MFU, median"].split("%")[0].strip() + " %", "mfu"),
+        "HFU, by counters": (summary["HFU, median"].split("%")[0].strip() + " %", "hfu"),
+        "step": (summary["step, median"].split(" (")[0], "text"),
         "tokens/s": (summary["tokens/s"].split(" (")[0], "text"),
         "power": (summary["energy"].split(" this")[0], "text"),
     }

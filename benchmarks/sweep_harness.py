@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from truemfu.records import CaseResult, Phase, Status, SweepRecord, read_record
-from truemfu.report.load import load_sweep
+from truemfu.report.sweep.load import load_sweep
 from truemfu.sweep.supervisor.outcome import covered_s
 
 LIMIT = 0.05

@@ -8,12 +8,12 @@ import torch
 
 from truemfu import cli, count_flops, sweep
 from truemfu.monitor import monitor
-from truemfu.report import render, sweep_page
+from truemfu.report.sweep import page, texts
 from truemfu.sweep.supervisor import runner
 
 from .training import Net
 
-_LOADED = (cli, sweep, monitor, render, sweep_page, runner)
+_LOADED = (cli, sweep, monitor, page, texts, runner)
 
 
 def preload() -> None:

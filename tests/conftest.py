@@ -82,7 +82,7 @@ LONG = (
     "tests/test_wheel.py",
     "tests/test_terminal_injection.py",
     # trainings of the examples of a gate
-    "tests/compare/test_ci_examples.py",
+    "tests/report/compare/test_ci_examples.py",
     # every public model at many drawn shapes; `make test` has some fixed ones (test_cases.py)
     "tests/flops/test_closed_form.py::test_closed_form_equals_the_truth",
     # a model whose operators run position by position: many operators to count

@@ -24,6 +24,7 @@ STATIONS = (
     ("hardware", "flops"),
     ("utilization", "waterfall", "crosscheck"),
     ("training_plan",),
+    ("run_summary",),
     ("trackers",),
     ("monitor",),
     ("integrations",),
@@ -50,6 +51,7 @@ ROOMS = {
     ),
     "hardware": (("counters",), ("ceiling", "nsight")),
     "monitor": (("ranks",), ("training_side",), ("step_flops",), ("hybrid",), ("row_side",)),
+    "report": (("drawing",), ("run", "sweep"), ("compare",)),
     "sweep": (("trainers",), ("launchers", "worker"), ("supervisor",)),
 }
 WITH_A_FACE = ("flops",)

@@ -349,7 +349,9 @@ class MonitorCost(msgspec.Struct, frozen=True, kw_only=True):
     checks_s: float | None = None
     observing_s: float | None = None
     """How much longer the observed steps took than others."""
+    observed: int | None = None
     observed_steps: list[int] = []
+    """Which they were, the first ones."""
     profiling_s: float | None = None
 
 
@@ -427,6 +429,8 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     median_mfu_estimate: float | None = None
     """Over the steps whose FLOPs are unknown: what the model's structure suggests."""
     median_hfu: float | None = None
+    hfu_method: str | None = None
+    """How HFU was measured; None: by the count."""
     median_tokens_per_second: float | None = None
     median_samples_per_second: float | None = None
     padding_lost: float | None = None

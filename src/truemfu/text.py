@@ -1,4 +1,4 @@
-"""Text from elsewhere (names, logs, errors, file contents), made safe to show; numbers of things, and shares.
+"""Text from elsewhere (names, logs, errors, file contents), made safe to show; and figures as text.
 
     printable       no control character reaches a terminal or a file: it is shown as `\\u001b`
     on_one_line     the same on a single line
@@ -9,6 +9,8 @@ Each is applied where text leaves the program, not where it comes in.
 
 from __future__ import annotations
 
+UNKNOWN = "-"
+"""An unknown figure in a table."""
 _KEPT = "\n\t"
 _MAX_LINE = 300
 
@@ -59,3 +61,35 @@ def percent_text(fraction: float) -> str:
     """A share in percent: 0.4321 → `43.2 %`; below 1 % with two significant digits."""
     percent = 100 * fraction
     return f"{percent:.1f} %" if abs(percent) >= 1 or not percent else f"{percent:.2g} %"
+
+
+def share(fraction: float | None) -> str:
+    """`percent_text`, or `UNKNOWN`."""
+    return UNKNOWN if fraction is None else percent_text(fraction)
+
+
+def number(value: float | None) -> str:
+    """12345.6 → `12,346`."""
+    return UNKNOWN if value is None else f"{value:,.0f}"
+
+
+def duration(seconds: float | None) -> str:
+    """0.0364 → `36.40 ms`."""
+    if seconds is None:
+        return UNKNOWN
+    return f"{seconds:.3f} s" if seconds >= 1 else f"{1e3 * seconds:.2f} ms"
+
+
+def size(count_bytes: float | None) -> str:
+    """Bytes in a readable binary unit."""
+    if count_bytes is None:
+        return UNKNOWN
+    return f"{count_bytes / 2**30:.2f} GiB" if count_bytes >= 2**30 else f"{count_bytes / 2**20:.1f} MiB"
+
+
+def flop_rate(flops_per_s: float) -> str:
+    """9.894e14 → `989.4 TFLOP/s`."""
+    unit, prefix = next(
+        ((unit, prefix) for unit, prefix in ((1e15, "P"), (1e12, "T")) if flops_per_s >= unit), (1e9, "G")
+    )
+    return f"{flops_per_s / unit:,.4g} {prefix}FLOP/s"

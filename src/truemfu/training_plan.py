@@ -93,9 +93,7 @@ class TrainingPlan:
 
     @property
     def cost_per_million_tokens(self) -> float | None:
-        if self.tokens_per_second is None or self.price_per_gpu_hour is None:
-            return None
-        return 1e6 / self.tokens_per_second / _SECONDS_PER_HOUR * self.gpus * self.price_per_gpu_hour
+        return per_million_tokens(self.price_per_gpu_hour, self.tokens_per_second, gpus=self.gpus)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data with the attribute names as keys, ready for JSON."""
@@ -115,3 +113,12 @@ class TrainingPlan:
             "cost": self.cost,
             "cost_per_million_tokens": self.cost_per_million_tokens,
         }
+
+
+def per_million_tokens(
+    price_per_gpu_hour: float | None, tokens_per_s: float | None, *, gpus: int
+) -> float | None:
+    """Price × GPUs ÷ tokens per hour × 10⁶; None without a price or a rate."""
+    if price_per_gpu_hour is None or not tokens_per_s:
+        return None
+    return price_per_gpu_hour * gpus / (_SECONDS_PER_HOUR * tokens_per_s) * 1e6

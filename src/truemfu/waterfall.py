@@ -52,6 +52,7 @@ COMMUNICATION = "no_tensor_communication"
 _OF_THE_PIPE = ("clock", "idle", "no_tensor")
 _OVERSHOOT = 0.01
 _MERGED_KEYS = 3
+_OR, _UNEXPLAINED = "_or_", "unexplained"
 
 _NAMES = {
     "clock": "clock below the datasheet's",
@@ -64,6 +65,19 @@ _NAMES = {
     "recomputation": "recomputation",
     "padding_tokens": "padding tokens",
 }
+_INNER_NAMES = {
+    "idle_data_wait": "waiting for data",
+    "idle_between_steps": "other, between steps",
+    "idle_launch_gaps": "gaps between launches",
+    "idle_other": "other",
+    COMMUNICATION: "while a collective ran, at least",
+    "no_tensor_unfilled": "SMs empty while a kernel ran",
+    "no_tensor_other": "other",
+}
+"""Parts of a part."""
+_IN_OTHER = ("idle_data_wait", "idle_launch_gaps")
+"""Where one of these is unknown, the rest of its part has its name too."""
+_METRIC = "perf/loss/"
 _MISSING = {
     "clock": "the SM clock or the datasheet's",
     "idle": "how long the GPU was busy",
@@ -139,7 +153,7 @@ class Waterfall:
         A nested part has its parent's key in front: `perf/loss/idle_data_wait` is within `perf/loss/idle`.
         """
         flat = [inner for part in self.parts for inner in (part, *part.of)]
-        return {f"perf/loss/{part.key}": part.share for part in flat}
+        return {f"{_METRIC}{part.key}": part.share for part in flat}
 
     def advice(self) -> tuple[str, ...]:
         """One sentence for every loss above five points of the peak, the largest first."""
@@ -264,11 +278,12 @@ def waterfall(inputs: WaterfallInputs) -> Waterfall | None:
 
     inner: dict[str, tuple[Part, ...]] = {}
     if g is not None and b is not None:
-        waits = {"data_wait": ("waiting for data", known.share("data wait", inputs.data_wait_share))}
-        if (between := known.share("time between steps", inputs.between_steps_share)) is not None:
-            waits["between_steps"] = (_between_steps(inputs.forwards_between_steps), between)
-        waits["launch_gaps"] = ("gaps between launches", known.share("launch gaps", inputs.launch_gap_share))
-        inner["idle"] = _of_which("idle", g * (1 - b), waits, g)
+        waits = {
+            "idle_data_wait": known.share("data wait", inputs.data_wait_share),
+            "idle_between_steps": known.share("time between steps", inputs.between_steps_share),
+            "idle_launch_gaps": known.share("launch gaps", inputs.launch_gap_share),
+        }
+        inner["idle"] = _of_which("idle", g * (1 - b), waits, g, evaluations(inputs.forwards_between_steps))
         if t is not None:
             inner["no_tensor"] = _of_which(
                 "no_tensor", g * (b - t), _without_tensor_work(b, busy, sm, t, c), g
@@ -290,6 +305,35 @@ def waterfall(inputs: WaterfallInputs) -> Waterfall | None:
         notes=tuple(known.notes),
         world_size=inputs.world_size,
         left_out=inputs.left_out,
+    )
+
+
+def parts_of_metrics(metrics: Mapping[str, float]) -> list[Part]:
+    """The parts of `as_metrics`, named as far as their keys tell; empty without a waterfall."""
+    shares = {key.removeprefix(_METRIC): share for key, share in metrics.items() if key.startswith(_METRIC)}
+    if USEFUL not in shares:
+        return []
+    names = {**_NAMES, "clock": _clock_name(1 - shares.get("clock", 0.0), ())}
+    parts = [
+        Part(
+            key=key,
+            name="not separated"
+            if key == _UNEXPLAINED
+            else _either([names.get(one, one.replace("_", " ")) for one in key.split(_OR)]),
+            share=share,
+            of=_inner_of(key, shares),
+        )
+        for key, share in shares.items()
+        if key not in _INNER_NAMES and key != USEFUL
+    ]
+    return [*parts, _useful(shares[USEFUL], has_padding="padding_tokens" in shares)]
+
+
+def _inner_of(parent: str, shares: Mapping[str, float]) -> tuple[Part, ...]:
+    inner = {key: name for key, name in _INNER_NAMES.items() if key.startswith(f"{parent}_")}
+    rest = {f"{parent}_other": _name_of_rest(parent, set(shares))} if inner else {}
+    return tuple(
+        Part(key=key, name=name, share=shares[key]) for key, name in (inner | rest).items() if key in shares
     )
 
 
@@ -332,7 +376,7 @@ def _parts(
             continue
         parts.append(
             Part(
-                key="unexplained" if len(merged) > _MERGED_KEYS else "_or_".join(merged),
+                key=_UNEXPLAINED if len(merged) > _MERGED_KEYS else _OR.join(merged),
                 name=_either([names[key] for key in merged]),
                 share=level - left,
                 of=inner.get(key, ()) if len(merged) == 1 else (),
@@ -340,9 +384,14 @@ def _parts(
             )
         )
         level, merged = left, []
-    name = "the model's FLOPs, padding tokens included" if merged else "the model's useful FLOPs"
     missing = tuple(_MISSING[key] for key in merged)
-    return (*parts, Part(key=USEFUL, name=name, share=level, missing=missing))
+    return (*parts, _useful(level, has_padding=not merged, missing=missing))
+
+
+def _useful(share: float, *, has_padding: bool, missing: tuple[str, ...] = ()) -> Part:
+    """What is left at the end; `has_padding`: padding tokens are a part of their own."""
+    name = "the model's useful FLOPs" if has_padding else "the model's FLOPs, padding tokens included"
+    return Part(key=USEFUL, name=name, share=share, missing=missing)
 
 
 def _missing(keys: Sequence[str], left_out: str | None) -> tuple[str, ...]:
@@ -354,30 +403,38 @@ def _missing(keys: Sequence[str], left_out: str | None) -> tuple[str, ...]:
 
 
 def _of_which(
-    parent: str, whole: float, shares: Mapping[str, tuple[str, float | None]], clock: float
+    parent: str, whole: float, shares: Mapping[str, float | None], clock: float, evaluated: str = ""
 ) -> tuple[Part, ...]:
     """The known parts of a part, each limited to what is left of it, and the rest.
 
-    `shares` are shares of the cycles; at this clock one is worth `clock` of the peak.
+    `shares` are shares of the cycles; at this clock one is worth `clock` of the peak. `evaluated` is what ran
+    between steps.
     """
     parts: list[Part] = []
-    unknown: list[str] = []
     left = whole
-    for key, (name, share) in shares.items():
+    for key, share in shares.items():
         if share is None:
-            unknown.append(name)
             continue
         taken = min(share * clock, left)
         left -= taken
-        parts.append(Part(key=f"{parent}_{key}", name=name, share=taken))
+        name = _INNER_NAMES[key]
+        if evaluated and key == "idle_between_steps":
+            name = f"{name} ({evaluated})"
+        parts.append(Part(key=key, name=name, share=taken))
     if not parts:
         return ()
-    return (*parts, Part(key=f"{parent}_other", name=_either([*unknown, "other"]), share=left))
+    known = {part.key for part in parts}
+    return (*parts, Part(key=f"{parent}_other", name=_name_of_rest(parent, known), share=left))
+
+
+def _name_of_rest(parent: str, known: AbstractSet[str]) -> str:
+    unknown = [key for key in _IN_OTHER if key.startswith(parent) and key not in known]
+    return _either([*(_INNER_NAMES[key] for key in unknown), _INNER_NAMES[f"{parent}_other"]])
 
 
 def _without_tensor_work(
     b: float, busy: float | None, sm: float | None, t: float, c: float | None
-) -> dict[str, tuple[str, float]]:
+) -> dict[str, float]:
     """What is known of the busy cycles without tensor work.
 
     A collective ran in c of all cycles, and t of them had tensor work, so at least c − t of the cycles with a
@@ -385,12 +442,11 @@ def _without_tensor_work(
     belong to it.
     """
     communication = 0.0 if c is None else min(max(0.0, c - t), b - t)
-    parts: dict[str, tuple[str, float]] = {}
+    parts: dict[str, float] = {}
     if c is not None:
-        parts["communication"] = ("while a collective ran, at least", communication)
+        parts[COMMUNICATION] = communication
     if busy is not None and sm is not None:
-        empty = max(0.0, b - max(sm, t) - communication)
-        parts["unfilled"] = ("SMs empty while a kernel ran", empty)
+        parts["no_tensor_unfilled"] = max(0.0, b - max(sm, t) - communication)
     return parts
 
 
@@ -398,11 +454,6 @@ _NOT_TIMED = (
     "communication between ranks is not separated from the time without tensor work: collectives were not "
     "timed, which NCCL does with TORCH_NCCL_ENABLE_TIMING=1 and TORCH_NCCL_TRACE_BUFFER_SIZE=2000"
 )
-
-
-def _between_steps(forwards: int) -> str:
-    seen = evaluations(forwards)
-    return f"other, between steps ({seen})" if seen else "other, between steps"
 
 
 def evaluations(forwards: int | None) -> str:

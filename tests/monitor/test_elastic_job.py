@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from truemfu.monitor.ranks.rank_file import read_files
-from truemfu.report.ranks_view import life_of, load_ranks
+from truemfu.report.run.ranks import life_of, load_ranks
 
 TIME_LIMIT_S = 200
 STEPS = 10

@@ -11,7 +11,8 @@ from truemfu.monitor.metrics import StepAmounts, StepTime, Window, performance
 from truemfu.monitor.ranks.job_sums import JobStep
 from truemfu.monitor.ranks.role import RankRole
 from truemfu.monitor.step_flops.source import StepFlops
-from truemfu.monitor.totals import Reservoir, Totals
+from truemfu.monitor.totals import Totals
+from truemfu.run_summary.sums import Reservoir
 
 FLOPS = StepFlops(
     model_flops=2 * 10**12,

@@ -19,14 +19,14 @@ from browser import CHROMIUM, Browser
 from watched_training import hardware_block
 
 from truemfu.records import CaseResult, Status
-from truemfu.report.compare import Comparison, Figure, Pair, Unmatched
-from truemfu.report.compare_page import write_comparison_page
-from truemfu.report.load import load_sweep
-from truemfu.report.run_load import load_run
-from truemfu.report.run_page import write_run_page
-from truemfu.report.runs_page import write_runs_page
-from truemfu.report.summary import summarize
-from truemfu.report.sweep_page import write_sweep_page
+from truemfu.report.compare.compare import Comparison, Figure, Pair, Unmatched
+from truemfu.report.compare.page import write_comparison_page
+from truemfu.report.run.load import load_run
+from truemfu.report.run.page import write_run_page
+from truemfu.report.run.side_by_side import write_runs_page
+from truemfu.report.sweep.load import load_sweep
+from truemfu.report.sweep.page import write_sweep_page
+from truemfu.report.sweep.summary import summarize
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here")
 

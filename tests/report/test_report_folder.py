@@ -11,8 +11,8 @@ from tests.command_line import Run, caller
 
 from truemfu.records import CaseResult
 from truemfu.report.folder import load_folder
-from truemfu.report.load import LoadedSweep
-from truemfu.report.run_load import LoadedRun
+from truemfu.report.run.load import LoadedRun
+from truemfu.report.sweep.load import LoadedSweep
 
 
 @pytest.fixture

@@ -11,17 +11,17 @@ import pytest
 from markup import bare
 
 from truemfu.records import CaseResult, Environment, RunRecord, RunSummary, Status
-from truemfu.report import sweep_verdict
-from truemfu.report.load import load_sweep
-from truemfu.report.log_rows import LogRow, LogRows
-from truemfu.report.run_load import load_run
-from truemfu.report.run_texts import cost
-from truemfu.report.run_verdict import verdict
-from truemfu.report.runs_page import write_runs_page
-from truemfu.report.summary import summarize
-from truemfu.report.sweep_groups import groups_of
-from truemfu.report.sweep_page import write_sweep_page
-from truemfu.report.worst_steps import worst_steps
+from truemfu.report.run.load import load_run
+from truemfu.report.run.log_rows import LogRow, LogRows
+from truemfu.report.run.side_by_side import write_runs_page
+from truemfu.report.run.verdict import verdict
+from truemfu.report.run.worst_steps import worst_steps
+from truemfu.report.sweep import verdict as sweep_verdict
+from truemfu.report.sweep.groups import groups_of
+from truemfu.report.sweep.load import load_sweep
+from truemfu.report.sweep.page import write_sweep_page
+from truemfu.report.sweep.summary import summarize
+from truemfu.run_summary.texts import RunResults, cost
 
 MakeResult = Callable[..., CaseResult]
 
@@ -145,7 +145,9 @@ def test_a_slow_step_has_the_cause_that_explains_half_of_it(slow: dict[str, Any]
 def test_a_run_without_slow_steps_or_values_says_so() -> None:
     rows = LogRows([LogRow(global_step=1, step_time_s=0.1)])
     summary = RunSummary(median_step_time_s=0.1, method="closed form")
-    sentences, unknown = verdict(RunRecord(), summary, rows, worst_steps(rows, summary), None)
+    sentences, unknown = verdict(
+        RunResults(record=RunRecord(), summary=summary), worst_steps(rows, summary), None
+    )
     assert sentences == ["A step takes 100.00 ms (median).", "No step took 1.5 times as long as the median."]
     assert [what for what, _ in unknown] == ["MFU", "where the rest of the peak went", "data wait"]
 
@@ -153,12 +155,12 @@ def test_a_run_without_slow_steps_or_values_says_so() -> None:
 def test_a_million_tokens_cost_price_times_gpus_over_the_rate() -> None:
     summary = RunSummary(median_tokens_per_second=100_000)
     eight = RunRecord(device="NVIDIA H100", world_size=8, scope="job of 8 ranks, summed")
-    assert cost(eight, summary, 2.25).value == "$0.05"
+    assert cost(RunResults(record=eight, summary=summary), 2.25).value == "$0.05"
     alone = RunRecord(device="NVIDIA H100", world_size=8, scope="rank 0 of 8 alone")
     for record in (alone, RunRecord(device="cpu", world_size=1), RunRecord(device="NVIDIA H100")):
-        found = cost(record, summary, 2.25)
+        found = cost(RunResults(record=record, summary=summary), 2.25)
         assert (found.is_known, bool(found.remark)) == (False, True)
-    assert not cost(eight, RunSummary(), 2.25).is_known
+    assert not cost(RunResults(record=eight, summary=RunSummary()), 2.25).is_known
 
 
 def test_runs_on_unlike_devices_share_the_chart_of_their_losses_only(

@@ -12,7 +12,7 @@ import pytest
 from supervised import Recorder, last_line, small
 
 from truemfu.records import CaseResult, Status, SweepRecord, read_record
-from truemfu.report.load import load_sweep
+from truemfu.report.sweep.load import load_sweep
 from truemfu.sweep.paths import SweepFolder
 from truemfu.sweep.supervisor.runner import run_sweep
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from truemfu.report.run_load import load_run
+from truemfu.report.run.load import load_run
 from truemfu.trackers.file import JsonArrayFile
 from truemfu.trackers.log_scan import find_end
 

@@ -23,7 +23,7 @@ from .console import (
 )
 
 if TYPE_CHECKING:
-    from ..report.compare import Comparison
+    from ..report.compare.compare import Comparison
 
 _BEYOND_LIMIT = 1
 _SUFFIXES = (".html", ".md", ".json")
@@ -100,15 +100,16 @@ def compare(
         1   B is slower beyond --max-regression, or an experiment of A failed in B
         2   not comparable (another device, dtype, model, batch or convention), or too few steps
     """
-    from ..report.compare import compare as compare_sides
-    from ..report.compare_load import load_side, refuse_input
-    from ..report.compare_texts import json_text, markdown
+    from ..report.compare.compare import compare as compare_sides
+    from ..report.compare.load import load_side
+    from ..report.compare.texts import json_text, markdown
+    from ..report.folder import refuse_input
 
     check_suffix(output_path, _SUFFIXES)
     sides = load_side(a), load_side(b)
     found = compare_sides(*sides, max_regression=max_regression, run_to_run=run_to_run)
     if output_path is not None:
-        refuse_input(output_path, *sides)
+        refuse_input(output_path, (file for side in sides for file in side.files), "comparison")
         _write(output_path, found)
     with ignoring_closed_pipe():
         if as_json or shown_as == "json":
@@ -123,18 +124,18 @@ def compare(
 
 def _show(found: Comparison) -> None:
     """Tables for a terminal of 80 columns or more; long names are folded."""
-    from ..report.compare_texts import conclusion, remarks, sides_of, tables_of
+    from ..report.compare.texts import conclusion, remarks, sides_of, tables_of
 
     console = output(_WIDTH)
     for line in sides_of(found):
         console.print(on_one_line(line))
     for text in tables_of(found):
         console.print()
-        drawn = table(*text.columns, title=text.title)
+        drawn = table(*text.labels, title=text.title)
         for column in drawn.columns:
             column.no_wrap = False
             column.overflow = "fold"
-        for row in text.rows:
+        for row in text.texts:
             drawn.add_row(*map(on_one_line, row))
         console.print(drawn)
         if text.sentence:
@@ -146,8 +147,8 @@ def _show(found: Comparison) -> None:
 
 
 def _write(path: Path, found: Comparison) -> None:
-    from ..report.compare_page import write_comparison_page
-    from ..report.compare_texts import json_text, markdown
+    from ..report.compare.page import write_comparison_page
+    from ..report.compare.texts import json_text, markdown
 
     if path.suffix == ".html":
         with writing(path):

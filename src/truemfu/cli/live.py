@@ -12,11 +12,10 @@ from rich.live import Live
 from rich.table import Table
 
 from ..records import CaseResult, Status
-from ..report.load import entry_of
-from ..report.render import UNKNOWN, duration, number, share, size
-from ..report.summary import experiment_of
+from ..report.sweep.load import entry_of
+from ..report.sweep.summary import experiment_of
 from ..sweep.supervisor.outcome import CaseState, Listener
-from ..text import counted, on_one_line
+from ..text import UNKNOWN, counted, duration, number, on_one_line, share, size
 from .console import SafeConsole, say, silence, table
 
 _COLUMNS = ("experiment", "state", "step", "tokens/s", "MFU", "HFU", "peak memory", "time")

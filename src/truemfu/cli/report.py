@@ -45,12 +45,12 @@ def report(folders: tuple[Path, ...], output_path: Path | None, price_per_gpu_ho
     """
     from ..errors import UsageError
     from ..plain_files import what_is_there
-    from ..report.folder import load_folder, page_path, refuse_what_is_read
-    from ..report.run_load import LoadedRun
-    from ..report.run_page import write_run_page
-    from ..report.runs_page import MOST_RUNS, write_runs_page
-    from ..report.summary import summarize
-    from ..report.sweep_page import write_sweep_page
+    from ..report.folder import load_folder, page_path, refuse_input
+    from ..report.run.load import LoadedRun
+    from ..report.run.page import write_run_page
+    from ..report.run.side_by_side import MOST_RUNS, write_runs_page
+    from ..report.sweep.page import write_sweep_page
+    from ..report.sweep.summary import summarize
 
     if len(folders) > MOST_RUNS:
         raise UsageError(
@@ -71,7 +71,7 @@ def report(folders: tuple[Path, ...], output_path: Path | None, price_per_gpu_ho
         raise UsageError(f"{path} is {instead}, not a file: give --output another name")
     with writing(path):
         for one in found:
-            refuse_what_is_read(path, one)
+            refuse_input(path, one.files, "report")
         if len(runs) > 1:
             written = write_runs_page(path, runs, price_per_gpu_hour)
         elif isinstance(found[0], LoadedRun):

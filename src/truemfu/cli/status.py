@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import click
 
 from .console import FilePath, debug_option, json_option, print_json, say
+
+_SHOWN = ("step, median", "MFU, median", "HFU, median", "tokens/s")
 
 
 @click.command(short_help="A run in progress: its last steps, MFU and age.")
@@ -26,12 +29,13 @@ def status(folder: Path, as_json: bool) -> None:
         watch truemfu status runs/a
         truemfu status runs/a --json
     """
-    from ..report.run_load import load_run
-    from ..report.run_summary import summary_of_log
+    from ..report.run.load import load_run
+    from ..report.run.log_summary import results_of, summary_of_log
+    from ..run_summary.texts import figures
 
     run = load_run(folder)
     record, rows = run.record, run.rows
-    summary = summary_of_log(rows, run.last_window)
+    summary = summary_of_log(rows)
     has_ended = record is not None and record.summary is not None
     age_s = None if has_ended or not rows else max(0.0, time.time() - run.files[1].stat().st_mtime)
     last = rows[-1] if rows else None
@@ -55,22 +59,12 @@ def status(folder: Path, as_json: bool) -> None:
         "ended" if has_ended else "running, or killed" if age_s is None else f"last write {age_s:.0f} s ago"
     )
     say(f"{folder}: {state}")
+    so_far = replace(results_of(run), summary=summary)
     lines = [
         ("step", f"{found['last_step']:,}" if last is not None else "none yet"),
-        ("loss", _text(found["loss"], "{:.6g}")),
-        ("step, median", _text(summary.median_step_time_s, "{:.4g} s")),
-        ("MFU, median", _share(summary.median_mfu)),
-        ("HFU, median", _share(summary.median_hfu)),
-        ("tokens/s", _text(summary.median_tokens_per_second, "{:,.0f}")),
+        ("loss", "unknown" if last is None or last.loss is None else f"{last.loss:.6g}"),
+        *((one.label, one.text) for one in figures(so_far) if one.label in _SHOWN),
         ("FLOPs by", summary.method or "nothing yet"),
     ]
     for label, text in lines:
         say(f"  {label:14}{text}")
-
-
-def _share(share: float | None) -> str:
-    return _text(share, "{:.2%}") if share is None or share >= 0.01 else f"{100 * share:.2g} %"
-
-
-def _text(value: object, form: str) -> str:
-    return "unknown" if value is None else form.format(value)

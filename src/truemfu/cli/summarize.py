@@ -21,7 +21,7 @@ from .console import (
 )
 
 if TYPE_CHECKING:
-    from ..report.figures import SweepSummary
+    from ..report.sweep.figures import SweepSummary
 
 _FORMATS = {".json": "json", ".csv": "csv", ".md": "markdown"}
 _SHOWN_LOG_LINES = 6
@@ -67,9 +67,9 @@ def summarize(
         truemfu summarize out/sweep --json | jq '.trainers[] | {trainer, success_rate}'
     """
     from ..errors import UsageError
-    from ..report.load import load_sweep
-    from ..report.render import WRITERS
-    from ..report.summary import summarize as summary_of
+    from ..report.sweep.load import load_sweep
+    from ..report.sweep.summary import summarize as summary_of
+    from ..report.sweep.texts import WRITERS
 
     given = [path for path in (folder, logs_dir) if path is not None]
     if len(given) != 1:
@@ -88,12 +88,12 @@ def summarize(
 
 def show_summary(summary: SweepSummary) -> None:
     """The summary on a terminal: tables, failures, notes, and the sweep in one line at the end."""
-    from ..report.render import context_lines, failure_texts, headline, tables_of
+    from ..report.sweep.texts import context_lines, failure_texts, headline, tables_of
 
     console = output(WIDEST_TABLE)
     for text in tables_of(summary):
-        drawn = table(*text.columns, title=text.title)
-        for row in text.rows:
+        drawn = table(*text.labels, title=text.title)
+        for row in text.texts:
             drawn.add_row(*map(on_one_line, row))
         console.print(drawn)
         if text.sentence:

@@ -28,7 +28,7 @@ from .options import (
 )
 
 if TYPE_CHECKING:
-    from ..report.figures import SweepSummary
+    from ..report.sweep.figures import SweepSummary
     from ..sweep.config import SweepConfig
 
 MODES = ("profile", "test", "single")
@@ -308,9 +308,9 @@ def _run(
 ) -> int:
     from ..errors import UsageError
     from ..records import Status
-    from ..report.load import LoadedSweep, load_sweep, with_results
-    from ..report.render import json_text
-    from ..report.summary import summarize
+    from ..report.sweep.load import LoadedSweep, load_sweep, with_results
+    from ..report.sweep.summary import summarize
+    from ..report.sweep.texts import json_text
     from ..sweep.paths import SweepFolder
     from ..sweep.supervisor.runner import run_sweep
     from .live import progress
@@ -376,7 +376,7 @@ def _cancel(folder: Path) -> int:
 
 def _write_page(page: Path, summary: SweepSummary) -> Path | None:
     from ..plain_files import what_is_there
-    from ..report.sweep_page import write_sweep_page
+    from ..report.sweep.page import write_sweep_page
 
     if (instead := what_is_there(page)) is not None:
         say(f"warning: no report: {page} is {instead}, not a file", err=True)

@@ -14,9 +14,9 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from ..run_summary.sums import NO_PAUSES, PAUSES
 from ..utilization import share_of_peak
 from .ranks.amounts import PEAK, Exact, exact
 from .ranks.job_sums import JobStep
@@ -24,10 +24,7 @@ from .ranks.role import WHOLE, RankRole
 from .step_flops.source import StepFlops, UnknownFlops
 
 WINDOW_STEPS = 100
-PAUSES = ("evaluation", "checkpoint", "generation", "other")
-"""What runs between and inside steps without belonging to them."""
 _PAUSE_METRICS = {kind: f"perf/{kind}_time" for kind in PAUSES} | {"other": "perf/other_pause_time"}
-NOTHING_LEFT_OUT: Mapping[str, float] = MappingProxyType({})
 
 
 class StepTime(NamedTuple):
@@ -40,7 +37,7 @@ class StepTime(NamedTuple):
     """From the end of the last step to the first forward pass, without known data wait."""
     forwards: int = 0
     """Forward passes without gradients in that time."""
-    left_out_s: Mapping[str, float] = NOTHING_LEFT_OUT
+    left_out_s: Mapping[str, float] = NO_PAUSES
     """Seconds since the last step that are excluded from this one, by what ran in them."""
 
 

@@ -24,13 +24,13 @@ import torch
 from ..errors import brief, one_line
 from ..hardware.detect import override_flops_per_s
 from ..hardware.nsight.audited import read_audit
+from ..run_summary.sums import PAUSES
 from ..torch_private.dispatch import hidden_from_modes
 from ..trackers.base import Tracker
 from . import created
 from .config import MonitorConfig, load_config
 from .guard import Guard
 from .live_run import LiveRun
-from .metrics import PAUSES
 from .notices import Notices
 from .row_side.output import Output
 from .step_recorder import StepRecorder

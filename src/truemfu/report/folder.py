@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from ..errors import UsageError
 from ..records import LOG_FILE, RUN_FILE
 from ..sweep.paths import LOGS, PAGE_FILE, RECORD_FILE, RESULTS, SweepFolder
-from .load import LoadedSweep, files_of_sweep, load_sweep
-from .run_load import LoadedRun, holds_run, load_run
+from .run.load import LoadedRun, holds_run, load_run
+from .sweep.load import LoadedSweep, load_sweep
 
 _A_RUN = f"a run ({RUN_FILE}, {LOG_FILE})"
 _A_SWEEP = f"a sweep ({RECORD_FILE}, {LOGS}, {RESULTS})"
@@ -55,14 +56,10 @@ def page_path(source: Path, found: LoadedRun | LoadedSweep) -> Path:
     return folder / ("run_report.html" if beside_sweep else PAGE_FILE)
 
 
-def refuse_what_is_read(path: Path, found: LoadedRun | LoadedSweep) -> None:
+def refuse_input(path: Path, files: Iterable[Path], what: str) -> None:
     """Refuse a path that would overwrite a measurement, also through a link."""
-    if not path.exists():
-        return
-    files = found.files if isinstance(found, LoadedRun) else files_of_sweep(found.source)
-    for file in files:
-        if file.exists() and path.samefile(file):
-            raise UsageError(f"{path} is an input file of this report: give --output another name")
+    if path.exists() and any(file.exists() and path.samefile(file) for file in files):
+        raise UsageError(f"{path} is an input file of this {what}: give --output another name")
 
 
 def _may_hold_sweep(folder: Path) -> bool:

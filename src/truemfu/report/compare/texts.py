@@ -1,0 +1,244 @@
+"""A comparison as text: one sentence each for result and doubt, and tables for terminal, Markdown and HTML.
+
+Comparison ─► conclusion, tables_of, remarks ─► terminal (cli/compare.py), markdown, compare_page.py
+           └► json_text: raw values in base units, for other programs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import msgspec
+
+from ...text import duration, number, printable, share, shortened, size
+from ..drawing.markdown import markdown_tables, markdown_text
+from ..drawing.tables import Cell, Column, Table, plain
+from .compare import FASTER, SLOWER, UNCLEAR, Comparison, Figure, Pair
+
+_FORMATS = {
+    "step_time_median_s": ("step time, median", duration),
+    "step_time_mean_s": ("step time, mean", duration),
+    "tokens_per_s": ("tokens/s, median", number),
+    "samples_per_s": ("samples/s, median", number),
+    "mfu": ("MFU, median", share),
+    "peak_memory_bytes": ("peak memory", size),
+}
+LONGEST_NAME = 200
+_LONGEST_STATUS = 300
+TITLE = "Comparison"
+
+
+def conclusions(comparison: Comparison) -> list[str]:
+    """What was found, and whether it is within the limit, in sentences."""
+    sentences = [_of_run(comparison) if comparison.kind == "run" else _of_sweep(comparison)]
+    if failed := [one.name for one in comparison.unmatched if one.is_failure]:
+        sentences.append(f"Succeeded in A and failed in B: {_names(failed)}.")
+    if comparison.max_regression is not None:
+        limit = _percent(comparison.max_regression)
+        is_slower = any(pair.is_beyond_limit for pair in comparison.pairs)
+        if is_slower:
+            sentences.append(f"This is beyond the limit of {limit}.")
+        elif comparison.is_within_limit:
+            sentences.append(f"Nothing is shown to be beyond the limit of {limit}.")
+        else:
+            sentences.append(f"No step time is beyond the limit of {limit}; what failed in B is.")
+    return sentences
+
+
+def conclusion(comparison: Comparison) -> str:
+    """The same as one text."""
+    return " ".join(conclusions(comparison))
+
+
+def _of_run(comparison: Comparison) -> str:
+    (pair,) = comparison.pairs
+    step = pair.step_time
+    change = f"step time {_change(step.ratio)} (95 %: {_change(step.low)} to {_change(step.high)})"
+    return f"No difference shown: {change}." if pair.verdict == UNCLEAR else f"B is {pair.verdict}: {change}."
+
+
+def _change(ratio: float | None) -> str:
+    return "unknown" if ratio is None else f"{100 * (ratio - 1):+.1f} %"
+
+
+def _of_sweep(comparison: Comparison) -> str:
+    counts = {
+        verdict: [pair.name for pair in comparison.pairs if pair.verdict == verdict]
+        for verdict in (SLOWER, FASTER, UNCLEAR)
+    }
+    text = (
+        f"Experiments: {len(comparison.pairs)}; slower in B: {len(counts[SLOWER])}, "
+        f"faster: {len(counts[FASTER])}, no difference shown: {len(counts[UNCLEAR])}."
+    )
+    if beyond := [pair.name for pair in comparison.pairs if pair.is_beyond_limit]:
+        text += f" Slower by more than the limit: {_names(beyond)}."
+    return text
+
+
+_NAMES_SHOWN = 5
+
+
+def _names(names: Sequence[str]) -> str:
+    shown = ", ".join(shortened(name, LONGEST_NAME) for name in names[:_NAMES_SHOWN])
+    return shown + (f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else "")
+
+
+def tables_of(comparison: Comparison) -> list[Table]:
+    """The tables to show, in reading order."""
+    if comparison.kind == "run":
+        (pair,) = comparison.pairs
+        return [
+            Table(
+                title="B over A",
+                sentence=_steps(pair),
+                columns=[
+                    *_columns("figure", "A", "B", "B / A"),
+                    Column(label="95 % interval", is_number=False),
+                ],
+                rows=[[plain(figure_name(figure)), *_cells(figure)] for figure in pair.figures],
+            )
+        ]
+    pairs = [(plain(shortened(pair.name, LONGEST_NAME)), pair) for pair in comparison.pairs]
+    tables = [
+        Table(
+            title="Step time, B over A",
+            sentence=(
+                "Medians. The intervals hold for all experiments together with a confidence of 95 %."
+                if len(pairs) > 1
+                else "Medians."
+            ),
+            columns=[
+                Column(label="experiment", is_number=False),
+                Column(label="A", unit="s"),
+                Column(label="B", unit="s"),
+                Column(label="B / A"),
+                Column(label="interval", is_number=False),
+                Column(label="result", is_number=False),
+            ],
+            rows=[[name, *_step_time_cells(pair), plain(_result(pair))] for name, pair in pairs],
+        ),
+        Table(
+            title="Other figures, B over A",
+            columns=[
+                *_columns("experiment", "mean step", "tokens/s", "MFU", "peak memory"),
+                Column(label="steps A, B", is_number=False),
+            ],
+            rows=[
+                [name, *_other_ratios(pair), plain(f"{pair.steps_a:,}, {pair.steps_b:,}")]
+                for name, pair in pairs
+            ],
+        ),
+    ]
+    if comparison.unmatched:
+        tables.append(
+            Table(
+                title="Not compared",
+                columns=[Column(label=label, is_number=False) for label in ("experiment", "A", "B")],
+                rows=[
+                    [
+                        plain(shortened(one.name, LONGEST_NAME)),
+                        plain(shortened(one.a, _LONGEST_STATUS)),
+                        plain(shortened(one.b, _LONGEST_STATUS)),
+                    ]
+                    for one in comparison.unmatched
+                ],
+            )
+        )
+    return tables
+
+
+def _columns(first: str, *numbers: str) -> list[Column]:
+    return [Column(label=first, is_number=False), *(Column(label=label) for label in numbers)]
+
+
+def figure_name(figure: Figure) -> str:
+    return _FORMATS[figure.name][0]
+
+
+def _result(pair: Pair) -> str:
+    if pair.is_beyond_limit:
+        return "beyond limit"
+    return "-" if pair.verdict == UNCLEAR else pair.verdict
+
+
+def _cells(figure: Figure) -> list[Cell]:
+    """Both sides, their ratio, and its interval."""
+    _, text = _FORMATS[figure.name]
+    interval = "-" if figure.low is None or figure.high is None else f"{figure.low:.3f} to {figure.high:.3f}"
+    return [plain(each) for each in (text(figure.a), text(figure.b), f"{figure.ratio:.3f}", interval)]
+
+
+def _step_time_cells(pair: Pair) -> list[Cell]:
+    """The same of the step time, which a page sorts and copies in seconds."""
+    a, b, *others = _cells(pair.step_time)
+    return [replace(a, value=pair.step_time.a), replace(b, value=pair.step_time.b), *others]
+
+
+def _other_ratios(pair: Pair) -> list[Cell]:
+    ratios = {figure.name: f"{figure.ratio:.3f}" for figure in pair.figures}
+    names = ("step_time_mean_s", "tokens_per_s", "mfu", "peak_memory_bytes")
+    return [plain(ratios.get(name, "-")) for name in names]
+
+
+def _steps(pair: Pair) -> str:
+    sides = (
+        ("A", pair.runs_a, pair.steps_a, pair.independent_steps_a),
+        ("B", pair.runs_b, pair.steps_b, pair.independent_steps_b),
+    )
+    return " ".join(
+        f"{side}: {'1 run' if runs == 1 else f'{runs} runs'}, {steps:,} steps after warm-up, "
+        f"as informative as {independent:,.0f} independent ones."
+        for side, runs, steps, independent in sides
+    )
+
+
+def remarks(comparison: Comparison) -> list[str]:
+    """What the reader needs to know to trust the result, and notes about the files."""
+    found = []
+    if comparison.run_to_run is not None:
+        repeat = " Several runs in each folder measure it." if comparison.kind == "run" else ""
+        found.append(
+            "One run on each side does not show how much equal runs differ. The intervals include an assumed "
+            f"standard deviation of {_percent(comparison.run_to_run)} between runs (--run-to-run).{repeat}"
+        )
+    if (limit := comparison.max_regression) is not None:
+        unsure = [
+            pair
+            for pair in comparison.pairs
+            if not pair.is_beyond_limit and (pair.step_time.high or 0.0) > 1 + limit
+        ]
+        if unsure:
+            what = "This comparison" if comparison.kind == "run" else _names([pair.name for pair in unsure])
+            found.append(
+                f"{what} cannot exclude a slow-down of more than {_percent(limit)}: the interval is wide. "
+                "Longer or repeated runs narrow it."
+            )
+    if stalled := [pair for pair in comparison.pairs if pair.verdict != SLOWER and _has_slower_mean(pair)]:
+        where = "B" if comparison.kind == "run" else f"B in {_names([pair.name for pair in stalled])}"
+        found.append(f"The mean step is slower in {where}, the median is not: some steps take much longer.")
+    return found + [shortened(note, _LONGEST_STATUS) for note in comparison.notes]
+
+
+def _has_slower_mean(pair: Pair) -> bool:
+    return any(figure.name == "step_time_mean_s" and (figure.low or 0.0) > 1 for figure in pair.figures)
+
+
+def _percent(fraction: float) -> str:
+    return f"{100 * fraction:.3g} %"
+
+
+def markdown(comparison: Comparison) -> str:
+    parts = [f"# {TITLE}", markdown_text(conclusion(comparison)), *map(markdown_text, sides_of(comparison))]
+    parts += markdown_tables(tables_of(comparison))
+    parts += [f"Note: {markdown_text(remark)}" for remark in remarks(comparison)]
+    return "\n\n".join(parts) + "\n"
+
+
+def json_text(comparison: Comparison) -> str:
+    return printable(msgspec.json.format(msgspec.json.encode(comparison), indent=2).decode()) + "\n"
+
+
+def sides_of(comparison: Comparison) -> list[str]:
+    """Where the two sides are."""
+    return [f"A: {comparison.a}", f"B: {comparison.b}"]

@@ -1,0 +1,156 @@
+"""A monitored run read back from its folder: its record and its rows.
+
+    training_run.json ─► RunRecord       facts about the run, and at its end the summary
+    training_log.json ─► LogRow …        one row per logged step; of two rows of one step the last counts
+    ranks/*.jsonl     ─► RanksOfRun      what each rank of a job reported, as far as its file is there
+
+Both may be damaged, or one may be missing: a run that was killed, a file copied while it grew. Everything
+readable is read, and `notes` names the rest. The files may have been copied from anywhere.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ...errors import RecordError, UsageError
+from ...records import LOG_FILE, RUN_FILE, RunRecord, read_record
+from .log_rows import LogRows, ReadLog, read_log
+from .ranks import RanksOfRun, load_ranks
+
+_WITHOUT_RECORD = "device, versions and the run's summary are not known; this report is based on its log"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LastWindow:
+    """The last window of hardware counters, from the last row that has one."""
+
+    step: int
+    metrics: Mapping[str, float]
+    """The finite `perf/` metrics of that row, in its order."""
+    clock_source: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedRun:
+    """A run as read from its files."""
+
+    folder: Path
+    record: RunRecord | None
+    """None without a readable run file."""
+    rows: LogRows
+    """By step, each step once."""
+    ranks: RanksOfRun
+    """Empty for a single process."""
+    last_window: LastWindow | None = None
+    """Only read without a summary, which covers all windows."""
+    notes: tuple[str, ...] = ()
+    """Sentences about problems with the files."""
+
+    @property
+    def files(self) -> list[Path]:
+        """The files it was read from."""
+        log_name = LOG_FILE if self.record is None else _log_name(self.record)
+        return [self.folder / RUN_FILE, self.folder / log_name]
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether the folder contains files of a monitor."""
+    return (folder / RUN_FILE).is_file() or (folder / LOG_FILE).is_file()
+
+
+def load_run(folder: Path | str) -> LoadedRun:
+    """Read the run in `folder`, the `output_dir` of a TrainingMonitor."""
+    folder = Path(folder)
+    if not holds_run(folder):
+        raise UsageError(f"{folder} does not contain a run: expected {RUN_FILE} or {LOG_FILE}")
+    notes: list[str] = []
+    record, fault = _record(folder / RUN_FILE)
+    if fault is not None:
+        notes.append(f"{fault}; {_WITHOUT_RECORD}.")
+    elif record is not None and record.summary is None:
+        notes.append(
+            "The run has no summary yet: it is still running, or it ended without closing its monitor; "
+            "this report is based on its log."
+        )
+    log_name = LOG_FILE if record is None else _log_name(record)
+    summary = None if record is None else record.summary
+    log = _log(folder / log_name, has_summary=summary is not None, notes=notes)
+    rows = log.rows
+    if record is None and not rows:
+        raise UsageError(
+            f"{folder} does not contain a readable run: {fault}, and the log {log_name} has no readable row"
+        )
+    ranks = load_ranks(folder)
+    notes += [f"Rows of a rank are missing: {fault}." for fault in ranks.faults]
+    logged = None if summary is None else summary.steps
+    if logged is not None and len(rows) > logged:
+        notes.append(
+            f"The log contains {len(rows):,} steps, the summary only covers the last start: {logged:,} steps."
+        )
+    return LoadedRun(
+        folder=folder,
+        record=record,
+        rows=rows,
+        ranks=ranks,
+        last_window=_last_window(log.last_with),
+        notes=tuple(notes),
+    )
+
+
+def _log_name(record: RunRecord) -> str:
+    """Only the file name: files from elsewhere must not lead out of the folder."""
+    return Path(record.log_file).name
+
+
+def _record(path: Path) -> tuple[RunRecord | None, str | None]:
+    """The run file, or its problem."""
+    if not path.is_file():
+        return None, f"The run file {path.name} is missing"
+    try:
+        return read_record(path, RunRecord), None
+    except RecordError as error:
+        return None, f"The run file {error}".replace(str(path), path.name)
+
+
+def _log(path: Path, *, has_summary: bool, notes: list[str]) -> ReadLog:
+    """The rows of the log by step, and without a summary the last one with values of counters."""
+    try:
+        log = read_log(path, None if has_summary else _OF_COUNTERS)
+    except OSError as error:
+        notes.append(f"The log {path.name} cannot be read, so there are no charts: {error.strerror}.")
+        return ReadLog()
+    if not log.is_whole:
+        what = "is cut off" if log.is_cut_off else "is damaged"
+        notes.append(
+            f"The log {path.name} {what}: {log.read:,} rows were read, {log.unread:,} could not be read."
+        )
+    if log.repeated:
+        what = "1 row repeats" if log.repeated == 1 else f"{log.repeated:,} rows repeat"
+        notes.append(f"{what} a step that was logged again (the run was restarted): the last row counts.")
+    return log
+
+
+_OF_COUNTERS = re.compile(
+    rb'"perf/(loss/|executed_|energy_j_per_|sm_clock_mhz"|power_w"|(tensor|sm|dram)_active")'
+)
+_NO_NUMBER = 1e300
+
+
+def _last_window(found: tuple[int, bytes] | None) -> LastWindow | None:
+    if found is None:
+        return None
+    step, row = found
+    values: dict[str, Any] = msgspec.json.decode(row, type=dict[str, Any])
+    metrics = {
+        name: float(value)
+        for name, value in values.items()
+        if name.startswith("perf/") and type(value) in (int, float) and abs(value) < _NO_NUMBER
+    }
+    source = values.get("perf/clock_source")
+    return LastWindow(step=step, metrics=metrics, clock_source=source if isinstance(source, str) else None)

@@ -1,0 +1,268 @@
+"""The rows of a run's log in columns: a million of them take 8 bytes for each value that any row has.
+
+    training_log.json ─► blocks of whole rows ─► columns ─► LogRows: `rows.column("mfu")`, or row by row
+
+A damaged block costs the rows that cannot be read, and no others.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import struct
+import sys
+from array import array
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from operator import lt
+from pathlib import Path
+from typing import Annotated, Any, overload
+
+import msgspec
+
+from ...plain_files import open_plain
+
+_BLOCK_BYTES = 1 << 20
+_NEWEST_BLOCKS = 16
+_UNKNOWN = math.nan
+
+
+class LogRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """The values of a log row that the report shows; all others are ignored."""
+
+    global_step: Annotated[int, msgspec.Meta(ge=-(2**62), le=2**62)]
+    loss: float | None = msgspec.field(name="training/loss", default=None)
+    step_time_s: float | None = msgspec.field(name="perf/step_time", default=None)
+    mfu: float | None = msgspec.field(name="perf/mfu", default=None)
+    mfu_per_gpu: float | None = msgspec.field(name="perf/mfu_per_gpu", default=None)
+    """Of this rank alone, in a job of several."""
+    mfu_estimate: float | None = msgspec.field(name="perf/mfu_estimate", default=None)
+    """From the model's structure, where the FLOPs were not counted."""
+    hfu: float | None = msgspec.field(name="perf/hfu", default=None)
+    tflops_per_gpu: float | None = msgspec.field(name="perf/tflops_per_gpu", default=None)
+    tokens_per_s: float | None = msgspec.field(name="perf/tokens_per_second", default=None)
+    samples_per_s: float | None = msgspec.field(name="perf/samples_per_second", default=None)
+    padding_efficiency: float | None = msgspec.field(name="perf/padding_efficiency", default=None)
+    data_wait_s: float | None = msgspec.field(name="perf/data_wait", default=None)
+    between_steps_s: float | None = msgspec.field(name="perf/between_steps", default=None)
+    evaluation_s: float | None = msgspec.field(name="perf/evaluation_time", default=None)
+    checkpoint_s: float | None = msgspec.field(name="perf/checkpoint_time", default=None)
+    generation_s: float | None = msgspec.field(name="perf/generation_time", default=None)
+    other_pause_s: float | None = msgspec.field(name="perf/other_pause_time", default=None)
+    memory_peak_bytes: float | None = msgspec.field(name="perf/memory_peak_bytes", default=None)
+    straggler_rank: float | None = msgspec.field(name="perf/straggler_rank", default=None)
+    """The rank that holds up the others most; -1: none does."""
+    straggler_excess_s: float | None = msgspec.field(name="perf/straggler_excess_s", default=None)
+    forwards_between_steps: int = msgspec.field(name="perf/forwards_between_steps", default=0)
+    method: str | None = msgspec.field(name="perf/method", default=None)
+    mfu_unknown: str | None = msgspec.field(name="perf/mfu_unknown", default=None)
+    """Why the row has no MFU."""
+    hfu_method: str | None = msgspec.field(name="perf/hfu_method", default=None)
+    """The source of the executed work, if that is not the count."""
+    is_warmup: bool = msgspec.field(name="perf/warmup", default=False)
+    is_observed: bool = msgspec.field(name="perf/observed", default=False)
+    """Whether its operators were observed, so that its time is not a measurement; such a row is warm-up."""
+    non_finite: dict[str, str] | None = None
+    """Metrics that were not finite, with "nan" or "inf": their own values are then None."""
+
+
+_FIELDS = LogRow.__struct_fields__
+_NUMBERS = tuple(one.name for one in msgspec.structs.fields(LogRow) if one.type == float | None)
+_RARE = ("forwards_between_steps", "is_observed", "non_finite")
+"""Kept only for the rows that have one."""
+_TEXTS = ("method", "mfu_unknown", "hfu_method")
+
+
+class LogRows(Sequence[LogRow]):
+    """Rows by their step, each step once."""
+
+    def __init__(self, rows: Sequence[LogRow] = ()) -> None:
+        self.steps = array("q")
+        self.is_warmup = bytearray()
+        self._numbers: dict[str, array[float]] = {}
+        self._texts: dict[str, list[str | None]] = {name: [] for name in _TEXTS}
+        self._rare: dict[str, dict[int, Any]] = {name: {} for name in _RARE}
+        self.add(rows)
+        self.sort()
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    @overload
+    def __getitem__(self, index: int) -> LogRow: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[LogRow]: ...
+    def __getitem__(self, index: int | slice) -> LogRow | list[LogRow]:
+        if isinstance(index, slice):
+            return [self[at] for at in range(*index.indices(len(self)))]
+        at = range(len(self))[index]
+        values: dict[str, Any] = {name: _known(column[at]) for name, column in self._numbers.items()}
+        values |= {name: column[at] for name, column in self._texts.items()}
+        values |= {name: column[at] for name, column in self._rare.items() if at in column}
+        return LogRow(global_step=self.steps[at], is_warmup=bool(self.is_warmup[at]), **values)
+
+    def column(self, name: str) -> Sequence[float]:
+        """The values of a field of `LogRow` in all rows; NaN where a row has none."""
+        return self._numbers.get(name) or array("d", [_UNKNOWN]) * len(self)
+
+    def has(self, name: str) -> bool:
+        """Whether any row has this value."""
+        return name in self._numbers
+
+    def texts(self, name: str) -> Sequence[str | None]:
+        """The texts of a field of `LogRow` in all rows."""
+        return self._texts[name]
+
+    def rare(self, name: str) -> dict[int, Any]:
+        """The values of a field that few rows have, by the row's index."""
+        return self._rare[name]
+
+    def add(self, rows: Sequence[LogRow]) -> None:
+        """Append rows; `sort` must follow the last ones."""
+        if not rows:
+            return
+        before = len(self)
+        columns = dict(zip(_FIELDS, zip(*map(msgspec.structs.astuple, rows), strict=True), strict=True))
+        for name in _NUMBERS:
+            values = columns[name]
+            unknown = values.count(None)
+            if unknown == len(values):
+                continue
+            if name not in self._numbers:
+                self._numbers[name] = array("d", [_UNKNOWN]) * before
+            known = [_UNKNOWN if value is None else value for value in values] if unknown else values
+            self._numbers[name].frombytes(struct.pack(f"{len(known)}d", *known))  # extend takes far longer
+        for name in _TEXTS:
+            same = {text: text and sys.intern(text) for text in set(columns[name])}
+            self._texts[name] += map(same.__getitem__, columns[name])
+        for name in _RARE:
+            if any(columns[name]):
+                self._rare[name] |= {at: value for at, value in enumerate(columns[name], before) if value}
+        self.steps.extend(columns["global_step"])
+        self.is_warmup.extend(columns["is_warmup"])
+        for column in self._numbers.values():
+            column.extend([_UNKNOWN] * (len(self) - len(column)))
+
+    def sort(self) -> int:
+        """Order the rows by step, the last one of each; the number of rows that this removed."""
+        if all(map(lt, self.steps, islice(self.steps, 1, None))):
+            return 0
+        last = {step: at for at, step in enumerate(self.steps)}
+        order = [last[step] for step in sorted(last)]
+        removed = len(self) - len(order)
+        self.steps = array("q", [self.steps[at] for at in order])
+        self.is_warmup = bytearray(self.is_warmup[at] for at in order)
+        self._numbers = {
+            name: array("d", [column[at] for at in order]) for name, column in self._numbers.items()
+        }
+        self._texts = {name: [column[at] for at in order] for name, column in self._texts.items()}
+        self._rare = {
+            name: {now: column[at] for now, at in enumerate(order) if at in column}
+            for name, column in self._rare.items()
+        }
+        return removed
+
+
+def _known(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
+@dataclass(kw_only=True)
+class ReadLog:
+    """A log as it could be read."""
+
+    rows: LogRows = field(default_factory=LogRows)
+    is_damaged: bool = False
+    is_cut_off: bool = False
+    """It has no end: the run is in progress, or was killed."""
+    unread: int = 0
+    """Rows that could not be read."""
+    repeated: int = 0
+    """Rows of a step that was logged again."""
+    last_with: tuple[int, bytes] | None = None
+    """Step and JSON of the last row that the given pattern was found in, near the end of the log."""
+
+    @property
+    def is_whole(self) -> bool:
+        return not self.is_damaged and not self.is_cut_off
+
+    @property
+    def read(self) -> int:
+        return len(self.rows) + self.repeated
+
+
+def read_log(path: Path, pattern: re.Pattern[bytes] | None = None) -> ReadLog:
+    """Read a log block by block; an OSError if that is not possible."""
+    log, block = ReadLog(), b""
+    newest: deque[bytes] = deque(maxlen=_NEWEST_BLOCKS)
+    for number, block in enumerate(_blocks(path)):
+        rows, unread = _rows_of(block, is_first=number == 0)
+        log.rows.add(rows)
+        if unread is not None:
+            log.is_damaged, log.unread = True, log.unread + unread
+        newest.append(block)
+    log.is_cut_off = not block.rstrip(b"\0 \t\r\n").endswith(b"]")
+    log.repeated = log.rows.sort()
+    log.last_with = _last_with(pattern, b"".join(newest)) if pattern is not None else None
+    return log
+
+
+def _blocks(path: Path) -> Iterator[bytes]:
+    """The file in pieces that begin at a row."""
+    rest = b""
+    with open(open_plain(path, os.O_RDONLY), "rb") as file:
+        while data := file.read(_BLOCK_BYTES):
+            rest += data
+            cut = rest.rfind(b"\n{")
+            if cut > 0:
+                yield rest[:cut]
+                rest = rest[cut:]
+    yield rest
+
+
+_ROWS = msgspec.json.Decoder(list[LogRow])
+_END_BYTES = 256
+
+
+def _rows_of(block: bytes, *, is_first: bool) -> tuple[list[LogRow], int | None]:
+    """The rows of a block; and how many of a damaged block could not be read."""
+    begin = re.match(rb"\s*\[?" if is_first else rb"", block)
+    end = block[-_END_BYTES:]
+    after = len(end) - len(end.rstrip().removesuffix(b"]").rstrip().removesuffix(b","))
+    assert begin is not None
+    try:
+        return _ROWS.decode(b"".join((b"[", memoryview(block)[begin.end() : len(block) - after], b"]"))), None
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        rows = list(_parsed(block))
+        return [found[0] for found in rows if found is not None], rows.count(None)
+
+
+_ROW_BEGINS = re.compile(r"\n\s*\{")
+
+
+def _parsed(block: bytes) -> Iterator[tuple[LogRow, str] | None]:
+    """Each complete row of a block with its JSON, None for an incomplete one: slow, for damaged blocks."""
+    text = block.decode("utf-8", errors="replace")
+    parse = json.JSONDecoder().raw_decode
+    at = text.find("{")
+    while at >= 0:
+        try:
+            value, end = parse(text, at)
+            yield msgspec.convert(value, LogRow), text[at:end]
+            at = text.find("{", end)
+        except (ValueError, RecursionError, msgspec.MsgspecError):
+            yield None
+            begin = _ROW_BEGINS.search(text, at)
+            at = begin.end() - 1 if begin else -1
+
+
+def _last_with(pattern: re.Pattern[bytes], block: bytes) -> tuple[int, bytes] | None:
+    """Step and JSON of the last complete row of a block in which the pattern is found."""
+    if not pattern.search(block):
+        return None
+    rows = ((row.global_step, text.encode()) for row, text in filter(None, _parsed(block)))
+    return max(((step, text) for step, text in rows if pattern.search(text)), default=None)

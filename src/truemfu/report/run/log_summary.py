@@ -1,0 +1,140 @@
+"""A run's summary so far, only from its log: for a run that is still running or was killed.
+
+The monitor's own summary is better if there is one: it knows the number of steps between two rows, and the
+cost of the monitor.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import compress
+from math import isfinite
+from operator import mul
+
+import msgspec
+
+from ...records import RunHardware, RunRecord, RunSummary, WaterfallPart, WaterfallRecord
+from ...run_summary.sums import STEP_TIME, RunSums
+from ...run_summary.texts import RunResults
+from ...waterfall import between_steps_notes, limiter_of, parts_of_metrics
+from .load import LastWindow, LoadedRun
+from .log_rows import LogRows
+
+PAUSES = {
+    "evaluation": "evaluation_s",
+    "checkpoint": "checkpoint_s",
+    "generation": "generation_s",
+    "other": "other_pause_s",
+}
+"""What may run without belonging to a step, and the value of a row with its seconds."""
+_RATES = {
+    "mfu": "mfu",
+    "mfu_estimate": "mfu_estimate",
+    "tokens_per_second": "tokens_per_s",
+    "samples_per_second": "samples_per_s",
+}
+"""Medians of a summary, and the values of a row that they are of."""
+
+
+def summary_of_log(rows: LogRows, last_window: LastWindow | None = None) -> RunSummary:
+    """The summary of all rows; hardware figures are those of the last window."""
+    sums = RunSums(sample=len(rows))
+    observed = rows.rare("is_observed")
+    sums.steps, sums.warmup_steps, sums.observed_steps = len(rows), sum(rows.is_warmup), len(observed)
+    is_timed = bytes(map(isfinite, rows.column(STEP_TIME)))
+    steady = bytes(timed and not warmup for timed, warmup in zip(is_timed, rows.is_warmup, strict=True))
+    warmup = bytes(
+        timed and warmup and at not in observed
+        for at, (timed, warmup) in enumerate(zip(is_timed, rows.is_warmup, strict=True))
+    )
+    for of, is_warmup in ((steady, False), (warmup, True)):
+        sums.add_values(STEP_TIME, _known(rows, STEP_TIME, of), is_warmup=is_warmup)
+        for name, value in _RATES.items():
+            sums.add_values(name, _known(rows, value, of), is_warmup=is_warmup)
+        for method in dict.fromkeys(rows.texts("hfu_method")):
+            of_method = bytes(map(mul, of, (found == method for found in rows.texts("hfu_method"))))
+            sums.add_hfu(_known(rows, "hfu", of_method), method, is_warmup=is_warmup)
+    steady_s = sum(_known(rows, STEP_TIME, steady))
+    sums.add_time(steady_s, is_warmup=False)
+    sums.add_time(sum(_known(rows, STEP_TIME, is_timed)) - steady_s, is_warmup=True)
+    forwards = rows.rare("forwards_between_steps")
+    sums.add_between(
+        _known(rows, "data_wait_s", steady),
+        _known(rows, "between_steps_s", steady),
+        sum(passes for at, passes in forwards.items() if steady[at]),
+    )
+    for kind, value in PAUSES.items():
+        sums.add_pauses(kind, _known(rows, value, b"\1" * len(rows)))
+    _add_tokens(sums, rows)
+    sums.methods.update(method for method in rows.texts("method") if method is not None)
+    for reason, steps in Counter(rows.texts("mfu_unknown")).items():
+        if reason is not None:
+            sums.add_unknown(reason, steps)
+    found = msgspec.convert(sums.as_dict(), RunSummary)
+    return msgspec.structs.replace(
+        found,
+        skipped_steps=None,
+        hardware=None if last_window is None else _hardware(last_window, rows),
+        notes=between_steps_notes(found.between_steps_share, found.forwards_between_steps or 0),
+    )
+
+
+def _known(rows: LogRows, name: str, of: bytes) -> list[float]:
+    """The known values of a column in the rows for which `of` is 1."""
+    return list(filter(isfinite, compress(rows.column(name), of))) if rows.has(name) else []
+
+
+def _add_tokens(sums: RunSums, rows: LogRows) -> None:
+    """A row's tokens are its rate times its time; without its padding efficiency it is left out."""
+    tokens = list(map(mul, rows.column("tokens_per_s"), rows.column(STEP_TIME)))
+    useful = list(map(mul, tokens, rows.column("padding_efficiency")))
+    is_known = bytes(map(isfinite, useful))
+    sums.add_tokens(sum(compress(tokens, is_known)), sum(compress(useful, is_known)))
+
+
+def results_of(run: LoadedRun) -> RunResults:
+    """What is known of a run: its own summary, or that of its log."""
+    record, rows = run.record or RunRecord(), run.rows
+    return RunResults(
+        record=record,
+        summary=record.summary or summary_of_log(rows, run.last_window),
+        log_steps=(rows.steps[0], rows.steps[-1]) if rows else None,
+        peak_flops_per_s=peak_flops_per_s(rows),
+        peak_memory_bytes=max(_known(rows, "memory_peak_bytes", b"\1" * len(rows)), default=None),
+    )
+
+
+def peak_flops_per_s(rows: LogRows) -> float | None:
+    """The peak of one device, by the last MFU: FLOP/s over MFU."""
+    for row in reversed(rows):
+        own_mfu = row.mfu if row.mfu_per_gpu is None else row.mfu_per_gpu
+        if own_mfu and row.tflops_per_gpu:
+            return 1e12 * row.tflops_per_gpu / own_mfu
+    return None
+
+
+def _hardware(window: LastWindow, rows: LogRows) -> RunHardware:
+    """A row's metrics of a window in the summary's form; a row is not enough for advice."""
+    metric = window.metrics.get
+    rate_tflops, hfu, clock_mhz = (
+        metric(f"perf/{name}") for name in ("executed_tflops_per_gpu", "executed_hfu", "sm_clock_mhz")
+    )
+    peak = 1e12 * rate_tflops / hfu if rate_tflops and hfu else peak_flops_per_s(rows)
+    parts = msgspec.convert(parts_of_metrics(window.metrics), list[WaterfallPart], from_attributes=True)
+    return RunHardware(
+        executed_flops_per_s=None if rate_tflops is None else 1e12 * rate_tflops,
+        executed_hfu=hfu,
+        executed_over_activity=metric("perf/executed_over_activity"),
+        executed_over_counted=metric("perf/executed_over_counted"),
+        executed_over_expected=metric("perf/executed_over_expected"),
+        clock_hz=None if clock_mhz is None else 1e6 * clock_mhz,
+        clock_source=window.clock_source,
+        power_w=metric("perf/power_w"),
+        energy_j_per_step=metric("perf/energy_j_per_step"),
+        energy_j_per_million_tokens=metric("perf/energy_j_per_million_tokens"),
+        tensor_active=metric("perf/tensor_active"),
+        sm_active=metric("perf/sm_active"),
+        dram_active=metric("perf/dram_active"),
+        limiter=limiter_of(parts[:-1]),
+        waterfall=WaterfallRecord(parts=parts, peak_flops_per_s=peak) if parts else None,
+    )

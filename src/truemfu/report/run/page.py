@@ -1,0 +1,262 @@
+"""A monitored run as a self-contained HTML report: verdict, figures, waterfall, charts, slow steps, ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import compress
+from pathlib import Path
+
+from ...records import RunRecord, RunSummary
+from ...run_summary.texts import (
+    NO_SUMMARY,
+    cost,
+    facts,
+    figures,
+    hardware_figures,
+    memory,
+    started,
+    why_no_waterfall,
+)
+from ...text import duration, share, size
+from ..drawing.html import write_template
+from ..drawing.line_chart import SIDE, Chart, Series, line_chart, thinning
+from ..drawing.tables import Cell, Column, Table, plain
+from .load import LastWindow, LoadedRun
+from .log_rows import LogRows
+from .log_summary import PAUSES, results_of
+from .ranks import RankLine, life_of
+from .verdict import verdict
+from .waterfall_bars import view_of
+from .worst_steps import worst_steps, worst_table
+
+_MOST_RANKS = 512
+_MOST_PAUSES = 200
+_TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+
+
+def write_run_page(path: Path, run: LoadedRun, price_per_gpu_hour: float | None = None) -> Path:
+    """Write the report to `path` and return the path."""
+    results = results_of(run)
+    record, summary = results.record, results.summary
+    worst = worst_steps(run.rows, summary)
+    price = None if price_per_gpu_hour is None else cost(results, price_per_gpu_hour)
+    sentences, unknown = verdict(results, worst, price)
+    pauses = pauses_of(run.rows)
+    return write_template(
+        path,
+        "run_page.html.jinja",
+        title=f"Training run {run.folder.resolve().name}".rstrip(),
+        lead=_lead(record, summary),
+        damage=run.notes,
+        verdict=sentences,
+        unknown=unknown,
+        facts=facts(results),
+        figures=[*figures(results), memory(results), *([] if price is None else [price])],
+        charts=_charts(run.rows, summary, pauses),
+        about_charts=thinning(len(run.rows)) if run.rows else "There are no charts: the log has no rows.",
+        waterfall=view_of(summary.hardware),
+        no_waterfall=why_no_waterfall(results),
+        of_last_window=None if run.last_window is None else _of_last_window(run.last_window),
+        hardware=[] if summary.hardware is None else hardware_figures(summary.hardware, record.scope),
+        worst=worst_table(worst) if worst else None,
+        pauses=_pauses_table(pauses),
+        more_pauses=max(0, sum(map(len, pauses.values())) - _MOST_PAUSES),
+        ranks=_ranks_table(run.ranks.lines[:_MOST_RANKS]) if run.ranks.lines else None,
+        more_ranks=max(0, len(run.ranks.lines) - _MOST_RANKS),
+        stragglers=[straggler.text for straggler in summary.stragglers if straggler.text],
+        life=_life_table(run, pauses),
+        side=SIDE,
+        remarks=[
+            ("Warnings", summary.warnings),
+            ("Lost", summary.lost),
+            ("Notes", [*_non_finite(run.rows), *summary.notes]),
+        ],
+        nothing_to_remark=(
+            "Nothing was lost, and there were no warnings."
+            if record.summary is not None
+            else f"Not known: {NO_SUMMARY}."
+        ),
+    )
+
+
+def _of_last_window(last_window: LastWindow) -> str:
+    """What the hardware figures from a row of the log cover."""
+    return (
+        "Without the run's summary, this only covers the last window of counters, as logged at step "
+        f"{last_window.step:,}."
+    )
+
+
+def _lead(record: RunRecord, summary: RunSummary) -> str:
+    words = [record.device or "device unknown"]
+    if summary.steps is not None:
+        words.append(f"{summary.steps:,} steps")
+    if summary.median_mfu is not None:
+        words.append(f"MFU {share(summary.median_mfu)}")
+    if began := started(record):
+        words.append(began)
+    return f"{', '.join(words)}."
+
+
+def pauses_of(rows: LogRows) -> dict[str, dict[int, float]]:
+    """Seconds of what ran outside of steps by kind and step, over all attempts that are in the log."""
+    found = {}
+    for kind, name in PAUSES.items():
+        if rows.has(name):
+            column = rows.column(name)
+            found[kind] = dict(compress(zip(rows.steps, column, strict=True), map((0.0).__lt__, column)))
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepValues:
+    """What a chart over steps shows of a run."""
+
+    title: str
+    names: Mapping[str, str]
+    """The name of each line by its value in a row."""
+    unit: str
+    times: float
+    from_zero: bool = True
+    cuts_spikes: bool = True
+
+
+def charted(median_step_time_s: float | None) -> list[StepValues]:
+    """The charts of a run."""
+    scale, unit = _time_unit(median_step_time_s)
+    return [
+        StepValues(
+            title="Loss",
+            names={"loss": "loss"},
+            unit="",
+            times=1,
+            from_zero=False,
+            cuts_spikes=False,  # the first losses are far above the others, but not outliers
+        ),
+        StepValues(title="MFU and HFU", names={"mfu": "MFU", "hfu": "HFU"}, unit="%", times=100),
+        StepValues(title="Step time", names={"step_time_s": "step time"}, unit=unit, times=1 / scale),
+    ]
+
+
+def scaled(rows: LogRows, name: str, times: float) -> Sequence[float]:
+    """The values of a column in the unit of a chart."""
+    column = rows.column(name)
+    return column if times == 1 else [value * times for value in column]
+
+
+def _charts(rows: LogRows, summary: RunSummary, pauses: Mapping[str, Mapping[int, float]]) -> list[Chart]:
+    """The charts that have values."""
+    if not rows:
+        return []
+    found = []
+    for values in charted(summary.median_step_time_s):
+        names = dict(values.names)
+        if "hfu" in names and _are_equal(rows.column("mfu"), rows.column("hfu")):
+            names = {"mfu": "MFU, equal to HFU"}
+        found.append(
+            line_chart(
+                values.title,
+                rows.steps,
+                [
+                    Series(name=text, values=scaled(rows, name, values.times), key=key)
+                    for key, (name, text) in enumerate(names.items())
+                ],
+                unit=values.unit,
+                from_zero=values.from_zero,
+                cuts_spikes=values.cuts_spikes,
+                marks=pauses,
+            )
+        )
+    return [chart for chart in found if chart is not None]
+
+
+def _are_equal(one: Sequence[float], other: Sequence[float]) -> bool:
+    """Whether two columns have the same values and the same gaps."""
+    return all(a == b or (a != a and b != b) for a, b in zip(one, other, strict=True))
+
+
+def _time_unit(seconds: float | None) -> tuple[float, str]:
+    """A readable unit for the usual step time."""
+    return next((unit for unit in _TIME_UNITS if (seconds or 1.0) >= unit[0]), _TIME_UNITS[-1])
+
+
+def _pauses_table(pauses: Mapping[str, Mapping[int, float]]) -> Table | None:
+    """Evaluations, checkpoints and so on, the longest first."""
+    found = sorted(
+        ((seconds, step, kind) for kind, own in pauses.items() for step, seconds in own.items()), reverse=True
+    )
+    if not found:
+        return None
+    return Table(
+        title="Evaluations, checkpoints and other pauses",
+        columns=[Column(label="step"), Column(label="what", is_number=False), Column(label="time", unit="s")],
+        rows=[
+            [plain(f"{step:,}"), plain(kind), Cell(text=duration(seconds), value=seconds)]
+            for seconds, step, kind in found[:_MOST_PAUSES]
+        ],
+    )
+
+
+def _ranks_table(lines: Sequence[RankLine]) -> Table:
+    texts = ("rank", "host", "device")
+    numbers = ("attempts", "steps", "median step", "data wait a step", "memory")
+    return Table(
+        title="Ranks",
+        columns=[
+            *(Column(label=label, is_number=False) for label in texts),
+            *(Column(label=label) for label in numbers),
+            Column(label="last seen", is_number=False),
+        ],
+        rows=[
+            [
+                plain(line.ranks),
+                plain(line.host),
+                plain(line.device),
+                plain(f"{line.attempts:,}"),
+                plain(f"{line.steps:,}"),
+                Cell(text=duration(line.median_step_s), value=line.median_step_s),
+                Cell(text=duration(line.data_wait_s), value=line.data_wait_s),
+                Cell(text=size(line.memory_bytes), value=line.memory_bytes),
+                plain(line.last_seen),
+            ]
+            for line in lines
+        ],
+    )
+
+
+def _life_table(run: LoadedRun, pauses: Mapping[str, Mapping[int, float]]) -> Table | None:
+    paused = {kind if kind != "other" else "other pause": sum(own.values()) for kind, own in pauses.items()}
+    parts = life_of(run.ranks.of_first, paused)
+    if not parts:
+        return None
+    return Table(
+        title="The job's time, over all attempts",
+        columns=[
+            Column(label="part", is_number=False),
+            Column(label="time", unit="s"),
+            Column(label="share"),
+        ],
+        rows=[
+            [
+                plain(part.name),
+                Cell(text=duration(part.seconds), value=part.seconds),
+                Cell(text=share(part.share), value=part.share),
+            ]
+            for part in parts
+        ],
+    )
+
+
+def _non_finite(rows: LogRows) -> list[str]:
+    """A sentence about a NaN or infinite loss: its gap in the chart is easily missed."""
+    odd = {
+        at: kinds["training/loss"]
+        for at, kinds in rows.rare("non_finite").items()
+        if "training/loss" in kinds
+    }
+    if not odd:
+        return []
+    what = "1 step" if len(odd) == 1 else f"{len(odd):,} steps"
+    first = min(odd)
+    return [f"The loss was not finite at {what}, first at step {rows.steps[first]:,} ({odd[first]})."]

@@ -1,0 +1,163 @@
+"""The ranks of a job, and what became of its time, from the rows that every rank left in the run's folder.
+
+    ranks/*.jsonl ─► a line for each device: host, steps, median step, data wait, memory, last seen
+                  ─► the job's life over all its attempts: steps, restarts, pauses, the rest
+
+However many files are there are read, one after the other: those of one machine, or of all. A device is one
+line whatever rank numbers it had; a rank that shares its device with another has a line of its own.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from itertools import pairwise
+from pathlib import Path
+
+from ...monitor.ranks.rank_file import read_files
+from ...monitor.ranks.rank_row import RankRow
+
+_MOST_FAULTS = 8
+_FIRST_ROW_S = 1.0
+"""The first row of an attempt comes this long after its first step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankLine:
+    """One device of a job."""
+
+    ranks: str
+    host: str
+    device: str
+    attempts: int
+    steps: int
+    median_step_s: float | None
+    data_wait_s: float | None
+    """A step's."""
+    memory_bytes: int | None
+    last_seen: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class LifePart:
+    """A part of the job's life."""
+
+    name: str
+    seconds: float
+    share: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RanksOfRun:
+    """What the files of a run's ranks say."""
+
+    lines: tuple[RankLine, ...] = ()
+    """By the rank that a device had last."""
+    of_first: tuple[RankRow, ...] = ()
+    """The rows of rank 0, by time."""
+    faults: tuple[str, ...] = ()
+    """What could not be read."""
+
+
+def load_ranks(folder: Path) -> RanksOfRun:
+    """The ranks of the run in a folder; empty for a single process."""
+    lines: list[tuple[int, RankLine]] = []
+    of_first: list[RankRow] = []
+    faults: list[str] = []
+    for rows, own_faults in read_files(folder):
+        lines += rank_lines(rows)
+        of_first += [row for row in rows if row.rank == 0]
+        faults += own_faults
+    if len(faults) > _MOST_FAULTS:
+        faults[_MOST_FAULTS:] = [f"{len(faults) - _MOST_FAULTS:,} more files"]
+    return RanksOfRun(
+        lines=tuple(line for _, line in sorted(lines, key=lambda found: found[0])),
+        of_first=tuple(sorted(of_first, key=lambda row: row.at_s)),
+        faults=tuple(faults),
+    )
+
+
+def rank_lines(rows: Sequence[RankRow]) -> list[tuple[int, RankLine]]:
+    """The rows of a file by their time: the line of its device, or of each rank that shared it, by rank."""
+    parts: dict[tuple[str, str, int | None], list[RankRow]] = defaultdict(list)
+    is_shared = _is_shared(rows)
+    for row in rows:
+        parts[row.host, row.device, row.rank if is_shared else None].append(row)
+    return [(found[-1].rank, _line(found)) for found in parts.values()]
+
+
+def _is_shared(rows: Sequence[RankRow]) -> bool:
+    """Whether a process went on reporting after one of another rank had begun."""
+    newest: dict[int, int] = {}
+    last_rank: int | None = None
+    for row in rows:
+        if row.rank != last_rank and newest.get(row.rank) == row.number - 1 > 0:
+            return True
+        newest[row.rank], last_rank = row.number, row.rank
+    return False
+
+
+def _line(rows: Sequence[RankRow]) -> RankLine:
+    last, timed = rows[-1], [row for row in rows if row.step_time_s is not None and row.steps]
+    steps = sum(row.steps for row in rows)
+    waits = [row.steps * row.data_wait_s for row in rows if row.data_wait_s is not None]
+    return RankLine(
+        ranks=", ".join(map(str, dict.fromkeys(row.rank for row in rows))),
+        host=last.host,
+        device=last.device.removeprefix(f"{last.host}:"),
+        attempts=sum(row.number == 1 for row in rows) or 1,
+        steps=steps,
+        median_step_s=_median(timed) if timed else None,
+        data_wait_s=sum(waits) / steps if waits and steps else None,
+        memory_bytes=max((row.memory_bytes for row in rows if row.memory_bytes is not None), default=None),
+        last_seen=f"{datetime.fromtimestamp(last.at_s, timezone.utc):%Y-%m-%d %H:%M:%S} UTC"
+        + ("" if last.is_last else ", no last row"),
+    )
+
+
+def _median(rows: Sequence[RankRow]) -> float:
+    """The median step time: each window counts as often as it has steps."""
+    by_time = sorted((row.step_time_s or 0.0, row.steps) for row in rows)
+    half, seen = sum(steps for _, steps in by_time) / 2, 0
+    for step_time_s, steps in by_time:
+        seen += steps
+        if seen >= half:
+            return step_time_s
+    raise AssertionError("no rows")
+
+
+def life_of(rows: Iterable[RankRow], paused_s: Mapping[str, float]) -> list[LifePart]:
+    """What became of the time from the first start to the last row, by the rows of rank 0.
+
+    `paused_s` are the seconds of evaluation, checkpoints and so on. Empty without rows of rank 0.
+    """
+    own = [row for row in rows if row.rank == 0]
+    if not own:
+        return []
+    repeated_s, reached = 0.0, -1
+    for before, after in pairwise(own):
+        if after.number <= before.number:  # another attempt, perhaps from an earlier step
+            reached = max(reached, before.step or 0)
+        if after.step is not None and after.step <= reached:
+            repeated_s += after.steps * (after.step_time_s or 0.0)
+    restarts_s = sum(
+        max(0.0, after.at_s - _FIRST_ROW_S - before.at_s)
+        for before, after in pairwise(own)
+        if after.number <= before.number
+    )
+    whole_s = own[-1].at_s - own[0].at_s + _FIRST_ROW_S
+    parts = {
+        "steps": sum(row.steps * row.step_time_s for row in own if row.step_time_s is not None) - repeated_s,
+        "steps repeated after a restart": repeated_s,
+        "between attempts": restarts_s,
+        **paused_s,
+    }
+    rest_s = whole_s - sum(parts.values())
+    parts["warm-up, counting, waiting"] = max(0.0, rest_s)
+    return [
+        LifePart(name=name, seconds=seconds, share=seconds / whole_s)
+        for name, seconds in parts.items()
+        if seconds > 0 and whole_s > 0
+    ]

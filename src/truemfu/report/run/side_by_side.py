@@ -1,0 +1,216 @@
+"""Several runs side by side on one HTML report: figures, facts that differ, waterfalls, charts in one.
+
+Step times and utilization of unlike devices are never in one chart; losses of all runs are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...run_summary.texts import Figure, RunResults, cost, facts, figures, memory
+from ...text import share
+from ..drawing.html import write_template
+from ..drawing.line_chart import SIDE, Chart, Series, line_chart
+from ..drawing.tables import Cell, Column, Table, plain
+from .load import LoadedRun
+from .log_summary import results_of
+from .page import StepValues, charted, scaled
+from .waterfall_bars import points
+from .worst_steps import COLUMNS, TITLE, cells_of, worst_steps
+
+MOST_RUNS = 8
+_OF_ANY_DEVICE = ("Loss",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Shown:
+    """A run with its name on this page; `key` is its position."""
+
+    key: int
+    name: str
+    run: LoadedRun
+    results: RunResults
+
+
+def write_runs_page(path: Path, runs: Sequence[LoadedRun], price_per_gpu_hour: float | None = None) -> Path:
+    """Write the report to `path` and return the path."""
+    shown = [
+        _Shown(key=key, name=name, run=run, results=results_of(run))
+        for key, (name, run) in enumerate(zip(_names(runs), runs, strict=True))
+    ]
+    sentences, unknown = _verdict(shown)
+    return write_template(
+        path,
+        "runs_page.html.jinja",
+        title=f"{len(shown)} training runs side by side",
+        lead=", ".join(one.name for one in shown) + ".",
+        verdict=sentences,
+        unknown=unknown,
+        damage=[(one.name, one.run.notes) for one in shown if one.run.notes],
+        names=[one.name for one in shown],
+        figures=_figures_table(shown, price_per_gpu_hour),
+        facts=_facts_table(shown),
+        waterfall=_waterfall_table(shown),
+        charts=list(_charts(shown)),
+        worst=_worst_table(shown),
+        side=SIDE,
+    )
+
+
+def _names(runs: Sequence[LoadedRun]) -> list[str]:
+    """The folders' names; their paths if two have the same name."""
+    names = [run.folder.resolve().name for run in runs]
+    return names if len(set(names)) == len(names) else [str(run.folder) for run in runs]
+
+
+def _verdict(shown: Sequence[_Shown]) -> tuple[list[str], list[tuple[str, str]]]:
+    sentences: list[str] = []
+    unknown: list[tuple[str, str]] = []
+    for what, name_of_value, text in (
+        ("median MFU", "median_mfu", share),
+        ("median rate", "median_tokens_per_second", _tokens_per_s),
+    ):
+        values = [(getattr(one.results.summary, name_of_value), one.name) for one in shown]
+        known = sorted(((value, name) for value, name in values if value is not None), reverse=True)
+        if len(known) < 2:
+            unknown.append((f"which run has the highest {what}", "fewer than two runs have one"))
+            continue
+        (highest, name), *others = known
+        rest = ", ".join(f"{other} {text(found)}" for found, other in others)
+        if text(highest) == text(others[-1][0]):
+            sentences.append(f"The same {what} in all runs that have one: {text(highest)}.")
+        else:
+            sentences.append(f"Highest {what}: {name} with {text(highest)}; {rest}.")
+    devices = list(dict.fromkeys(one.results.record.device or "unknown" for one in shown))
+    if len(devices) > 1:
+        sentences.append(
+            f"The runs used different devices ({', '.join(devices)}): MFU is a share of each one's own peak, "
+            "and times are drawn in a chart for each device."
+        )
+    sentences.append("Whether a difference is more than noise is what `truemfu compare` tests.")
+    return sentences, unknown
+
+
+def _tokens_per_s(rate: float) -> str:
+    return f"{rate:,.0f} tokens/s"
+
+
+def _figures_table(shown: Sequence[_Shown], price: float | None) -> Table:
+    each: list[dict[str, Figure]] = []
+    for one in shown:
+        found = [*figures(one.results), memory(one.results)]
+        found += [] if price is None else [cost(one.results, price)]
+        each.append({figure.label: figure for figure in found})
+    labels = list(dict.fromkeys(label for found in each for label in found))
+    return _by_run(
+        "Figures",
+        shown,
+        labels,
+        [[found[label].value if label in found else "-" for found in each] for label in labels],
+    )
+
+
+def _facts_table(shown: Sequence[_Shown]) -> Table:
+    each = [dict(facts(one.results)) for one in shown]
+    labels = list(dict.fromkeys(label for found in each for label in found))
+    return _by_run(
+        "What was run", shown, labels, [[found.get(label, "-") for found in each] for label in labels], True
+    )
+
+
+def _waterfall_table(shown: Sequence[_Shown]) -> Table | None:
+    falls = [
+        {part.name: part.share for part in (one.results.summary.hardware.waterfall.parts)}
+        if one.results.summary.hardware is not None and one.results.summary.hardware.waterfall is not None
+        else {}
+        for one in shown
+    ]
+    names = list(dict.fromkeys(name for fall in falls for name in fall))
+    if not names:
+        return None
+    return _by_run(
+        "Where the peak went, points of the peak",
+        shown,
+        names,
+        [[points(fall[name]) if name in fall else "-" for fall in falls] for name in names],
+    )
+
+
+def _by_run(
+    title: str,
+    shown: Sequence[_Shown],
+    labels: Sequence[str],
+    texts: Sequence[Sequence[str]],
+    marks: bool = False,
+) -> Table:
+    """A row for each label and a column for each run; texts that differ are marked."""
+    return Table(
+        title=title,
+        columns=[
+            Column(label="what", is_number=False),
+            *(Column(label=one.name, is_number=not marks, key=one.key) for one in shown),
+        ],
+        rows=[
+            [
+                plain(label),
+                *(
+                    Cell(text=text, kind="text differs" if len(set(row)) > 1 else "text")
+                    if marks
+                    else plain(text)
+                    for text in row
+                ),
+            ]
+            for label, row in zip(labels, texts, strict=True)
+        ],
+    )
+
+
+def _charts(shown: Sequence[_Shown]) -> Iterator[Chart]:
+    longest_s = max((one.results.summary.median_step_time_s or 0.0 for one in shown), default=0.0)
+    for values in charted(longest_s or None):
+        if values.title in _OF_ANY_DEVICE:
+            groups = {"": list(shown)}
+        else:
+            groups = {}
+            for one in shown:
+                groups.setdefault(one.results.record.device or "device unknown", []).append(one)
+        for device, members in groups.items():
+            title = values.title if len(groups) == 1 else f"{values.title}, {device}"
+            if (chart := _chart(title, values, members)) is not None:
+                yield chart
+
+
+def _chart(title: str, values: StepValues, members: Sequence[_Shown]) -> Chart | None:
+    """The first value of `values` for each run: MFU where a run alone also has HFU."""
+    name = next(iter(values.names))
+    steps = sorted(set().union(*(one.run.rows.steps for one in members)))
+    if not steps:
+        return None
+    series = []
+    for one in members:
+        own = dict(zip(one.run.rows.steps, scaled(one.run.rows, name, values.times), strict=True))
+        series.append(Series(name=one.name, values=[own.get(step, math.nan) for step in steps], key=one.key))
+    return line_chart(
+        title.replace("MFU and HFU", "MFU"),
+        steps,
+        series,
+        unit=values.unit,
+        from_zero=values.from_zero,
+        cuts_spikes=values.cuts_spikes,
+    )
+
+
+def _worst_table(shown: Sequence[_Shown]) -> Table | None:
+    """The slowest steps of every run."""
+    worst = [(one, step) for one in shown for step in worst_steps(one.run.rows, one.results.summary)]
+    if not worst:
+        return None
+    return Table(
+        title=TITLE,
+        columns=[Column(label="run", is_number=False), *COLUMNS],
+        rows=[[plain(one.name), *cells_of(step)] for one, step in worst],
+        keys=[one.key for one, _ in worst],
+    )

@@ -1,0 +1,269 @@
+"""A sweep read back from its files: the whole folder, its logs alone, or its results alone.
+
+    sweep.json ─► the requested experiments        (the denominator)
+    results/<name>.json ─┐
+    logs/<name>.log ─────┴► the result of each            (`sweep.stored`)
+
+Nothing is skipped: a file that cannot be read and an experiment without a result are separate entries, with
+the reason; a damaged file whose result is in the other copy is named in a note; so is a file that neither has
+the name of an experiment nor contains a result of that name. The files may have been copied from anywhere.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+
+from ...errors import RecordError, UsageError
+from ...records import CaseResult, Status, SweepCase, SweepRecord, read_record
+from ...sweep.cases import cases_of, short_names
+from ...sweep.config import SweepConfig
+from ...sweep.paths import LOGS, RECORD_FILE, RESULTS, SweepFolder
+from ...sweep.supervisor.stored import stored_result
+
+NOT_RUN = "not run"
+"""In addition to the values of `Status`: requested, and never started."""
+
+_NAME = re.compile(
+    r"(?P<trainer>.+?)_bs(?P<batch_size>\d+)_seq(?P<seq_len>\d+)(?:_.*?)??"
+    r"(?:_(?P<parallel>ddp|fsdp2)x(?P<gpus>\d+))?"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One experiment of a sweep: its result, or why there is none."""
+
+    name: str
+    trainer: str
+    batch_size: int | None
+    seq_len: int | None
+    end: str
+    """A value of `Status`, or `NOT_RUN`."""
+    case: SweepCase | None = None
+    """None for a name that is not in the sweep's matrix, without a result."""
+    result: CaseResult | None = None
+    gpus: int = 1
+    parallel: str | None = None
+    reason: str | None = None
+    """Why there is no result."""
+    log_tail: tuple[str, ...] = ()
+    """The last lines of the log of an experiment without a result."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedSweep:
+    """A sweep as read from its files."""
+
+    source: Path
+    record: SweepRecord | None
+    """None without a sweep.json next to the files."""
+    entries: tuple[Entry, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def files(self) -> list[Path]:
+        """The files it was read from."""
+        files = _files(self.source)
+        return [
+            files.record,
+            *map(files.result, files.result_names()),
+            *map(files.log, files.log_names()),
+            *files.markers().values(),
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Missing:
+    reason: str
+    begun: bool
+    log_tail: tuple[str, ...] = ()
+    is_of_another: bool = False
+    """Whether its files only contain the result of another experiment."""
+
+
+def load_sweep(source: Path | str) -> LoadedSweep:
+    """Read the sweep in `source`: a sweep's folder, or only its `logs` or `results` folder."""
+    source = Path(source)
+    files = _files(source)
+    notes: list[str] = []
+    record = _record(files.record, notes)
+    found = {name: _outcome(name, files, notes) for name in _names(files, record)}
+    foreign = _remove_foreign_files(found, record, notes)
+    if not found:
+        expected = f"expected {LOGS} (*.log), {RESULTS} (*.json) or a {RECORD_FILE}"
+        raise UsageError("; ".join([f"{source} does not contain a sweep: {expected}", *notes]))
+    if foreign:
+        notes.append(f"left out, not experiments: {', '.join(foreign)}")
+    if record is not None:
+        _remove_other_sweeps(found, record, notes)
+    trainers = _trainer_of_prefix(found, record)
+    cases = _requested_cases(record)
+    entries = tuple(
+        replace(_entry(name, outcome, trainers), case=_case(outcome) or cases.get(name))
+        for name, outcome in found.items()
+    )
+    return LoadedSweep(source=source, record=record, entries=entries, notes=tuple(notes))
+
+
+def with_results(sweep: LoadedSweep, results: Iterable[CaseResult]) -> LoadedSweep:
+    """The same sweep with results in memory, which a full disk may have kept out of their files."""
+    entries = {entry.name: entry for entry in sweep.entries}
+    entries.update((result.name, entry_of(result)) for result in results)
+    return replace(sweep, entries=tuple(entries.values()))
+
+
+def entry_of(result: CaseResult) -> Entry:
+    """The entry of an experiment with a result."""
+    return Entry(
+        name=result.name,
+        trainer=result.case.trainer,
+        batch_size=result.case.batch_size,
+        seq_len=result.case.seq_len,
+        gpus=result.case.gpus,
+        parallel=result.case.parallel,
+        end=result.end.value,
+        case=result.case,
+        result=result,
+    )
+
+
+def _case(outcome: CaseResult | _Missing) -> SweepCase | None:
+    return outcome.case if isinstance(outcome, CaseResult) else None
+
+
+def _requested_cases(record: SweepRecord | None) -> Mapping[str, SweepCase]:
+    """The cases of the recorded matrix by name; none if it cannot be read."""
+    if record is None:
+        return {}
+    try:
+        config = msgspec.convert(record.config, SweepConfig)
+        return cases_of(config, config.device)
+    except (msgspec.ValidationError, TypeError, ValueError):
+        return {}
+
+
+def _files(source: Path) -> SweepFolder:
+    """The paths of the sweep's files; missing ones are paths that do not exist."""
+    if not source.is_dir():
+        what = "is a file" if source.exists() else "does not exist"
+        raise UsageError(
+            f"{source} {what}: expected the folder of a sweep, or its {LOGS} or {RESULTS} folder"
+        )
+    parent = SweepFolder(source.resolve().parent)
+    if source.resolve() in (parent.logs, parent.results) and os.path.lexists(parent.record):
+        return parent
+    files = SweepFolder(source)
+    if os.path.lexists(files.record) or files.logs.is_dir() or files.results.is_dir():
+        return files
+    only_logs = SweepFolder(source, logs=source)
+    return only_logs if only_logs.log_names() else SweepFolder(source, results=source)
+
+
+def _record(path: Path, notes: list[str]) -> SweepRecord | None:
+    if not os.path.lexists(path):
+        return None
+    try:
+        return read_record(path, SweepRecord)
+    except RecordError as error:
+        notes.append(f"{error}; experiments without a file are not known")
+        return None
+
+
+def _names(files: SweepFolder, record: SweepRecord | None) -> list[str]:
+    """Every experiment that was requested or has a file, in the order of the matrix."""
+    names = dict.fromkeys(record.cases if record is not None else ())
+    for name in files.result_names() + files.log_names():
+        names.setdefault(name)
+    return list(names)
+
+
+def _outcome(name: str, files: SweepFolder, notes: list[str]) -> CaseResult | _Missing:
+    stored = stored_result(name, files.result(name), files.log(name))
+    if stored.result is not None:
+        notes += stored.faults
+        return stored.result
+    reasons = [*stored.faults]
+    if os.path.lexists(files.marker(name)):
+        reasons.append("still running, or its supervisor ended before it finished")
+    if not reasons:
+        return _Missing(reason="requested, but never started", begun=False)
+    return _Missing(
+        reason="; ".join(reasons),
+        begun=True,
+        log_tail=stored.log_tail,
+        is_of_another=stored.is_of_another,
+    )
+
+
+def _remove_other_sweeps(
+    found: dict[str, CaseResult | _Missing], record: SweepRecord, notes: list[str]
+) -> None:
+    """Remove results of another sweep in the same folder, with a note."""
+    others = [
+        name
+        for name, outcome in found.items()
+        if name not in record.cases
+        and isinstance(outcome, CaseResult)
+        and outcome.sweep_id != record.sweep_id
+    ]
+    for name in others:
+        del found[name]
+    if others:
+        notes.append(f"left out, results of another sweep: {', '.join(others)}")
+
+
+def _remove_foreign_files(
+    found: dict[str, CaseResult | _Missing], record: SweepRecord | None, notes: list[str]
+) -> list[str]:
+    """Remove files that are not part of the sweep; the names of those that are not experiments."""
+    requested = record.cases if record is not None else ()
+    unrequested = {
+        name: outcome
+        for name, outcome in found.items()
+        if isinstance(outcome, _Missing) and name not in requested
+    }
+    copies = [name for name, outcome in unrequested.items() if outcome.is_of_another]
+    for name in copies:
+        notes.append(f"left out: {unrequested[name].reason}")
+        del found[name], unrequested[name]
+    foreign = [name for name in unrequested if not _NAME.fullmatch(name)]
+    for name in foreign:
+        del found[name]
+    return foreign
+
+
+def _trainer_of_prefix(
+    found: Mapping[str, CaseResult | _Missing], record: SweepRecord | None
+) -> Mapping[str, str]:
+    """The full name of a trainer by the short form with which file names begin."""
+    requested = record.config.get("trainers") if record is not None else None
+    names = [name for name in requested if isinstance(name, str)] if isinstance(requested, list) else []
+    whole = {short: name for name, short in short_names(names).items()}
+    for name, outcome in found.items():
+        if isinstance(outcome, CaseResult) and (parts := _NAME.fullmatch(name)):
+            whole[parts["trainer"]] = outcome.case.trainer
+    return whole
+
+
+def _entry(name: str, outcome: CaseResult | _Missing, trainers: Mapping[str, str]) -> Entry:
+    if isinstance(outcome, CaseResult):
+        return replace(entry_of(outcome), name=name)
+    parts = _NAME.fullmatch(name)
+    prefix = parts["trainer"] if parts else name
+    return Entry(
+        name=name,
+        trainer=trainers.get(prefix, prefix),
+        batch_size=int(parts["batch_size"]) if parts else None,
+        seq_len=int(parts["seq_len"]) if parts else None,
+        gpus=int(parts["gpus"] or 1) if parts else 1,
+        parallel=parts["parallel"] if parts else None,
+        end=Status.LOST.value if outcome.begun else NOT_RUN,
+        reason=outcome.reason,
+        log_tail=outcome.log_tail,
+    )

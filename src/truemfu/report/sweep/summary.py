@@ -1,0 +1,381 @@
+"""Computes the summary of a sweep from its entries: pure arithmetic, no files, no drawing.
+
+Four rules keep the figures honest.
+
+- Every experiment is in the denominator, including failed, pruned, lost and never started ones.
+- Trainers are only compared at equal points (model, batch, sequence, dtype, optimizer, device, GPUs). A mean
+  over what each trainer finished favours one that failed on the large ones; it is also given, with a label.
+- Means and ratios are taken over one kind of device and one number of GPUs: unlike ones have separate rows.
+  Hosts with the same devices share them, and are listed.
+- Peak memory is what torch allocated on the GPU, or on a CPU the process's resident memory. The two are never
+  mixed in a mean; `memory_kind` states which one it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from ...records import OUT_OF_MEMORY, CaseResult, Environment, Status
+from ...text import shortened
+from .figures import (
+    AgainstBaseline,
+    Experiment,
+    Failure,
+    LargestBatch,
+    Ratio,
+    SweepSummary,
+    Totals,
+    TrainerTotals,
+)
+from .load import NOT_RUN, Entry, LoadedSweep
+from .scaling import scaling_of, settings_of
+
+BASELINE = "StandardTrainer"
+GPU_MEMORY, HOST_MEMORY = "GPU allocated", "process resident"
+
+_NOISY = 0.05
+_LONGEST_MESSAGE = 1000
+
+
+def summarize(sweep: LoadedSweep) -> SweepSummary:
+    """The summary of a loaded sweep."""
+    experiments = [experiment_of(entry) for entry in sweep.entries]
+    results = [entry.result for entry in sweep.entries if entry.result is not None]
+    kinds = {row.memory_kind for row in experiments if row.memory_kind is not None}
+    memory_kind = GPU_MEMORY if GPU_MEMORY in kinds else HOST_MEMORY if kinds else None
+    sites = _sites(experiments)
+    finished = _finished_points(experiments, sites)
+    environments = [result.environment for result in results if result.environment is not None]
+    notes = [*sweep.notes, *_version_notes(environments), *_own_notes(results), *_noisy_notes(experiments)]
+    if len(kinds) > 1:
+        notes.append("experiments on a CPU are left out of mean peak memory: the others ran on a GPU")
+    without = [trainer for trainer, points in finished.items() if not points]
+    if without and len(without) < len(finished):
+        notes.append(
+            f"finished nothing, and is ignored in the points all trainers finished: {', '.join(without)}"
+        )
+    return SweepSummary(
+        sweep_id=sweep.record.sweep_id if sweep.record is not None else None,
+        created_at_s=sweep.record.created_at_s if sweep.record is not None else None,
+        devices=list(dict.fromkeys(environment.device_name for environment in environments)),
+        hosts=_hosts(results),
+        versions=dict(environments[-1].versions) if environments else {},
+        memory_kind=memory_kind,
+        baseline=BASELINE,
+        totals=_totals(experiments),
+        trainers=_trainers(experiments, sites, finished, memory_kind),
+        against_baseline=_against_baseline(finished),
+        largest_batches=_largest_batches(sweep.entries, sites),
+        scaling=scaling_of(experiments),
+        experiments=experiments,
+        failures=_failures(sweep.entries, experiments),
+        notes=notes,
+    )
+
+
+class _Site(NamedTuple):
+    """What experiments must share for a mean over them."""
+
+    device: str | None
+    gpus: int
+    parallel: str | None
+
+
+def _sites(experiments: Sequence[Experiment]) -> dict[str, _Site]:
+    """Where each experiment ran, by name; one of unknown device on the sweep's only device, if it has one."""
+    devices = {row.device for row in experiments if row.device is not None}
+    only = devices.pop() if len(devices) == 1 else None
+    return {row.name: _Site(row.device or only, row.gpus, row.parallel) for row in experiments}
+
+
+def _hosts(results: Iterable[CaseResult]) -> list[str]:
+    """Every host, in the order of their experiments."""
+    hosts: dict[str, None] = {}
+    for result in results:
+        ranks = result.measured.ranks if result.measured is not None else []
+        hosts.update(dict.fromkeys(rank.host for rank in ranks))
+        if result.environment is not None:
+            hosts[result.environment.host] = None
+    return list(hosts)
+
+
+def _version_notes(environments: Sequence[Environment]) -> list[str]:
+    """Notes about experiments that ran under different versions."""
+    found: dict[str, set[str]] = {}
+    for environment in environments:
+        for package, version in environment.versions.items():
+            found.setdefault(package, set()).add(version)
+    return [
+        f"experiments ran under different versions of {package}: {', '.join(sorted(versions))}"
+        for package, versions in found.items()
+        if len(versions) > 1
+    ]
+
+
+def _own_notes(results: Iterable[CaseResult]) -> list[str]:
+    """The experiments' own notes; a note shared by several appears once."""
+    names: dict[str, list[str]] = {}
+    for result in results:
+        trace_note = result.measured.trace_note if result.measured is not None else None
+        for note in dict.fromkeys([*result.notes, *([trace_note] if trace_note else [])]):
+            names.setdefault(shortened(note, _LONGEST_MESSAGE), []).append(result.name)
+    return [
+        f"{who[0] if len(who) == 1 else f'{len(who)} experiments'}: {note}" for note, who in names.items()
+    ]
+
+
+def _noisy_notes(experiments: Iterable[Experiment]) -> list[str]:
+    """A note about medians of very noisy steps, whose ratios are unreliable."""
+    noisy = [row.name for row in experiments if (row.step_time_error or 0.0) > _NOISY]
+    if not noisy:
+        return []
+    error = f"{100 * _NOISY:.0f} %"
+    return [f"step times with an error above {error} (was the machine busy?): {', '.join(noisy)}"]
+
+
+def experiment_of(entry: Entry) -> Experiment:
+    """The figures of one experiment."""
+    result = entry.result
+    case = entry.case
+    measured = result.measured if result is not None else None
+    flops = measured.flops if measured is not None else None
+    memory = result.memory if result is not None else None
+    peak, kind = _peak_memory(result)
+    return Experiment(
+        name=entry.name,
+        trainer=entry.trainer,
+        model=case.model if case else None,
+        batch_size=entry.batch_size,
+        seq_len=entry.seq_len,
+        dtype=case.dtype if case else None,
+        optimizer=case.optimizer if case else None,
+        compile=case.compile if case else None,
+        device=result.environment.device_name if result and result.environment else None,
+        host=result.environment.host if result and result.environment else None,
+        gpus=entry.gpus,
+        parallel=entry.parallel,
+        end=entry.end,
+        phase=result.phase.value if result else None,
+        message=_message(entry),
+        fits=result.fits if result else None,
+        step_time_s=measured.steps.median_s if measured else None,
+        step_time_p10_s=measured.steps.p10_s if measured else None,
+        step_time_p90_s=measured.steps.p90_s if measured else None,
+        step_time_error=measured.steps.relative_error if measured else None,
+        timed_steps=len(measured.steps.times_s) if measured else None,
+        stable=measured.steps.stable if measured else None,
+        tokens_per_s=measured.tokens_per_s if measured else None,
+        samples_per_s=measured.samples_per_s if measured else None,
+        mfu=flops.mfu if flops else None,
+        hfu=flops.hfu if flops else None,
+        model_flops=flops.model_flops if flops else None,
+        hardware_flops=flops.hardware_flops if flops else None,
+        peak_flops_per_s=flops.peak_flops_per_s if flops else None,
+        peak_source=flops.peak_source if flops else None,
+        peak_memory_bytes=peak,
+        memory_kind=kind,
+        peak_memory_by_rank_bytes=_peaks_by_rank(result),
+        reserved_bytes=memory.reserved_bytes if memory else None,
+        process_bytes=memory.process_bytes if memory else None,
+        data_wait_s=measured.data_wait_s if measured else None,
+        parameters=result.parameters if result else None,
+        gate_error=result.gate.relative_error if result and result.gate else None,
+        wall_s=result.wall_s if result else None,
+    )
+
+
+def _message(entry: Entry) -> str | None:
+    """Why there is no measurement, shortened: an exception may contain a whole tensor."""
+    text = entry.result.message if entry.result is not None else entry.reason
+    return None if text is None else shortened(text, _LONGEST_MESSAGE)
+
+
+def _peak_memory(result: CaseResult | None) -> tuple[int | None, str | None]:
+    """Peak memory on this experiment's device, and which memory that is."""
+    if result is None or result.memory is None:
+        return None, None
+    on_cpu = result.case.device == "cpu"
+    peak = result.memory.process_bytes if on_cpu else result.memory.allocated_bytes
+    return (None, None) if peak is None else (peak, HOST_MEMORY if on_cpu else GPU_MEMORY)
+
+
+def _peaks_by_rank(result: CaseResult | None) -> list[int]:
+    """Peak memory of each rank on its device; empty for one process, or if one is unknown."""
+    if result is None or result.measured is None:
+        return []
+    on_cpu = result.case.device == "cpu"
+    memories = [rank.memory for rank in result.measured.ranks]
+    found = [memory.process_bytes if on_cpu else memory.allocated_bytes for memory in memories]
+    known = [peak for peak in found if peak is not None]
+    return known if len(known) == len(found) else []
+
+
+def _totals(experiments: Sequence[Experiment]) -> Totals:
+    ends = dict(Counter(row.end for row in experiments).most_common())
+    succeeded = ends.get(Status.OK.value, 0)
+    return Totals(
+        experiments=len(experiments),
+        succeeded=succeeded,
+        success_rate=succeeded / len(experiments),
+        ends=ends,
+    )
+
+
+class Point(NamedTuple):
+    """What two experiments must share to be compared; only the trainer may differ."""
+
+    site: _Site
+    settings: tuple[object, ...]
+
+
+def _finished_points(
+    experiments: Iterable[Experiment], sites: Mapping[str, _Site]
+) -> dict[str, dict[Point, Experiment]]:
+    """Every trainer's finished experiments by point; a trainer that finished none has an empty entry."""
+    finished: dict[str, dict[Point, Experiment]] = {}
+    for row in experiments:
+        points = finished.setdefault(row.trainer, {})
+        if row.end == Status.OK.value:
+            points[Point(sites[row.name], settings_of(row))] = row
+    return finished
+
+
+def _trainers(
+    experiments: Sequence[Experiment],
+    sites: Mapping[str, _Site],
+    finished: Mapping[str, Mapping[Point, Experiment]],
+    memory_kind: str | None,
+) -> list[TrainerTotals]:
+    reached = [set(points) for points in finished.values() if points]
+    common = set.intersection(*reached) if reached else set()
+    groups: dict[tuple[str, _Site], list[Experiment]] = {}
+    for row in experiments:
+        groups.setdefault((row.trainer, sites[row.name]), []).append(row)
+    found = []
+    for (trainer, site), own in groups.items():
+        points = {point: row for point, row in finished[trainer].items() if point.site == site}
+        at_common = _peaks((points[point] for point in common if point in points), memory_kind)
+        overall = _peaks(points.values(), memory_kind)
+        totals = _totals(own)
+        found.append(
+            TrainerTotals(
+                trainer=trainer,
+                **site._asdict(),
+                experiments=totals.experiments,
+                succeeded=totals.succeeded,
+                success_rate=totals.success_rate,
+                ends=totals.ends,
+                mean_peak_memory_common_bytes=_mean(at_common),
+                common_points=len(at_common),
+                mean_peak_memory_bytes=_mean(overall),
+                finished_points=len(overall),
+            )
+        )
+    return found
+
+
+def _peaks(experiments: Iterable[Experiment], memory_kind: str | None) -> list[int]:
+    return [
+        row.peak_memory_bytes
+        for row in experiments
+        if row.peak_memory_bytes is not None and row.memory_kind == memory_kind
+    ]
+
+
+def _mean(values: Sequence[int]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _against_baseline(finished: Mapping[str, Mapping[Point, Experiment]]) -> list[AgainstBaseline]:
+    baseline = finished.get(BASELINE, {})
+    rows = []
+    for trainer, points in finished.items():
+        if trainer == BASELINE:
+            continue
+        by_site: dict[_Site, list[tuple[Experiment, Experiment]]] = {}
+        for point in points:
+            if point in baseline:
+                by_site.setdefault(point.site, []).append((points[point], baseline[point]))
+        for site, pairs in by_site.items():
+            rows.append(
+                AgainstBaseline(
+                    trainer=trainer,
+                    **site._asdict(),
+                    step_time=_ratio(pairs, lambda row: row.step_time_s),
+                    peak_memory=_ratio(pairs, lambda row: row.peak_memory_bytes),
+                    hardware_flops=_ratio(pairs, lambda row: row.hardware_flops),
+                )
+            )
+    return rows
+
+
+def _ratio(
+    pairs: Iterable[tuple[Experiment, Experiment]], figure: Callable[[Experiment], float | None]
+) -> Ratio | None:
+    """The figure of the first of each pair relative to the second."""
+    both = ((figure(own), figure(baseline)) for own, baseline in pairs)
+    ratios = [own / baseline for own, baseline in both if own and baseline]
+    if not ratios:
+        return None
+    mean = math.exp(sum(math.log(ratio) for ratio in ratios) / len(ratios))
+    return Ratio(geometric_mean=mean, lowest=min(ratios), highest=max(ratios), points=len(ratios))
+
+
+def _largest_batches(entries: Iterable[Entry], sites: Mapping[str, _Site]) -> list[LargestBatch]:
+    groups: dict[tuple[str, str, int, str, _Site], list[CaseResult]] = {}
+    for entry in entries:
+        if entry.result is not None:
+            case = entry.result.case
+            key = (case.trainer, case.model, case.seq_len, case.dtype, sites[entry.name])
+            groups.setdefault(key, []).append(entry.result)
+    rows = []
+    for (trainer, model, seq_len, dtype, site), members in groups.items():
+        fit = [result.case.batch_size for result in members if result.end is Status.OK]
+        failed = sorted(
+            (result for result in members if result.end in OUT_OF_MEMORY),
+            key=lambda result: result.case.batch_size,
+        )
+        if fit or failed:
+            rows.append(
+                LargestBatch(
+                    trainer=trainer,
+                    model=model,
+                    seq_len=seq_len,
+                    dtype=dtype,
+                    **site._asdict(),
+                    largest_finished=max(fit, default=None),
+                    smallest_out_of_memory=failed[0].case.batch_size if failed else None,
+                    fits=next((result.fits for result in failed if result.fits), None),
+                )
+            )
+    return rows
+
+
+def _failures(entries: Sequence[Entry], experiments: Sequence[Experiment]) -> list[Failure]:
+    failures = [
+        _failure(entry, row)
+        for entry, row in zip(entries, experiments, strict=True)
+        if entry.end != Status.OK.value
+    ]
+    frequency = Counter(failure.end for failure in failures)
+    first = {end: index for index, end in enumerate(frequency)}
+    return sorted(failures, key=lambda failure: (-frequency[failure.end], first[failure.end]))
+
+
+def _failure(entry: Entry, row: Experiment) -> Failure:
+    result = entry.result
+    log_tail = entry.log_tail if result is None else result.log_tail
+    return Failure(
+        name=row.name,
+        end=row.end,
+        phase=row.phase,
+        message=row.message or (NOT_RUN if result is None else "no reason was recorded"),
+        exit_code=None if result is None else result.exit_code,
+        signal=None if result is None else result.signal,
+        fits=row.fits,
+        peak_memory_bytes=row.peak_memory_bytes,
+        log_tail=[shortened(line, _LONGEST_MESSAGE) for line in log_tail],
+    )

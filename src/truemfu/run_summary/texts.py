@@ -1,0 +1,397 @@
+"""A run in facts and figures: the same texts at the end of a run, in its report and beside other runs.
+
+Unknown values are "unknown", with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+
+from ..records import UPPER_BOUND, MonitorCost, RunHardware, RunRecord, RunSummary
+from ..text import counted, duration, flop_rate, number, share, size
+from ..training_plan import per_million_tokens
+from ..waterfall import evaluations
+
+UNKNOWN = "unknown"
+NO_SUMMARY = "only the summary of a closed run has it, and this run has none"
+NO_ROWS = "the log has no rows"
+_NO_MODEL = "no model was counted"
+NO_LOADER = "no loader was seen: see monitor.data"
+NO_RATE = "the tensor pipe's activity, the clock or the chip's rate is not known"
+_NO_TOKENS = "no batch had a known number of tokens"
+_NOT_TIMED = "no step was timed"
+_STEPS_SHOWN = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResults:
+    """What is known of a run."""
+
+    record: RunRecord
+    summary: RunSummary
+    """The monitor's, or that of the log so far."""
+    log_steps: tuple[int, int] | None = None
+    """The first and the last step of its log, where that was read."""
+    peak_flops_per_s: float | None = None
+    """Of one device, by the last row that shows it."""
+    peak_memory_bytes: float | None = None
+    """The highest of its log."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is neither a summary nor a row of a log."""
+        return self.record.summary is None and self.log_steps is None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """A figure with its label, and a remark: what it means here, or why it is not known."""
+
+    label: str
+    value: str
+    remark: str = ""
+
+    @property
+    def is_known(self) -> bool:
+        return self.value != UNKNOWN
+
+    @property
+    def text(self) -> str:
+        """The value with its remark in brackets."""
+        return f"{self.value} ({self.remark})" if self.remark else self.value
+
+
+def facts(run: RunResults) -> list[tuple[str, str]]:
+    """What was run, on what, and how it was measured."""
+    record, cost = run.record, run.summary.monitor_cost
+    versions = {"truemfu": record.truemfu_version, **record.versions, "Python": record.python}
+    return [
+        *_trained(record),
+        ("device", record.device or UNKNOWN),
+        ("peak", peak_text(run)),
+        ("FLOPs by", _method(run)),
+        ("mode", record.mode or UNKNOWN),
+        ("step times by", record.time_source or UNKNOWN),
+        ("steps", _steps(run)),
+        ("the monitor, in all", UNKNOWN if cost is None else _cost_once(cost)),
+        *_totals(run.summary),
+        ("ranks", UNKNOWN if record.world_size is None else f"{record.world_size:,}"),
+        ("versions", ", ".join(f"{name} {text}" for name, text in versions.items() if text) or UNKNOWN),
+        ("started", started(record) or UNKNOWN),
+        *([("command", " ".join(record.command))] if record.command else []),
+        *([("git commit", record.git_commit)] if record.git_commit else []),
+    ]
+
+
+def _totals(summary: RunSummary) -> list[tuple[str, str]]:
+    """What was processed in all, where the summary has it."""
+    totals = summary.totals
+    if totals is None:
+        return []
+    known = [
+        f"{amount:,.0f} {name}"
+        for amount, name in ((totals.tokens, "tokens"), (totals.samples, "samples"))
+        if amount is not None
+    ]
+    known += [] if totals.model_flops is None else [f"{totals.model_flops:.6g} model FLOPs"]
+    more = "" if totals.is_complete else " (as far as its ranks reported)"
+    return [("in all", ", ".join(known) + more)] if known else []
+
+
+def _trained(record: RunRecord) -> list[tuple[str, str]]:
+    """The model and its batches, where the record has them."""
+    model, lines = record.model, []
+    if model is not None and model.parameters is not None:
+        text = f"{model.name}, {model.parameters:,} parameters"
+        if model.trainable_parameters not in (None, model.parameters):
+            text += f", {model.trainable_parameters:,} of them trained"
+        lines.append(("model", text))
+    if record.batch_shapes:
+        lines.append(("batches", "; ".join(map(shapes_text, record.batch_shapes))))
+    return lines
+
+
+def shapes_text(tensors: Mapping[str, Sequence[int]]) -> str:
+    """The tensors of a batch: `input_ids 4×16, attention_mask 4×16`."""
+    return ", ".join(f"{name} {'×'.join(map(str, shape)) or '()'}" for name, shape in tensors.items())
+
+
+def figures(run: RunResults) -> list[Figure]:
+    """The results of the run."""
+    found = _figures(run)
+    if run.is_empty:
+        return [Figure(label=figure.label, value=UNKNOWN, remark=NO_ROWS) for figure in found]
+    return found
+
+
+def _figures(run: RunResults) -> list[Figure]:
+    summary, why_not, scope = run.summary, why_no_utilization(run), run.record.scope or ""
+    executed_by = summary.hfu_method or "the count"
+    why_no_hfu = why_not if summary.median_mfu is None else "the executed FLOPs are not known"
+    rate, samples = summary.median_tokens_per_second, summary.median_samples_per_second
+    waited_of = "of rank 0's time" if summary.ranks else "of the time"
+    between = evaluations(summary.forwards_between_steps) or "of the time"
+    no_forward = "no forward pass was seen"
+    return [
+        _figure("step, median", duration, summary.median_step_time_s, summary.medians_over, _NOT_TIMED),
+        _figure("MFU, median", share, summary.median_mfu, _mfu_remark(summary), why_not),
+        *_estimate(summary),
+        _figure("HFU, median", share, summary.median_hfu, f"the executed work, by {executed_by}", why_no_hfu),
+        _figure("tokens/s", number, rate, scope, _NO_TOKENS),
+        _figure("samples/s", number, samples, scope, "no batch was seen"),
+        _figure("padding lost", share, summary.padding_lost, "of all tokens", "no attention mask was seen"),
+        _figure("waiting for data", share, summary.data_wait_share, waited_of, NO_LOADER),
+        _figure("other, between steps", share, summary.between_steps_share, between, no_forward),
+        *[
+            Figure(
+                label=f"left out: {kind}",
+                value=duration(paused.seconds),
+                remark=f"{_times(paused.times)}{share(paused.share)} of the run; not part of any step",
+            )
+            for kind, paused in summary.left_out.items()
+            if paused.share is not None
+        ],
+        _cost(summary.monitor_cost),
+    ]
+
+
+def memory(run: RunResults) -> Figure:
+    """The highest peak memory of any rank."""
+    found = [run.peak_memory_bytes, *(rank.memory_bytes for rank in run.summary.ranks)]
+    highest = max((each for each in found if each is not None), default=None)
+    of = "of the process" if run.record.device == "cpu" else "allocated on a GPU"
+    return _figure("memory, peak", size, highest, of, NO_ROWS if run.is_empty else "no row of the log has it")
+
+
+def cost(run: RunResults, price_per_gpu_hour: float) -> Figure:
+    """What a million tokens cost at the median rate, evaluations and checkpoints not included."""
+    record, label, gpus = run.record, "a million tokens", run.record.world_size
+    if record.device in (None, "cpu"):
+        return Figure(label=label, value=UNKNOWN, remark="the run is not known to have used a GPU")
+    if gpus is None:
+        return Figure(label=label, value=UNKNOWN, remark="the number of ranks is not known")
+    if gpus > 1 and "alone" in (record.scope or ""):
+        return Figure(label=label, value=UNKNOWN, remark="the rate is only known for one rank of the job")
+    price = f"${price_per_gpu_hour:,.4g} an hour for each of {gpus:,} GPUs, at the median rate of its steps"
+    return _figure(
+        label,
+        lambda value: f"${value:,.4g}",
+        per_million_tokens(price_per_gpu_hour, run.summary.median_tokens_per_second, gpus=gpus),
+        price if gpus > 1 else f"${price_per_gpu_hour:,.4g} an hour, at the median rate of its steps",
+        _NO_TOKENS,
+    )
+
+
+def hardware_figures(hardware: RunHardware, scope: str | None) -> list[Figure]:
+    """Figures of the counters; the remark compares them with the count or the driver.
+
+    `scope` is what the energy covers; everything else is for this GPU.
+    """
+    not_read = "the counters did not report it"
+    no_ratio = "the counted or the executed work is not known"
+    counted = ""
+    if hardware.executed_hfu is not None and hardware.executed_over_counted:
+        counted = f"by the count {share(hardware.executed_hfu / hardware.executed_over_counted)}"
+    is_corrected = hardware.executed_over_activity is not None
+    kind = f"corrected by an audit: {hardware.executed_over_activity:.4f}" if is_corrected else UPPER_BOUND
+
+    def remark(*texts: str) -> str:
+        return "; ".join(text for text in (kind, *texts) if text)
+
+    return [
+        _figure("executed", flop_rate, hardware.executed_flops_per_s, remark(_windows(hardware)), NO_RATE),
+        _figure(
+            "HFU by the counters", share, hardware.executed_hfu, remark(counted), f"{NO_RATE}, or the peak"
+        ),
+        _figure("executed over counted", _ratio, hardware.executed_over_counted, remark(), no_ratio),
+        _figure(
+            "executed over expected",
+            _ratio,
+            hardware.executed_over_expected,
+            remark("expected: the count, including overhanging tiles, without work that masks skip"),
+            no_ratio,
+        ),
+        _figure("SM clock", _clock, hardware.clock_hz, _clock_remark(hardware), not_read),
+        _figure("tensor pipe active", share, hardware.tensor_active, "of the cycles", not_read),
+        _figure("SMs active", share, hardware.sm_active, "of the cycles", not_read),
+        _figure("memory active", share, hardware.dram_active, "of the cycles", not_read),
+        _figure("power", lambda watt: f"{watt:,.0f} W", hardware.power_w, "mean of this GPU", not_read),
+        _figure("energy of a step", _energy, hardware.energy_j_per_step, scope, not_read),
+        _figure(
+            "energy of a million tokens",
+            _energy,
+            hardware.energy_j_per_million_tokens,
+            scope,
+            not_read if hardware.energy_j_per_step is None else _NO_TOKENS,
+        ),
+    ]
+
+
+def why_no_waterfall(run: RunResults) -> str:
+    """The text in place of a waterfall: why there is none, and how to get one."""
+    needs = "an NVIDIA GPU with GPM counters (Hopper or newer)"
+    record = run.record
+    if run.summary.hardware is not None:
+        return "Not known: counters were read, but the device's peak or the model's FLOPs are not known."
+    if record.mode == "hybrid" and record.summary is not None:
+        return (
+            f"Not known: the mode was hybrid, but no counters were read. They need {needs} and permission "
+            "to read them; see also the warnings below."
+        )
+    if record.mode == "hybrid":
+        return (
+            "Not known: the mode is hybrid, but no row of the log has anything from counters. Either no "
+            f"window of them has ended yet, or they cannot be read: they need {needs} and permission to read "
+            "them."
+        )
+    why_not = "the log has nothing from hardware counters"
+    if record.mode is not None:
+        why_not = f"this run read no hardware counters, its mode is {record.mode}"
+    return (
+        f"Not known: {why_not}. With `mfu_calculation_mode: hybrid` under `monitoring`, on {needs}, this "
+        "section splits the peak: clock, idle time, work off the tensor cores, tile padding, "
+        "recomputation, padding tokens, and what was useful."
+    )
+
+
+def started(record: RunRecord) -> str | None:
+    """When the run began."""
+    if record.started_at is None:
+        return None
+    try:
+        began = datetime.fromisoformat(record.started_at).astimezone(timezone.utc)
+    except ValueError:
+        return record.started_at
+    return f"{began:%Y-%m-%d %H:%M} UTC"
+
+
+def _figure(
+    label: str, text: Callable[[float], str], value: float | None, remark: str | None, why_not: str
+) -> Figure:
+    if value is None:
+        return Figure(label=label, value=UNKNOWN, remark=why_not)
+    return Figure(label=label, value=text(value), remark=remark or "")
+
+
+def peak_text(run: RunResults) -> str:
+    """The peak with its source."""
+    hardware, source = run.summary.hardware, run.summary.peak_source
+    fall = None if hardware is None else hardware.waterfall
+    peak = None if fall is None else fall.peak_flops_per_s
+    peak = run.peak_flops_per_s if peak is None else peak
+    if peak is None:
+        return source or UNKNOWN
+    return flop_rate(peak) + (f" ({source})" if source else "")
+
+
+def _method(run: RunResults) -> str:
+    if run.summary.method is None:
+        return f"{UNKNOWN}: {NO_ROWS if run.is_empty else _NO_MODEL}"
+    words = [run.summary.method, "a multiply-add is 2"]
+    attention = {"full": "all pairs", "causal": "the pairs the mask allows"}
+    if pairs := attention.get(str(run.record.convention.get("attention"))):
+        words.append(f"attention counts {pairs}")
+    return "; ".join(words)
+
+
+def _mfu_remark(summary: RunSummary) -> str:
+    """What an MFU is based on, and for how many steps it is unknown."""
+    by = {"estimate": "estimated from its structure", "given by the caller": "as given by the caller"}
+    remark = f"the model's work, {by.get(summary.method or '', 'by the count')}"
+    unknown = sum(summary.mfu_unknown.values())
+    return f"{remark}; unknown for {unknown:,} of {summary.steps or 0:,} steps" if unknown else remark
+
+
+def _estimate(summary: RunSummary) -> list[Figure]:
+    """The estimate for steps whose FLOPs were not counted; empty without such steps."""
+    if summary.median_mfu_estimate is None:
+        return []
+    steps = sum(summary.mfu_unknown.values())
+    remark = f"not a count: from the model's structure, for {steps:,} steps whose work is unknown"
+    return [Figure(label="MFU, estimated", value=share(summary.median_mfu_estimate), remark=remark)]
+
+
+def _steps(run: RunResults) -> str:
+    summary = run.summary
+    words = [UNKNOWN if summary.steps is None else f"{summary.steps:,} logged"]
+    if summary.skipped_steps:
+        words.append(f"{summary.skipped_steps:,} between them not logged")
+    if summary.warmup_steps:
+        words.append(f"{summary.warmup_steps:,} of them warm-up")
+    if summary.observed_steps:
+        words.append(f"{summary.observed_steps:,} observed to count FLOPs, in no median")
+    if run.log_steps is not None:
+        first, last = run.log_steps
+        words.append(f"the log covers {first:,} to {last:,}")
+    return "; ".join(words)
+
+
+def why_no_utilization(run: RunResults) -> str:
+    """The reason for an unknown MFU."""
+    summary = run.summary
+    if summary.method is None:
+        reasons = summary.mfu_unknown
+        return max(reasons, key=lambda reason: reasons[reason]) if reasons else _NO_MODEL
+    if summary.peak_source is None and run.peak_flops_per_s is None:
+        return "no peak is known for this device: set monitoring.peak_tflops or TRUEMFU_PEAK_TFLOPS"
+    return "no step has both a time and a count"
+
+
+def _times(number: int | None) -> str:
+    return "" if number is None else "once, " if number == 1 else f"{number:,} times, "
+
+
+def _cost(cost: MonitorCost | None) -> Figure:
+    label = "monitor's own cost"
+    if cost is None:
+        return Figure(label=label, value=UNKNOWN, remark=NO_SUMMARY)
+    us = cost.training_thread_us_per_step
+    remark = "of a step" if us is None else f"of a step: {us:,.0f} µs of the training thread"
+    return _figure(label, share, cost.share_of_step, remark, _NOT_TIMED)
+
+
+def _cost_once(cost: MonitorCost) -> str:
+    """The cost of the monitor outside of usual steps."""
+    listed = [str(step) for step in cost.observed_steps]
+    where = ", ".join(listed[:_STEPS_SHOWN]) + (" …" if len(listed) > _STEPS_SHOWN else "")
+    observed = counted(cost.observed or len(listed), "observed step") + (f" ({where})" if where else "")
+    parts = (
+        (cost.checks_s, "setting up and checks"),
+        (cost.observing_s, f"{observed} longer by"),
+        (cost.profiling_s, "profiling"),
+    )
+    return ", ".join(f"{what} {duration(seconds)}" for seconds, what in parts if seconds) or "nothing"
+
+
+def _windows(hardware: RunHardware) -> str:
+    counted = ((hardware.windows, "windows"), (hardware.steps, "steps"))
+    words = [f"{count:,} {what}" for count, what in counted if count is not None]
+    words += [] if hardware.seconds is None else [f"{hardware.seconds:,.0f} s"]
+    return f"over {', '.join(words)}" if words else ""
+
+
+def _clock_remark(hardware: RunHardware) -> str:
+    if hardware.clock_source == "driver" or hardware.clock_hz == hardware.reported_clock_hz:
+        return (
+            "the driver reports the clock it requested; in steady tensor work on an H200 the actual clock "
+            "is 4 to 11 % lower"
+        )
+    words = [f"by {hardware.clock_source}"] if hardware.clock_source else []
+    if hardware.reported_clock_hz is not None:
+        words.append(f"the driver reports {_clock(hardware.reported_clock_hz)}")
+    return "; ".join(words) or "the log does not have its source"
+
+
+def _clock(hertz: float) -> str:
+    return f"{hertz / 1e6:,.0f} MHz"
+
+
+def _energy(joules: float) -> str:
+    size, unit = next(((size, unit) for size, unit in ((1e6, "MJ"), (1e3, "kJ")) if joules >= size), (1, "J"))
+    return f"{joules / size:,.4g} {unit}"
+
+
+def _ratio(value: float) -> str:
+    return f"{value:.3f}"
