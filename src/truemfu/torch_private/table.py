@@ -1,8 +1,8 @@
 """Every private name of torch that this package uses, and what is lost without it.
 
 No other package imports a private name of torch. A missing one costs speed or detail and one warning, the
-first time it is needed; a count that requires it is refused, and FLOPs are estimated. A name that still
-exists but no longer works is detected by a probe next to its use, or by `flops/count/self_check.py`.
+first time it is needed; a count that requires it is refused, and FLOPs are unknown. Whether a name still
+means the same is tested with each version of torch (`torch_versions.py`).
 
 `NAMES` are looked up by `find.py`; all exist in torch 2.6 to 2.15, unless `since` states otherwise.
 `ATTRIBUTES` belong to objects that torch returns, and are read from them directly.
@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from ..errors import ModelError, TruemfuWarning, warn_once
+from ..errors import TruemfuWarning, warn_once
 from . import find as lookup
 from .find import ABSENT
 
-_NOT_COUNTED = "models cannot be counted: FLOPs are estimated"
+_NOT_COUNTED = "models are not counted and no training step is observed: FLOPs are unknown"
 _NOT_OBSERVED = "no training step is observed: its FLOPs are unknown"
 _NOT_PROFILED = "no step is profiled: HFU is based on the count"
 _ON_COPIES = "models are counted on real copies, which is slower and needs memory"
@@ -59,7 +59,6 @@ DISABLE_DISPATCH = "torch._C:_DisableTorchDispatch"
 FLEX_FORWARD = "torch._higher_order_ops.flex_attention:flex_attention"
 FLEX_BACKWARD = "torch._higher_order_ops.flex_attention:flex_attention_backward"
 FLEX_CHECK = "torch.nn.attention.flex_attention:_validate_device"
-DEFAULT_GENERATOR = "torch.random:default_generator"
 PYTREE = "torch.utils._pytree:"
 SCHEMAS = "torch._C:_jit_get_schemas_for_operator"
 HAS_KERNEL = "torch._C:_dispatch_has_kernel_for_dispatch_key"
@@ -105,11 +104,10 @@ NAMES: dict[str, Private] = {
         (RUN_BACKWARD, "tensors exported from torch in a backward pass are not reported", (2, 6)),
         (DISABLE_FUNCTION, "counts take longer", (2, 6)),
         (DISABLE_DISPATCH, "counts take longer", (2, 6)),
-        (FLEX_FORWARD, "flex attention cannot be counted: its FLOPs are estimated", (2, 6)),
-        (FLEX_BACKWARD, "flex attention cannot be counted: its FLOPs are estimated", (2, 6)),
+        (FLEX_FORWARD, "flex attention cannot be counted", (2, 6)),
+        (FLEX_BACKWARD, "flex attention cannot be counted", (2, 6)),
         (FLEX_CHECK, "flex attention on a CPU cannot be counted", (2, 6)),
-        (DEFAULT_GENERATOR, "a model that seeds torch disturbs other threads while it is counted", (2, 6)),
-        *((PYTREE + name, "containers of other libraries are not searched", (2, 6)) for name in _TREES),
+        *((PYTREE + name, _NOT_COUNTED, (2, 6)) for name in _TREES),
         (SCHEMAS, _NOT_PROFILED, (2, 6)),
         (HAS_KERNEL, _NOT_PROFILED, (2, 6)),
         (PROFILER_ENABLED, _NOT_PROFILED, (2, 6)),
@@ -169,6 +167,12 @@ def get(path: str, *, load: bool = True) -> Any:
     return lookup.find(path, load=load)
 
 
+def get_or(path: str, instead: Any) -> Any:
+    """The same, with something instead of a missing one."""
+    found = get(path)
+    return instead if found is ABSENT else found
+
+
 def reason(path: str) -> str:
     """One line about a name that is missing or no longer works."""
     private = NAMES[path]
@@ -182,10 +186,3 @@ def miss(path: str) -> None:
     missing[path] = reason(path)
     with contextlib.suppress(TruemfuWarning):  # a filter may turn warnings into errors, during training
         warn_once(missing[path])
-
-
-def require(*paths: str) -> None:
-    """Raise ModelError if one of these is missing."""
-    for path in paths:
-        if get(path) is ABSENT:
-            raise ModelError(reason(path))
