@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import ModelError
-from . import table, trees
+from . import table
 from .find import ABSENT
 
 REQUIRED = (
@@ -23,7 +23,7 @@ REQUIRED = (
     table.SEQUENCE_NUMBER,
     table.AUTOGRAD_NODE,
     table.GRAPH_TASK,
-    *trees.PATHS,
+    *table.TREES,
 )
 """Names without which FLOPs would be wrong, or cannot be found."""
 

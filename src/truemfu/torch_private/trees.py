@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from . import table
 from .find import ABSENT
 
-PATHS = tuple(path for path in table.NAMES if path.startswith(table.PYTREE))
-_found = [table.get(path) for path in PATHS]
+_found = [table.get(path) for path in table.TREES]
 
 
 def _flatten(tree: Any) -> tuple[list[Any], Any]:
@@ -44,4 +43,4 @@ elif ABSENT in _found:
 else:
     tree_flatten, tree_unflatten, tree_leaves, tree_map, tree_map_only = _found
 
-__all__ = ["PATHS", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten"]
+__all__ = ["tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten"]
