@@ -1,4 +1,4 @@
-"""Trainings with one private name of torch taken away or left without effect; each in a process of its own.
+"""Trainings with one private name of torch taken away; each in a process of its own.
 
 A host process imports torch once and forks a child for each case, which is quicker than importing it for
 each. Cases come as lines of JSON on the standard input, results leave as lines of JSON.
@@ -26,43 +26,16 @@ VARIANTS = ("plain", "whole", "profiler")
 """A run whose steps are alike, one with a checkpoint around the whole model, one that profiles steps."""
 
 
-def take_away(path: str, how: str) -> None:
-    """Let every lookup of this name fail, or find something that does nothing."""
+def take_away(path: str) -> None:
+    """Let every lookup of this name fail."""
     from truemfu.torch_private import find as lookup
 
     found_before = lookup.find
 
     def find(asked: str, *, load: bool = True) -> Any:
-        found = found_before(asked, load=load)
-        if asked != path or found is lookup.ABSENT:
-            return found
-        return lookup.ABSENT if how == "missing" else without_effect(path, found)
+        return lookup.ABSENT if asked == path else found_before(asked, load=load)
 
     lookup.find = find
-
-
-def without_effect(path: str, found: Any) -> Any:
-    """What a version of torch might keep under a name that it no longer uses itself."""
-    name = path.rpartition(":")[2].rpartition(".")[2]
-    if name == "_version":
-        return property(lambda tensor: 0)
-    if name == "_current_graph_task_id":
-        return lambda: -1
-    if name == "_get_sequence_nr":
-        return lambda: 0
-    if name == "_disable_current_modes":
-        return contextlib.nullcontext
-    if name == "_call_impl":
-        return lambda module, *args, **kwargs: None
-    if isinstance(found, type):
-        bases = () if found.__module__.startswith("torch._C") else found.__mro__[1:-1]
-        return type(found.__name__, bases, {"__init__": lambda self, *args, **kwargs: None} | _CONTEXT)
-    if isinstance(found, dict):
-        return {}
-    return (lambda *args, **kwargs: None) if callable(found) else found
-
-
-_CONTEXT = {"__enter__": lambda self: self, "__exit__": lambda self, *error: None}
 
 
 def model_and_batches() -> tuple[Any, list[Any]]:
@@ -81,8 +54,7 @@ def model_and_batches() -> tuple[Any, list[Any]]:
             x = checkpoint(self.stretch, x, use_reentrant=False)
             heads = x.unflatten(-1, (2, -1)).transpose(1, 2)
             x = nn.functional.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).flatten(2)
-            if random.random() < 0.5:
-                x = x * 1.5
+            x = x * (1.5 if random.random() < 0.5 else 0.5)
             return self.last(x).square().mean()
 
         def stretch(self, x: torch.Tensor) -> torch.Tensor:
@@ -177,9 +149,9 @@ def result_of(case: dict[str, str]) -> dict[str, Any]:
     import truemfu
 
     assert {name for name in sys.modules if name.startswith("truemfu.")} <= {"truemfu.lazy"}
-    take_away(case["path"], case["how"])
+    take_away(case["path"])
     assert truemfu.__version__
-    result: dict[str, Any] = {"imports": import_everything() if case["how"] == "missing" else []}
+    result: dict[str, Any] = {"imports": import_everything()}
     warnings.simplefilter("ignore", truemfu.TruemfuWarning)
     hold_numbers()
     with tempfile.TemporaryDirectory() as folder:
@@ -189,7 +161,19 @@ def result_of(case: dict[str, str]) -> dict[str, Any]:
             result[variant] = {"is_identical": alone == watched, **told}
     from truemfu.torch_private.table import missing
 
-    return {**result, "missed": sorted(missing)}
+    return {**result, "count": counted(), "missed": sorted(missing)}
+
+
+def counted() -> dict[str, Any]:
+    """A count outside of a training: its FLOPs, or why there are none."""
+    from truemfu import count_flops
+
+    model, batches = model_and_batches()
+    try:
+        count = count_flops(model, (batches[0],))
+    except Exception as error:
+        return {"error": repr(error)}
+    return {"flops": [count.model_flops, count.hardware_flops]}
 
 
 def main() -> None:

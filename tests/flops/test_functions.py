@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from profiled_step import profile_step
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from truemfu import FlopModel, TruemfuWarning, count_flops, count_step, errors
-from truemfu.flops.profiled.profiler import profile_step
 from truemfu.flops.registry import OPERATOR_FORMULAS
 
 ROWS, WIDTH, VOCABULARY = 24, 24, 24

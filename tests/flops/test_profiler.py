@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from profiled_step import profile_step
 from tests.versions import TORCH
 from torch import Tensor, nn
 from torch.autograd import profiler as torch_profiler
@@ -18,7 +19,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from truemfu import Convention, count_step, register_formula
 from truemfu.errors import UsageError
-from truemfu.flops.profiled.profiler import StepProfiler, profile_step
+from truemfu.flops.profiled.profiler import StepProfiler
 from truemfu.flops.registry import OPERATOR_FORMULAS
 
 CPU = [ProfilerActivity.CPU]
@@ -551,8 +552,3 @@ def test_a_recording_ends_on_the_thread_it_began_on() -> None:
     _step(linear(8, 4))
     assert profiler.stop().count().model_flops == 1920
     assert "stopped on the thread" in str(errors[0])
-
-
-def test_profile_step_takes_a_callable() -> None:
-    with pytest.raises(UsageError, match="takes a callable and its arguments; got Tensor"):
-        profile_step(X)  # type: ignore[arg-type]

@@ -25,7 +25,7 @@ from ..environment import is_disabled
 from ..errors import UsageError
 from ..monitor.config import load_config
 from ..monitor.monitor import TrainingMonitor
-from ..monitor.training_side.called_models import CalledModels
+from ..monitor.training_side.watched import CalledModels
 from ..trackers.base import Tracker
 from .guarded import guarded, newest_figures, pausing, replace_method
 
@@ -58,7 +58,7 @@ class TrueMFUCallback(_callback_class()):  # type: ignore[misc]
         super().__init__()
         load_config(config)  # raises here rather than in the fit
         self._output_dir, self._config, self._trackers = output_dir, config, trackers
-        self._fit: _Fit | None = None
+        self._fit: _MonitoredFit | None = None
         self.monitor: TrainingMonitor | None = None
         """The monitor of the current or last fit."""
 
@@ -73,7 +73,7 @@ class TrueMFUCallback(_callback_class()):  # type: ignore[misc]
             self._output_dir or _folder(trainer), self._config, trackers=self._trackers
         )
         has_wandb = self._trackers is None or "wandb" in self._trackers
-        self._fit = _Fit(trainer, self.monitor, has_wandb=has_wandb)
+        self._fit = _MonitoredFit(trainer, self.monitor, has_wandb=has_wandb)
         self._fit.start(pl_module)
 
     @guarded
@@ -122,7 +122,7 @@ class TrueMFUCallback(_callback_class()):  # type: ignore[misc]
         return {**vars(self), "_fit": None, "monitor": None}  # a launcher copies callbacks to its processes
 
 
-class _Fit:
+class _MonitoredFit:
     """One fit of a trainer."""
 
     def __init__(self, trainer: Any, monitor: TrainingMonitor, *, has_wandb: bool) -> None:

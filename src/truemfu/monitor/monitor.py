@@ -38,11 +38,10 @@ from .summary import RunFigures, info_of, show, summary_of
 from .training_side import forks
 from .training_side.batch_notes import Batch, by_name_or_position
 from .training_side.between_steps import BetweenSteps
-from .training_side.called_models import CalledModels
 from .training_side.datasets import DatasetMetrics
 from .training_side.measuring import Measuring
 from .training_side.model_hooks import ModelHooks
-from .training_side.watched import Models, Watched, WatchedModels
+from .training_side.watched import CalledModels, Models, Watched, WatchedModels
 from .training_side.watched_data import WatchedData
 
 _CLOSE_TIMEOUT_S = 20.0

@@ -7,7 +7,6 @@ reports what is missing.
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -18,18 +17,22 @@ from ..errors import ModelError
 from . import table
 from .find import ABSENT
 
-_REQUIRED = (
+REQUIRED = (
     table.DISPATCH_MODE,
     table.DISABLE_MODES,
     table.SEQUENCE_NUMBER,
     table.AUTOGRAD_NODE,
     table.GRAPH_TASK,
+    *table.TREES,
 )
+"""Names without which FLOPs would be wrong, or cannot be found."""
 
 
 def check_counts() -> None:
     """Raise ModelError if torch lacks a name without which a count would be wrong or impossible."""
-    table.require(*_REQUIRED)
+    for path in REQUIRED:
+        if table.get(path) is ABSENT:
+            raise ModelError(table.reason(path))
 
 
 def check_fake_tensors() -> None:
@@ -45,12 +48,9 @@ class _NoFakeTensor(torch.Tensor):
 
 
 class _NoMode:
-    """Replaces a mode that torch does not have."""
+    """Replaces a mode that torch does not have: nothing is counted or observed then."""
 
     supports_higher_order_operators = True
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        raise ModelError(table.reason(table.DISPATCH_MODE))
 
 
 @contextlib.contextmanager
@@ -58,23 +58,11 @@ def _unchanged() -> Iterator[None]:
     yield
 
 
-def _or(path: str, instead: Any) -> Any:
-    found = table.get(path)
-    return instead if found is ABSENT else found
-
-
-def _refusing(path: str) -> Callable[[], Any]:
-    def refuse() -> Any:
-        raise ModelError(table.reason(path))
-
-    return refuse
-
-
-current_autograd_node: Callable[[], Any] = _or(table.AUTOGRAD_NODE, _refusing(table.AUTOGRAD_NODE))
-current_graph_task_id: Callable[[], int] = _or(table.GRAPH_TASK, _refusing(table.GRAPH_TASK))
-next_sequence_nr: Callable[[], int] = _or(table.SEQUENCE_NUMBER, _refusing(table.SEQUENCE_NUMBER))
+current_autograd_node: Callable[[], Any] = table.get_or(table.AUTOGRAD_NODE, lambda: None)
+current_graph_task_id: Callable[[], int] = table.get_or(table.GRAPH_TASK, lambda: -1)
+next_sequence_nr: Callable[[], int] = table.get_or(table.SEQUENCE_NUMBER, lambda: 0)
 """The number that the next autograd node of this thread will get."""
-top_saved_tensors_hooks: Callable[[bool], Any] | None = _or(table.TOP_HOOKS, None)
+top_saved_tensors_hooks: Callable[[bool], Any] | None = table.get_or(table.TOP_HOOKS, None)
 """Returns the innermost saved-tensor hooks, or None; is itself None if torch does not have it."""
 engine_code: Any = getattr(table.get(table.RUN_BACKWARD), "__code__", None)
 """The code of the Python function that runs a backward pass; None if torch does not have it."""
@@ -86,10 +74,10 @@ if TYPE_CHECKING:
     from torch.utils._python_dispatch import _disable_current_modes as disable_modes
 else:
     OpOverload = type(torch.ops.aten.mm.default)
-    FakeTensor = _or(table.FAKE_TENSOR, _NoFakeTensor)
-    FakeTensorMode = _or(table.FAKE_MODE, _NoMode)
-    TorchDispatchMode = _or(table.DISPATCH_MODE, _NoMode)
-    disable_modes = _or(table.DISABLE_MODES, _unchanged)
+    FakeTensor = table.get_or(table.FAKE_TENSOR, _NoFakeTensor)
+    FakeTensorMode = table.get_or(table.FAKE_MODE, _NoMode)
+    TorchDispatchMode = table.get_or(table.DISPATCH_MODE, _NoMode)
+    disable_modes = table.get_or(table.DISABLE_MODES, _unchanged)
 
 __all__ = [
     "FakeTensor", "FakeTensorMode", "OpOverload", "TorchDispatchMode", "check_counts",
@@ -111,8 +99,8 @@ def _one() -> int:
     return 1
 
 
-_dispatch_modes: Callable[[], int] = _or(table.STACK_LENGTH, _one)
-_function_modes: Callable[[], int] = _or(table.FUNCTION_DEPTH, _one)
+_dispatch_modes: Callable[[], int] = table.get_or(table.STACK_LENGTH, _one)
+_function_modes: Callable[[], int] = table.get_or(table.FUNCTION_DEPTH, _one)
 
 
 def hidden_from_modes() -> contextlib.AbstractContextManager[Any]:
@@ -126,31 +114,13 @@ def _hidden() -> Iterator[None]:
         yield
 
 
-@functools.cache
 def dispatch_guard() -> Callable[[], Any] | None:
-    """Returns objects during whose lifetime no mode intercepts operators; None if torch lacks them.
-
-    It is tested first: a mode that intercepts its own operators would never end.
-    """
+    """Returns objects during whose lifetime no mode intercepts operators; None if torch lacks them."""
     guard = table.get(table.DISABLE_DISPATCH)
-    if guard is not ABSENT:
-        seen: list[Any] = []
-
-        class Probe(TorchDispatchMode):
-            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-                seen.append(func)
-                return func(*args, **(kwargs or {}))
-
-        with disable_modes(), Probe():  # type: ignore[no-untyped-call]
-            held = guard()
-            torch.empty(0, device="meta")
-            del held
-            unseen = not seen
-            torch.empty(0, device="meta")
-        if unseen and seen:
-            return guard  # type: ignore[no-any-return]
-    table.miss(table.DISABLE_DISPATCH)
-    return None
+    if guard is ABSENT:
+        table.miss(table.DISABLE_DISPATCH)
+        return None
+    return guard  # type: ignore[no-any-return]
 
 
 def forget_fake_tensors(mode: FakeTensorMode) -> None:

@@ -13,7 +13,7 @@ from . import table
 from .find import ABSENT
 
 
-class Listener(Protocol):
+class LoaderListener(Protocol):
     """Called on the thread that requests a batch; must not raise."""
 
     def wait_begins(self) -> None:
@@ -23,12 +23,12 @@ class Listener(Protocol):
         """The loader has returned a batch, or raised."""
 
 
-_listeners: tuple[Listener, ...] = ()
+_listeners: tuple[LoaderListener, ...] = ()
 _ours: Any = None
 _original: Any = None
 
 
-def listen(listener: Listener) -> Callable[[], None]:
+def listen(listener: LoaderListener) -> Callable[[], None]:
     """Call the listener for each batch of any DataLoader; the returned function ends that."""
     global _listeners, _ours, _original
     iterator_class = table.get(table.LOADER_ITERATOR)

@@ -11,18 +11,24 @@ from collections.abc import Callable
 from typing import Any
 
 from . import table
+from .dispatch import REQUIRED
 from .find import ABSENT
 
 _NAMES = (table.PUSH_MODE, table.POP_MODE, table.MODE_STACK, table.STACK_LENGTH)
-_push, _pop, _stack, _length = (table.get(name) for name in _NAMES)
+_push, _pop = table.get(table.PUSH_MODE), table.get(table.POP_MODE)
+_stack: Callable[[], list[Any]] = table.get_or(table.MODE_STACK, list)
 
-modes_below: Callable[[], int] = (lambda: 0) if _length is ABSENT else _length
+modes_below: Callable[[], int] = table.get_or(table.STACK_LENGTH, lambda: 0)
 """How many modes are below the one whose operator is being handled."""
 
 
-def check_observes() -> None:
-    """Raise ModelError if torch lacks a name without which no step can be observed."""
-    table.require(*_NAMES)
+def why_not_to_observe() -> str | None:
+    """One line about a name without which no step can be observed; None if torch has all."""
+    for path in (*REQUIRED, *_NAMES):
+        if table.get(path) is ABSENT:
+            table.miss(path)
+            return table.reason(path)
+    return None
 
 
 def modes_of_this_thread() -> list[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from torch.profiler.profiler import PROFILER_STEP_NAME
@@ -21,12 +20,7 @@ def is_profiler_in_use() -> bool:
     undo that, and the process would crash in torch when the other one ends. The only sign of one is the step
     count that it registers when created and removes when its `with` block ends.
     """
-    found = [table.get(path) for path in _REQUIRED]
-    for path, value in zip(_REQUIRED, found, strict=True):
-        if value is ABSENT:
-            table.miss(path)
-            raise UsageError(table.reason(path))
-    enabled, steps, flag, _ = found
+    enabled, steps, flag, _ = map(_needed, _REQUIRED)
     return bool(PROFILER_STEP_NAME in steps or flag or enabled())
 
 
@@ -43,19 +37,9 @@ def after_failed_start() -> None:
     table.get(table.PROFILER_STOP)()
 
 
-@functools.cache
-def _working(path: str) -> Any:
-    """The object of a name, tested on an operator that will not change; raises UsageError if it fails."""
+def _needed(path: str) -> Any:
     found = table.get(path)
-    try:
-        if path == table.SCHEMAS:
-            works = found is not ABSENT and [len(s.arguments) for s in found("aten::mm")][:1] == [2]
-        else:
-            key = "CompositeImplicitAutograd"
-            works = found is not ABSENT and found("aten::linear", key) and not found("aten::mm", key)
-    except Exception:  # it has changed, so it is not used
-        works = False
-    if not works:
+    if found is ABSENT:
         table.miss(path)
         raise UsageError(table.reason(path))
     return found
@@ -63,9 +47,9 @@ def _working(path: str) -> Any:
 
 def schemas_of(name: str) -> tuple[Any, ...]:
     """The schemas of all overloads of an operator."""
-    return tuple(_working(table.SCHEMAS)(name))
+    return tuple(_needed(table.SCHEMAS)(name))
 
 
 def is_decomposed(overload: str) -> bool:
     """Whether an operator is decomposed into others before autograd."""
-    return bool(_working(table.HAS_KERNEL)(overload, "CompositeImplicitAutograd"))
+    return bool(_needed(table.HAS_KERNEL)(overload, "CompositeImplicitAutograd"))

@@ -1,8 +1,8 @@
 """Every private name of torch that this package uses, and what is lost without it.
 
 No other package imports a private name of torch. A missing one costs speed or detail and one warning, the
-first time it is needed; a count that requires it is refused, and FLOPs are estimated. A name that still
-exists but no longer works is detected by a probe next to its use, or by `flops/count/self_check.py`.
+first time it is needed; a count that requires it is refused, and FLOPs are unknown. Whether a name still
+means the same is tested with each version of torch (`torch_versions.py`).
 
 `NAMES` are looked up by `find.py`; all exist in torch 2.6 to 2.15, unless `since` states otherwise.
 `ATTRIBUTES` belong to objects that torch returns, and are read from them directly.
@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from ..errors import ModelError, TruemfuWarning, warn_once
+from ..errors import TruemfuWarning, warn_once
 from . import find as lookup
 from .find import ABSENT
 
-_NOT_COUNTED = "models cannot be counted: FLOPs are estimated"
+_NOT_COUNTED = "models are not counted and no training step is observed: FLOPs are unknown"
 _NOT_OBSERVED = "no training step is observed: its FLOPs are unknown"
 _NOT_PROFILED = "no step is profiled: HFU is based on the count"
 _ON_COPIES = "models are counted on real copies, which is slower and needs memory"
@@ -32,7 +32,7 @@ class Private:
 
     path: str
     lost: str
-    since: tuple[int, int] = (2, 6)
+    since: tuple[int, int]
 
     @property
     def name(self) -> str:
@@ -40,100 +40,104 @@ class Private:
         return self.path.replace(":", ".")
 
 
-FAKE_TENSOR = "torch._subclasses.fake_tensor:FakeTensor"
-FAKE_MODE = "torch._subclasses.fake_tensor:FakeTensorMode"
-DISPATCH_MODE = "torch.utils._python_dispatch:TorchDispatchMode"
-PUSH_MODE = "torch.utils._python_dispatch:_push_mode"
-POP_MODE = "torch.utils._python_dispatch:_pop_mode"
-MODE_STACK = "torch.utils._python_dispatch:_get_current_dispatch_mode_stack"
-STACK_LENGTH = "torch._C:_len_torch_dispatch_stack"
-DISABLE_MODES = "torch.utils._python_dispatch:_disable_current_modes"
-FUNCTION_DEPTH = "torch._C:_len_torch_function_stack"
-SEQUENCE_NUMBER = "torch.autograd:_get_sequence_nr"
-AUTOGRAD_NODE = "torch._C:_current_autograd_node"
-GRAPH_TASK = "torch._C:_current_graph_task_id"
-TOP_HOOKS = "torch._C:_autograd._top_saved_tensors_default_hooks"
-RUN_BACKWARD = "torch.autograd:_engine_run_backward"
-DISABLE_FUNCTION = "torch._C:DisableTorchFunction"
-DISABLE_DISPATCH = "torch._C:_DisableTorchDispatch"
-FLEX_FORWARD = "torch._higher_order_ops.flex_attention:flex_attention"
-FLEX_BACKWARD = "torch._higher_order_ops.flex_attention:flex_attention_backward"
-FLEX_CHECK = "torch.nn.attention.flex_attention:_validate_device"
-DEFAULT_GENERATOR = "torch.random:default_generator"
-PYTREE = "torch.utils._pytree:"
-SCHEMAS = "torch._C:_jit_get_schemas_for_operator"
-HAS_KERNEL = "torch._C:_dispatch_has_kernel_for_dispatch_key"
-PROFILER_ENABLED = "torch._C:_autograd._profiler_enabled"
-PROFILER_STEPS = "torch.autograd.profiler:KinetoStepTracker._step_dict"
-PROFILER_FLAG = "torch.autograd.profiler:_is_profiler_enabled"
-PROFILER_STOP = "torch.autograd.profiler:_run_on_profiler_stop"
-FUNCTORCH_LEVEL = "torch._C:_functorch.peek_interpreter_stack"
-ANY_AUTOCAST = "torch._C:_is_any_autocast_enabled"
-CURRENT_STREAM = "torch._C:_cuda_getCurrentStream"
-COUNTERS = "torch._dynamo.utils:counters"
-COMPILED_CALL = "torch.nn:Module._compiled_call_impl"
-COMPILED_REGION = "torch._inductor.output_code:CompiledFxGraph"
-TRACING = "torch._guards:TracingContext"
-TENSOR_GUARDS = "torch._C:_dynamo.guards.TensorGuards"
-DEFAULT_STORE = "torch.distributed.distributed_c10d:_get_default_store"
-VERSION = "torch:Tensor._version"
-LOADER_ITERATOR = "torch.utils.data.dataloader:_BaseDataLoaderIter"
-PIPELINE_STAGE = "torch.distributed.pipelining.stage:_PipelineStageBase"
-NCCL_RECORDS = "torch._C:_distributed_c10d._dump_nccl_trace_json"
-SCALED_MM = "torch:_scaled_mm"
-INT_MM = "torch:_int_mm"
-SCRIPT_MODULE = "torch.jit._recursive:create_script_module"
+NAMES: dict[str, Private] = {}
 
-_TREES = ("tree_flatten", "tree_unflatten", "tree_leaves", "tree_map", "tree_map_only")
 
-NAMES: dict[str, Private] = {
-    path: Private(path=path, lost=lost, since=since)
-    for path, lost, since in (
-        (FAKE_TENSOR, _ON_COPIES, (2, 6)),
-        (FAKE_MODE, _ON_COPIES, (2, 6)),
-        (DISPATCH_MODE, _NOT_COUNTED, (2, 6)),
-        (DISABLE_MODES, _NOT_COUNTED, (2, 6)),
-        (PUSH_MODE, _NOT_OBSERVED, (2, 6)),
-        (POP_MODE, _NOT_OBSERVED, (2, 6)),
-        (MODE_STACK, _NOT_OBSERVED, (2, 6)),
-        (STACK_LENGTH, _NOT_OBSERVED, (2, 6)),
-        (FUNCTION_DEPTH, "the monitor hides its operators from modes in each step, which is slower", (2, 6)),
-        (SEQUENCE_NUMBER, _NOT_COUNTED, (2, 6)),
-        (AUTOGRAD_NODE, _NOT_COUNTED, (2, 6)),
-        (GRAPH_TASK, _NOT_COUNTED, (2, 6)),
-        (TOP_HOOKS, "counts take longer", (2, 7)),
-        (RUN_BACKWARD, "tensors exported from torch in a backward pass are not reported", (2, 6)),
-        (DISABLE_FUNCTION, "counts take longer", (2, 6)),
-        (DISABLE_DISPATCH, "counts take longer", (2, 6)),
-        (FLEX_FORWARD, "flex attention cannot be counted: its FLOPs are estimated", (2, 6)),
-        (FLEX_BACKWARD, "flex attention cannot be counted: its FLOPs are estimated", (2, 6)),
-        (FLEX_CHECK, "flex attention on a CPU cannot be counted", (2, 6)),
-        (DEFAULT_GENERATOR, "a model that seeds torch disturbs other threads while it is counted", (2, 6)),
-        *((PYTREE + name, "containers of other libraries are not searched", (2, 6)) for name in _TREES),
-        (SCHEMAS, _NOT_PROFILED, (2, 6)),
-        (HAS_KERNEL, _NOT_PROFILED, (2, 6)),
-        (PROFILER_ENABLED, _NOT_PROFILED, (2, 6)),
-        (PROFILER_STEPS, _NOT_PROFILED, (2, 6)),
-        (PROFILER_FLAG, _NOT_PROFILED, (2, 6)),
-        (PROFILER_STOP, _NOT_PROFILED, (2, 6)),
-        (FUNCTORCH_LEVEL, "batches inside vmap cannot be recognised: there is no MFU", (2, 6)),
-        (ANY_AUTOCAST, "autocast is looked up for each device, which is slower", (2, 6)),
-        (CURRENT_STREAM, "the stream is looked up again for each step, which is slower", (2, 6)),
-        (COUNTERS, "steps in which torch.compile ran are not marked", (2, 6)),
-        (COMPILED_CALL, "a model compiled with Module.compile is not observed: it has no MFU", (2, 6)),
-        (COMPILED_REGION, "steps with compiled code are not observed: their FLOPs are unknown", (2, 6)),
-        (TRACING, "steps in which torch.compile compiles are not observed: their FLOPs are unknown", (2, 6)),
-        (TENSOR_GUARDS, "steps with compiled code are not observed: their FLOPs are unknown", (2, 6)),
-        (DEFAULT_STORE, "ranks are not compared and do not share their counts", (2, 6)),
-        (VERSION, "numbers on the device are copied at once, which is slower", (2, 6)),
-        (LOADER_ITERATOR, "waiting for data is measured only for loaders given to monitor.data", (2, 6)),
-        (PIPELINE_STAGE, "pipeline stages are not recognised: each counts as a whole model", (2, 6)),
-        (NCCL_RECORDS, "the time of a rank in collectives is unknown", (2, 6)),
-        (SCALED_MM, "the fp8 rate of this device cannot be measured", (2, 6)),
-        (INT_MM, "the int8 rate of this device cannot be measured", (2, 6)),
-        (SCRIPT_MODULE, "an observed model can be scripted only inside monitor.without_hooks()", (2, 6)),
-    )
-}
+def _private(path: str, lost: str, *, since: tuple[int, int] = (2, 6)) -> str:
+    NAMES[path] = Private(path=path, lost=lost, since=since)
+    return path
+
+
+FAKE_TENSOR = _private("torch._subclasses.fake_tensor:FakeTensor", _ON_COPIES)
+FAKE_MODE = _private("torch._subclasses.fake_tensor:FakeTensorMode", _ON_COPIES)
+DISPATCH_MODE = _private("torch.utils._python_dispatch:TorchDispatchMode", _NOT_COUNTED)
+DISABLE_MODES = _private("torch.utils._python_dispatch:_disable_current_modes", _NOT_COUNTED)
+PUSH_MODE = _private("torch.utils._python_dispatch:_push_mode", _NOT_OBSERVED)
+POP_MODE = _private("torch.utils._python_dispatch:_pop_mode", _NOT_OBSERVED)
+MODE_STACK = _private("torch.utils._python_dispatch:_get_current_dispatch_mode_stack", _NOT_OBSERVED)
+STACK_LENGTH = _private("torch._C:_len_torch_dispatch_stack", _NOT_OBSERVED)
+FUNCTION_DEPTH = _private(
+    "torch._C:_len_torch_function_stack",
+    "the monitor hides its operators from modes in each step, which is slower",
+)
+SEQUENCE_NUMBER = _private("torch.autograd:_get_sequence_nr", _NOT_COUNTED)
+AUTOGRAD_NODE = _private("torch._C:_current_autograd_node", _NOT_COUNTED)
+GRAPH_TASK = _private("torch._C:_current_graph_task_id", _NOT_COUNTED)
+TOP_HOOKS = _private(
+    "torch._C:_autograd._top_saved_tensors_default_hooks", "counts take longer", since=(2, 7)
+)
+RUN_BACKWARD = _private(
+    "torch.autograd:_engine_run_backward", "tensors exported from torch in a backward pass are not reported"
+)
+DISABLE_FUNCTION = _private("torch._C:DisableTorchFunction", "counts take longer")
+DISABLE_DISPATCH = _private("torch._C:_DisableTorchDispatch", "counts take longer")
+FLEX_FORWARD = _private(
+    "torch._higher_order_ops.flex_attention:flex_attention", "flex attention cannot be counted"
+)
+FLEX_BACKWARD = _private(
+    "torch._higher_order_ops.flex_attention:flex_attention_backward", "flex attention cannot be counted"
+)
+FLEX_CHECK = _private(
+    "torch.nn.attention.flex_attention:_validate_device", "flex attention on a CPU cannot be counted"
+)
+TREES = tuple(
+    _private(f"torch.utils._pytree:{name}", _NOT_COUNTED)
+    for name in ("tree_flatten", "tree_unflatten", "tree_leaves", "tree_map", "tree_map_only")
+)
+SCHEMAS = _private("torch._C:_jit_get_schemas_for_operator", _NOT_PROFILED)
+HAS_KERNEL = _private("torch._C:_dispatch_has_kernel_for_dispatch_key", _NOT_PROFILED)
+PROFILER_ENABLED = _private("torch._C:_autograd._profiler_enabled", _NOT_PROFILED)
+PROFILER_STEPS = _private("torch.autograd.profiler:KinetoStepTracker._step_dict", _NOT_PROFILED)
+PROFILER_FLAG = _private("torch.autograd.profiler:_is_profiler_enabled", _NOT_PROFILED)
+PROFILER_STOP = _private("torch.autograd.profiler:_run_on_profiler_stop", _NOT_PROFILED)
+FUNCTORCH_LEVEL = _private(
+    "torch._C:_functorch.peek_interpreter_stack", "batches inside vmap cannot be recognised: there is no MFU"
+)
+ANY_AUTOCAST = _private(
+    "torch._C:_is_any_autocast_enabled", "autocast is looked up for each device, which is slower"
+)
+CURRENT_STREAM = _private(
+    "torch._C:_cuda_getCurrentStream", "the stream is looked up again for each step, which is slower"
+)
+COUNTERS = _private("torch._dynamo.utils:counters", "steps in which torch.compile ran are not marked")
+COMPILED_CALL = _private(
+    "torch.nn:Module._compiled_call_impl",
+    "a model compiled with Module.compile is not observed: it has no MFU",
+)
+COMPILED_REGION = _private(
+    "torch._inductor.output_code:CompiledFxGraph",
+    "steps with compiled code are not observed: their FLOPs are unknown",
+)
+TRACING = _private(
+    "torch._guards:TracingContext",
+    "steps in which torch.compile compiles are not observed: their FLOPs are unknown",
+)
+TENSOR_GUARDS = _private(
+    "torch._C:_dynamo.guards.TensorGuards",
+    "steps with compiled code are not observed: their FLOPs are unknown",
+)
+DEFAULT_STORE = _private(
+    "torch.distributed.distributed_c10d:_get_default_store",
+    "ranks are not compared and do not share their counts",
+)
+VERSION = _private("torch:Tensor._version", "numbers on the device are copied at once, which is slower")
+LOADER_ITERATOR = _private(
+    "torch.utils.data.dataloader:_BaseDataLoaderIter",
+    "waiting for data is measured only for loaders given to monitor.data",
+)
+PIPELINE_STAGE = _private(
+    "torch.distributed.pipelining.stage:_PipelineStageBase",
+    "pipeline stages are not recognised: each counts as a whole model",
+)
+NCCL_RECORDS = _private(
+    "torch._C:_distributed_c10d._dump_nccl_trace_json", "the time of a rank in collectives is unknown"
+)
+SCALED_MM = _private("torch:_scaled_mm", "the fp8 rate of this device cannot be measured")
+INT_MM = _private("torch:_int_mm", "the int8 rate of this device cannot be measured")
+SCRIPT_MODULE = _private(
+    "torch.jit._recursive:create_script_module",
+    "an observed model can be scripted only inside monitor.without_hooks()",
+)
 
 ATTRIBUTES: dict[str, str] = {
     "_buffers _modules _parameters": "of a module: it can be neither counted nor estimated",
@@ -169,6 +173,12 @@ def get(path: str, *, load: bool = True) -> Any:
     return lookup.find(path, load=load)
 
 
+def get_or(path: str, instead: Any) -> Any:
+    """The same, with something instead of a missing one."""
+    found = get(path)
+    return instead if found is ABSENT else found
+
+
 def reason(path: str) -> str:
     """One line about a name that is missing or no longer works."""
     private = NAMES[path]
@@ -182,10 +192,3 @@ def miss(path: str) -> None:
     missing[path] = reason(path)
     with contextlib.suppress(TruemfuWarning):  # a filter may turn warnings into errors, during training
         warn_once(missing[path])
-
-
-def require(*paths: str) -> None:
-    """Raise ModelError if one of these is missing."""
-    for path in paths:
-        if get(path) is ABSENT:
-            raise ModelError(reason(path))

@@ -53,7 +53,7 @@ APART, UNDECIDED = "without gradients", "undecided"
 which is not yet known whether it was called with gradients. Its first result that is used shows that."""
 
 
-class Product(Protocol):
+class CountedProduct(Protocol):
     """A counted call; `phase` is forward, backward, recompute or one of those above."""
 
     phase: str
@@ -69,7 +69,7 @@ class _Content:
         self.products, self.gradient, self.unwritten = products, gradient, unwritten
 
 
-class _Run:
+class _BackwardCall:
     """One call of a Function's backward; `products` are those it has run so far."""
 
     def __init__(self, node: Any) -> None:
@@ -111,10 +111,10 @@ class DataFlow:
 
     def __init__(self) -> None:
         self._contents: weakref.WeakKeyDictionary[Any, _Content] = weakref.WeakKeyDictionary()
-        self._products: list[Product] = []
+        self._products: list[CountedProduct] = []
         self._unused = 0
         """Products run without gradients that no later operator of the forward pass has used."""
-        self._runs: list[_Run] = []
+        self._runs: list[_BackwardCall] = []
         self._undecided: dict[int, int] = {}
         """Undecided products, by the number of the node of their Function."""
 
@@ -124,7 +124,9 @@ class DataFlow:
             return True
         return current_graph_task_id() != -1 and is_custom(current_autograd_node())
 
-    def record(self, name: str, func: Any, args: Any, kwargs: Any, out: Any, product: Product | None) -> None:
+    def record(
+        self, name: str, func: Any, args: Any, kwargs: Any, out: Any, product: CountedProduct | None
+    ) -> None:
         """Record an operator that has run."""
         if current_graph_task_id() == -1:
             self._record_forward(name, func, args, kwargs, out, product)
@@ -141,7 +143,7 @@ class DataFlow:
             made.gradient = True
             self._write(name, func, args, kwargs, out, made)
 
-    def record_launch(self, arguments: Sequence[Any], product: Product | None) -> None:
+    def record_launch(self, arguments: Sequence[Any], product: CountedProduct | None) -> None:
         """Record a kernel launched outside the dispatcher: it may read and write any of these arguments."""
         run = self._current_run()
         if current_graph_task_id() == -1 and torch.is_grad_enabled():
@@ -159,7 +161,7 @@ class DataFlow:
             run.is_analysed = False
 
     def _record_forward(
-        self, name: str, func: Any, args: Any, kwargs: Any, out: Any, product: Product | None
+        self, name: str, func: Any, args: Any, kwargs: Any, out: Any, product: CountedProduct | None
     ) -> None:
         if self._undecided:
             self._decide((args, kwargs))
@@ -195,7 +197,14 @@ class DataFlow:
                 self._unused &= ~content.products
 
     def _record_backward(
-        self, run: _Run, name: str, func: Any, args: Any, kwargs: Any, out: Any, product: Product | None
+        self,
+        run: _BackwardCall,
+        name: str,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        out: Any,
+        product: CountedProduct | None,
     ) -> None:
         made = self._made_from(name, func, args, kwargs)
         operands = self._read(factors(name, args)) if product is not None else ()
@@ -204,12 +213,12 @@ class DataFlow:
         made.unwritten = name in _UNWRITTEN
         self._write(name, func, args, kwargs, out, made)
 
-    def _current_run(self) -> _Run | None:
+    def _current_run(self) -> _BackwardCall | None:
         """The Function's backward that is running now, if any."""
         node = current_autograd_node() if current_graph_task_id() != -1 else None
         return self._run_of(node) if is_custom(node) else None
 
-    def _run_of(self, node: Any) -> _Run | None:
+    def _run_of(self, node: Any) -> _BackwardCall | None:
         """The run of this node; None while torch computes something outside the Function's own code."""
         for run in reversed(self._runs):
             if run.node is node:
@@ -220,7 +229,7 @@ class DataFlow:
         for incoming in tree_leaves(frame.f_locals["args"]):
             if (storage := _storage(incoming)) is not None:
                 self._content(storage).gradient = True
-        run = _Run(node)
+        run = _BackwardCall(node)
         self._runs.append(run)
 
         def close(returned: Any, _: Any) -> None:
@@ -230,7 +239,7 @@ class DataFlow:
         handle = node.register_hook(close)
         return run
 
-    def _close(self, run: _Run, returned: Iterable[Any]) -> None:
+    def _close(self, run: _BackwardCall, returned: Iterable[Any]) -> None:
         """Set the phase of products that are not in the gradients returned by a Function's backward."""
         while self._runs and self._runs.pop() is not run:
             pass  # an inner one that ended in an exception
@@ -260,7 +269,9 @@ class DataFlow:
             self._products[number].phase = phase
             bits &= ~(1 << number)
 
-    def _add(self, run: _Run | None, product: Product | None, made: _Content, is_gradient: bool) -> None:
+    def _add(
+        self, run: _BackwardCall | None, product: CountedProduct | None, made: _Content, is_gradient: bool
+    ) -> None:
         """Record a product, run in this call of a Function's backward or in a forward pass without gradients,
         as part of `made`. `is_gradient`: one of its operands depends on the incoming gradient."""
         if product is None or product.phase not in (("forward", UNDECIDED) if run is None else ("backward",)):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...errors import ModelError, one_line
-from ...torch_private.trees import check_leaves, tree_flatten
+from ...torch_private.trees import tree_leaves
 
 
 def loss_of(output: Any, loss_fn: Callable[[Any], torch.Tensor] | None) -> torch.Tensor:
@@ -42,9 +42,7 @@ def _sum_of_outputs(output: Any) -> torch.Tensor:
         output = [getattr(output, field.name) for field in dataclasses.fields(output)]
     elif not isinstance(output, (torch.Tensor, tuple, list, dict)) and hasattr(output, "__dict__"):
         output = list(vars(output).values())
-    leaves = tree_flatten(output)[0]
-    check_leaves(leaves)
-    tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
+    tensors = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor)]
     if not tensors:
         raise ModelError(
             f"the model returned {type_name} without a tensor in it: a training step needs an "

@@ -1,7 +1,6 @@
 """Process state that a count preserves: autocast, the compiler, torch's checks and messages.
 
-A count runs between two steps: nothing trains meanwhile, and any process state that it changes is restored
-before training continues. Random states are in `random_states.py`.
+Whatever a count changes is restored when it ends. Random states are in `random_states.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import logging
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -84,7 +82,7 @@ def untouched_casts() -> Iterator[None]:
 @contextlib.contextmanager
 def flex_attention_anywhere() -> Iterator[None]:
     """Let flex attention accept CPU tensors that need gradients, since fake tensors need no kernel."""
-    with replaced(FLEX_CHECK, _only_on_other_threads):
+    with replaced(FLEX_CHECK, lambda check: lambda *args, **kwargs: None):
         yield
 
 
@@ -100,15 +98,6 @@ def local_attention() -> Iterator[None]:
         yield
     finally:
         F.scaled_dot_product_attention = exchanging
-
-
-def _only_on_other_threads(check: Any) -> Any:
-    here = threading.get_ident()
-
-    def check_on_other_threads(*args: Any, **kwargs: Any) -> Any:
-        return None if threading.get_ident() == here else check(*args, **kwargs)
-
-    return check_on_other_threads
 
 
 @contextlib.contextmanager

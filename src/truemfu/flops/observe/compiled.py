@@ -26,6 +26,7 @@ import torch
 from ...convention import Convention
 from ...errors import one_line
 from ...torch_private import compiler
+from ...torch_private.mode_stack import why_not_to_observe
 from ..attention import kernels as attention_kernels
 from ..attention.kernels import AttentionWork
 from ..attention.masks import MASK_NOT_READ
@@ -108,7 +109,9 @@ class CompiledRegions:
 
 
 def reason_not_to_observe() -> str | None:
-    """Why a step of this process must not be observed, if the process has compiled code; else None."""
+    """Why a step of this process must not be observed; else None."""
+    if (missing := why_not_to_observe()) is not None:
+        return missing
     if not compiler.has_compiled():
         return None
     if not compiler.guards_ignore_modes():

@@ -20,9 +20,8 @@ import torch
 from ...convention import Convention
 from ...errors import one_line
 from ...torch_private.compiler import dynamo_disable, is_compiling
-from ...torch_private.dispatch import TorchDispatchMode, check_counts, disable_torch_function
+from ...torch_private.dispatch import TorchDispatchMode, disable_torch_function
 from ...torch_private.mode_stack import (
-    check_observes,
     modes_below,
     modes_of_this_thread,
     only_has,
@@ -47,8 +46,6 @@ class StepObserver:
     """Watches what one training step runs. Made on the training thread, entered there."""
 
     def __init__(self, convention: Convention, *, captures: Captures | None = None) -> None:
-        check_counts()
-        check_observes()
         self._captures = captures or cuda_captures(convention)
         self._tally = ObservedTally(convention)
         self._regions = CompiledRegions(self._is_watching, self._tally.saw_region)

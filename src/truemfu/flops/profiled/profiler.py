@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 from torch.autograd import profiler as torch_profiler
@@ -93,18 +92,3 @@ class StepProfile:
             recording, self._recording = self._recording, None
             self._count = read_recording(recording, self._convention)
         return self._count
-
-
-def profile_step(
-    fn: Callable[..., Any], *args: Any, convention: Convention = _DEFAULT, **kwargs: Any
-) -> FlopCount:
-    """FLOPs that `fn(*args, **kwargs)` executes; it runs once, with all its effects, and is recorded."""
-    if not callable(fn):
-        raise UsageError(f"profile_step takes a callable and its arguments; got {type(fn).__name__}")
-    profiler = StepProfiler(convention)
-    profiler.start()
-    try:
-        fn(*args, **kwargs)
-    finally:
-        profile = profiler.stop()
-    return profile.count()

@@ -17,12 +17,7 @@ import torch
 
 from ...flops import CUMULATIVE, GRIDS, AutocastState, autocast_state, documents_of, grids_of
 from ...torch_private.trees import tree_flatten, tree_map
-from ...torch_private.watching import (
-    detects_backward,
-    detects_functorch,
-    functorch_level,
-    is_any_autocast,
-)
+from ...torch_private.watching import detects_surroundings, functorch_level, is_any_autocast
 from .host_values import Held, HostValues, Number, is_there
 
 _MAX_TEMPLATES = 1024
@@ -178,7 +173,7 @@ class BatchNotes:
 
     def __init__(self, values: HostValues) -> None:
         self._values = values
-        self._is_blind = not (detects_backward() and detects_functorch())
+        self._is_blind = not detects_surroundings()
         """Whether batches inside vmap, or in a second run of the forward, cannot be recognised."""
         self._templates: OrderedDict[Any, Template] = OrderedDict()
         self._made = 0

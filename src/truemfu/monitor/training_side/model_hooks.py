@@ -13,15 +13,16 @@ from ...errors import one_line
 from ..notices import Notices
 from .attachment import Attachment
 from .batch_notes import Batch
-from .called_models import CalledModels
 from .intake import is_tensor
-from .watched import Watched, WatchedModels
+from .watched import CalledModels, Watched, WatchedModels
 
 
 class ModelHooks:
     """`seen` gets each training batch of a watched module, `evaluated` is called without gradients.
 
-    `ended` is called after a forward pass for which they returned True.
+    `ended` is called after a forward pass for which they returned True. Of models that are found at their
+    calls, every module is watched until the first step has ended; those that were called inside others are
+    left alone from then on.
     """
 
     def __init__(
@@ -32,8 +33,9 @@ class ModelHooks:
         notices: Notices,
     ) -> None:
         self._seen, self._evaluated, self._ended, self._notices = seen, evaluated, ended, notices
-        self._models: WatchedModels | None = None
-        self._attachments: list[Attachment] = []
+        self.models: WatchedModels | None = None
+        """The watched models, also after they were detached."""
+        self._attachments: dict[Watched, Attachment] = {}
         self.are_disabled = False
         """Whether the caller passes each micro-batch to `observe`."""
         self.are_unsettled = False
@@ -42,18 +44,16 @@ class ModelHooks:
     def attach(self, models: WatchedModels) -> None:
         """Watch these models instead of others."""
         self.detach()
-        self._models = models
-        if isinstance(models, CalledModels):
-            models.watch_calls(self._seen, self._evaluated, self._ended)
-            self.are_unsettled = True
-            return
-        for watched in models.modules:
+        self.models = models
+        self.are_unsettled = isinstance(models, CalledModels)
+        attach = self._attach_calls if isinstance(models, CalledModels) else self._attach
+        for watched in models.candidates():
             if (module := watched.module) is not None:
-                self._attach(watched, module)
+                attach(watched, module)
 
     def _attach(self, watched: Watched, module: nn.Module) -> None:
         try:
-            attachment = Attachment(
+            self._attachments[watched] = Attachment(
                 module, functools.partial(self._seen, watched), self._evaluated, self._ended
             )
         except Exception as error:  # a scripted model takes no such hooks
@@ -61,21 +61,34 @@ class ModelHooks:
                 f"the model accepts no hooks, call monitor.observe(batch) for each micro-batch: "
                 f"{type(module).__name__}: {one_line(error)}"
             )
-        else:
-            self._attachments.append(attachment)
+
+    def _attach_calls(self, watched: Watched, module: nn.Module) -> None:
+        models = self.models
+        assert isinstance(models, CalledModels)
+
+        def seen(batch: Batch | None) -> bool:
+            return models.begins(watched, is_training=True) and self._seen(watched, batch)
+
+        def evaluated() -> bool:
+            return models.begins(watched, is_training=False) and self._evaluated()
+
+        def ended() -> None:
+            if models.ends(watched):
+                self._ended()
+
+        with contextlib.suppress(Exception):  # a scripted module takes no hooks; what calls it may
+            self._attachments[watched] = Attachment(module, seen, evaluated, ended, ends_always=True)
 
     def detach(self) -> None:
         """Leave the models as they were."""
-        for attachment in self._attachments:
+        for attachment in self._attachments.values():
             attachment.remove()
-        self._attachments = []
-        if isinstance(self._models, CalledModels):
-            self._models.leave_calls()
+        self._attachments.clear()
 
     @contextlib.contextmanager
     def removed(self) -> Iterator[None]:
         """The models without any hook, for what runs inside."""
-        attachments = self._all()
+        attachments = list(self._attachments.values())
         for attachment in attachments:
             attachment.remove()
         try:
@@ -86,13 +99,15 @@ class ModelHooks:
 
     def settle(self) -> None:
         """A step has ended: modules that were called inside others are not watched any more."""
-        if isinstance(self._models, CalledModels):
-            self.are_unsettled = self._models.settle()
+        if isinstance(self.models, CalledModels):
+            for nested in self.models.take_nested() & self._attachments.keys():
+                self._attachments.pop(nested).remove()
+            self.are_unsettled = len(self._attachments) > len(self.models.modules)
 
     @property
     def see_whole_batches(self) -> bool:
         """Whether one module gets every complete batch, or none is watched."""
-        return self._models is None or self._models.is_one
+        return self.models is None or self.models.is_one
 
     def disable(self) -> None:
         """From now on the caller passes each micro-batch to `observe`."""
@@ -101,26 +116,21 @@ class ModelHooks:
     @property
     def are_there(self) -> bool:
         """Whether any model has a hook."""
-        return bool(self._attachments) or isinstance(self._models, CalledModels)
-
-    @property
-    def models(self) -> WatchedModels | None:
-        """The watched models, also after they were detached."""
-        return self._models
+        return bool(self._attachments) or isinstance(self.models, CalledModels)
 
     @property
     def first(self) -> nn.Module | None:
         """The first model that was given."""
-        return None if self._models is None else self._models.first
+        return None if self.models is None else self.models.first
 
     @property
     def roots(self) -> list[nn.Module]:
         """The models that were given."""
-        return [] if self._models is None else self._models.roots
+        return [] if self.models is None else self.models.roots
 
     def device_with(self, tensors: Batch) -> torch.device:
         """The training's device: CUDA if any watched parameter or tensor of a batch is there."""
-        modules = [] if self._models is None else [watched.module for watched in self._models.modules]
+        modules = [] if self.models is None else [watched.module for watched in self.models.modules]
         parameters = [p for module in modules if module is not None for p in module.parameters()]
         devices = [t.device for t in (*parameters, *tensors.values()) if is_tensor(t)]
         on_cuda = [device for device in devices if device.type == "cuda"]
@@ -128,25 +138,22 @@ class ModelHooks:
 
     def watch_calls(self) -> None:
         """No forward pass of the watched models was seen: watch the calls of all modules in them."""
-        if self._models is not None and not isinstance(self._models, CalledModels):
+        if self.models is not None and not isinstance(self.models, CalledModels):
             self.attach(CalledModels(*self.roots))
 
     def module_of(self, slot: int) -> nn.Module | None:
         """The module whose forward passes have this slot."""
-        return None if self._models is None else self._models.module_of(slot)
+        return None if self.models is None else self.models.module_of(slot)
 
     def slot(self, watched: Watched) -> int:
         """The slot of a forward pass of this module at this moment."""
-        assert self._models is not None
-        return self._models.slot(watched)
+        assert self.models is not None
+        return self.models.slot(watched)
 
     def were_compiled(self) -> bool:
         """Whether a watched model was compiled after it was attached; its compiled call is then watched.
 
         The step in which that is found has no MFU; it includes the compilation.
         """
-        followed = [attachment.follow() for attachment in self._all()]
+        followed = [attachment.follow() for attachment in self._attachments.values()]
         return any(followed)
-
-    def _all(self) -> list[Attachment]:
-        return self._models.attachments if isinstance(self._models, CalledModels) else self._attachments

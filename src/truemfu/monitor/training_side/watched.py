@@ -1,8 +1,9 @@
-"""Which modules a monitor watches: one model, several by name, or the submodules of one without a forward.
+"""Which modules a monitor watches: one model, several by name, or those that a training step calls.
 
     attach(model)                 ─► the model
     attach([generator, critic])   ─► each, named after its class; a mapping gives the names
     a model without `forward`     ─► its outermost submodules that have a forward and parameters
+    attach(CalledModels(root))    ─► the outermost modules that are called, found at their calls
 
 Every forward pass of a watched module has a slot: the module, and whether it is trained or completely frozen
 at that moment (a GAN freezes its discriminator while the generator learns). Each slot has its own model state
@@ -13,13 +14,14 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
 from ...errors import UsageError
-from ...flops import unwrap
+from ...flops import is_compiled_wrapper, unwrap
+from ...torch_private.watching import backward_number, compiled_call
 
 _CONDITIONS = 2
 """Trained or frozen."""
@@ -46,8 +48,7 @@ class WatchedModels:
 
     def __init__(self, models: Models) -> None:
         named = named_models(models)
-        self._roots = tuple(map(weakref.ref, named.values()))
-        self._names = list(named)
+        self._set_roots(named)
         self.modules: list[Watched] = []
         for name, model in named.items():
             for part in _parts(model):
@@ -55,6 +56,14 @@ class WatchedModels:
         self.is_one = len(named) == len(self.modules) == 1 and self.modules[0].module is self.first
         """Whether one module gets every complete batch."""
         _refuse_overlap([found for watched in self.modules if (found := watched.module) is not None])
+
+    def _set_roots(self, named: Mapping[str, nn.Module]) -> None:
+        self._roots = tuple(map(weakref.ref, named.values()))
+        self._names = list(named)
+
+    def candidates(self) -> Iterable[Watched]:
+        """The modules that need a hook."""
+        return self.modules
 
     @property
     def roots(self) -> list[nn.Module]:
@@ -83,6 +92,78 @@ class WatchedModels:
         module = watched.module
         is_frozen = module is not None and not any(p.requires_grad for p in module.parameters())
         return _CONDITIONS * self.modules.index(watched) + is_frozen
+
+
+class CalledModels(WatchedModels):
+    """`roots` and the modules in them that a training step calls, in the order of their first calls.
+
+        root(x), which calls its parts inside      ──► the root is watched
+        root.model(x)                              ──► model is, whatever forward the root has
+        root(x), then root.head(y) outside of it   ──► both are: their forward passes are not nested
+
+    For a module whose training code is a method of its own, such as a LightningModule. The outermost calls
+    are noted, each with its own batch; a call inside another one belongs to that one.
+
+    `are_separate`: the parts of one root are models of their own, which are frozen separately, such as a
+    generator and its critic. The root is not watched then, and each part has an MFU under its name in the
+    root. A call of the root is not noted where `is_other_call`: something else than its forward runs.
+    """
+
+    def __init__(
+        self,
+        *roots: nn.Module,
+        are_separate: bool = False,
+        is_other_call: Callable[[nn.Module], bool] = lambda root: False,
+    ) -> None:
+        self._set_roots(named_models(list(roots)))
+        self.modules = []
+        self.is_one = False
+        self._are_separate, self._is_other_call = are_separate, is_other_call
+        self._nested: set[Watched] = set()
+        self._current: Watched | None = None
+        """The module whose forward pass runs."""
+
+    def candidates(self) -> Iterator[Watched]:
+        """Every module that may be called."""
+        for root_name, reference in zip(self._names, self._roots, strict=True):
+            root = reference()
+            for name, module in () if root is None else _callable_modules(root):
+                if module is root and self._are_separate:
+                    continue
+                own_name = name if self._are_separate else root_name if len(self._roots) > 1 else None
+                yield Watched(weakref.ref(module), own_name)
+
+    def begins(self, watched: Watched, *, is_training: bool) -> bool:
+        """A forward pass begins; whether it is to be noted."""
+        root = self.first
+        if root is None or (watched.module is root and self._is_other_call(root)):
+            return False
+        is_found = watched in self.modules
+        if self._current is not None:
+            if not is_found:
+                self._nested.add(watched)
+            return False
+        if is_training and not is_found:
+            if backward_number() != -1:  # a layer is recomputed; the module that it belongs to has been seen
+                self._nested.add(watched)
+                return False
+            self.modules.append(watched)
+            self.is_one = len(self._roots) == len(self.modules) == 1 and watched.module is root
+        self._current = watched
+        return True
+
+    def ends(self, watched: Watched) -> bool:
+        """A forward pass ends; whether it was an outermost one."""
+        is_outermost = self._current is watched
+        if is_outermost:
+            self._current = None
+        return is_outermost
+
+    def take_nested(self) -> set[Watched]:
+        """After a step: the modules that were called inside others, which need not be watched."""
+        self._current = None
+        nested, self._nested = self._nested, set()
+        return nested
 
 
 def is_of_first_module(slot: int, slots: Iterable[int]) -> bool:
@@ -138,6 +219,23 @@ def has_forward(model: nn.Module) -> bool:
     inner = unwrap(model)
     found = inspect.getattr_static(type(inner), "forward", None)  # reading a scripted model's raises
     return "forward" in vars(inner) or found is not nn.Module.forward
+
+
+def _callable_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules with a forward and parameters by name, each once, outside of compiled ones."""
+    done: set[nn.Module] = set()
+    waiting = [("", root)]
+    while waiting:
+        name, module = waiting.pop()
+        if module in done:
+            continue
+        done.add(module)
+        if has_forward(module) and next(module.parameters(), None) is not None:
+            yield name, module
+        if not is_compiled_wrapper(module) and compiled_call(module) is None:
+            waiting += [
+                (f"{name}.{child}" if name else child, inner) for child, inner in module.named_children()
+            ]
 
 
 def _refuse_overlap(modules: Sequence[nn.Module]) -> None:
