@@ -32,11 +32,8 @@ from ..torch_private.watching import backward_number, miss_compiled_calls
 from .config import MonitorConfig
 from .hybrid.hardware_windows import HardwareWindows
 from .notices import Notices
-from .ranks.find_role import role_of
-from .ranks.membership import Membership
-from .ranks.rank_link import RankLink
 from .ranks.reporter import ROW_EVERY_S
-from .ranks.role import UNKNOWN, WHOLE
+from .ranks.this_rank import ThisRank
 from .row_side.audit_step import AuditStep
 from .row_side.frequency import DETAILS_S, StepsOrSeconds
 from .row_side.output import Output
@@ -116,12 +113,9 @@ class LiveRun:
         self._output, self._notices, self._training_lock = output, notices, training_lock
         self._forks = forks.number
         self._model_facts = facts_of(hooks.roots)
-        self._ranks = RankLink.current(notice=notices)
+        self._ranks = ThisRank.current(notices)
         # What holds for all ranks of a job is one warning, rank 0's.
         about_figures = notices if self._ranks.is_first else self._ranks.note
-        self.role = WHOLE
-        """Which part of the job's work this rank does; found in the first forward pass."""
-        self._role_is_due = True
         self._values = HostValues(notices)
         self._intake = Intake(self._values, notices)
         self._clock = StepClock(clock_for(device))
@@ -155,21 +149,15 @@ class LiveRun:
         )
         self.logged = self._steps_done = 0
         """Steps that were handed over, and how many they represent."""
-        self._member: Membership | None = None
-        """This rank in its job; None in a run of one process."""
-        if self._ranks.world_size > 1:
-            self._member = Membership(
-                self._ranks,
-                folder,
-                device=device,
-                reads_gpu=config.hardware_counters_enabled,
-                clock_hz=self._counted_clock_hz,
-                role_name=lambda: self.role.name,
-                memory_bytes=lambda: peak_memory_bytes(device),
-                notices=notices,
-            )
-            if self._ranks.is_first:
-                output.other_files.append(self._member.file)
+        self._ranks.join(
+            folder,
+            device=device,
+            reads_gpu=config.hardware_counters_enabled,
+            clock_hz=self._counted_clock_hz,
+            memory_bytes=lambda: peak_memory_bytes(device),
+        )
+        if self._ranks.is_first:
+            output.other_files += self._ranks.files
         self._has_more_to_begin = True
         self._left: tuple[Observed | None, int | None] = None, None
         """What was observed of the step that ends, and the autograd nodes it made."""
@@ -189,8 +177,6 @@ class LiveRun:
             details=StepsOrSeconds(config.detailed_log_freq, DETAILS_S, began_s=time.perf_counter()),
             audit=self._audit,
             send_held=self._send_held,
-            role=lambda: self.role,
-            member=self._member,
             measured_peak_flops_per_s=_times(config.measured_peak_tflops, 1e12),
             audited_tiles={} if audited is None else audited.tile_factors(),
             hardware=None
@@ -200,7 +186,7 @@ class LiveRun:
                 spec=spec_of(device),
                 audited=audited,
                 world_size=self._ranks.world_size,
-                collective_share=self._collective_share,
+                collective_share=lambda: self._ranks.collective_share,
                 notice=about_figures,
             ),
         )
@@ -221,9 +207,6 @@ class LiveRun:
         return (
             hardware.latest.clock_hz if is_recent and hardware.latest.clock_source == CYCLE_COUNTERS else None
         )
-
-    def _collective_share(self) -> float | None:
-        return None if self._member is None else self._member.reporter.collective_share
 
     def _opened_watch(
         self, audited: AuditedKernels | None, notice: Callable[[str], None]
@@ -261,20 +244,12 @@ class LiveRun:
 
     def forget_models(self) -> None:
         """Other models are watched from now on."""
-        self._role_is_due = True
+        self._ranks.role_is_due = True
         self._steps.forget_models()
 
     def _find_role(self) -> None:
-        """Find this rank's role: in a forward pass, when pipeline stages and split sequences are there."""
-        self._role_is_due = False
-        if self._ranks.world_size == 1:
-            return
-        try:
-            self.role = role_of(self._hooks.roots)
-        except Exception as error:
-            self.role = UNKNOWN
-            self._notices(f"the job's samples and tokens are unknown: {one_line(error)}")
-        self._flops.refusal = _SPLIT_SEQUENCES if self.role.splits_sequences else None
+        self._ranks.find_role(self._hooks.roots)
+        self._flops.refusal = _SPLIT_SEQUENCES if self._ranks.role.splits_sequences else None
 
     def forget_batches(self) -> None:
         """Drop the notes of the current step: its batches are passed to `observe` instead."""
@@ -288,7 +263,7 @@ class LiveRun:
         `slot` is None for a batch that gives only the step's samples and tokens, `watched` for one that was
         passed to `observe`.
         """
-        if self._role_is_due:
+        if self._ranks.role_is_due:
             self._find_role()
         batches, between, in_backward = self._batches, self._between, backward_number() != -1
         is_first = not batches.has_notes
@@ -504,16 +479,14 @@ class LiveRun:
         in_closing(self._leave_loaders)
         in_closing(self.stop_observing)
         in_closing(self._check_models_at_end)
-        if self._member is not None:
-            self._member.expect_last_reports()
+        self._ranks.expect_last_reports()
         ends_s = time.monotonic() + _RANKS_TIMEOUT_S
         try:
             in_closing(self._finish_last_rows)
         finally:  # also after a KeyboardInterrupt
             in_closing(self._resolver.stop, _ROWS_TIMEOUT_S)
-            if self._member is not None:
-                in_closing(self._member.leave, ends_s)
-            in_closing(self._ranks.stop)
+            in_closing(self._ranks.leave, ends_s)
+            in_closing(self._ranks.store.stop)
             if self._audit is not None:
                 in_closing(self._audit.close, self.logged)
             in_closing(self._close_watch)
@@ -616,7 +589,7 @@ class LiveRun:
 
     def info(self) -> dict[str, Any]:
         """The description of the whole run."""
-        info = info_of(
+        return info_of(
             self._config,
             device=_device_name(self._device),
             time_source=self._clock.clock.source,
@@ -624,9 +597,7 @@ class LiveRun:
             rank=self._ranks.rank,
             model=self._model_facts,
             batch_shapes=self.batch_shapes(),
-        )
-        job = None if self._member is None else self._member.job
-        return info if job is None else info | {"scope": job.scope}
+        ) | ({} if self._ranks.job is None else {"scope": self._ranks.job.scope})
 
     def figures(self) -> RunFigures:
         """The figures of the run so far."""
@@ -643,12 +614,8 @@ class LiveRun:
             observed_steps=known.steps,
             profiling_s=resolver.profile_cost_s,
             hardware=None if resolver.hardware is None else resolver.hardware.as_dict(),
-            job=None if self._member is None else self._member.figures(),
-            notes=[
-                *resolver.notes,
-                *self._ranks.notes,
-                *([] if self._member is None else self._member.last_notes()),
-            ],
+            job=self._ranks.figures(),
+            notes=[*resolver.notes, *self._ranks.notes],
             left_out_last=self._clock.left_out_since_last_step(),
             held_up_steps=resolver.lost_steps,
             failed_steps=resolver.failed_steps,

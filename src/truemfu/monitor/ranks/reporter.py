@@ -23,7 +23,7 @@ import msgspec
 import torch
 
 from ...trackers.lane import Lane
-from .amounts import Amounts, Message, OwnAmounts, plus
+from .amounts import Amounts, Message, OwnAmounts, StepKey, plus
 from .collective_times import CollectiveTimes
 from .outside_time import OutsideTime
 from .rank_gpu import GpuFigures, RankGpu
@@ -109,11 +109,11 @@ class RankReporter:
     ) -> None:
         self.identity = identity
         self._role_name, self._memory_bytes, self._send = role_name, memory_bytes, send
-        self._file, self._gpu, self._host_time, self._clock = file, gpu, host_time, clock
+        self.file, self._gpu, self._host_time, self._clock = file, gpu, host_time, clock
         self._collectives, self._clock_hz, self._outside = collectives, clock_hz, outside
         self.collective_share: float | None = None
         """Of the last row with a timed step: the share of time in the collectives of the busiest group."""
-        self.amounts = OwnAmounts()
+        self.amounts = OwnAmounts(clock)
         self._window = _Window()
         self._row: RankRow | None = None
         self._began_s = self._row_s = clock()
@@ -134,8 +134,8 @@ class RankReporter:
         paused_s: float,
         is_warmup: bool,
         amounts: Amounts,
-    ) -> int:
-        """Add a step; returns its era (`OwnAmounts.add`)."""
+    ) -> StepKey:
+        """Add a step."""
         window = self._window
         window.step = step
         window.paused_s += paused_s
@@ -191,12 +191,12 @@ class RankReporter:
         # The step stays the last one known: a window without steps is not a rank without a position.
         self._window = _Window(step=row.step)
         message = self._send_message(row, now_s)
-        if self._file is not None:
+        if self.file is not None:
             line = msgspec.to_builtins(row)
-            self._file.put(
+            self.file.put(
                 row.step or 0, line | {"message": msgspec.to_builtins(message)} if is_last else line
             )
-            self._file.wake()
+            self.file.wake()
 
     def _row_of(self, window: _Window, window_s: float, *, is_last: bool) -> RankRow:
         step_time_s = window.seconds / window.timed if window.timed else None

@@ -39,9 +39,7 @@ from ..metrics import NOTHING, StepAmounts, StepTime, Window, performance
 from ..notices import Notices
 from ..ranks.amounts import Exact
 from ..ranks.job_sums import JobStep
-from ..ranks.membership import Membership
-from ..ranks.rank_link import RankLink
-from ..ranks.role import RankRole
+from ..ranks.this_rank import ThisRank
 from ..step_flops.plan import ObservationPlan
 from ..step_flops.source import ESTIMATE, FlopsSource, StepFlops, UnknownFlops
 from ..totals import Totals
@@ -104,7 +102,7 @@ class Resolver:
         device: torch.device,
         flops: FlopsSource,
         plan: ObservationPlan,
-        ranks: RankLink,
+        ranks: ThisRank,
         output: Output,
         notices: Notices,
         details: StepsOrSeconds,
@@ -113,8 +111,6 @@ class Resolver:
         hardware: HardwareWindows | None,
         audit: AuditStep | None,
         send_held: Callable[[], bool],
-        role: Callable[[], RankRole],
-        member: Membership | None,
     ) -> None:
         self._send_held = send_held
         self._clock, self._device = clock, device
@@ -139,20 +135,11 @@ class Resolver:
         self._failing_since_s: float | None = None
         self.window, self.totals = Window(), Totals()
         self._last_amounts = self._last_executed = self._last_in_job = NOTHING
-        self._role = role
-        self._reporter = None if member is None else member.reporter
-        self._job = None if member is None else member.job
+        self._reporter, self._job = ranks.reporter, ranks.job
         self._last_sums: tuple[JobStep, dict[str, Exact], JobStep] | None = None
         self._held: held_rows.HeldRows[_Step] | None = None
-        if member is not None and member.job is not None:
-            self._held = held_rows.HeldRows(
-                member.job,
-                is_connected=member.is_connected,
-                expects_reports=member.expects_reports,
-                notice=notices,
-                note=ranks.note,
-                failure=lambda: ranks.failure,
-            )
+        if ranks.job is not None:
+            self._held = held_rows.HeldRows(ranks, ranks.job, notices)
         self.lost_steps = 0
         """Dropped because the queue was full."""
         self.failed_steps = 0
@@ -263,8 +250,6 @@ class Resolver:
             pass
         if self._reporter is not None:
             self._reporter.tick(now=self.is_awaited)
-        if self._job is not None:
-            self._job.check_silence()
 
     def _learn(self) -> None:
         """Take the counts of observed steps in their order, as soon as their values have arrived."""
@@ -306,7 +291,7 @@ class Resolver:
             return steps
         for step in steps:
             took = step.took
-            era = self._reporter.add(
+            key = self._reporter.add(
                 *step.position,
                 took.elapsed_s,
                 took.data_wait_s,
@@ -315,11 +300,11 @@ class Resolver:
                 amounts=step.amounts.shares,
             )
             if self._held is not None:
-                self._held.put(step, era, *step.position)
+                self._held.put(step, key)
         if self._held is None:
             return steps
         if self.is_awaited and self._held:
-            self._ranks.read_soon()
+            self._ranks.store.read_soon()
         return [
             step._replace(amounts=self._in_job(step.amounts, others))
             for step, others in self._held.release(is_awaited=self.is_awaited)
@@ -479,7 +464,7 @@ class Resolver:
         self, note: StepNote, batches: Sequence[BatchNote], flops: StepFlops | UnknownFlops
     ) -> StepAmounts:
         """The amounts of a step; the last step's object if they are equal."""
-        sized, role = _sized(batches), self._role()
+        sized, role = _sized(batches), self._ranks.role
         if isinstance(flops, StepFlops) and flops.method != ESTIMATE:  # they are this rank's own
             role = replace(role, flops_shared_by=1)
         amounts = StepAmounts(
