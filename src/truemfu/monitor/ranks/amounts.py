@@ -71,10 +71,15 @@ class StepRun(msgspec.Struct, frozen=True, array_like=True):
         """Numbering and number of the last step."""
         return self.numbering, self.first + (self.count - 1) * self.stride
 
-    def has(self, key: StepKey) -> bool:
-        place, rest = divmod(key.step - self.first, self.stride)
-        is_here = rest == 0 and 0 <= place < self.count
-        return is_here and (key.numbering, key.stride) == (self.numbering, self.stride)
+    def after(self, covered: tuple[int, int]) -> StepRun | None:
+        """The part that comes after a numbering and step; None if there is none."""
+        if self.end <= covered:
+            return None
+        numbering, step = covered
+        passed = max(0, (step - self.first) // self.stride + 1) if numbering == self.numbering else 0
+        return StepRun(
+            self.numbering, self.first + passed * self.stride, self.stride, self.count - passed, self.values
+        )
 
 
 class Sum(msgspec.Struct, frozen=True, array_like=True):

@@ -1,21 +1,22 @@
-"""The amounts of all other ranks in each step, added up exactly.
+"""The amounts of all other ranks in each step, added up exactly as their messages arrive.
 
-The runs of equal steps that a rank has reported are kept until rank 0 has passed them. A sum is computed once
-and holds up to the first step at which a run of some rank ends. Steps are asked for in order.
+A run of equal steps adds its amounts at its first step and takes them away after its last. The sums of a step
+are those of all changes up to it: cost and memory depend on the number of runs, not on the number of steps,
+and messages are not kept. Steps are asked for in order.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from .amounts import Exact, Message, StepKey, StepRun
+from .amounts import Amounts, Exact, Message, StepKey, StepRun
 
+_RANKS = ""
+"""The name under which ranks themselves are counted."""
 _NOTHING = -1, 0
-_MOST_RUNS = 5_000
-"""Of one rank, where rank 0 does not ask for its steps."""
+_Change = dict[str, tuple[int, Exact]]
+"""By amount: how many ranks more know it, and by how much its sum grows."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,33 +26,24 @@ class JobStep:
     sums: Mapping[str, Exact]
 
 
-class _Reported(NamedTuple):
-    run: StepRun
-    amounts: dict[str, Exact]
-
-
 class JobSums:
     """Not safe for several threads at a time."""
 
     def __init__(self, others: int) -> None:
         self._others = others
-        self._reported: defaultdict[int, deque[_Reported]] = defaultdict(lambda: deque(maxlen=_MOST_RUNS))
+        self._series: dict[tuple[int, int, int], _Series] = {}
+        """By numbering, stride and phase: ranks whose steps fall on different numbers are not added up."""
         self._covered: dict[int, tuple[int, int]] = {}
-        self._step: JobStep | None = None
-        self._holds_for: StepRun | None = None
-        """The steps of which `_step` has the sums."""
 
     def take(self, message: Message) -> None:
         """Add the steps of a message that earlier ones of the rank did not have."""
         rank = message.row.rank
-        runs = self._reported[rank]
         for run in message.runs:
-            if run.end <= self.covered(rank):
-                continue
-            if runs and (runs[-1].run.numbering, runs[-1].run.first) == (run.numbering, run.first):
-                runs.pop()  # it has become longer
-            runs.append(_Reported(run, message.amounts_of(run)))
-            self._covered[rank] = run.end
+            new = run.after(self.covered(rank))
+            if new is not None:
+                self._covered[rank] = new.end
+                place = new.numbering, new.stride, new.first % new.stride
+                self._series.setdefault(place, _Series()).add(new, message.amounts_of(run))
 
     def covered(self, rank: int) -> tuple[int, int]:
         """Numbering and step up to which a rank has reported."""
@@ -59,25 +51,51 @@ class JobSums:
 
     def of(self, key: StepKey) -> JobStep | None:
         """The sums of a step over the other ranks; None if one of them has not reported this very step."""
-        if self._holds_for is None or not self._holds_for.has(key):
-            self._holds_for = self._add_up(key)
-        return None if self._holds_for is None else self._step
+        for place, series in list(self._series.items()):
+            if place[0] == key.numbering:
+                series.advance(key.step)
+            if place[0] < key.numbering or series.is_over:
+                del self._series[place]
+        found = self._series.get((key.numbering, key.stride, key.step % key.stride))
+        return None if found is None else found.sums(self._others)
 
-    def _add_up(self, key: StepKey) -> StepRun | None:
-        """Compute the sums at a step; returns the steps for which they hold."""
-        found = []
-        for runs in self._reported.values():
-            while runs and runs[0].run.end < key[:2]:
-                runs.popleft()
-            if runs and runs[0].run.has(key):
-                found.append(runs[0])
-        if len(found) < self._others:
+
+class _Series:
+    """The changes of the sums along steps of one stride."""
+
+    def __init__(self) -> None:
+        self._changes: dict[int, _Change] = {}
+        """By step: what begins and ends there, until it is passed."""
+        self._running: _Change = {_RANKS: (0, 0)}
+        self._step: JobStep | None = None
+
+    def add(self, run: StepRun, amounts: Amounts) -> None:
+        begins: _Change = {_RANKS: (1, 0)} | {name: (1, value) for name, value in amounts.items()}
+        ends = {name: (-count, -value) for name, (count, value) in begins.items()}
+        _add(self._changes.setdefault(run.first, {}), begins)
+        _add(self._changes.setdefault(run.end[1] + run.stride, {}), ends)
+
+    def advance(self, step: int) -> None:
+        """Apply the changes up to a step."""
+        for at in [at for at in self._changes if at <= step]:
+            _add(self._running, self._changes.pop(at))
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all runs have ended."""
+        return not self._changes
+
+    def sums(self, others: int) -> JobStep | None:
+        """At the current step; the same object while nothing changes."""
+        if self._running[_RANKS][0] != others:
             return None
-        amounts = [reported.amounts for reported in found]
-        names = [name for name in amounts[0] if all(name in of_rank for of_rank in amounts)]
-        sums = {name: sum(of_rank[name] for of_rank in amounts) for name in names}
-        if self._step is None or self._step.sums != sums:  # else rows with equal sums share one object
-            self._step = JobStep(sums)
-        _, last = min(reported.run.end for reported in found)
-        count = (last - key.step) // key.stride + 1
-        return StepRun(key.numbering, key.step, key.stride, count, [])
+        known = {name: value for name, (count, value) in self._running.items() if name and count == others}
+        if self._step is None or self._step.sums != known:
+            self._step = JobStep(known)
+        return self._step
+
+
+def _add(to: _Change, change: _Change) -> None:
+    for name, (count, value) in change.items():
+        has_count, has_value = to.get(name, (0, 0))
+        to[name] = has_count + count, has_value + value
