@@ -27,10 +27,9 @@ from typing import Any
 import torch.distributed as dist
 
 from truemfu.monitor.ranks.amounts import PEAK
-from truemfu.monitor.ranks.job import Job
+from truemfu.monitor.ranks.job_view import JobView
 from truemfu.monitor.ranks.reporter import HostTime, Identity, RankReporter
-from truemfu.monitor.ranks.row_exchange import RowExchange
-from truemfu.monitor.ranks.store_thread import StoreCalls
+from truemfu.monitor.ranks.row_exchange import RowExchange, StoreCalls
 
 ROUNDS = 30
 PREFIX = "truemfu/benchmark"
@@ -132,7 +131,7 @@ def measured(clients: int, shapes: int) -> dict[str, Any]:
     store = connected(port, is_server=True)
     while store.add(f"{PREFIX}/ready", 0) < clients:
         time.sleep(0.1)
-    job = Job(world_size, notice=lambda text, **_: print(text, file=sys.stderr))
+    job = JobView(world_size, notice=lambda text, **_: print(text, file=sys.stderr))
     exchange = RowExchange(PREFIX, world_size=world_size, take=job.take)
     calls, reading, adding = calls_to(store), Timed(), Timed()
     store.set(f"{PREFIX}/go", "1")

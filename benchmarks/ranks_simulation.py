@@ -37,8 +37,8 @@ import truemfu
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.source_id import source_id
-from truemfu.monitor.ranks.amounts import OwnAmounts
-from truemfu.monitor.ranks.job import Job
+from truemfu.monitor.ranks.amounts import OwnAmounts, StepKey
+from truemfu.monitor.ranks.job_view import JobView
 from truemfu.monitor.ranks.rank_row import RankRow
 from truemfu.monitor.ranks.reporter import send_every_s
 from truemfu.monitor.ranks.row_exchange import read_every_s
@@ -175,7 +175,7 @@ def measure_rank_0(count: int, *, varies: bool) -> tuple[float, float]:
     """Processor seconds in which rank 0 takes the messages of so many ranks, and the bytes that stay."""
     draws = random.Random(1)
     clock = [0.0]
-    job = Job(count, notice=lambda text, **_: None, clock=lambda: clock[0])
+    job = JobView(count, notice=lambda text, **_: None, clock=lambda: clock[0])
     taken = []
     for window in range(3, 9):
         rows = [gpu_row(draws, rank, window, 1.7949e9 + WINDOW_S * window) for rank in range(1, count)]
@@ -191,7 +191,7 @@ def measure_rank_0(count: int, *, varies: bool) -> tuple[float, float]:
         job.take(messages)
         taken.append(time.thread_time() - begun_s)
         for step in range(12 * window - 11, 12 * window + 1):
-            job.step(0, step, 1)
+            job.step(StepKey(0, step, 1))
     return statistics.median(taken), state_bytes
 
 

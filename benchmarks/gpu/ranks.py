@@ -37,7 +37,7 @@ from torch.nn.parallel import DistributedDataParallel
 import truemfu
 from truemfu import TrainingMonitor, count_flops
 from truemfu.monitor.ranks.collective_times import CollectiveTimes
-from truemfu.monitor.ranks.job import Job
+from truemfu.monitor.ranks.job_view import JobView
 from truemfu.monitor.ranks.rank_file import read_files
 from truemfu.monitor.ranks.reporter import RankReporter
 
@@ -50,7 +50,7 @@ SHAPES = {"cuda": (8, 512), "cpu": (1, 16)}
 COSTS = {
     "a row": (RankReporter, "_make_row"),
     "a message": (RankReporter, "_send_message"),
-    "reading": (Job, "take"),
+    "reading": (JobView, "take"),
 }
 
 

@@ -445,7 +445,7 @@ def results(monitor: TrainingMonitor) -> dict[str, Any]:
     dist.barrier()
     monitor.close()
     last = live._flops._last
-    role = live._flops._role.role
+    role = live._rank.role
     return {
         "flops": None if last is None else last[1].model_flops,
         "has_mfu": "perf/mfu" in monitor.last,

@@ -14,7 +14,7 @@ from truemfu import Convention, TrainingMonitor
 from truemfu.flops import StepObserver
 from truemfu.monitor.config import load_config
 from truemfu.monitor.notices import Notices
-from truemfu.monitor.ranks.find_role import OwnRole
+from truemfu.monitor.ranks.this_rank import ThisRank
 from truemfu.monitor.step_flops.known import KnownSteps
 from truemfu.monitor.step_flops.plan import ObservationPlan
 from truemfu.monitor.step_flops.source import FlopsSource
@@ -104,14 +104,14 @@ class RowSide:
             watch, notice=lambda text, about=None: self.said.append(text), clock=lambda: self.now_s
         )
         hooks: Any = SimpleNamespace(roots=[] if model is None else [model], module_of=lambda slot: model)
-        self.role = OwnRole(1, self.said.append)
+        self.rank = ThisRank(0, 1, self.said.append)
         self.flops = FlopsSource(
             load_config({"monitoring": {"peak_tflops": 1, **monitoring}}),
             self.known,
             hooks=hooks,
             notice=self.said.append,
             device=CPU,
-            role=self.role,
+            rank=self.rank,
         )
 
     def _wants_whole_steps(self) -> None:

@@ -20,7 +20,7 @@ from truemfu.flops.observe.observation import OBSERVED
 from truemfu.hardware.nsight.audit import audit_of
 from truemfu.hardware.nsight.command import COUNT_VARIABLE, ProductWork, StepCount, read_step_count
 from truemfu.hardware.nsight.csv_output import parse_ncu_csv
-from truemfu.monitor.ranks.rank_link import RankLink
+from truemfu.monitor.ranks.this_rank import ThisRank
 from truemfu.monitor.row_side.audit_step import AuditStep, Marks
 from truemfu.monitor.step_flops.source import FlopsSource
 from truemfu.monitor.training_side.step_note import WARMUP_STEPS, Observed, StepNote
@@ -81,8 +81,8 @@ def audit(path: Path, said: list[str], recorder: Recorder) -> AuditStep:
     return audit
 
 
-def alone(rank: int = 0, world_size: int = 1) -> RankLink:
-    return RankLink(rank=rank, world_size=world_size)
+def alone(rank: int = 0, world_size: int = 1) -> ThisRank:
+    return ThisRank(rank, world_size, print)
 
 
 def counting(note: StepNote) -> FlopsSource:

@@ -22,7 +22,7 @@ from torch import nn
 
 import truemfu.monitor.live_run as live_module
 import truemfu.monitor.monitor as monitor_module
-import truemfu.monitor.ranks.job as job_module
+import truemfu.monitor.ranks.job_view as job_module
 import truemfu.monitor.ranks.reporter as reporter_module
 import truemfu.monitor.row_side.held_rows as held_module
 from truemfu import TrainingMonitor
@@ -216,12 +216,10 @@ class Hanging:
 
 
 def store_hangs(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    import truemfu.monitor.ranks.rank_link as link_module
     import truemfu.monitor.ranks.store_thread as store_module
 
     be_patient()
-    limits = link_module.LinkLimits
-    link_module.LinkLimits = lambda: limits(stuck_s=0.5)  # type: ignore[misc,assignment]
+    store_module.STUCK_S = 0.5
     hanging = Hanging(store_module._default_store())
     store_module._default_store = lambda: hanging  # type: ignore[assignment]
     model = Layer()

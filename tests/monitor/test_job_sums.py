@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from truemfu.monitor.ranks.amounts import Amounts, Message, OwnAmounts, exact
-from truemfu.monitor.ranks.job import SILENT_S, Job
+from truemfu.monitor.ranks.amounts import Amounts, Message, OwnAmounts, StepKey, exact
 from truemfu.monitor.ranks.job_sums import JobSums
+from truemfu.monitor.ranks.job_view import SILENT_S, JobView
 from truemfu.monitor.ranks.rank_gpu import GpuFigures
 from truemfu.monitor.ranks.rank_row import RankRow
 from truemfu.monitor.ranks.reporter import ROW_EVERY_S, Identity, RankReporter
@@ -55,22 +55,22 @@ def test_random_steps_are_summed_exactly_in_whatever_pieces_they_arrive() -> Non
             sums.take(sent(own[rank], rank + 1))
             while asked < min(reported) and all(sums.covered(r + 1) >= (0, asked + 1) for r in range(others)):
                 asked += 1
-                found = sums.of(0, asked, 1)
+                found = sums.of(StepKey(0, asked, 1))
                 of_step = [rank[asked - 1] for rank in amounts]
                 names = set.intersection(*(set(rank) for rank in of_step))
                 assert found is not None
                 assert found.sums == {name: sum(rank[name] for rank in of_step) for name in names}
 
 
-def test_equal_steps_are_one_segment_and_one_object() -> None:
+def test_equal_steps_are_one_run_and_one_object() -> None:
     own, sums = OwnAmounts(), JobSums(1)
     for step in range(1, 1001):
         own.add(step, 1, {"tokens": 5})
     message = sent(own, 1)
-    assert len(message.segments) == 1
+    assert len(message.runs) == 1
     assert len(msgspec.json.encode(message)) < 500
     sums.take(message)
-    assert sums.of(0, 1, 1) is sums.of(0, 1000, 1) is not None
+    assert sums.of(StepKey(0, 1, 1)) is sums.of(StepKey(0, 1000, 1)) is not None
 
 
 def test_steps_on_other_numbers_are_not_added_up() -> None:
@@ -81,16 +81,16 @@ def test_steps_on_other_numbers_are_not_added_up() -> None:
         tenth.add(step, 10, {"tokens": 10})
     sums.take(sent(every, 1))
     sums.take(sent(tenth, 2))
-    assert sums.of(0, 20, 1) is None
-    assert sums.of(0, 20, 10) is None
+    assert sums.of(StepKey(0, 20, 1)) is None
+    assert sums.of(StepKey(0, 20, 10)) is None
 
 
 def test_step_numbers_that_begin_again_are_kept_apart() -> None:
     own, sums = OwnAmounts(), JobSums(1)
-    eras = [own.add(step, 1, {"tokens": tokens}) for step, tokens in ((1, 5), (2, 6), (1, 7), (2, 8))]
-    assert eras == [0, 0, 1, 1]
+    keys = [own.add(step, 1, {"tokens": tokens}) for step, tokens in ((1, 5), (2, 6), (1, 7), (2, 8))]
+    assert keys == [(0, 1, 1), (0, 2, 1), (1, 1, 1), (1, 2, 1)]
     sums.take(sent(own, 1))
-    found = [sums.of(era, step, 1) for era, step in ((0, 1), (0, 2), (1, 1), (1, 2))]
+    found = [sums.of(key) for key in keys]
     assert [step and step.sums["tokens"] for step in found] == [5, 6, 7, 8]
 
 
@@ -101,8 +101,8 @@ def test_more_changes_than_a_message_holds_cost_their_steps_but_no_total() -> No
     message = sent(own, 1)
     sums.take(message)
     assert message.sums["tokens"].value == str(sum(range(1, 1001)))
-    assert sums.of(0, 1, 1) is None
-    last = sums.of(0, 1000, 1)
+    assert sums.of(StepKey(0, 1, 1)) is None
+    last = sums.of(StepKey(0, 1000, 1))
     assert last is not None
     assert last.sums == {"tokens": 1000}
 
@@ -137,19 +137,21 @@ class HeldJob:
         self.clock = Clock()
         self.said: list[str] = []
         self.noted: list[str] = []
-        self.is_connected = self.had_group = True
+        self.is_connected = self.expects_reports = True
         self.failure: str | None = None
-        self.job = Job(3, notice=lambda text, **_: self.said.append(text), clock=self.clock)
+        self.job = JobView(3, notice=self.notice, clock=self.clock)
         self.own = {rank: OwnAmounts() for rank in (1, 2)}
-        self.held: HeldRows[int] = HeldRows(
-            self.job,
-            is_connected=lambda: self.is_connected,
-            expects_reports=lambda: self.is_connected or self.had_group,
-            notice=lambda text, **_: self.said.append(text),
-            note=self.noted.append,
-            failure=lambda: self.failure,
-            clock=self.clock,
-        )
+        self.held: HeldRows[int] = HeldRows(self, self.job, self.notice, clock=self.clock)  # type: ignore[arg-type]
+
+    @property
+    def store(self) -> HeldJob:
+        return self
+
+    def notice(self, text: str, **_: Any) -> None:
+        self.said.append(text)
+
+    def note(self, text: str) -> None:
+        self.noted.append(text)
 
     def report(self, rank: int, steps: range, amounts: Amounts = {"tokens": 1}) -> None:  # noqa: B006
         for step in steps:
@@ -162,7 +164,7 @@ class HeldJob:
 
     def put(self, *steps: int) -> None:
         for step in steps:
-            self.held.put(step, 0, step, 1)
+            self.held.put(step, StepKey(0, step, 1))
 
     def released(self, *, is_awaited: bool = False) -> dict[int, Any]:
         found = self.held.release(is_awaited=is_awaited)
@@ -229,7 +231,7 @@ def test_rows_wait_for_files_of_other_ranks_after_the_group_was_destroyed() -> N
 
 def test_without_a_connection_nothing_is_held() -> None:
     of = HeldJob()
-    of.is_connected = of.had_group = False
+    of.is_connected = of.expects_reports = False
     of.put(1, 2)
     assert of.released() == {1: None, 2: None}
     assert "no process group" in of.noted[0]
@@ -252,21 +254,16 @@ def test_a_silent_rank_is_named_once_with_its_last_time_and_step() -> None:
     of = HeldJob()
     of.report(1, range(1, 8))
     of.clock.now_s = SILENT_S - 1
-    of.job.check_silence()
-    assert of.said == []
     of.report(1, range(8, 9))
+    assert of.said == []
     of.clock.now_s = SILENT_S + 1
     of.job.take([])
-    of.job.check_silence()
     assert of.said == ["rank 2 has never reported"]
     of.clock.now_s = 2 * SILENT_S + 1
-    of.job.check_silence()
     of.job.take([], from_store=False)
-    of.job.check_silence()
     assert len(of.said) == 1  # the store was not read meanwhile
     of.job.take([])
-    of.job.check_silence()
-    of.job.check_silence()
+    of.job.take([])
     assert len(of.said) == 2
     assert of.said[1].startswith("rank 1 (host1, GPU-1) has been silent since 20")
     assert of.said[1].endswith("UTC, step 8")
@@ -274,7 +271,7 @@ def test_a_silent_rank_is_named_once_with_its_last_time_and_step() -> None:
 
 
 def test_metrics_of_each_rank_or_of_all_together() -> None:
-    small, large = Job(3, notice=print), Job(17, notice=print)
+    small, large = JobView(3, notice=print), JobView(17, notice=print)
     for job in (small, large):
         job.take(
             [
@@ -328,7 +325,7 @@ def test_an_earlier_message_that_comes_later_changes_nothing() -> None:
 
 def test_many_late_ranks_leave_room_for_other_warnings() -> None:
     said: list[str] = []
-    job = Job(200, notice=lambda text, **_: said.append(text), clock=(clock := Clock()))
+    job = JobView(200, notice=lambda text, **_: said.append(text), clock=(clock := Clock()))
     for window in range(1, 6):
         clock.now_s += 10.0
         rows = [

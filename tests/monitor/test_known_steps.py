@@ -317,7 +317,7 @@ def test_a_step_without_products_is_unknown_and_not_zero(thread: Thread, side: R
 
 def test_flops_of_the_caller_come_before_all_else(thread: Thread, side: RowSide) -> None:
     note = thread.note(rows(), extras=StepExtras(given_flops=5e9))
-    side.role.role = RankRole(splits_sequences=True)
+    side.rank.role = RankRole(splits_sequences=True)
     found = side.flops.of(note)
     assert isinstance(found, StepFlops)
     assert (found.method, found.model_flops) == (GIVEN, 5e9)

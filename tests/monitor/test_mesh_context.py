@@ -58,7 +58,7 @@ def test_split_sequences_have_no_mfu_but_their_tokens(mesh: Any, tmp_path: Path,
     monitor.close()
     live = monitor._live
     assert live is not None
-    assert live._flops._role.role == RankRole(splits_sequences=True)
+    assert live._rank.role == RankRole(splits_sequences=True)
     assert not any(name in monitor.last for name in ("perf/mfu", "perf/tflops_per_gpu", "perf/mfu_estimate"))
     assert monitor.last["perf/mfu_unknown"].startswith("sequences are split over ranks (context parallel)")
     (note,) = live.steps._batches._last_step.notes

@@ -30,7 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..errors import TruemfuError, one_line
 from ..monitor import created
-from ..monitor.ranks.rank_link import launched
+from ..monitor.ranks.this_rank import launched
 from .find_models import models_with, parameters_of
 from .run_settings import RunSettings, say
 from .seen_losses import SeenLosses

@@ -2,7 +2,7 @@
 
 training thread   StepRecorder: a note of each step
 row thread        RowThread ──► Rows: notes become rows ──► Output ──► a thread for each tracker
-in a job          Membership: reports of this rank, and rank 0's view of all
+in a job          ThisRank: reports of this rank, and rank 0's view of all
 """
 
 from __future__ import annotations
@@ -26,10 +26,8 @@ from .config import MonitorConfig
 from .hybrid.hardware_windows import HardwareWindows
 from .hybrid.step_detail import StepDetails
 from .notices import Notices
-from .ranks.find_role import OwnRole
-from .ranks.membership import Membership
-from .ranks.rank_link import RankLink
 from .ranks.reporter import ROW_EVERY_S
+from .ranks.this_rank import ThisRank
 from .row_side.audit_step import AuditStep
 from .row_side.frequency import DETAILS_S, StepsOrSeconds
 from .row_side.job_rows import JobRows
@@ -80,14 +78,13 @@ class LiveRun:
         training_lock: threading.RLock,
     ) -> None:
         self._output, self._notices, self._forks = output, notices, forks.number
-        self._ranks = RankLink.current(notice=notices)
-        role = OwnRole(self._ranks.world_size, notices)
+        self._rank = ThisRank.current(notices)
         # What holds for all ranks of a job is one warning, rank 0's.
-        about_figures = notices if self._ranks.is_first else self._ranks.note
+        about_figures = notices if self._rank.is_first else self._rank.note
         clock = StepClock(clock_for(device))
         between.mark_with(clock)
-        counters, executed = _opened_counters(config, device, audited, measuring, self._ranks, about_figures)
-        self._audit = AuditStep.from_environment(self._ranks, device, notices)
+        counters, executed = _opened_counters(config, device, audited, measuring, self._rank, about_figures)
+        self._audit = AuditStep.from_environment(self._rank, device, notices)
         plan = ObservationPlan(config.flops_profile_freq, time.perf_counter())
         watch = StepWatch(
             plan,
@@ -102,24 +99,18 @@ class LiveRun:
             hooks=hooks,
             notice=about_figures,
             device=device,
-            role=role,
+            rank=self._rank,
             executed_method=executed,
         )
-        self._member: Membership | None = None
-        """This rank in its job; None in a run of one process."""
-        if self._ranks.world_size > 1:
-            self._member = Membership(
-                self._ranks,
-                folder,
-                device=device,
-                reads_gpu=config.hardware_counters_enabled,
-                clock_hz=self._counted_clock_hz,
-                role_name=lambda: role.role.name,
-                memory_bytes=lambda: peak_memory_bytes(device),
-                notices=notices,
-            )
-            if self._ranks.is_first:
-                output.other_files.append(self._member.file)
+        self._rank.join(
+            folder,
+            device=device,
+            reads_gpu=config.hardware_counters_enabled,
+            clock_hz=self._counted_clock_hz,
+            memory_bytes=lambda: peak_memory_bytes(device),
+        )
+        if self._rank.is_first:
+            output.other_files += self._rank.files
         self._hardware: HardwareWindows | None = None
         if counters is not None:
             tiles = {} if audited is None else audited.tile_factors()
@@ -127,9 +118,9 @@ class LiveRun:
                 counters,
                 spec=spec_of(device),
                 audited=audited,
-                world_size=self._ranks.world_size,
+                world_size=self._rank.world_size,
                 details=StepDetails(self._flops, device, tiles),
-                collective_share=self._collective_share,
+                collective_share=lambda: self._rank.collective_share,
                 notice=about_figures,
             )
         peak = config.measured_peak_tflops
@@ -137,17 +128,16 @@ class LiveRun:
             clock=clock.clock,
             flops=self._flops,
             plan=plan,
-            role=role,
+            rank=self._rank,
             hardware=self._hardware,
             audit=self._audit,
             measured_peak_flops_per_s=None if peak is None else peak * 1e12,
-            in_job=self._member is not None and self._member.job is not None,
             notices=notices,
         )
         self._rows = Rows(
             reader,
             output,
-            job=None if self._member is None else JobRows(self._ranks, self._member, notices),
+            job=None if self._rank.reporter is None else JobRows(self._rank, self._rank.reporter, notices),
             hardware=self._hardware,
             device=device,
             details=StepsOrSeconds(config.detailed_log_freq, DETAILS_S, began_s=time.perf_counter()),
@@ -166,17 +156,17 @@ class LiveRun:
             watch=watch,
             counters=counters,
             audit=self._audit,
-            role=role,
+            rank=self._rank,
             rows=self._row_thread,
             notices=notices,
         )
         self._facts = _Facts(config, device, clock, facts_of(hooks.roots))
         self._leave_loaders = listen(between)
-        if self._ranks.is_first:
+        if self._rank.is_first:
             output.start(self.info())
         is_held = training_lock._is_owned  # type: ignore[attr-defined]  # as threading.Condition does
         self._leave_signals = (
-            write_at_signals(self._write_out, is_held) if self._ranks.is_first else lambda: None
+            write_at_signals(self._write_out, is_held) if self._rank.is_first else lambda: None
         )
 
     def _counted_clock_hz(self) -> float | None:
@@ -189,13 +179,10 @@ class LiveRun:
             hardware.latest.clock_hz if is_recent and hardware.latest.clock_source == CYCLE_COUNTERS else None
         )
 
-    def _collective_share(self) -> float | None:
-        return None if self._member is None else self._member.reporter.collective_share
-
     @property
     def is_first_rank(self) -> bool:
         """Whether this rank writes files and logs to trackers."""
-        return self._ranks.is_first
+        return self._rank.is_first
 
     def stop_observing(self) -> None:
         """No step is observed from now on, nor the rest of this one."""
@@ -215,16 +202,14 @@ class LiveRun:
         in_closing(self.stop_observing)
         if self.steps.logged:
             in_closing(lambda: self.steps.check_models(now=True))
-        if self._member is not None:
-            self._member.expect_last_reports()
+        self._rank.expect_last_reports()
         ends_s = time.monotonic() + _RANKS_TIMEOUT_S
         try:
             in_closing(self._finish_last_rows)
         finally:  # also after a KeyboardInterrupt
             in_closing(self._row_thread.stop, _ROWS_TIMEOUT_S)
-            if self._member is not None:
-                in_closing(self._member.leave, ends_s)
-            in_closing(self._ranks.stop)
+            in_closing(self._rank.leave, ends_s)
+            in_closing(self._rank.store.stop)
             if self._audit is not None:
                 in_closing(self._audit.close, self.steps.logged)
             if self._hardware is not None:
@@ -259,13 +244,12 @@ class LiveRun:
             self._facts.config,
             device=_device_name(self._facts.device),
             time_source=self._facts.clock.clock.source,
-            world_size=self._ranks.world_size,
-            rank=self._ranks.rank,
+            world_size=self._rank.world_size,
+            rank=self._rank.rank,
             model=self._facts.model,
             batch_shapes=self.steps.batch_shapes(),
         )
-        job = None if self._member is None else self._member.job
-        return info if job is None else info | {"scope": job.scope}
+        return info if self._rank.job is None else info | {"scope": self._rank.job.scope}
 
     def figures(self) -> RunFigures:
         """The figures of the run so far."""
@@ -282,12 +266,11 @@ class LiveRun:
             observed_steps=known.steps,
             profiling_s=rows.profile_cost_s,
             hardware=None if self._hardware is None else self._hardware.as_dict(),
-            job=None if self._member is None else self._member.figures(),
+            job=self._rank.figures(),
             notes=[
                 *known.notes,
                 *([] if self._hardware is None else self._hardware.details.notes),
-                *self._ranks.notes,
-                *([] if self._member is None else self._member.last_notes()),
+                *self._rank.notes,
             ],
             left_out_last=self._facts.clock.left_out_since_last_step(),
             held_up_steps=rows.queue.lost,
@@ -310,7 +293,7 @@ def _opened_counters(
     device: torch.device,
     audited: AuditedKernels | None,
     measuring: Measuring,
-    ranks: RankLink,
+    rank: ThisRank,
     notice: Callable[[str], None],
 ) -> tuple[HardwareWatch | None, str]:
     """The counters of `hybrid`, if there are any, and how HFU is measured unless it is counted."""
@@ -330,7 +313,7 @@ def _opened_counters(
         reason = f"the FLOP per cycle of {_device_name(device)} are not known"
     else:
         reason, counters = counters, None
-    measuring.go_without_counters(reason if ranks.is_first else None)
+    measuring.go_without_counters(reason if rank.is_first else None)
     return counters, "profiler"
 
 

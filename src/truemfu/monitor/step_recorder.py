@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from ..flops import HostCopy
 from ..torch_private.watching import backward_number, miss_compiled_calls
 from .notices import Notices
-from .ranks.find_role import OwnRole
+from .ranks.this_rank import ThisRank
 from .row_side.audit_step import AuditStep
 from .row_side.row_thread import RowThread
 from .step_flops.watch import StepWatch
@@ -79,13 +79,13 @@ class StepRecorder:
         watch: StepWatch,
         counters: HardwareWatch | None,
         audit: AuditStep | None,
-        role: OwnRole,
+        rank: ThisRank,
         rows: RowThread,
         notices: Notices,
     ) -> None:
         self._hooks, self._measuring, self._between, self._clock = hooks, measuring, between, clock
         self._intake, self._batches, self.watch = intake, batches, watch
-        self._counters, self._audit, self._role = counters, audit, role
+        self._counters, self._audit, self._rank = counters, audit, rank
         self._rows, self._notices = rows, notices
         self._graphs = NewGraphs()
         self.logged = 0
@@ -108,7 +108,7 @@ class StepRecorder:
 
     def forget_models(self) -> None:
         """Other models are watched from now on."""
-        self._role.forget()
+        self._rank.role_is_due = True
         self.watch.forget_models()
 
     def forget_batches(self) -> None:
@@ -123,8 +123,8 @@ class StepRecorder:
         The first one of a step also begins the step. `slot` is None for a batch that gives only the step's
         samples and tokens, `watched` for one that was passed to `observe`.
         """
-        if self._role.is_due:
-            self._role.find(self._hooks.roots)
+        if self._rank.role_is_due:
+            self._rank.find_role(self._hooks.roots)
         batches, between, in_backward = self._batches, self._between, backward_number() != -1
         is_first = not batches.has_notes
         name = None if watched is None else watched.name

@@ -11,12 +11,12 @@ pipeline stages           each rank counts its own stages; the first one has the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from ...errors import SplitOverRanks, one_line
+from ...errors import SplitOverRanks
 from ...flops import unwrap
 from ...torch_private.meshes import (
     context_mesh_of_hook,
@@ -26,37 +26,12 @@ from ...torch_private.meshes import (
     sharded_modules,
     sharding_groups,
 )
-from .role import UNKNOWN, WHOLE, RankRole
+from .role import RankRole
 
 _LOCAL_SHARDS = "torch.distributed.tensor.parallel.ddp"
 _EXPERT_DIMS = 3
 _EXPERT_NAMES = frozenset({"ep", "expert", "expert_parallel"})
 _TENSOR_NAMES = frozenset({"tp", "etp", "tensor", "tensor_parallel", "model"})
-
-
-class OwnRole:
-    """The role of this process, found in its first forward pass: pipeline stages are known then."""
-
-    def __init__(self, world_size: int, notice: Callable[[str], None]) -> None:
-        self._world_size, self._notice = world_size, notice
-        self.role = WHOLE
-        self.is_due = True
-        """Whether it is to be found in the next forward pass."""
-
-    def forget(self) -> None:
-        """Other models are watched from now on."""
-        self.is_due = True
-
-    def find(self, models: Sequence[nn.Module]) -> None:
-        """Find it, in a forward pass of these models."""
-        self.is_due = False
-        if self._world_size == 1:
-            return
-        try:
-            self.role = role_of(models)
-        except Exception as error:
-            self.role = UNKNOWN
-            self._notice(f"the job's samples and tokens are unknown: {one_line(error)}")
 
 
 def role_of(models: Iterable[nn.Module]) -> RankRole:

@@ -1,10 +1,10 @@
 """What this rank reports: a row every ten seconds, and what it did in each step.
 
-    resolver   add(step) … ── tick ──► a row when it is due ──► the rank's file
+    row thread add(step) … ── tick ──► a row when it is due ──► the rank's file
                                        a message every few seconds ──► RowExchange ──► rank 0
 
 Rows are due 1, 2, 4 and 8 seconds after the start, then every ten seconds, so that a short run has some. All
-of this is on the resolver's thread; the training thread has no part in it. The time the training thread spent
+of this is on the row thread; the training thread has no part in it. The time the training thread spent
 on a processor is read from the kernel's account of it.
 """
 
@@ -23,7 +23,7 @@ import msgspec
 import torch
 
 from ...trackers.lane import Lane
-from .amounts import Amounts, Message, OwnAmounts, plus
+from .amounts import Amounts, Message, OwnAmounts, StepKey, plus
 from .collective_times import CollectiveTimes
 from .outside_time import OutsideTime
 from .rank_gpu import GpuFigures, RankGpu
@@ -90,7 +90,7 @@ class _Window:
 
 
 class RankReporter:
-    """Lives on the resolver's thread; `close` may be called on any other once that has ended."""
+    """Lives on the row thread; `close` may be called on any other once that has ended."""
 
     def __init__(
         self,
@@ -109,11 +109,11 @@ class RankReporter:
     ) -> None:
         self.identity = identity
         self._role_name, self._memory_bytes, self._send = role_name, memory_bytes, send
-        self._file, self._gpu, self._host_time, self._clock = file, gpu, host_time, clock
+        self.file, self._gpu, self._host_time, self._clock = file, gpu, host_time, clock
         self._collectives, self._clock_hz, self._outside = collectives, clock_hz, outside
         self.collective_share: float | None = None
         """Of the last row with a timed step: the share of time in the collectives of the busiest group."""
-        self.amounts = OwnAmounts()
+        self.amounts = OwnAmounts(clock)
         self._window = _Window()
         self._row: RankRow | None = None
         self._began_s = self._row_s = clock()
@@ -134,8 +134,8 @@ class RankReporter:
         paused_s: float,
         is_warmup: bool,
         amounts: Amounts,
-    ) -> int:
-        """Add a step; returns its era (`OwnAmounts.add`)."""
+    ) -> StepKey:
+        """Add a step."""
         window = self._window
         window.step = step
         window.paused_s += paused_s
@@ -191,12 +191,12 @@ class RankReporter:
         # The step stays the last one known: a window without steps is not a rank without a position.
         self._window = _Window(step=row.step)
         message = self._send_message(row, now_s)
-        if self._file is not None:
+        if self.file is not None:
             line = msgspec.to_builtins(row)
-            self._file.put(
+            self.file.put(
                 row.step or 0, line | {"message": msgspec.to_builtins(message)} if is_last else line
             )
-            self._file.wake()
+            self.file.wake()
 
     def _row_of(self, window: _Window, window_s: float, *, is_last: bool) -> RankRow:
         step_time_s = window.seconds / window.timed if window.timed else None

@@ -4,15 +4,14 @@
     <prefix>/<number>    the latest message of the rank with that number
 
 Rank 0 reads all of them together, and only keys that exist: a number is read once its key was seen. A store
-that was replaced is empty, so every rank takes a number again. All of this is on the store thread.
+that was replaced is empty, so every rank takes a number again. The store is used on the store thread alone.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-
-from .store_thread import StoreCalls
+from typing import Any
 
 _READ_EVERY_S = 1.0
 _RANKS_PER_SECOND = 1024
@@ -28,13 +27,48 @@ def read_every_s(world_size: int) -> float:
     return min(_LONGEST_READ_EVERY_S, max(_READ_EVERY_S, world_size / _RANKS_PER_SECOND))
 
 
+class StoreCalls:
+    """The store's calls that do not wait for another rank, valid for one round of work."""
+
+    def __init__(self, store: Any, number: int, call: Callable[..., Any]) -> None:
+        self._store, self._call = store, call
+        self.number = number
+        """The number of this store in the job: a new one is empty."""
+
+    def has(self, key: str) -> bool:
+        return bool(self._call(self._store.check, [key]))
+
+    def get(self, key: str) -> bytes:
+        """The value of an existing key; for a missing one this would block."""
+        return bytes(self._call(self._store.get, key))
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """The values of existing keys, in one call where the store has one for that."""
+        store = self._store
+        if hasattr(store, "has_extended_api") and store.has_extended_api():
+            return [bytes(value) for value in self._call(store.multi_get, keys)]
+        return [self.get(key) for key in keys]
+
+    def set(self, key: str, value: bytes) -> None:
+        self._call(self._store.set, key, value)
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to an integer, which begins at 0, in one atomic operation; the sum."""
+        return int(self._call(self._store.add, key, amount))
+
+
 class RowExchange:
     """The exchange of one rank; `take` gets new messages on rank 0 and is None on the others."""
 
     def __init__(
-        self, prefix: str, *, world_size: int, take: Callable[[list[bytes]], None] | None = None
+        self,
+        prefix: str,
+        *,
+        world_size: int,
+        take: Callable[[list[bytes]], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._prefix, self._take = prefix, take
+        self._prefix, self._take, self._clock = prefix, take, clock
         self._others = world_size - 1
         self._read_every_s = read_every_s(world_size)
         self._message: bytes | None = None
@@ -53,10 +87,10 @@ class RowExchange:
 
     def hurry(self) -> None:
         """Rank 0: read more often for a moment. On any thread."""
-        self._hurry_until_s = time.monotonic() + _HURRY_S
+        self._hurry_until_s = self._clock() + _HURRY_S
 
     def work(self, calls: StoreCalls) -> float | None:
-        """Send and read what is due; returns the seconds until the next read."""
+        """Store thread: send and read what is due; returns the seconds until the next read."""
         if calls.number != self._store:
             self._store, self._number, self._length = calls.number, None, 0
             self._unseen.clear()
@@ -65,12 +99,12 @@ class RowExchange:
         if self._take is None:
             self._send(calls)
             return None
-        now_s = time.monotonic()
+        now_s = self._clock()
         pause_s = _HURRIED_READ_EVERY_S if now_s < self._hurry_until_s else self._read_every_s
         if now_s >= self._read_s + pause_s:
             self._read_s = now_s
             self._take(self._read(calls))
-        return max(0.0, self._read_s + pause_s - time.monotonic())
+        return max(0.0, self._read_s + pause_s - self._clock())
 
     def _send(self, calls: StoreCalls) -> None:
         message = self._message

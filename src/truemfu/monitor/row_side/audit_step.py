@@ -26,7 +26,7 @@ from ...errors import one_line
 from ...flops import StepWork
 from ...hardware.nsight.command import COUNT_VARIABLE, ProductWork, StepCount
 from ...records import write_record
-from ..ranks.rank_link import RankLink
+from ..ranks.this_rank import ThisRank
 from ..step_flops.known import Unknown
 from ..step_flops.source import FlopsSource
 from ..training_side.step_note import WARMUP_STEPS, StepNote
@@ -58,7 +58,7 @@ class AuditStep:
     @classmethod
     def from_environment(
         cls,
-        ranks: RankLink,
+        ranks: ThisRank,
         device: torch.device,
         notice: Callable[[str], None],
         *,

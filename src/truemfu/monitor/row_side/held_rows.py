@@ -13,13 +13,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from ..ranks.job import Job
+from ..ranks.amounts import StepKey
 from ..ranks.job_sums import JobStep
+from ..ranks.job_view import JobView
 from ..ranks.reporter import ROW_EVERY_S, send_every_s
 from ..ranks.row_exchange import read_every_s
+from ..ranks.this_rank import ThisRank
 
 T = TypeVar("T")
 
@@ -31,15 +32,7 @@ SAVE_HOLD_S = 1.0
 Ranks that save as well report at once.
 """
 _MOST_HELD = 5_000
-
-
-@dataclass(frozen=True)
-class _Held(Generic[T]):
-    row: T
-    era: int
-    step: int
-    stride: int
-    since_s: float
+_UNKNOWN = "the figures of the job are unknown for some steps"
 
 
 class HeldRows(Generic[T]):
@@ -47,19 +40,15 @@ class HeldRows(Generic[T]):
 
     def __init__(
         self,
-        job: Job,
-        *,
-        is_connected: Callable[[], bool],
-        expects_reports: Callable[[], bool],
+        ranks: ThisRank,
+        job: JobView,
         notice: Callable[..., None],
-        note: Callable[[str], None],
-        failure: Callable[[], str | None],
+        *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._job, self._clock = job, clock
-        self._is_connected, self._expects_reports = is_connected, expects_reports
-        self._notice, self._note, self._failure = notice, note, failure
-        self._rows: deque[_Held[T]] = deque()
+        self._ranks, self._job, self._notice, self._clock = ranks, job, notice, clock
+        self._rows: deque[tuple[T, StepKey, float]] = deque()
+        """Each with the time since which it is held."""
         self._release_at_s: float | None = None
         self._message_s = send_every_s(job.world_size) + read_every_s(job.world_size)
 
@@ -70,53 +59,46 @@ class HeldRows(Generic[T]):
         """Release all rows after this time, reported by all ranks or not: no more of them will follow."""
         self._release_at_s = None if seconds is None else self._clock() + seconds
 
-    def put(self, row: T, era: int, step: int, stride: int) -> None:
+    def put(self, row: T, key: StepKey) -> None:
         """Hold a row."""
-        self._rows.append(_Held(row, era, step, stride, self._clock()))
+        self._rows.append((row, key, self._clock()))
 
     def release(self, *, is_awaited: bool) -> list[tuple[T, JobStep | None]]:
         """The rows that wait no longer, each with the sums over the other ranks, or None."""
-        if not self._rows:
-            return []
-        now_s = self._clock()
-        expects_reports = self._expects_reports()
         found: list[tuple[T, JobStep | None]] = []
         while self._rows:
-            held = self._rows[0]
-            waiting = self._job.waiting_for(held.era, held.step)
-            if waiting and expects_reports and not self._is_over(held, now_s):
-                break
-            self._rows.popleft()
-            if waiting:
-                self._job.give_up(waiting)
-            others = self._job.step(held.era, held.step, held.stride)
+            row, key, since_s = self._rows[0]
+            others = self._job.step(key)
             if others is None:
-                self._report(held.step, is_awaited=is_awaited)
-            found.append((held.row, others))
+                if (
+                    self._job.is_waiting_for(key)
+                    and self._ranks.expects_reports
+                    and not self._is_over(since_s)
+                ):
+                    break
+                self._report(key, is_awaited=is_awaited)
+            self._rows.popleft()
+            found.append((row, others))
         return found
 
-    def _is_over(self, held: _Held[T], now_s: float) -> bool:
+    def _is_over(self, since_s: float) -> bool:
+        now_s = self._clock()
         return (
-            now_s > held.since_s + HOLD_S + self._message_s
+            now_s > since_s + HOLD_S + self._message_s
             or (self._release_at_s is not None and now_s > self._release_at_s)
             or len(self._rows) > _MOST_HELD
         )
 
-    def _report(self, step: int, *, is_awaited: bool) -> None:
-        missing = self._job.is_incomplete(step)
-        then = f"the figures of the job are unknown for some steps, first for step {step}"
-        failure = self._failure()
+    def _report(self, key: StepKey, *, is_awaited: bool) -> None:
+        missing = self._job.go_without(key)
+        failure = self._ranks.store.failure
         if failure is not None:
-            self._notice(f"{failure}; {then}", about="job figures")
-        elif not self._is_connected():
-            self._note(f"there was no process group to reach the other ranks; {_without_step(then)}")
+            self._notice(f"{failure}; {_UNKNOWN}, first for step {key.step}", about="job figures")
+        elif not self._ranks.is_connected:
+            self._ranks.note(f"there was no process group to reach the other ranks; {_UNKNOWN}")
         elif is_awaited:
-            self._note(f"some ranks did not report their last steps in time; {_without_step(then)}")
+            self._ranks.note(f"some ranks did not report their last steps in time; {_UNKNOWN}")
         else:
             limit_s = HOLD_S + self._message_s
-            self._notice(f"{missing} did not report within {limit_s:.0f} s; {then}", about="job figures")
-
-
-def _without_step(text: str) -> str:
-    """A note is kept once by its text: the summary's scope has the step."""
-    return text.partition(", first")[0]
+            text = f"{missing} did not report within {limit_s:.0f} s; {_UNKNOWN}, first for step {key.step}"
+            self._notice(text, about="job figures")

@@ -10,8 +10,8 @@ from ..metrics import NOTHING, StepAmounts, StepTime
 from ..notices import Notices
 from ..ranks.amounts import Exact
 from ..ranks.job_sums import JobStep
-from ..ranks.membership import Membership
-from ..ranks.rank_link import RankLink
+from ..ranks.reporter import RankReporter
+from ..ranks.this_rank import ThisRank
 from ..training_side.step_note import StepPosition
 from .held_rows import HeldRows
 
@@ -22,19 +22,12 @@ T = TypeVar("T")
 class JobRows(Generic[T]):
     """Lives on the row thread of each rank; only rank 0 holds rows back."""
 
-    def __init__(self, ranks: RankLink, member: Membership, notices: Notices) -> None:
-        self._ranks, self._reporter, self._job = ranks, member.reporter, member.job
+    def __init__(self, rank: ThisRank, reporter: RankReporter, notices: Notices) -> None:
+        self._rank, self._reporter = rank, reporter
         self._ready: list[tuple[T, StepAmounts]] = []
         self._held: HeldRows[tuple[T, StepAmounts]] | None = None
-        if member.job is not None:
-            self._held = HeldRows(
-                member.job,
-                is_connected=member.is_connected,
-                expects_reports=member.expects_reports,
-                notice=notices,
-                note=ranks.note,
-                failure=lambda: ranks.failure,
-            )
+        if rank.job is not None:
+            self._held = HeldRows(rank, rank.job, notices)
         self._last = NOTHING
         self._last_sums: tuple[JobStep, dict[str, Exact], JobStep] | None = None
 
@@ -55,7 +48,7 @@ class JobRows(Generic[T]):
 
     def put(self, row: T, position: StepPosition, amounts: StepAmounts, took: StepTime) -> None:
         """Report what this rank did in a step; the row is released in its order."""
-        era = self._reporter.add(
+        key = self._reporter.add(
             *position,
             took.elapsed_s,
             took.data_wait_s,
@@ -66,7 +59,7 @@ class JobRows(Generic[T]):
         if self._held is None:
             self._ready.append((row, amounts))
         else:
-            self._held.put((row, amounts), era, *position)
+            self._held.put((row, amounts), key)
 
     def release(self, *, is_awaited: bool) -> Sequence[tuple[T, StepAmounts]]:
         """The rows that are due, with the amounts of the whole job where all ranks have reported."""
@@ -74,21 +67,19 @@ class JobRows(Generic[T]):
             ready, self._ready = self._ready, []
             return ready
         if is_awaited and self._held:
-            self._ranks.read_soon()
+            self._rank.store.read_soon()
         return [
             (row, self._in_job(amounts, others))
             for (row, amounts), others in self._held.release(is_awaited=is_awaited)
         ]
 
     def tick(self, *, is_awaited: bool) -> None:
-        """Send what is due, and look for ranks that are silent."""
+        """Send what is due."""
         self._reporter.tick(now=is_awaited)
-        if self._job is not None:
-            self._job.check_silence()
 
     def metrics(self) -> dict[str, Any]:
         """On rank 0: the metrics of the job's ranks."""
-        return {} if self._job is None else self._job.metrics()
+        return {} if self._rank.job is None else self._rank.job.metrics()
 
     def _in_job(self, amounts: StepAmounts, others: JobStep | None) -> StepAmounts:
         """The amounts with the sums over all ranks; the last step's object if it is the same."""

@@ -24,7 +24,7 @@ from ...utilization import ABOVE_ONE
 from ..hybrid.hardware_windows import HardwareWindows
 from ..metrics import NOTHING, StepAmounts, StepTime, Window, performance
 from ..notices import Notices
-from ..ranks.find_role import OwnRole
+from ..ranks.this_rank import ThisRank
 from ..step_flops.plan import ObservationPlan
 from ..step_flops.source import ESTIMATE, FlopsSource, StepFlops, UnknownFlops
 from ..totals import Totals
@@ -68,16 +68,15 @@ class StepReader:
         clock: HostClock | CudaClock,
         flops: FlopsSource,
         plan: ObservationPlan,
-        role: OwnRole,
+        rank: ThisRank,
         hardware: HardwareWindows | None,
         audit: AuditStep | None,
         measured_peak_flops_per_s: float | None,
-        in_job: bool,
         notices: Notices,
     ) -> None:
-        self._clock, self._flops, self._plan, self._role = clock, flops, plan, role
+        self._clock, self._flops, self._plan, self._rank = clock, flops, plan, rank
         self._hardware, self._audit, self._notices = hardware, audit, notices
-        self._measured_peak_flops_per_s, self._in_job = measured_peak_flops_per_s, in_job
+        self._measured_peak_flops_per_s = measured_peak_flops_per_s
         self._times = StepTimes()
         self._unlearned: deque[StepNote] = deque(maxlen=_MOST_UNLEARNED)
         """Observed steps whose counts are not known yet; rows before them may wait for these."""
@@ -148,7 +147,7 @@ class StepReader:
 
     def _counted(self, note: StepNote) -> StepAmounts:
         """The amounts of a step as counted; the last step's object if they are equal."""
-        flops, role = self._flops_of(note), self._role.role
+        flops, role = self._flops_of(note), self._rank.role
         if isinstance(flops, StepFlops) and flops.method != ESTIMATE:  # they are this rank's own
             role = replace(role, flops_shared_by=1)
         # Some of its batches alone do not represent the step.
@@ -163,7 +162,7 @@ class StepReader:
                 warmup=note.warmup,
                 observed=note.extras.observed is not None,
                 role=role,
-                in_job=self._in_job,
+                in_job=self._rank.job is not None,
                 measured_peak_flops_per_s=self._measured_peak_flops_per_s,
             )
         )

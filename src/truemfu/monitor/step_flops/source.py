@@ -35,7 +35,7 @@ from ...flops import (
 from ...hardware.detect import get_gpu_peak_flops, known_spec, override_flops_per_s
 from ...utilization import ideal_flops_per_s
 from ..config import MonitorConfig
-from ..ranks.find_role import OwnRole
+from ..ranks.this_rank import ThisRank
 from ..training_side.batch_notes import BatchNote
 from ..training_side.model_hooks import ModelHooks
 from ..training_side.step_note import StepNote
@@ -90,10 +90,10 @@ class FlopsSource:
         hooks: ModelHooks,
         notice: Notice,
         device: torch.device,
-        role: OwnRole,
+        rank: ThisRank,
         executed_method: str = "profiler",
     ) -> None:
-        self._config, self.known, self._role = config, known, role
+        self._config, self.known, self._rank = config, known, rank
         self._hooks, self._notice, self._device = hooks, notice, device
         self._peaks: OrderedDict[tuple[Any, ...], tuple[float | None, str | None]] = OrderedDict()
         self._estimators: dict[tuple[Any, ...], Estimator | None] = {}
@@ -110,7 +110,7 @@ class FlopsSource:
     @property
     def refusal(self) -> str | None:
         """Why no step has FLOPs unless the caller gives them."""
-        return _SPLIT_SEQUENCES if self._role.role.splits_sequences else None
+        return _SPLIT_SEQUENCES if self._rank.role.splits_sequences else None
 
     def is_settled(self, note: StepNote) -> bool:
         """Whether the FLOPs of a step are final for its row; learns from an observed one."""
