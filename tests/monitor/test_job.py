@@ -111,9 +111,8 @@ def scenario(name: str, rank: int, world_size: int, init: str, folder: str) -> d
     if name == "destroyed":
         dist.barrier()
         dist.destroy_process_group()
-    began = time.monotonic()
     monitor.close()
-    return {"last": monitor.last, "summary": monitor.summary(), "close_s": time.monotonic() - began}
+    return {"last": monitor.last, "summary": monitor.summary()}
 
 
 def trained(model: nn.Module, monitor: TrainingMonitor | None) -> list[Any]:
@@ -236,7 +235,6 @@ def test_a_group_that_is_gone_before_the_end_is_no_trouble(tmp_path: Path) -> No
     assert codes == [0, 0]
     for rank in (0, 1):
         assert flops_of(found[rank]) == flops(2)
-        assert found[rank]["close_s"] < 30
         assert found[rank]["summary"]["warnings"] == found[rank]["warned"] == []
 
 

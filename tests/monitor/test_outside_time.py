@@ -80,6 +80,6 @@ def test_a_thread_that_has_ended_is_not_looked_at() -> None:
     thread.start()
     thread.join()
     outside = OutsideTime(thread.ident or 0)
-    time.sleep(0.3)
+    outside._looking.join(200.0)
+    assert not outside._looking.is_alive()
     assert outside.share() is None
-    outside.close()

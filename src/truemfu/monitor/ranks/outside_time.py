@@ -36,7 +36,8 @@ class OutsideTime:
         self._is_over = threading.Event()
         self._intervals = random.Random(0)
         """Irregular, so that looks do not fall on the same place of every step."""
-        threading.Thread(target=self._live, name="truemfu-outside", daemon=True).start()
+        self._looking = threading.Thread(target=self._live, name="truemfu-outside", daemon=True)
+        self._looking.start()
 
     def share(self) -> float | None:
         """Since the last call; None after too few looks."""
