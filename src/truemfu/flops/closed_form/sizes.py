@@ -39,7 +39,7 @@ class Varying:
     def __init__(self, names: tuple[str, ...], steps: Sequence[_Points]) -> None:
         points = sorted({point for step in steps for point in step})
         columns = list(zip(*points, strict=True))
-        self._names = names
+        self.names = names
         self._count = SizeRange("the number of micro-batches", [len(step) for step in steps])
         self._ranges = [SizeRange(name, column) for name, column in zip(names, columns, strict=True)]
         self._sums: list[tuple[int, Linear]] = []
@@ -84,7 +84,7 @@ class Varying:
         return [1, *(point[at] for at in self.basis)]
 
     def _other_relation(self, index: int) -> str:
-        return f"{self._names[index]} relates to the other sizes in another way than in the observed steps"
+        return f"{self.names[index]} relates to the other sizes in another way than in the observed steps"
 
 
 def _product(columns: Sequence[tuple[int, ...]], index: int) -> tuple[int, int, int, int, int] | None:
