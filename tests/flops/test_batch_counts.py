@@ -198,7 +198,7 @@ def test_arguments_are_compared_without_looking_into_tensors() -> None:
     assert is_counted(f, words(2, 9, sizes=(1, 3), device_name=torch.device("cpu")))
     assert is_counted(f, words(2, 9, sizes=(1, 2), device_name=torch.device("meta")))
     f(words(2, 9, crops=crops()))
-    assert not is_counted(f, words(2, 9, crops=crops()))
+    assert is_counted(f, words(2, 9, crops=crops()))
 
 
 class Holder:
@@ -228,6 +228,36 @@ def test_nested_tensors_are_counted_each_time() -> None:
     for rows in (3, 5):
         nested = torch.nested.nested_tensor([torch.zeros(rows, 8), torch.zeros(5, 8)], layout=torch.jagged)
         assert f((nested,)).forward == 2 * (rows + 5) * 8 * 4
+
+
+class Rows(nn.Module):
+    """Does work for as many rows as a sparse tensor has entries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(torch.ones(x.coalesce().values().shape[0], 8)).sum()
+
+
+def test_sparse_tensors_are_counted_each_time() -> None:
+    f = FlopModel.fit(Rows(), (torch.eye(3).to_sparse(),))
+    assert f((torch.eye(3).to_sparse(),)).forward == 2 * 3 * 8 * 4
+    assert f((torch.ones(3, 3).to_sparse(),)).forward == 2 * 9 * 8 * 4
+
+
+def test_documents_with_equal_sums_are_not_taken_for_each_other() -> None:
+    """1 + 5 + 6 = 2 + 3 + 7, and the sums of their squares are equal too; only one has a seventh position."""
+
+    class Beyond(Words):
+        def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+            return self.head(self.embed(input_ids)[:, (position_ids == 6).flatten()])
+
+    model = Beyond()
+    f = FlopModel.fit(model, packed(1, 5, 6))
+    for documents in ((1, 5, 6), (2, 3, 7)):
+        assert f(packed(*documents)).forward == count_flops(model, packed(*documents)).forward
 
 
 def test_autocast_at_the_call_is_another_kind_of_batch() -> None:

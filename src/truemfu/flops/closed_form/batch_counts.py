@@ -57,11 +57,18 @@ class _Kind:
 
     def exact_key(self, key: BatchKey, batch: Any) -> Hashable:
         """Equal for batches of the same work."""
-        return key.sizes, key.grids, digest_of(batch) if self.by_values else None
+        return key.sizes, key.grids, key.documents, digest_of(batch) if self.by_values else None
+
+    def predict(self, key: BatchKey) -> dict[str, int] | None:
+        """The integers of a batch by the form; None if it does not speak for its sizes."""
+        is_longer = max(key.documents, default=0) > self.longest
+        if self.by_values or key.grids or is_longer or not self.form.is_fitted:
+            return None
+        return self.form.predict([MicroBatch(key.kind, key.sizes)])
 
     def learn(self, key: BatchKey, count: FlopCount) -> None:
         """Let the form learn from a count."""
-        self.longest = max(self.longest, key.longest)
+        self.longest = max((self.longest, *key.documents))
         self.notes |= dict.fromkeys(count.notes)
         self.form.add([MicroBatch(key.kind, key.sizes)], integers_of(count))
 
@@ -118,19 +125,17 @@ class BatchCounts:
         if kind is None:
             return None
         count = kind.counts.get(kind.exact_key(key, batch))
-        if count is not None or kind.by_values or key.grids or key.longest > kind.longest:
-            return count
-        integers = kind.form.predict([MicroBatch(key.kind, key.sizes)])
+        integers = kind.predict(key) if count is None else None
         if integers is None:
-            return None
+            return count
         return count_of(integers, method=CLOSED_FORM, convention=self.convention, notes=tuple(kind.notes))
 
     def _counted(self, model: nn.Module, batch: Any, key: BatchKey | None) -> tuple[FlopCount, int]:
         """Count a batch and keep the result; also returns the number of operators."""
-        batch = with_values(batch)
+        filled = with_values(batch)
         tally, method, notes = run_counted(
             model,
-            batch,
+            filled,
             convention=self.convention,
             backward=self._backward,
             loss_fn=self._loss_fn,
@@ -142,7 +147,7 @@ class BatchCounts:
             return count, tally.operators
         kind = self._kinds.get(key.kind)
         if kind is None:
-            kind = self._kinds[key.kind] = _Kind(by_values=self._depends_on_values(model, batch, count))
+            kind = self._kinds[key.kind] = _Kind(by_values=self._depends_on_values(model, filled, count))
             if len(self._kinds) > _MOST_KINDS:
                 self._kinds.popitem(last=False)
         if kind.by_values:
@@ -150,7 +155,8 @@ class BatchCounts:
         kind.counts[kind.exact_key(key, batch)] = count
         if len(kind.counts) > _MOST_COUNTS:
             kind.counts.popitem(last=False)
-        kind.learn(key, count)
+        if not kind.by_values and not key.grids:
+            kind.learn(key, count)
         return count, tally.operators
 
     def _depends_on_values(self, model: nn.Module, batch: Any, count: FlopCount) -> bool:
@@ -168,7 +174,7 @@ class BatchCounts:
         """Count a copy; its number of operators, 0 if the form knows it already, None if it cannot run."""
         key = BatchKey.of(copy)
         assert key is not None
-        if self._kinds[kind].form.predict([MicroBatch(kind, key.sizes)]) is not None:
+        if self._kinds[kind].predict(key) is not None:
             return 0
         try:
             tally = self._copy_counted(model, copy)

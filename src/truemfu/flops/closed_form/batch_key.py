@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...errors import BatchError
+from ...torch_private.dispatch import FakeTensor
 from ...torch_private.trees import tree_flatten, tree_leaves
 from ..batch import CUMULATIVE, GRIDS, documents_of, grids_of, is_readable
 from ..isolation.process_state import autocast_state
@@ -72,12 +73,12 @@ class BatchKey(NamedTuple):
     sizes: Sizes
     grids: tuple[tuple[int, int, int], ...]
     """The grids of its images: their work is no function of the sizes."""
-    longest: int
-    """The longest of its packed documents; 0 if there are none."""
+    documents: tuple[int, ...]
+    """The lengths of its packed documents."""
 
     @classmethod
     def of(cls, batch: Any) -> BatchKey | None:
-        """The key of a batch; None if something in it has no shape that could be compared."""
+        """The key of a batch; None if it holds something that cannot be compared by shape."""
         if not isinstance(batch, (Mapping, tuple, list)):
             return None
         arguments = _flat(batch)
@@ -91,16 +92,13 @@ class BatchKey(NamedTuple):
                         "batch depends on them: pass it as a CPU tensor"
                     )
                 grids += grids_of(arguments, name) if own_name in GRIDS else []
-        leaves = tree_leaves(arguments)
-        if not all(isinstance(leaf, (torch.Tensor, *_PLAIN)) for leaf in leaves) or any(
-            map(_is_nested, leaves)
-        ):
+        if not all(map(_is_comparable, tree_leaves(arguments))):
             return None
         kind, sizes = kind_and_sizes(arguments)
         lengths = lengths_in(batch)
-        longest = max((length for name, each in lengths for length in each if name == DOCUMENTS), default=0)
-        call = isinstance(batch, Mapping), autocast_state().dtypes, bool(longest)
-        return cls((*call, *kind), (*sizes, *sizes_of_lengths(lengths)), tuple(grids), longest)
+        documents = dict(lengths).get(DOCUMENTS, ())
+        call = isinstance(batch, Mapping), autocast_state().dtypes, bool(documents)
+        return cls((*call, *kind), (*sizes, *sizes_of_lengths(lengths)), tuple(grids), documents)
 
 
 def _flat(batch: Any) -> dict[str, Any]:
@@ -114,5 +112,9 @@ def _flat(batch: Any) -> dict[str, Any]:
     return found
 
 
-def _is_nested(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.is_nested
+def _is_comparable(leaf: Any) -> bool:
+    """Whether a plain value, or a tensor whose work depends on its shape alone."""
+    if not isinstance(leaf, torch.Tensor):
+        return isinstance(leaf, _PLAIN)
+    is_dense = leaf.layout is torch.strided and not leaf.is_nested
+    return is_dense and type(leaf) in (torch.Tensor, torch.nn.Parameter, FakeTensor)

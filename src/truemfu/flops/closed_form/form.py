@@ -44,7 +44,7 @@ class ObservedForm:
 
     def __init__(self) -> None:
         self._observed: dict[_Step, dict[str, int]] = {}
-        self._fits: dict[tuple[_Kind, ...], _Fit | str] = {}
+        self._fits: dict[tuple[_Kind, ...], _Fit] = {}
         self._fewest = _FEWEST
 
     def add(self, batches: Sequence[MicroBatch], integers: _Integers) -> bool:
@@ -55,56 +55,50 @@ class ObservedForm:
         """
         key = _key(batches)
         known = self._answer(key)
-        agrees = isinstance(known, str) or _equal(known, integers)
+        agrees = known is None or _equal(known, integers)
         if not agrees:
             self._observed.clear()
             self._fits.clear()
             self._fewest = min(self._fewest + 2, _FEWEST_AT_MOST)
         is_full = len(self._observed) >= _MOST_OBSERVATIONS
-        if not isinstance(known, str) and agrees and (is_full or key in self._observed):
+        if known is not None and agrees and (is_full or key in self._observed):
             return True  # a check passed, and nothing new to remember
         if is_full:
             oldest = next(iter(self._observed))
             del self._observed[oldest]
             self._fit(_kinds(oldest))
         self._observed[key] = dict(integers)
-        if isinstance(known, str) or not agrees:
+        if known is None or not agrees:
             self._fit(_kinds(key))
         return agrees
 
     def predict(self, batches: Sequence[MicroBatch]) -> dict[str, int] | None:
         """The integers of a step with these micro-batches; None if the observed steps do not tell."""
-        answer = self._answer(_key(batches))
-        return None if isinstance(answer, str) else answer
-
-    def why_not(self, batches: Sequence[MicroBatch]) -> str:
-        """Why there is no prediction for these micro-batches, as a clause; empty if there is one."""
-        answer = self._answer(_key(batches))
-        return answer if isinstance(answer, str) else ""
+        return self._answer(_key(batches))
 
     @property
     def is_fitted(self) -> bool:
         """Whether there is a form, for whatever sizes."""
-        return any(isinstance(fit, _Fit) for fit in self._fits.values())
+        return bool(self._fits)
 
     def written(self, names: Sequence[str]) -> dict[str, str]:
         """The form of these integers as text; empty if there is none."""
-        fits = [fit for fit in self._fits.values() if isinstance(fit, _Fit)]
-        return {name: fits[0].written(name) for name in names} if fits else {}
+        fit = next(iter(self._fits.values()), None)
+        return {} if fit is None else {name: fit.written(name) for name in names}
 
-    def _answer(self, key: _Step) -> dict[str, int] | str:
+    def _answer(self, key: _Step) -> dict[str, int] | None:
         known = self._observed.get(key)
         if known is not None:
             return dict(known)
-        fit = self._fits.get(_kinds(key), "no step with inputs of this kind was observed")
-        return fit if isinstance(fit, str) else fit.answer(key)
+        fit = self._fits.get(_kinds(key))
+        return None if fit is None else fit.answer(key)
 
     def _fit(self, kinds: tuple[_Kind, ...]) -> None:
         steps = {key: integers for key, integers in self._observed.items() if _kinds(key) == kinds}
-        if steps:
-            self._fits[kinds] = _fitted(steps, self._fewest)
-        else:
-            self._fits.pop(kinds, None)
+        self._fits.pop(kinds, None)
+        fit = _fitted(steps, self._fewest) if steps else None
+        if fit is not None:
+            self._fits[kinds] = fit
 
 
 class _Fit:
@@ -120,16 +114,16 @@ class _Fit:
             for each, chosen in zip(varying, terms, strict=True)
         ]
 
-    def answer(self, key: _Step) -> dict[str, int] | str:
-        """The integers of a step, or why there are none."""
+    def answer(self, key: _Step) -> dict[str, int] | None:
+        """The integers of a step; None if the form does not speak for its sizes."""
         for varying, ignores, (_, points) in zip(self._varying, self._ignores_a_size, key, strict=True):
-            if problem := varying.problem(points):
-                return problem
+            if not varying.covers(points):
+                return None
             if ignores and not all(varying.is_below_an_observed(point) for point in points):
-                return "no observed step had all sizes as large as this one"
+                return None
         amounts = self._solution.integers(_row(key, self._varying, self._terms))
         if amounts is None or min(amounts) < 0:
-            return "the observed steps do not determine the FLOPs of these sizes"
+            return None
         return {name: amounts[at] for name, at in self._outputs.items()}
 
     def written(self, name: str) -> str:
@@ -143,7 +137,7 @@ class _Fit:
         return " + ".join(f"{factor}·{products[at]}" for at, factor in factors if factor) or "0"
 
 
-def _fitted(steps: Mapping[_Step, _Integers], fewest: int) -> _Fit | str:
+def _fitted(steps: Mapping[_Step, _Integers], fewest: int) -> _Fit | None:
     names = sorted({name for integers in steps.values() for name in integers})
     columns = {name: tuple(integers.get(name, 0) for integers in steps.values()) for name in names}
     distinct = {column: at for at, column in enumerate(dict.fromkeys(columns.values()))}
@@ -156,14 +150,14 @@ def _fitted(steps: Mapping[_Step, _Integers], fewest: int) -> _Fit | str:
     for terms in sorted(combined, key=lambda sets: sum(map(len, sets))):
         width = sum(map(len, terms))
         if len(steps) < max(fewest, 2 * width):
-            return f"only {len(steps)} steps with inputs of this kind were observed"
+            return None
         rows = (_row(key, varying, terms) for key in steps)
         solution = solve(width, zip(rows, targets, strict=True))
         if solution is None:
             continue
         if _is_confirmed(solution, [_row(key, varying, terms) for key in steps], fewest):
             return _Fit(varying, terms, outputs, solution)
-    return f"no formula of the sizes reproduces the {len(steps)} observed steps"
+    return None
 
 
 def _is_confirmed(solution: Linear, rows: Sequence[Sequence[int]], fewest: int) -> bool:
