@@ -22,8 +22,11 @@ if TYPE_CHECKING:
     from .arguments import check_call
     from .attention.windows import Windows
     from .batch import CUMULATIVE, GRIDS, documents_of, grids_of, is_readable
+    from .closed_form.batch_counts import BatchCounts
+    from .closed_form.batch_key import kind_and_sizes, lengths_in, sizes_of_lengths
     from .closed_form.flop_model import FlopModel
-    from .closed_form.kinds import Kinds
+    from .closed_form.form import MicroBatch, ObservedForm
+    from .closed_form.integers import count_of, integers_of
     from .count.count import count_flops, count_step, profile_model_flops, uncounted_notice, warn_uncounted
     from .count.loss import loss_of
     from .count.step_work import StepWork
@@ -52,8 +55,15 @@ _HOMES = {
     "documents_of": "batch",
     "grids_of": "batch",
     "is_readable": "batch",
+    "BatchCounts": "closed_form.batch_counts",
+    "kind_and_sizes": "closed_form.batch_key",
+    "lengths_in": "closed_form.batch_key",
+    "sizes_of_lengths": "closed_form.batch_key",
     "FlopModel": "closed_form.flop_model",
-    "Kinds": "closed_form.kinds",
+    "MicroBatch": "closed_form.form",
+    "ObservedForm": "closed_form.form",
+    "count_of": "closed_form.integers",
+    "integers_of": "closed_form.integers",
     "count_flops": "count.count",
     "count_step": "count.count",
     "profile_model_flops": "count.count",
@@ -101,15 +111,17 @@ __all__ = [
     "CUMULATIVE",
     "GRIDS",
     "AutocastState",
+    "BatchCounts",
     "BatchRequest",
     "BuildOptions",
     "Estimator",
     "FlopCount",
     "FlopModel",
     "HostCopy",
-    "Kinds",
+    "MicroBatch",
     "ModelView",
     "Observation",
+    "ObservedForm",
     "Shadow",
     "StepObserver",
     "StepProfile",
@@ -120,6 +132,7 @@ __all__ = [
     "autocast_state",
     "check_call",
     "count_flops",
+    "count_of",
     "count_step",
     "count_target",
     "cuda_captures",
@@ -128,8 +141,11 @@ __all__ = [
     "example_batch",
     "grids_of",
     "has_values",
+    "integers_of",
     "is_compiled_wrapper",
     "is_readable",
+    "kind_and_sizes",
+    "lengths_in",
     "loss_of",
     "model_from_config",
     "parse_dtype",
@@ -141,6 +157,7 @@ __all__ = [
     "register_module",
     "replaced_modules",
     "resolve_target",
+    "sizes_of_lengths",
     "start_host_copy",
     "take_out_left_behind",
     "uncompiled",

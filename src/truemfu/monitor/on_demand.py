@@ -30,9 +30,9 @@ from ..convention import Convention
 from ..errors import ModelError, TruemfuError, UsageError, closest, one_line, warn_once
 from ..flops import (
     AutocastState,
+    BatchCounts,
     BatchRequest,
     FlopCount,
-    Kinds,
     Shadow,
     StepProfiler,
     autocast_state,
@@ -202,11 +202,11 @@ def _hybrid_substitute(device: torch.device | None) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class _CachedForms:
-    """The closed forms of a model, and what they were fitted for."""
+    """The counts of a model with their closed forms, and what they hold for."""
 
     fingerprint: Fingerprint
     autocast: AutocastState
-    forms: Kinds
+    counts: BatchCounts
 
 
 _cached_forms: WeakKeyDictionary[nn.Module, _CachedForms] = WeakKeyDictionary()
@@ -217,9 +217,10 @@ def _smart(model: nn.Module, batch: Batch) -> FlopCount:
     mark, autocast = fingerprint([inner]), autocast_state()
     cached = _cached_forms.get(inner)
     if cached is None or (cached.fingerprint, cached.autocast) != (mark, autocast):
-        forms = Kinds(convention=Convention(), backward=True, loss_fn=None)
-        cached = _cached_forms[inner] = _CachedForms(fingerprint=mark, autocast=autocast, forms=forms)
-    return cached.forms.count(inner, batch)
+        counts = BatchCounts(convention=Convention(), backward=True, loss_fn=None)
+        counts.fit(inner, batch)
+        cached = _cached_forms[inner] = _CachedForms(fingerprint=mark, autocast=autocast, counts=counts)
+    return cached.counts.count(inner, batch)
 
 
 def _profiled(model: nn.Module, batch: Batch) -> FlopCount:

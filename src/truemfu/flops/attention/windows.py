@@ -53,13 +53,6 @@ class Windows:
         """Notes on the count of this batch."""
         return self._notes(_lengths_of(batch)) if self._bands else ()
 
-    def notes_for_sizes(self, sizes: Mapping[str, Any]) -> tuple[str, ...]:
-        """Notes on the count of a batch of these sizes."""
-        if not self._bands:
-            return ()
-        documents = sizes.get("documents") or [[sizes.get("length", 0)]]
-        return self._notes([n for row in documents for n in row])
-
     def _notes(self, lengths: Sequence[int]) -> tuple[str, ...]:
         """A note for each window that is smaller than one of these sequences."""
         longest, every = max(lengths, default=0), sum(n * n for n in lengths)

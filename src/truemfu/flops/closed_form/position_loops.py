@@ -1,7 +1,7 @@
 """Models that loop over positions in Python: short sequences give the exact count of long ones.
 
     two short forward passes ──► operators per position ──► too many at the requested length?
-                                                              └─► closed form from short sequences ──► count
+                                                              └─► counts of short sequences ──► polynomial
 
 Each operator of a count takes about 0.1 ms, so a scan that is written as a loop (a state-space model without
 its kernels) would take minutes. Its work is the same at each position, which the fit confirms part by part.
@@ -9,7 +9,7 @@ its kernels) would take minutes. Its work is the same at each position, which th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -18,19 +18,20 @@ from ...convention import Convention
 from ...errors import TruemfuError
 from ..attention.windows import Windows
 from ..count.count import run_counted
-from ..count.counting_mode import CountingMode
 from ..flop_count import FlopCount
 from ..wrappers import unwrap
-from .calibration import Calibration, NoClosedForm
-from .calibration_batch import BatchMaker
-from .config_numbers import chunk_sizes
-from .layout import Layout
+from .batch_counts import CLOSED_FORM
+from .copies import Example, with_values
+from .integers import count_of, integers_of
+from .linear import solve
+from .terms import candidates, values
 
 _PROBED = (2, 3)
-_LENGTHS = (5, 3, 4, 7, 11, 9, 13)
-"""Short lengths without common factors."""
+_LENGTHS = (3, 4, 5, 7, 9, 11, 13)
 _MAX_OPERATORS = 60_000
 """Operators of a forward pass beyond which the closed form is quicker."""
+_LIMITS = ("chunk", "block_size", "bucket", "window")
+"""Names of settings that make long sequences differ from short ones."""
 
 
 def count_by_short_sequences(
@@ -40,36 +41,52 @@ def count_by_short_sequences(
 
     Also None if short sequences do not predict the work of long ones: chunks of positions, no closed form.
     """
-    inner = unwrap(model)
-    layout = Layout.of(getattr(inner, "config", None), batch)
-    if layout.clash is not None or layout.is_packed or "length" not in layout.names or chunk_sizes(inner):
+    example, inner = Example(with_values(batch)), unwrap(model)
+    if example.length is None or example.length <= max(_LENGTHS) or _has_limits(inner):
         return None
-    sizes = layout.sizes(batch)
 
-    def run(given: Any, backward: bool = backward) -> tuple[CountingMode, str, tuple[str, ...]]:
-        return run_counted(model, given, convention=convention, backward=backward, loss_fn=None)
+    def counted(length: int, backward: bool) -> tuple[FlopCount, int]:
+        copy = example.copy(None, length)
+        tally, _, notes = run_counted(model, copy, convention=convention, backward=backward, loss_fn=None)
+        return tally.result(method=CLOSED_FORM, notes=notes), tally.operators
 
     try:
-        if not _loops(BatchMaker(inner, batch), layout, sizes, lambda given: run(given, False)[0]):
+        short, longer = (counted(length, False)[1] for length in _PROBED)
+        if longer <= short or longer + (longer - short) * example.length <= _MAX_OPERATORS:
             return None
-        calibration = Calibration(inner, layout, batch, run, lengths=_LENGTHS)
-        form = calibration.form()
-    except (TruemfuError, NoClosedForm, IndexError):
+        counts = {length: counted(length, backward)[0] for length in _LENGTHS}
+    except (TruemfuError, IndexError):
         return None
-    if calibration.layout is not layout:  # a size could not be changed
+    integers = _extrapolated({length: integers_of(count) for length, count in counts.items()}, example.length)
+    if integers is None:
         return None
     note = f"the model loops over positions: its closed form was fitted on up to {max(_LENGTHS)} of them"
-    for text in (note, *Windows(inner, convention).notes_for_sizes(sizes)):
-        form = form.with_note(text)
-    return form.count(sizes, convention)
+    notes = (*counts[_LENGTHS[-1]].notes, note, *Windows(inner, convention).notes_for_batch(batch))
+    return count_of(integers, method=CLOSED_FORM, convention=convention, notes=notes)
 
 
-def _loops(
-    maker: BatchMaker, layout: Layout, sizes: Mapping[str, Any], count: Callable[[Any], CountingMode]
-) -> bool:
-    """Whether the number of operators grows with the length and exceeds the limit."""
-    if sizes["length"] <= _PROBED[-1]:
-        return False
-    short, longer = (count(maker.make(layout, {**sizes, "length": n})).operators for n in _PROBED)
-    growth = (longer - short) / (_PROBED[1] - _PROBED[0])
-    return growth > 0 and longer + growth * (sizes["length"] - _PROBED[1]) > _MAX_OPERATORS
+def _extrapolated(observed: Mapping[int, Mapping[str, int]], length: int) -> dict[str, int] | None:
+    """The integers at another length by the polynomial that reproduces all observed ones."""
+    names = sorted({name for integers in observed.values() for name in integers})
+    targets = [[integers.get(name, 0) for name in names] for integers in observed.values()]
+    for terms in candidates(1):
+        rows = [values(terms, [each]) for each in observed]
+        solution = solve(len(terms), zip(rows, targets, strict=True))
+        if solution is not None:
+            found = solution.integers(values(terms, [length]))
+            return None if found is None else dict(zip(names, found, strict=True))
+    return None
+
+
+def _has_limits(model: nn.Module) -> bool:
+    """Whether the model's configuration or one of its modules states chunks or windows of positions."""
+    to_dict = getattr(getattr(model, "config", None), "to_dict", dict)
+    return _states_limit(to_dict()) or any(_states_limit(vars(module)) for module in model.modules())
+
+
+def _states_limit(settings: Mapping[str, Any]) -> bool:
+    return any(
+        (type(value) is int and value > 1 and any(word in str(name) for word in _LIMITS))
+        or (isinstance(value, dict) and not str(name).startswith("_") and _states_limit(value))
+        for name, value in settings.items()
+    )

@@ -20,7 +20,6 @@ from ...torch_private.dispatch import (
 )
 from ..attention.eager import readable
 from ..attention.masks import mask_of_function
-from ..operators.conv_sizes import SizeStep, size_steps
 from ..operators.matrix_work import factors
 from ..shadow.fake_kernels import FAKE_KERNELS
 from ..shadow.values import Following, FollowingMode, Value
@@ -60,7 +59,6 @@ class CountingMode(Tally, TorchDispatchMode):
         """Whether a shadow is counted, so that no collective may start."""
         self.outside_parameters: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         """Parameters outside the model that the step used, through globals, and their previous gradients."""
-        self.size_steps: list[list[tuple[int, int, SizeStep]]] = []
         self._following, self._generator = following, generator
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -78,8 +76,6 @@ class CountingMode(Tally, TorchDispatchMode):
         name = operator_name(func)
         out = self._output(name, func, args, kwargs)
         self.record(name, func, args, kwargs, out)
-        if ("pool" in name or name == "aten::convolution") and (steps := size_steps(name, args, out)):
-            self.size_steps.append(steps)
         return out
 
     def _output(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:

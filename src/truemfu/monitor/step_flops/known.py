@@ -15,17 +15,18 @@ from __future__ import annotations
 
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...flops import FlopCount, StepWork
+from ...flops import FlopCount, MicroBatch, ObservedForm, StepWork, count_of, integers_of
 from ..training_side.batch_notes import BatchNote
 from ..training_side.step_note import StepNote
-from .form import MicroBatch, ObservedForm
 from .watch import StepWatch, kind_of
 
 FORM = "closed form of observed steps"
+_FITTED = ("by_dtype", "by_module")
+"""Splits of a count that the form gives; operators are left out, since a kernel may depend on the sizes."""
 _FEWEST_ALIKE = 3
 """Observed steps with the same batches and other numbers of nodes that must agree."""
 _MOST_CHANGES = 2
@@ -166,7 +167,7 @@ class KnownSteps:
             return
         form = self._forms.get((note.state, nodes)) or ObservedForm()
         _put(self._forms, (note.state, nodes), form)
-        agrees = form.add(step, _sizes(note), _integers(count))
+        agrees = form.add(_sizes(note), integers_of(count, _FITTED))
         if not agrees and not is_changed:
             self._notice(
                 f"steps before step {step} whose FLOPs came from a closed form may be wrong: that step "
@@ -198,7 +199,7 @@ class KnownSteps:
         form = self._forms.get((note.state, note.nodes))
         found = None if form is None else form.predict(_sizes(note))
         if found is not None:
-            return self._count_of(found)
+            return count_of(found, method=FORM, convention=self.convention)
         if alike is not None and alike.problem is not None:
             return Unknown(alike.problem)
         if alike is not None and alike.counts:
@@ -232,22 +233,6 @@ class KnownSteps:
             self._alike.popitem(last=False)
         return found
 
-    def _count_of(self, integers: Mapping[str, int]) -> FlopCount:
-        prefixes = {"dtype": {}, "model": {}}  # type: dict[str, dict[str, int]]
-        for name, flops in integers.items():
-            prefix, _, own = name.partition(":")
-            if own:
-                prefixes[prefix][own] = flops
-        return FlopCount(
-            forward=integers["forward"],
-            backward=integers["backward"],
-            recompute=integers["recompute"],
-            by_dtype=prefixes["dtype"],
-            by_module=prefixes["model"],
-            method=FORM,
-            convention=self.convention,
-        )
-
 
 def _put(kept: dict[Any, Any], key: Any, value: Any) -> None:
     """Keep a value as the newest one."""
@@ -268,13 +253,6 @@ def _sizes(note: StepNote) -> Sequence[MicroBatch]:
 
 def _counted(notes: Sequence[BatchNote]) -> Sequence[BatchNote]:
     return [note for note in notes if note.template.slot is not None] or notes
-
-
-def _integers(count: FlopCount) -> dict[str, int]:
-    found = {"forward": count.forward, "backward": count.backward, "recompute": count.recompute}
-    found |= {f"dtype:{name}": flops for name, flops in count.by_dtype.items()}
-    found |= {f"model:{name}": flops for name, flops in count.by_module.items()}
-    return found
 
 
 def _totals(count: FlopCount) -> tuple[Any, ...]:

@@ -15,7 +15,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...flops import CUMULATIVE, GRIDS, AutocastState, autocast_state, documents_of, grids_of
+from ...flops import (
+    CUMULATIVE,
+    GRIDS,
+    AutocastState,
+    autocast_state,
+    documents_of,
+    kind_and_sizes,
+    lengths_in,
+    sizes_of_lengths,
+)
 from ...torch_private.trees import tree_flatten, tree_map
 from ...torch_private.watching import detects_surroundings, functorch_level, is_any_autocast
 from .host_values import Held, HostValues, Number, is_there
@@ -109,14 +118,7 @@ class BatchNote:
         batch = self.example()
         if batch is None:
             return None
-        found: list[tuple[str, tuple[int, ...]]] = []
-        documents = documents_of(batch)
-        if documents is not None:
-            found.append(("documents", tuple(sorted(length for row in documents for length in row))))
-        for key in GRIDS if isinstance(batch, Mapping) else ():
-            if grids := grids_of(batch, key):
-                found.append((key, tuple(sorted(t * h * w for t, h, w in grids))))
-        return tuple(found)
+        return lengths_in(batch)
 
     @property
     def documents(self) -> list[list[int]] | None:
@@ -131,16 +133,7 @@ class BatchNote:
     @property
     def sizes(self) -> tuple[tuple[str, int], ...]:
         """The sizes that its work can depend on."""
-        sums = [
-            size
-            for name, lengths in self.lengths or ()
-            for size in (
-                (f"{name}.number", len(lengths)),
-                (f"{name}.sum", sum(lengths)),
-                (f"{name}.sum_of_squares", sum(length * length for length in lengths)),
-            )
-        ]
-        return (*self.template.sizes, *sums)
+        return (*self.template.sizes, *sizes_of_lengths(self.lengths or ()))
 
     def example(self) -> Any:
         """Such a batch; None if its values were overwritten before they could be read."""
@@ -277,20 +270,7 @@ class BatchNotes:
         self, batch: Batch, autocast: AutocastState, slot: int | None, model: str | None
     ) -> Template:
         self._made += 1
-        kind: list[Any] = [slot, autocast.dtypes]
-        sizes: list[tuple[str, int]] = []
-        for key, value in batch.items():
-            leaves = [value] if isinstance(value, torch.Tensor) else tree_flatten(value)[0]
-            for number, leaf in enumerate(leaves):
-                if isinstance(leaf, torch.Tensor):
-                    name = str(key) if leaf is value else f"{key}.{number}"
-                    kind.append((name, leaf.dim(), leaf.dtype, leaf.requires_grad))
-                    sizes += [(f"{name}[{i}]", size) for i, size in enumerate(leaf.shape)]
-                elif type(leaf) is int and leaf > 0:  # tokens of a step, say: its work is fitted like sizes
-                    kind.append((key, int))
-                    sizes.append((f"{key}.{number}", leaf))
-                else:
-                    kind.append((key, type(leaf), leaf if isinstance(leaf, _PLAIN) else None))
+        kind, sizes = kind_and_sizes(batch)
         example: dict[str | int, Any] = {key: tree_map(_without_data, value) for key, value in batch.items()}
         samples, tokens = _extent(batch)
         paths = list(_tensor_paths(batch))
@@ -299,8 +279,8 @@ class BatchNotes:
         ]
         return Template(
             number=self._made,
-            kind=tuple(kind),
-            sizes=tuple(sizes),
+            kind=(slot, autocast.dtypes, *kind),
+            sizes=sizes,
             batch=example,
             value_paths=tuple(
                 path for path in paths if path[-1] in _VALUE_KEYS and _has_values(_at(batch, path))

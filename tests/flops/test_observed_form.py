@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from truemfu.monitor.step_flops.form import MicroBatch, ObservedForm
+from truemfu.flops.closed_form.form import MicroBatch, ObservedForm
 
 Sizes = dict[str, int]
 Draw = Callable[[], Sizes]
@@ -24,8 +24,8 @@ def split(flops: int) -> dict[str, int]:
 
 
 def observed(form: ObservedForm, flops: Flops, *steps: Sizes) -> None:
-    for number, sizes in enumerate(steps, 1):
-        assert form.add(number, [batch(**sizes)], split(flops(sizes)))
+    for sizes in steps:
+        assert form.add([batch(**sizes)], split(flops(sizes)))
 
 
 def language_model(sizes: Sizes) -> int:
@@ -40,7 +40,6 @@ def test_a_language_model_of_varying_length_is_predicted_after_four_lengths() ->
     for count, length in enumerate(lengths):
         assert form.predict([batch(ids_0=4, ids_1=200, labels_1=200)]) is None, count
         assert form.add(
-            count,
             [batch(ids_0=4, ids_1=length, labels_1=length)],
             split(language_model({"ids_0": 4, "ids_1": length})),
         )
@@ -64,9 +63,9 @@ def test_accumulated_micro_batches_add_up() -> None:
     def step() -> list[Sizes]:
         return [{"ids_0": draw.randint(1, 8), "ids_1": draw.randint(20, 500)} for _ in range(3)]
 
-    for number in range(8):
+    for _ in range(8):
         sizes = step()
-        assert form.add(number, [batch(**each) for each in sizes], split(sum(map(language_model, sizes))))
+        assert form.add([batch(**each) for each in sizes], split(sum(map(language_model, sizes))))
     answers = 0
     for _ in range(50):
         sizes = step()
@@ -243,25 +242,24 @@ def programs(seed: int) -> tuple[Flops, Draw]:
 
 def run_of(
     seed: int, steps: int = 24, accumulation: int = 1
-) -> Iterator[tuple[str, dict[str, int] | None, dict[str, int]]]:
+) -> Iterator[tuple[dict[str, int] | None, dict[str, int]]]:
     """A run that observes one step in two: what it would have said before each step, and the truth."""
     flops, sizes = programs(seed)
     form, draw = ObservedForm(), random.Random(-seed)
-    for number in range(steps):
+    for _ in range(steps):
         drawn = [sizes() for _ in range(accumulation)]
         truth = split(sum(map(flops, drawn)))
         batches = [batch(**each) for each in drawn]
-        yield form.why_not(batches), form.predict(batches), truth
+        yield form.predict(batches), truth
         if draw.random() < 0.5:
-            form.add(number, batches, truth)
+            form.add(batches, truth)
 
 
 @pytest.mark.parametrize("part", range(8))
 def test_no_prediction_is_wrong_on_models_that_round_and_limit(part: int) -> None:
     answers = 0
     for seed in range(part * 250, part * 250 + 250):
-        for why_not, answer, truth in run_of(seed, accumulation=1 + seed % 3 // 2):
+        for answer, truth in run_of(seed, accumulation=1 + seed % 3 // 2):
             assert answer in (None, truth), seed
-            assert bool(why_not) == (answer is None)
             answers += answer is not None
     assert answers > 500

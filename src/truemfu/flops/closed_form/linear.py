@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from fractions import Fraction
 from math import gcd, lcm
 
 
@@ -34,6 +35,10 @@ class Linear:
                 return None
             results.append(value)
         return results
+
+    def factors(self, output: int) -> list[tuple[int, Fraction]]:
+        """The columns of a row that a function adds up, with their factors."""
+        return [(at, Fraction(weight, self._divisor)) for at, weight in self._outputs[output]]
 
 
 def solve(width: int, equations: Iterable[tuple[list[int], Sequence[int]]]) -> Linear | None:

@@ -19,18 +19,13 @@ class SizeRange:
     values off the observed grid may be rounded where the observed ones were not.
     """
 
-    def __init__(self, name: str, observed: Sequence[int]) -> None:
-        self._name, self._low, self._high = name, min(observed), max(observed)
+    def __init__(self, observed: Sequence[int]) -> None:
+        self._low, self._high = min(observed), max(observed)
         self._stride = gcd(*(value - self._low for value in observed))
 
-    def problem(self, value: int) -> str:
-        """Why nothing is known for this value; empty if it is in range."""
-        if value < self._low or value > self._high:
-            span = f"{self._low}" if self._low == self._high else f"{self._low} to {self._high}"
-            return f"{self._name} is {value} and was {span} in the observed steps"
-        if self._stride > 1 and (value - self._low) % self._stride:
-            return f"{self._name} is {value} and was {self._low} plus multiples of {self._stride} so far"
-        return ""
+    def __contains__(self, value: int) -> bool:
+        is_between = self._low <= value <= self._high
+        return is_between and (self._stride == 0 or (value - self._low) % self._stride == 0)
 
 
 class Varying:
@@ -39,9 +34,9 @@ class Varying:
     def __init__(self, names: tuple[str, ...], steps: Sequence[_Points]) -> None:
         points = sorted({point for step in steps for point in step})
         columns = list(zip(*points, strict=True))
-        self._names = names
-        self._count = SizeRange("the number of micro-batches", [len(step) for step in steps])
-        self._ranges = [SizeRange(name, column) for name, column in zip(names, columns, strict=True)]
+        self.names = names
+        self._count = SizeRange([len(step) for step in steps])
+        self._ranges = [SizeRange(column) for column in columns]
         self._sums: list[tuple[int, Linear]] = []
         self._products: list[tuple[int, int, int, int, int]] = []
         self.basis: list[int] = []
@@ -60,20 +55,22 @@ class Varying:
             one for one in bases if not any(one != other and all(map(le, one, other)) for other in bases)
         ]
 
-    def problem(self, points: _Points) -> str:
-        """Why observed steps do not speak for micro-batches of these sizes; empty if they do."""
-        problem = self._count.problem(len(points))
-        for point in points:
-            for size, value in zip(self._ranges, point, strict=True):
-                problem = problem or size.problem(value)
-            for index, linear in self._sums:
-                row = self._affine(point)[: 1 + sum(at < index for at in self.basis)]
-                if linear.integers(row) != [point[index]]:
-                    problem = problem or self._other_relation(index)
-            for index, first, second, numerator, denominator in self._products:
-                if point[index] * denominator != point[first] * point[second] * numerator:
-                    problem = problem or self._other_relation(index)
-        return problem
+    def covers(self, points: _Points) -> bool:
+        """Whether observed steps speak for micro-batches of these sizes."""
+        return len(points) in self._count and all(map(self._covers, points))
+
+    def _covers(self, point: tuple[int, ...]) -> bool:
+        for size, value in zip(self._ranges, point, strict=True):
+            if value not in size:
+                return False
+        for index, linear in self._sums:
+            row = self._affine(point)[: 1 + sum(at < index for at in self.basis)]
+            if linear.integers(row) != [point[index]]:
+                return False
+        for index, first, second, numerator, denominator in self._products:
+            if point[index] * denominator != point[first] * point[second] * numerator:
+                return False
+        return True
 
     def is_below_an_observed(self, point: tuple[int, ...]) -> bool:
         """Whether one observed micro-batch had each of the independent sizes at least as large as here."""
@@ -82,9 +79,6 @@ class Varying:
 
     def _affine(self, point: tuple[int, ...]) -> list[int]:
         return [1, *(point[at] for at in self.basis)]
-
-    def _other_relation(self, index: int) -> str:
-        return f"{self._names[index]} relates to the other sizes in another way than in the observed steps"
 
 
 def _product(columns: Sequence[tuple[int, ...]], index: int) -> tuple[int, int, int, int, int] | None:

@@ -1,0 +1,221 @@
+"""Counts of one model's batches, each counted once, and a closed form fitted to them.
+
+    batch ──► its kind and sizes
+                ├─ counted before                     ──► that count
+                ├─ the form speaks for these sizes    ──► closed form
+                └─ else                               ──► counted on fake tensors: the form learns from it
+
+The model is an argument of each call, so that a cache of counts does not keep it alive.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...convention import Convention
+from ..arguments import check_call
+from ..attention.windows import Windows
+from ..batch import digest_of, documents_of
+from ..count.count import run_counted, warn_uncounted
+from ..count.counted_step import CountedStep
+from ..count.counting_mode import CountingMode
+from ..flop_count import FlopCount
+from ..shadow.tensor_makers import device_of
+from ..wrappers import unwrap
+from .batch_key import BatchKey
+from .copies import Example, with_other_values, with_values
+from .form import MicroBatch, ObservedForm
+from .integers import TOTALS, count_of, integers_of
+
+CLOSED_FORM = "closed form"
+_VALUES_MATTER = (
+    "the work may depend on the values of a batch (a mask, labels, a number), not on its shapes alone"
+)
+_MOST_KINDS = 64
+_MOST_COUNTS = 1024
+_MOST_OPERATORS = 60_000
+"""Further operators of longer copies beyond which these are not counted: the model loops over positions."""
+
+
+@dataclass
+class _Kind:
+    """Batches that differ in their sizes alone."""
+
+    by_values: bool = False
+    """Whether their work depends on the integers in them."""
+    longest: int = 0
+    """The longest packed document in a counted batch."""
+    form: ObservedForm = field(default_factory=ObservedForm)
+    counts: OrderedDict[Hashable, FlopCount] = field(default_factory=OrderedDict)
+    notes: dict[str, None] = field(default_factory=dict)
+
+    def exact_key(self, key: BatchKey, batch: Any) -> Hashable:
+        """Equal for batches of the same work."""
+        return key.sizes, key.grids, key.documents, digest_of(batch) if self.by_values else None
+
+    def predict(self, key: BatchKey) -> dict[str, int] | None:
+        """The integers of a batch by the form; None if it does not speak for its sizes."""
+        is_longer = max(key.documents, default=0) > self.longest
+        if self.by_values or key.grids or is_longer or not self.form.is_fitted:
+            return None
+        return self.form.predict([MicroBatch(key.kind, key.sizes)])
+
+    def learn(self, key: BatchKey, count: FlopCount) -> None:
+        """Let the form learn from a count."""
+        self.longest = max((self.longest, *key.documents))
+        self.notes |= dict.fromkeys(count.notes)
+        self.form.add([MicroBatch(key.kind, key.sizes)], integers_of(count))
+
+
+class BatchCounts:
+    """FLOPs of one model as a function of the batch; every call must pass the same, unchanged model."""
+
+    def __init__(
+        self,
+        *,
+        convention: Convention,
+        backward: bool,
+        loss_fn: Callable[[Any], torch.Tensor] | None,
+    ) -> None:
+        self.convention = convention
+        self._backward, self._loss_fn = backward, loss_fn
+        self._windows: Windows | None = None
+        self._kinds: OrderedDict[Hashable, _Kind] = OrderedDict()
+
+    @property
+    def forms(self) -> list[ObservedForm]:
+        """The form of each kind of batches, oldest first."""
+        return [kind.form for kind in self._kinds.values()]
+
+    def fit(self, model: nn.Module, batch: Any) -> None:
+        """Count a batch, and copies of it in other sizes until a form speaks for the sizes between them."""
+        batch = _arguments(batch)
+        key = BatchKey.of(batch)
+        _, operators = self._counted(model, batch, key)
+        if key is None or key.grids or self._kinds[key.kind].by_values:
+            return
+        example = Example(with_values(batch))
+        for samples, length in _other_sizes(example):
+            counted = self._learn_copy(model, key.kind, example.copy(samples, length))
+            if counted is None and length is not None:  # the model may accept no other length
+                counted = self._learn_copy(model, key.kind, example.copy(samples, None))
+            if counted is None or (counted and 4 * (operators - counted) > _MOST_OPERATORS):
+                return
+
+    def count(self, model: nn.Module, batch: Any) -> FlopCount:
+        """The count of a batch."""
+        batch = _arguments(batch)
+        key = BatchKey.of(batch)
+        count = None if key is None else self._known(key, batch)
+        if count is None:
+            count, _ = self._counted(model, batch, key)
+        self._windows = self._windows or Windows(unwrap(model), self.convention)
+        outside = self._windows.notes_for_batch(batch)
+        return replace(count, notes=(*count.notes, *outside)) if outside else count
+
+    def _known(self, key: BatchKey, batch: Any) -> FlopCount | None:
+        """The count of a batch like one that was counted, or by the form."""
+        kind = self._kinds.get(key.kind)
+        if kind is None:
+            return None
+        count = kind.counts.get(kind.exact_key(key, batch))
+        integers = kind.predict(key) if count is None else None
+        if integers is None:
+            return count
+        return count_of(integers, method=CLOSED_FORM, convention=self.convention, notes=tuple(kind.notes))
+
+    def _counted(self, model: nn.Module, batch: Any, key: BatchKey | None) -> tuple[FlopCount, int]:
+        """Count a batch and keep the result; also returns the number of operators."""
+        filled = with_values(batch)
+        tally, method, notes = run_counted(
+            model,
+            filled,
+            convention=self.convention,
+            backward=self._backward,
+            loss_fn=self._loss_fn,
+            device=_device_of(model),
+        )
+        count = tally.result(method=method, notes=notes)
+        warn_uncounted(count)
+        if key is None:
+            return count, tally.operators
+        kind = self._kinds.get(key.kind)
+        if kind is None:
+            kind = self._kinds[key.kind] = _Kind(by_values=self._depends_on_values(model, filled, count))
+            if len(self._kinds) > _MOST_KINDS:
+                self._kinds.popitem(last=False)
+        if kind.by_values:
+            count = replace(count, notes=(*count.notes, _VALUES_MATTER))
+        kind.counts[kind.exact_key(key, batch)] = count
+        if len(kind.counts) > _MOST_COUNTS:
+            kind.counts.popitem(last=False)
+        if not kind.by_values and not key.grids:
+            kind.learn(key, count)
+        return count, tally.operators
+
+    def _depends_on_values(self, model: nn.Module, batch: Any, count: FlopCount) -> bool:
+        """Whether a batch with other integers has other work; True if in doubt."""
+        other = with_other_values(batch)
+        if other is None:
+            return False
+        try:
+            changed = self._copy_counted(model, other).result(method="")
+        except Exception:  # whatever the model raises for values that it was not given
+            return True
+        return any(getattr(changed, total) != getattr(count, total) for total in TOTALS)
+
+    def _learn_copy(self, model: nn.Module, kind: Hashable, copy: Any) -> int | None:
+        """Count a copy; its number of operators, 0 if the form knows it already, None if it cannot run."""
+        key = BatchKey.of(copy)
+        assert key is not None
+        if self._kinds[kind].predict(key) is not None:
+            return 0
+        try:
+            tally = self._copy_counted(model, copy)
+        except Exception:  # whatever the model raises for sizes that it was not given
+            return None
+        self._kinds[kind].learn(key, tally.result(method=""))
+        return tally.operators
+
+    def _copy_counted(self, model: nn.Module, copy: Any) -> CountingMode:
+        """A step on a copy of a batch, on fake tensors or not at all."""
+        args, kwargs = check_call(model, copy)
+        documents, device = documents_of(copy), _device_of(model)
+        step = CountedStep(
+            model, args, kwargs, self.convention, self._backward, self._loss_fn, documents, device
+        )
+        return step.run_fake()[0]
+
+
+def _other_sizes(example: Example) -> Iterator[tuple[int | None, int | None]]:
+    """Samples and lengths of copies: extremes first, then what a form with more terms needs."""
+    samples, length = example.samples or 0, example.length or 0
+    if not samples and not length:
+        return
+    for other_samples, other_length in (
+        (2, 5),
+        (1, 4 * length + 3),
+        (4 * samples + 3, 6),
+        (3, 2 * length + 1),
+        (5, 7),
+        (7, length + 2),
+        (6, 11),
+    ):
+        yield other_samples if samples else None, other_length if length else None
+
+
+def _arguments(batch: Any) -> Any:
+    """The batch, with a single tensor as the only positional argument."""
+    return (batch,) if isinstance(batch, torch.Tensor) else batch
+
+
+def _device_of(model: nn.Module) -> torch.device | None:
+    """Where the model's batches are taken to be."""
+    first = next(iter(model.parameters()), None)
+    return None if first is None else device_of(first)
