@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from truemfu.text import printable
 def page(tmp_path: Path, sentence: str = "", table: Table | None = None, **values: Any) -> str:
     """One of our pages, a comparison, with these values."""
     given = {"title": "A <title>", "lead": "Lead.", "verdict": [], "chart": None, "remarks": [], **values}
-    tables = [] if table is None else [(sentence, table)]
+    tables = [] if table is None else [replace(table, sentence=sentence)]
     path = write_template(tmp_path / "new" / "page.html", "compare_page.html.jinja", tables=tables, **given)
     return path.read_text(encoding="utf-8")
 
