@@ -7,7 +7,8 @@ images, audio or features, whichever the model's first layer takes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -18,6 +19,7 @@ from ..batch import CUMULATIVE, GRIDS, documents_in, grids_of
 from .streams import FEATURES, SIGNAL, TARGET, TOKENS, Sizes
 from .walk import Walk
 
+Batch = Mapping[str, Any]
 DEFAULT_PATCHES = 576
 _TOKENS = ("input_ids", "inputs_embeds", "tokens", "idx", "src")
 _TARGET = ("decoder_input_ids", "decoder_inputs_embeds", "labels", "tgt")
@@ -25,7 +27,7 @@ _AUDIO = ("input_features", "input_values", "audio_values")
 _NO_INPUT = ("mask", "label", "position", "type_ids", "target", "weight", "cache", "past")
 
 
-def sizes_of(batch: Mapping[str, Any], walk: Walk) -> tuple[Sizes, list[str]]:
+def sizes_of(batch: Batch, walk: Walk) -> tuple[Sizes, list[str]]:
     """The sizes of the inputs that a model's layers take, and notes on what had to be assumed."""
     notes: list[str] = []
     sizes = {source: _READERS[source](batch, walk, notes) for source in walk.sources}
@@ -37,25 +39,21 @@ def sizes_of(batch: Mapping[str, Any], walk: Walk) -> tuple[Sizes, list[str]]:
     return sizes, notes
 
 
-def _tokens(batch: Mapping[str, Any], walk: Walk, notes: list[str]) -> Counter[int]:
+def _tokens(batch: Batch, walk: Walk, notes: list[str]) -> Counter[int]:
     """Rows of text, or the documents packed into them if their lengths are on the CPU."""
     ids = _find(batch, _TOKENS, floating=False)
     if ids is None:
         return Counter()
     samples, length = (1, ids.shape[0]) if ids.dim() == 1 else ids.shape[:2]
-    keys = (*CUMULATIVE, "position_ids", "attention_mask")
-    given = {key: batch[key] for key in keys if isinstance(batch.get(key), torch.Tensor)}
-    readable = {key: tensor for key, tensor in given.items() if tensor.device.type == "cpu"}
-    documents = documents_in(readable)
+    given = {key: batch.get(key) for key in (*CUMULATIVE, "position_ids", "attention_mask")}
+    documents = documents_in({k: t for k, t in given.items() if str(getattr(t, "device", "")) == "cpu"})
     if documents is not None:
         times = max(samples // len(documents), 1)  # one row of position ids may apply to all samples
         return Counter([n for row in documents for n in row] * times)
-    if given.keys() - readable.keys() - {"attention_mask"}:
-        notes.append("each row counts as one document: the documents' lengths are not on the CPU")
     return Counter({length: samples})
 
 
-def _signal(batch: Mapping[str, Any], walk: Walk, notes: list[str]) -> Counter[int]:
+def _signal(batch: Batch, walk: Walk, notes: list[str]) -> Counter[int]:
     """Images, whole or cut into patches, or audio; their positions are pixels or samples."""
     patches: list[int] = []
     for grid_key, key in GRIDS.items():
@@ -81,17 +79,9 @@ def _signal(batch: Mapping[str, Any], walk: Walk, notes: list[str]) -> Counter[i
     return Counter({prod(signal.shape[-walk.signal_dims :]): prod(signal.shape[:outer])})
 
 
-def _features(batch: Mapping[str, Any], walk: Walk, notes: list[str]) -> Counter[int]:
-    """Rows of floating point features."""
-    return _rows(_find(batch, (), floating=True), walk)
-
-
-def _target(batch: Mapping[str, Any], walk: Walk, notes: list[str]) -> Counter[int]:
-    """The text of a decoder, as token ids or features."""
-    return _rows(_find(batch, _TARGET), walk)
-
-
-def _rows(tensor: torch.Tensor | None, walk: Walk) -> Counter[int]:
+def _rows(batch: Batch, walk: Walk, notes: list[str], *, is_target: bool) -> Counter[int]:
+    """Rows of features, or the text of a decoder as token ids or features."""
+    tensor = _find(batch, _TARGET) if is_target else _find(batch, (), floating=True)
     if tensor is None:
         return Counter()
     shape = tuple(tensor.shape)
@@ -102,9 +92,7 @@ def _rows(tensor: torch.Tensor | None, walk: Walk) -> Counter[int]:
     return Counter({prod(shape) // width // max(samples, 1): samples})
 
 
-def _find(
-    batch: Mapping[str, Any], names: Sequence[str], *, floating: bool | None = None
-) -> torch.Tensor | None:
+def _find(batch: Batch, names: Sequence[str], *, floating: bool | None = None) -> torch.Tensor | None:
     """The first tensor of these names; else, of this dtype, the first that is no mask, label or position."""
     tensors = {name: t for name, t in batch.items() if isinstance(t, torch.Tensor) and t.dim()}
     named = next((tensors[name] for name in names if name in tensors), None)
@@ -114,4 +102,9 @@ def _find(
     return next((t for t in inputs if t.is_floating_point() == floating), None)
 
 
-_READERS = {TOKENS: _tokens, SIGNAL: _signal, FEATURES: _features, TARGET: _target}
+_READERS: dict[str, Callable[[Batch, Walk, list[str]], Counter[int]]] = {
+    TOKENS: _tokens,
+    SIGNAL: _signal,
+    FEATURES: partial(_rows, is_target=False),
+    TARGET: partial(_rows, is_target=True),
+}

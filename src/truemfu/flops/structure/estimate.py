@@ -1,10 +1,7 @@
 """FLOPs of a training step from the model's structure: nothing is run, and a batch takes microseconds.
 
-    model ──► Walk (once, milliseconds) ──► FLOPs for each row and query-key pair
-    batch ──► Sizes, from shapes ──────────► × ──► FlopCount
-
-`count_flops` runs the model on fake tensors and is exact; this reads modules, shapes and configuration, and
-is right if a forward does what its modules suggest. docs/estimate.md has its error on public cases.
+model ──► Walk (once, milliseconds) ──► FLOPs for each row and query-key pair
+batch ──► Sizes, from shapes ──────────► × ──► FlopCount
 """
 
 from __future__ import annotations

@@ -6,10 +6,8 @@ model names are used.
 
 from __future__ import annotations
 
-import inspect
 import re
 from fractions import Fraction
-from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -18,16 +16,17 @@ from torch import nn
 from ..wrappers import unwrap
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_POOLS = ("MaxPool", "AvgPool")
+RESIZERS = (nn.Upsample, *(getattr(nn, f"{kind}{dims}d") for kind in _POOLS for dims in (1, 2, 3)))
 MATRIX = re.compile(r"^(w\d*|kernel)$|weight|proj|router|gate|^up|^down", re.IGNORECASE)
 _TABLE = re.compile(r"pos|embed|token|bias|norm|scale|table|cls|quer|latent|mean|std|prompt", re.IGNORECASE)
 _POSITIONS = re.compile(r"pos|wpe|type|segment|relative|time", re.IGNORECASE)
 _EXTRA_TOKENS = re.compile(r"(cls|class|dist|reg)\w*_(token|embed)", re.IGNORECASE)
 CROSS = re.compile(r"cross|encoder_?attn|enc_?dec|multihead_attn", re.IGNORECASE)
 _FUSED = re.compile(r"(to_|w|attn_)?qkv(_\w+)?|c_attn|query_key_value|w_pack", re.IGNORECASE)
-_QUERIES = re.compile(r"(to_|w|linear_)?q(_\w+)?|quer(y|ies)\w*", re.IGNORECASE)
+_QUERIES = re.compile(r"(to_|w|linear_)?q(_\w+)?|quer(y|ies)(?!_key)\w*", re.IGNORECASE)
 KEYS = re.compile(r"(to_|w|linear_|c_)?(k|v|kv)(_\w+)?|(keys?|values?)(_\w+)?", re.IGNORECASE)
 _OUT = re.compile(r"w?o|o_proj|(to_|linear_)?out(_proj|_lin|put)?|dense|(c_)?proj(ection)?", re.IGNORECASE)
-_POOL_CALL = re.compile(r"(?:max|avg)_pool2d\(.*?, (?:kernel_size=)?\(?(\d+)")
 
 
 def first_weight(module: nn.Module) -> nn.Parameter | None:
@@ -45,17 +44,6 @@ def features(module: nn.Module) -> tuple[int, int] | None:
     weight = module._parameters.get("weight")
     if weight is not None and weight.dim() == 2 and getattr(module, "nf", None) == weight.shape[1]:
         return weight.shape[0], weight.shape[1]  # stored transposed
-    return None
-
-
-def input_width(module: nn.Module) -> int | None:
-    """The features that the first layer of a module takes; None if that layer reads several positions."""
-    for child in module.modules():
-        sizes = features(child)
-        if sizes is not None:
-            return sizes[0]
-        if isinstance(child, CONVOLUTIONS):
-            return child.in_channels if max(child.kernel_size) == 1 else None
     return None
 
 
@@ -78,26 +66,11 @@ def extra_tokens(module: nn.Module) -> int:
 
 def stride_of(module: Any, dims: int) -> Fraction:
     """How many positions a convolution, pooling or upsampling reads for each one it writes."""
-    scale = getattr(module, "scale_factor", None) or 1
-    stride = getattr(module, "stride", None) or getattr(module, "kernel_size", 1)
-    factor = prod(stride) if isinstance(stride, tuple) else stride**dims
-    is_growing = getattr(module, "transposed", False)
-    return Fraction(1, factor) if is_growing else factor / Fraction(scale) ** dims
-
-
-@lru_cache(maxsize=1024)
-def pools_called_in(forward: Any) -> dict[str, int]:
-    """The strides of the poolings that a forward calls as functions, by the child used last before each."""
-    try:
-        lines = inspect.getsource(forward).splitlines()
-    except (OSError, TypeError):  # no source: a class that was defined interactively
-        return {}
-    pools, last = {}, ""
-    for line in lines:
-        last = (re.findall(r"self\.(\w+)\(", line) or [last])[-1]
-        if (pool := _POOL_CALL.search(line)) is not None:
-            pools[last] = int((re.search(r"stride=\(?(\d+)", line) or pool)[1])
-    return pools
+    if isinstance(module, nn.Upsample):
+        return 1 / Fraction(getattr(module, "scale_factor", None) or 1) ** dims
+    stride = module.stride or module.kernel_size
+    positions = Fraction(prod(stride) if isinstance(stride, tuple) else stride**dims)
+    return 1 / positions if getattr(module, "transposed", False) else positions
 
 
 def attention_widths(module: nn.Module) -> tuple[int, int] | None:
@@ -134,12 +107,9 @@ def is_list(module: nn.Module) -> bool:
     return isinstance(module, nn.ModuleList) or is_repeated
 
 
-def runnable(module: nn.Module, parent: nn.Module) -> dict[str, nn.Module]:
-    """The children that run: of adapters the active ones, of a layer trained as a copy the copy."""
+def runnable(module: nn.Module) -> dict[str, nn.Module]:
+    """The children that run: of a layer that is trained as a copy, the copy."""
     children = {name: unwrap(child) for name, child in module._modules.items() if child is not None}
-    active = getattr(parent, "active_adapters", None)
-    if isinstance(module, nn.ModuleDict) and isinstance(active, (list, tuple)):
-        children = {name: child for name, child in children.items() if name in active}
     if len(getattr(module, "modules_to_save", ())):
         children.pop("original_module", None)
     return children

@@ -1,8 +1,8 @@
 """A model's layers in the order they are registered, with the rows each one processes and its backward.
 
 Nothing is run, so what a forward does between its layers is inferred from how models are usually written:
-children run in the order they are registered; a layer that fits its block's input and not the last output
-reads the former; a token embedding starts the text, a convolution the images or audio.
+children run in the order they are registered, a shortcut beside the others; a token embedding starts the
+text, a convolution the images or audio.
 """
 
 from __future__ import annotations
@@ -27,10 +27,8 @@ from . import layers
 from .streams import FEATURES, SIGNAL, TARGET, TOKENS, Pairs, Stream
 
 FUSED_NOTE = "a fused attention kernel is assumed, whose backward computes the scores again"
-_POOLS = ("MaxPool", "AvgPool")
-_RESIZERS = (nn.Upsample, *(getattr(nn, f"{kind}{dims}d") for kind in _POOLS for dims in (1, 2, 3)))
 _TOP_K = ("top_k", "num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk")
-_BRANCH = re.compile(r"shortcut|skip|identity", re.IGNORECASE)
+_BRANCH = re.compile(r"shortcut|skip|identity|downsample$", re.IGNORECASE)
 
 
 class Point(NamedTuple):
@@ -41,25 +39,24 @@ class Point(NamedTuple):
 
 
 class Walk:
-    """One pass over a model's modules; `works`, `uncounted` and `notes` are what it found."""
+    """One pass over a model's modules; the public attributes are what it found."""
 
     def __init__(self, model: nn.Module, convention: Convention) -> None:
         self.works: defaultdict[tuple[Stream | Pairs, str], Counter[str]] = defaultdict(Counter)
         """Forward, backward and recomputed FLOPs for each row or pair, by dtype."""
+        self.sources: set[str] = set()
+        """The inputs that the layers take."""
         self.uncounted: Counter[str] = Counter()
         self.notes: dict[str, None] = {}
         self.features_in: int | None = None
         """Features that the first layer takes, if it is a linear one."""
-        self.signal_dims = 0
-        """Dimensions of the images or the audio that the first convolution takes."""
-        self.patch_size = Fraction(1)
-        """Positions that it reads for each row."""
+        self.signal_dims, self.patch_size = 0, Fraction(1)
+        """Dimensions of the images or audio that a convolution takes, and positions for each of its rows."""
         self.sequence_first = False
         self._convention = convention
         self._has_text = any(layers.starts_text(module, path) for path, module in model.named_modules())
         self._point = Point(Stream(FEATURES), None)
-        self._memory: Stream | None = None
-        """The output of an encoder, for cross-attention."""
+        self._encoded: Stream | None = None
         self._is_trained = False
         """Whether a layer before this one is trained, so that backward reaches its output."""
         self._around: list[nn.Module] = [model]
@@ -71,11 +68,6 @@ class Walk:
         self._seen: set[int] = set()
         self._visit(model, "")
 
-    @property
-    def sources(self) -> set[str]:
-        """The inputs that the model's layers take."""
-        return {units.source for units, _ in self.works if isinstance(units, Stream)}
-
     def _visit(self, module: nn.Module, name: str) -> None:
         """Record the work of a module and move to the point after it."""
         self._around.append(module)
@@ -83,71 +75,60 @@ class Walk:
         (stream, width), sizes = self._point, layers.features(module)
         if isinstance(module, layers.CONVOLUTIONS):
             self._convolve(module)
-        elif isinstance(module, _RESIZERS):
+        elif isinstance(module, layers.RESIZERS):
             self._resize(layers.stride_of(module, self.signal_dims))
-        elif "AdaptiveAvgPool" in type(module).__name__:
+        elif type(module).__name__.startswith("Adaptive"):  # pooling to a given size, usually 1
             self._point = Point(replace(stream, pooled=True), width)
         elif sizes is not None:
             self._multiply(module, *sizes)
         elif layers.starts_text(module, name) and stream.source not in (TOKENS, TARGET):
-            self._point = Point(Stream(TOKENS), module.embedding_dim)
+            self._point = Point(Stream(TOKENS), None)
         elif not isinstance(module, nn.Embedding):
             self._multiply_own(module)
             self._visit_children(module, name)
-            if (widths := layers.attention_widths(module)) is not None:
-                self._attend(module, name, *widths)
         self._is_trained |= any(p is not None and p.requires_grad for p in module._parameters.values())
         self._around.pop()
 
     def _visit_children(self, module: nn.Module, name: str) -> None:
-        children = layers.runnable(module, self._around[-2])
+        """Visit the children in order; of experts that are modules, one for all."""
+        children, experts = layers.runnable(module), self._experts
         is_list, before = layers.is_list(module), self._point
         if is_list and "expert" in name:
             self._experts = self._visited_experts(module, len(children))
             children = dict([*children.items()][:1])
-        is_attention, pools = (
-            layers.attention_widths(module) is not None,
-            layers.pools_called_in(type(module).forward),
-        )
+        is_cross = bool(layers.CROSS.search(name))
         for index, (child_name, child) in enumerate(children.items()):
             if id(child) in self._seen and not isinstance(module, (nn.ModuleList, nn.Sequential)):
                 continue  # another name of a layer that is registered elsewhere
             last, is_branch = self._point, bool(_BRANCH.search(child_name))
             if layers.is_decoder(child, child_name):
-                self._memory, self._point = last.stream, Point(Stream(TARGET), None)
-            elif is_attention:
-                is_memory = layers.CROSS.search(name) and layers.KEYS.fullmatch(child_name)
-                self._point = Point(self._memory if is_memory and self._memory else before.stream, None)
-            elif is_branch or layers.input_width(child) == before.width not in (None, last.width):
+                self._encoded, self._point = last.stream, Point(Stream(TARGET), None)
+            elif is_cross and self._encoded and layers.KEYS.fullmatch(child_name):
+                is_branch, self._point = True, Point(self._encoded, None)
+            elif is_branch:
                 self._point = before
             self._blocks += [index] * is_list
             self._visit(child, child_name)
             del self._blocks[len(self._blocks) - is_list :]
             if is_branch:
                 self._point = last
-            if child_name in pools:
-                self._resize(Fraction(pools[child_name] ** 2))
-        self._experts = 1
+        self._experts = experts
+        if (widths := layers.attention_widths(module)) is not None:
+            self._attend(module, is_cross, *widths)
         stream, width = self._point
         if stream.pooled and width == before.width:
             self._point = before  # channels were weighted by their pooled values
         elif stream.stride != before.stream.stride:
             self._point = Point(replace(stream, extra=stream.extra + layers.extra_tokens(module)), width)
 
-    def _add(
-        self,
-        weight: torch.Tensor | None,
-        units: Stream | Pairs,
-        flops: int,
-        products: int | None = None,
-        again: int = 0,
-    ) -> None:
+    def _add(self, weight: torch.Tensor | None, rows: Stream, flops: int) -> None:
         """Record a product; in backward there is one for the weight and one for the input, if needed."""
         is_trained = weight is not None and weight.requires_grad
         flops *= self._experts
-        backward = flops * (is_trained + self._is_trained if products is None else products)
-        again += flops * any(map(layers.is_checkpointed, self._around))
-        self.works[units, self._dtype(weight)].update(forward=flops, backward=backward, recompute=again)
+        backward = flops * (is_trained + self._is_trained)
+        again = flops * any(map(layers.is_checkpointed, self._around))
+        self.works[rows, self._dtype(weight)].update(forward=flops, backward=backward, recompute=again)
+        self.sources.add(rows.source)
         self._is_trained |= is_trained
 
     def _dtype(self, weight: torch.Tensor | None) -> str:
@@ -168,11 +149,12 @@ class Walk:
         stream, width = self._point
         if width is None and stream.source in (FEATURES, TARGET):
             self.features_in = self.features_in or features_in
-        rows, is_image = stream, stream.source == SIGNAL and self.signal_dims > 1
-        if is_image and not self._blocks and not self._has_text:
-            rows = replace(stream, pooled=True)
-        elif is_image and width and features_in % width == 0:
-            rows = stream = replace(stream, stride=stream.stride * (features_in // width))
+        rows = stream
+        if stream.source == SIGNAL and self.signal_dims > 1 and not self._blocks:
+            if not self._has_text:
+                rows = replace(stream, pooled=True)
+            elif width and features_in % width == 0:
+                rows = stream = replace(stream, stride=stream.stride * (features_in // width))
         self._add(layers.first_weight(module), rows, 2 * features_in * features_out)
         self._point = Point(stream, features_out)
 
@@ -189,8 +171,7 @@ class Walk:
 
     def _visited_experts(self, module: nn.Module, count: int) -> int:
         """How many experts a token is routed to; raises ModelError if nothing states it."""
-        block = self._around[-2]
-        holders = (module, block, *block.children(), self._config)
+        holders = (*self._around[:-3:-1], *self._around[-2].children(), self._config)
         values = (getattr(holder, name, None) for holder in holders for name in _TOP_K)
         visited = next((value for value in values if isinstance(value, int)), None)
         if visited is None or not 0 < visited <= count:
@@ -214,10 +195,7 @@ class Walk:
 
     def _convolve(self, module: Any) -> None:
         """A convolution: each output (transposed: each input) is multiplied by the kernel of its group."""
-        dims, (stream, width) = len(module.kernel_size), self._point
-        if stream.source == FEATURES and width is not None:
-            self.uncounted[f"{type(module).__name__} on features"] += 1
-            return
+        dims, stream = len(module.kernel_size), self._point.stream
         if stream.source == FEATURES or (stream.source != SIGNAL and dims > 1):
             self.signal_dims, self.patch_size = dims, layers.stride_of(module, dims)
             self._point = Point(Stream(SIGNAL), None)
@@ -228,17 +206,17 @@ class Walk:
         self._add(layers.first_weight(module), before if module.transposed else after, flops)
         self._point = Point(after, module.out_channels)
 
-    def _attend(self, module: nn.Module, name: str, query_width: int, value_width: int) -> None:
+    def _attend(self, module: nn.Module, is_cross: bool, query_width: int, value_width: int) -> None:
         """Scores and values: four products in backward, and in a fused kernel the scores again."""
         self.sequence_first |= not getattr(module, "batch_first", True)
-        flops, config = 2 * (query_width + value_width), self._config
-        is_fused = self._is_trained and getattr(config, "_attn_implementation", None) != "eager"
-        if is_fused:
+        flops, stream = 2 * (query_width + value_width), self._point.stream
+        again = flops * any(map(layers.is_checkpointed, self._around))
+        if self._is_trained and getattr(self._config, "_attn_implementation", None) != "eager":
+            again += 2 * query_width
             self.notes[FUSED_NOTE] = None
-        keys = self._memory if layers.CROSS.search(name) else None
-        pairs = Pairs(self._point.stream, keys, self._band(module), self._window())
-        products, again = 2 * self._is_trained, 2 * query_width * is_fused
-        self._add(layers.first_weight(module), pairs, flops, products, again)
+        pairs = Pairs(stream, self._encoded if is_cross else None, self._band(module), self._window())
+        work = self.works[pairs, self._dtype(layers.first_weight(module))]
+        work.update(forward=flops, backward=2 * flops * self._is_trained, recompute=again)
 
     def _band(self, module: nn.Module) -> Band:
         """Which pairs the convention counts."""
