@@ -36,7 +36,13 @@ def check_forward(model: nn.Module) -> None:
 
 
 def check_call(model: Any, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The batch as positional and keyword arguments, or a clear error."""
+    """The batch as positional and keyword arguments of a model, or a clear error."""
+    check_model(model)
+    return check_batch(batch)
+
+
+def check_model(model: Any) -> None:
+    """Raise an error for something whose FLOPs cannot be found."""
     if isinstance(model, type) and issubclass(model, nn.Module):
         raise UsageError(
             f"expected a torch.nn.Module to count; got the class itself: pass an instance, {model.__name__}()"
@@ -57,6 +63,10 @@ def check_call(model: Any, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]
         )
     if any(nn.parameter.is_lazy(p) for p in model.parameters()):
         raise ModelError(f"{name} has uninitialised parameters: run one batch through its lazy layers first")
+
+
+def check_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The batch as positional and keyword arguments, or a clear error."""
     if isinstance(batch, Mapping):
         unknown = [key for key in batch if not isinstance(key, str)]
         if unknown:

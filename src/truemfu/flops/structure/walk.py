@@ -1,239 +1,235 @@
 """A model's layers in the order they are registered, with the rows each one processes and its backward.
 
-    module tree ──► Walk: a Flow goes from child to child ──► Work: FLOPs per row, pair, image …
-
 Nothing is run, so what a forward does between its layers is inferred from how models are usually written:
-children run in the order they are registered; queries, keys and values, gates and up-projections read the
-same input; a token embedding starts the text, a convolution that does not fit its input an image or audio.
+children run in the order they are registered, a shortcut beside the others; a token embedding starts the
+text, a convolution the images or audio.
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter, deque
+from collections import Counter, defaultdict
 from dataclasses import replace
-from math import isqrt
-from typing import Any
+from fractions import Fraction
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from ...convention import Convention
 from ...errors import ModelError
-from . import module_types
-from .attention import attend, attend_multihead
-from .children import visit_children
-from .convolution import CONVOLUTIONS, RESIZERS, WIDTHS_NOTE, convolve, resize
-from .dtypes import ComputeDtypes, fsdp_dtype
-from .matrices import CELLS, multiply_own, recur, recur_once
-from .module_types import Linear
-from .streams import FEATURES, FRAMES, PIXELS, TARGET, TOKENS, Quantity, Rows, Stream
-from .work import Flow, Work
+from ..attention.pairs import CAUSAL, FULL, Band
+from ..attention.windows import sliding_window
+from ..operators.dtype_names import dtype_name
+from ..wrappers import unwrap_fsdp
+from . import layers
+from .streams import FEATURES, SIGNAL, TARGET, TOKENS, Pairs, Stream
 
-_AFTER = re.compile(r"post_(feedforward|mlp|ffw|ffn)", re.IGNORECASE)
-_HEAD = re.compile(
-    r"(?:^|\.)(heads?|\w*classifier|classification_head|fc|score|cls|pooler|logits|mlp_head)\b"
-)
-_POOLER = re.compile(r"(?:^|\.)pooler\b")
+FUSED_NOTE = "a fused attention kernel is assumed, whose backward computes the scores again"
+_TOP_K = ("top_k", "num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk")
+_BRANCH = re.compile(r"shortcut|skip|identity|downsample$", re.IGNORECASE)
+
+
+class Point(NamedTuple):
+    """Where the walk is: the rows that the next layer takes, and their features."""
+
+    stream: Stream
+    width: int | None
 
 
 class Walk:
-    """One pass over a model's modules; `works`, `uncounted` and `notes` are what it found."""
+    """One pass over a model's modules; the public attributes are what it found."""
 
     def __init__(self, model: nn.Module, convention: Convention) -> None:
-        self.model, self.convention = model, convention
-        self.works: list[Work] = []
+        self.works: defaultdict[tuple[Stream | Pairs, str], Counter[str]] = defaultdict(Counter)
+        """Forward, backward and recomputed FLOPs for each row or pair, by dtype."""
+        self.sources: set[str] = set()
+        """The inputs that the layers take."""
         self.uncounted: Counter[str] = Counter()
         self.notes: dict[str, None] = {}
         self.features_in: int | None = None
-        """Features of the first layer, if it is neither an embedding nor a convolution."""
+        """Features that the first layer takes, if it is a linear one."""
+        self.signal_dims, self.patch_size = 0, Fraction(1)
+        """Dimensions of the images or audio that a convolution takes, and positions for each of its rows."""
         self.sequence_first = False
-        self.memory: Flow | None = None
-        """The input of the keys in cross-attention."""
-        self.around: list[nn.Module] = []
+        self._convention = convention
+        self._has_text = any(layers.starts_text(module, path) for path, module in model.named_modules())
+        self._point = Point(Stream(FEATURES), None)
+        self._encoded: Stream | None = None
+        self._is_trained = False
+        """Whether a layer before this one is trained, so that backward reaches its output."""
+        self._around: list[nn.Module] = [model]
         """The modules that contain the current one, outermost first, and the current one."""
-        self.blocks: list[int] = []
+        self._blocks: list[int] = []
         """Indices of the current module in the lists of layers that contain it."""
-        self.visited: set[int] = set()
-        self.recent: deque[Flow] = deque(maxlen=32)
-        self.pixel_channels: int | None = None
-        self.dead = False
-        """Whether the current layer does not reach the loss."""
-        self.live_layers: int | None = None
-        """How many layers of the current tower reach the loss, as a list index."""
-        self.contrastive = isinstance(getattr(model, "logit_scale", None), torch.Tensor)
-        self.device_type = next((p.device.type for p in model.parameters()), "cpu")
-        self._dtypes = ComputeDtypes(self.device_type)
-        self._fsdp: list[torch.dtype | None] = [None]
-        self._has_attention = any(module_types.is_attention(m) for m in model.modules())
-        self._has_text = module_types.has_text(model)
-        self.last = self.visit(model, "", Flow(Stream(FEATURES)))
-        if not self.works:
+        self._experts = 1
+        """How many modules like the current one each token visits."""
+        self._seen: set[int] = set()
+        self._visit(model, "")
+
+    def _visit(self, module: nn.Module, name: str) -> None:
+        """Record the work of a module and move to the point after it."""
+        self._around.append(module)
+        self._seen.add(id(module))
+        (stream, width), sizes = self._point, layers.features(module)
+        if isinstance(module, layers.CONVOLUTIONS):
+            self._convolve(module)
+        elif isinstance(module, layers.RESIZERS):
+            self._resize(layers.stride_of(module, self.signal_dims))
+        elif type(module).__name__.startswith("Adaptive"):  # pooling to a given size, usually 1
+            self._point = Point(replace(stream, pooled=True), width)
+        elif sizes is not None:
+            self._multiply(module, *sizes)
+        elif layers.starts_text(module, name) and stream.source not in (TOKENS, TARGET):
+            self._point = Point(Stream(TOKENS), None)
+        elif not isinstance(module, nn.Embedding):
+            self._multiply_own(module)
+            self._visit_children(module, name)
+        self._is_trained |= any(p is not None and p.requires_grad for p in module._parameters.values())
+        self._around.pop()
+
+    def _visit_children(self, module: nn.Module, name: str) -> None:
+        """Visit the children in order; of experts that are modules, one for all."""
+        children, experts = layers.runnable(module), self._experts
+        is_list, before = layers.is_list(module), self._point
+        if is_list and "expert" in name:
+            self._experts = self._visited_experts(module, len(children))
+            children = dict([*children.items()][:1])
+        is_cross = bool(layers.CROSS.search(name))
+        for index, (child_name, child) in enumerate(children.items()):
+            if id(child) in self._seen and not isinstance(module, (nn.ModuleList, nn.Sequential)):
+                continue  # another name of a layer that is registered elsewhere
+            last, is_branch = self._point, bool(_BRANCH.search(child_name))
+            if layers.is_decoder(child, child_name):
+                self._encoded, self._point = last.stream, Point(Stream(TARGET), None)
+            elif is_cross and self._encoded and layers.KEYS.fullmatch(child_name):
+                is_branch, self._point = True, Point(self._encoded, None)
+            elif is_branch:
+                self._point = before
+            self._blocks += [index] * is_list
+            self._visit(child, child_name)
+            del self._blocks[len(self._blocks) - is_list :]
+            if is_branch:
+                self._point = last
+        self._experts = experts
+        if (widths := layers.attention_widths(module)) is not None:
+            self._attend(module, is_cross, *widths)
+        stream, width = self._point
+        if stream.pooled and width == before.width:
+            self._point = before  # channels were weighted by their pooled values
+        elif stream.stride != before.stream.stride:
+            self._point = Point(replace(stream, extra=stream.extra + layers.extra_tokens(module)), width)
+
+    def _add(self, weight: torch.Tensor | None, rows: Stream, flops: int) -> None:
+        """Record a product; in backward there is one for the weight and one for the input, if needed."""
+        is_trained = weight is not None and weight.requires_grad
+        flops *= self._experts
+        backward = flops * (is_trained + self._is_trained)
+        again = flops * any(map(layers.is_checkpointed, self._around))
+        self.works[rows, self._dtype(weight)].update(forward=flops, backward=backward, recompute=again)
+        self.sources.add(rows.source)
+        self._is_trained |= is_trained
+
+    def _dtype(self, weight: torch.Tensor | None) -> str:
+        """The dtype of a product: the weight's, or that of a quantiser, of FSDP2 or of autocast."""
+        device = "cpu" if weight is None else weight.device.type
+        dtype = None if weight is None else weight.dtype
+        if dtype is None or not (dtype.is_floating_point or dtype.is_complex):
+            own = getattr(self._around[-1], "compute_dtype", None)
+            dtype = own if isinstance(own, torch.dtype) else torch.get_default_dtype()
+        sharded = [unwrap_fsdp(module)[1] for module in self._around]
+        dtype = next((found for found in reversed(sharded) if found is not None), dtype)
+        if dtype.itemsize <= 4 and device != "meta" and torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+        return dtype_name(dtype, device, convolution=isinstance(self._around[-1], layers.CONVOLUTIONS))
+
+    def _multiply(self, module: nn.Module, features_in: int, features_out: int) -> None:
+        """A linear layer; its features may show that positions were pooled or merged before it."""
+        stream, width = self._point
+        if width is None and stream.source in (FEATURES, TARGET):
+            self.features_in = self.features_in or features_in
+        rows = stream
+        if stream.source == SIGNAL and self.signal_dims > 1 and not self._blocks:
+            if not self._has_text:
+                rows = replace(stream, pooled=True)
+            elif width and features_in % width == 0:
+                rows = stream = replace(stream, stride=stream.stride * (features_in // width))
+        self._add(layers.first_weight(module), rows, 2 * features_in * features_out)
+        self._point = Point(stream, features_out)
+
+    def _multiply_own(self, module: nn.Module) -> None:
+        """Products with weights that are not layers: routers, experts, recurrent weights, projections."""
+        for name, weight in layers.own_matrices(module).items():
+            if not layers.MATRIX.search(name):
+                self.uncounted[f"parameters of {type(module).__name__}"] += 1
+                continue
+            flops = 2 * weight.numel()
+            if weight.dim() == 3:
+                flops = flops // len(weight) * self._visited_experts(module, len(weight))
+            self._add(weight, self._point.stream, flops)
+
+    def _visited_experts(self, module: nn.Module, count: int) -> int:
+        """How many experts a token is routed to; raises ModelError if nothing states it."""
+        holders = (*self._around[:-3:-1], *self._around[-2].children(), self._config)
+        values = (getattr(holder, name, None) for holder in holders for name in _TOP_K)
+        visited = next((value for value in values if isinstance(value, int)), None)
+        if visited is None or not 0 < visited <= count:
             raise ModelError(
-                f"{type(model).__name__} has no known layer, so it cannot be estimated from its structure: "
-                "count it with count_flops"
+                f"{type(module).__name__} holds {count} experts, and neither its block nor its config states "
+                "how many each token uses (top_k, num_experts_per_tok): count it with count_flops"
             )
+        return visited
 
     @property
-    def config(self) -> Any:
+    def _config(self) -> Any:
         """The nearest configuration."""
-        return next((c for m in reversed(self.around) if (c := getattr(m, "config", None)) is not None), None)
+        configs = (getattr(module, "config", None) for module in reversed(self._around))
+        return next((config for config in configs if config is not None), None)
 
-    def add(
-        self,
-        path: str,
-        kind: str,
-        dtype: str,
-        counted: Quantity,
-        forward: int,
-        backward: int,
-        *,
-        executed: Quantity | None = None,
-        executed_backward: int | None = None,
-    ) -> None:
-        """Record one product; after the last layer that reaches the loss there is no backward."""
-        done = backward if executed_backward is None else executed_backward
-        self.works.append(
-            Work(
-                module=path,
-                kind=kind,
-                dtype=dtype,
-                counted=counted,
-                executed=executed or counted,
-                forward=forward,
-                backward=0 if self.dead else backward,
-                executed_backward=0 if self.dead else done,
-            )
-        )
+    def _resize(self, stride: Fraction) -> None:
+        """Change the number of positions of an image or of audio."""
+        stream, width = self._point
+        if stream.source == SIGNAL:
+            self._point = Point(replace(stream, stride=stream.stride * stride), width)
 
-    def dtype(self, module: nn.Module, parameter: torch.Tensor | None, *, conv: bool = False) -> str:
-        """The dtype in which a module multiplies by this parameter."""
-        return self._dtypes.of(module, parameter, self._fsdp[-1], conv=conv)
+    def _convolve(self, module: Any) -> None:
+        """A convolution: each output (transposed: each input) is multiplied by the kernel of its group."""
+        dims, stream = len(module.kernel_size), self._point.stream
+        if stream.source == FEATURES or (stream.source != SIGNAL and dims > 1):
+            self.signal_dims, self.patch_size = dims, layers.stride_of(module, dims)
+            self._point = Point(Stream(SIGNAL), None)
+        before = self._point.stream
+        self._resize(layers.stride_of(module, dims))
+        after = self._point.stream
+        flops = 2 * prod(module.kernel_size) * module.out_channels * (module.in_channels // module.groups)
+        self._add(layers.first_weight(module), before if module.transposed else after, flops)
+        self._point = Point(after, module.out_channels)
 
-    def start_features(self, flow: Flow, width: int) -> None:
-        """Record the first layer's input features: they determine the batch's rows."""
-        if flow.width is None and flow.stream.source in (FEATURES, TARGET):
-            self.features_in = self.features_in or width
+    def _attend(self, module: nn.Module, is_cross: bool, query_width: int, value_width: int) -> None:
+        """Scores and values: four products in backward, and in a fused kernel the scores again."""
+        self.sequence_first |= not getattr(module, "batch_first", True)
+        flops, stream = 2 * (query_width + value_width), self._point.stream
+        again = flops * any(map(layers.is_checkpointed, self._around))
+        if self._is_trained and getattr(self._config, "_attn_implementation", None) != "eager":
+            again += 2 * query_width
+            self.notes[FUSED_NOTE] = None
+        pairs = Pairs(stream, self._encoded if is_cross else None, self._band(module), self._window())
+        work = self.works[pairs, self._dtype(layers.first_weight(module))]
+        work.update(forward=flops, backward=2 * flops * self._is_trained, recompute=again)
 
-    def visit(self, module: nn.Module, path: str, flow: Flow) -> Flow:
-        """Record the work of a module on this flow; returns the flow after it."""
-        start = len(self.works)
-        self.around.append(module)
-        self.visited.add(id(module))
-        self._fsdp.append(fsdp_dtype(module) or self._fsdp[-1])
-        flow = self._visit(module, path, flow)
-        self._fsdp.pop()
-        self.around.pop()
-        whole = module_types.checkpointing(module)
-        if whole is not None and flow.needs and not self.dead:
-            self._run_again(module, path, start, whole)
-        return flow
+    def _band(self, module: nn.Module) -> Band:
+        """Which pairs the convention counts."""
+        is_causal = getattr(module, "is_causal", "Causal" in type(module).__name__)
+        if self._convention.attention == "full" or not is_causal:
+            return FULL
+        window = sliding_window(self._config, module)
+        return CAUSAL if window is None else Band(behind=window - 1, ahead=0)
 
-    def _visit(self, module: nn.Module, path: str, flow: Flow) -> Flow:
-        if (linear := module_types.linear_of(module)) is not None:
-            return self.linear(module, path, flow, linear)
-        if isinstance(module, CONVOLUTIONS):
-            return convolve(self, module, path, flow)
-        if isinstance(module, RESIZERS):
-            return resize(module, flow)
-        if isinstance(module, nn.Flatten) and module.start_dim == 1:
-            return replace(flow, stream=replace(flow.stream, pooled=True))
-        if module_types.is_embedding(module):
-            return self._embed(module, path, flow)
-        if isinstance(module, nn.RNNBase):
-            return recur(self, module, path, flow)
-        if isinstance(module, CELLS):
-            return recur_once(self, module, path, flow)
-        if isinstance(module, nn.MultiheadAttention):
-            return attend_multihead(self, module, path, flow)
-        if parts := module_types.lora_parts(module):
-            return self._adapt(parts, path, flow)
-        if module_types.is_attention(module):
-            return attend(self, module, path, flow)
-        inner = multiply_own(self, module, path, flow)
-        # the scale of a contrastive model is applied to the outputs of its towers
-        return visit_children(
-            self, module, path, flow if self.contrastive and module is self.model else inner
-        )
-
-    def linear(self, module: nn.Module, path: str, flow: Flow, linear: Linear) -> Flow:
-        """A product with a weight: in backward one product for the weight, one for the input."""
-        self.start_features(flow, linear.features_in)
-        stream = self._stream_of_linear(path, flow, linear)
-        unit = 2 * linear.features_in * linear.features_out
-        rows, dtype = Rows(stream), self.dtype(module, linear.parameter)
-        self.add(path, "linear", dtype, rows, unit, unit * (linear.trained + flow.needs))
-        after = replace(
-            flow.trained(module_types.is_trained(module)), stream=stream, width=linear.features_out
-        )
-        for name, parameter in module_types.own_parameters(module).items():
-            if "lora" in name.lower() and parameter.dim() == 2:
-                into = flow.needs if parameter.shape[1] == linear.features_in else after.needs
-                unit = 2 * parameter.numel()
-                self.add(path, "linear", dtype, rows, unit, unit * (parameter.requires_grad + into))
-        return after
-
-    def _stream_of_linear(self, path: str, flow: Flow, linear: Linear) -> Stream:
-        """The rows of a linear layer, after pooling, merging or flattening that no module may show."""
-        stream, width = flow.stream, flow.width
-        if stream.pooled:
-            return stream
-        ratio = linear.features_in // width if width and linear.features_in % width == 0 else 1
-        if stream.source in (PIXELS, FRAMES) and ratio > 1:
-            if flow.attended and isqrt(ratio) ** 2 == ratio:
-                return replace(stream, merged=stream.merged * ratio)
-            return replace(stream, pooled=True)
-        if stream.source in (PIXELS, FRAMES) and width and linear.features_in < width and self.blocks:
-            self.notes[WIDTHS_NOTE] = None
-        if self.blocks:
-            return stream
-        if stream.source == PIXELS and not self._has_attention:
-            return replace(stream, pooled=True)
-        if flow.attended and (self.contrastive or _POOLER.search(path)):
-            return replace(stream, pooled=True)
-        behind = flow.attended or not self._has_attention
-        if behind and _HEAD.search(path) and not (stream.source == PIXELS and self._has_text):
-            vocabulary = getattr(self.config, "vocab_size", None)
-            return replace(stream, head=linear.features_out != vocabulary)
-        return stream
-
-    def _adapt(self, parts: list[tuple[str, nn.Module, Linear]], path: str, flow: Flow) -> Flow:
-        """A base layer and its low-rank pairs, all from the same input."""
-        (name, base, linear), *pairs = parts
-        after = self.linear(base, f"{path}.{name}", flow, linear)
-        for (down_name, down, down_linear), (up_name, up, up_linear) in zip(
-            pairs[::2], pairs[1::2], strict=True
-        ):
-            low = self.linear(down, f"{path}.{down_name}", flow, down_linear)
-            after = after.trained(self.linear(up, f"{path}.{up_name}", low, up_linear).needs)
-        return after
-
-    def _embed(self, module: nn.Module, path: str, flow: Flow) -> Flow:
-        """A lookup without a product. A token embedding always starts the text."""
-        trained = module_types.is_trained(module) or module_types.makes_inputs_trained(module)
-        width = next(iter(module_types.own_parameters(module).values())).shape[-1]
-        text = flow.stream.source in (TOKENS, TARGET)
-        if text or not module_types.holds_tokens(path.rpartition(".")[2]):
-            return replace(flow.trained(trained), width=width)
-        if flow.width is not None:
-            self.memory = flow
-        return Flow(Stream(TOKENS), width, trained or (flow.needs and not self.contrastive))
-
-    def _run_again(self, module: nn.Module, path: str, start: int, whole: bool) -> None:
-        """Count a checkpointed block's forward again, without the last product if it stops before that.
-
-        It stops there if autograd saves nothing after that product: no normalisation, no dropout.
-        """
-        again, skipped = self.works[start:], -1
-        if not whole and again and again[-1].kind == "linear":
-            inside, _, last = again[-1].module.removeprefix(path + ".").rpartition(".")
-            holder = module.get_submodule(inside)
-            names = list(holder._modules)
-            later = [holder._modules[name] for name in names[names.index(last) + 1 :]]
-            normed = bool(inside) and any(c is not None and module_types.is_norm(c) for c in later)
-            ends = any(_AFTER.search(name) for name, _ in module.named_children())
-            if not (normed or ends or module_types.has_dropout(holder)):
-                skipped = len(self.works) - 1
-        for i, work in enumerate(again, start):
-            if i != skipped:
-                self.works[i] = replace(work, again=work.forward)
+    def _window(self) -> int | None:
+        """How many patches of an image attend to one another in this layer; None for all."""
+        config = self._config
+        whole, pixels = getattr(config, "fullatt_block_indexes", None), getattr(config, "window_size", None)
+        if isinstance(whole, (list, tuple)) and isinstance(pixels, int) and self._blocks[-1] not in whole:
+            return int((pixels // config.patch_size) ** 2)
+        return None
