@@ -175,7 +175,7 @@ def test_a_timeout_is_tried_again_once_the_limit_is_longer(
     (result,) = alone.outcome.results
     late = msgspec.structs.replace(result, end=Status.TIMEOUT, wall_s=had_s, content_hash="hash", name="case")
     write_record(folder.result("case"), late)
-    held = reusable(folder, {"case": "hash"}, rerun="none", timeout_s=limit_s, say=print)
+    held = reusable(folder, {"case": "hash"}, rerun="none", timeout_s=limit_s, report=print)
     assert list(held) == reused
 
 
@@ -430,7 +430,7 @@ def test_an_experiment_that_failed_for_a_full_disk_is_run_again(
         folder.result(result.name), msgspec.structs.replace(result, end=Status.ERROR, message=message)
     )
     hashes = {result.name: result.content_hash}
-    assert bool(reusable(folder, hashes, rerun="none", timeout_s=1.0, say=print)) is held
+    assert bool(reusable(folder, hashes, rerun="none", timeout_s=1.0, report=print)) is held
 
 
 STAND_IN = """

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from truemfu.records import CaseResult, Phase, Status, SweepCase, decode, read_record
+from truemfu.records import CaseResult, Memory, Phase, Status, SweepCase, decode, read_record
 from truemfu.sweep.launchers.local import WORKER
 from truemfu.sweep.order import WorkerOrder, encode_order
 from truemfu.sweep.progress import read_progress
@@ -447,13 +447,13 @@ def test_what_fails_behind_the_timed_steps_costs_its_own_figures_alone(tmp_path:
 
 def test_a_probe_says_whether_it_fits_and_writes_no_result(tmp_path: Path) -> None:
     small = run(tmp_path, "StandardTrainer", purpose="probe")
-    progress_lines = read_progress(tmp_path / "running" / f"{NAME}.progress")
-    assert (small.exit_code, progress_lines[-1].phase, progress_lines[-1].fits) == (0, Phase.DONE, True)
+    answer = decode(small.log.splitlines()[-1], CaseResult, "the log")
+    assert (answer.end, answer.phase, answer.measured) == (Status.OK, Phase.DONE, None)
+    assert (answer.memory or Memory()).process_bytes is not None
     assert Phase.GRADIENT_CHECK not in small.phases
     limits: dict[str, Any] = {"batch_size": 512, "seq_len": 512, "memory_limit_bytes": 600 << 20}
     large = run(tmp_path, "StandardTrainer", purpose="probe", **limits)
-    progress_lines = read_progress(tmp_path / "running" / f"{NAME}.progress")
-    assert (large.exit_code, progress_lines[-1].phase, progress_lines[-1].fits) == (0, Phase.DONE, False)
+    assert decode(large.log.splitlines()[-1], CaseResult, "the log").end is Status.HOST_OOM
     assert list((tmp_path / "results").iterdir()) == []
 
 

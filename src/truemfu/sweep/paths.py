@@ -75,6 +75,16 @@ class RunningCase(msgspec.Struct, frozen=True, kw_only=True):
     case: SweepCase
 
 
+def read_marker(path: Path) -> RunningCase:
+    """The running experiment of a marker; a RecordError if it is not one."""
+    try:
+        return msgspec.json.decode(plain_files.read(path), type=RunningCase)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise RecordError(
+            f"{path} is not a valid marker of a running experiment: {one_line(error)}"
+        ) from error
+
+
 class SweepFolder:
     """The paths of one sweep's files. No other module builds one from its parts.
 
@@ -146,6 +156,12 @@ class SweepFolder:
     def markers(self) -> dict[str, Path]:
         """The experiments that their supervisor has not marked as finished, by name."""
         return {name: self.marker(name) for name in plain_files.names_in(self.running, ".json")}
+
+    def remove_running(self, name: str) -> None:
+        """Remove the files of an experiment in progress; what cannot be removed is left to the next call."""
+        for path in (self.marker(name), self.progress(name)):
+            with contextlib.suppress(OSError):
+                plain_files.remove(path)
 
 
 class FolderLock:

@@ -87,7 +87,7 @@ def time_steps(
 
 
 def together(ranks: Sequence[TimedPass]) -> TimedPass:
-    """The timed steps of a job: the times of its slowest rank, and the mean loss of all ranks."""
+    """The timed steps of all ranks: the times of its slowest rank, and the mean loss of all ranks."""
     return TimedPass(
         steps=max((rank.steps for rank in ranks), key=lambda steps: steps.median_s),
         losses=[statistics.fmean(losses) for losses in zip(*(rank.losses for rank in ranks), strict=True)],
