@@ -59,8 +59,14 @@ class LocalRun:
         except OSError as error:
             slot.close()
             return not_started(order, error)
-        limit_s = state.config.timeout_s
-        result = supervise(worker, order, state.folder, time_limit_s=limit_s, stop=state.stop)
+        result = supervise(
+            worker,
+            order,
+            state.folder,
+            time_limit_s=state.config.timeout_s,
+            stop=state.stop,
+            clock=state.clock,
+        )
         with contextlib.suppress(OSError):  # a folder that cannot be written
             plain_files.remove(Path(order.log_path))
         state.folder.remove_running(order.name)
@@ -115,7 +121,13 @@ class LocalRun:
             state.ended(save(state.folder, not_started(order, error)))
             return self._next()
         result = run_case(
-            worker, order, state.folder, time_limit_s=limit_s, stop=state.stop, on_progress=on_progress
+            worker,
+            order,
+            state.folder,
+            time_limit_s=limit_s,
+            stop=state.stop,
+            on_progress=on_progress,
+            clock=state.clock,
         )
         state.repair_folder()
         if result is not None:

@@ -15,7 +15,7 @@ import contextlib
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -44,13 +44,14 @@ def run_sweep(
     start_over: bool | None = None,
     listener: Listener,
     command: Sequence[str] = WORKER,
+    clock: Callable[[], float] = time.monotonic,
 ) -> SweepOutcome:
     """Run every experiment of the matrix that has no result yet; a UsageError before anything has started.
 
     `rerun` is one of `resume.RERUN`. `start_over`: whether a sweep with other settings in the folder is
     replaced; None: only with rerun "all". `command` starts a worker.
     """
-    began = time.monotonic()
+    began = clock()
     check_rerun(rerun)
     config = parse(as_mapping(config))
     device = device_of(config)
@@ -71,10 +72,10 @@ def run_sweep(
         folder, config, cases, start_over=rerun == "all" if start_over is None else start_over
     )
     try:
-        state = SweepState(config, cases, sweep_folder, record, lock, listener)
+        state = SweepState(config, cases, sweep_folder, record, lock, listener, clock)
         with _stopped_by_signals(state.stop):
             _run(state, rerun, slots_by_gpus, cluster)
-        wall_s = time.monotonic() - began
+        wall_s = clock() - began
         return SweepOutcome(
             results=[state.results[name] for name in cases if name in state.results],
             interrupted=state.stop.requested,

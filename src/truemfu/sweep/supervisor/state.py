@@ -6,7 +6,7 @@ Threads of several slots use it at once; the listener is called by one at a time
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -33,11 +33,13 @@ class SweepState:
         record: SweepRecord,
         folder_lock: FolderLock,
         listener: Listener,
+        clock: Callable[[], float],
     ) -> None:
         self.config = config
         self.cases = cases
         self.folder = folder
         self.record = record
+        self.clock = clock
         self.stop = Stop()
         self.results: dict[str, CaseResult] = {}
         self.own_work: list[tuple[float, float]] = []
