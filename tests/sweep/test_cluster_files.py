@@ -23,7 +23,7 @@ from truemfu.errors import UsageError
 from truemfu.records import CaseResult, Phase, Status, SweepRecord, write_record
 from truemfu.sweep.cases import cases_of
 from truemfu.sweep.config import override
-from truemfu.sweep.launchers.jobs import Batch, Claim, Ended, JobsFolder, NodeOrder
+from truemfu.sweep.launchers.jobs import Batch, Claim, JobsFolder, NodeEnd, NodeOrder
 from truemfu.sweep.launchers.settings import TIME_MARGIN_S, ClusterSettings, request_of
 from truemfu.sweep.launchers.slurm import Slurm, _parse, _ranges
 from truemfu.sweep.order import WorkerOrder
@@ -160,7 +160,7 @@ def test_files_of_an_experiment_are_forgotten_the_order_first(
 ) -> None:
     jobs.write_order(0, node_order(jobs))
     jobs.try_claim(0)
-    jobs.write_end(0, Ended(result=None))
+    jobs.write_end(0, NodeEnd(result=None))
     removed: list[str] = []
     unlink = Path.unlink
 

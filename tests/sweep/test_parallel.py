@@ -19,7 +19,7 @@ from truemfu.records import CaseResult, Flops, Phase, Status, SweepCase
 from truemfu.sweep.cases import cases_of
 from truemfu.sweep.config import SweepConfig, override, parse
 from truemfu.sweep.content_hash import content_hash, hashed_environment
-from truemfu.sweep.paths import claim
+from truemfu.sweep.folder_claim import claim
 from truemfu.sweep.supervisor.memory_fit import propose
 from truemfu.sweep.supervisor.outcome import CaseState, SweepOutcome
 from truemfu.sweep.supervisor.runner import run_sweep

@@ -15,7 +15,7 @@ from ..records import CaseResult, Status
 from ..report.load import entry_of
 from ..report.render import UNKNOWN, duration, number, share, size
 from ..report.summary import experiment_of
-from ..sweep.supervisor.outcome import CaseState, Listener
+from ..sweep.supervisor.outcome import CaseState, SweepListener
 from ..text import counted, on_one_line
 from .console import SafeConsole, say, silence, table
 
@@ -24,7 +24,7 @@ _LINES_AROUND_TABLE = 6
 
 
 @contextmanager
-def progress() -> Iterator[Listener]:
+def progress() -> Iterator[SweepListener]:
     """A listener for `run_sweep`: a table on a terminal, else lines."""
     console = SafeConsole(stderr=True)
     # Colour can be forced without a terminal (CI); a dumb terminal cannot redraw.

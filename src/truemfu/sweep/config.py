@@ -212,19 +212,9 @@ def _invalid_value(values: Mapping[str, Any], error: msgspec.ValidationError) ->
 
 def _check(config: SweepConfig) -> None:
     """Checks beyond types: lists are not empty, names are known, limits are consistent."""
-    for axis, found in zip(
-        _AXES,
-        (
-            config.trainers,
-            config.batch_sizes,
-            config.seq_lengths,
-            config.models,
-            config.dtypes,
-            config.gpus_per_experiment,
-        ),
-        strict=True,
-    ):
-        if not found:
+    values = as_mapping(config)
+    for axis in _AXES:
+        if not values[axis]:
             raise UsageError(f"{axis} is empty: nothing to run")
     if config.gpus == []:
         raise UsageError("gpus is empty: leave it out for all visible GPUs")

@@ -57,7 +57,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     """The supervisor has withdrawn it: no node may run it."""
 
 
-class Ended(msgspec.Struct, frozen=True, kw_only=True):
+class NodeEnd(msgspec.Struct, frozen=True, kw_only=True):
     """How an experiment ended, written by its node."""
 
     result: CaseResult | None
@@ -90,7 +90,7 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
     """memory or time, where the engine ended it for that."""
 
 
-_Kind = TypeVar("_Kind", NodeOrder, Claim, Ended, JobState)
+_Kind = TypeVar("_Kind", NodeOrder, Claim, NodeEnd, JobState)
 
 
 class JobsFolder:
@@ -155,12 +155,12 @@ class JobsFolder:
         """An empty claim while it is being written."""
         return self._read(number, ".claim", Claim) or Claim()
 
-    def write_end(self, number: int, ended: Ended) -> None:
+    def write_end(self, number: int, ended: NodeEnd) -> None:
         plain_files.make_folder(self.root)  # an experiment may have removed it
         plain_files.replace(self._file(number, ".end"), msgspec.json.encode(ended), durable=True)
 
-    def read_end(self, number: int) -> Ended | None:
-        return self._read(number, ".end", Ended)
+    def read_end(self, number: int) -> NodeEnd | None:
+        return self._read(number, ".end", NodeEnd)
 
     def write_job_state(self, number: int, state: JobState) -> None:
         plain_files.replace(self._file(number, ".engine"), msgspec.json.encode(state), durable=True)

@@ -12,10 +12,11 @@ from pathlib import Path
 import msgspec
 
 from ...errors import RecordError, UsageError
+from ..folder_claim import FolderLock
 from ..launchers.engine import Engine
 from ..launchers.engines import engine_of
 from ..launchers.jobs import Batch, Claim, JobsFolder, NodeOrder
-from ..paths import FolderLock, SweepFolder, read_marker
+from ..paths import SweepFolder, read_marker
 from ..process import kill_leftovers
 
 _CANCEL_TIMEOUT_S = 120.0

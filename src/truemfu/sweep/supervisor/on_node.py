@@ -24,7 +24,7 @@ from typing import NoReturn
 from ...errors import one_line
 from ...records import CaseResult, Phase
 from ..launchers.engine import ENGINE_JOB_VARIABLE
-from ..launchers.jobs import Ended, JobsFolder, NodeOrder
+from ..launchers.jobs import JobsFolder, NodeEnd, NodeOrder
 from ..launchers.local import imports_of
 from ..paths import SweepFolder
 from ..process import WorkerProcess
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
         print("not run: its sweep no longer waits for it")
         return 0
     result = None if stop.requested else _run(order, jobs, number, stop)
-    return _write(jobs, number, Ended(result=result))
+    return _write(jobs, number, NodeEnd(result=result))
 
 
 def _run(node_order: NodeOrder, jobs: JobsFolder, number: int, stop: Stop) -> CaseResult | None:
@@ -97,7 +97,7 @@ def _environment(gpus: int) -> dict[str, str]:
     return {**os.environ, **({"CUDA_VISIBLE_DEVICES": ""} if gpus == 0 else {})}
 
 
-def _write(jobs: JobsFolder, number: int, ended: Ended) -> int:
+def _write(jobs: JobsFolder, number: int, ended: NodeEnd) -> int:
     until = time.monotonic() + _WRITE_FOR_S
     while True:
         try:

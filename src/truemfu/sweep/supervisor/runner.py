@@ -23,14 +23,15 @@ from types import FrameType
 from ...errors import UsageError
 from ..cases import cases_of, resolved
 from ..config import SweepConfig, as_mapping, parse
+from ..folder_claim import claim
 from ..launchers.device import device_of
 from ..launchers.local import WORKER, Slot, slots
-from ..paths import SweepFolder, claim
+from ..paths import SweepFolder
 from .cluster_batches import launchers_in_use
 from .cluster_run import ClusterRun
 from .local_run import Interrupted, LocalRun
 from .memory_fit import propose
-from .outcome import Listener, SweepOutcome, covered_s
+from .outcome import SweepListener, SweepOutcome, covered_s
 from .resume import check_rerun, end_leftovers, reusable
 from .state import SweepState
 from .watch import Stop
@@ -42,7 +43,7 @@ def run_sweep(
     *,
     rerun: str = "none",
     start_over: bool | None = None,
-    listener: Listener,
+    listener: SweepListener,
     command: Sequence[str] = WORKER,
     clock: Callable[[], float] = time.monotonic,
 ) -> SweepOutcome:

@@ -14,10 +14,11 @@ from ...commit import git_commit
 from ...records import OUT_OF_MEMORY, CaseResult, Phase, Status, SweepCase, SweepRecord
 from ..config import SweepConfig
 from ..content_hash import content_hash, hashed_environment
+from ..folder_claim import FolderLock, repair
 from ..launchers.device import device_name_of
 from ..order import WorkerOrder
-from ..paths import FolderLock, SweepFolder, repair
-from .outcome import CaseState, Listener
+from ..paths import SweepFolder
+from .outcome import CaseState, SweepListener
 from .stored import save, stored_result
 from .watch import Stop
 
@@ -32,7 +33,7 @@ class SweepState:
         folder: SweepFolder,
         record: SweepRecord,
         folder_lock: FolderLock,
-        listener: Listener,
+        listener: SweepListener,
         clock: Callable[[], float],
     ) -> None:
         self.config = config

@@ -21,7 +21,7 @@ from ... import plain_files
 from ...errors import RecordError
 from ...records import CaseResult, decode, has_checksum, read_file, write_record
 from ..paths import SweepFolder
-from .case_log import LogEnd, read_log_end, seal_log
+from .case_log import LoggedResult, read_log, seal_log
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ def stored_result(name: str, file: Path, log: Path) -> Stored:
     written = _own(written, name, str(file), of_others)
     if written is not None and is_sure:
         return Stored(result=written)
-    end = read_log_end(log) if os.path.lexists(log) else LogEnd()
+    end = read_log(log) if os.path.lexists(log) else LoggedResult()
     logged = _own(end.result, name, log.name, of_others)
     if written is not None and logged is not None and written != logged:
         taken = f"the result in {log.name}" if end.has_checksum else "the first"
