@@ -17,7 +17,7 @@ from ..launchers.local import Slot
 from .outcome import CaseState
 from .state import SweepState
 from .stored import save
-from .supervise import not_started, run_case, supervise
+from .supervise import not_started, run_case
 
 
 class Interrupted(Exception):
@@ -59,7 +59,7 @@ class LocalRun:
         except OSError as error:
             slot.close()
             return not_started(order, error)
-        result = supervise(
+        result = run_case(
             worker,
             order,
             state.folder,
@@ -69,7 +69,6 @@ class LocalRun:
         )
         with contextlib.suppress(OSError):  # a folder that cannot be written
             plain_files.remove(Path(order.log_path))
-        state.folder.remove_running(order.name)
         slot.close()
         state.repair_folder()
         if result is None:

@@ -41,45 +41,26 @@ def run_case(
     on_progress: OnProgress = lambda phase, elapsed_s: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> CaseResult | None:
-    """Run one experiment to its end and write its result; None if it was interrupted without one."""
-    notes = _prepare(worker, order, folder)
-    result = supervise(
-        worker,
-        order,
-        folder,
-        time_limit_s=time_limit_s,
-        stop=stop,
-        on_progress=on_progress,
-        clock=clock,
-    )
-    if result is None:
-        _seal_interrupted(folder, order.name)
-    else:
-        result = save(folder, msgspec.structs.replace(result, notes=result.notes + notes))
-    folder.remove_running(order.name)
-    return result
+    """Run one order to its end; None if it was interrupted without a result.
 
-
-def supervise(
-    worker: WorkerProcess,
-    order: WorkerOrder,
-    folder: SweepFolder,
-    *,
-    time_limit_s: float,
-    stop: Stop,
-    on_progress: OnProgress = lambda phase, elapsed_s: None,
-    clock: Callable[[], float] = time.monotonic,
-) -> CaseResult | None:
-    """The result of an order, complete but not written; None if it was interrupted without one."""
-    before = _signature(folder.result(order.name))
+    The result of an experiment is written, that of a probe is not.
+    """
+    is_probe, result_file = order.purpose == "probe", folder.result(order.name)
+    before = _signature(result_file)
+    notes = [] if is_probe else _prepare(worker, order, folder)
     end = watch(worker, order, time_limit_s=time_limit_s, stop=stop, on_progress=on_progress, clock=clock)
-    answer = _answer(worker, order, folder.result(order.name), before)
+    answer = _answer(worker, order, result_file, before)
     if answer is not None and answer.end is not Status.OK and (end.timed_out or end.interrupted):
         # A failure written after the request to stop is caused by it.
         answer = None
-    if answer is None and end.interrupted:
-        return None
-    return _completed(answer, order, worker, end, folder)
+    result: CaseResult | None = None
+    if answer is not None or not end.interrupted:
+        completed = _completed(answer, order, worker, end, folder, notes)
+        result = completed if is_probe else save(folder, completed)
+    elif not is_probe:
+        _seal_interrupted(folder, order.name)
+    folder.remove_running(order.name)
+    return result
 
 
 def not_started(order: WorkerOrder, error: OSError) -> CaseResult:
@@ -138,13 +119,14 @@ def _completed(
     worker: WorkerProcess,
     end: WorkerEnd,
     folder: SweepFolder,
+    notes: list[str],
 ) -> CaseResult:
     """The worker's answer, or a result from how it ended; with what only its supervisor knows."""
     log_tail = last_lines(Path(order.log_path))
     if not log_tail and not end.progress:
         # It never read its order: its output until then explains why.
         log_tail = last_lines(worker.log)
-    notes = [f"process {pid} could not be killed" for pid in end.unkillable]
+    notes = notes + [f"process {pid} could not be killed" for pid in end.unkillable]
     if answer is None:
         status, message = status_of_exit(end, log_tail, folder.root)
         began = [entry for entry in end.progress if entry.rank is None]
