@@ -134,6 +134,7 @@ def warn_once(message: str) -> None:
 
 
 def closest(name: str, known: Iterable[str]) -> str:
-    """A hint ` (did you mean 'x'?)` for a misspelt name, or an empty string."""
-    match = difflib.get_close_matches(name[:_MAX_VALUE], list(known), n=1)
-    return f" (did you mean {match[0]!r}?)" if match else ""
+    """A hint ` (did you mean 'x'?)` for a misspelt name in any case, or an empty string."""
+    lower = {entry.lower(): entry for entry in known}
+    match = difflib.get_close_matches(name[:_MAX_VALUE].lower(), list(lower), n=1)
+    return f" (did you mean {lower[match[0]]!r}?)" if match else ""

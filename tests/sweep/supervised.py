@@ -41,6 +41,29 @@ class Recorder:
         self.lines.append(text)
 
 
+class Watching(Recorder):
+    """Lets a stand-in for a worker wait until its supervisor has seen its phase `timed`."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._watched = folder / "watched"
+
+    def changed(self, name: str, state: CaseState) -> None:
+        super().changed(name, state)
+        if state.phase is Phase.TIMED:
+            self._watched.touch()
+
+
+UNTIL_WATCHED = """
+def until_watched():
+    watched = Path(os.environ["TRUEMFU_TEST_FOLDER"]) / "watched"
+    watched.unlink(missing_ok=True)
+    while not watched.exists():
+        time.sleep(0.01)
+"""
+"""For the code of such a stand-in: its supervisor looks at it once more."""
+
+
 def small(**settings: Any) -> SweepConfig:
     """A sweep of tiny experiments on the CPU, a few steps each."""
     quick: dict[str, Any] = {"device": "cpu", "seq_lengths": [16], "profiled_steps": 0}

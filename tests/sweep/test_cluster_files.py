@@ -23,13 +23,13 @@ from truemfu.errors import UsageError
 from truemfu.records import CaseResult, Phase, Status, SweepRecord, write_record
 from truemfu.sweep.cases import cases_of
 from truemfu.sweep.config import override
-from truemfu.sweep.launchers.jobs import Batch, Claim, Ended, Job, JobsFolder
+from truemfu.sweep.launchers.jobs import Batch, Claim, JobsFolder, NodeEnd, NodeOrder
 from truemfu.sweep.launchers.settings import TIME_MARGIN_S, ClusterSettings, request_of
 from truemfu.sweep.launchers.slurm import Slurm, _parse, _ranges
 from truemfu.sweep.order import WorkerOrder
 from truemfu.sweep.paths import SweepFolder
 from truemfu.sweep.supervisor.on_node import main as on_node
-from truemfu.sweep.supervisor.supervise import save
+from truemfu.sweep.supervisor.stored import save
 
 WRONG = {
     "an unknown key": ({"gpu": 1}, r"unknown key 'cluster.gpu' \(did you mean 'gpus'\?\)"),
@@ -73,8 +73,8 @@ def test_what_slurm_says() -> None:
     said = _parse(
         "7_0|RUNNING|None\n7_1|CANCELLED by 0|None\n7_2|OUT_OF_MEMORY|OutOfMemory\n7_3|PENDING|BeginTime\n"
     )
-    assert [word.over for word in said.values()] == [False, True, True, False]
-    assert [word.waits for word in said.values()] == [False, False, False, True]
+    assert [state.over for state in said.values()] == [False, True, True, False]
+    assert [state.waits for state in said.values()] == [False, False, False, True]
     assert said["7_1"].reason == "CANCELLED by 0"
     assert (said["7_2"].reason, said["7_2"].cause) == ("OUT_OF_MEMORY (OutOfMemory)", "memory")
 
@@ -94,7 +94,7 @@ def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[JobsFolder
         signal.signal(number, handler)
 
 
-def job(jobs: JobsFolder, what: str = "Nothing") -> Job:
+def node_order(jobs: JobsFolder, what: str = "Nothing") -> NodeOrder:
     folder = SweepFolder(jobs.root.parent.parent)
     case = next(iter(cases_of(small(trainers=[f"light_worker:{what}"]), "cpu").values()))
     order = WorkerOrder(
@@ -106,7 +106,7 @@ def job(jobs: JobsFolder, what: str = "Nothing") -> Job:
         progress_path=str(folder.progress("case")),
         log_path=str(folder.log("case")),
     )
-    return Job(order=order, time_limit_s=100.0, gpus=0, command=list(WORKER))
+    return NodeOrder(order=order, time_limit_s=100.0, gpus=0, command=list(WORKER))
 
 
 def test_of_many_that_claim_an_experiment_one_succeeds(jobs: JobsFolder) -> None:
@@ -121,7 +121,7 @@ def test_of_many_that_claim_an_experiment_one_succeeds(jobs: JobsFolder) -> None
 
 
 def test_an_agent_runs_an_experiment_once(jobs: JobsFolder, tmp_path: Path) -> None:
-    jobs.write_order(0, job(jobs))
+    jobs.write_order(0, node_order(jobs))
     assert on_node([str(jobs.root), "0"]) == 0
     ended = jobs.read_end(0)
     assert ended is not None
@@ -135,7 +135,7 @@ def test_an_agent_runs_an_experiment_once(jobs: JobsFolder, tmp_path: Path) -> N
 @pytest.mark.parametrize("withdrawn", [True, False])
 def test_an_agent_does_not_run_what_was_withdrawn(jobs: JobsFolder, tmp_path: Path, withdrawn: bool) -> None:
     if withdrawn:
-        jobs.write_order(0, job(jobs))
+        jobs.write_order(0, node_order(jobs))
         assert jobs.try_claim(0, withdraw=True)
     assert on_node([str(jobs.root), "0"]) == 0
     assert jobs.read_end(0) is None
@@ -158,9 +158,9 @@ def test_a_claim_that_is_being_written_is_an_empty_one(jobs: JobsFolder) -> None
 def test_files_of_an_experiment_are_forgotten_the_order_first(
     jobs: JobsFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    jobs.write_order(0, job(jobs))
+    jobs.write_order(0, node_order(jobs))
     jobs.try_claim(0)
-    jobs.write_end(0, Ended(result=None))
+    jobs.write_end(0, NodeEnd(result=None))
     removed: list[str] = []
     unlink = Path.unlink
 

@@ -6,7 +6,6 @@ import gzip
 import json
 import random
 import statistics
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -38,15 +37,18 @@ CASE = SweepCase(trainer="StandardTrainer", model="tiny", batch_size=2, seq_len=
 
 
 class Scripted:
-    """A trainer that takes as long as it is told."""
+    """A trainer whose steps take as long as it is told, by a clock of its own."""
 
     private = False
 
     def __init__(self, seconds: list[float]) -> None:
-        self.seconds, self.steps = seconds, 0
+        self.seconds, self.steps, self.now_s = seconds, 0, 0.0
+
+    def clock(self) -> float:
+        return self.now_s
 
     def step(self, batch: Mapping[str, Tensor]) -> Tensor:
-        time.sleep(self.seconds[self.steps % len(self.seconds)])
+        self.now_s += self.seconds[self.steps % len(self.seconds)]
         self.steps += 1
         return torch.tensor(float(self.steps), requires_grad=True)
 
@@ -61,8 +63,10 @@ def case(**changes: Any) -> SweepCase:
 
 
 def test_steady_steps_end_at_the_least_number() -> None:
-    trainer = Scripted([0.02])
-    timed = time_steps(trainer, nothing(), case(min_steps=6, max_steps=50, target_spread=0.5), CPU)
+    trainer = Scripted([0.25])
+    limits = case(min_steps=6, max_steps=50, target_spread=0.005)
+    timed = time_steps(trainer, nothing(), limits, CPU, now_s=trainer.clock)
+    assert timed.steps.times_s == [0.25] * 6
     assert trainer.steps == len(timed.steps.times_s) == len(timed.losses) == 6
     assert timed.steps.stable
     assert timed.steps.source == "host clock"
@@ -70,27 +74,31 @@ def test_steady_steps_end_at_the_least_number() -> None:
 
 
 def test_restless_steps_go_on_until_the_largest_number_and_say_so() -> None:
-    trainer = Scripted([0.001, 0.01])
-    timed = time_steps(trainer, nothing(), case(min_steps=6, max_steps=20, target_spread=1e-6), CPU)
+    trainer = Scripted([0.25, 0.5])
+    limits = case(min_steps=6, max_steps=20, target_spread=1e-6)
+    timed = time_steps(trainer, nothing(), limits, CPU, now_s=trainer.clock)
     assert trainer.steps == 20
     assert not timed.steps.stable
 
 
 def test_no_step_is_timed_after_the_time_is_up_once_there_are_enough() -> None:
-    trainer = Scripted([0.001, 0.01])
-    limits = case(min_steps=6, max_steps=1000, target_spread=1e-6, max_timed_s=0.0)
-    assert len(time_steps(trainer, nothing(), limits, CPU).steps.times_s) == 6
+    trainer = Scripted([0.25, 0.5])
+    limits = case(min_steps=6, max_steps=1000, target_spread=1e-6, max_timed_s=5.0)
+    timed = time_steps(trainer, nothing(), limits, CPU, now_s=trainer.clock)
+    assert len(timed.steps.times_s) == 6 + 6 + 1  # 2.25 s, as many again, and what 0.5 s allow
 
 
 def test_the_wait_for_data_is_measured_and_is_part_of_the_step() -> None:
+    trainer = Scripted([0.25])
+
     def slowly() -> Iterator[dict[str, Any]]:
         while True:
-            time.sleep(0.02)
+            trainer.now_s += 0.125
             yield {}
 
-    timed = time_steps(Scripted([0.0]), slowly(), case(min_steps=5, max_steps=5), CPU)
-    assert timed.data_wait_s >= 0.02
-    assert timed.steps.median_s >= timed.data_wait_s
+    limits = case(min_steps=5, max_steps=5)
+    timed = time_steps(trainer, slowly(), limits, CPU, now_s=trainer.clock)
+    assert (timed.data_wait_s, timed.steps.median_s) == (0.125, 0.375)
 
 
 def test_statistics_are_those_of_the_steps() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
+import pytest
+
 from truemfu.records import CaseResult, Memory, Phase, Status, SweepCase
-from truemfu.sweep.supervisor.memory_fit import Probe, propose
+from truemfu.sweep.supervisor.memory_fit import propose
 
 GIB = 2**30
 
@@ -29,10 +32,10 @@ class Gpu:
         self.largest = largest
         self.asked: list[tuple[str, int]] = []
 
-    def __call__(self, case: SweepCase) -> Probe:
+    def __call__(self, case: SweepCase) -> CaseResult:
         self.asked.append((case.model, case.batch_size))
         fits = case.batch_size <= self.largest.get(case.model.replace("1b", "one_b"), 0)
-        return Probe(fits=fits, memory=Memory(allocated_bytes=case.batch_size * 20 * GIB) if fits else None)
+        return result(case.batch_size, Status.OK if fits else Status.CUDA_OOM)
 
 
 def test_bisection_between_what_fits_and_what_does_not() -> None:
@@ -93,11 +96,14 @@ def test_a_model_of_the_users_own_has_no_smaller_one() -> None:
     assert answer == "not even a batch of 1 of mine:build fits at sequence length 512"
 
 
-def test_a_probe_that_fails_otherwise_ends_the_search_and_is_said() -> None:
-    def broken(case: SweepCase) -> Probe:
-        return Probe(fits=None, reason="took too long")
+@pytest.mark.parametrize(
+    ("end", "reason"), [(Status.TIMEOUT, "took too long"), (Status.SIGNAL, "failed: ended by SIGSEGV")]
+)
+def test_a_probe_that_fails_otherwise_ends_the_search_and_is_said(end: Status, reason: str) -> None:
+    def broken(case: SweepCase) -> CaseResult:
+        return msgspec.structs.replace(result(case.batch_size, end), message="ended by SIGSEGV")
 
     answer = dict(propose([result(4, Status.OK), result(8, Status.CUDA_OOM)], broken))["DPSGDTrainer_bs8"]
     assert answer == (
-        "batch 4 fits (measured: 80.0 GiB of 140.0 GiB); batch 8 does not; a probe of batch 6 took too long"
+        f"batch 4 fits (measured: 80.0 GiB of 140.0 GiB); batch 8 does not; a probe of batch 6 {reason}"
     )

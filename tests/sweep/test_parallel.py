@@ -19,8 +19,8 @@ from truemfu.records import CaseResult, Flops, Phase, Status, SweepCase
 from truemfu.sweep.cases import cases_of
 from truemfu.sweep.config import SweepConfig, override, parse
 from truemfu.sweep.content_hash import content_hash, hashed_environment
-from truemfu.sweep.paths import claim
-from truemfu.sweep.supervisor.memory_fit import Probe, propose
+from truemfu.sweep.folder_claim import claim
+from truemfu.sweep.supervisor.memory_fit import propose
 from truemfu.sweep.supervisor.outcome import CaseState, SweepOutcome
 from truemfu.sweep.supervisor.runner import run_sweep
 from truemfu.sweep.trainers.base import TrainerSettings
@@ -235,9 +235,9 @@ def test_memory_that_does_not_suffice_on_two_gpus_says_nothing_about_one() -> No
 
     tried: list[tuple[int, int]] = []
 
-    def probe(case: SweepCase) -> Probe:
+    def probe(case: SweepCase) -> CaseResult:
         tried.append((case.gpus, case.batch_size))
-        return Probe(fits=case.batch_size <= 2)
+        return result(case.gpus, case.batch_size, Status.OK if case.batch_size <= 2 else Status.CUDA_OOM)
 
     results = [result(1, 3, Status.OK), result(2, 4, Status.CUDA_OOM)]
     assert dict(propose(results, probe)) == {"T_bs4_seq16_2": "batch 2 fits; batch 3 does not"}

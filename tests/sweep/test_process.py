@@ -53,9 +53,9 @@ def alive(pid: int) -> bool:
 
 def ends(pid: int) -> bool:
     """Whether a killed process is gone, as soon as the kernel has taken it down."""
-    until = time.monotonic() + 1
+    until = time.monotonic() + FOREVER_S
     while alive(pid) and time.monotonic() < until:
-        time.sleep(0.001)
+        time.sleep(0.01)
     return not alive(pid)
 
 

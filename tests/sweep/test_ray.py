@@ -29,7 +29,7 @@ from supervised import HERE, until
 from truemfu.errors import UsageError
 from truemfu.records import CaseResult, Status, read_record
 from truemfu.sweep.paths import SweepFolder
-from truemfu.sweep.supervisor.placed import cancel_all
+from truemfu.sweep.supervisor.cluster_batches import cancel_all
 
 pytest.importorskip("ray")
 

@@ -16,7 +16,17 @@ from typing import Any
 
 import msgspec
 import pytest
-from supervised import HERE, Recorder, alive, last_line, processes_of_sweeps, small, until
+from supervised import (
+    HERE,
+    UNTIL_WATCHED,
+    Recorder,
+    Watching,
+    alive,
+    last_line,
+    processes_of_sweeps,
+    small,
+    until,
+)
 
 from truemfu.errors import UsageError
 from truemfu.records import CaseResult, Memory, Phase, Status, read_record, write_record
@@ -175,7 +185,7 @@ def test_a_timeout_is_tried_again_once_the_limit_is_longer(
     (result,) = alone.outcome.results
     late = msgspec.structs.replace(result, end=Status.TIMEOUT, wall_s=had_s, content_hash="hash", name="case")
     write_record(folder.result("case"), late)
-    held = reusable(folder, {"case": "hash"}, rerun="none", timeout_s=limit_s, say=print)
+    held = reusable(folder, {"case": "hash"}, rerun="none", timeout_s=limit_s, report=print)
     assert list(held) == reused
 
 
@@ -234,9 +244,24 @@ sys.exit(130 if outcome.interrupted else 0)
 """
 
 
-@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGHUP])
-def test_ctrl_c_and_a_killed_supervisor_lose_nothing_and_leave_nothing(
+@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGHUP])
+def test_the_end_of_a_terminal_or_a_job_is_like_ctrl_c(
     here: pytest.MonkeyPatch, tmp_path: Path, ending: signal.Signals
+) -> None:
+    here.setenv("TRUEMFU_TEST_FOLDER", str(tmp_path))
+    waits = "import os, time; open(os.environ['TRUEMFU_TEST_FOLDER'] + '/started', 'w'); time.sleep(600)"
+    call = "listener=Recorder()"
+    code = SWEEP.replace(call, f"{call}, command=[sys.executable, '-c', {waits!r}]")
+    supervisor = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "out")])
+    until((tmp_path / "started").exists)
+    supervisor.send_signal(ending)
+    assert supervisor.wait() == 130
+    assert processes_of_sweeps(str(tmp_path)) == []
+    assert list((tmp_path / "out" / "results").iterdir()) == []
+
+
+def test_ctrl_c_and_a_killed_supervisor_lose_nothing_and_leave_nothing(
+    here: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     here.setenv("TRUEMFU_TEST_FOLDER", str(tmp_path))
     root, daemon_file = tmp_path / "out", tmp_path / "daemon.pid"
@@ -246,7 +271,7 @@ def test_ctrl_c_and_a_killed_supervisor_lose_nothing_and_leave_nothing(
     # Ctrl-C while the second experiment runs.
     supervisor = subprocess.Popen([sys.executable, "-c", SWEEP, str(root)])
     until(daemon_file.exists)
-    supervisor.send_signal(ending)
+    supervisor.send_signal(signal.SIGINT)
     assert supervisor.wait() == 130
     finished = read_record(folder.result(first), CaseResult)
     assert finished.end is Status.OK
@@ -430,7 +455,7 @@ def test_an_experiment_that_failed_for_a_full_disk_is_run_again(
         folder.result(result.name), msgspec.structs.replace(result, end=Status.ERROR, message=message)
     )
     hashes = {result.name: result.content_hash}
-    assert bool(reusable(folder, hashes, rerun="none", timeout_s=1.0, say=print)) is held
+    assert bool(reusable(folder, hashes, rerun="none", timeout_s=1.0, report=print)) is held
 
 
 STAND_IN = """
@@ -492,10 +517,12 @@ def phase(name, until):
     while not until():
         time.sleep(0.01)
 
+UNTIL_WATCHED
 notes = []
 if first:
-    began = time.monotonic()
-    phase("timed", lambda: time.monotonic() > began + 1)
+    phase("timed", lambda: True)
+    until_watched()
+    until_watched()
     notes.append(f"{len(others())} beside the timed steps")
     phase("count", others)
     phase("profiled", lambda: all(map(paused, others())))
@@ -513,8 +540,8 @@ def test_the_next_worker_starts_ahead_but_never_beside_a_measurement(
     """The stand-in ends only if its successor starts in phase count, pauses in profiled, goes on in done."""
     monkeypatch.setenv("TRUEMFU_TEST_FOLDER", str(tmp_path))
     config = small(trainers=["StandardTrainer"], batch_sizes=[1, 2])
-    command = [sys.executable, "-c", READY_AHEAD]
-    outcome = run_sweep(config, tmp_path / "out", listener=Recorder(), command=command)
+    command = [sys.executable, "-c", READY_AHEAD.replace("UNTIL_WATCHED", UNTIL_WATCHED)]
+    outcome = run_sweep(config, tmp_path / "out", listener=Watching(tmp_path), command=command)
     assert [result.end for result in outcome.results] == [Status.OK, Status.OK]
     assert outcome.results[0].notes == ["0 beside the timed steps"]
 

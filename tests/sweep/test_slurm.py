@@ -31,7 +31,7 @@ from truemfu.errors import UsageError
 from truemfu.records import CaseResult, Status, read_record
 from truemfu.sweep.launchers.jobs import JobsFolder
 from truemfu.sweep.paths import SweepFolder
-from truemfu.sweep.supervisor.placed import cancel_all
+from truemfu.sweep.supervisor.cluster_batches import cancel_all
 from truemfu.sweep.supervisor.runner import run_sweep
 
 

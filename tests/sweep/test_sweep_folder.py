@@ -19,7 +19,8 @@ from truemfu.plain_files import is_name
 from truemfu.records import SweepRecord, read_record
 from truemfu.sweep.cases import cases_of, resolved
 from truemfu.sweep.config import TEST_CONFIG, override
-from truemfu.sweep.paths import SweepFolder, claim
+from truemfu.sweep.folder_claim import claim
+from truemfu.sweep.paths import SweepFolder
 
 PACKAGE = Path(truemfu.__file__).parent
 

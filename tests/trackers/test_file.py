@@ -340,7 +340,7 @@ def test_a_forked_worker_that_outlives_the_run_does_not_hold_the_log(tmp_path: P
         "import os, sys, time\nfrom truemfu.trackers.file import JsonArrayFile\n"
         f"log = JsonArrayFile({str(path)!r}); log.start({{}}); log.log(1, {{}}); log.flush()\n"
         "child = os.fork()\n"
-        "if child == 0: os.close(1); os.close(2); time.sleep(20); os._exit(0)\n"
+        "if child == 0: os.close(1); os.close(2); time.sleep(600); os._exit(0)\n"
         "print(child, flush=True); os.kill(os.getpid(), 9)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

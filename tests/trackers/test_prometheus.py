@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 import urllib.error
 import urllib.request
 from math import isnan, nan
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from truemfu.errors import UsageError
-from truemfu.trackers import prometheus_server
 from truemfu.trackers.metric_aliases import rename
 from truemfu.trackers.prometheus import PrometheusTracker
-from truemfu.trackers.prometheus_server import MOST_CONNECTIONS, parse_address
+from truemfu.trackers.prometheus_server import (
+    MOST_CONNECTIONS,
+    REQUEST_LIMIT_S,
+    MetricsServer,
+    parse_address,
+)
 from truemfu.trackers.table import make_tracker
 
+FOREVER_S = 600.0
 LABELS = {"rank": "0", "run": "llama"}
 
 
@@ -35,7 +40,7 @@ def started(**run: object) -> PrometheusTracker:
 
 
 def scrape(tracker: PrometheusTracker) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    with urllib.request.urlopen(f"http://127.0.0.1:{tracker.port}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{tracker.port}/metrics", timeout=FOREVER_S) as answer:
         families = text_string_to_metric_families(answer.read().decode())
         samples = [sample for family in families for sample in family.samples]
     return {(sample.name, tuple(sorted(sample.labels.items()))): sample.value for sample in samples}
@@ -221,7 +226,7 @@ def test_idle_connections_cost_few_descriptors_and_no_scrape() -> None:
     tracker = started()
     tracker.log(1, {"perf/mfu": 0.5})
     before = open_files()
-    idle = [socket.create_connection(("127.0.0.1", tracker.port), timeout=10) for _ in range(300)]
+    idle = [socket.create_connection(("127.0.0.1", tracker.port), timeout=FOREVER_S) for _ in range(300)]
     try:
         assert scrape(tracker)[key("truemfu_mfu")] == 0.5
         # The 300 ends of this test are open; of the server's own only so many.
@@ -233,28 +238,28 @@ def test_idle_connections_cost_few_descriptors_and_no_scrape() -> None:
         tracker.finish({})
 
 
-def test_a_connection_that_sends_too_slowly_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prometheus_server, "REQUEST_LIMIT_S", 0.3)
-    tracker = started()
+def test_a_connection_that_sends_too_slowly_is_closed() -> None:
+    now_s = 0.0
+    server = MetricsServer(CollectorRegistry(), "127.0.0.1", 0, clock=lambda: now_s)
     try:
-        with socket.create_connection(("127.0.0.1", tracker.port), timeout=10) as slow:
-            began_s = time.monotonic()
-            is_open = True
-            while is_open and time.monotonic() - began_s < 8:
-                try:
-                    slow.send(b"G")
-                    time.sleep(0.05)
-                except OSError:  # reset or broken pipe, whichever comes first
-                    is_open = False
-        assert not is_open
+        slow, slower = (
+            socket.create_connection(("127.0.0.1", server.port), timeout=FOREVER_S) for _ in range(2)
+        )
+        with slow, slower:
+            urllib.request.urlopen(server.url, timeout=FOREVER_S).close()  # so both are accepted
+            now_s = REQUEST_LIMIT_S - 0.1
+            slow.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+            assert slow.recv(4) == b"HTTP"
+            now_s = REQUEST_LIMIT_S
+            assert slower.recv(1) == b""
     finally:
-        tracker.finish({})
+        server.close()
 
 
 def test_a_connection_that_breaks_is_not_told_on_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:
     tracker = started()
     for request in (b"GET", b"\xff\x1b]0;x\x07 / HTTP/1.0\r\n\r\n", b"GET /metrics HTTP/1.0\r\n\r\n"):
-        with socket.create_connection(("127.0.0.1", tracker.port), timeout=10) as broken:
+        with socket.create_connection(("127.0.0.1", tracker.port), timeout=FOREVER_S) as broken:
             broken.send(request)
             broken.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
     scrape(tracker)
@@ -264,7 +269,7 @@ def test_a_connection_that_breaks_is_not_told_on_the_terminal(capfd: pytest.Capt
 
 def test_connections_that_are_open_at_the_end_are_closed() -> None:
     tracker = started()
-    with socket.create_connection(("127.0.0.1", tracker.port), timeout=10) as idle:
+    with socket.create_connection(("127.0.0.1", tracker.port), timeout=FOREVER_S) as idle:
         scrape(tracker)
         tracker.finish({})
         assert idle.recv(1) == b""

@@ -14,7 +14,7 @@ from rich.table import Table
 from ..records import CaseResult, Status
 from ..report.sweep.load import entry_of
 from ..report.sweep.summary import experiment_of
-from ..sweep.supervisor.outcome import CaseState, Listener
+from ..sweep.supervisor.outcome import CaseState, SweepListener
 from ..text import UNKNOWN, counted, duration, number, on_one_line, share, size
 from .console import SafeConsole, say, silence, table
 
@@ -23,7 +23,7 @@ _LINES_AROUND_TABLE = 6
 
 
 @contextmanager
-def progress() -> Iterator[Listener]:
+def progress() -> Iterator[SweepListener]:
     """A listener for `run_sweep`: a table on a terminal, else lines."""
     console = SafeConsole(stderr=True)
     # Colour can be forced without a terminal (CI); a dumb terminal cannot redraw.

@@ -367,7 +367,7 @@ def _leave_or_cancel(folder: Path, count: int, *, ask: bool) -> int:
 
 
 def _cancel(folder: Path) -> int:
-    from ..sweep.supervisor.placed import cancel_all
+    from ..sweep.supervisor.cluster_batches import cancel_all
 
     count = cancel_all(folder)
     say(f"cancelled: {counted(count, 'experiment')}", err=True)

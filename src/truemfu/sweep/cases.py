@@ -19,20 +19,13 @@ from ..records import SweepCase
 from .config import SweepConfig
 from .content_hash import is_path
 
+_OF_EACH_CASE = ("device", "gpus", "parallel")
 _SETTINGS = [
-    "optimizer",
-    "learning_rate",
-    "compile",
-    "max_grad_norm",
-    "noise_multiplier",
-    "attention",
-    "seed",
-    "warm_up_steps",
-    "min_steps",
-    "max_steps",
-    "max_timed_s",
-    "profiled_steps",
+    name
+    for name in SweepCase.__struct_fields__
+    if name in SweepConfig.__struct_fields__ and name not in _OF_EACH_CASE
 ]
+"""What every case takes from the matrix as it is."""
 
 _LONGEST_PART = 60
 """Longest part of a file name for a trainer or a model; a whole file name has at most 255 bytes."""

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import codecs
 import contextlib
-import difflib
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -212,19 +211,9 @@ def _invalid_value(values: Mapping[str, Any], error: msgspec.ValidationError) ->
 
 def _check(config: SweepConfig) -> None:
     """Checks beyond types: lists are not empty, names are known, limits are consistent."""
-    for axis, found in zip(
-        _AXES,
-        (
-            config.trainers,
-            config.batch_sizes,
-            config.seq_lengths,
-            config.models,
-            config.dtypes,
-            config.gpus_per_experiment,
-        ),
-        strict=True,
-    ):
-        if not found:
+    values = as_mapping(config)
+    for axis in _AXES:
+        if not values[axis]:
             raise UsageError(f"{axis} is empty: nothing to run")
     if config.gpus == []:
         raise UsageError("gpus is empty: leave it out for all visible GPUs")
@@ -270,7 +259,7 @@ def _check_trainer(name: str) -> None:
         _check_importable("trainer", name)
     elif name not in TRAINERS:
         raise UsageError(
-            f"no trainer {brief(name)}{_closest_any_case(name, TRAINERS)}: expected {', '.join(TRAINERS)} or "
+            f"no trainer {brief(name)}{closest(name, TRAINERS)}: expected {', '.join(TRAINERS)} or "
             "package.module:Class"
         )
     if name in NEEDS_OPACUS and find_module("opacus") is None:
@@ -288,16 +277,9 @@ def _check_model(name: str) -> None:
         _check_importable("model", name)
     else:
         raise UsageError(
-            f"no model {brief(name)}{_closest_any_case(name, SIZES)}: expected {', '.join(SIZES)}, a "
+            f"no model {brief(name)}{closest(name, SIZES)}: expected {', '.join(SIZES)}, a "
             "Hugging Face config.json or its folder, or package.module:factory"
         )
-
-
-def _closest_any_case(name: str, known: Iterable[str]) -> str:
-    """Like `closest`, ignoring case."""
-    lower = {entry.lower(): entry for entry in known}
-    match = difflib.get_close_matches(name[:80].lower(), list(lower), n=1)
-    return f" (did you mean {lower[match[0]]!r}?)" if match else ""
 
 
 def _check_importable(what: str, name: str) -> None:

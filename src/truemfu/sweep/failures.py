@@ -1,14 +1,23 @@
-"""The status of an experiment that raised: the category of the failure, and one line about it."""
+"""Why an experiment failed: the only place that judges it, running out of memory included.
+
+    it raised                                  status_of          asked by its worker
+    its process ended without a result         status_of_exit     asked by its supervisor
+    its job on a cluster ended without one     status_of_job      asked by the sweep that submitted it
+
+torch is imported only to judge an error, in a worker, which has it: a supervisor starts without.
+"""
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
-
-import torch
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from ..errors import one_line, text_of
-from ..records import Status
+from ..records import Phase, Status
+from .progress import Progress, last_phase
 from .trainers.base import Unsupported
 from .worker.memory_limit import is_limited
 
@@ -19,11 +28,39 @@ _NO_PRIMITIVE = "could not create a primitive"
 _HOST_OOM_TEXTS = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
 
 
+@dataclass(frozen=True, kw_only=True)
+class WorkerEnd:
+    """How a worker's process ended, and its progress until then."""
+
+    exit_code: int | None = None
+    signal_name: str | None = None
+    began_at_s: float
+    wall_s: float
+    progress: list[Progress]
+    peak_bytes: int | None = None
+    """The peak of its host memory."""
+    timed_out: bool = False
+    interrupted: bool = False
+    kernel_killed: bool = False
+    """Whether the kernel's OOM killer killed a process meanwhile."""
+    unkillable: list[int]
+    """Processes that could not be killed."""
+
+    @property
+    def phase(self) -> Phase:
+        return last_phase(self.progress)
+
+    @property
+    def rank(self) -> int | None:
+        """The rank of several that ended without a result, and the worker with it."""
+        return self.progress[-1].rank if self.progress else None
+
+
 def status_of(error: BaseException) -> tuple[Status, str]:
     """The status of an experiment that raised this error, and the reason in one line."""
-    if is_cuda_oom(error):
+    if any(map(_is_cuda_oom, _with_causes(error))):
         return Status.CUDA_OOM, one_line(error)
-    if is_host_oom(error):
+    if any(map(_is_host_oom, _with_causes(error))):
         return Status.HOST_OOM, one_line(error)
     if isinstance(error, Unsupported):
         return Status.UNSUPPORTED, one_line(error)
@@ -32,17 +69,39 @@ def status_of(error: BaseException) -> tuple[Status, str]:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the GPU or the host ran out of memory."""
-    return is_cuda_oom(error) or is_host_oom(error)
+    return any(_is_cuda_oom(cause) or _is_host_oom(cause) for cause in _with_causes(error))
 
 
-def is_cuda_oom(error: BaseException) -> bool:
-    """Whether the GPU ran out of memory."""
-    return any(map(_says_cuda_oom, _with_causes(error)))
+def status_of_exit(end: WorkerEnd, log_tail: Sequence[str], folder: Path) -> tuple[Status, str]:
+    """The status of a worker that left no result, and the reason in one line."""
+    status, reason = _status_of_exit(end, log_tail, folder)
+    return status, reason if end.rank is None else f"rank {end.rank}: {reason}"
 
 
-def is_host_oom(error: BaseException) -> bool:
-    """Whether the host ran out of memory, or this process reached its limit."""
-    return any(map(_says_host_oom, _with_causes(error)))
+def _status_of_exit(end: WorkerEnd, log_tail: Sequence[str], folder: Path) -> tuple[Status, str]:
+    where = f"in phase {end.phase.value}"
+    last = f": {log_tail[-1]}" if log_tail else ""
+    if end.timed_out:
+        return (
+            Status.TIMEOUT,
+            f"did not finish within its time limit, ended after {end.wall_s:.1f} s {where}",
+        )
+    if end.signal_name == "SIGKILL" and end.kernel_killed:
+        peak = end.peak_bytes if end.rank is None else None  # that of the worker is not the rank's
+        held = "" if peak is None else f"; it used at least {peak / 2**30:.1f} GiB"
+        return Status.HOST_OOM, f"killed by the kernel because memory ran out {where}{held}"
+    if end.signal_name == "SIGABRT" and any("bad_alloc" in line for line in log_tail):
+        return Status.HOST_OOM, f"a native library ran out of memory {where}{last}"
+    if end.signal_name is not None:
+        return Status.SIGNAL, f"ended by {end.signal_name} {where}"
+    if _disk_is_full(folder):
+        last += f"; the disk of {folder} is full: {os.strerror(errno.ENOSPC)}"
+    return Status.ERROR, f"exited with code {end.exit_code} {where} without a result{last}"
+
+
+def status_of_job(cause: str | None) -> Status:
+    """The status of an experiment whose job ended without a result; `cause` as in `jobs.JobState`."""
+    return {"memory": Status.HOST_OOM, "time": Status.TIMEOUT}.get(cause or "", Status.LOST)
 
 
 def _with_causes(error: BaseException) -> Iterator[BaseException]:
@@ -55,13 +114,15 @@ def _with_causes(error: BaseException) -> Iterator[BaseException]:
         cause = cause.__cause__
 
 
-def _says_cuda_oom(error: BaseException) -> bool:
+def _is_cuda_oom(error: BaseException) -> bool:
+    import torch
+
     if isinstance(error, torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(text in text_of(error) for text in _CUDA_OOM_TEXTS)
 
 
-def _says_host_oom(error: BaseException) -> bool:
+def _is_host_oom(error: BaseException) -> bool:
     if isinstance(error, MemoryError):
         return True
     if isinstance(error, OSError):
@@ -70,3 +131,10 @@ def _says_host_oom(error: BaseException) -> bool:
         return False
     text = text_of(error)
     return any(known in text for known in _HOST_OOM_TEXTS) or (_NO_PRIMITIVE in text and is_limited())
+
+
+def _disk_is_full(folder: Path) -> bool:
+    try:
+        return os.statvfs(folder).f_bavail == 0
+    except OSError:
+        return False

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -58,7 +59,7 @@ def device_name(device: str) -> str:
     """The name of the device the experiments run on; several GPU models are all named."""
     if device == "cuda":
         return " + ".join(sorted(set(_names()))) or "unknown GPU"
-    return _cpu_name()
+    return cpu_name()
 
 
 def _names() -> list[str]:
@@ -100,12 +101,10 @@ def _names_by_tool() -> list[str] | None:
     )
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """The name of the processor."""
     try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        # No /proc: not Linux.
-        pass
-    return platform.processor() or platform.machine()
+        found = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:  # no /proc: not Linux
+        found = None
+    return found[1].strip() if found else platform.processor() or platform.machine() or "CPU"

@@ -6,12 +6,12 @@ value is all it receives; it answers with files (`progress.py`, `records.CaseRes
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
 from ..errors import RecordError
-from ..records import SweepCase
+from ..records import CaseResult, Phase, Status, SweepCase
 
 Purpose = Literal["measure", "probe"]
 
@@ -34,6 +34,18 @@ class WorkerOrder(msgspec.Struct, frozen=True, kw_only=True):
     purpose: Purpose = "measure"
     """measure: the whole experiment. probe: two steps, to check that they fit in memory; no result file."""
     git_commit: str | None = None
+
+    def result(self, end: Status, phase: Phase, **fields: Any) -> CaseResult:
+        """A result of this order, with further fields of `CaseResult`."""
+        return CaseResult(
+            name=self.name,
+            sweep_id=self.sweep_id,
+            content_hash=self.content_hash,
+            case=self.case,
+            end=end,
+            phase=phase,
+            **fields,
+        )
 
 
 def encode_order(order: WorkerOrder) -> bytes:

@@ -28,6 +28,24 @@ from pathlib import Path
 
 from .. import plain_files
 
+_START = """
+import sys
+if sys.path[:1] == [""]:
+    del sys.path[0]
+from {module} import start
+start()
+"""
+
+
+def start_command(module: str) -> tuple[str, ...]:
+    """Starts a process with `start` of a module.
+
+    Unlike `python -m`, it does not put the current folder before the installed packages: a torch.py there
+    must not shadow torch. A trainer in the current folder is still found, after them.
+    """
+    return sys.executable, "-c", _START.format(module=module)
+
+
 TOKEN_NAME = "TRUEMFU_SWEEP_TOKEN"
 ANSWER_NAME = "TRUEMFU_SWEEP_ANSWER"
 """The worker's descriptor of an unnamed file: what it writes there becomes `WorkerProcess.answer`."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from .. import plain_files
-from ..records import Environment, Phase
+from ..records import Environment, Memory, Phase
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,8 +24,6 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
     process_bytes: int | None = None
-    fits: bool | None = None
-    """A probe's answer, in its last line."""
     environment: Environment | None = None
     """Where it runs, once that is known."""
     rank: int | None = None
@@ -48,3 +46,26 @@ def read_progress(path: Path) -> list[Progress]:
         with contextlib.suppress(msgspec.MsgspecError):  # a line cut short by a full disk
             lines.append(msgspec.json.decode(line, type=Progress))
     return lines
+
+
+def last_phase(progress: list[Progress]) -> Phase:
+    """The phase it has reached."""
+    return progress[-1].phase if progress else Phase.START
+
+
+def peaks(progress: list[Progress], process_bytes: int | None = None) -> Memory:
+    """Peak memory: of the GPU from the progress, of the host the larger of progress and `process_bytes`."""
+
+    def most(values: list[int | None]) -> int | None:
+        return max((value for value in values if value is not None), default=None)
+
+    return Memory(
+        allocated_bytes=most([entry.allocated_bytes for entry in progress]),
+        reserved_bytes=most([entry.reserved_bytes for entry in progress]),
+        process_bytes=most([*(entry.process_bytes for entry in progress), process_bytes]),
+    )
+
+
+def environment_of(progress: list[Progress]) -> Environment | None:
+    """Where an experiment ran that left no result; None if it ended before that was known."""
+    return next((entry.environment for entry in reversed(progress) if entry.environment), None)

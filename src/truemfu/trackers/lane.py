@@ -41,11 +41,13 @@ class Lane:
         capacity: int = 20_000,
         flush_every_s: float | None = None,
         notice: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = name
         self.error: str | None = None
         self._tracker = tracker
         self._notice = notice
+        self._clock = clock
         self._capacity = capacity
         self._flush_every_s = flush_every_s
         self._flush_due_s: float | None = None
@@ -115,7 +117,7 @@ class Lane:
     def ask_to_finish(self, summary: Mapping[str, Any]) -> None:
         """Request that the remaining rows are handed over and the tracker finished; returns at once."""
         if self._finish_requested_s is None:
-            self._finish_requested_s = time.monotonic()
+            self._finish_requested_s = self._clock()
         try:
             self._summary = deepcopy(dict(summary))
         except Exception as error:  # its rows are finished anyway
@@ -132,7 +134,7 @@ class Lane:
             self._thread.join(timeout_s)
             if self._thread.is_alive():
                 assert self._finish_requested_s is not None
-                waited_s = round(time.monotonic() - self._finish_requested_s, 1)
+                waited_s = round(self._clock() - self._finish_requested_s, 1)
                 self._taken, self._at_risk = self._taken - self._at_risk, 0
                 self._switch_off(
                     f"it did not finish within {waited_s:g} s", then="its remaining data is lost"
@@ -154,7 +156,7 @@ class Lane:
             self._tracker.start(run)
             while not self._is_off:
                 self._work.wait(
-                    None if self._flush_due_s is None else max(self._flush_due_s - time.monotonic(), 0)
+                    None if self._flush_due_s is None else max(self._flush_due_s - self._clock(), 0)
                 )
                 # Read before the rows: rows queued before a flush or a close are then handed over before it.
                 requested, summary = self._requested, self._summary
@@ -178,7 +180,7 @@ class Lane:
         try:
             self._tracker.flush()
         except WriteLater as problem:
-            self._flush_due_s = time.monotonic() + _RETRY_S
+            self._flush_due_s = self._clock() + _RETRY_S
             if not self._is_postponed:
                 self._notice(f"tracker {self.name} cannot write now, its rows are kept for later: {problem}")
             self._is_postponed = True
@@ -188,7 +190,7 @@ class Lane:
         self._at_risk = 0
 
     def _flush_is_due(self) -> bool:
-        now_s = time.monotonic()
+        now_s = self._clock()
         if self._flush_due_s is None and self._unflushed and self._flush_every_s is not None:
             self._flush_due_s = now_s + self._flush_every_s
         return self._flush_due_s is not None and now_s >= self._flush_due_s

@@ -31,16 +31,16 @@ _ROW_BEGINS = re.compile(rb'\{\s*"global_step"')
 _OUTSIDE_ROWS = b"[],\0 \t\r\n"
 
 
-class LogEnd(NamedTuple):
+class LastRow(NamedTuple):
     """Where the last complete row of a log ends, 0 if there is none, and how many rows there are."""
 
     at: int
     rows: int
 
 
-def find_end(fd: int) -> LogEnd | None:
+def find_end(fd: int) -> LastRow | None:
     """The end of a log that is valid except for a partial last row; None if it is damaged."""
-    found = LogEnd(0, 0)
+    found = LastRow(0, 0)
     for begin, piece, is_last in _pieces(fd, _text_size(fd)):
         opening = b"" if begin == 0 else b"[\n"
         text = opening + piece
@@ -51,7 +51,7 @@ def find_end(fd: int) -> LogEnd | None:
         if whole is None or rows is None:
             return None
         if rows:
-            found = LogEnd(begin + len(whole) - len(opening), found.rows + rows)
+            found = LastRow(begin + len(whole) - len(opening), found.rows + rows)
     return found
 
 

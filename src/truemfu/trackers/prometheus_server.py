@@ -15,6 +15,7 @@ import socket
 import socketserver
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from ..errors import UsageError
@@ -49,9 +50,12 @@ class MetricsServer(socketserver.TCPServer):
     allow_reuse_address = True
     request_queue_size = MOST_CONNECTIONS
 
-    def __init__(self, registry: Any, host: str, port: int) -> None:
+    def __init__(
+        self, registry: Any, host: str, port: int, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         from prometheus_client import MetricsHandler
 
+        self._clock = clock
         self._slots = threading.BoundedSemaphore(MOST_CONNECTIONS)
         self._lock = threading.Lock()
         self._open: dict[socket.socket, float] = {}
@@ -92,7 +96,7 @@ class MetricsServer(socketserver.TCPServer):
             self._end_oldest()
             self._slots.acquire()
         with self._lock:
-            self._open[request] = time.monotonic() + REQUEST_LIMIT_S
+            self._open[request] = self._clock() + REQUEST_LIMIT_S
         thread = threading.Thread(
             target=self._answer, args=(request, client_address), name="truemfu-scrape", daemon=True
         )
@@ -103,7 +107,7 @@ class MetricsServer(socketserver.TCPServer):
 
     def service_actions(self) -> None:
         """Called twice a second, and after each connection."""
-        self._end_overdue(due_before_s=time.monotonic())
+        self._end_overdue(due_before_s=self._clock())
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Nothing: a broken connection is not reported on the run's terminal."""

@@ -1,4 +1,4 @@
-"""What a cluster engine is for a sweep: it places the node agent, and gives a second opinion.
+"""What a cluster engine is for a sweep: it places the node agent, and knows what became of its job.
 
     engine        Slurm, Ray
     node agent    `supervisor/on_node.py`, started once for each experiment on the node the engine chose
@@ -9,29 +9,16 @@ To add one: a class with these methods, and a line in `engines.py`.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from .jobs import Batch, EngineWord, JobsFolder
+from ..process import start_command
+from .jobs import Batch, JobsFolder, JobState
 from .settings import Request
 
-_START = """
-import sys
-if sys.path[:1] == [""]:
-    del sys.path[0]
-from {module} import main
-sys.exit(main(sys.argv[1:]))
-"""
-
-
-def python_command(module: str) -> list[str]:
-    """Starts `main` of a module; unlike `python -m`, the current folder hides no installed package."""
-    return [sys.executable, "-c", _START.format(module=module)]
-
-
-NODE_AGENT = "truemfu.sweep.supervisor.on_node"
+NODE_AGENT = start_command("truemfu.sweep.supervisor.on_node")
+"""Started with the folder of a batch and the number of an experiment in it."""
 ENGINE_JOB_VARIABLE = "TRUEMFU_ENGINE_JOB"
 """Tells the node agent what the engine calls its job."""
 
@@ -61,10 +48,10 @@ class Engine(Protocol):
     def find(self, batch: Batch, jobs: JobsFolder) -> str | None:
         """The engine's name of a batch that is submitted and not over; None if it was never submitted."""
 
-    def words(
+    def job_states(
         self, batch: Batch, jobs: JobsFolder, claimed: Mapping[int, str | None]
-    ) -> dict[int, EngineWord]:
-        """What the engine says of these experiments; one that it does not know is left out.
+    ) -> dict[int, JobState]:
+        """The jobs of these experiments; one that the engine does not know is left out.
 
         `claimed`: for each number the engine's job that has claimed it, or None.
         """

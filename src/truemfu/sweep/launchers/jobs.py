@@ -36,7 +36,7 @@ _BATCH_FILE = "batch.json"
 _SUFFIXES = (".order", ".claim", ".end", ".engine", ".out", ".start")
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
+class NodeOrder(msgspec.Struct, frozen=True, kw_only=True):
     """The order of a node: one experiment, and how its worker is started."""
 
     order: WorkerOrder
@@ -57,8 +57,8 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     """The supervisor has withdrawn it: no node may run it."""
 
 
-class Ended(msgspec.Struct, frozen=True, kw_only=True):
-    """A node's last word on an experiment."""
+class NodeEnd(msgspec.Struct, frozen=True, kw_only=True):
+    """How an experiment ended, written by its node."""
 
     result: CaseResult | None
     """None: it was interrupted from outside before it had one."""
@@ -78,8 +78,8 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     """The engine's name of the batch; None until it is known to be submitted."""
 
 
-class EngineWord(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine says of a job."""
+class JobState(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine reports of a job."""
 
     over: bool
     waits: bool = False
@@ -90,7 +90,7 @@ class EngineWord(msgspec.Struct, frozen=True, kw_only=True):
     """memory or time, where the engine ended it for that."""
 
 
-_Kind = TypeVar("_Kind", Job, Claim, Ended, EngineWord)
+_Kind = TypeVar("_Kind", NodeOrder, Claim, NodeEnd, JobState)
 
 
 class JobsFolder:
@@ -120,12 +120,12 @@ class JobsFolder:
     def write_batch(self, batch: Batch) -> None:
         plain_files.replace(self.root / _BATCH_FILE, msgspec.json.encode(batch), durable=True)
 
-    def write_order(self, number: int, job: Job) -> None:
+    def write_order(self, number: int, job: NodeOrder) -> None:
         plain_files.replace(self._file(number, ".order"), msgspec.json.encode(job), durable=True)
 
-    def read_order(self, number: int) -> Job | None:
+    def read_order(self, number: int) -> NodeOrder | None:
         """None if it is no longer wanted."""
-        return self._read(number, ".order", Job)
+        return self._read(number, ".order", NodeOrder)
 
     def try_claim(self, number: int, *, engine_job: str | None = None, withdraw: bool = False) -> bool:
         """Whether this process is the first to claim it; an OSError if the folder cannot be written."""
@@ -155,18 +155,18 @@ class JobsFolder:
         """An empty claim while it is being written."""
         return self._read(number, ".claim", Claim) or Claim()
 
-    def write_end(self, number: int, ended: Ended) -> None:
+    def write_end(self, number: int, ended: NodeEnd) -> None:
         plain_files.make_folder(self.root)  # an experiment may have removed it
         plain_files.replace(self._file(number, ".end"), msgspec.json.encode(ended), durable=True)
 
-    def read_end(self, number: int) -> Ended | None:
-        return self._read(number, ".end", Ended)
+    def read_end(self, number: int) -> NodeEnd | None:
+        return self._read(number, ".end", NodeEnd)
 
-    def write_engine_word(self, number: int, word: EngineWord) -> None:
-        plain_files.replace(self._file(number, ".engine"), msgspec.json.encode(word), durable=True)
+    def write_job_state(self, number: int, state: JobState) -> None:
+        plain_files.replace(self._file(number, ".engine"), msgspec.json.encode(state), durable=True)
 
-    def read_engine_word(self, number: int) -> EngineWord | None:
-        return self._read(number, ".engine", EngineWord)
+    def read_job_state(self, number: int) -> JobState | None:
+        return self._read(number, ".engine", JobState)
 
     def listing(self) -> dict[str, set[int]]:
         """The numbers for which each kind of file exists, from one look at the folder."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from collections.abc import Sequence
 
 from ... import plain_files
@@ -24,19 +23,11 @@ from ...records import Phase, SweepCase
 from ..config import SweepConfig
 from ..gpus import chosen_gpus
 from ..paths import SweepFolder
-from ..process import WorkerProcess
+from ..process import WorkerProcess, start_command
 from ..trainers.base import NEEDS_OPACUS
 
-_START = """
-import sys
-if sys.path[:1] == [""]:
-    del sys.path[0]
-from truemfu.sweep.worker.__main__ import start
-start()
-"""
-WORKER = (sys.executable, "-c", _START)
-"""Unlike `python -m`, this does not put the current folder before the installed packages: a torch.py there
-must not shadow torch. A trainer in the current folder is still found, after them."""
+WORKER = start_command("truemfu.sweep.worker.__main__")
+"""Starts a worker."""
 
 
 class Slot:

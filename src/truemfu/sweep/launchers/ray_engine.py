@@ -1,10 +1,10 @@
-"""Ray: a process of our own, the keeper, submits the experiments and waits for them.
+"""Ray: a driver process of our own submits the experiments of a batch and waits for them.
 
-    supervisor ─► keeper (`ray_keeper.py`, a session of its own) ─► Ray task ─► node agent ─► worker
+    supervisor ─► driver (`ray_driver.py`, a session of its own) ─► Ray task ─► node agent ─► worker
 
-Tasks end with the driver that submitted them, so that is the keeper and not the supervisor: the supervisor
-may be closed, or killed, and find the keeper again. The supervisor does not import Ray. A keeper holds a lock
-as long as it lives and ends with its last experiment; a local Ray started for the sweep ends with it.
+Tasks end with the driver that submitted them, so that is not the supervisor: the supervisor may be closed, or
+killed, and find the driver again. The supervisor does not import Ray. A driver holds a lock as long as it
+lives and ends with its last experiment; a local Ray started for the sweep ends with it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from ...errors import UsageError
 from ...text import on_one_line, shortened
 from ..content_hash import find_module
 from ..gpus import visible_gpus
-from .engine import last_line_of, python_command, submit_environment
-from .jobs import Batch, EngineWord, JobsFolder
+from ..process import start_command
+from .engine import last_line_of, submit_environment
+from .jobs import Batch, JobsFolder, JobState
 from .settings import ClusterSettings, Request
 
-_KEEPER = "truemfu.sweep.launchers.ray_keeper"
+_DRIVER = start_command("truemfu.sweep.launchers.ray_driver")
 _MOST = 10_000
 _CHECK_TIMEOUT_S = 120.0
 _CONNECT_TIMEOUT_S = 5.0
@@ -63,12 +64,12 @@ class Ray:
         ]
         try:
             done = subprocess.run(
-                [*python_command(_KEEPER), *wanted],
+                [*_DRIVER, *wanted],
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
                 timeout=_CHECK_TIMEOUT_S,
-                env=keeper_environment(address),
+                env=driver_environment(address),
             )
         except subprocess.TimeoutExpired:
             raise UsageError(f"Ray at {address} does not answer: is it running there?") from None
@@ -85,43 +86,43 @@ class Ray:
         )
         log = plain_files.open_plain(_log(jobs), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW)
         try:
-            keeper = subprocess.Popen(
-                [*python_command(_KEEPER), str(jobs.root), *before],
+            driver = subprocess.Popen(
+                [*_DRIVER, str(jobs.root), *before],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 cwd=batch.working_folder,
-                env=keeper_environment(batch.settings.ray_address),
+                env=driver_environment(batch.settings.ray_address),
                 start_new_session=True,
             )
         finally:
             os.close(log)
         until = time.monotonic() + _START_TIMEOUT_S
-        while keeper_pid(jobs) is None and time.monotonic() < until:
-            if keeper.poll() is not None:
+        while driver_pid(jobs) is None and time.monotonic() < until:
+            if driver.poll() is not None:
                 raise UsageError(f"Ray's driver ends at once: {last_line_of(_log(jobs)) or 'without a word'}")
             time.sleep(0.05)
-        return f"{socket.gethostname()}:{keeper.pid}"
+        return f"{socket.gethostname()}:{driver.pid}"
 
     def find(self, batch: Batch, jobs: JobsFolder) -> str | None:
-        return batch.engine_job if keeper_pid(jobs) is not None else None
+        return batch.engine_job if driver_pid(jobs) is not None else None
 
-    def words(
+    def job_states(
         self, batch: Batch, jobs: JobsFolder, claimed: Mapping[int, str | None]
-    ) -> dict[int, EngineWord]:
+    ) -> dict[int, JobState]:
         told = jobs.listing()[".engine"]
-        found = {number: jobs.read_engine_word(number) for number in told & set(claimed)}
-        words = {number: word for number, word in found.items() if word is not None}
-        if keeper_pid(jobs) is None:
+        found = {number: jobs.read_job_state(number) for number in told & set(claimed)}
+        states = {number: state for number, state in found.items() if state is not None}
+        if driver_pid(jobs) is None:
             last = last_line_of(_log(jobs))
-            ended = EngineWord(
+            ended = JobState(
                 over=True, reason=f"the driver of its tasks has ended{f': {last}' if last else ''}"
             )
-            words = {**dict.fromkeys(claimed, ended), **words}
-        return words
+            states = {**dict.fromkeys(claimed, ended), **states}
+        return states
 
     def cancel(self, batch: Batch, jobs: JobsFolder) -> None:
-        pid = keeper_pid(jobs)
+        pid = driver_pid(jobs)
         if pid is None:
             return
         host = (batch.engine_job or "").partition(":")[0]
@@ -131,7 +132,7 @@ class Ray:
             os.kill(pid, signal.SIGTERM)
 
 
-def keeper_environment(address: str | None) -> dict[str, str]:
+def driver_environment(address: str | None) -> dict[str, str]:
     """Ray reports no usage, and leaves CUDA_VISIBLE_DEVICES alone in a task without a GPU.
 
     A local Ray hands out the GPUs that are visible here.
@@ -146,8 +147,8 @@ def keeper_environment(address: str | None) -> dict[str, str]:
     }
 
 
-def keeper_pid(jobs: JobsFolder) -> int | None:
-    """The process that keeps a batch, None once it has ended: it holds its lock as long as it lives."""
+def driver_pid(jobs: JobsFolder) -> int | None:
+    """The driver of a batch, None once it has ended: it holds its lock as long as it lives."""
     try:
         file = plain_files.open_plain(lock_path(jobs), os.O_RDWR | os.O_NOFOLLOW)
     except OSError:
@@ -163,7 +164,7 @@ def keeper_pid(jobs: JobsFolder) -> int | None:
 
 
 def lock_path(jobs: JobsFolder) -> Path:
-    """Locked by the keeper as long as it lives."""
+    """Locked by the driver as long as it lives."""
     return jobs.root / "keeper.lock"
 
 

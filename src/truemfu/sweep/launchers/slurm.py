@@ -19,8 +19,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ...errors import UsageError
 from ...text import on_one_line, shortened
-from .engine import ENGINE_JOB_VARIABLE, NODE_AGENT, python_command, submit_environment
-from .jobs import Batch, EngineWord, JobsFolder
+from .engine import ENGINE_JOB_VARIABLE, NODE_AGENT, submit_environment
+from .jobs import Batch, JobsFolder, JobState
 from .settings import ClusterSettings, Request
 
 _COMMAND_TIMEOUT_S = 120.0
@@ -28,7 +28,7 @@ _DEFAULT_ARRAY_SIZE = 1001
 
 _WAITING = "PENDING REQUEUED REQUEUE_FED REQUEUE_HOLD SPECIAL_EXIT RESV_DEL_HOLD".split()
 _STARTED = "RUNNING SUSPENDED COMPLETING CONFIGURING RESIZING STAGE_OUT SIGNALING STOPPED".split()
-_UNKNOWN = EngineWord(over=True, reason="neither its queue nor its accounting knows the job")
+_UNKNOWN = JobState(over=True, reason="neither its queue nor its accounting knows the job")
 _CAUSES = {"OUT_OF_MEMORY": "memory", "TIMEOUT": "time", "DEADLINE": "time"}
 
 
@@ -73,7 +73,7 @@ class Slurm:
             *([] if before is None else [f"--dependency=afterany:{before}"]),
             *self._options(batch.request),
         ]
-        agent = shlex.join([*python_command(NODE_AGENT), str(jobs.root)])
+        agent = shlex.join([*NODE_AGENT, str(jobs.root)])
         script = (
             "#!/bin/sh\n"
             f"{ENGINE_JOB_VARIABLE}=${{SLURM_ARRAY_JOB_ID}}_${{SLURM_ARRAY_TASK_ID}}\n"
@@ -94,15 +94,15 @@ class Slurm:
         found = re.match(r"\s*(\d+)", answer or "")
         return found[1] if found else None
 
-    def words(
+    def job_states(
         self, batch: Batch, jobs: JobsFolder, claimed: Mapping[int, str | None]
-    ) -> dict[int, EngineWord]:
+    ) -> dict[int, JobState]:
         # A batch that was submitted twice (see `find`) has two arrays: that of the claim counts.
         own = batch.engine_job
         names = {n: job or f"{own}_{n}" for n, job in claimed.items() if job or own}
-        words = dict.fromkeys(claimed.keys() - names, EngineWord(over=True, reason="it was never submitted"))
+        states = dict.fromkeys(claimed.keys() - names, JobState(over=True, reason="it was never submitted"))
         if not names:
-            return words
+            return states
         arrays = ",".join(sorted({name.partition("_")[0] for name in names.values()}))
         listed = ["--noheader", "--array", "--states=all", f"--jobs={arrays}", "--format=%i|%T|%r"]
         recent = _ask(["squeue", *listed], unknown="Invalid job id")
@@ -116,7 +116,7 @@ class Slurm:
                 found = {**_by_scontrol(missing), **found}
             elif recent is not None:
                 found = {**dict.fromkeys(missing, _UNKNOWN), **found}
-        return {**words, **{number: found[name] for number, name in names.items() if name in found}}
+        return {**states, **{number: found[name] for number, name in names.items() if name in found}}
 
     def cancel(self, batch: Batch, jobs: JobsFolder) -> None:
         _run(["scancel", f"--name={_job_name(batch)}"], refused="Slurm does not cancel the jobs")
@@ -163,31 +163,31 @@ def _ranges(numbers: Iterable[int]) -> str:
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
 
 
-def _parse(answer: str | None) -> dict[str, EngineWord]:
+def _parse(answer: str | None) -> dict[str, JobState]:
     """Lines `12_3|STATE|reason`, by the name of the job."""
     lines = [line.strip().split("|", 2) for line in (answer or "").splitlines()]
-    return {line[0]: _word(line[1], line[2]) for line in lines if len(line) == 3}
+    return {line[0]: _state(line[1], line[2]) for line in lines if len(line) == 3}
 
 
-def _by_scontrol(names: Iterable[str]) -> dict[str, EngineWord]:
+def _by_scontrol(names: Iterable[str]) -> dict[str, JobState]:
     found = {}
     for name in names:
         answer = _ask(["scontrol", "--oneliner", "show", "job", name], unknown="Invalid job id") or ""
         fields = dict(part.split("=", 1) for part in answer.split() if "=" in part)
         if "JobState" in fields:
-            found[name] = _word(fields["JobState"], fields.get("Reason", ""))
+            found[name] = _state(fields["JobState"], fields.get("Reason", ""))
         elif answer:
-            found[name] = EngineWord(over=True, reason="it no longer knows the job, and has no accounting")
+            found[name] = JobState(over=True, reason="it no longer knows the job, and has no accounting")
     return found
 
 
-def _word(state: str, reason: str) -> EngineWord:
+def _state(state: str, reason: str) -> JobState:
     """`CANCELLED by 0` is a state too."""
     kind = state.split()[0].rstrip("+") if state.split() else "UNKNOWN"
     told = "" if reason in ("", "None", "(null)") else f" ({reason})"
     waits = kind in _WAITING
     over = not waits and kind not in _STARTED
-    return EngineWord(over=over, waits=waits, reason=f"{state}{told}", cause=_CAUSES.get(kind))
+    return JobState(over=over, waits=waits, reason=f"{state}{told}", cause=_CAUSES.get(kind))
 
 
 def _ask(command: Sequence[str], unknown: str | None = None) -> str | None:

@@ -16,7 +16,7 @@ _LINE_CHARACTERS = 500
 
 
 @dataclass(frozen=True, kw_only=True)
-class LogEnd:
+class LoggedResult:
     """The result and the last lines of a log."""
 
     result: CaseResult | None = None
@@ -28,12 +28,12 @@ class LogEnd:
     """The last non-empty lines, without results."""
 
 
-def read_log_end(log: Path) -> LogEnd:
+def read_log(log: Path) -> LoggedResult:
     """The last line that is a result, even if a stray child printed after it, and the lines before."""
     try:
         found = [line for line in _last_lines(log)[0] if line.strip()]
     except OSError as error:
-        return LogEnd(fault=f"{log.name} cannot be read: {error.strerror}")
+        return LoggedResult(fault=f"{log.name} cannot be read: {error.strerror}")
     words = [line for line in found if not _looks_like_result(line)][-_TAIL_LINES:]
     tail = tuple(line.decode(errors="replace").rstrip()[:_LINE_CHARACTERS] for line in words)
     faults = []
@@ -41,16 +41,16 @@ def read_log_end(log: Path) -> LogEnd:
         if line.startswith(b"{"):
             try:
                 result = decode(line, CaseResult, log.name)
-                return LogEnd(result=result, has_checksum=has_checksum(line), tail=tail)
+                return LoggedResult(result=result, has_checksum=has_checksum(line), tail=tail)
             except RecordError as error:
                 faults.append(str(error))
     without = f"{log.name} ends without a result" if found else f"{log.name} is empty"
-    return LogEnd(fault=faults[0] if faults else without, tail=tail)
+    return LoggedResult(fault=faults[0] if faults else without, tail=tail)
 
 
 def last_lines(log: Path) -> list[str]:
     """The last non-empty lines of a log, without the result; none if it cannot be read."""
-    return list(read_log_end(log).tail)
+    return list(read_log(log).tail)
 
 
 def seal_log(log: Path, result: CaseResult) -> None:

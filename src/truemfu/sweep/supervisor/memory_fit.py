@@ -10,7 +10,6 @@ Without probes, only finished experiments are used.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 
 import msgspec
 
@@ -20,16 +19,8 @@ from ..sizes import SIZES
 _MAX_PROBES = 5
 
 
-@dataclass(frozen=True, kw_only=True)
-class Probe:
-    """Whether a case fits in memory; None with a reason if the probe failed otherwise."""
-
-    fits: bool | None
-    memory: Memory | None = None
-    reason: str | None = None
-
-
-Prober = Callable[[SweepCase], Probe]
+Prober = Callable[[SweepCase], CaseResult]
+"""Runs a few steps of a case in a fresh worker; OK means that they fit in memory."""
 
 
 def propose(results: Iterable[CaseResult], probe: Prober | None) -> Iterator[tuple[str, str]]:
@@ -63,13 +54,13 @@ def _search(group: list[CaseResult], probe: Prober | None) -> str | None:
         if probe is None or batch is None:
             break
         answer = probe(msgspec.structs.replace(case, batch_size=batch))
-        if answer.fits is None:
-            known = _known(good, bad, memory, total_bytes) or f"batch {bad} does not fit"
-            return f"{known}; a probe of batch {batch} {answer.reason}"
-        if answer.fits:
+        if answer.end is Status.OK:
             good, memory = batch, answer.memory
-        else:
+        elif answer.end in OUT_OF_MEMORY:
             bad = batch
+        else:
+            known = _known(good, bad, memory, total_bytes) or f"batch {bad} does not fit"
+            return f"{known}; a probe of batch {batch} {_failure(answer)}"
     if good == 0 and bad == 1 and probe is not None:
         return _smaller_model(case, probe, total_bytes)
     return _known(good, bad, memory, total_bytes)
@@ -94,11 +85,16 @@ def _smaller_model(case: SweepCase, probe: Prober, total_bytes: int | None) -> s
     smaller = reversed(sizes[: sizes.index(case.model)]) if case.model in sizes else iter(())
     for model in smaller:
         answer = probe(msgspec.structs.replace(case, model=model, batch_size=1))
-        if answer.fits is None:
-            return f"{nothing}; a probe of {model} {answer.reason}"
-        if answer.fits:
+        if answer.end is Status.OK:
             return f"{nothing}; {model} at batch 1 does{_measured(answer.memory, total_bytes)}"
+        if answer.end not in OUT_OF_MEMORY:
+            return f"{nothing}; a probe of {model} {_failure(answer)}"
     return nothing
+
+
+def _failure(answer: CaseResult) -> str:
+    """Why a probe neither fits nor runs out of memory."""
+    return "took too long" if answer.end is Status.TIMEOUT else f"failed: {answer.message}"
 
 
 def _measured(memory: Memory | None, total_bytes: int | None) -> str:

@@ -19,15 +19,18 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 from ...errors import one_line
 from ...records import CaseResult, Phase
 from ..launchers.engine import ENGINE_JOB_VARIABLE
-from ..launchers.jobs import Ended, Job, JobsFolder
+from ..launchers.jobs import JobsFolder, NodeEnd, NodeOrder
 from ..launchers.local import imports_of
 from ..paths import SweepFolder
 from ..process import WorkerProcess
-from .supervise import Stop, not_started, run_case, save
+from .stored import save
+from .supervise import not_started, run_case
+from .watch import Stop
 
 _CHECK_INTERVAL_S = 10.0
 _CHECKS = 3
@@ -53,18 +56,18 @@ def main(arguments: Sequence[str]) -> int:
     if not claimed:
         print("not run: it was already started once, or withdrawn")
         return 0
-    job = jobs.read_order(number)
-    if job is None:
+    order = jobs.read_order(number)
+    if order is None:
         jobs.drop_claim(number)
         print("not run: its sweep no longer waits for it")
         return 0
-    result = None if stop.requested else _run(job, jobs, number, stop)
-    return _write(jobs, number, Ended(result=result))
+    result = None if stop.requested else _run(order, jobs, number, stop)
+    return _write(jobs, number, NodeEnd(result=result))
 
 
-def _run(job: Job, jobs: JobsFolder, number: int, stop: Stop) -> CaseResult | None:
+def _run(node_order: NodeOrder, jobs: JobsFolder, number: int, stop: Stop) -> CaseResult | None:
     """Its result; None if it was interrupted."""
-    order, folder = job.order, SweepFolder(Path(job.order.folder))
+    order, folder = node_order.order, SweepFolder(Path(node_order.order.folder))
     parent = os.getppid()
     missing, checked_at_s = 0, 0.0
 
@@ -78,25 +81,23 @@ def _run(job: Job, jobs: JobsFolder, number: int, stop: Stop) -> CaseResult | No
         if (os.getppid() != parent or missing >= _CHECKS) and not stop.requested:
             stop.request()
 
-    command = [*job.command, *imports_of(order.case)]
+    command = [*node_order.command, *imports_of(order.case)]
     try:
-        worker = WorkerProcess(command, environment=_environment(job), log=jobs.worker_log(number))
+        worker = WorkerProcess(
+            command, environment=_environment(node_order.gpus), log=jobs.worker_log(number)
+        )
     except OSError as error:
         return save(folder, not_started(order, error))
-    return run_case(
-        worker, order, folder, time_limit_s=job.time_limit_s, stop=stop, on_progress=end_with_parent
-    )
+    limit_s = node_order.time_limit_s
+    return run_case(worker, order, folder, time_limit_s=limit_s, stop=stop, on_progress=end_with_parent)
 
 
-def _environment(job: Job) -> dict[str, str]:
+def _environment(gpus: int) -> dict[str, str]:
     """What the engine set, with no GPU for an experiment that requested none."""
-    environment = dict(os.environ)
-    if job.gpus == 0:
-        environment["CUDA_VISIBLE_DEVICES"] = ""
-    return environment
+    return {**os.environ, **({"CUDA_VISIBLE_DEVICES": ""} if gpus == 0 else {})}
 
 
-def _write(jobs: JobsFolder, number: int, ended: Ended) -> int:
+def _write(jobs: JobsFolder, number: int, ended: NodeEnd) -> int:
     until = time.monotonic() + _WRITE_FOR_S
     while True:
         try:
@@ -110,5 +111,6 @@ def _write(jobs: JobsFolder, number: int, ended: Ended) -> int:
             time.sleep(1.0)
 
 
-if __name__ == "__main__":
+def start() -> NoReturn:
+    """Run as the agent's process, then exit."""
     sys.exit(main(sys.argv[1:]))

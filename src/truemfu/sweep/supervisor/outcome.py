@@ -20,7 +20,7 @@ class CaseState:
     time_limit_s: float
 
 
-class Listener(Protocol):
+class SweepListener(Protocol):
     """Receives the events of a sweep; called by one thread at a time."""
 
     def started(self, names: Sequence[str], reused: Sequence[CaseResult]) -> None:

@@ -6,17 +6,13 @@ import errno
 import os
 from collections.abc import Callable, Collection, Mapping
 
-import msgspec
-
-from ... import plain_files
-from ...errors import UsageError, closest, one_line
-from ...records import CaseResult, Phase, Status, SweepRecord
-from ..paths import RunningCase, SweepFolder
+from ...errors import RecordError, UsageError, closest
+from ...records import CaseResult, Status, SweepRecord
+from ..paths import RunningCase, SweepFolder, read_marker
 from ..process import kill_leftovers
-from ..progress import read_progress
+from ..progress import environment_of, last_phase, peaks, read_progress
 from .case_log import last_lines
-from .stored import stored_result
-from .supervise import environment_of, peaks, save
+from .stored import save, stored_result
 
 RERUN = ("none", "failed", "all", *(status.value for status in Status if status is not Status.OK))
 """What to run again although it has a result: nothing, failed experiments, all, or those of one status."""
@@ -24,7 +20,7 @@ RERUN = ("none", "failed", "all", *(status.value for status in Status if status 
 _DISK_FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
 """The disk may have space again; the experiment itself has not failed."""
 
-Say = Callable[[str], None]
+Report = Callable[[str], None]
 
 
 def check_rerun(rerun: str) -> None:
@@ -34,7 +30,7 @@ def check_rerun(rerun: str) -> None:
 
 
 def reusable(
-    folder: SweepFolder, hashes: Mapping[str, str], *, rerun: str, timeout_s: float, say: Say
+    folder: SweepFolder, hashes: Mapping[str, str], *, rerun: str, timeout_s: float, report: Report
 ) -> dict[str, CaseResult]:
     """The valid results of these experiments (name → content hash), which are not measured again."""
     valid: dict[str, CaseResult] = {}
@@ -47,7 +43,7 @@ def reusable(
             found is not None and found.content_hash == content_hash and _is_valid(found, rerun, timeout_s)
         )
         for fault in stored.faults:
-            say(fault if reused else f"{fault}; running it again")
+            report(fault if reused else f"{fault}; running it again")
         if found is not None and reused:
             valid[name] = save(folder, found) if stored.faults else found
     return valid
@@ -57,7 +53,7 @@ def end_leftovers(
     folder: SweepFolder,
     names: Collection[str],
     record: SweepRecord,
-    say: Say,
+    report: Report,
     *,
     on_cluster: Collection[str] = (),
 ) -> None:
@@ -70,16 +66,15 @@ def end_leftovers(
         if name in on_cluster:
             continue
         try:
-            left = msgspec.json.decode(plain_files.read(path), type=RunningCase)
-        except (msgspec.MsgspecError, OSError, UnicodeDecodeError, RecursionError) as error:
-            say(f"{path} is not a valid marker of a running experiment: {one_line(error)}")
+            left = read_marker(path)
+        except RecordError as error:
+            report(str(error))
         else:
             kill_leftovers(left.token)
-            say(f"{name} was left unfinished by a sweep that was killed")
+            report(f"{name} was left unfinished by a sweep that was killed")
             if name in record.cases and name not in names and not os.path.lexists(folder.result(name)):
                 save(folder, _lost(name, left, record.sweep_id, folder))
-        plain_files.remove(path)
-        plain_files.remove(folder.progress(name))
+        folder.remove_running(name)
 
 
 def _is_valid(found: CaseResult, rerun: str, timeout_s: float) -> bool:
@@ -94,17 +89,17 @@ def _is_valid(found: CaseResult, rerun: str, timeout_s: float) -> bool:
 
 
 def _lost(name: str, left: RunningCase, sweep_id: str, folder: SweepFolder) -> CaseResult:
-    progress_lines = read_progress(folder.progress(name))
+    progress = read_progress(folder.progress(name))
     return CaseResult(
         name=name,
         sweep_id=sweep_id,
         content_hash=left.content_hash,
         case=left.case,
         end=Status.LOST,
-        phase=progress_lines[-1].phase if progress_lines else Phase.START,
+        phase=last_phase(progress),
         message="its supervisor ended before it finished",
         log_tail=last_lines(folder.log(name)),
-        memory=peaks(progress_lines),
-        environment=environment_of(progress_lines),
+        memory=peaks(progress),
+        environment=environment_of(progress),
         began_at_s=left.began_at_s,
     )

@@ -1,4 +1,6 @@
-"""The result of an experiment from its two copies on disk: results/<name>.json and the end of its log.
+"""The two copies of a result on disk: results/<name>.json and the end of its log. `save` writes both.
+
+Read again, one of them counts:
 
     the file, with a checksum that matches ──────────────────► it
     the file, without one (of an earlier version) ───────────► it, unless a log with a checksum differs
@@ -13,9 +15,13 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
+from ... import plain_files
 from ...errors import RecordError
-from ...records import CaseResult, decode, has_checksum, read_file
-from .case_log import LogEnd, read_log_end
+from ...records import CaseResult, decode, has_checksum, read_file, write_record
+from ..paths import SweepFolder
+from .case_log import LoggedResult, read_log, seal_log
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +37,39 @@ class Stored:
     """Whether its files only contain the result of another experiment."""
 
 
+def save(folder: SweepFolder, result: CaseResult) -> CaseResult:
+    """Write a result to its file and the end of its log; replaced files and errors are in its notes."""
+    file, log = folder.result(result.name), folder.log(result.name)
+    found = clear_paths(folder, file, log)
+    if found:
+        result = msgspec.structs.replace(result, notes=[*result.notes, *found])
+    problems = []
+    try:
+        write_record(file, result, durable=True)
+    except OSError as error:
+        problems.append(f"{file.relative_to(folder.root)} could not be written: {error.strerror}")
+    try:
+        seal_log(log, result)
+    except OSError as error:
+        problems.append(f"{log.relative_to(folder.root)} could not be written: {error.strerror}")
+    return msgspec.structs.replace(result, notes=result.notes + problems) if problems else result
+
+
+def clear_paths(folder: SweepFolder, *files: Path) -> list[str]:
+    """Create missing folders, and remove anything that is not a file at these paths; a note for each."""
+    found = []
+    try:
+        if made := folder.make():
+            found.append(f"{', '.join(f'{name}/' for name in made)} was removed and has been created again")
+        for path in files:
+            if (instead := plain_files.what_is_there(path)) is not None:
+                plain_files.remove(path)
+                found.append(f"{path.parent.name}/{path.name} became {instead} and has been replaced")
+    except OSError:
+        pass  # writing the files reports the error
+    return found
+
+
 def stored_result(name: str, file: Path, log: Path) -> Stored:
     """The result of this experiment in its file, or else in its log."""
     faults: list[str] = []
@@ -39,7 +78,7 @@ def stored_result(name: str, file: Path, log: Path) -> Stored:
     written = _own(written, name, str(file), of_others)
     if written is not None and is_sure:
         return Stored(result=written)
-    end = read_log_end(log) if os.path.lexists(log) else LogEnd()
+    end = read_log(log) if os.path.lexists(log) else LoggedResult()
     logged = _own(end.result, name, log.name, of_others)
     if written is not None and logged is not None and written != logged:
         taken = f"the result in {log.name}" if end.has_checksum else "the first"

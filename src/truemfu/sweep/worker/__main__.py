@@ -4,7 +4,7 @@
                                (no CUDA)  (none: exit 0)                                   │
         to the supervisor, to results/<name>.json, and the same as the log's last line ◄───┘
 
-Exit codes: 0 measured (a probe: answered), 1 failed, with the reason in the result, 2 invalid order.
+Exit codes: 0 measured (a probe: it fits), 1 failed, with the reason in the result, 2 invalid order.
 The worker may be started long before its order: until then it only imports.
 """
 
@@ -68,17 +68,14 @@ def main() -> int:
     _write_to(Path(order.log_path))
     find_modules_here()
     output = WorkerOutput(answer_file)
-    result_file = SweepFolder(Path(order.folder)).result(order.name)
     if order.case.gpus > 1:
-        from .ranks import answer_probe, run_ranks
+        from .ranks import run_ranks
 
-        if order.purpose == "probe":
-            return 1 if answer_probe(order) is None else 0
-        return output.report(run_ranks(order), result_file)
-    experiment = Experiment(order, output.say, started_at_s=STARTED_AT_S, began_at_s=began_at_s)
-    if order.purpose == "probe":
-        return 1 if experiment.probe() is None else 0
-    return output.report(experiment.run(), result_file)
+        result = run_ranks(order)
+    else:
+        result = Experiment(order, output.write_line, started_at_s=STARTED_AT_S, began_at_s=began_at_s).run()
+    is_measured = order.purpose == "measure"
+    return output.report(result, SweepFolder(Path(order.folder)).result(order.name) if is_measured else None)
 
 
 def _answer_file() -> int | None:

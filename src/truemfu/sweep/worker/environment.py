@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-import re
 import resource
 import socket
 import sys
@@ -18,6 +17,7 @@ from ...errors import CounterError, NvmlMissing
 from ...hardware.counters.nvml import driver_version
 from ...provenance import library_versions
 from ...records import Environment, Memory
+from ..gpus import cpu_name
 from ..process import peak_memory_bytes
 
 _PACKAGES = ("opacus", "transformers")
@@ -64,15 +64,6 @@ def process_peak_bytes() -> int:
         return found
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-def cpu_name() -> str:
-    """The name of the processor."""
-    try:
-        found = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    except OSError:
-        found = None
-    return found[1].strip() if found else platform.processor() or platform.machine() or "CPU"
 
 
 def _driver() -> str | None:

@@ -38,7 +38,7 @@ from ...records import (
     Status,
     SweepCase,
 )
-from ..failures import is_out_of_memory, status_of
+from ..failures import status_of
 from ..order import WorkerOrder
 from ..paths import SweepFolder
 from ..progress import Progress, append_progress
@@ -46,10 +46,10 @@ from ..trainers.base import Trainer, TrainerSettings, load_trainer
 from .case_model import Batch, CaseModel, build_case_model, endless_batches, samples_of
 from .environment import environment, memory, reset_peaks
 from .gradient_check import NAN_RELATIVE_ERROR, check_trainer
-from .job import ALONE, Job, cause_of, is_lost_peer
 from .measure import TimedPass, count_needed, count_work, summed, time_steps, together, warm_up
 from .memory_limit import limit_memory
 from .models import parameter_count
+from .rank_group import ALONE, RankGroup, cause_of, is_lost_peer
 from .run_files import clear_run_folder, write_events, write_trace
 
 PROBE_STEPS = 2
@@ -64,19 +64,19 @@ class Experiment:
     def __init__(
         self,
         order: WorkerOrder,
-        say: Callable[[str], None],
+        write_line: Callable[[str], None],
         *,
         started_at_s: float,
         began_at_s: float,
-        job: Job = ALONE,
+        group: RankGroup = ALONE,
     ) -> None:
         self.failure: BaseException | None = None
         """What ended it; None unless something was raised."""
         self._order = order
-        self._say = say
+        self._write_line = write_line
         self._case = order.case
-        self._job = job
-        self._device = job.device(order.case.device)
+        self._group = group
+        self._device = group.device(order.case.device)
         self._began_at_s = began_at_s
         self._phases = [PhaseTime(phase=Phase.START, began_at_s=started_at_s)]
         self._notes: list[str] = []
@@ -89,30 +89,19 @@ class Experiment:
         self._append_progress(Phase.START)
 
     def run(self) -> CaseResult:
-        """The whole experiment."""
-        return self._result_of(self._run)
-
-    def try_steps(self) -> CaseResult:
-        """A few steps, to see whether they fit in memory; its result has no measurement."""
-        return self._result_of(self._try_steps)
-
-    def _result_of(self, work: Callable[[], tuple[Status, str | None]]) -> CaseResult:
+        """The whole experiment; of a probe a few steps, and a result without a measurement."""
         try:
             limit_memory(self._order.memory_limit_bytes)
-            status, message = work()
+            status, message = self._measure() if self._order.purpose == "measure" else self._try_steps()
         except BaseException as raised:  # anything a trainer raises, also KeyboardInterrupt
             error = self.failure = cause_of(raised)
             status, message = status_of(error)
             limit_memory(None)  # so that writing the result has memory
             self._memory = self._memory or memory(self._device)
             self._show(error)
-        return CaseResult(
-            name=self._order.name,
-            sweep_id=self._order.sweep_id,
-            content_hash=self._order.content_hash,
-            case=self._case,
-            end=status,
-            phase=self._phases[-1].phase,
+        return self._order.result(
+            status,
+            self._phases[-1].phase,
             message=message,
             began_at_s=self._began_at_s,
             phases=self._phases,
@@ -124,19 +113,6 @@ class Experiment:
             notes=self._notes,
         )
 
-    def probe(self) -> bool | None:
-        """Whether a few steps fit in memory; None after any other failure."""
-        fits: bool | None = True
-        try:
-            limit_memory(self._order.memory_limit_bytes)
-            self._try_steps()
-        except BaseException as error:
-            fits = False if is_out_of_memory(error) else None
-            limit_memory(None)
-            self._show(error)
-        self._begin(Phase.DONE, fits=fits)
-        return fits
-
     def _try_steps(self) -> tuple[Status, str | None]:
         self._check_device()
         trainer, built = self._build(load_trainer(self._case.trainer))
@@ -144,18 +120,19 @@ class Experiment:
         batches = endless_batches(built, self._data_case, self._device)
         warm_up(trainer, batches, PROBE_STEPS, self._device)
         self._memory = self._highest(memory(self._device))
+        self._begin(Phase.DONE)
         return Status.OK, None
 
-    def _run(self) -> tuple[Status, str | None]:
-        case, device, job = self._case, self._device, self._job
+    def _measure(self) -> tuple[Status, str | None]:
+        case, device, group = self._case, self._device, self._group
         files = SweepFolder(Path(self._order.folder))
         run_folder, trace = files.run(self._order.name), files.trace(self._order.name)
-        if job.rank == 0:
+        if group.rank == 0:
             self._note(clear_run_folder(run_folder))
         self._check_device()
         trainer_class = load_trainer(case.trainer)
         self._begin(Phase.GRADIENT_CHECK)
-        self._gradient_check = check_trainer(trainer_class, case, device, job)
+        self._gradient_check = check_trainer(trainer_class, case, device, group)
         if not self._gradient_check.passed:
             self._memory = memory(device)
             return Status.INCORRECT, _why_incorrect(case, self._gradient_check)
@@ -170,21 +147,21 @@ class Experiment:
         self._begin(Phase.WARM_UP)
         warm_up(trainer, batches, case.warm_up_steps, device)
         self._begin(Phase.TIMED)
-        timed = time_steps(trainer, batches, case, device, agree=lambda steps: max(job.gather(steps)))
+        timed = time_steps(trainer, batches, case, device, agree=lambda steps: max(group.gather(steps)))
         own_memory = memory(device)
         self._memory = self._highest(own_memory)
-        ranks = job.gather(self._figures(timed, own_memory)) if job.size > 1 else []
-        timed = together(job.gather(timed))
+        ranks = group.gather(self._figures(timed, own_memory)) if group.size > 1 else []
+        timed = together(group.gather(timed))
 
         self._begin(Phase.COUNT)
         flops = self._count(trainer, next(batches), timed.steps.median_s)
-        idle = next((why for why in job.gather(why_untrained(timed.losses, flops)) if why), None)
+        idle = next((why for why in group.gather(why_untrained(timed.losses, flops)) if why), None)
         if idle is not None:
             return Status.INCORRECT, f"the steps of {case.trainer} do not train: {idle}"
 
         self._begin(Phase.PROFILED)
-        steps, trace_note = write_trace(trainer, batches, case, device, trace, job)
-        samples, tokens = map(sum, zip(*job.gather(_samples_and_tokens(built.example)), strict=True))
+        steps, trace_note = write_trace(trainer, batches, case, device, trace, group)
+        samples, tokens = map(sum, zip(*group.gather(_samples_and_tokens(built.example)), strict=True))
         self._measured = Measured(
             steps=timed.steps,
             tokens_per_step=tokens,
@@ -198,7 +175,7 @@ class Experiment:
             ranks=ranks,
         )
         self._begin(Phase.DONE)
-        if job.rank == 0:
+        if group.rank == 0:
             self._note(write_events(run_folder, self._order.name, self._measured, timed.losses))
         return Status.OK, None
 
@@ -218,7 +195,7 @@ class Experiment:
             why = self._no_flops(error)
         if self._some_rank_could_not(why):
             return None
-        return summed([own for own in self._job.gather(flops) if own is not None], step_time_s)
+        return summed([own for own in self._group.gather(flops) if own is not None], step_time_s)
 
     def _no_flops(self, error: Exception) -> str:
         self._show(error)
@@ -226,14 +203,14 @@ class Experiment:
 
     def _some_rank_could_not(self, why: str | None) -> bool:
         """Note the first rank's reason on all ranks."""
-        reason = next((reason for reason in self._job.gather(why) if reason is not None), None)
+        reason = next((reason for reason in self._group.gather(why) if reason is not None), None)
         self._note(reason)
         return reason is not None
 
     def _figures(self, timed: TimedPass, own_memory: Memory) -> RankFigures:
         assert self._own_environment is not None
         return RankFigures(
-            rank=self._job.rank,
+            rank=self._group.rank,
             host=self._own_environment.host,
             device_name=self._own_environment.device_name,
             step_time_s=timed.steps.median_s,
@@ -243,19 +220,19 @@ class Experiment:
     def _highest(self, own: Memory) -> Memory:
         """The memory of the rank with the highest peak."""
         return max(
-            self._job.gather(own), key=lambda rank: (rank.allocated_bytes or 0, rank.process_bytes or 0)
+            self._group.gather(own), key=lambda rank: (rank.allocated_bytes or 0, rank.process_bytes or 0)
         )
 
     @property
     def _data_case(self) -> SweepCase:
         """Each rank draws its own data."""
-        return msgspec.structs.replace(self._case, seed=self._case.seed + self._job.rank)
+        return msgspec.structs.replace(self._case, seed=self._case.seed + self._group.rank)
 
     def _check_device(self) -> None:
         if self._device.type == "cuda" and not torch.cuda.is_available():
             raise UsageError("no CUDA device is visible to this process: use device 'cpu', or see nvidia-smi")
         self._own_environment = environment(self._device, self._order.git_commit)
-        names = {rank.device_name for rank in self._job.gather(self._own_environment)}
+        names = {rank.device_name for rank in self._group.gather(self._own_environment)}
         self._environment = msgspec.structs.replace(
             self._own_environment, device_name=" + ".join(sorted(names))
         )
@@ -263,9 +240,9 @@ class Experiment:
     def _build(self, trainer_class: type[Trainer]) -> tuple[Trainer, CaseModel]:
         case = self._case
         self._begin(Phase.BUILD)
-        built = build_case_model(case, self._job.build_device(case.device))
+        built = build_case_model(case, self._group.build_device(case.device))
         self._parameters = parameter_count(built.model)
-        model = self._job.wrapped(built.model, self._device)
+        model = self._group.wrapped(built.model, self._device)
         settings = TrainerSettings(
             optimizer=case.optimizer,
             learning_rate=case.learning_rate,
@@ -273,7 +250,7 @@ class Experiment:
             noise_multiplier=case.noise_multiplier,
             compile=case.compile,
         )
-        trainer = self._job.guarded(trainer_class(model, settings))
+        trainer = self._group.guarded(trainer_class(model, settings))
         reset_peaks(self._device)  # temporary memory of the build does not count
         return trainer, built
 
@@ -281,40 +258,37 @@ class Experiment:
         if text is not None:
             self._notes.append(text)
 
-    def _begin(self, phase: Phase, *, fits: bool | None = None) -> None:
+    def _begin(self, phase: Phase) -> None:
         self._phases.append(PhaseTime(phase=phase, began_at_s=time.time()))
-        self._append_progress(phase, fits)
-        if self._job.rank == 0:
-            self._say(f"[{phase.value}]")
+        self._append_progress(phase)
+        if self._group.rank == 0:
+            self._write_line(f"[{phase.value}]")
 
-    def _append_progress(self, phase: Phase, fits: bool | None = None) -> None:
-        if self._job.rank > 0:
+    def _append_progress(self, phase: Phase) -> None:
+        if self._group.rank > 0:
             return
-        path = Path(self._order.progress_path)
-        try:
-            append_progress(path, self._progress(phase, fits))
-        except OSError as error:  # without it the experiment still runs
-            self._say(f"note: {path} cannot be written: {error.strerror}")
-
-    def _progress(self, phase: Phase, fits: bool | None = None) -> Progress:
         peaks = memory(self._device)
-        return Progress(
+        progress = Progress(
             phase=phase,
             at_s=time.time(),
             allocated_bytes=peaks.allocated_bytes,
             reserved_bytes=peaks.reserved_bytes,
             process_bytes=peaks.process_bytes,
-            fits=fits,
             environment=self._environment,
         )
+        path = Path(self._order.progress_path)
+        try:
+            append_progress(path, progress)
+        except OSError as error:  # without it the experiment still runs
+            self._write_line(f"note: {path} cannot be written: {error.strerror}")
 
     def _show(self, error: BaseException) -> None:
         """Write the traceback to the log, and release its frames, which hold tensors."""
-        if self._job.size > 1 and is_lost_peer(error):
+        if self._group.size > 1 and is_lost_peer(error):
             return  # the log shows the rank that failed first
         with contextlib.suppress(Exception):  # formatting the exception may fail
             text = "".join(traceback.format_exception(error)).rstrip()
-            self._say(text if self._job.size == 1 else f"rank {self._job.rank}: {text}")
+            self._write_line(text if self._group.size == 1 else f"rank {self._group.rank}: {text}")
         traceback.clear_frames(error.__traceback__)
 
 

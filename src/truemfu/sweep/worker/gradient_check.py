@@ -31,7 +31,7 @@ from ..trainers.standard import losses_by_sample
 from .case_model import Batch, to_device
 from .environment import reset_peaks
 from .gradient_check_model import GradientCheckModel, cut, gradient_check_model
-from .job import ALONE, Job
+from .rank_group import ALONE, RankGroup
 
 TOLERANCE = 1e-4
 
@@ -51,11 +51,11 @@ Changes = dict[str, Tensor]
 
 
 def check_trainer(
-    trainer_class: type[Trainer], case: SweepCase, device: torch.device, job: Job = ALONE
+    trainer_class: type[Trainer], case: SweepCase, device: torch.device, group: RankGroup = ALONE
 ) -> GradientCheck:
     """Compare one step of the trainer with a per-sample loop; random state and memory peaks are restored."""
     with _isolated(device):
-        return _check(trainer_class, case, gradient_check_model(case, device), device, job)
+        return _check(trainer_class, case, gradient_check_model(case, device), device, group)
 
 
 def _check(
@@ -63,10 +63,10 @@ def _check(
     case: SweepCase,
     small: GradientCheckModel,
     device: torch.device,
-    job: Job,
+    group: RankGroup,
 ) -> GradientCheck:
     model, private = small.model, trainer_class.private
-    batch = to_device(_of_rank(small.batch, job.rank), device)
+    batch = to_device(_of_rank(small.batch, group.rank), device)
     if private and small.stands_in and case.batch_size == case.seq_len:
         raise Unsupported(
             f"{trainer_class.__name__} cannot be checked on {case.model} itself, and wrong gradients can go "
@@ -90,7 +90,7 @@ def _check(
             / -len(gradients)
             for name, zero in ((name, torch.zeros_like(value)) for name, value in gradients[0].items())
         }
-    expected = _mean_of_ranks(expected, job)
+    expected = _mean_of_ranks(expected, group)
     if _norm(expected) == 0:
         raise ModelError(f"the loss of {small.name} has no gradient: nothing can be trained or checked")
     settings = TrainerSettings(
@@ -103,7 +103,7 @@ def _check(
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     torch.manual_seed(_SEED)
     try:
-        loss: object = trainer_class(job.wrapped(model, device), settings).step(batch)
+        loss: object = trainer_class(group.wrapped(model, device), settings).step(batch)
     except NotImplementedError as error:
         raise Unsupported(f"{trainer_class.__name__} cannot train {small.name}: {error}") from error
     if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -112,7 +112,7 @@ def _check(
         )
     after = dict(model.named_parameters())
     made = {name: (_whole(after[name].detach()) - before[name]) / _LEARNING_RATE for name in expected}
-    relative_error = max(job.gather(_difference(made, expected)))
+    relative_error = max(group.gather(_difference(made, expected)))
     return GradientCheck(
         passed=relative_error <= TOLERANCE,
         relative_error=relative_error,
@@ -133,8 +133,8 @@ def _of_rank(batch: Batch, rank: int) -> Batch:
     }
 
 
-def _mean_of_ranks(changes: Changes, job: Job) -> Changes:
-    every = job.gather({name: value.cpu() for name, value in changes.items()})
+def _mean_of_ranks(changes: Changes, group: RankGroup) -> Changes:
+    every = group.gather({name: value.cpu() for name, value in changes.items()})
     return {
         name: torch.stack([rank[name] for rank in every]).mean(dim=0).to(value)
         for name, value in changes.items()

@@ -53,6 +53,7 @@ def time_steps(
     device: torch.device,
     *,
     agree: Callable[[int], int] = lambda planned: planned,
+    now_s: Callable[[], float] = time.perf_counter,
 ) -> TimedPass:
     """Time steps until their median is stable, or up to the case's limit.
 
@@ -61,24 +62,24 @@ def time_steps(
     times_s: list[float] = []
     waits_s: list[float] = []
     losses: list[Tensor] = []
-    began_s, planned = time.perf_counter(), case.min_steps
+    began_s, planned = now_s(), case.min_steps
     clock = clock_for(device)
     while planned > 0:
-        marks = StepClock(clock)
+        marks = StepClock(clock, now_s=now_s)
         marks.begin()
         spans = []
         for _ in range(planned):
-            asked_s = time.perf_counter()
+            asked_s = now_s()
             batch = next(batches)
-            waits_s.append(time.perf_counter() - asked_s)
+            waits_s.append(now_s() - asked_s)
             losses.append(trainer.step(batch).detach())
-            spans.append(marks.end(time.perf_counter()))
+            spans.append(marks.end(now_s()))
         synchronize(device)
         for span in spans:
             has_passed = clock.has_passed(span.end)
             assert has_passed
         times_s += [seconds for span in spans if (seconds := duration_s(span)) is not None]
-        planned = agree(_more_steps(times_s, case, time.perf_counter() - began_s))
+        planned = agree(_more_steps(times_s, case, now_s() - began_s))
     return TimedPass(
         steps=step_times(times_s, case.target_spread, clock.source),
         losses=torch.stack([loss.float().reshape(()) for loss in losses]).tolist(),
@@ -87,7 +88,7 @@ def time_steps(
 
 
 def together(ranks: Sequence[TimedPass]) -> TimedPass:
-    """The timed steps of a job: the times of its slowest rank, and the mean loss of all ranks."""
+    """The timed steps of all ranks: the times of its slowest rank, and the mean loss of all ranks."""
     return TimedPass(
         steps=max((rank.steps for rank in ranks), key=lambda steps: steps.median_s),
         losses=[statistics.fmean(losses) for losses in zip(*(rank.losses for rank in ranks), strict=True)],

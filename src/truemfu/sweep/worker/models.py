@@ -98,12 +98,8 @@ def build_reference_model(
     return ReferenceModel(SIZES[size], device=device, dtype=dtype)
 
 
-def _in_dtype(size: str, dtype: torch.dtype) -> ReferenceModel:
-    return build_reference_model(size, dtype=dtype)
-
-
 REFERENCE_MODELS: Mapping[str, Callable[[torch.dtype], ReferenceModel]] = MappingProxyType(
-    {size: partial(_in_dtype, size) for size in SIZES}
+    {size: partial(build_reference_model, size, None) for size in SIZES}
 )
 """Each size as a function of the dtype, as the command line needs it."""
 

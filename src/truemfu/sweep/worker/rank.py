@@ -24,8 +24,8 @@ from ...records import CaseResult, Phase
 from ..failures import status_of
 from ..order import WorkerOrder, decode_order
 from .experiment import Experiment
-from .job import is_lost_peer, join
 from .lifetime import die_with_parent, exit_at_once, find_modules_here
+from .rank_group import is_lost_peer, join
 from .worker_report import WorkerOutput
 
 _STORE_TIMEOUT = timedelta(minutes=1)
@@ -66,15 +66,7 @@ class ReportStore:
 def failed_result(order: WorkerOrder, error: BaseException) -> CaseResult:
     """The result of an experiment that failed before its first phase."""
     status, message = status_of(error)
-    return CaseResult(
-        name=order.name,
-        sweep_id=order.sweep_id,
-        content_hash=order.content_hash,
-        case=order.case,
-        end=status,
-        phase=Phase.START,
-        message=message,
-    )
+    return order.result(status, Phase.START, message=message)
 
 
 def start() -> NoReturn:
@@ -88,15 +80,15 @@ def start() -> NoReturn:
     output = WorkerOutput()
     failure: BaseException | None
     try:
-        job = join(order.case)
+        group = join(order.case)
     except Exception as error:
-        output.say(f"rank {os.environ['RANK']}: {error}")
+        output.write_line(f"rank {os.environ['RANK']}: {error}")
         result, failure = failed_result(order, error), error
     else:
         experiment = Experiment(
-            order, output.say, started_at_s=started_at_s, began_at_s=started_at_s, job=job
+            order, output.write_line, started_at_s=started_at_s, began_at_s=started_at_s, group=group
         )
-        result = experiment.run() if order.purpose == "measure" else experiment.try_steps()
+        result = experiment.run()
         failure = experiment.failure
     report = RankReport(
         rank=int(os.environ["RANK"]),

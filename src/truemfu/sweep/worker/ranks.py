@@ -17,7 +17,6 @@ import contextlib
 import logging
 import os
 import signal
-import sys
 import time
 import traceback
 import uuid
@@ -31,22 +30,14 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from ...records import OUT_OF_MEMORY, CaseResult, Phase, Status
+from ...records import CaseResult, Phase, Status
 from ..order import WorkerOrder, encode_order
+from ..process import start_command
 from ..progress import Progress, append_progress, read_progress
 from ..trainers.base import Unsupported, load_trainer
 from .environment import environment
 from .lifetime import exit_at_once
 from .rank import RankReport, ReportStore, failed_result
-
-_START = """
-import sys
-if sys.path[:1] == [""]:
-    del sys.path[0]
-from truemfu.sweep.worker.rank import start
-start()
-"""
-"""As for a worker: the current folder does not come before the installed packages."""
 
 _RANK_GRACE_S = 3
 """How long a rank may ignore SIGTERM after another one failed; the supervisor gives the worker longer."""
@@ -87,24 +78,6 @@ def run_ranks(order: WorkerOrder) -> CaseResult:
     return _of_rank(first)
 
 
-def answer_probe(order: WorkerOrder) -> bool | None:
-    """Whether a few steps fit in the memory of every rank; None after any other failure."""
-    result = run_ranks(order)
-    fits = True if result.end is Status.OK else False if result.end in OUT_OF_MEMORY else None
-    memory = result.memory
-    answer = Progress(
-        phase=Phase.DONE,
-        at_s=time.time(),
-        fits=fits,
-        allocated_bytes=memory.allocated_bytes if memory else None,
-        reserved_bytes=memory.reserved_bytes if memory else None,
-        process_bytes=memory.process_bytes if memory else None,
-    )
-    with contextlib.suppress(OSError):  # the supervisor then reads the exit code
-        append_progress(Path(order.progress_path), answer)
-    return fits
-
-
 def _refuse_private(order: WorkerOrder) -> None:
     """Clipping, summing and noise over ranks would need a check of their own, which does not exist."""
     if load_trainer(order.case.trainer).private:
@@ -136,9 +109,9 @@ def _torchrun(order: WorkerOrder, port: int) -> Mapping[int, int]:
     )
     if hasattr(config, "shutdown_timeout"):  # torch 2.13; before, 30 s
         config.shutdown_timeout = _RANK_GRACE_S
-    arguments = ["-c", _START, encode_order(of_rank).decode().strip(), str(port)]
+    python, *start = start_command("truemfu.sweep.worker.rank")
     try:
-        elastic_launch(config, sys.executable)(*arguments)
+        elastic_launch(config, python)(*start, encode_order(of_rank).decode().strip(), str(port))
     except ChildFailedError as error:
         return {rank: failure.exitcode for rank, failure in error.failures.items()}
     return {}

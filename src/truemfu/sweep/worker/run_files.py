@@ -22,8 +22,8 @@ from ...trackers.table import make_tracker
 from ...utilization import share_of_peak
 from ..trainers.base import Trainer
 from .case_model import Batch
-from .job import ALONE, Job
 from .measure import synchronize, warm_up
+from .rank_group import ALONE, RankGroup
 
 
 def clear_run_folder(folder: Path) -> str | None:
@@ -42,19 +42,19 @@ def write_trace(
     case: SweepCase,
     device: torch.device,
     path: Path,
-    job: Job = ALONE,
+    group: RankGroup = ALONE,
 ) -> tuple[int, str | None]:
     """Profile some steps and write the gzipped trace: its number of steps, and a note if it has fewer.
 
     The limit is on the JSON inside, which is what a viewer has to load. A larger trace is made again with
     fewer steps. Of several ranks the first is profiled, and the others take its steps with it.
     """
-    if job.rank > 0:
-        while steps := job.of_first(0):
+    if group.rank > 0:
+        while steps := group.of_first(0):
             warm_up(trainer, batches, steps, device)
         return 0, None
-    outcome = _write_trace(trainer, batches, case, device, path, job)
-    job.of_first(0)
+    outcome = _write_trace(trainer, batches, case, device, path, group)
+    group.of_first(0)
     return outcome
 
 
@@ -64,13 +64,13 @@ def _write_trace(
     case: SweepCase,
     device: torch.device,
     path: Path,
-    job: Job,
+    group: RankGroup,
 ) -> tuple[int, str | None]:
     plain = path.with_name(path.name.removesuffix(".gz"))
     steps, note = case.profiled_steps, None
     try:
         while steps > 0:
-            _profile(trainer, batches, steps, device, plain, job)
+            _profile(trainer, batches, steps, device, plain, group)
             size = plain.stat().st_size
             if size <= case.max_trace_bytes:
                 _compress(plain, path)
@@ -92,13 +92,13 @@ def _write_trace(
 
 
 def _profile(
-    trainer: Trainer, batches: Iterator[Batch], steps: int, device: torch.device, path: Path, job: Job
+    trainer: Trainer, batches: Iterator[Batch], steps: int, device: torch.device, path: Path, group: RankGroup
 ) -> None:
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
     with profile(activities=activities) as profiler:
-        job.of_first(steps)  # not before: if no profiler can be started, the other ranks take no steps
+        group.of_first(steps)  # not before: if no profiler can be started, the other ranks take no steps
         for step in range(steps):
             with record_function(f"ProfilerStep#{step}"):  # the name by which tools find steps
                 trainer.step(next(batches))

@@ -24,24 +24,25 @@ class WorkerOutput:
         self._log = os.dup(_STDOUT)
         self._answer_file = answer_file
 
-    def say(self, text: str) -> None:
+    def write_line(self, text: str) -> None:
         """Write a line to the log at once. On a full disk the line is lost, the experiment continues."""
         with contextlib.suppress(Exception):  # the trainer may have replaced or closed it
             sys.stdout.flush()
         with contextlib.suppress(OSError):
             plain_files.write_all(self._log, text.encode(errors="replace") + b"\n")
 
-    def report(self, result: CaseResult, file: Path) -> int:
+    def report(self, result: CaseResult, file: Path | None) -> int:
         """Send the result, write it to `file` and to the log, with the JSON last; returns the exit code."""
         sent = self._send(encode(result))
         try:
-            write_record(file, result)
-            sent = True
+            if file is not None:
+                write_record(file, result)
+                sent = True
         except OSError as error:
-            self.say(f"note: the result cannot be written: {error.strerror or error}")
+            self.write_line(f"note: the result cannot be written: {error.strerror or error}")
         for line in lines_about(result):
-            self.say(line)
-        self.say(encode(result).decode())
+            self.write_line(line)
+        self.write_line(encode(result).decode())
         return 0 if sent and result.end is Status.OK else 1
 
     def _send(self, data: bytes) -> bool:

@@ -19,13 +19,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from ... import plain_files
 from ...errors import one_line
-from .engine import ENGINE_JOB_VARIABLE, NODE_AGENT, python_command, submit_environment
-from .jobs import EngineWord, JobsFolder
-from .ray_engine import keeper_pid, lock_path
+from .engine import ENGINE_JOB_VARIABLE, NODE_AGENT, submit_environment
+from .jobs import JobsFolder, JobState
+from .ray_engine import driver_pid, lock_path
 from .settings import Request
 
 _WAIT_S = 1.0
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
     os.truncate(lock, 0)
     os.pwrite(lock, str(os.getpid()).encode(), 0)
     for before in arguments[1:]:
-        while keeper_pid(JobsFolder(Path(before))) is not None and not stop.wait(_WAIT_S):
+        while driver_pid(JobsFolder(Path(before))) is not None and not stop.wait(_WAIT_S):
             pass
     return _keep(jobs, stop)
 
@@ -60,12 +60,12 @@ def _keep(jobs: JobsFolder, stop: threading.Event) -> int:
     shortage = _shortage(ray, request.gpus, request.cpus or 1, request.memory_bytes or 0)
     if shortage is not None:  # Ray would keep the tasks waiting for ever
         for number in waiting:
-            jobs.write_engine_word(number, EngineWord(over=True, reason=shortage))
+            jobs.write_job_state(number, JobState(over=True, reason=shortage))
         ray.shutdown()
         return 0
     limit = batch.settings.max_jobs or len(waiting)
     task = _task(ray, batch.request)
-    command = [*python_command(NODE_AGENT), str(jobs.root)]
+    command = [*NODE_AGENT, str(jobs.root)]
     running: dict[Any, int] = {}
     try:
         while (waiting or running) and not stop.is_set():
@@ -152,7 +152,7 @@ def _note(ray: Any, jobs: JobsFolder, number: int, reference: Any) -> None:
             cause = "memory"
     end = jobs.read_end(number)
     if jobs.read_order(number) is not None and (end is None or end.result is None):
-        jobs.write_engine_word(number, EngineWord(over=True, reason=reason, cause=cause))
+        jobs.write_job_state(number, JobState(over=True, reason=reason, cause=cause))
 
 
 def _cancel(ray: Any, left: list[Any]) -> None:
@@ -189,5 +189,6 @@ def _shortage(ray: Any, gpus: int, cpus: int, memory_bytes: int) -> str | None:
     return f"no node can satisfy the request: an experiment requests {asked}; the most a node has is {most}"
 
 
-if __name__ == "__main__":
+def start() -> NoReturn:
+    """Run as the driver's process, then exit."""
     sys.exit(main(sys.argv[1:]))

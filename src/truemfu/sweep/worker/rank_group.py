@@ -1,6 +1,6 @@
 """The processes of one experiment: a single one, or the ranks that torchrun has started.
 
-    Job()         one process: nothing to agree on, the model as it is
+    RankGroup()   one process: nothing to agree on, the model as it is
     join(case)    a rank of several: DDP or FSDP2 around the model, and a group of its own for messages
 
 Phases are the same for all ranks, and each step needs every rank. So ranks agree wherever one of them alone
@@ -37,7 +37,7 @@ class StepFailed(BaseException):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class RankGroup:
     """The ranks of an experiment, as one of them sees them."""
 
     rank: int = 0
@@ -82,7 +82,7 @@ class Job:
         return trainer if self.size == 1 else _GuardedTrainer(trainer)
 
 
-ALONE = Job()
+ALONE = RankGroup()
 """An experiment in one process."""
 
 
@@ -98,14 +98,14 @@ class _GuardedTrainer:
             raise StepFailed from error
 
 
-def join(case: SweepCase) -> Job:
-    """This rank's job, from the environment that torchrun sets; waits until all ranks have joined."""
+def join(case: SweepCase) -> RankGroup:
+    """This rank's group, from the environment that torchrun sets; waits until all ranks have joined."""
     rank, size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     if case.device == "cuda":
         torch.cuda.set_device(local_rank)
     dist.init_process_group("nccl" if case.device == "cuda" else "gloo", timeout=_TIMEOUT)
     messages = dist.new_group(backend="gloo", timeout=_TIMEOUT)
-    return Job(rank=rank, size=size, local_rank=local_rank, parallel=case.parallel, messages=messages)
+    return RankGroup(rank=rank, size=size, local_rank=local_rank, parallel=case.parallel, messages=messages)
 
 
 def cause_of(error: BaseException) -> BaseException:

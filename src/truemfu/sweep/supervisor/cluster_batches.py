@@ -1,0 +1,141 @@
+"""The batches of experiments that a sweep has given to a cluster and that have not all ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from ...errors import RecordError, UsageError
+from ..folder_claim import FolderLock
+from ..launchers.engine import Engine
+from ..launchers.engines import engine_of
+from ..launchers.jobs import Batch, Claim, JobsFolder, NodeOrder
+from ..paths import SweepFolder, read_marker
+from ..process import kill_leftovers
+
+_CANCEL_TIMEOUT_S = 120.0
+_CANCEL_POLL_S = 0.5
+
+
+@dataclass
+class SubmittedBatch:
+    """A batch, and what of it has not ended."""
+
+    batch: Batch
+    jobs: JobsFolder
+    left: dict[int, NodeOrder]
+    claims: dict[int, Claim] = field(default_factory=dict)
+    interrupted: dict[int, float] = field(default_factory=dict)
+    """When it was seen that their nodes were interrupted."""
+    over_since: dict[int, float] = field(default_factory=dict)
+    """When the engine first reported the job as over, for claimed experiments without a result."""
+
+    def forget(self, number: int) -> None:
+        """An experiment has ended."""
+        del self.left[number]
+        self.interrupted.pop(number, None)
+        self.over_since.pop(number, None)
+
+    def claimed_by(self, number: int) -> str | None:
+        """The engine's job that has claimed an experiment."""
+        return self.claims[number].engine_job if number in self.claims else None
+
+
+def submitted_batches(folder: SweepFolder, *, tidy: bool = True) -> list[SubmittedBatch]:
+    """What earlier calls have submitted and what has not ended, oldest first; `tidy` removes what is over.
+
+    A UsageError if a batch cannot be read: its experiments may be running.
+    """
+    found = []
+    for path in folder.all_jobs():
+        jobs, left = JobsFolder(path), {}
+        if jobs.is_described():  # else its supervisor was killed before it submitted, or all had ended
+            try:
+                batch = jobs.read_batch()
+            except RecordError as error:
+                raise UsageError(
+                    f"{error}; its experiments may be running: restore the file, or remove {path} once they "
+                    "have ended"
+                ) from None
+            orders = {number: jobs.read_order(number) for number in jobs.listing()[".order"]}
+            left = {n: order for n, order in sorted(orders.items()) if order and n < len(batch.names)}
+        if left:
+            found.append(SubmittedBatch(batch=batch, jobs=jobs, left=left))
+        elif tidy:
+            with contextlib.suppress(OSError):  # a folder that cannot be written
+                jobs.remove()
+    return sorted(found, key=lambda each: each.batch.created_at_s)
+
+
+def launchers_in_use(folder: SweepFolder) -> set[str]:
+    """The engines that experiments of this sweep were given to and have not all come back from."""
+    return {found.batch.launcher for found in submitted_batches(folder, tidy=False)}
+
+
+def cancel_all(root: Path) -> int:
+    """Cancel every job of a sweep and wait until all are over; how many experiments had not ended.
+
+    They have no result, as after Ctrl-C: the next call runs them. Results that were finished are kept.
+    """
+    folder = SweepFolder(root.absolute())
+    if not os.path.lexists(folder.record):
+        raise UsageError(f"{folder.root} does not contain a sweep: nothing to cancel")
+    lock = None
+    try:
+        lock = FolderLock(folder)
+        return sum(_cancel(folder, found) for found in submitted_batches(folder))
+    except OSError as error:
+        raise UsageError(f"cannot write to {folder.root}: {error.strerror}") from error
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+def _cancel(folder: SweepFolder, found: SubmittedBatch) -> int:
+    engine = engine_of(found.batch.launcher, found.batch.settings)
+    running = [number for number in found.left if not found.jobs.try_claim(number, withdraw=True)]
+    engine_job = engine.find(found.batch, found.jobs)
+    if engine_job is not None:
+        found.batch = msgspec.structs.replace(found.batch, engine_job=engine_job)
+        engine.cancel(found.batch, found.jobs)
+    finished = 0
+    until = time.monotonic() + _CANCEL_TIMEOUT_S
+    while running and time.monotonic() < until:
+        for number in _over(found, engine, running):
+            end = found.jobs.read_end(number)
+            finished += end is not None and end.result is not None
+            name = found.batch.names[number]
+            end_on_this_host(folder, name, found.jobs.read_claim(number))
+            folder.remove_running(name)
+            running.remove(number)
+        if running:
+            time.sleep(_CANCEL_POLL_S)
+    if running:
+        raise UsageError(
+            f"{len(running)} jobs have not ended {_CANCEL_TIMEOUT_S:.0f} s after {engine.name} was told to "
+            "cancel them: call --cancel again later"
+        )
+    count = len(found.left) - finished
+    found.jobs.remove()
+    return count
+
+
+def _over(found: SubmittedBatch, engine: Engine, running: list[int]) -> list[int]:
+    """Those of the running experiments that have ended, by their file or by the engine."""
+    present = found.jobs.listing()[".end"]
+    claimed = {number: found.jobs.read_claim(number).engine_job for number in running}
+    states = engine.job_states(found.batch, found.jobs, claimed)
+    return [number for number in running if number in present or (number in states and states[number].over)]
+
+
+def end_on_this_host(folder: SweepFolder, name: str, claim: Claim) -> None:
+    """End what a killed node agent left running, where that was on this machine."""
+    if claim.host == socket.gethostname():
+        with contextlib.suppress(RecordError):
+            kill_leftovers(read_marker(folder.marker(name)).token)

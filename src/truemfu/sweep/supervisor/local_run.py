@@ -1,0 +1,136 @@
+"""The experiments of a sweep on this machine: a thread for each slot, one size of slots after another.
+
+next case ─► worker ─► result ─► next case …          a failure ends its own experiment alone
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ... import plain_files
+from ...records import CaseResult, Phase, SweepCase
+from ..launchers.local import Slot
+from .outcome import CaseState
+from .state import SweepState
+from .stored import save
+from .supervise import not_started, run_case
+
+
+class Interrupted(Exception):
+    """Ctrl-C during a probe."""
+
+
+class LocalRun:
+    """Runs experiments in slots; `slots_by_gpus`: those for experiments on this many GPUs."""
+
+    def __init__(self, state: SweepState, slots_by_gpus: Mapping[int, list[Slot]]) -> None:
+        self._state = state
+        self._slots_by_gpus = slots_by_gpus
+        self._pending: deque[str] = deque()
+        self._lock = threading.Lock()
+        self._failure: BaseException | None = None
+
+    def run(self, pending: Sequence[str]) -> None:
+        """Run these experiments."""
+        for gpus, slots in self._slots_by_gpus.items():
+            self._pending.extend(name for name in pending if self._state.cases[name].gpus == gpus)
+            threads = [threading.Thread(target=self._serve, args=(slot,), name=slot.name) for slot in slots]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            if self._failure is not None:
+                raise self._failure
+
+    def probe(self, case: SweepCase) -> CaseResult:
+        """The result of a few steps of a case in a fresh worker: do they fit in memory?"""
+        state, slot = self._state, self._slots_by_gpus[case.gpus][0]
+        order = state.probe_order(case, slot.name)
+        state.message(
+            f"trying {case.trainer}, {case.model}, batch {case.batch_size}, sequence {case.seq_len}"
+        )
+        try:
+            plain_files.remove(state.folder.progress(order.name))
+            worker = slot.worker_for(case)
+        except OSError as error:
+            slot.close()
+            return not_started(order, error)
+        result = run_case(
+            worker,
+            order,
+            state.folder,
+            time_limit_s=state.config.timeout_s,
+            stop=state.stop,
+            clock=state.clock,
+        )
+        with contextlib.suppress(OSError):  # a folder that cannot be written
+            plain_files.remove(Path(order.log_path))
+        slot.close()
+        state.repair_folder()
+        if result is None:
+            raise Interrupted
+        state.add_own_work(result)
+        return result
+
+    def _serve(self, slot: Slot) -> None:
+        """One slot: run cases one after another until none is left."""
+        try:
+            name = self._next()
+            while name is not None:
+                name = self._run_one(slot, name)
+        except BaseException as error:
+            with self._lock:
+                self._failure = self._failure or error
+            self._state.stop.request()
+        finally:
+            slot.close()
+
+    def _next(self) -> str | None:
+        """The next case to run; None if there is none or a stop was requested."""
+        with self._lock:
+            while self._pending and not self._state.stop.requested:
+                name = self._pending.popleft()
+                if not self._state.prune(name):
+                    return name
+        return None
+
+    def _run_one(self, slot: Slot, name: str) -> str | None:
+        """Run a case, start the next worker when that does not disturb it; the name of the next case."""
+        state, limit_s = self._state, self._state.config.timeout_s
+        upcoming: list[str] = []
+
+        def on_progress(phase: Phase, elapsed_s: float) -> None:
+            state.changed(
+                name, CaseState(slot=slot.name, phase=phase, elapsed_s=elapsed_s, time_limit_s=limit_s)
+            )
+            may_start = phase in (Phase.COUNT, Phase.DONE) and not upcoming
+            if may_start and (following := self._next()) is not None:
+                upcoming.append(following)
+                slot.make_ready(state.cases[following])
+            slot.let_measure(phase)
+
+        order = state.order(name)
+        try:
+            worker = slot.worker_for(state.cases[name])
+        except OSError as error:
+            state.ended(save(state.folder, not_started(order, error)))
+            return self._next()
+        result = run_case(
+            worker,
+            order,
+            state.folder,
+            time_limit_s=limit_s,
+            stop=state.stop,
+            on_progress=on_progress,
+            clock=state.clock,
+        )
+        state.repair_folder()
+        if result is not None:
+            state.ended(result)
+        if upcoming and not state.stop.requested and not state.prune(upcoming[0]):
+            return upcoming[0]
+        return self._next()
