@@ -68,7 +68,7 @@ def hold_numbers() -> None:
     """Have losses kept for a while and read later, as those on a GPU are."""
     import torch
 
-    from truemfu.monitor.training_side.host_values import HostValues
+    from truemfu.monitor.values.host_values import HostValues
 
     at_once = HostValues.number
 

@@ -50,7 +50,7 @@ ROOMS = {
         ("models",),
     ),
     "hardware": (("counters",), ("ceiling", "nsight")),
-    "monitor": (("ranks",), ("training_side",), ("step_flops",), ("hybrid",), ("row_side",)),
+    "monitor": (("ranks", "timing"), ("values",), ("watching",), ("step_flops",), ("hybrid",), ("rows",)),
     "report": (("drawing",), ("run", "sweep"), ("compare",)),
     "sweep": (("trainers",), ("launchers", "worker"), ("supervisor",)),
 }

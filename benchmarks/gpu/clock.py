@@ -37,7 +37,7 @@ from torch import nn
 
 import truemfu
 from truemfu import TrainingMonitor
-from truemfu.monitor.training_side.clock import clock_for
+from truemfu.monitor.timing.clock import clock_for
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from source_id import source_id

@@ -75,8 +75,8 @@ from truemfu.hardware.counters.sampler import Sampler
 from truemfu.hardware.counters.trace import Recorder
 from truemfu.hardware.detect import known_spec
 from truemfu.hardware.specs import DeviceSpec
-from truemfu.monitor.training_side import hardware_watch
-from truemfu.monitor.training_side.hardware_watch import Cut, HardwareWatch, Measured, counters_of
+from truemfu.monitor.hybrid import hardware_watch
+from truemfu.monitor.hybrid.hardware_watch import Cut, HardwareWatch, Measured, counters_of
 
 WINDOW_S = 6.0
 LONGEST_RUN_S = 90.0

@@ -49,7 +49,7 @@ from truemfu.errors import TruemfuWarning, UsageError
 from truemfu.integrations import transformers as integration
 from truemfu.integrations.guarded import LOGGED
 from truemfu.integrations.transformers import TrueMFUCallback
-from truemfu.monitor.row_side import held_rows
+from truemfu.monitor.rows import held_rows
 
 WRAPPED = {
     "training_step",

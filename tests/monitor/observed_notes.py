@@ -18,9 +18,9 @@ from truemfu.monitor.ranks.this_rank import ThisRank
 from truemfu.monitor.step_flops.known import KnownSteps
 from truemfu.monitor.step_flops.plan import ObservationPlan
 from truemfu.monitor.step_flops.source import FlopsSource
-from truemfu.monitor.training_side.batch_notes import BatchNotes
-from truemfu.monitor.training_side.host_values import HostValues
-from truemfu.monitor.training_side.step_note import NO_EXTRAS, Observed, StepExtras, StepNote
+from truemfu.monitor.step_note import NO_EXTRAS, Observed, StepExtras, StepNote
+from truemfu.monitor.values.host_values import HostValues
+from truemfu.monitor.watching.batch_notes import BatchNotes
 
 CPU = torch.device("cpu")
 

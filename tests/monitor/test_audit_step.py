@@ -20,10 +20,10 @@ from truemfu.flops.observe.observation import OBSERVED
 from truemfu.hardware.nsight.audit import audit_of
 from truemfu.hardware.nsight.command import COUNT_VARIABLE, ProductWork, StepCount, read_step_count
 from truemfu.hardware.nsight.csv_output import parse_ncu_csv
+from truemfu.monitor.hybrid.audit_step import AuditStep, Marks
 from truemfu.monitor.ranks.this_rank import ThisRank
-from truemfu.monitor.row_side.audit_step import AuditStep, Marks
 from truemfu.monitor.step_flops.source import FlopsSource
-from truemfu.monitor.training_side.step_note import WARMUP_STEPS, Observed, StepNote
+from truemfu.monitor.step_note import WARMUP_STEPS, Observed, StepNote
 from truemfu.sweep.sizes import SIZES
 from truemfu.sweep.worker.models import ReferenceModel
 

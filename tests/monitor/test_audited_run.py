@@ -18,7 +18,7 @@ TRAIN = f"""
 import sys, torch
 from torch import nn
 from truemfu import TrainingMonitor
-from truemfu.monitor.row_side.audit_step import AuditStep, Marks
+from truemfu.monitor.hybrid.audit_step import AuditStep, Marks
 
 steps, folder, has_cuda = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "cuda"
 calls = []

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from truemfu import TrainingMonitor
 from truemfu.monitor.summary import lines_of
-from truemfu.monitor.training_side.between_steps import (
+from truemfu.monitor.timing.between_steps import (
     Between,
     BetweenSteps,
     Gap,
@@ -24,7 +24,7 @@ from truemfu.monitor.training_side.between_steps import (
     Wait,
     between,
 )
-from truemfu.monitor.training_side.clock import HostClock, Mark, Span, StepClock
+from truemfu.monitor.timing.clock import HostClock, Mark, Span, StepClock
 from truemfu.torch_private import loading
 
 SLEEP_S = 0.05

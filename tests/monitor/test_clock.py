@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.simulated_device import LAUNCH_S, SimulatedDevice, SimulatedQueue
 
-from truemfu.monitor.training_side.clock import (
+from truemfu.monitor.timing.clock import (
     CudaClock,
     CudaQueue,
     HostClock,
@@ -143,7 +143,7 @@ def test_without_a_driver_there_is_no_capture_to_leave_alone(monkeypatch: pytest
 _CAPTURE = """
 import sys, tempfile, time, torch
 from truemfu import TrainingMonitor
-from truemfu.monitor.row_side import row_thread
+from truemfu.monitor.rows import row_thread
 
 if "as before" in sys.argv:
     row_thread.allow_queries_during_capture = lambda: None

@@ -17,9 +17,9 @@ import torch
 from tests.simulated_device import LAUNCH_S, SimulatedDevice, SimulatedQueue
 
 from truemfu.monitor.metrics import StepTime
-from truemfu.monitor.row_side.step_times import StepTimes
-from truemfu.monitor.training_side.between_steps import BetweenSteps, Gap
-from truemfu.monitor.training_side.clock import CudaClock, HostClock, Span, StepClock
+from truemfu.monitor.timing.between_steps import BetweenSteps, Gap
+from truemfu.monitor.timing.clock import CudaClock, HostClock, Span, StepClock
+from truemfu.monitor.timing.step_times import StepTimes
 
 PROGRAMS = 1000
 LOG_STEP_S = 2e-5
@@ -391,7 +391,7 @@ def test_a_mark_in_a_capture_is_unknown_and_costs_the_steps_it_is_part_of() -> N
 def test_marks_beyond_the_limit_are_unknown_and_later_ones_known_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("truemfu.monitor.training_side.clock._MAX_EVENTS", 4)
+    monkeypatch.setattr("truemfu.monitor.timing.clock._MAX_EVENTS", 4)
     device = SimulatedDevice()
     queue = SimulatedQueue(device)
     training = Training(device, CudaClock(queue))

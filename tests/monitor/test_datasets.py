@@ -16,9 +16,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import truemfu.monitor.training_side.datasets as datasets
+import truemfu.monitor.values.datasets as datasets
 from truemfu.errors import TruemfuWarning
-from truemfu.monitor.training_side.datasets import EXTRA_BYTES, DatasetMetrics, dataset_metrics, shifts_labels
+from truemfu.monitor.values.datasets import EXTRA_BYTES, DatasetMetrics, dataset_metrics, shifts_labels
 
 
 @pytest.fixture(autouse=True)

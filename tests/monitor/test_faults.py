@@ -27,7 +27,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import truemfu.monitor.monitor as monitor_module
-import truemfu.monitor.training_side.sending as sending
+import truemfu.monitor.values.sending as sending
 from truemfu import TrainingMonitor
 from truemfu.errors import TruemfuWarning, UsageError
 from truemfu.flops.observe.observation import OBSERVED
@@ -254,7 +254,7 @@ def test_tensors_inside_objects_are_no_count_of_the_first_batch(tmp_path: Path, 
 def test_a_step_of_too_many_micro_batches_tells_no_rate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("truemfu.monitor.training_side.batch_notes._MAX_NOTES", 3)
+    monkeypatch.setattr("truemfu.monitor.watching.batch_notes._MAX_NOTES", 3)
     model = Tokens()
     monitor = TrainingMonitor(tmp_path, PEAK, model=model)
     for step in range(1, 4):

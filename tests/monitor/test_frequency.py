@@ -15,8 +15,8 @@ from torch import nn
 from truemfu import TrainingMonitor
 from truemfu.monitor import live_run
 from truemfu.monitor import monitor as monitor_module
-from truemfu.monitor.row_side.frequency import DETAILS_S, StepsOrSeconds
-from truemfu.monitor.training_side.step_note import StepPosition
+from truemfu.monitor.rows.frequency import DETAILS_S, StepsOrSeconds
+from truemfu.monitor.step_note import StepPosition
 
 
 class Kept:

@@ -11,11 +11,11 @@ from truemfu.hardware.counters.executed import CYCLE_COUNTERS, DRIVER, datasheet
 from truemfu.hardware.counters.samples import CounterWindow
 from truemfu.hardware.detect import find_spec
 from truemfu.monitor.hybrid.hardware_figures import StepDetail, StepSums, figures_of
+from truemfu.monitor.hybrid.hardware_watch import Cut, Measured
 from truemfu.monitor.hybrid.hardware_windows import HardwareWindows, merged
 from truemfu.monitor.metrics import StepAmounts, StepTime
 from truemfu.monitor.step_flops.source import StepFlops
-from truemfu.monitor.training_side.hardware_watch import Cut, Measured
-from truemfu.monitor.training_side.step_note import StepExtras, StepNote
+from truemfu.monitor.step_note import StepExtras, StepNote
 
 H200 = find_spec("NVIDIA H200", None)
 PEAK = 989.4e12

@@ -14,7 +14,7 @@ import types
 import pytest
 import torch
 
-from truemfu.monitor.training_side.host_values import _COMPILED_GRAPHS, Held, HostValues, is_there, resolved
+from truemfu.monitor.values.host_values import _COMPILED_GRAPHS, Held, HostValues, is_there, resolved
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_one_copy_is_made_for_each_shape_and_dtype(
     values: HostValues, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[torch.Size] = []
-    from truemfu.monitor.training_side import host_values
+    from truemfu.monitor.values import host_values
 
     own = host_values.HostCopy
 
@@ -242,7 +242,7 @@ def test_the_first_of_a_kind_goes_all_the_way_at_once(
 ) -> None:
     """What makes a program wait the first time it is done must not be done first in the middle of a run."""
     sent: list[tuple[int, ...]] = []
-    from truemfu.monitor.training_side import host_values
+    from truemfu.monitor.values import host_values
 
     copy = host_values.HostCopy
     monkeypatch.setattr(host_values, "HostCopy", lambda t: sent.append(tuple(t.shape)) or copy(t))
@@ -261,7 +261,7 @@ def test_the_first_of_a_kind_goes_all_the_way_at_once(
 
 _LATER_FLUSH = """
 import torch
-from truemfu.monitor.training_side.host_values import HostValues
+from truemfu.monitor.values.host_values import HostValues
 
 values = HostValues(print)
 mask = torch.ones(4, 512, dtype=torch.long, device="cuda")

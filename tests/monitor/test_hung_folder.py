@@ -52,7 +52,7 @@ sys.addaudithook(on_event)
 import torch
 from torch import nn
 import truemfu.monitor.monitor as monitor_module
-import truemfu.monitor.row_side.output as output_module
+import truemfu.monitor.rows.output as output_module
 from truemfu import TrainingMonitor
 
 warnings.simplefilter("ignore")

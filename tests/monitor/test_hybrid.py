@@ -26,11 +26,11 @@ from truemfu.hardware.counters.trace import Replay
 from truemfu.hardware.detect import find_spec
 from truemfu.hardware.nsight.audited import read_audit
 from truemfu.monitor import live_run
+from truemfu.monitor.hybrid import hardware_watch
+from truemfu.monitor.hybrid.hardware_watch import Cut, HardwareWatch
 from truemfu.monitor.hybrid.hardware_windows import HardwareWindows
 from truemfu.monitor.hybrid.step_detail import detail_of
 from truemfu.monitor.summary import lines_of
-from truemfu.monitor.training_side import hardware_watch
-from truemfu.monitor.training_side.hardware_watch import Cut, HardwareWatch
 from truemfu.sweep.worker.models import build_reference_model
 
 TRACE = Path(__file__).parent.parent / "hardware" / "traces" / "h200_training.jsonl"

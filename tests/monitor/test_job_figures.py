@@ -24,7 +24,7 @@ import truemfu.monitor.live_run as live_module
 import truemfu.monitor.monitor as monitor_module
 import truemfu.monitor.ranks.job_view as job_module
 import truemfu.monitor.ranks.reporter as reporter_module
-import truemfu.monitor.row_side.held_rows as held_module
+import truemfu.monitor.rows.held_rows as held_module
 from truemfu import TrainingMonitor
 from truemfu.errors import TruemfuWarning
 from truemfu.monitor.ranks.rank_file import read_files

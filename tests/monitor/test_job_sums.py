@@ -16,7 +16,7 @@ from truemfu.monitor.ranks.rank_gpu import GpuFigures
 from truemfu.monitor.ranks.rank_row import RankRow
 from truemfu.monitor.ranks.reporter import ROW_EVERY_S, Identity, RankReporter
 from truemfu.monitor.ranks.straggler_alert import straggler_metrics
-from truemfu.monitor.row_side.held_rows import HOLD_S, HeldRows
+from truemfu.monitor.rows.held_rows import HOLD_S, HeldRows
 
 
 def row(rank: int, number: int = 1, **values: Any) -> RankRow:

@@ -14,7 +14,7 @@ from truemfu.flops.observe.observation import OBSERVED
 from truemfu.monitor.ranks.role import RankRole
 from truemfu.monitor.step_flops.known import FORM, Unknown
 from truemfu.monitor.step_flops.source import ESTIMATE, GIVEN, StepFlops, UnknownFlops
-from truemfu.monitor.training_side.step_note import StepExtras, StepNote
+from truemfu.monitor.step_note import StepExtras, StepNote
 
 WIDTH = 8
 OTHER_OPERATORS = "it ran other operators than the observed steps with the same batches"

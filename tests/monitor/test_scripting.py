@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from truemfu import TrainingMonitor, count_flops
-from truemfu.monitor.training_side.watched import CalledModels
+from truemfu.monitor.watching.watched import CalledModels
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 

@@ -29,12 +29,12 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from truemfu import TrainingMonitor
-from truemfu.monitor.row_side import rows as rows_module
-from truemfu.monitor.training_side import attachment
-from truemfu.monitor.training_side import batch_notes as observe
-from truemfu.monitor.training_side.clock import CudaClock, HostClock, Mark, Span, StepClock
-from truemfu.monitor.training_side.compilations import compilations
-from truemfu.monitor.training_side.host_values import HostValues
+from truemfu.monitor.rows import rows as rows_module
+from truemfu.monitor.timing.clock import CudaClock, HostClock, Mark, Span, StepClock
+from truemfu.monitor.values.host_values import HostValues
+from truemfu.monitor.watching import attachment
+from truemfu.monitor.watching import batch_notes as observe
+from truemfu.monitor.watching.compilations import compilations
 from truemfu.records import RUN_FILE
 
 SETTLE_STEPS = 6
@@ -201,7 +201,7 @@ def test_steps_are_on_disk_ten_seconds_later_while_others_follow(run: Run) -> No
 
 
 def test_long_steps_are_on_disk_before_the_next_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("truemfu.monitor.row_side.row_thread._WAKE_EVERY_S", 0.02)
+    monkeypatch.setattr("truemfu.monitor.rows.row_thread._WAKE_EVERY_S", 0.02)
     run = Run(tmp_path)
     run.settle()
     monkeypatch.setattr("truemfu.monitor.step_recorder._SLOW_STEP_S", 0.05)
@@ -611,7 +611,7 @@ def test_a_compilation_is_a_warm_up_step(run: Run, monkeypatch: pytest.MonkeyPat
     """That step and no other, whether the model is compiled or something else."""
     before = compilations()  # of other tests in this process
     counters: dict[str, dict[str, int]] = {"stats": {"unique_graphs": before}}
-    monkeypatch.setattr("truemfu.monitor.training_side.compilations._counters", counters)
+    monkeypatch.setattr("truemfu.monitor.watching.compilations._counters", counters)
     for _ in range(4):
         run.step()
     counters["stats"]["unique_graphs"] = before + 1

@@ -160,7 +160,7 @@ class AutoMonitor:
         self._watch(models_with(parameters), parameters)
 
     def _watch(self, models: list[nn.Module], parameters: list[torch.Tensor]) -> None:
-        from ..monitor.training_side.watched import CalledModels
+        from ..monitor.watching.watched import CalledModels
 
         if self._monitor is None:
             self._monitor = self._opened_monitor()

@@ -25,7 +25,7 @@ from ..environment import is_disabled
 from ..errors import UsageError
 from ..monitor.config import load_config
 from ..monitor.monitor import TrainingMonitor
-from ..monitor.training_side.watched import CalledModels
+from ..monitor.watching.watched import CalledModels
 from ..trackers.base import Tracker
 from .guarded import guarded, newest_figures, pausing, replace_method
 

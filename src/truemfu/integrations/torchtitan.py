@@ -19,7 +19,7 @@ from torchtitan.components.metrics import MetricsProcessor
 
 from ..environment import is_disabled
 from ..monitor.monitor import TrainingMonitor
-from ..monitor.training_side.watched import CalledModels
+from ..monitor.watching.watched import CalledModels
 from .guarded import guarded, newest_figures
 
 

@@ -15,8 +15,8 @@ from multiprocessing.util import Finalize
 from typing import Any
 
 from ..environment import is_disabled
+from . import forks
 from .notices import Notices
-from .training_side import forks
 
 
 class Guard:

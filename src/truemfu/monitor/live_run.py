@@ -22,36 +22,36 @@ from ..hardware.counters.executed import CYCLE_COUNTERS, executed_method, has_ra
 from ..hardware.detect import spec_of
 from ..hardware.nsight.audited import AuditedKernels
 from ..torch_private.loading import listen
+from . import forks
 from .config import MonitorConfig
+from .hybrid.audit_step import AuditStep
+from .hybrid.hardware_watch import HardwareWatch, open_watch
 from .hybrid.hardware_windows import HardwareWindows
 from .hybrid.step_detail import StepDetails
 from .notices import Notices
 from .ranks.reporter import ROW_EVERY_S
 from .ranks.this_rank import ThisRank
-from .row_side.audit_step import AuditStep
-from .row_side.frequency import DETAILS_S, StepsOrSeconds
-from .row_side.job_rows import JobRows
-from .row_side.output import Output
-from .row_side.row_thread import RowThread
-from .row_side.rows import Rows, StepReader, peak_memory_bytes
+from .rows.frequency import DETAILS_S, StepsOrSeconds
+from .rows.job_rows import JobRows
+from .rows.output import Output
+from .rows.row_thread import RowThread
+from .rows.rows import Rows, StepReader, peak_memory_bytes
+from .signals import write_at_signals
 from .step_flops.known import KnownSteps
 from .step_flops.plan import ObservationPlan
 from .step_flops.source import FlopsSource
 from .step_flops.watch import StepWatch
 from .step_recorder import StepRecorder
 from .summary import RunFigures, info_of
-from .training_side import forks
-from .training_side.batch_notes import BatchNotes
-from .training_side.between_steps import BetweenSteps
-from .training_side.clock import StepClock, clock_for
-from .training_side.hardware_watch import HardwareWatch, open_watch
-from .training_side.host_values import HostValues
-from .training_side.intake import Intake
-from .training_side.measuring import Measuring
-from .training_side.model_facts import facts_of
-from .training_side.model_hooks import ModelHooks
-from .training_side.sending import ValueSender
-from .training_side.signals import write_at_signals
+from .timing.between_steps import BetweenSteps
+from .timing.clock import StepClock, clock_for
+from .values.host_values import HostValues
+from .values.intake import Intake
+from .values.sending import ValueSender
+from .watching.batch_notes import BatchNotes
+from .watching.measuring import Measuring
+from .watching.model_facts import facts_of
+from .watching.model_hooks import ModelHooks
 
 _ROWS_TIMEOUT_S = 5.0
 _RANKS_TIMEOUT_S = 2.0

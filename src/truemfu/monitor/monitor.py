@@ -27,22 +27,21 @@ from ..hardware.nsight.audited import read_audit
 from ..run_summary.sums import PAUSES
 from ..torch_private.dispatch import hidden_from_modes
 from ..trackers.base import Tracker
-from . import created
+from . import created, forks
 from .config import MonitorConfig, load_config
 from .guard import Guard
 from .live_run import LiveRun
 from .notices import Notices
-from .row_side.output import Output
+from .rows.output import Output
 from .step_recorder import StepRecorder
 from .summary import RunFigures, info_of, show, summary_of
-from .training_side import forks
-from .training_side.batch_notes import Batch, by_name_or_position
-from .training_side.between_steps import BetweenSteps
-from .training_side.datasets import DatasetMetrics
-from .training_side.measuring import Measuring
-from .training_side.model_hooks import ModelHooks
-from .training_side.watched import CalledModels, Models, Watched, WatchedModels
-from .training_side.watched_data import WatchedData
+from .timing.between_steps import BetweenSteps
+from .timing.watched_data import WatchedData
+from .values.datasets import DatasetMetrics
+from .watching.batch_notes import Batch, by_name_or_position
+from .watching.measuring import Measuring
+from .watching.model_hooks import ModelHooks
+from .watching.watched import CalledModels, Models, Watched, WatchedModels
 
 _CLOSE_TIMEOUT_S = 20.0
 _SAVE_TIMEOUT_S = 60.0

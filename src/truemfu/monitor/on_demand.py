@@ -52,9 +52,9 @@ from ..torch_private.dispatch import check_counts, disable_modes
 from ..torch_private.trees import tree_map_only
 from ..utilization import Utilization, calculate_mfu
 from .config import MODES
+from .hybrid.hardware_watch import counters_of
 from .step_flops.source import dominant_dtype
-from .training_side.fingerprint import Fingerprint, fingerprint
-from .training_side.hardware_watch import counters_of
+from .watching.fingerprint import Fingerprint, fingerprint
 
 Batch = dict[str, Any]
 

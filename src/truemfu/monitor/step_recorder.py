@@ -18,21 +18,13 @@ from typing import Any, NamedTuple
 
 from ..flops import HostCopy
 from ..torch_private.watching import backward_number, miss_compiled_calls
+from .hybrid.audit_step import AuditStep
+from .hybrid.hardware_watch import HardwareWatch
 from .notices import Notices
 from .ranks.this_rank import ThisRank
-from .row_side.audit_step import AuditStep
-from .row_side.row_thread import RowThread
+from .rows.row_thread import RowThread
 from .step_flops.watch import StepWatch
-from .training_side.batch_notes import Batch, BatchNotes, StepBatches, Template
-from .training_side.between_steps import BetweenSteps
-from .training_side.clock import Mark, StepClock
-from .training_side.compilations import NewGraphs, compilations
-from .training_side.datasets import PendingDatasetMetrics
-from .training_side.hardware_watch import HardwareWatch
-from .training_side.intake import LARGEST_STEP, Intake
-from .training_side.measuring import Measuring
-from .training_side.model_hooks import ModelHooks
-from .training_side.step_note import (
+from .step_note import (
     NO_EXTRAS,
     WARMUP_STEPS,
     Observed,
@@ -40,7 +32,15 @@ from .training_side.step_note import (
     StepNote,
     StepPosition,
 )
-from .training_side.watched import Watched
+from .timing.between_steps import BetweenSteps
+from .timing.clock import Mark, StepClock
+from .values.datasets import PendingDatasetMetrics
+from .values.intake import LARGEST_STEP, Intake
+from .watching.batch_notes import Batch, BatchNotes, StepBatches, Template
+from .watching.compilations import NewGraphs, compilations
+from .watching.measuring import Measuring
+from .watching.model_hooks import ModelHooks
+from .watching.watched import Watched
 
 _SLOW_STEP_S = 1.0
 """Device values of a longer step are sent at once: the cost is small compared with the step."""

@@ -23,7 +23,7 @@ from ...utilization import ratio
 from ...waterfall import Waterfall, WaterfallInputs, waterfall
 from ..metrics import StepAmounts, StepTime
 from ..ranks.amounts import plus
-from ..training_side.hardware_watch import Measured
+from .hardware_watch import Measured
 
 
 @dataclass(kw_only=True)

@@ -19,10 +19,10 @@ from ...hardware.counters.windows import combine
 from ...hardware.nsight.audited import AuditedKernels
 from ...hardware.specs import DeviceSpec
 from ..metrics import StepAmounts, StepTime
-from ..training_side import hardware_watch
-from ..training_side.hardware_watch import Cut, HardwareWatch, Measured
-from ..training_side.step_note import StepNote
+from ..step_note import StepNote
+from . import hardware_watch
 from .hardware_figures import HardwareFigures, StepDetail, StepSums, figures_of
+from .hardware_watch import Cut, HardwareWatch, Measured
 from .step_detail import StepDetails
 
 _WINDOWS_BEFORE_WARNING = 2

@@ -14,7 +14,7 @@ from ...flops import FlopCount, StepWork
 from ...hardware.tiles import Shape, mean_tile_factor
 from ..step_flops.known import Unknown
 from ..step_flops.source import FlopsSource
-from ..training_side.step_note import StepNote
+from ..step_note import StepNote
 from .hardware_figures import StepDetail
 
 _NOTHING = StepDetail()

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...flops import FlopCount, MicroBatch, ObservedForm, StepWork, count_of, integers_of
-from ..training_side.batch_notes import BatchNote
-from ..training_side.step_note import StepNote
+from ..step_note import StepNote
+from ..watching.batch_notes import BatchNote
 from .watch import StepWatch, kind_of
 
 FORM = "closed form of observed steps"

@@ -36,9 +36,9 @@ from ...hardware.detect import get_gpu_peak_flops, known_spec, override_flops_pe
 from ...utilization import ideal_flops_per_s
 from ..config import MonitorConfig
 from ..ranks.this_rank import ThisRank
-from ..training_side.batch_notes import BatchNote
-from ..training_side.model_hooks import ModelHooks
-from ..training_side.step_note import StepNote
+from ..step_note import StepNote
+from ..watching.batch_notes import BatchNote
+from ..watching.model_hooks import ModelHooks
 from .known import KnownSteps, Unknown
 
 Notice = Callable[..., None]

@@ -24,11 +24,11 @@ from ...flops import StepObserver, cuda_captures, replaced_modules, take_out_lef
 from ...torch_private.dispatch import next_sequence_nr
 from ...torch_private.profiling import is_profiled
 from ...torch_private.watching import backward_number, functorch_level
-from ..training_side import forks
-from ..training_side.batch_notes import StepBatches, Template
-from ..training_side.fingerprint import Fingerprint, fingerprint, has_uninitialized
-from ..training_side.model_hooks import ModelHooks
-from ..training_side.step_note import Observed
+from .. import forks
+from ..step_note import Observed
+from ..watching.batch_notes import StepBatches, Template
+from ..watching.fingerprint import Fingerprint, fingerprint, has_uninitialized
+from ..watching.model_hooks import ModelHooks
 from .plan import ObservationPlan
 
 _CHECK_COST_S = 10e-6

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ...convention import Attention, Convention
 from ...flops import FlopCount, count_step, count_target
-from ...monitor.training_side.clock import StepClock, clock_for, duration_s
+from ...monitor.timing.clock import StepClock, clock_for, duration_s
 from ...records import Flops, StepTimes, SweepCase
 from ...utilization import Utilization, calculate_mfu
 from ..trainers.base import Trainer

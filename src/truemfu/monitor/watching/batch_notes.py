@@ -27,7 +27,7 @@ from ...flops import (
 )
 from ...torch_private.trees import tree_flatten, tree_map
 from ...torch_private.watching import detects_surroundings, functorch_level, is_any_autocast
-from .host_values import Held, HostValues, Number, is_there
+from ..values.host_values import Held, HostValues, Number, is_there
 
 _MAX_TEMPLATES = 1024
 _MAX_VALUE_BYTES = 64 << 20

@@ -11,9 +11,9 @@ from torch import nn
 
 from ...errors import one_line
 from ..notices import Notices
+from ..values.intake import is_tensor
 from .attachment import Attachment
 from .batch_notes import Batch
-from .intake import is_tensor
 from .watched import CalledModels, Watched, WatchedModels
 
 

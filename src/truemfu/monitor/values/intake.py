@@ -14,8 +14,8 @@ import torch
 
 from ...errors import one_line
 from ..notices import Notices
+from ..step_note import StepPosition
 from .host_values import HostValues
-from .step_note import StepPosition
 
 LARGEST_STEP = 2**63 - 1
 """A row with a larger number cannot be written."""

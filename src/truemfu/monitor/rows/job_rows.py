@@ -12,7 +12,7 @@ from ..ranks.amounts import Exact
 from ..ranks.job_sums import JobStep
 from ..ranks.reporter import RankReporter
 from ..ranks.this_rank import ThisRank
-from ..training_side.step_note import StepPosition
+from ..step_note import StepPosition
 from .held_rows import HeldRows
 
 _SHORTEST_PAUSE_S = 0.1

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ..metrics import StepTime
-from ..training_side.between_steps import Between, Gap, UsualGaps, gap_seconds
-from ..training_side.clock import Span, duration_s, left_out_s
+from .between_steps import Between, Gap, UsualGaps, gap_seconds
+from .clock import Span, duration_s, left_out_s
 
 
 class StepTimes:

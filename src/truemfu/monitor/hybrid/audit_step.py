@@ -29,7 +29,7 @@ from ...records import write_record
 from ..ranks.this_rank import ThisRank
 from ..step_flops.known import Unknown
 from ..step_flops.source import FlopsSource
-from ..training_side.step_note import WARMUP_STEPS, StepNote
+from ..step_note import WARMUP_STEPS, StepNote
 
 PATIENCE_S = 120.0
 """How long the end of a run waits for the count of the marked step."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..training_side.step_note import StepPosition
+from ..step_note import StepPosition
 
 DETAILS_S = 30.0
 """Details are logged every `detailed_log_freq` steps and, since steps may be long, after this time."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 
-from ..training_side.step_note import StepNote
+from ..step_note import StepNote
 
 _MOST_WAITING = 10_000
 

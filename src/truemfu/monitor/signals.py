@@ -28,7 +28,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, NamedTuple
 
-from ...plain_files import Descriptor
+from ..plain_files import Descriptor
 
 LIMIT_S = 2.0
 """The longest delay of a signal."""

@@ -32,7 +32,7 @@ from ...trackers.metric_aliases import rename
 from ...trackers.table import check_tracker, make_tracker
 from ...trackers.wandb import WandbTracker
 from ..config import MonitorConfig
-from ..training_side.step_note import StepPosition
+from ..step_note import StepPosition
 from .run_file import RunFile
 
 _BASICS = frozenset({"training/loss", "training/lr", "training/epoch", "global_step"})

@@ -20,9 +20,9 @@ import torch
 from ...errors import one_line
 from ...trackers.wake import Wake
 from ..notices import Notices
-from ..training_side.clock import allow_queries_during_capture
-from ..training_side.sending import ValueSender
-from ..training_side.step_note import StepNote
+from ..step_note import StepNote
+from ..timing.clock import allow_queries_during_capture
+from ..values.sending import ValueSender
 from .held_rows import SAVE_HOLD_S
 from .rows import Rows
 

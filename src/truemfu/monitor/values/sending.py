@@ -7,8 +7,8 @@ import time
 
 from ...errors import one_line
 from ..notices import Notices
-from .between_steps import BetweenSteps
-from .clock import CudaClock, HostClock
+from ..timing.between_steps import BetweenSteps
+from ..timing.clock import CudaClock, HostClock
 from .host_values import HostValues
 
 _MAX_HOLD_S = 6.0

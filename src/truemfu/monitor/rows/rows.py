@@ -21,25 +21,25 @@ import torch
 
 from ...errors import one_line
 from ...utilization import ABOVE_ONE
+from ..hybrid.audit_step import AuditStep
 from ..hybrid.hardware_windows import HardwareWindows
 from ..metrics import NOTHING, StepAmounts, StepTime, Window, performance
 from ..notices import Notices
 from ..ranks.this_rank import ThisRank
 from ..step_flops.plan import ObservationPlan
 from ..step_flops.source import ESTIMATE, FlopsSource, StepFlops, UnknownFlops
+from ..step_note import StepNote, StepPosition
+from ..timing.clock import CudaClock, HostClock
+from ..timing.step_times import StepTimes
 from ..totals import Totals
-from ..training_side.batch_notes import BatchNote
-from ..training_side.clock import CudaClock, HostClock
-from ..training_side.datasets import dataset_metrics
-from ..training_side.host_values import is_there, resolved
-from ..training_side.step_note import StepNote, StepPosition
-from ..training_side.watched import is_of_first_module
-from .audit_step import AuditStep
+from ..values.datasets import dataset_metrics
+from ..values.host_values import is_there, resolved
+from ..watching.batch_notes import BatchNote
+from ..watching.watched import is_of_first_module
 from .frequency import StepsOrSeconds
 from .job_rows import JobRows
 from .output import Output
 from .step_queue import StepQueue
-from .step_times import StepTimes
 
 _MOST_TOGETHER = 32
 """The most rows handed to the output at once."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ...flops import FlopCount, HostCopy, Observation, StepProfile
-from .batch_notes import StepBatches
-from .between_steps import Gap
-from .clock import Span
-from .datasets import PendingDatasetMetrics
-from .hardware_watch import Cut
-from .host_values import Number
+from ..flops import FlopCount, HostCopy, Observation, StepProfile
+from .hybrid.hardware_watch import Cut
+from .timing.between_steps import Gap
+from .timing.clock import Span
+from .values.datasets import PendingDatasetMetrics
+from .values.host_values import Number
+from .watching.batch_notes import StepBatches
 
 WARMUP_STEPS = 3
 """The first steps of a run, which are not representative."""
