@@ -153,7 +153,7 @@ class Waterfall:
         A nested part has its parent's key in front: `perf/loss/idle_data_wait` is within `perf/loss/idle`.
         """
         flat = [inner for part in self.parts for inner in (part, *part.of)]
-        return {f"{_METRIC}{part.key}": part.share for part in flat}
+        return {f"perf/loss/{part.key}": part.share for part in flat}
 
     def advice(self) -> tuple[str, ...]:
         """One sentence for every loss above five points of the peak, the largest first."""

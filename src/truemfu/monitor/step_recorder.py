@@ -221,7 +221,7 @@ class StepRecorder:
                 extras = extras._replace(cut=cut)
         last_end_s = self._between.end_s
         is_slow = last_end_s is not None and now_s - last_end_s > _SLOW_STEP_S
-        take = intake.number  # floats and None need no conversion
+        take = intake.values.number  # floats and None need no conversion
         note = StepNote(
             step,
             steps,

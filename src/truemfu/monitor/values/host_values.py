@@ -108,7 +108,7 @@ Number = float | Held | None
 class HostValues:
     """Takes tensors and numbers on the training thread, and fetches those on a CUDA device."""
 
-    def __init__(self, notice: Callable[[str], None]) -> None:
+    def __init__(self, notice: Callable[..., None]) -> None:
         self._notice = notice
         self._held: list[Held] = []
         self._by_address: dict[tuple[str, int], Held] = {}
@@ -127,7 +127,14 @@ class HostValues:
             )
 
     def number(self, name: str, value: Any) -> Number:
-        """A number, or one to be copied to the host; None for None. Anything else is a TypeError."""
+        """A number, or one to be copied to the host; None, with a warning, for what is not a number."""
+        try:
+            return self._number(name, value)
+        except Exception as error:  # tensor subclasses may raise anything
+            self._notice(f"{name} is not logged: got {' '.join(str(error).split())}", about=name)
+            return None
+
+    def _number(self, name: str, value: Any) -> Number:
         if value is None or type(value) is float:
             return value
         if type(value) is torch.Tensor:

@@ -1,4 +1,4 @@
-"""The arguments of `log_step`, read without waiting: the step, numbers that may be on a device, a mask.
+"""The arguments of `log_step` other than its numbers, read without waiting: the step, a mask, a flag.
 
 No argument makes this raise: one that cannot be used is ignored, with one warning.
 """
@@ -66,14 +66,6 @@ class Intake:
     def next_position(self) -> StepPosition | None:
         """The next step, assuming the same stride as the last; None before the first."""
         return None if self.last_step is None else StepPosition(self.last_step + self._stride, self._stride)
-
-    def number(self, name: str, value: Any) -> Any:
-        """A number, or one that is being fetched from the device; None if it is not a number."""
-        try:
-            return self.values.number(name, value)
-        except Exception as error:  # tensor subclasses may raise anything
-            self._notices(f"{name} is not logged: got {' '.join(str(error).split())}", about=name)
-            return None
 
     def mask(self, mask: Any) -> tuple[int | None, Any]:
         """Tokens of a mask, and how many of them are real."""
