@@ -132,6 +132,7 @@ class BatchCounts:
 
     def _counted(self, model: nn.Module, batch: Any, key: BatchKey | None) -> tuple[FlopCount, int]:
         """Count a batch and keep the result; also returns the number of operators."""
+        check_call(model, batch)
         filled = with_values(batch)
         tally, method, notes = run_counted(
             model,
