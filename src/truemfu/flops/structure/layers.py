@@ -110,9 +110,17 @@ def is_list(module: nn.Module) -> bool:
 def runnable(module: nn.Module) -> dict[str, nn.Module]:
     """The children that run: of a layer that is trained as a copy, the copy."""
     children = {name: unwrap(child) for name, child in module._modules.items() if child is not None}
-    if len(getattr(module, "modules_to_save", ())):
+    if getattr(module, "modules_to_save", None):
         children.pop("original_module", None)
     return children
+
+
+def has_trained_norms_first(block: nn.Module) -> bool:
+    """Whether a block normalises with trained weights before its layers, wherever the norms are listed."""
+    norms = [child for child in block.children() if "Norm" in type(child).__name__]
+    layer_norms = [norm for norm in norms if not isinstance(norm, nn.modules.batchnorm._BatchNorm)]
+    is_first = getattr(block, "norm_first", True)
+    return is_first and any(p.requires_grad for norm in layer_norms for p in norm.parameters())
 
 
 def is_checkpointed(module: nn.Module) -> bool:

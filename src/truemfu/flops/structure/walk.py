@@ -67,6 +67,7 @@ class Walk:
         """How many modules like the current one each token visits."""
         self._seen: set[int] = set()
         self._visit(model, "")
+        self._around = []  # the model is not kept
 
     def _visit(self, module: nn.Module, name: str) -> None:
         """Record the work of a module and move to the point after it."""
@@ -97,6 +98,7 @@ class Walk:
             self._experts = self._visited_experts(module, len(children))
             children = dict([*children.items()][:1])
         is_cross = bool(layers.CROSS.search(name))
+        self._is_trained |= bool(self._blocks) and layers.has_trained_norms_first(module)
         for index, (child_name, child) in enumerate(children.items()):
             if id(child) in self._seen and not isinstance(module, (nn.ModuleList, nn.Sequential)):
                 continue  # another name of a layer that is registered elsewhere
