@@ -141,7 +141,7 @@ def test_a_checkpoint_is_other(tmp_path: Path) -> None:
     assert means(rows)[0] < 0.02
     assert means(rows)[1] > SLEEP_S
     assert "perf/forwards_between_steps" not in rows[-1]
-    assert dict(lines_of(summary))["other, between steps"].endswith("%")
+    assert dict(lines_of(summary))["other, between steps"].endswith("% (of the time)")
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -85,7 +85,8 @@ def test_no_step_is_timed_after_the_time_is_up_once_there_are_enough() -> None:
     trainer = Scripted([0.25, 0.5])
     limits = case(min_steps=6, max_steps=1000, target_spread=1e-6, max_timed_s=5.0)
     timed = time_steps(trainer, nothing(), limits, CPU, now_s=trainer.clock)
-    assert len(timed.steps.times_s) == 6 + 6 + 1  # 2.25 s, as many again, and what 0.5 s allow
+    # 2.25 s, as many again, one in the 0.5 s that are left, and one in the last 0.25 s.
+    assert len(timed.steps.times_s) == 6 + 6 + 1 + 1
 
 
 def test_the_wait_for_data_is_measured_and_is_part_of_the_step() -> None:
