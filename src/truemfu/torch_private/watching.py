@@ -51,8 +51,8 @@ def miss_compiled_calls() -> None:
         table.miss(table.COMPILED_CALL)
 
 
-_version = table.get(table.VERSION)
-detects_overwrites = _version is not ABSENT
+_version_slot = table.get(table.VERSION)
+detects_overwrites = _version_slot is not ABSENT
 """Whether an overwritten tensor can be recognised."""
 
 
@@ -61,7 +61,7 @@ def _no_version(tensor: torch.Tensor) -> int:
     return 0
 
 
-version_of: Callable[[torch.Tensor], int] = _version.__get__ if detects_overwrites else _no_version
+version_of: Callable[[torch.Tensor], int] = _version_slot.__get__ if detects_overwrites else _no_version
 """A number that changes when a tensor is overwritten; raises RuntimeError for an inference tensor."""
 
 
