@@ -23,9 +23,9 @@ PACKAGE = Path(__file__).parent.parent / "src" / "truemfu"
 NOT_NEEDED = {
     table.FLEX_FORWARD, table.FLEX_BACKWARD, table.FLEX_CHECK, table.CURRENT_STREAM, table.DEFAULT_STORE,
     table.SCALED_MM, table.INT_MM, table.COMPILED_CALL, table.PIPELINE_STAGE,
-    table.NCCL_RECORDS,
+    table.NCCL_RECORDS, table.COMPILED_REGION, table.TRACING, table.TENSOR_GUARDS,
 }  # fmt: skip
-"""By a training on a CPU, in one process, without flex attention and without `Module.compile`."""
+"""By a training on a CPU, in one process, without flex attention and without torch.compile."""
 ROWS = SHAPE[0] * SHAPE[1]
 LINEAR = 2 * ROWS * SHAPE[2] * SHAPE[2]
 PAIRS = 2 * ROWS * SHAPE[1] * SHAPE[2]

@@ -95,12 +95,14 @@ def disable_torch_function() -> contextlib.AbstractContextManager[Any]:
     return _disabled_torch_function()  # type: ignore[no-any-return]
 
 
-def _one() -> int:
+def _some_modes() -> int:
+    """As if there were modes, where their number is not known."""
+    table.miss(table.FUNCTION_DEPTH)
     return 1
 
 
-_dispatch_modes: Callable[[], int] = table.get_or(table.STACK_LENGTH, _one)
-_function_modes: Callable[[], int] = table.get_or(table.FUNCTION_DEPTH, _one)
+_dispatch_modes: Callable[[], int] = table.get_or(table.STACK_LENGTH, _some_modes)
+_function_modes: Callable[[], int] = table.get_or(table.FUNCTION_DEPTH, _some_modes)
 
 
 def hidden_from_modes() -> contextlib.AbstractContextManager[Any]:

@@ -117,10 +117,10 @@ def runnable(module: nn.Module) -> dict[str, nn.Module]:
 
 def has_trained_norms_first(block: nn.Module) -> bool:
     """Whether a block normalises with trained weights before its layers, wherever the norms are listed."""
-    norms = [child for child in block.children() if "Norm" in type(child).__name__]
-    layer_norms = [norm for norm in norms if not isinstance(norm, nn.modules.batchnorm._BatchNorm)]
+    names = {child: type(child).__name__ for child in block.children()}
+    norms = [child for child, name in names.items() if "Norm" in name and "BatchNorm" not in name]
     is_first = getattr(block, "norm_first", True)
-    return is_first and any(p.requires_grad for norm in layer_norms for p in norm.parameters())
+    return is_first and any(p.requires_grad for norm in norms for p in norm.parameters())
 
 
 def is_checkpointed(module: nn.Module) -> bool:
