@@ -341,7 +341,7 @@ SHARE = st.none() | st.floats(0, 1)
 RATE = st.none() | st.floats(0, 4e15)
 
 
-@settings(max_examples=400)
+@settings(max_examples=400, deadline=None)
 @given(
     model=st.floats(0, 2e15),
     hardware=RATE,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from truemfu.hardware.tiles import (
@@ -85,6 +85,7 @@ def test_a_vector_pads_nothing() -> None:
     assert tile_factor((4096, 1, 4096), HOPPER) == 1.0
 
 
+@settings(deadline=None)
 @given(m=SIZES, n=SIZES, k=SIZES, capability=st.sampled_from([HOPPER, AMPERE, ADA]))
 def test_the_factor_is_at_least_one_and_the_least_of_its_group(
     m: int, n: int, k: int, capability: tuple[int, int]
