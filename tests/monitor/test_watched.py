@@ -15,6 +15,7 @@ from truemfu import TrainingMonitor, count_flops
 from truemfu.errors import TruemfuWarning, UsageError
 from truemfu.flops.observe.observation import OBSERVED
 from truemfu.monitor.summary import lines_of
+from truemfu.monitor.training_side.watched import CalledModels
 
 PEAK = 10e12
 
@@ -338,3 +339,14 @@ def test_names_of_classes_that_clash_are_refused(tmp_path: Path) -> None:
     clashing = type("Linear_1", (nn.Linear,), {})
     with pytest.raises(UsageError, match="clash"):
         monitor_of(tmp_path, [nn.Linear(1, 1), nn.Linear(1, 1), clashing(1, 1)])
+
+
+def test_a_module_that_was_found_is_the_same_one_when_its_root_is_attached_again() -> None:
+    root = Parts()
+    models = CalledModels(root)
+    encoder = next(watched for watched in models.candidates() if watched.module is root.encoder)
+    assert models.begins(encoder, is_training=True)
+    assert models.ends(encoder)
+    again = next(watched for watched in models.candidates() if watched.module is root.encoder)
+    assert models.begins(again, is_training=True)
+    assert models.modules == [encoder]

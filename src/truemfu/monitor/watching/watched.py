@@ -124,14 +124,15 @@ class CalledModels(WatchedModels):
         """The module whose forward pass runs."""
 
     def candidates(self) -> Iterator[Watched]:
-        """Every module that may be called."""
+        """Every module that may be called; those that were found before are the same objects again."""
+        found = {watched.module: watched for watched in self.modules}
         for root_name, reference in zip(self._names, self._roots, strict=True):
             root = reference()
             for name, module in () if root is None else _callable_modules(root):
                 if module is root and self._are_separate:
                     continue
                 own_name = name if self._are_separate else root_name if len(self._roots) > 1 else None
-                yield Watched(weakref.ref(module), own_name)
+                yield found.get(module) or Watched(weakref.ref(module), own_name)
 
     def begins(self, watched: Watched, *, is_training: bool) -> bool:
         """A forward pass begins; whether it is to be noted."""
