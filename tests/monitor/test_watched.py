@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from truemfu.monitor.training_side.watched import CalledModels
 
 from truemfu import TrainingMonitor, count_flops
 from truemfu.errors import TruemfuWarning, UsageError
 from truemfu.flops.observe.observation import OBSERVED
 from truemfu.monitor.summary import lines_of
+from truemfu.monitor.watching.watched import CalledModels
 
 PEAK = 10e12
 
