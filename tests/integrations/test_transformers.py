@@ -137,8 +137,13 @@ def test_every_step_is_counted(name: str, tmp_path: Path) -> None:
 
     assert run.steps == [1, 2, 3, 4]
     assert run.tokens == [tokens_of(group) for group in groups]
-    assert run.model_flops == [step.model_flops for step in truths]
-    assert run.executed_flops == [step.hardware_flops for step in truths]
+    known = copy.copy(run)
+    if "torch_compile" in options:  # its first step compiles, so no observation was repeated
+        truths = [step for step, row in zip(truths, run.rows, strict=True) if "perf/mfu" in row]
+        known.rows = [row for row in run.rows if "perf/mfu" in row]
+        assert known.steps[:2] == [1, 2]
+    assert known.model_flops == [step.model_flops for step in truths]
+    assert known.executed_flops == [step.hardware_flops for step in truths]
     if collator_class is Padded:
         assert run.real_tokens == [sum(int(b["attention_mask"].sum()) for b in group) for group in groups]
     assert_logged_as_by_the_trainer(run)
