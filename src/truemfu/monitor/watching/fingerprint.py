@@ -7,6 +7,7 @@ parameters' shapes, dtypes and flags, and the modules' own switches and numbers.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -58,7 +59,9 @@ def _of_one(model: nn.Module) -> Fingerprint:
                 parts.append((name, parameter.requires_grad, parameter.dtype, tuple(parameter.shape)))
                 if type(parameter) is not nn.Parameter:  # how it is split over ranks
                     parts.append(getattr(parameter, "placements", None))
-    config = getattr(model, "config", None)
+    config = None
+    with contextlib.suppress(Exception):  # a property of the model may raise anything
+        config = getattr(model, "config", None)
     parts.append(getattr(config, "_attn_implementation", None))
     own_config = getattr(config, "__dict__", {})
     numbers += [(name, value) for name, value in own_config.items() if type(value) in (int, float)]
