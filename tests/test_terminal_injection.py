@@ -299,7 +299,7 @@ def write_summary(path: Path) -> None:
         "scope": EVIL,
         "totals": {"tokens": 1, "samples": 1, "model_flops": 1, "is_complete": False},
         "ranks": [rank, {"rank": 1, "status": EVIL}],
-        "stragglers": [{"text": EVIL}],
+        "stragglers": [{"rank": 1, "text": EVIL}],
         "padding_lost": None,
         "data_wait_share": None,
         "hardware": hardware,
