@@ -65,7 +65,10 @@ class _BatchHook(_Hook):
             return
         wants_end = self._seen(self._batch(args, kwargs)) if _is_grad_enabled() else self._evaluated()
         if wants_end and module is not None and self._ended is not None:
-            _EndHook(self._ended).add(module)
+            try:
+                _EndHook(self._ended).add(module)
+            except Exception:  # no error of ours reaches the training: the end is told now
+                self._ended()
 
     def _batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch | None:
         """The arguments of a forward pass as one batch."""
