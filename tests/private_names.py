@@ -70,13 +70,13 @@ def hold_numbers() -> None:
 
     from truemfu.monitor.values.host_values import HostValues
 
-    at_once = HostValues.number
+    at_once = HostValues._number
 
     def number(self: HostValues, name: str, value: Any) -> Any:
         held = type(value) is torch.Tensor and not value.dim()
         return self._hold(name, value, is_input=False) if held else at_once(self, name, value)
 
-    HostValues.number = number
+    HostValues._number = number
 
 
 def random_states() -> str:

@@ -65,13 +65,13 @@ class HostQueue:
 
 @pytest.fixture(autouse=True)
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    held = HostValues.number
+    held = HostValues._number
 
     def number(self: HostValues, name: str, value: Any) -> Any:
         is_scalar = type(value) is torch.Tensor and value.dim() == 0
         return self._hold(name, value, is_input=False) if is_scalar else held(self, name, value)
 
-    monkeypatch.setattr(HostValues, "number", number)
+    monkeypatch.setattr(HostValues, "_number", number)
     monkeypatch.setattr("truemfu.monitor.live_run.clock_for", lambda device: CudaClock(HostQueue()))
 
 
