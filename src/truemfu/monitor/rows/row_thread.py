@@ -50,7 +50,8 @@ class RowThread:
         """Enqueue a step; never waits."""
         self._rows.put(note)
         if note.extras.observed is not None:  # the sooner its count is known, the sooner rows are written
-            self._wake.set()
+            with contextlib.suppress(Exception):  # it wakes by itself in a few seconds
+                self._wake.set()
 
     def finish_pending(self, timeout_s: float, *, hold_s: float | None = None) -> bool:
         """Wait until every step so far is a row; False if that takes longer than `timeout_s`.

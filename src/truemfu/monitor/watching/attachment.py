@@ -61,7 +61,12 @@ class _BatchHook(_Hook):
         self._names = _positional_names(unwrap(model))
 
     def __call__(self, module: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if _is_compiling() or _is_tracing() or _has_proxies(args, kwargs):
+        if not _is_compiling():
+            with contextlib.suppress(Exception):  # what torch raises here is not for the training
+                self._tell(module, args, kwargs)
+
+    def _tell(self, module: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if _is_tracing() or _has_proxies(args, kwargs):
             return
         wants_end = self._seen(self._batch(args, kwargs)) if _is_grad_enabled() else self._evaluated()
         if wants_end and module is not None and self._ended is not None:
@@ -91,10 +96,12 @@ class _EndHook(_Hook):
         self._handle = module.register_forward_hook(self, always_call=True)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self._handle is not None:
-            self._handle.remove()
-        if not (_is_compiling() or _is_tracing()):
-            self._ended()
+        if not _is_compiling():
+            with contextlib.suppress(Exception):  # what torch raises here is not for the training
+                if self._handle is not None:
+                    self._handle.remove()
+                if not _is_tracing():
+                    self._ended()
 
 
 class Attachment:
@@ -185,7 +192,7 @@ def _watching(
 
 def _has_proxies(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether `torch.fx` traces this forward pass."""
-    return any(isinstance(value, Proxy) for value in (*args, *kwargs.values()))
+    return any(issubclass(type(value), Proxy) for value in (*args, *kwargs.values()))
 
 
 def _positional_names(model: nn.Module) -> tuple[str, ...] | None:
