@@ -50,8 +50,10 @@ class RowThread:
         """Enqueue a step; never waits."""
         self._rows.put(note)
         if note.extras.observed is not None:  # the sooner its count is known, the sooner rows are written
-            with contextlib.suppress(Exception):  # it wakes by itself in a few seconds
+            try:
                 self._wake.set()
+            except Exception:  # it wakes by itself in a few seconds
+                return
 
     def finish_pending(self, timeout_s: float, *, hold_s: float | None = None) -> bool:
         """Wait until every step so far is a row; False if that takes longer than `timeout_s`.

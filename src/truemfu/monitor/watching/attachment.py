@@ -62,8 +62,10 @@ class _BatchHook(_Hook):
 
     def __call__(self, module: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not _is_compiling():
-            with contextlib.suppress(Exception):  # what torch raises here is not for the training
+            try:
                 self._tell(module, args, kwargs)
+            except Exception:  # what torch raises here is not for the training
+                return
 
     def _tell(self, module: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if _is_tracing() or _has_proxies(args, kwargs):
@@ -97,11 +99,13 @@ class _EndHook(_Hook):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not _is_compiling():
-            with contextlib.suppress(Exception):  # what torch raises here is not for the training
+            try:
                 if self._handle is not None:
                     self._handle.remove()
                 if not _is_tracing():
                     self._ended()
+            except Exception:  # what torch raises here is not for the training
+                return
 
 
 class Attachment:
