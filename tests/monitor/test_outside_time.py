@@ -46,7 +46,7 @@ def rank_of_two(rank: int, address: str, where: str, folder: Path) -> None:
         memory_bytes=lambda: None,
         send=lambda message: None,
         host_time=HostTime(threading.get_native_id()),
-        outside=OutsideTime(threading.get_ident()),
+        outside=OutsideTime(threading.current_thread()),
     )
     for step in range(STEPS):
         began_s = time.perf_counter()
@@ -79,7 +79,7 @@ def test_a_thread_that_has_ended_is_not_looked_at() -> None:
     thread = threading.Thread(target=lambda: None)
     thread.start()
     thread.join()
-    outside = OutsideTime(thread.ident or 0)
-    outside._looking.join(200.0)
+    outside = OutsideTime(thread)
+    outside._looking.join(60.0)
     assert not outside._looking.is_alive()
     assert outside.share() is None

@@ -212,6 +212,19 @@ NOTHING = StepAmounts(samples=None, tokens=None, useful_tokens=None, flops=None,
 """For a step of which nothing is known."""
 
 
+class LastAmounts:
+    """Steps that are alike share one object: what depends on their amounts alone is computed once."""
+
+    def __init__(self) -> None:
+        self._amounts = NOTHING
+
+    def same_as(self, amounts: StepAmounts) -> StepAmounts:
+        """The last step's object if it is equal, else this one from now on."""
+        if amounts != self._amounts:
+            self._amounts = amounts
+        return self._amounts
+
+
 def performance(amounts: StepAmounts, time: StepTime) -> dict[str, Any]:
     """The `perf/` metrics of one step."""
     steps, seconds, data_wait_s, between_s, forwards, left_out_s = time

@@ -108,7 +108,7 @@ class StepRecorder:
 
     def forget_models(self) -> None:
         """Other models are watched from now on."""
-        self._rank.role_is_due = True
+        self._rank.forget_role()
         self.watch.forget_models()
 
     def forget_batches(self) -> None:

@@ -205,8 +205,16 @@ class _ObserverMode(TorchDispatchMode):
             or self.is_capturing
             or self._tally.problem is not None
             or self._regions.is_inside()
-            or is_compiling()
+            or self._compiles()
         )
+
+    def _compiles(self) -> bool:
+        """Whether the compiler runs; if that cannot be told, the FLOPs of the step are unknown."""
+        try:
+            return is_compiling()
+        except Exception as error:  # the program's operators go on
+            self._tally.fail(f"it cannot be told whether the compiler ran in it: {one_line(error)}")
+            return True
 
 
 count_flex_attention(_ObserverMode)

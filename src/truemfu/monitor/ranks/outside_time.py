@@ -27,9 +27,9 @@ _ENGINE = torch.autograd.graph.__file__
 
 
 class OutsideTime:
-    """Looks at one thread, given by `threading.get_ident`, until `close`."""
+    """Looks at one thread until `close`, or until that thread ends."""
 
-    def __init__(self, thread: int) -> None:
+    def __init__(self, thread: threading.Thread) -> None:
         self._thread = thread
         self._looks = self._outside = 0
         self._last = (0, 0)
@@ -53,9 +53,9 @@ class OutsideTime:
 
     def _live(self) -> None:
         while not self._is_over.wait(2 * _MEAN_INTERVAL_S * self._intervals.random()):
-            frame = sys._current_frames().get(self._thread)
-            if frame is None:
-                return  # the thread has ended
+            frame = sys._current_frames().get(self._thread.ident or 0)
+            if frame is None or not self._thread.is_alive():
+                return  # it has ended; another thread may have its number since
             self._outside += not _is_collective(frame.f_code)
             self._looks += 1
             del frame  # it would keep the caller's variables alive

@@ -123,7 +123,7 @@ class ThisRank:
             clock_hz=clock_hz,
             collectives=CollectiveTimes() if on_gpu else None,
             host_time=None if on_gpu else HostTime(threading.get_native_id()),
-            outside=None if on_gpu else OutsideTime(threading.get_ident()),
+            outside=None if on_gpu else OutsideTime(threading.current_thread()),
         )
         self.store.wake()
 
@@ -131,6 +131,10 @@ class ThisRank:
     def files(self) -> list[Lane]:
         """The file of this rank's rows, in a job."""
         return [] if self.reporter is None or self.reporter.file is None else [self.reporter.file]
+
+    def forget_role(self) -> None:
+        """Other models are watched from now on: find the role again."""
+        self.role_is_due = True
 
     def find_role(self, models: Iterable[nn.Module]) -> None:
         """Find the role: in a forward pass, when pipeline stages and split sequences are there."""

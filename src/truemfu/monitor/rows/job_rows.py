@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
-from ..metrics import NOTHING, StepAmounts, StepTime
+from ..metrics import LastAmounts, StepAmounts, StepTime
 from ..notices import Notices
 from ..ranks.amounts import Exact
 from ..ranks.job_sums import JobStep
@@ -28,7 +28,7 @@ class JobRows(Generic[T]):
         self._held: HeldRows[tuple[T, StepAmounts]] | None = None
         if rank.job is not None:
             self._held = HeldRows(rank, rank.job, notices)
-        self._last = NOTHING
+        self._last = LastAmounts()
         self._last_sums: tuple[JobStep, dict[str, Exact], JobStep] | None = None
 
     @property
@@ -90,7 +90,4 @@ class JobRows(Generic[T]):
                 sums = {name: total + shares[name] for name, total in others.sums.items() if name in shares}
                 self._last_sums = last = others, shares, JobStep(sums)
             job = last[2]
-        found = replace(amounts, job=job)
-        if found != self._last:
-            self._last = found
-        return self._last
+        return self._last.same_as(replace(amounts, job=job))

@@ -23,7 +23,7 @@ from ...errors import one_line
 from ...utilization import ABOVE_ONE
 from ..hybrid.audit_step import AuditStep
 from ..hybrid.hardware_windows import HardwareWindows
-from ..metrics import NOTHING, StepAmounts, StepTime, Window, performance
+from ..metrics import LastAmounts, StepAmounts, StepTime, Window, performance
 from ..notices import Notices
 from ..ranks.this_rank import ThisRank
 from ..step_flops.plan import ObservationPlan
@@ -80,7 +80,7 @@ class StepReader:
         self._times = StepTimes()
         self._unlearned: deque[StepNote] = deque(maxlen=_MOST_UNLEARNED)
         """Observed steps whose counts are not known yet; rows before them may wait for these."""
-        self._last_counted, self._last_executed = _Last(NOTHING), _Last(NOTHING)
+        self._last_counted, self._last_executed = LastAmounts(), LastAmounts()
         self.profile_cost_s = 0.0
 
     def put(self, note: StepNote) -> None:
@@ -343,19 +343,6 @@ class Rows:
     def _not_logged(self, error: BaseException, steps: int = 1) -> None:
         self.failed_steps += steps
         self._notices(f"a step could not be processed and is not logged: {one_line(error)}")
-
-
-class _Last:
-    """The last value of its kind: what depends on it alone is computed once while it stays the same."""
-
-    def __init__(self, value: StepAmounts) -> None:
-        self._value = value
-
-    def same_as(self, value: StepAmounts) -> StepAmounts:
-        """The last value's object if it is equal, else this one from now on."""
-        if value != self._value:
-            self._value = value
-        return self._value
 
 
 def _have_arrived(note: StepNote) -> bool:

@@ -64,8 +64,8 @@ class _BatchHook(_Hook):
         if not _is_compiling():
             try:
                 self._tell(module, args, kwargs)
-            except Exception:  # what torch raises here is not for the training
-                return
+            except Exception:  # not for the training: this forward pass has no batch that can be read
+                self._seen(None)
 
     def _tell(self, module: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if _is_tracing() or _has_proxies(args, kwargs):
@@ -98,14 +98,16 @@ class _EndHook(_Hook):
         self._handle = module.register_forward_hook(self, always_call=True)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if not _is_compiling():
-            try:
-                if self._handle is not None:
-                    self._handle.remove()
-                if not _is_tracing():
-                    self._ended()
-            except Exception:  # what torch raises here is not for the training
-                return
+        if _is_compiling():
+            return
+        try:
+            if self._handle is not None:
+                self._handle.remove()
+            is_tracing = _is_tracing()
+        except Exception:  # not for the training: the forward pass has ended all the same
+            is_tracing = False
+        if not is_tracing:
+            self._ended()
 
 
 class Attachment:
