@@ -32,11 +32,28 @@ if TYPE_CHECKING:
 def _complete_model(
     context: click.Context, parameter: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
-    """Completion of MODEL: the reference models, then files."""
+    """Completion of MODEL: the reference models and the well-known ones, then files."""
+    from ..flops.models.known_models import known_models
     from ..sweep.sizes import SIZES
 
-    named = [CompletionItem(name) for name in SIZES if name.startswith(incomplete)]
+    names = [*SIZES, *(model.name for model in known_models())]
+    named = [CompletionItem(name) for name in names if name.startswith(incomplete)]
     return named or [CompletionItem(incomplete, type="file")]
+
+
+def _list_models(context: click.Context, parameter: click.Parameter, is_wanted: bool) -> None:
+    """`--list`: the well-known models, then nothing else."""
+    if not is_wanted or context.resilient_parsing:
+        return
+    from ..flops.models.known_models import known_models
+
+    names = table("model", "also", "on huggingface.co", "parameters")
+    for column in names.columns[:-1]:
+        column.justify = "left"
+    for model in known_models():
+        names.add_row(model.name, " ".join(model.also), model.hub, f"{model.parameters:,}")
+    output().print(names)
+    context.exit()
 
 
 @click.command(short_help="FLOPs of one training step, exact, without a GPU.")
@@ -98,6 +115,14 @@ def _complete_model(
     "--tokens", type=Amount(), help="Tokens to train on, such as 15e12 or 15T: gives days and cost."
 )
 @click.option("--price", type=Amount(example="2.50"), help="Price of a GPU hour, in any currency.")
+@click.option(
+    "--list",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_list_models,
+    help="Show the well-known models that can be given by name, and exit.",
+)
 @json_option
 @debug_option
 @click.pass_context
@@ -123,20 +148,21 @@ def count(
 
     \b
     MODEL is one of
-        tiny small medium 1b        a reference model
+        gpt2 llama-3.1-8b 8b ...    a well-known open model (--list shows all)
+        tiny small medium 1b        a reference model of the sweep
         config.json or its folder   a Hugging Face configuration (no download, no weights)
         ORG/NAME                    the same, from the local Hugging Face cache
         package.module:factory      a function that returns a module, or (module, batch)
     \b
     Examples
-        truemfu count 1b --batch 8 --seq 1024 --attention-convention causal
-        truemfu count meta-llama/Llama-3.1-8B --seq 8192 --lora r=16,targets=q_proj+v_proj
+        truemfu count gpt2 --batch 8 --seq 1024
+        truemfu count llama-3.1-8b --seq 8192 --attention-convention causal --lora r=16,targets=q_proj+v_proj
         truemfu count ./Qwen2.5-VL-7B/config.json --images 2 --image-size 672 --seq 2048
         truemfu count train:build_model --json | jq .model_flops
     \b
     MFU, days and cost without a run
-        truemfu count meta-llama/Llama-3.1-8B --seq 8192 --device H100 --tokens-per-second 6900
-        truemfu count ./Llama-3.1-405B/ --batch 1 --seq 8192 --device H100 --gpus 16384 \\
+        truemfu count 8b --seq 8192 --device H100 --tokens-per-second 6900
+        truemfu count 405b --batch 1 --seq 8192 --device H100 --gpus 16384 \\
             --tokens 15T --mfu 0.4 --price 2.50
     """
     from ..convention import Convention

@@ -1,6 +1,7 @@
 """Resolves the MODEL argument of `truemfu count` to a module and a batch for one training step.
 
     1b                          a name known to the caller (the reference models)
+    gpt2, llama-3.1-8b, 8b      a well-known open model, by the configuration that comes with this package
     path/config.json, path/     a Hugging Face configuration: built on the meta device, without weights
     org/name                    the same, from the local Hugging Face cache
     package.module:factory      a callable that returns a module, or (module, batch)
@@ -30,6 +31,7 @@ from ..flop_count import FlopCount
 from .example_batch import example_batch
 from .hf_config import BuildOptions, model_from_config, read_config
 from .hub_cache import cached_config, may_be_on_the_hub, not_cached
+from .known_models import known_model, known_models
 from .lora import add_lora
 from .model_view import BatchRequest
 
@@ -133,20 +135,28 @@ def resolve_target(
         model, batch = _from_factory(text, options.dtype)
         return _target(text, model, batch, request, options)
     path = Path(text) if is_file else cached_config(text) if may_be_on_the_hub(text) else None
+    known = known_model(text)
     if path is not None:
-        config = read_config(path)
-
-        def build(device: str) -> Target:
-            return _target(text, model_from_config(config, options, device=device), None, request, options)
-
-        return replace(build("meta"), with_values=lambda: build("cpu"))
+        return _from_config(text, read_config(path), request, options)
+    if known is not None:
+        return _from_config(known.hub, known.config, request, options)
     if "/" in text and may_be_on_the_hub(text):
         raise not_cached(text)
+    names = [*named, *(name for model in known_models() for name in (model.name, *model.also))]
     raise UsageError(
-        f"no model {text!r}{closest(text, named)}: expected {', '.join(named)}{', ' if named else ''}"
-        "a Hugging Face config.json or its folder, ORG/NAME in the local Hugging Face cache, or "
-        "package.module:factory"
+        f"no model {text!r}{closest(text, names)}: expected {', '.join(named)}{', ' if named else ''}"
+        "a well-known open model such as gpt2 or llama-3.1-8b (truemfu count --list), a Hugging Face "
+        "config.json or its folder, ORG/NAME in the local Hugging Face cache, or package.module:factory"
     )
+
+
+def _from_config(
+    name: str, config: Mapping[str, Any], request: BatchRequest, options: BuildOptions
+) -> Target:
+    def build(device: str) -> Target:
+        return _target(name, model_from_config(config, options, device=device), None, request, options)
+
+    return replace(build("meta"), with_values=lambda: build("cpu"))
 
 
 def _exists(text: str) -> bool:
