@@ -33,7 +33,7 @@ def _complete_model(
     context: click.Context, parameter: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
     """Completion of MODEL: the reference models and the well-known ones, then files."""
-    from ..flops.models.known_models import known_models
+    from ..flops import known_models
     from ..sweep.sizes import SIZES
 
     names = [*SIZES, *(model.name for model in known_models())]
@@ -45,7 +45,7 @@ def _list_models(context: click.Context, parameter: click.Parameter, is_wanted: 
     """`--list`: the well-known models, then nothing else."""
     if not is_wanted or context.resilient_parsing:
         return
-    from ..flops.models.known_models import known_models
+    from ..flops import known_models
 
     names = table("model", "also", "on huggingface.co", "parameters")
     for column in names.columns[:-1]:

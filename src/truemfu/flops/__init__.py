@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from .isolation.random_states import preserved_random_states
     from .models.example_batch import example_batch
     from .models.hf_config import BuildOptions, model_from_config, read_config
+    from .models.known_models import known_models
     from .models.lora import parse_lora
     from .models.model_view import BatchRequest, ModelView
     from .models.targets import Target, count_target, parse_dtype, resolve_target
@@ -83,6 +84,7 @@ _HOMES = {
     "BuildOptions": "models.hf_config",
     "model_from_config": "models.hf_config",
     "read_config": "models.hf_config",
+    "known_models": "models.known_models",
     "parse_lora": "models.lora",
     "BatchRequest": "models.model_view",
     "ModelView": "models.model_view",

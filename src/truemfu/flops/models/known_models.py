@@ -1,8 +1,8 @@
 """Configurations of well-known open models, so that `truemfu count gpt2` works without a network.
 
-`known_models.json` has one line a model: the numbers of its `config.json` on huggingface.co that matter here,
-where they are not the defaults of transformers, and its published number of parameters, by which the tests check
-the line. The numbers were compared on 2026-11-18 with the table of litgpt (`litgpt/config.py`, commit 0006c97);
+`known_models.json` has one line a model: the numbers of its `config.json` on huggingface.co that matter here
+and are not the defaults of transformers, and its published number of parameters, by which the tests check the
+line. The numbers were compared on 2026-11-18 with the table of litgpt (`litgpt/config.py`, commit 0006c97);
 those of models that it does not have are checked by the number of parameters alone.
 """
 
