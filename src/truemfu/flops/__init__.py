@@ -147,6 +147,7 @@ __all__ = [
     "is_compiled_wrapper",
     "is_readable",
     "kind_and_sizes",
+    "known_models",
     "lengths_in",
     "loss_of",
     "model_from_config",
