@@ -417,6 +417,8 @@ class StragglerSummary(msgspec.Struct, frozen=True, kw_only=True):
 class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     """The summary of a run."""
 
+    ended_by: str | None = None
+    """The exception that ended the program; None if it ended by itself, or that is not known."""
     steps: int | None = None
     warmup_steps: int | None = None
     observed_steps: int | None = None

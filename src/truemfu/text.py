@@ -80,6 +80,14 @@ def duration(seconds: float | None) -> str:
     return f"{seconds:.3f} s" if seconds >= 1 else f"{1e3 * seconds:.2f} ms"
 
 
+def age(seconds: float) -> str:
+    """7_500 → `2 h`: in the largest unit of which there are at least two."""
+    for unit, unit_s in (("days", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= 2 * unit_s:
+            return f"{seconds / unit_s:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
 def size(count_bytes: float | None) -> str:
     """Bytes in a readable binary unit."""
     if count_bytes is None:

@@ -1,50 +1,125 @@
-"""`truemfu status`: a run while it runs, from its files."""
+"""`truemfu status`: a run while it runs and after it, from its files; or all runs here."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from .console import FilePath, debug_option, json_option, print_json, say
+from .console import FilePath, debug_option, json_option, output, print_json, say, table
+
+if TYPE_CHECKING:
+    from ..report.run.load import LoadedRun
 
 _SHOWN = ("step, median", "MFU, median", "HFU, median", "tokens/s")
 
 
-@click.command(short_help="A run in progress: its last steps, MFU and age.")
-@click.argument("folder", metavar="DIR", type=FilePath())
+@click.command(short_help="A run now or afterwards: its last steps, MFU and age; or all runs here.")
+@click.argument("folder", metavar="[DIR]", required=False, type=FilePath())
 @json_option
 @debug_option
-def status(folder: Path, as_json: bool) -> None:
-    """The run in DIR so far: steps, step time, MFU, tokens/s, loss, and how old the last step is.
+def status(folder: Path | None, as_json: bool) -> None:
+    """The run in DIR so far: steps, step time, MFU, tokens/s, loss, and whether and how it ended.
 
     DIR is the output_dir of a TrainingMonitor or the folder of `truemfu run`. Steps are on disk ten seconds
-    after they end.
+    after they end. Without DIR: a line for each run in the current folder and two levels below.
 
     \b
     Examples
+        truemfu status
         truemfu status truemfu-runs/20261117-0930-train
         watch truemfu status runs/a
         truemfu status runs/a --json
     """
+    if folder is None:
+        _list_runs(as_json)
+        return
     from ..report.run.load import load_run
     from ..report.run.log_summary import results_of, summary_of_log
     from ..run_summary.texts import figures
 
     run = load_run(folder)
-    record, rows = run.record, run.rows
-    summary = summary_of_log(rows)
-    has_ended = record is not None and record.summary is not None
-    age_s = None if has_ended or not rows else max(0.0, time.time() - run.files[1].stat().st_mtime)
-    last = rows[-1] if rows else None
-    found = {
-        "folder": str(folder),
-        "has_ended": has_ended,
+    found = _state_of(run)
+    if as_json:
+        print_json(found)
+        return
+    say(f"{folder}: {found['state']}")
+    last = run.rows[-1] if run.rows else None
+    summary = summary_of_log(run.rows)
+    lines = [
+        ("step", f"{found['last_step']:,}" if last is not None else "none yet"),
+        ("loss", "unknown" if last is None or last.loss is None else f"{last.loss:.6g}"),
+        *(
+            (one.label, one.text)
+            for one in figures(replace(results_of(run), summary=summary))
+            if one.label in _SHOWN
+        ),
+        ("FLOPs by", summary.method or "nothing yet"),
+    ]
+    for label, text in lines:
+        say(f"  {label:14}{text}")
+    for note in run.notes:
+        say(f"note: {note}")
+
+
+def _list_runs(as_json: bool) -> None:
+    """A line for each run here; a folder that cannot be read is named on stderr."""
+    from ..errors import TruemfuError, UsageError
+    from ..report.run.load import holds_run, load_run
+
+    here = Path()
+    folders = [here, *sorted(here.glob("*/")), *sorted(here.glob("*/*/"))]
+    states = []
+    for folder in filter(holds_run, folders):
+        try:
+            states.append(_state_of(load_run(folder)))
+        except TruemfuError as error:
+            say(f"note: {error}", err=True)
+    if not states:
+        raise UsageError(
+            "no run in this folder or two levels below: give its folder, truemfu status DIR, or make one, "
+            "truemfu run train.py"
+        )
+    states.sort(key=lambda state: state["started_at"] or "")
+    if as_json:
+        print_json(states)
+        return
+    runs = table("run", "started", "steps", "MFU", "")
+    runs.columns[-1].justify = "left"
+    for state in states:
+        mfu = state["median_mfu"]
+        runs.add_row(
+            state["folder"],
+            (state["started_at"] or "unknown")[:16].replace("T", " "),
+            f"{state['steps']:,}",
+            "unknown" if mfu is None else f"{mfu:.1%}",
+            state["state"],
+        )
+    output().print(runs)
+
+
+def _state_of(run: LoadedRun) -> dict[str, Any]:
+    """What a script reads."""
+    from ..report.run.log_summary import summary_of_log
+
+    summary = summary_of_log(run.rows)
+    last = run.rows[-1] if run.rows else None
+    own = None if run.record is None else run.record.summary
+    age_s = None if own is not None or last is None else max(0.0, time.time() - _last_write_s(run))
+    ended_by = None if own is None else own.ended_by
+    last_step = None if last is None else last.global_step
+    return {
+        "folder": str(run.folder),
+        "state": _state_text(own is not None, ended_by, last_step, age_s),
+        "has_ended": own is not None,
+        "ended_by": ended_by,
+        "started_at": None if run.record is None else run.record.started_at,
         "last_write_s_ago": age_s,
-        "steps": len(rows),
-        "last_step": None if last is None else last.global_step,
+        "steps": len(run.rows),
+        "last_step": last_step,
         "loss": None if last is None else last.loss,
         "median_step_time_s": summary.median_step_time_s,
         "median_mfu": summary.median_mfu,
@@ -52,19 +127,18 @@ def status(folder: Path, as_json: bool) -> None:
         "median_tokens_per_second": summary.median_tokens_per_second,
         "method": summary.method,
     }
-    if as_json:
-        print_json(found)
-        return
-    state = (
-        "ended" if has_ended else "running, or killed" if age_s is None else f"last write {age_s:.0f} s ago"
-    )
-    say(f"{folder}: {state}")
-    so_far = replace(results_of(run), summary=summary)
-    lines = [
-        ("step", f"{found['last_step']:,}" if last is not None else "none yet"),
-        ("loss", "unknown" if last is None or last.loss is None else f"{last.loss:.6g}"),
-        *((one.label, one.text) for one in figures(so_far) if one.label in _SHOWN),
-        ("FLOPs by", summary.method or "nothing yet"),
-    ]
-    for label, text in lines:
-        say(f"  {label:14}{text}")
+
+
+def _last_write_s(run: LoadedRun) -> float:
+    return run.files[1].stat().st_mtime
+
+
+def _state_text(has_ended: bool, ended_by: str | None, last_step: int | None, age_s: float | None) -> str:
+    from ..text import age
+
+    if ended_by is not None:
+        where = "before its first step" if last_step is None else f"after step {last_step:,}"
+        return f"ended by {ended_by}, {where}"
+    if has_ended:
+        return "ended"
+    return "running, or killed" + ("" if age_s is None else f": last write {age(age_s)} ago")

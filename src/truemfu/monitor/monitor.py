@@ -34,7 +34,7 @@ from .live_run import LiveRun
 from .notices import Notices
 from .rows.output import Output
 from .step_recorder import StepRecorder
-from .summary import RunFigures, info_of, show, summary_of
+from .summary import RunFigures, ended_by, info_of, show, summary_of
 from .timing.between_steps import BetweenSteps
 from .timing.watched_data import WatchedData
 from .values.datasets import DatasetMetrics
@@ -98,6 +98,7 @@ class TrainingMonitor:
         self._between = BetweenSteps()
         self._datasets = DatasetMetrics(notice=self._notices)
         self._live: LiveRun | None = None
+        self._ended_by: str | None = None
         """The run, from its first batch or step on."""
         self._guard.close_at_exit(self.close)
         for listener in created.listeners:
@@ -261,18 +262,22 @@ class TrainingMonitor:
         steps_lost = self._guard.steps_lost
         failed = [f"{steps_lost:,} steps: the monitor failed and was switched off"] if steps_lost else []
         lost = [*failed, *self._output.lost()]
-        return summary_of(figures, lost=lost, warnings=self._notices.texts)
+        return summary_of(figures, lost=lost, warnings=self._notices.texts, ended_by=self._ended_by)
 
     def close(self) -> None:
         """Write the remaining rows, close the trackers and print the summary; runs at exit automatically."""
-        if self._guard.begin_closing():
-            self._notices.in_closing(self._close)
+        self._close_after(None)
 
     def __enter__(self) -> TrainingMonitor:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self._close_after(error)
+
+    def _close_after(self, error: BaseException | None) -> None:
+        if self._guard.begin_closing():
+            self._ended_by = ended_by(error)
+            self._notices.in_closing(self._close)
 
     def _close(self) -> None:
         live, in_closing = self._live, self._notices.in_closing

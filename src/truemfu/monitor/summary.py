@@ -9,6 +9,7 @@ from typing import Any, TextIO
 
 import msgspec
 
+from ..errors import one_line
 from ..records import UPPER_BOUND, RankSummary, RunHardware, RunRecord, RunSummary
 from ..run_summary.texts import NO_RATE, RunResults, facts, figures
 from ..text import counted, duration, printable, share, size
@@ -75,7 +76,16 @@ def info_of(
     }
 
 
-def summary_of(figures: RunFigures, *, lost: Sequence[str], warnings: Sequence[str]) -> dict[str, Any]:
+def ended_by(error: BaseException | None) -> str | None:
+    """What ended the program: this error, or the uncaught one whose traceback Python has shown."""
+    if error is None and not hasattr(sys, "ps1"):  # in a console the last error ended nothing
+        error = getattr(sys, "last_value", None)
+    return None if error is None else one_line(error)
+
+
+def summary_of(
+    figures: RunFigures, *, lost: Sequence[str], warnings: Sequence[str], ended_by: str | None = None
+) -> dict[str, Any]:
     """The run as plain data; None where a value is unknown. `lost` is what did not reach a tracker."""
     run = figures.totals.as_dict(figures.left_out_last)
     own_s = figures.own_time_s / figures.logged if figures.logged else None
@@ -89,6 +99,7 @@ def summary_of(figures: RunFigures, *, lost: Sequence[str], warnings: Sequence[s
         **run,
         **figures.info,
         **(figures.job or {}),
+        "ended_by": ended_by,
         "monitor_cost": {
             "training_thread_us_per_step": None if own_s is None else own_s * 1e6,
             "share_of_step": None if own_s is None or not step_s else own_s / step_s,

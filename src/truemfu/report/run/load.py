@@ -23,7 +23,7 @@ from ...records import LOG_FILE, RUN_FILE, RunRecord, read_record
 from .log_rows import LogRows, ReadLog, read_log
 from .ranks import RanksOfRun, load_ranks
 
-_WITHOUT_RECORD = "device, versions and the run's summary are not known; this report is based on its log"
+_WITHOUT_RECORD = "device, versions and the run's summary are not known; the figures are those of its log"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +76,10 @@ def load_run(folder: Path | str) -> LoadedRun:
     elif record is not None and record.summary is None:
         notes.append(
             "The run has no summary yet: it is still running, or it ended without closing its monitor; "
-            "this report is based on its log."
+            "the figures are those of its log."
         )
+    elif record is not None and record.summary is not None and record.summary.ended_by is not None:
+        notes.append(f"The run was ended by {record.summary.ended_by}.")
     log_name = LOG_FILE if record is None else _log_name(record)
     summary = None if record is None else record.summary
     log = _log(folder / log_name, has_summary=summary is not None, notes=notes)
