@@ -355,3 +355,10 @@ def test_an_absurd_size_is_one_short_line(run: Run, option: str, number: str) ->
     assert (result.code, result.out) == (2, "")
     assert re.fullmatch(r"error: .{1,620}\n", result.err)
     assert "C++" not in result.err
+
+
+def test_commands_are_in_the_order_in_which_they_are_needed(run: Run) -> None:
+    help_text = run("--help").out
+    listed = re.findall(r"^  ([a-z]+) ", help_text[help_text.index("Commands:") :], re.MULTILINE)
+    assert listed[:3] == ["run", "status", "report"]
+    assert listed[-1] == "completion"

@@ -378,3 +378,15 @@ def test_a_plan_at_a_rate_and_at_its_mfu_is_the_same() -> None:
     for key, value in by_rate.as_dict().items():
         if isinstance(value, float):
             assert math.isclose(by_mfu.as_dict()[key], value)
+
+
+def test_a_device_that_is_named_has_its_own_peak(
+    run: Run, config: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRUEMFU_PEAK_TFLOPS", "1")
+    named = json.loads(run("count", config, *SHAPE, "--device", "h100-sxm", "--mfu", "0.4", "--json").out)[
+        "plan"
+    ]
+    here = json.loads(run("count", config, *SHAPE, "--mfu", "0.4", "--json").out)["plan"]
+    assert named["peak_source"].startswith("datasheet: NVIDIA H100")
+    assert (here["peak_flops_per_s"], here["peak_source"]) == (1e12, "override")

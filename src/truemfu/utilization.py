@@ -62,13 +62,21 @@ def ideal_flops_per_s(
 ) -> tuple[float | None, str | None]:
     """The peak for a mix of dtypes on a device, and where it comes from.
 
-    It is the one for which the ideal times add up: total / Σ (flops_d / peak_d). A dtype without a known
-    peak makes the whole unknown; so does an empty mix. `TRUEMFU_PEAK_TFLOPS` overrides the table for every
-    dtype.
+    `TRUEMFU_PEAK_TFLOPS` overrides the table for every dtype.
     """
     override = override_flops_per_s()
     if override is not None:
         return override, "override"
+    return datasheet_flops_per_s(flops_by_dtype, device)
+
+
+def datasheet_flops_per_s(
+    flops_by_dtype: Mapping[str, int], device: torch.device | str | int | None
+) -> tuple[float | None, str | None]:
+    """The same by the table alone: the peak for which the ideal times add up, total / Σ (flops_d / peak_d).
+
+    A dtype without a known peak makes the whole unknown; so does an empty mix.
+    """
     spec = known_spec(device)
     if spec is None:
         return None, None

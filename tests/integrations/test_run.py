@@ -387,6 +387,34 @@ def test_a_script_that_never_trains(tmp_path: Path) -> None:
     assert "truemfu" in run.stderr
 
 
+def test_a_module_is_run_as_python_does(tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__main__.py").write_text("import sys; print(sys.argv[1:])\n")
+    command = [
+        sys.executable,
+        "-m",
+        "truemfu",
+        "run",
+        "-o",
+        str(tmp_path / "output"),
+        "-m",
+        "package",
+        "-o",
+        "3",
+    ]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout) == (0, "['-o', '3']\n")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"), [("-m", "-m needs the name"), ("--outptu", "No such option '--outptu'")]
+)
+def test_an_option_of_run_that_is_wrong(wrong: str, said: str) -> None:
+    ran = subprocess.run([sys.executable, "-m", "truemfu", "run", wrong], capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert said in ran.stderr
+
+
 def test_a_command_that_does_not_exist(tmp_path: Path) -> None:
     run = ended(watched(["no-such-command", "train.py"], tmp_path / "output"), tmp_path, tmp_path / "output")
     assert (run.code, run.stdout) == (127, "")

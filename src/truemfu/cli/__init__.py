@@ -40,7 +40,15 @@ DONE, FAILED, WRONG_CALL, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
 _LEAVING_IN_ORDER = ("audit", "top")
 
 
+class _InOrder(click.Group):
+    """Commands in the order in which people need them, not by the alphabet."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+
 @click.group(
+    cls=_InOrder,
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="Help for a command: truemfu count --help",
@@ -85,18 +93,18 @@ def cli(context: click.Context) -> None:
 
 
 for _command in (
-    audit,
+    run,
+    status,
+    report,
     compare,
-    completion,
     count,
     devices,
     peak,
-    report,
-    run,
-    status,
-    summarize,
-    sweep,
     top,
+    audit,
+    sweep,
+    summarize,
+    completion,
 ):
     cli.add_command(_command)
 

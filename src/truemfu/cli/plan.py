@@ -74,7 +74,7 @@ def plan_of(wanted: PlanOptions, target: Target, flops: FlopCount, peak_dtype: s
     """The plan for a counted step; `peak_dtype` overrides the dtypes of its products."""
     from ..errors import UsageError
     from ..training_plan import TrainingPlan
-    from ..utilization import ideal_flops_per_s
+    from ..utilization import datasheet_flops_per_s, ideal_flops_per_s
 
     if target.samples is None or target.length is None:
         raise UsageError(
@@ -82,7 +82,10 @@ def plan_of(wanted: PlanOptions, target: Target, flops: FlopCount, peak_dtype: s
             "unknown: leave out --device, --tokens-per-second, --mfu and --tokens"
         )
     by_dtype = flops.by_dtype if peak_dtype is None else {peak_dtype: flops.model_flops}
-    peak, source = ideal_flops_per_s(by_dtype, wanted.device)
+    peak_of = (
+        ideal_flops_per_s if wanted.device is None or _is_of_torch(wanted.device) else datasheet_flops_per_s
+    )
+    peak, source = peak_of(by_dtype, wanted.device)  # a device that is named is not this machine's
     return TrainingPlan.at(
         flops_per_token=flops.model_flops / (target.samples * target.length),
         gpus=wanted.gpus,
@@ -148,9 +151,13 @@ def _device(text: str) -> str:
     """A torch device as it is, or the device of the table that a name means; notes an assumed variant."""
     from ..hardware.search import named_device
 
-    if re.fullmatch(r"(cuda|xpu|hpu|cpu)(:\d+)?", text):
+    if _is_of_torch(text):
         return text
     name, others = named_device(text)
     if others:
         say(f"note: {text} is taken as {name}; its other variants: {', '.join(others)}", err=True)
     return name
+
+
+def _is_of_torch(device: str) -> bool:
+    return re.fullmatch(r"(cuda|xpu|hpu|cpu)(:\d+)?", device) is not None

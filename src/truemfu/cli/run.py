@@ -24,7 +24,7 @@ _FOLDER = "truemfu-runs"
 
 @click.command(
     short_help="Run any training command, and report on it.",
-    context_settings={"allow_interspersed_args": False},
+    context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
 )
 @click.option(
     "--output",
@@ -63,7 +63,7 @@ def run(
     \b
     Examples
         truemfu run train.py --epochs 3                    short for: python train.py --epochs 3
-        truemfu run -- python -m mypackage.train
+        truemfu run -m mypackage.train --epochs 3          short for: python -m mypackage.train --epochs 3
         truemfu run -o runs/a -- torchrun --nproc-per-node 8 train.py
         truemfu run --mode hybrid -- accelerate launch train.py
 
@@ -85,6 +85,10 @@ def run(
     trackers = tuple(separated(trackers))
     if mode is not None and mode not in MODES:
         raise UsageError(f"--mode must be one of {', '.join(MODES)}; got {mode!r}")
+    if command and command[0].startswith("-") and command[:1] != ("-m",):
+        raise click.NoSuchOption(command[0])
+    if command == ("-m",):
+        raise UsageError("-m needs the name of a module: truemfu run -m mypackage.train")
     if not command:
         raise UsageError("give the command to run: truemfu run -- python train.py")
     call = python_command(command, sys.executable)
@@ -122,8 +126,8 @@ def _is_there(name: str, call: list[str]) -> bool:
     """Whether the command exists; a UsageError for a file that is neither Python nor executable."""
     from ..errors import UsageError
 
-    if call[0] != name:  # a Python script
-        return Path(name).is_file()
+    if call[0] != name:  # of Python: a script, or -m and a module
+        return name == "-m" or Path(name).is_file()
     if shutil.which(name) is not None:
         return True
     if Path(name).is_file():
@@ -136,4 +140,6 @@ def _is_there(name: str, call: list[str]) -> bool:
 
 def _default_folder(command: tuple[str, ...]) -> Path:
     name = next((Path(word).stem for word in command if word.endswith(".py")), Path(command[0]).stem)
+    if "-m" in command[:-1]:
+        name = command[command.index("-m") + 1]
     return Path(_FOLDER) / f"{datetime.datetime.now():%Y%m%d-%H%M%S}-{name}"

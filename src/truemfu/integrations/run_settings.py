@@ -62,5 +62,5 @@ def say(text: str) -> None:
 
 
 def python_command(command: Sequence[str], python: str) -> list[str]:
-    """`train.py …` as `python train.py …`; any other command unchanged."""
-    return [python, *command] if command[0].endswith(".py") else list(command)
+    """`train.py …` and `-m module …` as `python train.py …`; any other command unchanged."""
+    return [python, *command] if command[0] == "-m" or command[0].endswith(".py") else list(command)
