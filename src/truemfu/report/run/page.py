@@ -252,7 +252,7 @@ def _non_finite(rows: LogRows) -> list[str]:
     """A sentence about a NaN or infinite loss: its gap in the chart is easily missed."""
     odd = {
         at: kinds["training/loss"]
-        for at, kinds in rows.rare("non_finite").items()
+        for at, kinds in rows.known("non_finite").items()
         if "training/loss" in kinds
     }
     if not odd:
