@@ -95,7 +95,7 @@ class LogRows(Sequence[LogRow]):
         if isinstance(index, slice):
             return [self[at] for at in range(*index.indices(len(self)))]
         at = range(len(self))[index]
-        values = {name: column[at] for name, column in self._columns.items()}
+        values: dict[str, Any] = {name: column[at] for name, column in self._columns.items()}
         known = {name: value for name, value in values.items() if value == value}  # NaN is unknown
         return LogRow(global_step=self.steps[at], **known)
 

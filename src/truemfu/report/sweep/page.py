@@ -13,7 +13,7 @@ from ..drawing.heat_map import heated
 from ..drawing.html import write_template
 from ..drawing.line_chart import SIDE
 from ..drawing.panel_chart import PanelChart, PanelSeries, Spread, panel_chart
-from ..drawing.tables import Cell, Column, Table, plain
+from ..drawing.tables import Cell, Column, Table, plain, table_of, words
 from .figures import Experiment, SweepSummary
 from .groups import Group, groups_of
 from .texts import context_lines, experiments_table, failure_line, headline, tables_of, trainer_keys
@@ -257,11 +257,12 @@ def _frontier(group: Group, trainers: Mapping[str, int]) -> Table:
 def _failures(summary: SweepSummary) -> Table | None:
     if not summary.failures:
         return None
-    return Table(
-        title="Failures",
-        columns=[Column(label=label, is_number=False) for label in ("experiment", "status", "cause")],
-        rows=[
-            [plain(failure.name), plain(failure.end), Cell(text=failure_line(failure), kind="text")]
-            for failure in summary.failures
+    return table_of(
+        "Failures",
+        summary.failures,
+        [
+            words("experiment", lambda failure: failure.name),
+            words("status", lambda failure: failure.end),
+            words("cause", failure_line, kind="text"),
         ],
     )
