@@ -13,7 +13,7 @@ import msgspec
 from ...text import duration, number, printable, share, shortened, size
 from ..drawing.markdown import markdown_tables, markdown_text
 from ..drawing.tables import Table, digits, measures, table_of, words
-from .compare import FASTER, SLOWER, UNCLEAR, Comparison, Figure, Pair, Unmatched
+from .compare import FASTER, SLOWER, UNCLEAR, ComparedFigure, Comparison, Pair, Unmatched
 
 _FORMATS = {
     "step_time_median_s": ("step time, median", duration),
@@ -151,7 +151,7 @@ def _name(compared: Pair | Unmatched) -> str:
     return shortened(compared.name, LONGEST_NAME)
 
 
-def figure_name(figure: Figure) -> str:
+def figure_name(figure: ComparedFigure) -> str:
     return _FORMATS[figure.name][0]
 
 
@@ -161,11 +161,11 @@ def _result(pair: Pair) -> str:
     return "-" if pair.verdict == UNCLEAR else pair.verdict
 
 
-def _text(figure: Figure, value: float) -> str:
+def _text(figure: ComparedFigure, value: float) -> str:
     return _FORMATS[figure.name][1](value)
 
 
-def _interval(figure: Figure) -> str:
+def _interval(figure: ComparedFigure) -> str:
     has_none = figure.low is None or figure.high is None
     return "-" if has_none else f"{figure.low:.3f} to {figure.high:.3f}"
 

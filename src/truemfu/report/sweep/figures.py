@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 
-class Experiment(msgspec.Struct, frozen=True, kw_only=True):
+class ExperimentFigures(msgspec.Struct, frozen=True, kw_only=True):
     """The figures of one experiment."""
 
     name: str
@@ -56,7 +56,7 @@ class Experiment(msgspec.Struct, frozen=True, kw_only=True):
     wall_s: float | None
 
 
-class Totals(msgspec.Struct, frozen=True, kw_only=True):
+class SweepTotals(msgspec.Struct, frozen=True, kw_only=True):
     experiments: int
     succeeded: int
     success_rate: float
@@ -157,12 +157,12 @@ class SweepSummary(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, str]
     memory_kind: str | None
     baseline: str
-    totals: Totals
+    totals: SweepTotals
     trainers: list[TrainerTotals]
     against_baseline: list[AgainstBaseline]
     largest_batches: list[LargestBatch]
     scaling: list[Scaling]
-    experiments: list[Experiment]
+    experiments: list[ExperimentFigures]
     failures: list[Failure]
     """Grouped by cause, the most frequent first."""
     notes: list[str]

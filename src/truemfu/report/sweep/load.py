@@ -36,7 +36,7 @@ _NAME = re.compile(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class SweepEntry:
     """One experiment of a sweep: its result, or why there is none."""
 
     name: str
@@ -63,7 +63,7 @@ class LoadedSweep:
     source: Path
     record: SweepRecord | None
     """None without a sweep.json next to the files."""
-    entries: tuple[Entry, ...]
+    entries: tuple[SweepEntry, ...]
     notes: tuple[str, ...] = ()
 
     @property
@@ -118,9 +118,9 @@ def with_results(sweep: LoadedSweep, results: Iterable[CaseResult]) -> LoadedSwe
     return replace(sweep, entries=tuple(entries.values()))
 
 
-def entry_of(result: CaseResult) -> Entry:
+def entry_of(result: CaseResult) -> SweepEntry:
     """The entry of an experiment with a result."""
-    return Entry(
+    return SweepEntry(
         name=result.name,
         trainer=result.case.trainer,
         batch_size=result.case.batch_size,
@@ -251,12 +251,12 @@ def _trainer_of_prefix(
     return whole
 
 
-def _entry(name: str, outcome: CaseResult | _Missing, trainers: Mapping[str, str]) -> Entry:
+def _entry(name: str, outcome: CaseResult | _Missing, trainers: Mapping[str, str]) -> SweepEntry:
     if isinstance(outcome, CaseResult):
         return replace(entry_of(outcome), name=name)
     parts = _NAME.fullmatch(name)
     prefix = parts["trainer"] if parts else name
-    return Entry(
+    return SweepEntry(
         name=name,
         trainer=trainers.get(prefix, prefix),
         batch_size=int(parts["batch_size"]) if parts else None,

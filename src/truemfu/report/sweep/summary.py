@@ -22,15 +22,15 @@ from ...records import OUT_OF_MEMORY, CaseResult, Environment, Status
 from ...text import shortened
 from .figures import (
     AgainstBaseline,
-    Experiment,
+    ExperimentFigures,
     Failure,
     LargestBatch,
     Ratio,
     SweepSummary,
-    Totals,
+    SweepTotals,
     TrainerTotals,
 )
-from .load import NOT_RUN, Entry, LoadedSweep
+from .load import NOT_RUN, LoadedSweep, SweepEntry
 from .scaling import scaling_of, settings_of
 
 BASELINE = "StandardTrainer"
@@ -84,7 +84,7 @@ class _Site(NamedTuple):
     parallel: str | None
 
 
-def _sites(experiments: Sequence[Experiment]) -> dict[str, _Site]:
+def _sites(experiments: Sequence[ExperimentFigures]) -> dict[str, _Site]:
     """Where each experiment ran, by name; one of unknown device on the sweep's only device, if it has one."""
     devices = {row.device for row in experiments if row.device is not None}
     only = devices.pop() if len(devices) == 1 else None
@@ -127,7 +127,7 @@ def _own_notes(results: Iterable[CaseResult]) -> list[str]:
     ]
 
 
-def _noisy_notes(experiments: Iterable[Experiment]) -> list[str]:
+def _noisy_notes(experiments: Iterable[ExperimentFigures]) -> list[str]:
     """A note about medians of very noisy steps, whose ratios are unreliable."""
     noisy = [row.name for row in experiments if (row.step_time_error or 0.0) > _NOISY]
     if not noisy:
@@ -136,7 +136,7 @@ def _noisy_notes(experiments: Iterable[Experiment]) -> list[str]:
     return [f"step times with an error above {error} (was the machine busy?): {', '.join(noisy)}"]
 
 
-def experiment_of(entry: Entry) -> Experiment:
+def experiment_of(entry: SweepEntry) -> ExperimentFigures:
     """The figures of one experiment."""
     result = entry.result
     case = entry.case
@@ -144,7 +144,7 @@ def experiment_of(entry: Entry) -> Experiment:
     flops = measured.flops if measured is not None else None
     memory = result.memory if result is not None else None
     peak, kind = _peak_memory(result)
-    return Experiment(
+    return ExperimentFigures(
         name=entry.name,
         trainer=entry.trainer,
         model=case.model if case else None,
@@ -187,7 +187,7 @@ def experiment_of(entry: Entry) -> Experiment:
     )
 
 
-def _message(entry: Entry) -> str | None:
+def _message(entry: SweepEntry) -> str | None:
     """Why there is no measurement, shortened: an exception may contain a whole tensor."""
     text = entry.result.message if entry.result is not None else entry.reason
     return None if text is None else shortened(text, _LONGEST_MESSAGE)
@@ -213,10 +213,10 @@ def _peaks_by_rank(result: CaseResult | None) -> list[int]:
     return known if len(known) == len(found) else []
 
 
-def _totals(experiments: Sequence[Experiment]) -> Totals:
+def _totals(experiments: Sequence[ExperimentFigures]) -> SweepTotals:
     ends = dict(Counter(row.end for row in experiments).most_common())
     succeeded = ends.get(Status.OK.value, 0)
-    return Totals(
+    return SweepTotals(
         experiments=len(experiments),
         succeeded=succeeded,
         success_rate=succeeded / len(experiments),
@@ -224,7 +224,7 @@ def _totals(experiments: Sequence[Experiment]) -> Totals:
     )
 
 
-class Point(NamedTuple):
+class EqualPoint(NamedTuple):
     """What two experiments must share to be compared; only the trainer may differ."""
 
     site: _Site
@@ -232,26 +232,26 @@ class Point(NamedTuple):
 
 
 def _finished_points(
-    experiments: Iterable[Experiment], sites: Mapping[str, _Site]
-) -> dict[str, dict[Point, Experiment]]:
+    experiments: Iterable[ExperimentFigures], sites: Mapping[str, _Site]
+) -> dict[str, dict[EqualPoint, ExperimentFigures]]:
     """Every trainer's finished experiments by point; a trainer that finished none has an empty entry."""
-    finished: dict[str, dict[Point, Experiment]] = {}
+    finished: dict[str, dict[EqualPoint, ExperimentFigures]] = {}
     for row in experiments:
         points = finished.setdefault(row.trainer, {})
         if row.end == Status.OK.value:
-            points[Point(sites[row.name], settings_of(row))] = row
+            points[EqualPoint(sites[row.name], settings_of(row))] = row
     return finished
 
 
 def _trainers(
-    experiments: Sequence[Experiment],
+    experiments: Sequence[ExperimentFigures],
     sites: Mapping[str, _Site],
-    finished: Mapping[str, Mapping[Point, Experiment]],
+    finished: Mapping[str, Mapping[EqualPoint, ExperimentFigures]],
     memory_kind: str | None,
 ) -> list[TrainerTotals]:
     reached = [set(points) for points in finished.values() if points]
     common = set.intersection(*reached) if reached else set()
-    groups: dict[tuple[str, _Site], list[Experiment]] = {}
+    groups: dict[tuple[str, _Site], list[ExperimentFigures]] = {}
     for row in experiments:
         groups.setdefault((row.trainer, sites[row.name]), []).append(row)
     found = []
@@ -277,7 +277,7 @@ def _trainers(
     return found
 
 
-def _peaks(experiments: Iterable[Experiment], memory_kind: str | None) -> list[int]:
+def _peaks(experiments: Iterable[ExperimentFigures], memory_kind: str | None) -> list[int]:
     return [
         row.peak_memory_bytes
         for row in experiments
@@ -289,13 +289,15 @@ def _mean(values: Sequence[int]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _against_baseline(finished: Mapping[str, Mapping[Point, Experiment]]) -> list[AgainstBaseline]:
+def _against_baseline(
+    finished: Mapping[str, Mapping[EqualPoint, ExperimentFigures]],
+) -> list[AgainstBaseline]:
     baseline = finished.get(BASELINE, {})
     rows = []
     for trainer, points in finished.items():
         if trainer == BASELINE:
             continue
-        by_site: dict[_Site, list[tuple[Experiment, Experiment]]] = {}
+        by_site: dict[_Site, list[tuple[ExperimentFigures, ExperimentFigures]]] = {}
         for point in points:
             if point in baseline:
                 by_site.setdefault(point.site, []).append((points[point], baseline[point]))
@@ -313,7 +315,8 @@ def _against_baseline(finished: Mapping[str, Mapping[Point, Experiment]]) -> lis
 
 
 def _ratio(
-    pairs: Iterable[tuple[Experiment, Experiment]], figure: Callable[[Experiment], float | None]
+    pairs: Iterable[tuple[ExperimentFigures, ExperimentFigures]],
+    figure: Callable[[ExperimentFigures], float | None],
 ) -> Ratio | None:
     """The figure of the first of each pair relative to the second."""
     both = ((figure(own), figure(baseline)) for own, baseline in pairs)
@@ -324,7 +327,7 @@ def _ratio(
     return Ratio(geometric_mean=mean, lowest=min(ratios), highest=max(ratios), points=len(ratios))
 
 
-def _largest_batches(entries: Iterable[Entry], sites: Mapping[str, _Site]) -> list[LargestBatch]:
+def _largest_batches(entries: Iterable[SweepEntry], sites: Mapping[str, _Site]) -> list[LargestBatch]:
     groups: dict[tuple[str, str, int, str, _Site], list[CaseResult]] = {}
     for entry in entries:
         if entry.result is not None:
@@ -354,7 +357,7 @@ def _largest_batches(entries: Iterable[Entry], sites: Mapping[str, _Site]) -> li
     return rows
 
 
-def _failures(entries: Sequence[Entry], experiments: Sequence[Experiment]) -> list[Failure]:
+def _failures(entries: Sequence[SweepEntry], experiments: Sequence[ExperimentFigures]) -> list[Failure]:
     failures = [
         _failure(entry, row)
         for entry, row in zip(entries, experiments, strict=True)
@@ -365,7 +368,7 @@ def _failures(entries: Sequence[Entry], experiments: Sequence[Experiment]) -> li
     return sorted(failures, key=lambda failure: (-frequency[failure.end], first[failure.end]))
 
 
-def _failure(entry: Entry, row: Experiment) -> Failure:
+def _failure(entry: SweepEntry, row: ExperimentFigures) -> Failure:
     result = entry.result
     log_tail = entry.log_tail if result is None else result.log_tail
     return Failure(

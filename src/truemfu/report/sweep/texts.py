@@ -23,7 +23,7 @@ from ..drawing.markdown import markdown_tables, markdown_text
 from ..drawing.tables import Field, Table, digits, measures, table_of, words
 from .figures import (
     AgainstBaseline,
-    Experiment,
+    ExperimentFigures,
     Failure,
     LargestBatch,
     Ratio,
@@ -73,12 +73,12 @@ def markdown(summary: SweepSummary) -> str:
 
 
 def csv_text(summary: SweepSummary) -> str:
-    """One row per experiment, every field of `Experiment`, nothing rounded; unknown is empty.
+    """One row per experiment, every field of `ExperimentFigures`, nothing rounded; unknown is empty.
 
     Text that a spreadsheet would read as a formula is prefixed with `'`.
     """
     text = io.StringIO()
-    fields = [field.name for field in msgspec.structs.fields(Experiment)]
+    fields = [field.name for field in msgspec.structs.fields(ExperimentFigures)]
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(fields)
     writer.writerows([_csv_cell(getattr(row, field)) for field in fields] for row in summary.experiments)
@@ -113,7 +113,7 @@ def _on(summary: SweepSummary) -> list[Field]:
     if len(kinds) <= 1 and not any(row.gpus > 1 for row in summary.trainers):
         return []
 
-    def device(row: Experiment | TrainerTotals | AgainstBaseline | LargestBatch) -> str:
+    def device(row: ExperimentFigures | TrainerTotals | AgainstBaseline | LargestBatch) -> str:
         name = row.device or "unknown device"
         return f"{row.gpus} × {name}, {row.parallel}" if row.gpus > 1 else name
 
@@ -130,7 +130,7 @@ def experiments_table(summary: SweepSummary, price_per_gpu_hour: float | None = 
     """Every experiment; with a price, what a million tokens cost on a GPU."""
     trainers = trainer_keys(summary)
 
-    def cost(row: Experiment) -> float | None:
+    def cost(row: ExperimentFigures) -> float | None:
         is_on_gpu = row.reserved_bytes is not None
         rate = row.tokens_per_s if is_on_gpu else None
         return per_million_tokens(price_per_gpu_hour or 0.0, rate, gpus=row.gpus)
