@@ -16,6 +16,7 @@ from pathlib import Path
 
 from ...errors import RecordError, UsageError
 from ...records import LOG_FILE, RUN_FILE, CaseResult, RunRecord, Status, read_record
+from ...run_summary.texts import shapes_text
 from ...sweep.paths import RECORD_FILE
 from ...utilization import share_of_peak
 from ..folder import run_or_sweep
@@ -128,17 +129,13 @@ def _facts_of_run(record: RunRecord, series: StepSeries) -> dict[str, str | None
         "attention convention": None if attention is None else str(attention),
         "number of parameters": _count(None if model is None else model.parameters),
         "number of trained parameters": _count(None if model is None else model.trainable_parameters),
-        "batch": _shape(shapes[0]) if len(shapes) == 1 else None,
+        "batch": shapes_text(shapes[0]) if len(shapes) == 1 else None,
         "steps for each row of the log": str(series.steps_per_row),
     }
 
 
 def _count(number: int | None) -> str | None:
     return None if number is None else f"{number:,}"
-
-
-def _shape(tensors: Mapping[str, list[int]]) -> str:
-    return ", ".join(f"{name} {'×'.join(map(str, shape)) or '()'}" for name, shape in tensors.items())
 
 
 def _experiment(path: Path, entry: SweepEntry) -> MeasuredRun | str:

@@ -120,7 +120,8 @@ def _hardware(window: LastWindow, rows: LogRows) -> RunHardware:
         metric(f"perf/{name}") for name in ("executed_tflops_per_gpu", "executed_hfu", "sm_clock_mhz")
     )
     peak = 1e12 * rate_tflops / hfu if rate_tflops and hfu else peak_flops_per_s(rows)
-    parts = msgspec.convert(parts_of_metrics(window.metrics), list[WaterfallPart], from_attributes=True)
+    parts = parts_of_metrics(window.metrics)
+    recorded = msgspec.convert(parts, list[WaterfallPart], from_attributes=True)
     return RunHardware(
         executed_flops_per_s=None if rate_tflops is None else 1e12 * rate_tflops,
         executed_hfu=hfu,
@@ -136,5 +137,5 @@ def _hardware(window: LastWindow, rows: LogRows) -> RunHardware:
         sm_active=metric("perf/sm_active"),
         dram_active=metric("perf/dram_active"),
         limiter=limiter_of(parts[:-1]),
-        waterfall=WaterfallRecord(parts=parts, peak_flops_per_s=peak) if parts else None,
+        waterfall=WaterfallRecord(parts=recorded, peak_flops_per_s=peak) if recorded else None,
     )

@@ -16,12 +16,13 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from ...errors import RecordError, UsageError
 from ...records import CaseResult, Status, SweepCase, SweepRecord, read_record
-from ...sweep.cases import cases_of, short_names
+from ...sweep.cases import cases_of
 from ...sweep.config import SweepConfig
 from ...sweep.paths import LOGS, RECORD_FILE, RESULTS, SweepFolder
 from ...sweep.supervisor.stored import stored_result
@@ -102,12 +103,9 @@ def load_sweep(source: Path | str) -> LoadedSweep:
         notes.append(f"left out, not experiments: {', '.join(foreign)}")
     if record is not None:
         _remove_other_sweeps(found, record, notes)
-    trainers = _trainer_of_prefix(found, record)
+    trainers = _trainer_of_prefix(found)
     cases = _requested_cases(record)
-    entries = tuple(
-        replace(_entry(name, outcome, trainers), case=_case(outcome) or cases.get(name))
-        for name, outcome in found.items()
-    )
+    entries = tuple(_entry(name, outcome, cases, trainers) for name, outcome in found.items())
     return LoadedSweep(source=source, record=record, entries=entries, notes=tuple(notes))
 
 
@@ -120,21 +118,20 @@ def with_results(sweep: LoadedSweep, results: Iterable[CaseResult]) -> LoadedSwe
 
 def entry_of(result: CaseResult) -> SweepEntry:
     """The entry of an experiment with a result."""
+    return _entry_of_case(result.name, result.case, end=result.end.value, result=result)
+
+
+def _entry_of_case(name: str, case: SweepCase, **known: Any) -> SweepEntry:
     return SweepEntry(
-        name=result.name,
-        trainer=result.case.trainer,
-        batch_size=result.case.batch_size,
-        seq_len=result.case.seq_len,
-        gpus=result.case.gpus,
-        parallel=result.case.parallel,
-        end=result.end.value,
-        case=result.case,
-        result=result,
+        name=name,
+        trainer=case.trainer,
+        batch_size=case.batch_size,
+        seq_len=case.seq_len,
+        gpus=case.gpus,
+        parallel=case.parallel,
+        case=case,
+        **known,
     )
-
-
-def _case(outcome: CaseResult | _Missing) -> SweepCase | None:
-    return outcome.case if isinstance(outcome, CaseResult) else None
 
 
 def _requested_cases(record: SweepRecord | None) -> Mapping[str, SweepCase]:
@@ -238,22 +235,26 @@ def _remove_foreign_files(
     return foreign
 
 
-def _trainer_of_prefix(
-    found: Mapping[str, CaseResult | _Missing], record: SweepRecord | None
-) -> Mapping[str, str]:
-    """The full name of a trainer by the short form with which file names begin."""
-    requested = record.config.get("trainers") if record is not None else None
-    names = [name for name in requested if isinstance(name, str)] if isinstance(requested, list) else []
-    whole = {short: name for name, short in short_names(names).items()}
-    for name, outcome in found.items():
-        if isinstance(outcome, CaseResult) and (parts := _NAME.fullmatch(name)):
-            whole[parts["trainer"]] = outcome.case.trainer
-    return whole
+def _trainer_of_prefix(found: Mapping[str, CaseResult | _Missing]) -> Mapping[str, str]:
+    """The full name of a trainer by the short form with which file names begin, as results show it."""
+    return {
+        parts["trainer"]: outcome.case.trainer
+        for name, outcome in found.items()
+        if isinstance(outcome, CaseResult) and (parts := _NAME.fullmatch(name))
+    }
 
 
-def _entry(name: str, outcome: CaseResult | _Missing, trainers: Mapping[str, str]) -> SweepEntry:
+def _entry(
+    name: str,
+    outcome: CaseResult | _Missing,
+    cases: Mapping[str, SweepCase],
+    trainers: Mapping[str, str],
+) -> SweepEntry:
     if isinstance(outcome, CaseResult):
         return replace(entry_of(outcome), name=name)
+    end = Status.LOST.value if outcome.begun else NOT_RUN
+    if name in cases:
+        return _entry_of_case(name, cases[name], end=end, reason=outcome.reason, log_tail=outcome.log_tail)
     parts = _NAME.fullmatch(name)
     prefix = parts["trainer"] if parts else name
     return SweepEntry(
@@ -263,7 +264,7 @@ def _entry(name: str, outcome: CaseResult | _Missing, trainers: Mapping[str, str
         seq_len=int(parts["seq_len"]) if parts else None,
         gpus=int(parts["gpus"] or 1) if parts else 1,
         parallel=parts["parallel"] if parts else None,
-        end=Status.LOST.value if outcome.begun else NOT_RUN,
+        end=end,
         reason=outcome.reason,
         log_tail=outcome.log_tail,
     )

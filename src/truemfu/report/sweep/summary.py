@@ -16,9 +16,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from ...records import OUT_OF_MEMORY, CaseResult, Environment, Status
+from ...records import OUT_OF_MEMORY, CaseResult, Environment, Measured, Status
 from ...text import shortened
 from .figures import (
     AgainstBaseline,
@@ -138,53 +138,45 @@ def _noisy_notes(experiments: Iterable[ExperimentFigures]) -> list[str]:
 
 def experiment_of(entry: SweepEntry) -> ExperimentFigures:
     """The figures of one experiment."""
+    known: dict[str, Any] = _fields(entry.case, "model", "dtype", "optimizer", "compile")
     result = entry.result
-    case = entry.case
-    measured = result.measured if result is not None else None
-    flops = measured.flops if measured is not None else None
-    memory = result.memory if result is not None else None
-    peak, kind = _peak_memory(result)
+    if result is not None:
+        known |= _fields(result, "fits", "parameters", "wall_s")
+        known["phase"] = result.phase.value
+        known |= _fields(result.memory, "reserved_bytes", "process_bytes")
+        known["peak_memory_bytes"], known["memory_kind"] = _peak_memory(result)
+        known["peak_memory_by_rank_bytes"] = _peaks_by_rank(result)
+        if result.environment is not None:
+            known |= {"device": result.environment.device_name, "host": result.environment.host}
+        if result.gate is not None:
+            known["gate_error"] = result.gate.relative_error
+        if result.measured is not None:
+            known |= _measured(result.measured)
     return ExperimentFigures(
-        name=entry.name,
-        trainer=entry.trainer,
-        model=case.model if case else None,
-        batch_size=entry.batch_size,
-        seq_len=entry.seq_len,
-        dtype=case.dtype if case else None,
-        optimizer=case.optimizer if case else None,
-        compile=case.compile if case else None,
-        device=result.environment.device_name if result and result.environment else None,
-        host=result.environment.host if result and result.environment else None,
-        gpus=entry.gpus,
-        parallel=entry.parallel,
-        end=entry.end,
-        phase=result.phase.value if result else None,
+        **_fields(entry, "name", "trainer", "batch_size", "seq_len", "gpus", "parallel", "end"),
         message=_message(entry),
-        fits=result.fits if result else None,
-        step_time_s=measured.steps.median_s if measured else None,
-        step_time_p10_s=measured.steps.p10_s if measured else None,
-        step_time_p90_s=measured.steps.p90_s if measured else None,
-        step_time_error=measured.steps.relative_error if measured else None,
-        timed_steps=len(measured.steps.times_s) if measured else None,
-        stable=measured.steps.stable if measured else None,
-        tokens_per_s=measured.tokens_per_s if measured else None,
-        samples_per_s=measured.samples_per_s if measured else None,
-        mfu=flops.mfu if flops else None,
-        hfu=flops.hfu if flops else None,
-        model_flops=flops.model_flops if flops else None,
-        hardware_flops=flops.hardware_flops if flops else None,
-        peak_flops_per_s=flops.peak_flops_per_s if flops else None,
-        peak_source=flops.peak_source if flops else None,
-        peak_memory_bytes=peak,
-        memory_kind=kind,
-        peak_memory_by_rank_bytes=_peaks_by_rank(result),
-        reserved_bytes=memory.reserved_bytes if memory else None,
-        process_bytes=memory.process_bytes if memory else None,
-        data_wait_s=measured.data_wait_s if measured else None,
-        parameters=result.parameters if result else None,
-        gate_error=result.gate.relative_error if result and result.gate else None,
-        wall_s=result.wall_s if result else None,
+        **known,
     )
+
+
+def _measured(measured: Measured) -> dict[str, Any]:
+    steps = measured.steps
+    return {
+        **_fields(measured, "tokens_per_s", "samples_per_s", "data_wait_s"),
+        **_fields(
+            measured.flops, "mfu", "hfu", "model_flops", "hardware_flops", "peak_flops_per_s", "peak_source"
+        ),
+        "step_time_s": steps.median_s,
+        "step_time_p10_s": steps.p10_s,
+        "step_time_p90_s": steps.p90_s,
+        "step_time_error": steps.relative_error,
+        "timed_steps": len(steps.times_s),
+        "stable": steps.stable,
+    }
+
+
+def _fields(known: object | None, *names: str) -> dict[str, Any]:
+    return {} if known is None else {name: getattr(known, name) for name in names}
 
 
 def _message(entry: SweepEntry) -> str | None:
@@ -193,18 +185,18 @@ def _message(entry: SweepEntry) -> str | None:
     return None if text is None else shortened(text, _LONGEST_MESSAGE)
 
 
-def _peak_memory(result: CaseResult | None) -> tuple[int | None, str | None]:
+def _peak_memory(result: CaseResult) -> tuple[int | None, str | None]:
     """Peak memory on this experiment's device, and which memory that is."""
-    if result is None or result.memory is None:
+    if result.memory is None:
         return None, None
     on_cpu = result.case.device == "cpu"
     peak = result.memory.process_bytes if on_cpu else result.memory.allocated_bytes
     return (None, None) if peak is None else (peak, HOST_MEMORY if on_cpu else GPU_MEMORY)
 
 
-def _peaks_by_rank(result: CaseResult | None) -> list[int]:
+def _peaks_by_rank(result: CaseResult) -> list[int]:
     """Peak memory of each rank on its device; empty for one process, or if one is unknown."""
-    if result is None or result.measured is None:
+    if result.measured is None:
         return []
     on_cpu = result.case.device == "cpu"
     memories = [rank.memory for rank in result.measured.ranks]
