@@ -30,16 +30,16 @@ from .text import shortened
 
 RECORD_VERSION = 1
 
-Record = TypeVar("Record", bound="_Record")
+Record = TypeVar("Record", bound="_VersionedRecord")
 
 
-class _Record(msgspec.Struct, frozen=True, kw_only=True):
+class _VersionedRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Base of the records that are a file."""
 
     version: int = RECORD_VERSION
 
 
-class _SweepsRecord(_Record, frozen=True, kw_only=True):
+class _SweepsRecord(_VersionedRecord, frozen=True, kw_only=True):
     """Base of a sweep's records, which are written with a checksum."""
 
 
@@ -471,7 +471,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Of its parameters, sorted; empty if unknown."""
 
 
-class RunRecord(_Record, frozen=True, kw_only=True):
+class RunRecord(_VersionedRecord, frozen=True, kw_only=True):
     """A monitored run as its report reads it; without a summary it is still running, or was killed."""
 
     truemfu_version: str | None = None
@@ -530,7 +530,7 @@ def decode(data: bytes | str, record_type: type[Record], where: str) -> Record:
 
 def _version_of(data: bytes | str) -> int:
     """The version alone: a newer record may have other fields, or fields of other types."""
-    return msgspec.json.decode(data, type=_Record).version
+    return msgspec.json.decode(data, type=_VersionedRecord).version
 
 
 def has_checksum(data: bytes | str) -> bool:

@@ -41,7 +41,7 @@ import math
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 LARGE = 0.05
 """A part above this share of the peak gets a sentence of advice."""
@@ -101,27 +101,12 @@ class Part:
     missing: tuple[str, ...] = ()
 
 
-class Loss(Protocol):
-    """A part of the peak, computed or read from a file."""
-
-    @property
-    def key(self) -> str: ...
-    @property
-    def share(self) -> float | None: ...
-    @property
-    def of(self) -> Sequence[Loss]: ...
-
-
-def limiter_of(losses: Sequence[Loss]) -> str | None:
+def limiter_of(losses: Sequence[Part]) -> str | None:
     """The key of the largest loss, or of the largest part of it; None if nothing was lost."""
-
-    def share(loss: Loss) -> float:
-        return loss.share or 0.0
-
-    largest = max(losses, key=share, default=None)
-    if largest is None or share(largest) <= 0:
+    largest = max(losses, key=lambda loss: loss.share, default=None)
+    if largest is None or largest.share <= 0:
         return None
-    inner = max(largest.of, key=share, default=largest)
+    inner = max(largest.of, key=lambda part: part.share, default=largest)
     return largest.key if inner.key == COMMUNICATION else inner.key
 
 

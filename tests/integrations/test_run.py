@@ -590,7 +590,7 @@ def interrupted(command: list[str], folder: Path, output: Path) -> Ended:
         first = until_ready(process)
         time.sleep(0.5)
         os.killpg(process.pid, signal.SIGINT)
-        rest, stderr = process.communicate(timeout=60)
+        rest, stderr = process.communicate(timeout=600)
     finally:
         process.kill()
     return Ended(process.returncode, first + rest, stderr, folder, output)

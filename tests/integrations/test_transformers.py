@@ -305,7 +305,7 @@ def test_slow_evaluations_and_saves_are_in_no_step(tmp_path: Path) -> None:
     times_s = {row["global_step"]: row["perf/step_time"] for row in run.rows}
     for step, wall_s in enumerate(clock.between_s, start=2):
         slept_s = {3: 0.5, 4: 0.6, 5: 0.5}.get(step, 0.0)
-        assert 0 < times_s[step] <= wall_s - slept_s + 0.02
+        assert 0 < times_s[step] <= wall_s - slept_s + 0.25  # less than any sleep
     evaluated = {row["global_step"]: row.get("perf/evaluation_time") for row in run.rows}
     saved = {row["global_step"]: row.get("perf/checkpoint_time") for row in run.rows}
     assert [step for step, seconds in evaluated.items() if seconds is not None and seconds >= 0.5] == [3, 5]

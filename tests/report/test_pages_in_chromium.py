@@ -19,7 +19,7 @@ from browser import CHROMIUM, Browser
 from watched_training import hardware_block
 
 from truemfu.records import CaseResult, Status
-from truemfu.report.compare.compare import Comparison, Figure, Pair, Unmatched
+from truemfu.report.compare.compare import ComparedFigure, Comparison, Pair, Unmatched
 from truemfu.report.compare.page import write_comparison_page
 from truemfu.report.run.load import load_run
 from truemfu.report.run.page import write_run_page
@@ -96,7 +96,7 @@ def runs_page(run_folder: Path, tmp_path: Path) -> Path:
 
 
 def pair(name: str, ratio: float, low: float, high: float, verdict: str, *, is_beyond: bool = False) -> Pair:
-    seconds = Figure(name="step_time_median_s", a=0.1, b=0.1 * ratio, ratio=ratio, low=low, high=high)
+    seconds = ComparedFigure(name="step_time_median_s", a=0.1, b=0.1 * ratio, ratio=ratio, low=low, high=high)
     return Pair(
         name=name, runs_a=1, runs_b=1, steps_a=100, steps_b=100, independent_steps_a=90.0,
         independent_steps_b=80.0, verdict=verdict, is_beyond_limit=is_beyond, figures=[seconds],

@@ -227,7 +227,7 @@ print(lane.lost_rows)
 def test_a_full_disk_leaves_a_log_that_loads_and_is_said_once(tmp_path: Path) -> None:
     path = tmp_path / "log.json"
     done = subprocess.run(
-        [sys.executable, "-c", FULL, str(path)], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", FULL, str(path)], capture_output=True, text=True, check=True, timeout=600
     )
     notice, lost = done.stdout.splitlines()
     assert notice.startswith("tracker file failed: OSError: [Errno 27] File too large")
@@ -313,7 +313,7 @@ def test_a_read_only_folder_is_said_once(tmp_path: Path) -> None:
     tmp_path.chmod(0o555)
     done = subprocess.run(
         [sys.executable, "-c", READ_ONLY, str(tmp_path / "log.json")],
-        capture_output=True, text=True, check=True, timeout=60,
+        capture_output=True, text=True, check=True, timeout=600,
     )  # fmt: skip
     notice, lost = done.stdout.splitlines()
     assert notice.startswith("tracker file failed: PermissionError: [Errno 13] Permission denied")
@@ -326,7 +326,7 @@ def test_two_processes_do_not_write_one_log(tmp_path: Path) -> None:
     log.log(1, {})
     log.flush()
     code = f"from truemfu.trackers.file import JsonArrayFile\nJsonArrayFile({str(path)!r}).start({{}})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert done.returncode == 1
     assert "another process is writing this log" in done.stderr
     log.log(2, {})
@@ -343,7 +343,7 @@ def test_a_forked_worker_that_outlives_the_run_does_not_hold_the_log(tmp_path: P
         "if child == 0: os.close(1); os.close(2); time.sleep(600); os._exit(0)\n"
         "print(child, flush=True); os.kill(os.getpid(), 9)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     try:
         write(path, 2)
     finally:

@@ -253,10 +253,10 @@ def test_a_forked_process_writes_nothing() -> None:
 
 def test_a_tracker_that_hangs_does_not_keep_the_process_alive() -> None:
     code = (
-        "import time\nfrom truemfu.trackers.lane import Lane\n"
-        "class Hangs:\n    def start(self, run): print('in', flush=True); time.sleep(600)\n"
+        "import threading, time\nfrom truemfu.trackers.lane import Lane\nis_in = threading.Event()\n"
+        "class Hangs:\n    def start(self, run): print('in', flush=True); is_in.set(); time.sleep(600)\n"
         "    log = flush = finish = start\n"
-        "lane = Lane(Hangs(), 'hangs', notice=print)\nlane.start({})\nlane.put(1, {})\n"
+        "lane = Lane(Hangs(), 'hangs', notice=print)\nlane.start({})\nlane.put(1, {})\nis_in.wait()\n"
         "lane.close({}, timeout_s=0.2)\nprint(lane.lost_rows)"
     )
     done = subprocess.run(

@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ..environment import is_disabled
 from ..monitor.monitor import TrainingMonitor
 from ..trackers.base import Tracker
-from .guarded import guarded, pausing, replace_method
+from .guarded import guarded, noting, pausing, replace_method
 from .trainer_pauses import paused_methods
 
 
@@ -80,14 +80,6 @@ class _Steps:
         accelerator, monitor = self._accelerator, self._monitor
         self._attach(accelerator._models)
 
-        def after(method: Callable[..., Any], then: Callable[[Any], None]) -> Callable[..., Any]:
-            def call(*args: Any, **kwargs: Any) -> Any:
-                result = method(*args, **kwargs)
-                then(result)
-                return result
-
-            return call
-
         backward = accelerator.backward
 
         def noted_backward(loss: Any, *args: Any, **kwargs: Any) -> Any:
@@ -105,9 +97,9 @@ class _Steps:
                 name: pausing(monitor.pause, kind, getattr(accelerator, name))
                 for name, kind in paused_methods("accelerate.accelerator").items()
             },
-            "prepare": after(accelerator.prepare, self._attach),
-            "prepare_model": after(accelerator.prepare_model, self._attach),
-            "clip_grad_norm_": after(accelerator.clip_grad_norm_, self._norms.append),
+            "prepare": noting(self._attach, accelerator.prepare),
+            "prepare_model": noting(self._attach, accelerator.prepare_model),
+            "clip_grad_norm_": noting(self._norms.append, accelerator.clip_grad_norm_),
             "backward": noted_backward,
             "end_training": closed_end_training,
         }

@@ -32,6 +32,7 @@ from ..errors import TruemfuError, one_line
 from ..monitor import created
 from ..monitor.ranks.this_rank import launched
 from .find_models import models_with, parameters_of
+from .guarded import noting
 from .run_settings import RunSettings, say
 from .seen_losses import SeenLosses
 from .seen_optimizers import SeenOptimizers
@@ -72,16 +73,7 @@ class AutoMonitor:
             optimizers.add_param_group, auto._group_added
         )
         nn.Module.compile = auto._followed(nn.Module.compile, auto._compiled)  # type: ignore[method-assign]
-        compiled = torch.compile
-
-        @functools.wraps(compiled)
-        def compile_(*args: Any, **kwargs: Any) -> Any:
-            result = compiled(*args, **kwargs)
-            if isinstance(result, nn.Module):
-                auto._guarded(auto._compiled, result)
-            return result
-
-        torch.compile = compile_
+        torch.compile = noting(auto._torch_compiled, torch.compile)
         register_optimizer_step_post_hook(auto._on_step)
 
     @classmethod
@@ -204,6 +196,10 @@ class AutoMonitor:
 
     def _pause(self, kind: str) -> AbstractContextManager[None]:
         return contextlib.nullcontext() if self._monitor is None else self._monitor.pause(kind)
+
+    def _torch_compiled(self, result: Any) -> None:
+        if isinstance(result, nn.Module):
+            self._guarded(self._compiled, result)
 
     def _compiled(self, outer: nn.Module) -> None:
         """A module was compiled: nothing in it is watched; it is, if it holds a watched model."""

@@ -38,6 +38,18 @@ def pausing(pause: Callable[[str], AbstractContextManager[None]], kind: str, met
     return call  # type: ignore[return-value]
 
 
+def noting(note: Callable[[Any], None], method: _Method) -> _Method:
+    """The method, with its result passed to `note`."""
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = method(*args, **kwargs)
+        note(result)
+        return result
+
+    return call  # type: ignore[return-value]
+
+
 def replace_method(owner: Any, name: str, replacement: Callable[..., Any]) -> Callable[[], None]:
     """Set `replacement` on this instance alone; the result puts the former method back.
 

@@ -1,6 +1,6 @@
 """Waits for torch without importing it: a script that never does costs nothing.
 
-`import torch` ──► the spec that Python finds, its loader wrapped ──► torch runs ──► AutoMonitor.install
+`import torch` ──► the spec that Python finds, its loader ──► torch runs ──► AutoMonitor.install
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ import atexit
 import contextlib
 import sys
 from collections.abc import Callable, Sequence
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -47,37 +48,28 @@ class _TorchFinder(MetaPathFinder):
             return None
         with contextlib.suppress(ValueError):
             sys.meta_path.remove(self)
-        for finder in sys.meta_path:
-            spec = finder.find_spec(name, path, target)
-            if spec is not None:
-                if spec.loader is not None:
-                    spec.loader = _Loader(spec.loader, self._loaded)
-                return spec
-        sys.meta_path.insert(0, self)
-        return None
+        spec = find_spec(name)
+        if spec is None:
+            sys.meta_path.insert(0, self)
+        else:
+            with contextlib.suppress(AttributeError):  # a loader of another kind: torch is imported unwatched
+                _call_after(spec.loader, self._loaded)
+        return spec
 
 
-class _Loader(Loader):
-    """Loads as the original does; the module never sees this one."""
+def _call_after(loader: Any, loaded: Callable[[], None]) -> None:
+    """Let this loader, which is made for one module, call `loaded` once the module has run."""
+    run = loader.exec_module
 
-    def __init__(self, original: Any, loaded: Callable[[], None]) -> None:
-        self._original, self._loaded = original, loaded
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        spec.loader = self._original
-        module: ModuleType | None = self._original.create_module(spec)
-        spec.loader = self
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._original
-        module.__loader__ = self._original
-        self._original.exec_module(module)
+    def exec_module(module: ModuleType) -> None:
+        del loader.exec_module
+        run(module)
         try:
-            self._loaded()
+            loaded()
         except Exception as error:
             say(f"this process is not watched: {type(error).__name__}: {error}")
+
+    loader.exec_module = exec_module
 
 
 def _closing_line(settings: RunSettings) -> None:

@@ -31,7 +31,7 @@ from ..errors import one_line, warn_once
 from ..monitor.config import load_config
 from ..monitor.monitor import TrainingMonitor
 from ..trackers.base import Tracker
-from .guarded import guarded, newest_figures, pausing, replace_method
+from .guarded import guarded, newest_figures, noting, pausing, replace_method
 from .trainer_pauses import paused_methods
 
 TESTED_VERSIONS = "5.22"
@@ -131,7 +131,7 @@ class _Training:
         self._undo: list[Callable[[], None]] = []
         monitor.attach(trainer.model_wrapped)  # what training_step calls: compiled or parallel, where it is
         for name, note in zip(_NOTED, (self._add_loss, self._keep_norm, self._keep_rate), strict=True):
-            self._replace(trainer, name, functools.partial(self._noting, note))
+            self._replace(trainer, name, functools.partial(noting, note))
         for name, kind in _PAUSES.items():
             self._replace(trainer, name, functools.partial(pausing, monitor.pause, kind))
         for name in _LOOP:
@@ -191,14 +191,6 @@ class _Training:
 
     def _keep_rate(self, rate: Any) -> None:
         self._learning_rate = rate
-
-    def _noting(self, note: Method, method: Method) -> Method:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            result = method(*args, **kwargs)
-            note(result)
-            return result
-
-        return call
 
     def _ending(self, method: Method) -> Method:
         def call(*args: Any, **kwargs: Any) -> Any:

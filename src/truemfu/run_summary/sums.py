@@ -61,10 +61,10 @@ class RunSums:
         """By whether they are of warm-up, and by name."""
         self._hfu_method: str | None = None
         self._tokens = self._useful_tokens = 0.0
-        self._run_s = self._steady_s = 0.0
-        """The time of all steps, and of those after warm-up."""
-        self._data_wait_s: float | None = None
-        self._between_s: float | None = None
+        self._seconds = {False: 0.0, True: 0.0}
+        """The time of steps, by whether they are of warm-up."""
+        self._between_s: dict[str, float] = {}
+        """What is known of the time between steps after warm-up, by what it was spent on."""
         self._forwards = 0
         self._pauses: dict[str, tuple[int, float]] = {}
         """How often something other than steps ran, and its seconds."""
@@ -86,14 +86,13 @@ class RunSums:
 
     def add_time(self, seconds: float, *, is_warmup: bool) -> None:
         """Add the time of steps."""
-        self._run_s += seconds
-        if not is_warmup:
-            self._steady_s += seconds
+        self._seconds[is_warmup] += seconds
 
     def add_between(self, data_wait_s: Sequence[float], between_s: Sequence[float], forwards: int) -> None:
         """Add the known time between steps after warm-up, and forward passes without gradients in it."""
-        self._data_wait_s = _plus(self._data_wait_s, data_wait_s)
-        self._between_s = _plus(self._between_s, between_s)
+        for name, seconds in (("data_wait", data_wait_s), ("between_steps", between_s)):
+            if seconds:
+                self._between_s[name] = self._between_s.get(name, 0.0) + sum(seconds)
         self._forwards += forwards
 
     def add_pauses(self, kind: str, seconds: Sequence[float]) -> None:
@@ -127,8 +126,8 @@ class RunSums:
                 name.removeprefix("mfu/"): mfu for name, mfu in medians.items() if name.startswith("mfu/")
             },
             "padding_lost": 1 - self._useful_tokens / self._tokens if self._tokens else None,
-            "data_wait_share": self._share(self._data_wait_s),
-            "between_steps_share": self._share(self._between_s),
+            "data_wait_share": self._share("data_wait"),
+            "between_steps_share": self._share("between_steps"),
             "forwards_between_steps": self._forwards,
             "left_out": self._left_out(last_pauses),
             "hfu_method": self._hfu_method,
@@ -137,23 +136,19 @@ class RunSums:
             "mfu_unknown": dict(self._unknown),
         }
 
-    def _share(self, seconds: float | None) -> float | None:
+    def _share(self, spent_on: str) -> float | None:
         """As a share of the time of the steps after warm-up."""
-        return None if seconds is None or not self._steady_s else seconds / self._steady_s
+        seconds, steady_s = self._between_s.get(spent_on), self._seconds[False]
+        return seconds / steady_s if seconds is not None and steady_s else None
 
     def _left_out(self, last: Mapping[str, float]) -> dict[str, dict[str, float]]:
         found = dict(self._pauses)
         for kind, seconds in last.items():
             times, sum_s = found.get(kind, (0, 0.0))
             found[kind] = times + 1, sum_s + seconds
-        run_s = self._run_s + sum(seconds for _, seconds in found.values())
+        run_s = sum(self._seconds.values()) + sum(seconds for _, seconds in found.values())
         return {
             kind: {"times": found[kind][0], "seconds": found[kind][1], "share": found[kind][1] / run_s}
             for kind in PAUSES
             if kind in found and run_s
         }
-
-
-def _plus(total: float | None, amounts: Sequence[float]) -> float | None:
-    """The sum of the known amounts; None if there are none."""
-    return (total or 0.0) + sum(amounts) if amounts else total

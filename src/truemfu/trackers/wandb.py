@@ -28,14 +28,14 @@ _MAX_WAITING = 5_000
 class WandbTracker:
     """Logs to `wandb.run` if there is one, else to a new run.
 
-    `before_end`, if set, is called when the program ends its run with the monitor still open: it should
-    return once all pending rows have been logged. `at_exit` is called instead when the process ends, before
+    `before_end` is called when the program ends its run with the monitor still open: it should return once
+    all pending rows have been logged. `at_exit`, if set, is called instead when the process ends, before
     W&B's own exit hook: it may close the monitor, which then calls `finish`.
     """
 
     def __init__(self, output_dir: Path) -> None:
-        self.before_end: Callable[[], None] | None = None
-        self.at_exit: Callable[[], None] | None = None
+        self.before_end: Callable[[], None] = lambda: None
+        self.at_exit: Callable[[], None] = lambda: self.before_end()
         self._pid = os.getpid()
         self._is_exiting = self._is_over = False
         self._dir = output_dir
@@ -54,7 +54,9 @@ class WandbTracker:
             self._open(project="truemfu")
         else:
             self._run = wandb.run
-            self._shared = SharedRun(wandb.run, before_end=self._call_before_end, at_exit=self._call_at_exit)
+            self._shared = SharedRun(
+                wandb.run, before_end=lambda: self.before_end(), at_exit=lambda: self.at_exit()
+            )
         self._run.config.update(self._config, allow_val_change=True)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -86,21 +88,11 @@ class WandbTracker:
             atexit.unregister(self._end_at_exit)
             self._run.finish()
 
-    def _call_before_end(self) -> None:
-        if self.before_end is not None:
-            self.before_end()
-
-    def _call_at_exit(self) -> None:
-        if self.at_exit is not None:
-            self.at_exit()
-        else:
-            self._call_before_end()
-
     def _end_at_exit(self) -> None:
         """The process ends with our run open: W&B, which knows the exit status, closes it after this."""
         if os.getpid() == self._pid:
             self._is_exiting = True
-            self._call_at_exit()
+            self.at_exit()
             self._is_over = True
 
     def _define(self, row: Mapping[str, Any]) -> None:

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from truemfu.report.compare.compare import Comparison, Figure, Pair, Unmatched
+from truemfu.report.compare.compare import ComparedFigure, Comparison, Pair, Unmatched
 from truemfu.report.compare.page import Bars, _bars
 from truemfu.report.compare.texts import tables_of
 
 
-def pair(name: str, *figures: Figure, is_beyond: bool = False) -> Pair:
+def pair(name: str, *figures: ComparedFigure, is_beyond: bool = False) -> Pair:
     return Pair(
         name=name, runs_a=1, runs_b=1, steps_a=100, steps_b=100, independent_steps_a=90.0,
         independent_steps_b=80.0, verdict="slower" if is_beyond else "no difference shown",
@@ -20,8 +20,8 @@ def pair(name: str, *figures: Figure, is_beyond: bool = False) -> Pair:
     )  # fmt: skip
 
 
-def step_time(ratio: float, low: float | None = None, high: float | None = None) -> Figure:
-    return Figure(name="step_time_median_s", a=0.1, b=0.1 * ratio, ratio=ratio, low=low, high=high)
+def step_time(ratio: float, low: float | None = None, high: float | None = None) -> ComparedFigure:
+    return ComparedFigure(name="step_time_median_s", a=0.1, b=0.1 * ratio, ratio=ratio, low=low, high=high)
 
 
 def comparison(*pairs: Pair, **values: Any) -> Comparison:
@@ -71,7 +71,7 @@ def test_no_ratio_leaves_the_chart_or_takes_the_room_of_the_others(ends: tuple[f
 
 
 def test_figures_without_an_interval_have_no_bar() -> None:
-    memory = Figure(name="peak_memory_bytes", a=1.0, b=2.0, ratio=2.0)
+    memory = ComparedFigure(name="peak_memory_bytes", a=1.0, b=2.0, ratio=2.0)
     chart = drawn(comparison(pair("run", step_time(1.0, 0.9, 1.1), memory), kind="run"))
     assert [bar.name for bar in chart.bars] == ["step time, median"]
     assert _bars(comparison(pair("run", step_time(1.0), memory), kind="run")) is None

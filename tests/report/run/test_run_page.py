@@ -42,7 +42,8 @@ def fact(page: str, label: str) -> str:
 
 
 def test_figures_are_those_of_the_summary(run_folder: Path, change_run: Change) -> None:
-    summary = change_run(lambda run: None)["summary"]
+    # A busy machine lets time pass between steps, which is noted.
+    summary = change_run(lambda run: run["summary"].update(notes=[]))["summary"]
     page = page_of(run_folder)
     assert tile(page, "MFU, median")[0] in (f"{100 * summary['median_mfu']:.{n}f} %" for n in range(1, 6))
     assert tile(page, "tokens/s") == (f"{summary['median_tokens_per_second']:,.0f}", "one device")

@@ -16,7 +16,7 @@ import pytest
 
 from truemfu.records import CaseResult, Status
 from truemfu.report.sweep.figures import SweepSummary
-from truemfu.report.sweep.load import Entry, LoadedSweep, entry_of, load_sweep
+from truemfu.report.sweep.load import LoadedSweep, SweepEntry, entry_of, load_sweep
 from truemfu.report.sweep.summary import summarize
 from truemfu.report.sweep.texts import (
     context_lines,
@@ -38,13 +38,13 @@ STANDARD, DPSGD, GHOST, FAST = (
 )
 
 
-def summary_of(results: list[CaseResult], *missing: Entry) -> SweepSummary:
+def summary_of(results: list[CaseResult], *missing: SweepEntry) -> SweepSummary:
     entries = [entry_of(result) for result in results]
     return summarize(LoadedSweep(source=Path("x"), record=None, entries=(*entries, *missing)))
 
 
-def lost(trainer: str, end: str = "lost") -> Entry:
-    return Entry(
+def lost(trainer: str, end: str = "lost") -> SweepEntry:
+    return SweepEntry(
         name=f"{trainer}_bs16_seq512",
         trainer=trainer,
         batch_size=16,

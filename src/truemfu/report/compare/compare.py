@@ -1,6 +1,6 @@
 """Compares two runs, two groups of repeated runs, or two sweeps: figures of B over those of A.
 
-    Side A, Side B ─► pairs: the runs, or experiments of one name ─► Pair: Figure … ─► Comparison
+    Side A, Side B ─► pairs: the runs, or experiments of one name ─► Pair: ComparedFigure … ─► Comparison
 
 A pair is slower when the interval of its median step time, B over A, is above 1. It is beyond the limit when,
 in addition, the ratio is above 1 + limit. Everything else (rates, MFU, memory, the mean) is shown beside it
@@ -22,7 +22,7 @@ import msgspec
 from ...errors import UsageError
 from .intervals import FEWEST_STEPS, Estimate, mean_of, median_of, ratio_of, shows_run_to_run
 from .load import (
-    Measured,
+    MeasuredRun,
     Side,
     have_same_peak,
     refuse_if_different,
@@ -41,7 +41,7 @@ RUN_TO_RUN_ON_CPU = 0.015
 SLOWER, FASTER, UNCLEAR = "slower", "faster", "no difference shown"
 
 
-class Figure(msgspec.Struct, frozen=True, kw_only=True):
+class ComparedFigure(msgspec.Struct, frozen=True, kw_only=True):
     """One figure of both sides; over repeated runs a and b are the medians of the runs' figures."""
 
     name: str
@@ -71,11 +71,11 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
     verdict: str
     """Of the median step time: "slower", "faster" or "no difference shown"."""
     is_beyond_limit: bool
-    figures: list[Figure]
+    figures: list[ComparedFigure]
     """The median step time first."""
 
     @property
-    def step_time(self) -> Figure:
+    def step_time(self) -> ComparedFigure:
         return self.figures[0]
 
 
@@ -146,7 +146,7 @@ def compare(
     )
 
 
-_Group = tuple[str, Sequence[Measured], Sequence[Measured]]
+_Group = tuple[str, Sequence[MeasuredRun], Sequence[MeasuredRun]]
 """A name, and what was measured under it in A and in B."""
 
 
@@ -159,7 +159,7 @@ def _groups(first: Side, second: Side) -> list[_Group]:
         groups = [
             (name, [own], [other])
             for name, own in first.experiments.items()
-            if isinstance(own, Measured) and isinstance(other := second.experiments.get(name), Measured)
+            if isinstance(own, MeasuredRun) and isinstance(other := second.experiments.get(name), MeasuredRun)
         ]
         if not groups:
             raise UsageError(
@@ -190,7 +190,7 @@ def _is_long_enough(group: _Group) -> bool:
     return not any(_too_short(measured) for measured in (*group[1], *group[2]))
 
 
-def _too_short(measured: Measured) -> str | None:
+def _too_short(measured: MeasuredRun) -> str | None:
     steps = len(measured.series.step_times_s)
     if steps >= FEWEST_STEPS:
         return None
@@ -203,7 +203,7 @@ class _Judge:
     def __init__(self, *, confidence: float, max_regression: float | None, run_to_run: float) -> None:
         self._confidence, self._limit, self._run_to_run = confidence, max_regression, run_to_run
 
-    def pair(self, name: str, own: Sequence[Measured], others: Sequence[Measured]) -> Pair:
+    def pair(self, name: str, own: Sequence[MeasuredRun], others: Sequence[MeasuredRun]) -> Pair:
         sides = ([measured.series for measured in own], [measured.series for measured in others])
         medians = [[median_of(one.step_times_s, self._confidence) for one in side] for side in sides]
         step_time = self._figure("step_time_median_s", *medians)
@@ -239,24 +239,26 @@ class _Judge:
         sides: tuple[list[StepSeries], list[StepSeries]],
         values: Callable[[StepSeries], Sequence[float]],
         estimate: Callable[[Sequence[float], float], Estimate] = median_of,
-    ) -> Figure | None:
+    ) -> ComparedFigure | None:
         """A figure with its interval; None where a run has too few values."""
         if any(len(values(series)) < FEWEST_STEPS for side in sides for series in side):
             return None
         own, others = ([estimate(values(series), self._confidence) for series in side] for side in sides)
         return self._figure(name, own, others)
 
-    def _figure(self, name: str, own: Sequence[Estimate], others: Sequence[Estimate]) -> Figure:
+    def _figure(self, name: str, own: Sequence[Estimate], others: Sequence[Estimate]) -> ComparedFigure:
         ratio = ratio_of(own, others, confidence=self._confidence, run_to_run=self._run_to_run)
         a = geometric_mean([estimate.value for estimate in own])
-        return Figure(name=name, a=a, b=a * ratio.value, ratio=ratio.value, low=ratio.low, high=ratio.high)
+        return ComparedFigure(
+            name=name, a=a, b=a * ratio.value, ratio=ratio.value, low=ratio.low, high=ratio.high
+        )
 
 
-def _memory(sides: tuple[list[StepSeries], list[StepSeries]]) -> Figure | None:
+def _memory(sides: tuple[list[StepSeries], list[StepSeries]]) -> ComparedFigure | None:
     """The highest peak of each side; None if that of a run is unknown."""
     peaks = [[series.peak_memory_bytes for series in side] for side in sides]
     a, b = (max((peak for peak in side if peak), default=None) if all(side) else None for side in peaks)
-    return Figure(name="peak_memory_bytes", a=a, b=b, ratio=b / a) if a and b else None
+    return ComparedFigure(name="peak_memory_bytes", a=a, b=b, ratio=b / a) if a and b else None
 
 
 def _unmatched(first: Side, second: Side) -> list[Unmatched]:
@@ -273,7 +275,7 @@ def _unmatched(first: Side, second: Side) -> list[Unmatched]:
                 name=name,
                 a=status[0],
                 b=status[1],
-                is_failure=isinstance(own, Measured) and isinstance(other, str) and other != absent,
+                is_failure=isinstance(own, MeasuredRun) and isinstance(other, str) and other != absent,
             )
         )
     return rows

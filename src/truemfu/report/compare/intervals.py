@@ -1,7 +1,7 @@
 """Confidence intervals of medians, means and their ratios, from step times that depend on one another.
 
     series of a run ─► median_of, mean_of ─► Estimate ─┐
-    series of another ─► the same          ─► Estimate ┴► ratio_of ─► Ratio
+    series of another ─► the same          ─► Estimate ┴► ratio_of ─► RatioInterval
 
 Consecutive steps are alike: a busy neighbour, a warm GPU or a slow loader lasts for many of them, so n steps
 tell less than n independent ones. How much less is the long-run variance over the plain one. It is estimated
@@ -44,7 +44,7 @@ class Estimate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ratio:
+class RatioInterval:
     """A figure of one side over that of the other, with its confidence interval."""
 
     value: float
@@ -85,7 +85,7 @@ def mean_of(values: Sequence[float], confidence: float) -> Estimate:
 
 def ratio_of(
     first: Sequence[Estimate], second: Sequence[Estimate], *, confidence: float, run_to_run: float
-) -> Ratio:
+) -> RatioInterval:
     """The second over the first: geometric means over the runs of each.
 
     Where there are too few runs to show how much they differ, `run_to_run` is the assumed standard deviation
@@ -106,7 +106,7 @@ def ratio_of(
         down = math.hypot(to_low[1], to_high[0], between)
         up = math.hypot(to_high[1], to_low[0], between)
     centre = means[1] - means[0]
-    return Ratio(value=math.exp(centre), low=math.exp(centre - down), high=math.exp(centre + up))
+    return RatioInterval(value=math.exp(centre), low=math.exp(centre - down), high=math.exp(centre + up))
 
 
 def shows_run_to_run(first: int, second: int) -> bool:

@@ -4,7 +4,7 @@
     a folder of runs' folders   ─► Side of repeated runs
     a sweep's folder            ─► Side of experiments by name; those without step times have their status
 
-Facts are texts by label; `Measured.facts` has those of a run or an experiment, None where unknown.
+Facts are texts by label; `MeasuredRun.facts` has those of a run or an experiment, None where unknown.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from pathlib import Path
 
 from ...errors import RecordError, UsageError
 from ...records import LOG_FILE, RUN_FILE, CaseResult, RunRecord, Status, read_record
+from ...run_summary.texts import shapes_text
 from ...sweep.paths import RECORD_FILE
 from ...utilization import share_of_peak
 from ..folder import run_or_sweep
 from ..run.load import holds_run
-from ..sweep.load import Entry, LoadedSweep
+from ..sweep.load import LoadedSweep, SweepEntry
 from .step_series import StepSeries, StepSize, read_series
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class MeasuredRun:
     """One run, or one experiment of a sweep."""
 
     where: str
@@ -47,9 +48,9 @@ class Side:
     """One of the two folders."""
 
     path: Path
-    runs: tuple[Measured, ...] = ()
+    runs: tuple[MeasuredRun, ...] = ()
     """Of a run, or of repeated ones."""
-    experiments: Mapping[str, Measured | str] = field(default_factory=dict)
+    experiments: Mapping[str, MeasuredRun | str] = field(default_factory=dict)
     """Of a sweep: those that succeeded, and the status of the others."""
     files: tuple[Path, ...] = ()
     """What it was read from."""
@@ -87,7 +88,7 @@ def _repeats(path: Path) -> list[Path]:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def _run(folder: Path) -> Measured:
+def _run(folder: Path) -> MeasuredRun:
     notes = []
     record: RunRecord | None = None
     try:
@@ -105,7 +106,7 @@ def _run(folder: Path) -> Measured:
     summary = None if record is None else record.summary
     if record is not None and summary is None:
         notes.append(f"{folder} has no summary: it is still running, or ended without closing its monitor")
-    return Measured(
+    return MeasuredRun(
         where=str(folder),
         series=series,
         facts={} if record is None else _facts_of_run(record, series),
@@ -128,7 +129,7 @@ def _facts_of_run(record: RunRecord, series: StepSeries) -> dict[str, str | None
         "attention convention": None if attention is None else str(attention),
         "number of parameters": _count(None if model is None else model.parameters),
         "number of trained parameters": _count(None if model is None else model.trainable_parameters),
-        "batch": _shape(shapes[0]) if len(shapes) == 1 else None,
+        "batch": shapes_text(shapes[0]) if len(shapes) == 1 else None,
         "steps for each row of the log": str(series.steps_per_row),
     }
 
@@ -137,11 +138,7 @@ def _count(number: int | None) -> str | None:
     return None if number is None else f"{number:,}"
 
 
-def _shape(tensors: Mapping[str, list[int]]) -> str:
-    return ", ".join(f"{name} {'×'.join(map(str, shape)) or '()'}" for name, shape in tensors.items())
-
-
-def _experiment(path: Path, entry: Entry) -> Measured | str:
+def _experiment(path: Path, entry: SweepEntry) -> MeasuredRun | str:
     result = entry.result
     if result is None or result.measured is None or result.end is not Status.OK:
         reason = entry.reason if result is None else result.message
@@ -152,7 +149,7 @@ def _experiment(path: Path, entry: Entry) -> Measured | str:
     peak = None if flops is None else flops.peak_flops_per_s
     samples, tokens = float(case.batch_size * case.gpus), float(measured.tokens_per_step)
     mfu = [] if flops is None else [share_of_peak(flops.model_flops, seconds, peak) for seconds in times]
-    return Measured(
+    return MeasuredRun(
         where=f"{path}, {entry.name}",
         series=StepSeries(
             step_times_s=times,
@@ -190,7 +187,7 @@ def _memory(result: CaseResult) -> int | None:
     return result.memory.process_bytes if on_gpu is None else on_gpu
 
 
-def refuse_if_different(first: Measured, second: Measured) -> None:
+def refuse_if_different(first: MeasuredRun, second: MeasuredRun) -> None:
     """A UsageError that names both values, where a comparison of the two would mean nothing."""
     for label, one in first.facts.items():
         other = second.facts.get(label)
@@ -209,7 +206,7 @@ def refuse_if_different(first: Measured, second: Measured) -> None:
         raise UsageError(_refusal("peak of the dtypes used", one, other, first, second))
 
 
-def _refusal(label: str, one: str, other: str, first: Measured, second: Measured) -> str:
+def _refusal(label: str, one: str, other: str, first: MeasuredRun, second: MeasuredRun) -> str:
     return f"cannot compare: {label} is {one} in {first.where} and {other} in {second.where}"
 
 
@@ -227,12 +224,12 @@ def _is_about(one: float | None, other: float | None) -> bool:
     return one is None or other is None or abs(one - other) <= _SAME_PEAK * max(one, other)
 
 
-def have_same_peak(first: Measured, second: Measured) -> bool:
+def have_same_peak(first: MeasuredRun, second: MeasuredRun) -> bool:
     """Whether MFU of both is relative to the same peak."""
     return _is_about(first.series.peak_flops_per_s, second.series.peak_flops_per_s)
 
 
-def unchecked_facts(first: Measured, second: Measured) -> list[str]:
+def unchecked_facts(first: MeasuredRun, second: MeasuredRun) -> list[str]:
     """Labels of what is known of one of the two alone."""
     labels = dict.fromkeys((*first.facts, *second.facts))
     return [
@@ -240,7 +237,7 @@ def unchecked_facts(first: Measured, second: Measured) -> list[str]:
     ]
 
 
-def version_differences(first: Measured, second: Measured) -> list[str]:
+def version_differences(first: MeasuredRun, second: MeasuredRun) -> list[str]:
     """Packages whose versions differ, each as text."""
     return [
         f"{package} {first.versions[package]} in A, {second.versions[package]} in B"

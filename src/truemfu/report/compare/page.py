@@ -26,7 +26,7 @@ _KINDS = {SLOWER: "slower", FASTER: "faster"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bar:
+class RatioBar:
     """A ratio and its interval, in percent of the chart's width; `kind` selects the colour.
 
     `decides`: the limit applies to it, since it is a median step time.
@@ -45,7 +45,7 @@ class Bar:
 class Bars:
     """The chart; the percents are where a ratio of 1 and the limit are."""
 
-    bars: Sequence[Bar]
+    bars: Sequence[RatioBar]
     ticks: Sequence[Tick]
     equal_percent: float
     limit_percent: float | None
@@ -92,7 +92,7 @@ def _bars(comparison: Comparison) -> Bars | None:
 
     return Bars(
         bars=[
-            Bar(
+            RatioBar(
                 name=each.name,
                 text=f"{each.ratio:.3f}" if each.ratio < 100 else f"{each.ratio:,.0f}",
                 kind="" if each.decided is None else _kind(each.decided),

@@ -51,9 +51,9 @@ def read_series(path: Path) -> StepSeries:
     """The series of the log at `path`; an OSError if it cannot be read."""
     log = read_log(path)
     rows, times = log.rows, log.rows.column("step_time_s")
+    is_warmup = rows.column("is_warmup")
     kept = array(
-        "q",
-        [at for at, seconds in enumerate(times) if 0 < seconds < math.inf and not rows.is_warmup[at]],
+        "q", [at for at, seconds in enumerate(times) if 0 < seconds < math.inf and not is_warmup[at]]
     )
     tokens, samples = rows.column("tokens_per_s"), rows.column("samples_per_s")
     gaps = [rows.steps[j] - rows.steps[i] for i, j in itertools.pairwise(kept)]

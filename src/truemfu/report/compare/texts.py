@@ -7,14 +7,13 @@ Comparison ─► conclusion, tables_of, remarks ─► terminal (cli/compare.py
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import msgspec
 
 from ...text import duration, number, printable, share, shortened, size
 from ..drawing.markdown import markdown_tables, markdown_text
-from ..drawing.tables import Cell, Column, Table, plain
-from .compare import FASTER, SLOWER, UNCLEAR, Comparison, Figure, Pair
+from ..drawing.tables import Table, digits, measures, table_of, words
+from .compare import FASTER, SLOWER, UNCLEAR, ComparedFigure, Comparison, Pair, Unmatched
 
 _FORMATS = {
     "step_time_median_s": ("step time, median", duration),
@@ -89,70 +88,70 @@ def tables_of(comparison: Comparison) -> list[Table]:
     if comparison.kind == "run":
         (pair,) = comparison.pairs
         return [
-            Table(
-                title="B over A",
-                sentence=_steps(pair),
-                columns=[
-                    *_columns("figure", "A", "B", "B / A"),
-                    Column(label="95 % interval", is_number=False),
+            table_of(
+                "B over A",
+                pair.figures,
+                [
+                    words("figure", figure_name),
+                    digits("A", lambda figure: _text(figure, figure.a)),
+                    digits("B", lambda figure: _text(figure, figure.b)),
+                    digits("B / A", lambda figure: f"{figure.ratio:.3f}"),
+                    words("95 % interval", _interval),
                 ],
-                rows=[[plain(figure_name(figure)), *_cells(figure)] for figure in pair.figures],
+                sentence=_steps(pair),
             )
         ]
-    pairs = [(plain(shortened(pair.name, LONGEST_NAME)), pair) for pair in comparison.pairs]
     tables = [
-        Table(
-            title="Step time, B over A",
+        table_of(
+            "Step time, B over A",
+            comparison.pairs,
+            [
+                words("experiment", _name),
+                measures("A", duration, lambda pair: pair.step_time.a, unit="s"),
+                measures("B", duration, lambda pair: pair.step_time.b, unit="s"),
+                digits("B / A", lambda pair: f"{pair.step_time.ratio:.3f}"),
+                words("interval", lambda pair: _interval(pair.step_time)),
+                words("result", _result),
+            ],
             sentence=(
                 "Medians. The intervals hold for all experiments together with a confidence of 95 %."
-                if len(pairs) > 1
+                if len(comparison.pairs) > 1
                 else "Medians."
             ),
-            columns=[
-                Column(label="experiment", is_number=False),
-                Column(label="A", unit="s"),
-                Column(label="B", unit="s"),
-                Column(label="B / A"),
-                Column(label="interval", is_number=False),
-                Column(label="result", is_number=False),
-            ],
-            rows=[[name, *_step_time_cells(pair), plain(_result(pair))] for name, pair in pairs],
         ),
-        Table(
-            title="Other figures, B over A",
-            columns=[
-                *_columns("experiment", "mean step", "tokens/s", "MFU", "peak memory"),
-                Column(label="steps A, B", is_number=False),
-            ],
-            rows=[
-                [name, *_other_ratios(pair), plain(f"{pair.steps_a:,}, {pair.steps_b:,}")]
-                for name, pair in pairs
+        table_of(
+            "Other figures, B over A",
+            comparison.pairs,
+            [
+                words("experiment", _name),
+                digits("mean step", lambda pair: _ratio(pair, "step_time_mean_s")),
+                digits("tokens/s", lambda pair: _ratio(pair, "tokens_per_s")),
+                digits("MFU", lambda pair: _ratio(pair, "mfu")),
+                digits("peak memory", lambda pair: _ratio(pair, "peak_memory_bytes")),
+                words("steps A, B", lambda pair: f"{pair.steps_a:,}, {pair.steps_b:,}"),
             ],
         ),
     ]
     if comparison.unmatched:
         tables.append(
-            Table(
-                title="Not compared",
-                columns=[Column(label=label, is_number=False) for label in ("experiment", "A", "B")],
-                rows=[
-                    [
-                        plain(shortened(one.name, LONGEST_NAME)),
-                        plain(shortened(one.a, _LONGEST_STATUS)),
-                        plain(shortened(one.b, _LONGEST_STATUS)),
-                    ]
-                    for one in comparison.unmatched
+            table_of(
+                "Not compared",
+                comparison.unmatched,
+                [
+                    words("experiment", _name),
+                    words("A", lambda one: shortened(one.a, _LONGEST_STATUS)),
+                    words("B", lambda one: shortened(one.b, _LONGEST_STATUS)),
                 ],
             )
         )
     return tables
 
 
-def _columns(first: str, *numbers: str) -> list[Column]:
-    return [Column(label=first, is_number=False), *(Column(label=label) for label in numbers)]
+def _name(compared: Pair | Unmatched) -> str:
+    return shortened(compared.name, LONGEST_NAME)
 
 
-def figure_name(figure: Figure) -> str:
+def figure_name(figure: ComparedFigure) -> str:
     return _FORMATS[figure.name][0]
 
 
@@ -162,23 +161,17 @@ def _result(pair: Pair) -> str:
     return "-" if pair.verdict == UNCLEAR else pair.verdict
 
 
-def _cells(figure: Figure) -> list[Cell]:
-    """Both sides, their ratio, and its interval."""
-    _, text = _FORMATS[figure.name]
-    interval = "-" if figure.low is None or figure.high is None else f"{figure.low:.3f} to {figure.high:.3f}"
-    return [plain(each) for each in (text(figure.a), text(figure.b), f"{figure.ratio:.3f}", interval)]
+def _text(figure: ComparedFigure, value: float) -> str:
+    return _FORMATS[figure.name][1](value)
 
 
-def _step_time_cells(pair: Pair) -> list[Cell]:
-    """The same of the step time, which a page sorts and copies in seconds."""
-    a, b, *others = _cells(pair.step_time)
-    return [replace(a, value=pair.step_time.a), replace(b, value=pair.step_time.b), *others]
+def _interval(figure: ComparedFigure) -> str:
+    has_none = figure.low is None or figure.high is None
+    return "-" if has_none else f"{figure.low:.3f} to {figure.high:.3f}"
 
 
-def _other_ratios(pair: Pair) -> list[Cell]:
-    ratios = {figure.name: f"{figure.ratio:.3f}" for figure in pair.figures}
-    names = ("step_time_mean_s", "tokens_per_s", "mfu", "peak_memory_bytes")
-    return [plain(ratios.get(name, "-")) for name in names]
+def _ratio(pair: Pair, name: str) -> str:
+    return next((f"{figure.ratio:.3f}" for figure in pair.figures if figure.name == name), "-")
 
 
 def _steps(pair: Pair) -> str:

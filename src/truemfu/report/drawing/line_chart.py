@@ -59,7 +59,7 @@ class Line:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mark:
+class ChartMark:
     """A vertical line at a step, such as a checkpoint; `kind` selects its colour."""
 
     percent: float
@@ -79,7 +79,7 @@ class Chart:
     """A sentence about the values above the drawing."""
     table: Table
     """The drawn values, a row for each position."""
-    marks: Sequence[Mark] = ()
+    marks: Sequence[ChartMark] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,10 +225,10 @@ def _cell(value: float | None) -> Cell:
     return Cell(text="unknown" if value is None else f"{value:.4g}".replace("e+", "e"))
 
 
-def _marks(kind: str, steps: Iterable[int], x: Axis) -> list[Mark]:
+def _marks(kind: str, steps: Iterable[int], x: Axis) -> list[ChartMark]:
     """Marks at their steps; those that would be drawn on top of each other are one."""
     places = sorted({round(_MARK_PLACES * x.part(step)) for step in steps})
-    return [Mark(percent=100 * place / _MARK_PLACES, kind=kind) for place in places]
+    return [ChartMark(percent=100 * place / _MARK_PLACES, kind=kind) for place in places]
 
 
 def thinning(rows: int) -> str | None:

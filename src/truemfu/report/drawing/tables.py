@@ -5,8 +5,9 @@ A cell has a text, and the value it is sorted and copied by if its text is not a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 _ENOUGH_TO_FILTER = 8
 
@@ -59,16 +60,51 @@ class Table:
         return [[cell.text for cell in row] for row in self.rows]
 
 
-def text_table(
-    title: str, labels: Sequence[str], rows: Sequence[Sequence[str]], sentence: str | None = None
+Field = tuple[Column, Callable[[Any], Cell]]
+"""A column, and the cell that a row has in it."""
+
+
+def table_of(
+    title: str,
+    rows: Iterable[Any],
+    fields: Sequence[Field],
+    *,
+    sentence: str | None = None,
+    keys: Sequence[int] | None = None,
 ) -> Table:
-    """A table of texts: the first column names the row, the others are numbers."""
+    """The table with a row for each of `rows`."""
     return Table(
         title=title,
-        columns=[Column(label=label, is_number=at > 0) for at, label in enumerate(labels)],
-        rows=[list(map(plain, row)) for row in rows],
+        columns=[column for column, _ in fields],
+        rows=[[cell(row) for _, cell in fields] for row in rows],
         sentence=sentence,
+        keys=keys,
     )
+
+
+def words(label: str, text: Callable[[Any], str], kind: str = "") -> Field:
+    """A column of texts."""
+    return Column(label=label, is_number=False), lambda row: Cell(text=text(row), kind=kind)
+
+
+def digits(label: str, text: Callable[[Any], object]) -> Field:
+    """A column of plain numbers, which are sorted and copied as they are shown."""
+    return Column(label=label), lambda row: Cell(text=str(text(row)))
+
+
+def measures(
+    label: str,
+    text: Callable[[float | None], str],
+    value: Callable[[Any], float | None],
+    unit: str = "",
+) -> Field:
+    """A column of values that are shown as `text` of them."""
+
+    def cell(row: Any) -> Cell:
+        found = value(row)
+        return Cell(text=text(found), value=found)
+
+    return Column(label=label, unit=unit), cell
 
 
 def plain(text: str) -> Cell:

@@ -70,11 +70,8 @@ class LogRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Metrics that were not finite, with "nan" or "inf": their own values are then None."""
 
 
-_FIELDS = LogRow.__struct_fields__
-_NUMBERS = tuple(one.name for one in msgspec.structs.fields(LogRow) if one.type == float | None)
-_RARE = ("forwards_between_steps", "is_observed", "non_finite")
-"""Kept only for the rows that have one."""
-_TEXTS = ("method", "mfu_unknown", "hfu_method")
+_DEFAULTS = {one.name: one.default for one in msgspec.structs.fields(LogRow)}
+_NUMBERS = frozenset(one.name for one in msgspec.structs.fields(LogRow) if one.type == float | None)
 
 
 class LogRows(Sequence[LogRow]):
@@ -82,10 +79,8 @@ class LogRows(Sequence[LogRow]):
 
     def __init__(self, rows: Sequence[LogRow] = ()) -> None:
         self.steps = array("q")
-        self.is_warmup = bytearray()
-        self._numbers: dict[str, array[float]] = {}
-        self._texts: dict[str, list[str | None]] = {name: [] for name in _TEXTS}
-        self._rare: dict[str, dict[int, Any]] = {name: {} for name in _RARE}
+        self._columns: dict[str, array[float] | list[Any]] = {}
+        """Of the fields that any row has a value of."""
         self.add(rows)
         self.sort()
 
@@ -100,52 +95,39 @@ class LogRows(Sequence[LogRow]):
         if isinstance(index, slice):
             return [self[at] for at in range(*index.indices(len(self)))]
         at = range(len(self))[index]
-        values: dict[str, Any] = {name: _known(column[at]) for name, column in self._numbers.items()}
-        values |= {name: column[at] for name, column in self._texts.items()}
-        values |= {name: column[at] for name, column in self._rare.items() if at in column}
-        return LogRow(global_step=self.steps[at], is_warmup=bool(self.is_warmup[at]), **values)
+        values: dict[str, Any] = {name: column[at] for name, column in self._columns.items()}
+        known = {name: value for name, value in values.items() if value == value}  # NaN is unknown
+        return LogRow(global_step=self.steps[at], **known)
 
-    def column(self, name: str) -> Sequence[float]:
-        """The values of a field of `LogRow` in all rows; NaN where a row has none."""
-        return self._numbers.get(name) or array("d", [_UNKNOWN]) * len(self)
+    def column(self, name: str) -> Sequence[Any]:
+        """The values of a field of `LogRow` in all rows; of a number NaN where a row has none."""
+        return self._columns.get(name) or _without_values(name, len(self))
 
     def has(self, name: str) -> bool:
         """Whether any row has this value."""
-        return name in self._numbers
+        return name in self._columns
 
-    def texts(self, name: str) -> Sequence[str | None]:
-        """The texts of a field of `LogRow` in all rows."""
-        return self._texts[name]
-
-    def rare(self, name: str) -> dict[int, Any]:
+    def known(self, name: str) -> dict[int, Any]:
         """The values of a field that few rows have, by the row's index."""
-        return self._rare[name]
+        return {at: value for at, value in enumerate(self._columns.get(name, ())) if value}
 
     def add(self, rows: Sequence[LogRow]) -> None:
         """Append rows; `sort` must follow the last ones."""
         if not rows:
             return
         before = len(self)
-        columns = dict(zip(_FIELDS, zip(*map(msgspec.structs.astuple, rows), strict=True), strict=True))
-        for name in _NUMBERS:
-            values = columns[name]
-            unknown = values.count(None)
-            if unknown == len(values):
+        of_fields = zip(*map(msgspec.structs.astuple, rows), strict=True)
+        columns = dict(zip(LogRow.__struct_fields__, of_fields, strict=True))
+        self.steps.extend(columns.pop("global_step"))
+        for name, values in columns.items():
+            if name not in self._columns and values.count(_DEFAULTS[name]) == len(values):
                 continue
-            if name not in self._numbers:
-                self._numbers[name] = array("d", [_UNKNOWN]) * before
-            known = [_UNKNOWN if value is None else value for value in values] if unknown else values
-            self._numbers[name].frombytes(struct.pack(f"{len(known)}d", *known))  # extend takes far longer
-        for name in _TEXTS:
-            same = {text: text and sys.intern(text) for text in set(columns[name])}
-            self._texts[name] += map(same.__getitem__, columns[name])
-        for name in _RARE:
-            if any(columns[name]):
-                self._rare[name] |= {at: value for at, value in enumerate(columns[name], before) if value}
-        self.steps.extend(columns["global_step"])
-        self.is_warmup.extend(columns["is_warmup"])
-        for column in self._numbers.values():
-            column.extend([_UNKNOWN] * (len(self) - len(column)))
+            column = self._columns.setdefault(name, _without_values(name, before))
+            if isinstance(column, array):
+                numbers = [_UNKNOWN if value is None else value for value in values]
+                column.frombytes(struct.pack(f"{len(numbers)}d", *numbers))  # extend takes far longer
+            else:
+                column += [sys.intern(value) if isinstance(value, str) else value for value in values]
 
     def sort(self) -> int:
         """Order the rows by step, the last one of each; the number of rows that this removed."""
@@ -155,20 +137,15 @@ class LogRows(Sequence[LogRow]):
         order = [last[step] for step in sorted(last)]
         removed = len(self) - len(order)
         self.steps = array("q", [self.steps[at] for at in order])
-        self.is_warmup = bytearray(self.is_warmup[at] for at in order)
-        self._numbers = {
-            name: array("d", [column[at] for at in order]) for name, column in self._numbers.items()
-        }
-        self._texts = {name: [column[at] for at in order] for name, column in self._texts.items()}
-        self._rare = {
-            name: {now: column[at] for now, at in enumerate(order) if at in column}
-            for name, column in self._rare.items()
-        }
+        for name, column in self._columns.items():
+            ordered = [column[at] for at in order]
+            self._columns[name] = array("d", ordered) if name in _NUMBERS else ordered
         return removed
 
 
-def _known(value: float) -> float | None:
-    return None if math.isnan(value) else value
+def _without_values(name: str, rows: int) -> array[float] | list[Any]:
+    """A column in which no row has a value."""
+    return array("d", [_UNKNOWN]) * rows if name in _NUMBERS else [_DEFAULTS[name]] * rows
 
 
 @dataclass(kw_only=True)

@@ -39,35 +39,35 @@ _RATES = {
 def summary_of_log(rows: LogRows, last_window: LastWindow | None = None) -> RunSummary:
     """The summary of all rows; hardware figures are those of the last window."""
     sums = RunSums(sample=len(rows))
-    observed = rows.rare("is_observed")
-    sums.steps, sums.warmup_steps, sums.observed_steps = len(rows), sum(rows.is_warmup), len(observed)
+    of_warmup, observed = rows.column("is_warmup"), rows.column("is_observed")
+    sums.steps, sums.warmup_steps, sums.observed_steps = len(rows), sum(of_warmup), sum(observed)
     is_timed = bytes(map(isfinite, rows.column(STEP_TIME)))
-    steady = bytes(timed and not warmup for timed, warmup in zip(is_timed, rows.is_warmup, strict=True))
+    steady = bytes(timed and not is_warmup for timed, is_warmup in zip(is_timed, of_warmup, strict=True))
     warmup = bytes(
-        timed and warmup and at not in observed
-        for at, (timed, warmup) in enumerate(zip(is_timed, rows.is_warmup, strict=True))
+        timed and is_warmup and not is_observed
+        for timed, is_warmup, is_observed in zip(is_timed, of_warmup, observed, strict=True)
     )
     for of, is_warmup in ((steady, False), (warmup, True)):
         sums.add_values(STEP_TIME, _known(rows, STEP_TIME, of), is_warmup=is_warmup)
         for name, value in _RATES.items():
             sums.add_values(name, _known(rows, value, of), is_warmup=is_warmup)
-        for method in dict.fromkeys(rows.texts("hfu_method")):
-            of_method = bytes(map(mul, of, (found == method for found in rows.texts("hfu_method"))))
+        methods = rows.column("hfu_method")
+        for method in dict.fromkeys(methods):
+            of_method = bytes(map(mul, of, (found == method for found in methods)))
             sums.add_hfu(_known(rows, "hfu", of_method), method, is_warmup=is_warmup)
     steady_s = sum(_known(rows, STEP_TIME, steady))
     sums.add_time(steady_s, is_warmup=False)
     sums.add_time(sum(_known(rows, STEP_TIME, is_timed)) - steady_s, is_warmup=True)
-    forwards = rows.rare("forwards_between_steps")
     sums.add_between(
         _known(rows, "data_wait_s", steady),
         _known(rows, "between_steps_s", steady),
-        sum(passes for at, passes in forwards.items() if steady[at]),
+        sum(compress(rows.column("forwards_between_steps"), steady)),
     )
     for kind, value in PAUSES.items():
         sums.add_pauses(kind, _known(rows, value, b"\1" * len(rows)))
     _add_tokens(sums, rows)
-    sums.methods.update(method for method in rows.texts("method") if method is not None)
-    for reason, steps in Counter(rows.texts("mfu_unknown")).items():
+    sums.methods.update(method for method in rows.column("method") if method is not None)
+    for reason, steps in Counter(rows.column("mfu_unknown")).items():
         if reason is not None:
             sums.add_unknown(reason, steps)
     found = msgspec.convert(sums.as_dict(), RunSummary)
@@ -120,7 +120,8 @@ def _hardware(window: LastWindow, rows: LogRows) -> RunHardware:
         metric(f"perf/{name}") for name in ("executed_tflops_per_gpu", "executed_hfu", "sm_clock_mhz")
     )
     peak = 1e12 * rate_tflops / hfu if rate_tflops and hfu else peak_flops_per_s(rows)
-    parts = msgspec.convert(parts_of_metrics(window.metrics), list[WaterfallPart], from_attributes=True)
+    parts = parts_of_metrics(window.metrics)
+    recorded = msgspec.convert(parts, list[WaterfallPart], from_attributes=True)
     return RunHardware(
         executed_flops_per_s=None if rate_tflops is None else 1e12 * rate_tflops,
         executed_hfu=hfu,
@@ -136,5 +137,5 @@ def _hardware(window: LastWindow, rows: LogRows) -> RunHardware:
         sm_active=metric("perf/sm_active"),
         dram_active=metric("perf/dram_active"),
         limiter=limiter_of(parts[:-1]),
-        waterfall=WaterfallRecord(parts=parts, peak_flops_per_s=peak) if parts else None,
+        waterfall=WaterfallRecord(parts=recorded, peak_flops_per_s=peak) if recorded else None,
     )

@@ -21,7 +21,7 @@ from ...run_summary.texts import (
 from ...text import duration, share, size
 from ..drawing.html import write_template
 from ..drawing.line_chart import SIDE, Chart, Series, line_chart, thinning
-from ..drawing.tables import Cell, Column, Table, plain
+from ..drawing.tables import Table, digits, measures, table_of, words
 from .load import LastWindow, LoadedRun
 from .log_rows import LogRows
 from .log_summary import PAUSES, results_of
@@ -188,39 +188,31 @@ def _pauses_table(pauses: Mapping[str, Mapping[int, float]]) -> Table | None:
     )
     if not found:
         return None
-    return Table(
-        title="Evaluations, checkpoints and other pauses",
-        columns=[Column(label="step"), Column(label="what", is_number=False), Column(label="time", unit="s")],
-        rows=[
-            [plain(f"{step:,}"), plain(kind), Cell(text=duration(seconds), value=seconds)]
-            for seconds, step, kind in found[:_MOST_PAUSES]
+    return table_of(
+        "Evaluations, checkpoints and other pauses",
+        found[:_MOST_PAUSES],
+        [
+            digits("step", lambda pause: f"{pause[1]:,}"),
+            words("what", lambda pause: pause[2]),
+            measures("time", duration, lambda pause: pause[0], unit="s"),
         ],
     )
 
 
 def _ranks_table(lines: Sequence[RankLine]) -> Table:
-    texts = ("rank", "host", "device")
-    numbers = ("attempts", "steps", "median step", "data wait a step", "memory")
-    return Table(
-        title="Ranks",
-        columns=[
-            *(Column(label=label, is_number=False) for label in texts),
-            *(Column(label=label) for label in numbers),
-            Column(label="last seen", is_number=False),
-        ],
-        rows=[
-            [
-                plain(line.ranks),
-                plain(line.host),
-                plain(line.device),
-                plain(f"{line.attempts:,}"),
-                plain(f"{line.steps:,}"),
-                Cell(text=duration(line.median_step_s), value=line.median_step_s),
-                Cell(text=duration(line.data_wait_s), value=line.data_wait_s),
-                Cell(text=size(line.memory_bytes), value=line.memory_bytes),
-                plain(line.last_seen),
-            ]
-            for line in lines
+    return table_of(
+        "Ranks",
+        lines,
+        [
+            words("rank", lambda line: line.ranks),
+            words("host", lambda line: line.host),
+            words("device", lambda line: line.device),
+            digits("attempts", lambda line: f"{line.attempts:,}"),
+            digits("steps", lambda line: f"{line.steps:,}"),
+            measures("median step", duration, lambda line: line.median_step_s),
+            measures("data wait a step", duration, lambda line: line.data_wait_s),
+            measures("memory", size, lambda line: line.memory_bytes),
+            words("last seen", lambda line: line.last_seen),
         ],
     )
 
@@ -230,20 +222,13 @@ def _life_table(run: LoadedRun, pauses: Mapping[str, Mapping[int, float]]) -> Ta
     parts = life_of(run.ranks.of_first, paused)
     if not parts:
         return None
-    return Table(
-        title="The job's time, over all attempts",
-        columns=[
-            Column(label="part", is_number=False),
-            Column(label="time", unit="s"),
-            Column(label="share"),
-        ],
-        rows=[
-            [
-                plain(part.name),
-                Cell(text=duration(part.seconds), value=part.seconds),
-                Cell(text=share(part.share), value=part.share),
-            ]
-            for part in parts
+    return table_of(
+        "The job's time, over all attempts",
+        parts,
+        [
+            words("part", lambda part: part.name),
+            measures("time", duration, lambda part: part.seconds, unit="s"),
+            measures("share", share, lambda part: part.share),
         ],
     )
 
@@ -252,7 +237,7 @@ def _non_finite(rows: LogRows) -> list[str]:
     """A sentence about a NaN or infinite loss: its gap in the chart is easily missed."""
     odd = {
         at: kinds["training/loss"]
-        for at, kinds in rows.rare("non_finite").items()
+        for at, kinds in rows.known("non_finite").items()
         if "training/loss" in kinds
     }
     if not odd:

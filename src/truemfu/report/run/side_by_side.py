@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...run_summary.texts import Figure, RunResults, cost, facts, figures, memory
 from ...text import share
 from ..drawing.html import write_template
 from ..drawing.line_chart import SIDE, Chart, Series, line_chart
-from ..drawing.tables import Cell, Column, Table, plain
+from ..drawing.tables import Cell, Column, Table, plain, table_of
 from .load import LoadedRun
 from .log_summary import results_of
 from .page import StepValues, charted, scaled
 from .waterfall_bars import points
-from .worst_steps import COLUMNS, TITLE, cells_of, worst_steps
+from .worst_steps import FIELDS, TITLE, worst_steps
 
 MOST_RUNS = 8
 _OF_ANY_DEVICE = ("Loss",)
@@ -208,9 +208,9 @@ def _worst_table(shown: Sequence[_Shown]) -> Table | None:
     worst = [(one, step) for one in shown for step in worst_steps(one.run.rows, one.results.summary)]
     if not worst:
         return None
-    return Table(
-        title=TITLE,
-        columns=[Column(label="run", is_number=False), *COLUMNS],
-        rows=[[plain(one.name), *cells_of(step)] for one, step in worst],
-        keys=[one.key for one, _ in worst],
+    table = table_of(TITLE, [step for _, step in worst], FIELDS, keys=[one.key for one, _ in worst])
+    return replace(
+        table,
+        columns=[Column(label="run", is_number=False), *table.columns],
+        rows=[[plain(one.name), *row] for (one, _), row in zip(worst, table.rows, strict=True)],
     )

@@ -16,7 +16,7 @@ _SHOWN = 0.0005
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bar:
+class WaterfallBar:
     """A part as a bar. `kind` selects its colour: peak, loss, largest, gain or useful."""
 
     name: str
@@ -28,7 +28,7 @@ class Bar:
 
 @dataclass(frozen=True, kw_only=True)
 class WaterfallView:
-    bars: Sequence[Bar]
+    bars: Sequence[WaterfallBar]
     table: Table
     advice: Sequence[str]
     sentences: Sequence[str]
@@ -52,7 +52,7 @@ def points(share: float | None) -> str:
     return "unknown" if share is None else f"{100 * share:.1f}".replace("-", "−").replace("−0.0", "0.0")
 
 
-def _bars(parts: Sequence[WaterfallPart], limiter: str | None) -> list[Bar]:
+def _bars(parts: Sequence[WaterfallPart], limiter: str | None) -> list[WaterfallBar]:
     spans, level = [(0.0, 1.0)], 1.0
     for part in parts[:-1]:
         left_after = level - (part.share or 0.0)
@@ -64,7 +64,7 @@ def _bars(parts: Sequence[WaterfallPart], limiter: str | None) -> list[Bar]:
     kinds = ["peak", *(_kind(part, limiter) for part in parts[:-1]), "useful"]
     named = [("the peak", points(1.0)), *((part.name, points(part.share)) for part in parts)]
     return [
-        Bar(
+        WaterfallBar(
             name=name,
             points=text,
             left_percent=round((low - least) * percent, 2),

@@ -15,18 +15,12 @@ from dataclasses import dataclass
 
 from ...records import RunSummary
 from ...text import duration
-from ..drawing.tables import Cell, Column, Table, plain
+from ..drawing.tables import Field, Table, digits, measures, table_of, words
 from .log_rows import LogRow, LogRows
 from .log_summary import PAUSES
 
 UNKNOWN_CAUSE = "unknown"
 TITLE = "The slowest steps"
-COLUMNS = (
-    Column(label="step"),
-    Column(label="time", unit="s"),
-    Column(label="times the median"),
-    Column(label="cause", is_number=False),
-)
 _MOST = 10
 _SLOW = 1.5
 _ENOUGH = 0.5
@@ -58,23 +52,19 @@ def worst_steps(rows: LogRows, summary: RunSummary) -> list[WorstStep]:
     return [_worst(rows[at], at, typical, usual) for at in slowest]
 
 
+FIELDS: tuple[Field, ...] = (
+    digits("step", lambda worst: f"{worst.step:,}"),
+    measures("time", duration, lambda worst: worst.seconds, unit="s"),
+    measures("times the median", lambda times: f"{times:.1f}", lambda worst: worst.times_median),
+    words("cause", lambda worst: worst.cause),
+)
+"""What tables show of a `WorstStep`."""
+
+
 def worst_table(worst: Sequence[WorstStep]) -> Table:
     """The slowest steps of a run."""
-    return Table(
-        title=TITLE,
-        columns=[*COLUMNS, Column(label="how it is known", is_number=False)],
-        rows=[[*cells_of(step), Cell(text=step.details, kind="text")] for step in worst],
-    )
-
-
-def cells_of(step: WorstStep) -> list[Cell]:
-    """The cells of a step in `COLUMNS`."""
-    return [
-        plain(f"{step.step:,}"),
-        Cell(text=duration(step.seconds), value=step.seconds),
-        Cell(text=f"{step.times_median:.1f}", value=step.times_median),
-        plain(step.cause),
-    ]
+    details = words("how it is known", lambda worst: worst.details, kind="text")
+    return table_of(TITLE, worst, [*FIELDS, details])
 
 
 def _usual(rows: LogRows, name: str) -> float:

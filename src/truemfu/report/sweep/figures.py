@@ -8,55 +8,55 @@ from __future__ import annotations
 import msgspec
 
 
-class Experiment(msgspec.Struct, frozen=True, kw_only=True):
+class ExperimentFigures(msgspec.Struct, frozen=True, kw_only=True):
     """The figures of one experiment."""
 
     name: str
     trainer: str
-    model: str | None
-    batch_size: int | None
-    seq_len: int | None
-    dtype: str | None
-    optimizer: str | None
-    compile: bool | None
-    device: str | None
-    host: str | None
+    model: str | None = None
+    batch_size: int | None = None
+    seq_len: int | None = None
+    dtype: str | None = None
+    optimizer: str | None = None
+    compile: bool | None = None
+    device: str | None = None
+    host: str | None = None
     gpus: int
-    parallel: str | None
+    parallel: str | None = None
     end: str
-    phase: str | None
-    message: str | None
-    fits: str | None
-    step_time_s: float | None
+    phase: str | None = None
+    message: str | None = None
+    fits: str | None = None
+    step_time_s: float | None = None
     """Median of the timed steps."""
-    step_time_p10_s: float | None
-    step_time_p90_s: float | None
+    step_time_p10_s: float | None = None
+    step_time_p90_s: float | None = None
     """The fastest and the slowest tenth of them begin here."""
-    step_time_error: float | None
+    step_time_error: float | None = None
     """Relative standard error of that median."""
-    timed_steps: int | None
-    stable: bool | None
-    tokens_per_s: float | None
-    samples_per_s: float | None
-    mfu: float | None
-    hfu: float | None
-    model_flops: int | None
-    hardware_flops: int | None
-    peak_flops_per_s: float | None
-    peak_source: str | None
-    peak_memory_bytes: int | None
-    memory_kind: str | None
-    peak_memory_by_rank_bytes: list[int]
+    timed_steps: int | None = None
+    stable: bool | None = None
+    tokens_per_s: float | None = None
+    samples_per_s: float | None = None
+    mfu: float | None = None
+    hfu: float | None = None
+    model_flops: int | None = None
+    hardware_flops: int | None = None
+    peak_flops_per_s: float | None = None
+    peak_source: str | None = None
+    peak_memory_bytes: int | None = None
+    memory_kind: str | None = None
+    peak_memory_by_rank_bytes: list[int] = []
     """Of an experiment on several GPUs; `peak_memory_bytes` is the highest of them."""
-    reserved_bytes: int | None
-    process_bytes: int | None
-    data_wait_s: float | None
-    parameters: int | None
-    gate_error: float | None
-    wall_s: float | None
+    reserved_bytes: int | None = None
+    process_bytes: int | None = None
+    data_wait_s: float | None = None
+    parameters: int | None = None
+    gate_error: float | None = None
+    wall_s: float | None = None
 
 
-class Totals(msgspec.Struct, frozen=True, kw_only=True):
+class SweepTotals(msgspec.Struct, frozen=True, kw_only=True):
     experiments: int
     succeeded: int
     success_rate: float
@@ -157,12 +157,12 @@ class SweepSummary(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, str]
     memory_kind: str | None
     baseline: str
-    totals: Totals
+    totals: SweepTotals
     trainers: list[TrainerTotals]
     against_baseline: list[AgainstBaseline]
     largest_batches: list[LargestBatch]
     scaling: list[Scaling]
-    experiments: list[Experiment]
+    experiments: list[ExperimentFigures]
     failures: list[Failure]
     """Grouped by cause, the most frequent first."""
     notes: list[str]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from .figures import Experiment
+from .figures import ExperimentFigures
 
 _FIELDS = ("model", "dtype", "optimizer", "compile", "device", "gpus", "parallel")
 _DEVICE = _FIELDS.index("device")
@@ -22,7 +22,7 @@ class Group:
     """`title` only has what distinguishes it from other groups; empty for a single one."""
 
     title: str
-    experiments: Sequence[tuple[int, Experiment]]
+    experiments: Sequence[tuple[int, ExperimentFigures]]
     """With their position in the summary."""
 
     @property
@@ -34,16 +34,16 @@ class Group:
         return sorted({row.batch_size for _, row in self.experiments if row.batch_size is not None})
 
     @property
-    def finished(self) -> Iterator[Experiment]:
+    def finished(self) -> Iterator[ExperimentFigures]:
         return (row for _, row in self.experiments if row.step_time_s is not None)
 
 
-def groups_of(experiments: Sequence[Experiment]) -> list[Group]:
+def groups_of(experiments: Sequence[ExperimentFigures]) -> list[Group]:
     """The groups in the order of the summary."""
     devices = {row.device for row in experiments if row.device is not None}
     only = next(iter(devices)) if len(devices) == 1 else None
-    found: dict[_Key, list[tuple[int, Experiment]]] = {}
-    without: list[tuple[_Key, tuple[int, Experiment]]] = []
+    found: dict[_Key, list[tuple[int, ExperimentFigures]]] = {}
+    without: list[tuple[_Key, tuple[int, ExperimentFigures]]] = []
     for at, row in enumerate(experiments):
         key = tuple(getattr(row, name) if name != "device" else row.device or only for name in _FIELDS)
         if None in (key[_DEVICE], row.model):

@@ -16,12 +16,13 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from ...errors import RecordError, UsageError
 from ...records import CaseResult, Status, SweepCase, SweepRecord, read_record
-from ...sweep.cases import cases_of, short_names
+from ...sweep.cases import cases_of
 from ...sweep.config import SweepConfig
 from ...sweep.paths import LOGS, RECORD_FILE, RESULTS, SweepFolder
 from ...sweep.supervisor.stored import stored_result
@@ -36,7 +37,7 @@ _NAME = re.compile(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class SweepEntry:
     """One experiment of a sweep: its result, or why there is none."""
 
     name: str
@@ -63,7 +64,7 @@ class LoadedSweep:
     source: Path
     record: SweepRecord | None
     """None without a sweep.json next to the files."""
-    entries: tuple[Entry, ...]
+    entries: tuple[SweepEntry, ...]
     notes: tuple[str, ...] = ()
 
     @property
@@ -102,12 +103,9 @@ def load_sweep(source: Path | str) -> LoadedSweep:
         notes.append(f"left out, not experiments: {', '.join(foreign)}")
     if record is not None:
         _remove_other_sweeps(found, record, notes)
-    trainers = _trainer_of_prefix(found, record)
+    trainers = _trainer_of_prefix(found)
     cases = _requested_cases(record)
-    entries = tuple(
-        replace(_entry(name, outcome, trainers), case=_case(outcome) or cases.get(name))
-        for name, outcome in found.items()
-    )
+    entries = tuple(_entry(name, outcome, cases, trainers) for name, outcome in found.items())
     return LoadedSweep(source=source, record=record, entries=entries, notes=tuple(notes))
 
 
@@ -118,23 +116,22 @@ def with_results(sweep: LoadedSweep, results: Iterable[CaseResult]) -> LoadedSwe
     return replace(sweep, entries=tuple(entries.values()))
 
 
-def entry_of(result: CaseResult) -> Entry:
+def entry_of(result: CaseResult) -> SweepEntry:
     """The entry of an experiment with a result."""
-    return Entry(
-        name=result.name,
-        trainer=result.case.trainer,
-        batch_size=result.case.batch_size,
-        seq_len=result.case.seq_len,
-        gpus=result.case.gpus,
-        parallel=result.case.parallel,
-        end=result.end.value,
-        case=result.case,
-        result=result,
+    return _entry_of_case(result.name, result.case, end=result.end.value, result=result)
+
+
+def _entry_of_case(name: str, case: SweepCase, **known: Any) -> SweepEntry:
+    return SweepEntry(
+        name=name,
+        trainer=case.trainer,
+        batch_size=case.batch_size,
+        seq_len=case.seq_len,
+        gpus=case.gpus,
+        parallel=case.parallel,
+        case=case,
+        **known,
     )
-
-
-def _case(outcome: CaseResult | _Missing) -> SweepCase | None:
-    return outcome.case if isinstance(outcome, CaseResult) else None
 
 
 def _requested_cases(record: SweepRecord | None) -> Mapping[str, SweepCase]:
@@ -238,32 +235,36 @@ def _remove_foreign_files(
     return foreign
 
 
-def _trainer_of_prefix(
-    found: Mapping[str, CaseResult | _Missing], record: SweepRecord | None
-) -> Mapping[str, str]:
-    """The full name of a trainer by the short form with which file names begin."""
-    requested = record.config.get("trainers") if record is not None else None
-    names = [name for name in requested if isinstance(name, str)] if isinstance(requested, list) else []
-    whole = {short: name for name, short in short_names(names).items()}
-    for name, outcome in found.items():
-        if isinstance(outcome, CaseResult) and (parts := _NAME.fullmatch(name)):
-            whole[parts["trainer"]] = outcome.case.trainer
-    return whole
+def _trainer_of_prefix(found: Mapping[str, CaseResult | _Missing]) -> Mapping[str, str]:
+    """The full name of a trainer by the short form with which file names begin, as results show it."""
+    return {
+        parts["trainer"]: outcome.case.trainer
+        for name, outcome in found.items()
+        if isinstance(outcome, CaseResult) and (parts := _NAME.fullmatch(name))
+    }
 
 
-def _entry(name: str, outcome: CaseResult | _Missing, trainers: Mapping[str, str]) -> Entry:
+def _entry(
+    name: str,
+    outcome: CaseResult | _Missing,
+    cases: Mapping[str, SweepCase],
+    trainers: Mapping[str, str],
+) -> SweepEntry:
     if isinstance(outcome, CaseResult):
         return replace(entry_of(outcome), name=name)
+    end = Status.LOST.value if outcome.begun else NOT_RUN
+    if name in cases:
+        return _entry_of_case(name, cases[name], end=end, reason=outcome.reason, log_tail=outcome.log_tail)
     parts = _NAME.fullmatch(name)
     prefix = parts["trainer"] if parts else name
-    return Entry(
+    return SweepEntry(
         name=name,
         trainer=trainers.get(prefix, prefix),
         batch_size=int(parts["batch_size"]) if parts else None,
         seq_len=int(parts["seq_len"]) if parts else None,
         gpus=int(parts["gpus"] or 1) if parts else 1,
         parallel=parts["parallel"] if parts else None,
-        end=Status.LOST.value if outcome.begun else NOT_RUN,
+        end=end,
         reason=outcome.reason,
         log_tail=outcome.log_tail,
     )

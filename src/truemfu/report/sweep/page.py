@@ -13,8 +13,8 @@ from ..drawing.heat_map import heated
 from ..drawing.html import write_template
 from ..drawing.line_chart import SIDE
 from ..drawing.panel_chart import PanelChart, PanelSeries, Spread, panel_chart
-from ..drawing.tables import Cell, Column, Table, plain
-from .figures import Experiment, SweepSummary
+from ..drawing.tables import Cell, Column, Table, plain, table_of, words
+from .figures import ExperimentFigures, SweepSummary
 from .groups import Group, groups_of
 from .texts import context_lines, experiments_table, failure_line, headline, tables_of, trainer_keys
 from .verdict import verdict
@@ -87,7 +87,7 @@ def _group_view(group: Group, trainers: Mapping[str, int]) -> GroupView:
     )
 
 
-_MAPS: tuple[tuple[str, Callable[[Experiment], float | None], Callable[[float], str], bool], ...] = (
+_MAPS: tuple[tuple[str, Callable[[ExperimentFigures], float | None], Callable[[float], str], bool], ...] = (
     ("MFU", lambda row: row.mfu, share, False),
     ("HFU", lambda row: row.hfu, share, False),
     ("step time", lambda row: row.step_time_s, duration, True),
@@ -99,14 +99,14 @@ def _map(
     group: Group,
     trainers: Mapping[str, int],
     label: str,
-    figure: Callable[[Experiment], float | None],
+    figure: Callable[[ExperimentFigures], float | None],
     text: Callable[[float], str],
     is_less_better: bool,
 ) -> Table | None:
     """Sequence and batch down, trainers across; None without any value."""
     if all(figure(row) is None for _, row in group.experiments):
         return None
-    at: dict[tuple[str, int | None, int | None], tuple[int, Experiment]] = {}
+    at: dict[tuple[str, int | None, int | None], tuple[int, ExperimentFigures]] = {}
     for index, row in group.experiments:
         point = (row.trainer, row.seq_len, row.batch_size)
         if point not in at or at[point][1].step_time_s is None:  # an experiment with a value stays
@@ -150,7 +150,7 @@ def _charts(group: Group, trainers: Mapping[str, int]) -> list[tuple[PanelChart,
         name: str,
         key: int,
         trainer: str,
-        spread: Callable[[Experiment], Spread | None],
+        spread: Callable[[ExperimentFigures], Spread | None],
         is_dashed: bool = False,
     ) -> PanelSeries:
         values = {
@@ -199,7 +199,7 @@ def _charts(group: Group, trainers: Mapping[str, int]) -> list[tuple[PanelChart,
     ]  # fmt: skip
 
 
-def _step_time(row: Experiment) -> Spread | None:
+def _step_time(row: ExperimentFigures) -> Spread | None:
     if row.step_time_s is None:
         return None
     low, high = row.step_time_p10_s, row.step_time_p90_s
@@ -210,7 +210,7 @@ def _step_time(row: Experiment) -> Spread | None:
     )
 
 
-def _memory(row: Experiment) -> Spread | None:
+def _memory(row: ExperimentFigures) -> Spread | None:
     if row.peak_memory_bytes is None:
         return None
     peak = row.peak_memory_bytes / 2**30
@@ -218,8 +218,8 @@ def _memory(row: Experiment) -> Spread | None:
     return Spread(low=peak, middle=peak, high=max(peak, reserved))
 
 
-def _percent(name: str) -> Callable[[Experiment], Spread | None]:
-    def spread(row: Experiment) -> Spread | None:
+def _percent(name: str) -> Callable[[ExperimentFigures], Spread | None]:
+    def spread(row: ExperimentFigures) -> Spread | None:
         value = getattr(row, name)
         return None if value is None else Spread(low=100 * value, middle=100 * value, high=100 * value)
 
@@ -257,11 +257,12 @@ def _frontier(group: Group, trainers: Mapping[str, int]) -> Table:
 def _failures(summary: SweepSummary) -> Table | None:
     if not summary.failures:
         return None
-    return Table(
-        title="Failures",
-        columns=[Column(label=label, is_number=False) for label in ("experiment", "status", "cause")],
-        rows=[
-            [plain(failure.name), plain(failure.end), Cell(text=failure_line(failure), kind="text")]
-            for failure in summary.failures
+    return table_of(
+        "Failures",
+        summary.failures,
+        [
+            words("experiment", lambda failure: failure.name),
+            words("status", lambda failure: failure.end),
+            words("cause", failure_line, kind="text"),
         ],
     )

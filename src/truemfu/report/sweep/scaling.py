@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...records import Status
-from .figures import Experiment, Scaling
+from .figures import ExperimentFigures, Scaling
 
 
-def scaling_of(experiments: Sequence[Experiment]) -> list[Scaling]:
+def scaling_of(experiments: Sequence[ExperimentFigures]) -> list[Scaling]:
     """One entry for each finished experiment on several GPUs."""
     on_one = [row for row in experiments if row.gpus == 1 and row.phase is not None]
     return [
@@ -25,12 +25,12 @@ def scaling_of(experiments: Sequence[Experiment]) -> list[Scaling]:
     ]
 
 
-def settings_of(row: Experiment) -> tuple[object, ...]:
+def settings_of(row: ExperimentFigures) -> tuple[object, ...]:
     """What experiments that are compared have in common, whatever their trainer and device."""
     return (row.model, row.batch_size, row.seq_len, row.dtype, row.optimizer, row.compile)
 
 
-def _scaling(row: Experiment, tokens_per_s: float, on_one: Sequence[Experiment]) -> Scaling:
+def _scaling(row: ExperimentFigures, tokens_per_s: float, on_one: Sequence[ExperimentFigures]) -> Scaling:
     one, reason = _same_on_one(row, on_one)
     one_tokens_per_s = None if one is None else one.tokens_per_s
     return Scaling(
@@ -47,7 +47,9 @@ def _scaling(row: Experiment, tokens_per_s: float, on_one: Sequence[Experiment])
     )
 
 
-def _same_on_one(row: Experiment, on_one: Sequence[Experiment]) -> tuple[Experiment | None, str | None]:
+def _same_on_one(
+    row: ExperimentFigures, on_one: Sequence[ExperimentFigures]
+) -> tuple[ExperimentFigures | None, str | None]:
     """The finished experiment to compare with, or why there is none."""
     same = [one for one in on_one if one.trainer == row.trainer and settings_of(one) == settings_of(row)]
     finished = [one for one in same if _is_finished(one)]
@@ -61,5 +63,5 @@ def _same_on_one(row: Experiment, on_one: Sequence[Experiment]) -> tuple[Experim
     return None, "no such experiment on one GPU"
 
 
-def _is_finished(row: Experiment) -> bool:
+def _is_finished(row: ExperimentFigures) -> bool:
     return row.end == Status.OK.value and row.step_time_s is not None

@@ -16,21 +16,21 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from ...records import OUT_OF_MEMORY, CaseResult, Environment, Status
+from ...records import OUT_OF_MEMORY, CaseResult, Environment, Measured, Status
 from ...text import shortened
 from .figures import (
     AgainstBaseline,
-    Experiment,
+    ExperimentFigures,
     Failure,
     LargestBatch,
     Ratio,
     SweepSummary,
-    Totals,
+    SweepTotals,
     TrainerTotals,
 )
-from .load import NOT_RUN, Entry, LoadedSweep
+from .load import NOT_RUN, LoadedSweep, SweepEntry
 from .scaling import scaling_of, settings_of
 
 BASELINE = "StandardTrainer"
@@ -84,7 +84,7 @@ class _Site(NamedTuple):
     parallel: str | None
 
 
-def _sites(experiments: Sequence[Experiment]) -> dict[str, _Site]:
+def _sites(experiments: Sequence[ExperimentFigures]) -> dict[str, _Site]:
     """Where each experiment ran, by name; one of unknown device on the sweep's only device, if it has one."""
     devices = {row.device for row in experiments if row.device is not None}
     only = devices.pop() if len(devices) == 1 else None
@@ -127,7 +127,7 @@ def _own_notes(results: Iterable[CaseResult]) -> list[str]:
     ]
 
 
-def _noisy_notes(experiments: Iterable[Experiment]) -> list[str]:
+def _noisy_notes(experiments: Iterable[ExperimentFigures]) -> list[str]:
     """A note about medians of very noisy steps, whose ratios are unreliable."""
     noisy = [row.name for row in experiments if (row.step_time_error or 0.0) > _NOISY]
     if not noisy:
@@ -136,75 +136,67 @@ def _noisy_notes(experiments: Iterable[Experiment]) -> list[str]:
     return [f"step times with an error above {error} (was the machine busy?): {', '.join(noisy)}"]
 
 
-def experiment_of(entry: Entry) -> Experiment:
+def experiment_of(entry: SweepEntry) -> ExperimentFigures:
     """The figures of one experiment."""
+    known: dict[str, Any] = _fields(entry.case, "model", "dtype", "optimizer", "compile")
     result = entry.result
-    case = entry.case
-    measured = result.measured if result is not None else None
-    flops = measured.flops if measured is not None else None
-    memory = result.memory if result is not None else None
-    peak, kind = _peak_memory(result)
-    return Experiment(
-        name=entry.name,
-        trainer=entry.trainer,
-        model=case.model if case else None,
-        batch_size=entry.batch_size,
-        seq_len=entry.seq_len,
-        dtype=case.dtype if case else None,
-        optimizer=case.optimizer if case else None,
-        compile=case.compile if case else None,
-        device=result.environment.device_name if result and result.environment else None,
-        host=result.environment.host if result and result.environment else None,
-        gpus=entry.gpus,
-        parallel=entry.parallel,
-        end=entry.end,
-        phase=result.phase.value if result else None,
+    if result is not None:
+        known |= _fields(result, "fits", "parameters", "wall_s")
+        known["phase"] = result.phase.value
+        known |= _fields(result.memory, "reserved_bytes", "process_bytes")
+        known["peak_memory_bytes"], known["memory_kind"] = _peak_memory(result)
+        known["peak_memory_by_rank_bytes"] = _peaks_by_rank(result)
+        if result.environment is not None:
+            known |= {"device": result.environment.device_name, "host": result.environment.host}
+        if result.gate is not None:
+            known["gate_error"] = result.gate.relative_error
+        if result.measured is not None:
+            known |= _measured(result.measured)
+    return ExperimentFigures(
+        **_fields(entry, "name", "trainer", "batch_size", "seq_len", "gpus", "parallel", "end"),
         message=_message(entry),
-        fits=result.fits if result else None,
-        step_time_s=measured.steps.median_s if measured else None,
-        step_time_p10_s=measured.steps.p10_s if measured else None,
-        step_time_p90_s=measured.steps.p90_s if measured else None,
-        step_time_error=measured.steps.relative_error if measured else None,
-        timed_steps=len(measured.steps.times_s) if measured else None,
-        stable=measured.steps.stable if measured else None,
-        tokens_per_s=measured.tokens_per_s if measured else None,
-        samples_per_s=measured.samples_per_s if measured else None,
-        mfu=flops.mfu if flops else None,
-        hfu=flops.hfu if flops else None,
-        model_flops=flops.model_flops if flops else None,
-        hardware_flops=flops.hardware_flops if flops else None,
-        peak_flops_per_s=flops.peak_flops_per_s if flops else None,
-        peak_source=flops.peak_source if flops else None,
-        peak_memory_bytes=peak,
-        memory_kind=kind,
-        peak_memory_by_rank_bytes=_peaks_by_rank(result),
-        reserved_bytes=memory.reserved_bytes if memory else None,
-        process_bytes=memory.process_bytes if memory else None,
-        data_wait_s=measured.data_wait_s if measured else None,
-        parameters=result.parameters if result else None,
-        gate_error=result.gate.relative_error if result and result.gate else None,
-        wall_s=result.wall_s if result else None,
+        **known,
     )
 
 
-def _message(entry: Entry) -> str | None:
+def _measured(measured: Measured) -> dict[str, Any]:
+    steps = measured.steps
+    return {
+        **_fields(measured, "tokens_per_s", "samples_per_s", "data_wait_s"),
+        **_fields(
+            measured.flops, "mfu", "hfu", "model_flops", "hardware_flops", "peak_flops_per_s", "peak_source"
+        ),
+        "step_time_s": steps.median_s,
+        "step_time_p10_s": steps.p10_s,
+        "step_time_p90_s": steps.p90_s,
+        "step_time_error": steps.relative_error,
+        "timed_steps": len(steps.times_s),
+        "stable": steps.stable,
+    }
+
+
+def _fields(known: object | None, *names: str) -> dict[str, Any]:
+    return {} if known is None else {name: getattr(known, name) for name in names}
+
+
+def _message(entry: SweepEntry) -> str | None:
     """Why there is no measurement, shortened: an exception may contain a whole tensor."""
     text = entry.result.message if entry.result is not None else entry.reason
     return None if text is None else shortened(text, _LONGEST_MESSAGE)
 
 
-def _peak_memory(result: CaseResult | None) -> tuple[int | None, str | None]:
+def _peak_memory(result: CaseResult) -> tuple[int | None, str | None]:
     """Peak memory on this experiment's device, and which memory that is."""
-    if result is None or result.memory is None:
+    if result.memory is None:
         return None, None
     on_cpu = result.case.device == "cpu"
     peak = result.memory.process_bytes if on_cpu else result.memory.allocated_bytes
     return (None, None) if peak is None else (peak, HOST_MEMORY if on_cpu else GPU_MEMORY)
 
 
-def _peaks_by_rank(result: CaseResult | None) -> list[int]:
+def _peaks_by_rank(result: CaseResult) -> list[int]:
     """Peak memory of each rank on its device; empty for one process, or if one is unknown."""
-    if result is None or result.measured is None:
+    if result.measured is None:
         return []
     on_cpu = result.case.device == "cpu"
     memories = [rank.memory for rank in result.measured.ranks]
@@ -213,10 +205,10 @@ def _peaks_by_rank(result: CaseResult | None) -> list[int]:
     return known if len(known) == len(found) else []
 
 
-def _totals(experiments: Sequence[Experiment]) -> Totals:
+def _totals(experiments: Sequence[ExperimentFigures]) -> SweepTotals:
     ends = dict(Counter(row.end for row in experiments).most_common())
     succeeded = ends.get(Status.OK.value, 0)
-    return Totals(
+    return SweepTotals(
         experiments=len(experiments),
         succeeded=succeeded,
         success_rate=succeeded / len(experiments),
@@ -224,7 +216,7 @@ def _totals(experiments: Sequence[Experiment]) -> Totals:
     )
 
 
-class Point(NamedTuple):
+class EqualPoint(NamedTuple):
     """What two experiments must share to be compared; only the trainer may differ."""
 
     site: _Site
@@ -232,26 +224,26 @@ class Point(NamedTuple):
 
 
 def _finished_points(
-    experiments: Iterable[Experiment], sites: Mapping[str, _Site]
-) -> dict[str, dict[Point, Experiment]]:
+    experiments: Iterable[ExperimentFigures], sites: Mapping[str, _Site]
+) -> dict[str, dict[EqualPoint, ExperimentFigures]]:
     """Every trainer's finished experiments by point; a trainer that finished none has an empty entry."""
-    finished: dict[str, dict[Point, Experiment]] = {}
+    finished: dict[str, dict[EqualPoint, ExperimentFigures]] = {}
     for row in experiments:
         points = finished.setdefault(row.trainer, {})
         if row.end == Status.OK.value:
-            points[Point(sites[row.name], settings_of(row))] = row
+            points[EqualPoint(sites[row.name], settings_of(row))] = row
     return finished
 
 
 def _trainers(
-    experiments: Sequence[Experiment],
+    experiments: Sequence[ExperimentFigures],
     sites: Mapping[str, _Site],
-    finished: Mapping[str, Mapping[Point, Experiment]],
+    finished: Mapping[str, Mapping[EqualPoint, ExperimentFigures]],
     memory_kind: str | None,
 ) -> list[TrainerTotals]:
     reached = [set(points) for points in finished.values() if points]
     common = set.intersection(*reached) if reached else set()
-    groups: dict[tuple[str, _Site], list[Experiment]] = {}
+    groups: dict[tuple[str, _Site], list[ExperimentFigures]] = {}
     for row in experiments:
         groups.setdefault((row.trainer, sites[row.name]), []).append(row)
     found = []
@@ -277,7 +269,7 @@ def _trainers(
     return found
 
 
-def _peaks(experiments: Iterable[Experiment], memory_kind: str | None) -> list[int]:
+def _peaks(experiments: Iterable[ExperimentFigures], memory_kind: str | None) -> list[int]:
     return [
         row.peak_memory_bytes
         for row in experiments
@@ -289,13 +281,15 @@ def _mean(values: Sequence[int]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _against_baseline(finished: Mapping[str, Mapping[Point, Experiment]]) -> list[AgainstBaseline]:
+def _against_baseline(
+    finished: Mapping[str, Mapping[EqualPoint, ExperimentFigures]],
+) -> list[AgainstBaseline]:
     baseline = finished.get(BASELINE, {})
     rows = []
     for trainer, points in finished.items():
         if trainer == BASELINE:
             continue
-        by_site: dict[_Site, list[tuple[Experiment, Experiment]]] = {}
+        by_site: dict[_Site, list[tuple[ExperimentFigures, ExperimentFigures]]] = {}
         for point in points:
             if point in baseline:
                 by_site.setdefault(point.site, []).append((points[point], baseline[point]))
@@ -313,7 +307,8 @@ def _against_baseline(finished: Mapping[str, Mapping[Point, Experiment]]) -> lis
 
 
 def _ratio(
-    pairs: Iterable[tuple[Experiment, Experiment]], figure: Callable[[Experiment], float | None]
+    pairs: Iterable[tuple[ExperimentFigures, ExperimentFigures]],
+    figure: Callable[[ExperimentFigures], float | None],
 ) -> Ratio | None:
     """The figure of the first of each pair relative to the second."""
     both = ((figure(own), figure(baseline)) for own, baseline in pairs)
@@ -324,7 +319,7 @@ def _ratio(
     return Ratio(geometric_mean=mean, lowest=min(ratios), highest=max(ratios), points=len(ratios))
 
 
-def _largest_batches(entries: Iterable[Entry], sites: Mapping[str, _Site]) -> list[LargestBatch]:
+def _largest_batches(entries: Iterable[SweepEntry], sites: Mapping[str, _Site]) -> list[LargestBatch]:
     groups: dict[tuple[str, str, int, str, _Site], list[CaseResult]] = {}
     for entry in entries:
         if entry.result is not None:
@@ -354,7 +349,7 @@ def _largest_batches(entries: Iterable[Entry], sites: Mapping[str, _Site]) -> li
     return rows
 
 
-def _failures(entries: Sequence[Entry], experiments: Sequence[Experiment]) -> list[Failure]:
+def _failures(entries: Sequence[SweepEntry], experiments: Sequence[ExperimentFigures]) -> list[Failure]:
     failures = [
         _failure(entry, row)
         for entry, row in zip(entries, experiments, strict=True)
@@ -365,7 +360,7 @@ def _failures(entries: Sequence[Entry], experiments: Sequence[Experiment]) -> li
     return sorted(failures, key=lambda failure: (-frequency[failure.end], first[failure.end]))
 
 
-def _failure(entry: Entry, row: Experiment) -> Failure:
+def _failure(entry: SweepEntry, row: ExperimentFigures) -> Failure:
     result = entry.result
     log_tail = entry.log_tail if result is None else result.log_tail
     return Failure(

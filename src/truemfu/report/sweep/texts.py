@@ -20,13 +20,14 @@ from ...records import Status
 from ...text import UNKNOWN, duration, number, printable, share, size
 from ...training_plan import per_million_tokens
 from ..drawing.markdown import markdown_tables, markdown_text
-from ..drawing.tables import Cell, Column, Table, plain, text_table
+from ..drawing.tables import Field, Table, digits, measures, table_of, words
 from .figures import (
     AgainstBaseline,
-    Experiment,
+    ExperimentFigures,
     Failure,
     LargestBatch,
     Ratio,
+    Scaling,
     SweepSummary,
     TrainerTotals,
 )
@@ -72,12 +73,12 @@ def markdown(summary: SweepSummary) -> str:
 
 
 def csv_text(summary: SweepSummary) -> str:
-    """One row per experiment, every field of `Experiment`, nothing rounded; unknown is empty.
+    """One row per experiment, every field of `ExperimentFigures`, nothing rounded; unknown is empty.
 
     Text that a spreadsheet would read as a formula is prefixed with `'`.
     """
     text = io.StringIO()
-    fields = [field.name for field in msgspec.structs.fields(Experiment)]
+    fields = [field.name for field in msgspec.structs.fields(ExperimentFigures)]
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(fields)
     writer.writerows([_csv_cell(getattr(row, field)) for field in fields] for row in summary.experiments)
@@ -106,20 +107,17 @@ def context_lines(summary: SweepSummary) -> list[str]:
     return lines
 
 
-def _on_column(summary: SweepSummary) -> tuple[str, ...]:
+def _on(summary: SweepSummary) -> list[Field]:
     """A column that names the device, if the sweep has several kinds of it or numbers of GPUs."""
     kinds = {(row.device, row.gpus, row.parallel) for row in summary.trainers}
-    return ("on",) if len(kinds) > 1 or any(row.gpus > 1 for row in summary.trainers) else ()
+    if len(kinds) <= 1 and not any(row.gpus > 1 for row in summary.trainers):
+        return []
 
+    def device(row: ExperimentFigures | TrainerTotals | AgainstBaseline | LargestBatch) -> str:
+        name = row.device or "unknown device"
+        return f"{row.gpus} × {name}, {row.parallel}" if row.gpus > 1 else name
 
-def _on_cell(
-    summary: SweepSummary, row: Experiment | TrainerTotals | AgainstBaseline | LargestBatch
-) -> tuple[str, ...]:
-    """The cell of that column: `2 × NVIDIA H200, ddp`."""
-    if not _on_column(summary):
-        return ()
-    device = row.device or "unknown device"
-    return (f"{row.gpus} × {device}, {row.parallel}" if row.gpus > 1 else device,)
+    return [words("on", device)]
 
 
 _SEVERAL_GPUS = (
@@ -130,50 +128,42 @@ _SEVERAL_GPUS = (
 
 def experiments_table(summary: SweepSummary, price_per_gpu_hour: float | None = None) -> Table:
     """Every experiment; with a price, what a million tokens cost on a GPU."""
-    several_hosts = len(summary.hosts) > 1
     trainers = trainer_keys(summary)
-    columns = [
-        *(Column(label=label, is_number=False) for label in ("experiment", "status", *_on_column(summary))),
-        *([Column(label="host", is_number=False)] if several_hosts else []),
-        Column(label="step", unit="s"),
-        Column(label="±", unit="of the median"),
-        Column(label="tokens/s"),
-        Column(label="peak memory", unit="bytes"),
-        Column(label="HFU"),
-        Column(label="MFU"),
+
+    def cost(row: ExperimentFigures) -> float | None:
+        is_on_gpu = row.reserved_bytes is not None
+        rate = row.tokens_per_s if is_on_gpu else None
+        return per_million_tokens(price_per_gpu_hour or 0.0, rate, gpus=row.gpus)
+
+    fields = [
+        words("experiment", lambda row: row.name),
+        words("status", lambda row: row.end),
+        *_on(summary),
+        *([words("host", lambda row: row.host or UNKNOWN)] if len(summary.hosts) > 1 else []),
+        measures("step", duration, lambda row: row.step_time_s, unit="s"),
+        measures("±", share, lambda row: row.step_time_error, unit="of the median"),
+        measures("tokens/s", number, lambda row: row.tokens_per_s),
+        measures("peak memory", size, lambda row: row.peak_memory_bytes, unit="bytes"),
+        measures("HFU", share, lambda row: row.hfu),
+        measures("MFU", share, lambda row: row.mfu),
     ]
     if price_per_gpu_hour is not None:
-        columns.append(Column(label="$ per million tokens"))
-
-    def cells(row: Experiment) -> list[Cell]:
-        found = [
-            *map(plain, (row.name, row.end, *_on_cell(summary, row))),
-            *([plain(row.host or UNKNOWN)] if several_hosts else []),
-            Cell(text=duration(row.step_time_s), value=row.step_time_s),
-            Cell(text=share(row.step_time_error), value=row.step_time_error),
-            Cell(text=number(row.tokens_per_s), value=row.tokens_per_s),
-            Cell(text=size(row.peak_memory_bytes), value=row.peak_memory_bytes),
-            Cell(text=share(row.hfu), value=row.hfu),
-            Cell(text=share(row.mfu), value=row.mfu),
-        ]
-        if price_per_gpu_hour is not None:
-            is_on_gpu = row.reserved_bytes is not None
-            rate = row.tokens_per_s if is_on_gpu else None
-            cost = per_million_tokens(price_per_gpu_hour, rate, gpus=row.gpus)
-            found.append(Cell(text=UNKNOWN if cost is None else f"{cost:.4g}", value=cost))
-        return found
-
-    return Table(
-        title="Experiments",
+        fields.append(measures("$ per million tokens", _dollars, cost))
+    return table_of(
+        "Experiments",
+        summary.experiments,
+        fields,
         sentence=(
             "Median step time with its standard error; MFU is the model's work over time and peak, HFU the "
             f"executed work. Peak memory: {summary.memory_kind or 'not measured'}."
             + (_SEVERAL_GPUS if summary.scaling else "")
         ),
-        columns=columns,
-        rows=[cells(row) for row in summary.experiments],
         keys=[trainers[row.trainer] for row in summary.experiments],
     )
+
+
+def _dollars(cost: float | None) -> str:
+    return UNKNOWN if cost is None else f"{cost:.4g}"
 
 
 def trainer_keys(summary: SweepSummary) -> dict[str, int]:
@@ -184,118 +174,96 @@ def trainer_keys(summary: SweepSummary) -> dict[str, int]:
 
 
 def _trainers(summary: SweepSummary) -> Table:
-    return text_table(
-        title="Trainers",
+    return table_of(
+        "Trainers",
+        summary.trainers,
+        [
+            words("trainer", lambda row: row.trainer),
+            *_on(summary),
+            digits("ok", lambda row: row.succeeded),
+            digits("of", lambda row: row.experiments),
+            digits("success", lambda row: share(row.success_rate)),
+            digits("mean peak, points all finished", lambda row: size(row.mean_peak_memory_common_bytes)),
+            digits("n", lambda row: row.common_points),
+            digits("mean peak, own finished", lambda row: size(row.mean_peak_memory_bytes)),
+            digits("n", lambda row: row.finished_points),
+        ],
         sentence=(
             "Every experiment is in the rate. Compare the means over points that all trainers finished; "
             "the others cover different points for each trainer."
         ),
-        labels=(
-            "trainer",
-            *_on_column(summary),
-            "ok",
-            "of",
-            "success",
-            "mean peak, points all finished",
-            "n",
-            "mean peak, own finished",
-            "n",
-        ),
-        rows=[
-            (
-                row.trainer,
-                *_on_cell(summary, row),
-                str(row.succeeded),
-                str(row.experiments),
-                share(row.success_rate),
-                size(row.mean_peak_memory_common_bytes),
-                str(row.common_points),
-                size(row.mean_peak_memory_bytes),
-                str(row.finished_points),
-            )
-            for row in summary.trainers
-        ],
     )
 
 
 def _against_baseline(summary: SweepSummary) -> Table:
-    return text_table(
-        title=f"Against {summary.baseline}",
-        sentence="At equal model, batch, sequence, dtype and device: geometric mean, lowest to highest.",
-        labels=(
-            "trainer",
-            *_on_column(summary),
-            "points",
-            "step time",
-            "range",
-            "peak memory",
-            "range",
-            "executed work",
-            "range",
-        ),
-        rows=[
-            (
-                row.trainer,
-                *_on_cell(summary, row),
-                str(row.step_time.points if row.step_time else 0),
-                *_ratio(row.step_time),
-                *_ratio(row.peak_memory),
-                *_ratio(row.hardware_flops),
-            )
-            for row in summary.against_baseline
+    return table_of(
+        f"Against {summary.baseline}",
+        summary.against_baseline,
+        [
+            words("trainer", lambda row: row.trainer),
+            *_on(summary),
+            digits("points", lambda row: row.step_time.points if row.step_time else 0),
+            *_ratios("step time", lambda row: row.step_time),
+            *_ratios("peak memory", lambda row: row.peak_memory),
+            *_ratios("executed work", lambda row: row.hardware_flops),
         ],
+        sentence="At equal model, batch, sequence, dtype and device: geometric mean, lowest to highest.",
     )
 
 
+def _ratios(label: str, ratio: Callable[[AgainstBaseline], Ratio | None]) -> list[Field]:
+    def spread(row: AgainstBaseline) -> str:
+        found = ratio(row)
+        return UNKNOWN if found is None else f"{found.lowest:.2f} to {found.highest:.2f}"
+
+    def mean(row: AgainstBaseline) -> str:
+        found = ratio(row)
+        return UNKNOWN if found is None else f"{found.geometric_mean:.2f}×"
+
+    return [digits(label, mean), digits("range", spread)]
+
+
 def _scaling(summary: SweepSummary) -> Table:
-    return text_table(
-        title="Scaling",
+    return table_of(
+        "Scaling",
+        summary.scaling,
+        [
+            words("experiment", lambda row: row.name),
+            digits("GPUs", lambda row: row.gpus),
+            digits("tokens/s", lambda row: number(row.tokens_per_s)),
+            digits("on one GPU", lambda row: number(row.on_one_tokens_per_s)),
+            digits("efficiency", _efficiency),
+            digits(
+                "peak memory by rank",
+                lambda row: ", ".join(map(size, row.peak_memory_by_rank_bytes)) or UNKNOWN,
+            ),
+        ],
         sentence=(
             "Tokens/s over n times the tokens/s of the same experiment on one GPU of the same kind, with the "
             "same batch on each GPU."
         ),
-        labels=("experiment", "GPUs", "tokens/s", "on one GPU", "efficiency", "peak memory by rank"),
-        rows=[
-            (
-                row.name,
-                str(row.gpus),
-                number(row.tokens_per_s),
-                number(row.on_one_tokens_per_s),
-                share(row.efficiency) if row.reason is None else f"{UNKNOWN} ({row.reason})",
-                ", ".join(map(size, row.peak_memory_by_rank_bytes)) or UNKNOWN,
-            )
-            for row in summary.scaling
-        ],
     )
 
 
+def _efficiency(row: Scaling) -> str:
+    return share(row.efficiency) if row.reason is None else f"{UNKNOWN} ({row.reason})"
+
+
 def _largest_batches(summary: SweepSummary) -> Table:
-    return text_table(
-        title="Largest batch",
-        sentence="After out-of-memory failures: batches that finished, batches that did not, and what fits.",
-        labels=(
-            "trainer",
-            *_on_column(summary),
-            "model",
-            "sequence",
-            "dtype",
-            "finished",
-            "out of memory",
-            "found to fit",
-        ),
-        rows=[
-            (
-                row.trainer,
-                *_on_cell(summary, row),
-                row.model,
-                str(row.seq_len),
-                row.dtype,
-                _or_unknown(row.largest_finished),
-                _or_unknown(row.smallest_out_of_memory),
-                row.fits or UNKNOWN,
-            )
-            for row in summary.largest_batches
+    return table_of(
+        "Largest batch",
+        summary.largest_batches,
+        [
+            words("trainer", lambda row: row.trainer),
+            *_on(summary),
+            digits("model", lambda row: row.model),
+            digits("sequence", lambda row: row.seq_len),
+            digits("dtype", lambda row: row.dtype),
+            digits("finished", lambda row: row.largest_finished or UNKNOWN),
+            digits("out of memory", lambda row: row.smallest_out_of_memory or UNKNOWN),
+            digits("found to fit", lambda row: row.fits or UNKNOWN),
         ],
+        sentence="After out-of-memory failures: batches that finished, batches that did not, and what fits.",
     )
 
 
@@ -316,12 +284,6 @@ def failure_line(failure: Failure) -> str:
     return "".join(details)
 
 
-def _ratio(ratio: Ratio | None) -> tuple[str, str]:
-    if ratio is None:
-        return UNKNOWN, UNKNOWN
-    return f"{ratio.geometric_mean:.2f}×", f"{ratio.lowest:.2f} to {ratio.highest:.2f}"
-
-
 _FORMULA = ("=", "+", "-", "@")
 
 
@@ -339,7 +301,3 @@ def _is_number(text: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _or_unknown(value: object | None) -> str:
-    return UNKNOWN if value is None else str(value)

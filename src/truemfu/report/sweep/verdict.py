@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from ...records import OUT_OF_MEMORY, Status
 from ...sweep.trainers.base import NEEDS_OPACUS
 from ...text import duration, flop_rate, share
-from .figures import Experiment, Ratio, SweepSummary
+from .figures import ExperimentFigures, Ratio, SweepSummary
 from .groups import Group, groups_of
 
 _MOST_NAMED = 4
@@ -113,7 +113,7 @@ def _best_mfu(group: Group, unknown: list[tuple[str, str]]) -> Iterator[str]:
     )
 
 
-def _out_of_memory(experiments: Sequence[Experiment], groups: Sequence[Group]) -> Iterator[str]:
+def _out_of_memory(experiments: Sequence[ExperimentFigures], groups: Sequence[Group]) -> Iterator[str]:
     group_of = {at: group for group in groups for at, _ in group.experiments}
     failed = [(at, row) for at, row in enumerate(experiments) if row.end in OUT_OF_MEMORY]
     if not failed:
@@ -138,7 +138,7 @@ def _other_failures(summary: SweepSummary) -> Iterator[str]:
         yield f"Without a result for other reasons: {', '.join(f'{n} {end}' for end, n in others.items())}."
 
 
-def _point(row: Experiment) -> str:
+def _point(row: ExperimentFigures) -> str:
     return f"batch {row.batch_size}, sequence {row.seq_len}"
 
 
