@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ..errors import UsageError
 from ..text import on_one_line, shortened
 from .console import (
     WIDEST_TABLE,
@@ -66,7 +67,6 @@ def summarize(
         truemfu summarize out/sweep --format markdown > sweep.md
         truemfu summarize out/sweep --json | jq '.trainers[] | {trainer, success_rate}'
     """
-    from ..errors import UsageError
     from ..report.sweep.load import load_sweep
     from ..report.sweep.summary import summarize as summary_of
     from ..report.sweep.texts import WRITERS

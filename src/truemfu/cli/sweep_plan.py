@@ -7,10 +7,12 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from ..records import SweepCase
 from .console import WIDEST_TABLE, output, print_json, table
 
 if TYPE_CHECKING:
-    from ..records import SweepCase
     from ..sweep.config import SweepConfig
     from ..sweep.launchers.settings import Request
 
@@ -56,7 +58,6 @@ def _words(request: Request) -> list[str]:
 def _print_json(
     cases: dict[str, SweepCase], requests: dict[str, Request], took_s: dict[str, float] | None
 ) -> None:
-    import msgspec
 
     listed = msgspec.to_builtins(cases)
     if requests:

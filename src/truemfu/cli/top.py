@@ -26,6 +26,7 @@ from rich.live import Live
 from rich.text import Text
 
 from ..errors import CounterError, NvmlMissing, UsageError
+from ..hardware.counters.nvml import NvmlSource
 from ..hardware.counters.sampler import Sampler
 from ..hardware.counters.samples import CounterSource
 from ..hardware.counters.trace import Recorder, Replay
@@ -165,7 +166,6 @@ def readings(sampler: Sampler, *, whole: bool = False) -> list[Reading]:
 def _open(replay_from: Path | None, *, energy: bool) -> CounterSource:
     if replay_from is not None:
         return Replay(replay_from)
-    from ..hardware.counters.nvml import NvmlSource
 
     try:
         return NvmlSource(energy=energy)

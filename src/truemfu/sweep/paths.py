@@ -24,7 +24,7 @@ import msgspec
 
 from .. import plain_files
 from ..errors import RecordError, one_line
-from ..records import SweepCase
+from .order import WorkerOrder
 
 RECORD_FILE = "sweep.json"
 PAGE_FILE = "report.html"
@@ -36,11 +36,9 @@ _JOBS_PREFIX = "jobs-"
 class RunningCase(msgspec.Struct, frozen=True, kw_only=True):
     """A running experiment, for the next supervisor if this one dies."""
 
-    pid: int
     token: str
     began_at_s: float
-    content_hash: str
-    case: SweepCase
+    order: WorkerOrder
 
 
 def read_marker(path: Path) -> RunningCase:

@@ -36,15 +36,6 @@ _BATCH_FILE = "batch.json"
 _SUFFIXES = (".order", ".claim", ".end", ".engine", ".out", ".start")
 
 
-class NodeOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """The order of a node: one experiment, and how its worker is started."""
-
-    order: WorkerOrder
-    time_limit_s: float
-    gpus: int
-    command: list[str]
-
-
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
     """Who runs an experiment."""
 
@@ -74,6 +65,10 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     settings: ClusterSettings
     working_folder: str
     created_at_s: float
+    time_limit_s: float
+    """Of each experiment, from its order on; the engine allows more."""
+    command: list[str]
+    """How a worker is started."""
     engine_job: str | None = None
     """The engine's name of the batch; None until it is known to be submitted."""
 
@@ -90,7 +85,7 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
     """memory or time, where the engine ended it for that."""
 
 
-_Kind = TypeVar("_Kind", NodeOrder, Claim, NodeEnd, JobState)
+_Kind = TypeVar("_Kind", WorkerOrder, Claim, NodeEnd, JobState)
 
 
 class JobsFolder:
@@ -120,12 +115,12 @@ class JobsFolder:
     def write_batch(self, batch: Batch) -> None:
         plain_files.replace(self.root / _BATCH_FILE, msgspec.json.encode(batch), durable=True)
 
-    def write_order(self, number: int, job: NodeOrder) -> None:
-        plain_files.replace(self._file(number, ".order"), msgspec.json.encode(job), durable=True)
+    def write_order(self, number: int, order: WorkerOrder) -> None:
+        plain_files.replace(self._file(number, ".order"), msgspec.json.encode(order), durable=True)
 
-    def read_order(self, number: int) -> NodeOrder | None:
+    def read_order(self, number: int) -> WorkerOrder | None:
         """None if it is no longer wanted."""
-        return self._read(number, ".order", NodeOrder)
+        return self._read(number, ".order", WorkerOrder)
 
     def try_claim(self, number: int, *, engine_job: str | None = None, withdraw: bool = False) -> bool:
         """Whether this process is the first to claim it; an OSError if the folder cannot be written."""

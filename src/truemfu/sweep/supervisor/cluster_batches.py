@@ -14,13 +14,21 @@ import msgspec
 from ...errors import RecordError, UsageError
 from ..folder_claim import FolderLock
 from ..launchers.engine import Engine
-from ..launchers.engines import engine_of
-from ..launchers.jobs import Batch, Claim, JobsFolder, NodeOrder
+from ..launchers.jobs import Batch, Claim, JobsFolder
+from ..launchers.ray_engine import Ray
+from ..launchers.settings import ClusterSettings
+from ..launchers.slurm import Slurm
+from ..order import WorkerOrder
 from ..paths import SweepFolder, read_marker
 from ..process import kill_leftovers
 
 _CANCEL_TIMEOUT_S = 120.0
 _CANCEL_POLL_S = 0.5
+
+
+def engine_of(launcher: str, settings: ClusterSettings) -> Engine:
+    """The engine of this launcher, slurm or ray."""
+    return Slurm(settings) if launcher == "slurm" else Ray(settings)
 
 
 @dataclass
@@ -29,7 +37,7 @@ class SubmittedBatch:
 
     batch: Batch
     jobs: JobsFolder
-    left: dict[int, NodeOrder]
+    left: dict[int, WorkerOrder]
     claims: dict[int, Claim] = field(default_factory=dict)
     interrupted: dict[int, float] = field(default_factory=dict)
     """When it was seen that their nodes were interrupted."""

@@ -26,8 +26,7 @@ from ..order import WorkerOrder
 from ..paths import RunningCase, SweepFolder
 from ..process import WorkerProcess
 from ..progress import environment_of, peaks
-from .case_log import last_lines, seal_log
-from .stored import clear_paths, save
+from .stored import clear_paths, last_lines, save, seal_log
 from .watch import OnProgress, Stop, watch
 
 
@@ -77,14 +76,7 @@ def _prepare(worker: WorkerProcess, order: WorkerOrder, folder: SweepFolder) -> 
         for path in (folder.progress(order.name), log, marker):
             plain_files.remove(path)
         plain_files.append(log, b"")
-        mark = RunningCase(
-            pid=worker.pid,
-            token=worker.token,
-            began_at_s=time.time(),
-            content_hash=order.content_hash,
-            case=order.case,
-        )
-        write_record(marker, mark)
+        write_record(marker, RunningCase(token=worker.token, began_at_s=time.time(), order=order))
     except OSError as error:
         return [f"the sweep's folder could not be written at the start: {error.strerror}"]
     return []
