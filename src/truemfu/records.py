@@ -11,7 +11,7 @@ Field names carry their units. Unknown values are None. A record of a newer vers
 unknown fields of the same version are ignored, so that a reader survives a small addition.
 
 The records of a sweep also carry a checksum of their content, so that a damaged one is not shown; one without
-a checksum is from an earlier version and read without this check. Experiment names become file names: a name
+a checksum is read without this check. Experiment names become file names: a name
 that is a path is rejected.
 """
 
@@ -543,11 +543,6 @@ def _version_of(data: bytes | str) -> int:
     return msgspec.json.decode(data, type=_Record).version
 
 
-def has_checksum(data: bytes | str) -> bool:
-    """Whether a sweep's record has a checksum; those of earlier versions do not."""
-    return _CHECKSUM in msgspec.json.decode(data)
-
-
 def _matches_checksum(data: bytes | str) -> bool:
     content = msgspec.json.decode(data)
     written = content.pop(_CHECKSUM, None)
@@ -561,15 +556,11 @@ def _checksum(content: dict[str, Any]) -> str:
 
 def read_record(path: Path, record_type: type[Record]) -> Record:
     """Read one record from its file."""
-    return decode(read_file(path), record_type, str(path))
-
-
-def read_file(path: Path) -> bytes:
-    """The content of a record's file, or a RecordError."""
     try:
-        return plain_files.read(path)
+        data = plain_files.read(path)
     except OSError as error:
         raise RecordError(f"{path} cannot be read: {error.strerror}") from error
+    return decode(data, record_type, str(path))
 
 
 def write_record(path: Path, record: msgspec.Struct, *, durable: bool = False) -> None:

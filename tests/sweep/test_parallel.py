@@ -21,8 +21,8 @@ from truemfu.sweep.config import SweepConfig, override, parse
 from truemfu.sweep.content_hash import content_hash, hashed_environment
 from truemfu.sweep.folder_claim import claim
 from truemfu.sweep.supervisor.memory_fit import propose
-from truemfu.sweep.supervisor.outcome import CaseState, SweepOutcome
-from truemfu.sweep.supervisor.runner import run_sweep
+from truemfu.sweep.supervisor.runner import SweepOutcome, run_sweep
+from truemfu.sweep.supervisor.state import CaseState
 from truemfu.sweep.trainers.base import TrainerSettings
 from truemfu.sweep.trainers.standard import StandardTrainer
 from truemfu.sweep.worker.case_model import build_case_model, endless_batches

@@ -30,11 +30,10 @@ from supervised import (
 
 from truemfu.errors import UsageError
 from truemfu.records import CaseResult, Memory, Phase, Status, read_record, write_record
+from truemfu.sweep.order import Progress, append_progress
 from truemfu.sweep.paths import SweepFolder
-from truemfu.sweep.progress import Progress, append_progress
-from truemfu.sweep.supervisor.outcome import SweepOutcome
 from truemfu.sweep.supervisor.resume import reusable
-from truemfu.sweep.supervisor.runner import run_sweep
+from truemfu.sweep.supervisor.runner import SweepOutcome, run_sweep
 
 FAULTS = {
     "Raises": (Status.ERROR, 1, None, "RuntimeError: the loss has exploded"),

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def show_plan(config: SweepConfig, folder: Path, as_json: bool) -> None:
     """Print the experiments; on a cluster also what each requests, and the hours from earlier results."""
     from ..sweep.cases import cases_of
-    from ..sweep.launchers.device import device_of
+    from ..sweep.gpus import device_of
     from ..sweep.launchers.settings import request_of
 
     device = device_of(config)

@@ -106,10 +106,7 @@ def hashed_environment(device_name: str, memory_limit_bytes: int | None) -> Hash
 def content_hash(case: SweepCase, environment: HashedEnvironment) -> str:
     """The hash of one experiment."""
     files = [*_files_of(case.trainer), *_files_of(case.model)]
-    settings = msgspec.to_builtins(case)
-    if case.gpus == 1:  # results from before experiments could use several GPUs stay valid
-        del settings["gpus"], settings["parallel"]
-    content = msgspec.json.encode([settings, msgspec.to_builtins(environment), _digest(files)])
+    content = msgspec.json.encode([case, environment, _digest(files)])
     return hashlib.sha256(content).hexdigest()
 
 

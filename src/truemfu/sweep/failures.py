@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ..errors import one_line, text_of
 from ..records import Phase, Status
-from .progress import Progress, last_phase
+from .order import Progress, last_phase
 from .trainers.base import Unsupported
 from .worker.memory_limit import is_limited
 

@@ -216,8 +216,6 @@ def _joined(
     if here and there and here != there:
         raise _another_sweep(folder, "parallel", there, here)
     recorded_axes = {key: recorded.config.get(key) or [] for key in _AXES}
-    # A sweep of a version that could not use several GPUs.
-    recorded_axes["gpus_per_experiment"] = recorded_axes["gpus_per_experiment"] or [1]
     axes = {key: _union(recorded_axes[key], new[key]) for key in _AXES}
     covers_both = {**new, "parallel": here or there}
     joined = msgspec.convert({**covers_both, **axes}, SweepConfig)

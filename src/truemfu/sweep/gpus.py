@@ -1,4 +1,4 @@
-"""The GPUs of this machine and their names, without torch and without a CUDA context.
+"""Which device experiments run on, and the GPUs of this machine, without torch and without a CUDA context.
 
 The supervisor must start fast and must never hold GPU memory, so it queries the driver: NVML where
 nvidia-ml-py is installed, else the `nvidia-smi` tool, else the device files alone. An existing
@@ -16,8 +16,38 @@ from pathlib import Path
 
 from ..errors import CounterError, UsageError
 from ..hardware.counters.nvml import gpu_names
+from .config import SweepConfig
 
 _ASK_TIMEOUT_S = 30.0
+_CHOOSING = ("--gres", "--gpus", "-C", "--constraint", "-w", "--nodelist")
+"""Options of sbatch that choose among kinds of nodes."""
+
+
+def device_of(config: SweepConfig) -> str:
+    """cuda or cpu. `auto` on a cluster is cuda, unless its experiments request no GPU."""
+    if config.launcher == "local" or _is_this_machine(config):
+        return resolve_device(config.device, config.gpus)
+    if config.gpus is not None:
+        raise UsageError(
+            f"gpus are numbers of GPUs in this machine; with launcher {config.launcher} the engine chooses: "
+            "leave it out, and set cluster.gpus to the GPUs of an experiment"
+        )
+    if config.device == "auto":
+        return "cpu" if config.cluster.gpus == 0 else "cuda"
+    return config.device
+
+
+def device_name_of(config: SweepConfig, device: str) -> str:
+    """The name of the device; of a cluster, which of its nodes may be chosen."""
+    if config.launcher == "local" or _is_this_machine(config):
+        return device_name(device)
+    options = [option for option in config.cluster.sbatch_options if option.startswith(_CHOOSING)]
+    return ", ".join([f"{device} on {config.launcher}", *filter(None, [config.cluster.partition]), *options])
+
+
+def _is_this_machine(config: SweepConfig) -> bool:
+    """A Ray that is started for the sweep has this machine alone."""
+    return config.launcher == "ray" and config.cluster.ray_address is None
 
 
 def visible_gpus() -> list[str]:

@@ -28,9 +28,8 @@ from ..config import SweepConfig
 from ..failures import status_of_job
 from ..launchers.jobs import Batch, Claim, JobsFolder, JobState
 from ..launchers.settings import request_of
-from ..order import WorkerOrder
+from ..order import WorkerOrder, last_phase, read_progress
 from ..paths import SweepFolder
-from ..progress import last_phase, read_progress
 from .cluster_batches import (
     SubmittedBatch,
     end_on_this_host,
@@ -38,8 +37,7 @@ from .cluster_batches import (
     launchers_in_use,
     submitted_batches,
 )
-from .outcome import CaseState
-from .state import SweepState
+from .state import CaseState, SweepState
 from .stored import last_lines, save, without_answer
 
 _FIRST_POLL_S, _LONGEST_POLL_S = 0.2, 5.0

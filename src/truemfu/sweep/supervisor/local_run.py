@@ -14,8 +14,7 @@ from pathlib import Path
 from ... import plain_files
 from ...records import CaseResult, Phase, SweepCase
 from ..launchers.local import Slot
-from .outcome import CaseState
-from .state import SweepState
+from .state import CaseState, SweepState
 from .stored import save
 from .supervise import not_started, run_case
 

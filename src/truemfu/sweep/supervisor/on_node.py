@@ -30,8 +30,7 @@ from ..order import WorkerOrder
 from ..paths import SweepFolder
 from ..process import WorkerProcess
 from .stored import save
-from .supervise import not_started, run_case
-from .watch import Stop
+from .supervise import Stop, not_started, run_case
 
 _CHECK_INTERVAL_S = 10.0
 _CHECKS = 3

@@ -1,12 +1,7 @@
 """The two copies of a result on disk: its file, and the last line of the experiment's log.
 
-`save` writes both. Read again, one of them counts:
-
-    the file, with a checksum that matches ──────────────────► it
-    the file, without one (of an earlier version) ───────────► it, unless a log with a checksum differs
-    no file, or a damaged one, or the result of another ─────► the log's
-
-Each fault of either copy is reported in one line.
+`save` writes both. Read again, the file counts; if it is missing, damaged or another experiment's, the log
+does. Each fault of either copy is reported in one line.
 """
 
 from __future__ import annotations
@@ -20,10 +15,9 @@ import msgspec
 
 from ... import plain_files
 from ...errors import RecordError
-from ...records import CaseResult, Status, decode, encode, has_checksum, read_file, write_record
-from ..order import WorkerOrder
+from ...records import CaseResult, Status, decode, encode, read_record, write_record
+from ..order import WorkerOrder, environment_of, last_phase, peaks, read_progress
 from ..paths import SweepFolder
-from ..progress import environment_of, last_phase, peaks, read_progress
 
 _TAIL_LINES = 20
 _END_BYTES = 4 << 20
@@ -35,8 +29,6 @@ class Stored:
     """The result of an experiment, or why there is none."""
 
     result: CaseResult | None = None
-    has_checksum: bool = False
-    """Whether the result has a checksum that reveals damage."""
     faults: tuple[str, ...] = ()
     """The faults of its files, one line each."""
     log_tail: tuple[str, ...] = ()
@@ -112,15 +104,9 @@ def without_answer(
 def stored_result(name: str, file: Path, log: Path) -> Stored:
     """The result of this experiment in its file, or else in its log."""
     written = _own(_in_file(file), name, str(file))
-    if written.result is not None and written.has_checksum:
+    if written.result is not None:
         return written
     logged = _own(read_log(log), name, log.name) if os.path.lexists(log) else Stored()
-    if written.result is not None:
-        if logged.result in (None, written.result):
-            return replace(written, faults=logged.faults if logged.is_of_another else ())
-        taken = f"the result in {log.name}" if logged.has_checksum else "the first"
-        fault = f"{file} and the last line of {log.name} differ: one is damaged, using {taken}"
-        return Stored(result=logged.result if logged.has_checksum else written.result, faults=(fault,))
     if logged.result is not None:
         faults = tuple(f"{fault}; read from {log.name} instead" for fault in written.faults)
         return Stored(result=logged.result, faults=faults)
@@ -145,8 +131,7 @@ def read_log(log: Path) -> Stored:
     for line in reversed(found):
         if line.startswith(b"{"):
             try:
-                result = decode(line, CaseResult, log.name)
-                return Stored(result=result, has_checksum=has_checksum(line), log_tail=tail)
+                return Stored(result=decode(line, CaseResult, log.name), log_tail=tail)
             except RecordError as error:
                 faults.append(str(error))
     return Stored(faults=tuple(faults[1:2] or faults), log_tail=tail)
@@ -161,8 +146,7 @@ def _in_file(file: Path) -> Stored:
     if not os.path.lexists(file):
         return Stored()
     try:
-        data = read_file(file)
-        return Stored(result=decode(data, CaseResult, str(file)), has_checksum=has_checksum(data))
+        return Stored(result=read_record(file, CaseResult))
     except RecordError as error:
         return Stored(faults=(str(error),))
 

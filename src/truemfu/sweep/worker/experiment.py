@@ -39,9 +39,8 @@ from ...records import (
     SweepCase,
 )
 from ..failures import status_of
-from ..order import WorkerOrder
+from ..order import Progress, WorkerOrder, append_progress
 from ..paths import SweepFolder
-from ..progress import Progress, append_progress
 from ..trainers.base import Trainer, TrainerSettings, load_trainer
 from .case_model import Batch, CaseModel, build_case_model, endless_batches, samples_of
 from .environment import environment, memory, reset_peaks

@@ -31,9 +31,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from ...records import CaseResult, Phase, Status
-from ..order import WorkerOrder, encode_order
+from ..order import Progress, WorkerOrder, append_progress, encode_order, read_progress
 from ..process import start_command
-from ..progress import Progress, append_progress, read_progress
 from ..trainers.base import Unsupported, load_trainer
 from .environment import environment
 from .lifetime import exit_at_once
