@@ -16,7 +16,6 @@ import hashlib
 import os
 import platform
 import sys
-from importlib import metadata
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,6 +24,7 @@ import msgspec
 
 from .. import __version__
 from ..hardware.detect import PEAK_VARIABLE
+from ..provenance import installed_version
 from ..records import SweepCase
 
 _PACKAGES = ("torch", "opacus", "transformers")
@@ -87,17 +87,13 @@ class HashedEnvironment(msgspec.Struct, frozen=True, kw_only=True):
 
 def hashed_environment(device_name: str, memory_limit_bytes: int | None) -> HashedEnvironment:
     """The environment of this process, now."""
-    versions = {"truemfu": __version__}
-    for package in _PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
+    found = {package: installed_version(package) for package in _PACKAGES}
+    versions = {package: version for package, version in found.items() if version is not None}
     return HashedEnvironment(
         device_name=device_name,
         memory_limit_bytes=memory_limit_bytes,
         python=platform.python_version(),
-        versions=versions,
+        versions={"truemfu": __version__, **versions},
         variables={name: os.environ[name] for name in _VARIABLES if name in os.environ},
         sources=_digest(_own_sources()),
     )

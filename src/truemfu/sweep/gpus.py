@@ -94,21 +94,13 @@ def device_name(device: str) -> str:
 
 def _names() -> list[str]:
     """The name of each GPU in this machine, in the order of the PCI bus."""
-    names = _names_by_nvml()
-    if names is None:
-        names = _names_by_tool()
-    if names is None:
-        names = ["NVIDIA GPU"] * len(
-            [path for path in Path("/dev").glob("nvidia*") if path.name[6:].isdigit()]
-        )
-    return names
-
-
-def _names_by_nvml() -> list[str] | None:
     try:
         return gpu_names()
     except CounterError:  # the Python package or the driver is missing
-        return None
+        names = _names_by_tool()
+    if names is None:
+        names = ["NVIDIA GPU" for path in Path("/dev").glob("nvidia*") if path.name[6:].isdigit()]
+    return names
 
 
 def _names_by_tool() -> list[str] | None:

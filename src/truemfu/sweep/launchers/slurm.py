@@ -193,9 +193,7 @@ def _state(state: str, reason: str) -> JobState:
 def _ask(command: Sequence[str], unknown: str | None = None) -> str | None:
     """What a command prints; None if it fails, unless it does with the words `unknown`: these then."""
     try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S
-        )
+        done = _called(command)
     except (OSError, subprocess.TimeoutExpired):
         return None
     if unknown is not None and unknown in done.stderr:
@@ -206,14 +204,7 @@ def _ask(command: Sequence[str], unknown: str | None = None) -> str | None:
 def _run(command: Sequence[str], *, script: str = "", refused: str) -> str:
     """What a command prints; a UsageError with Slurm's own words if it fails."""
     try:
-        done = subprocess.run(
-            command,
-            input=script,
-            capture_output=True,
-            text=True,
-            timeout=_COMMAND_TIMEOUT_S,
-            env=submit_environment(),
-        )
+        done = _called(command, script)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UsageError(f"{refused}: {command[0]} does not work: {on_one_line(str(error))}") from error
     if done.returncode == 0:
@@ -223,4 +214,15 @@ def _run(command: Sequence[str], *, script: str = "", refused: str) -> str:
     ]
     raise UsageError(
         f"{refused}: {shortened(on_one_line('; '.join(said))) or f'exit code {done.returncode}'}"
+    )
+
+
+def _called(command: Sequence[str], script: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        input=script,
+        capture_output=True,
+        text=True,
+        timeout=_COMMAND_TIMEOUT_S,
+        env=submit_environment(),
     )

@@ -29,7 +29,6 @@ from ..launchers.local import imports_of
 from ..order import WorkerOrder
 from ..paths import SweepFolder
 from ..process import WorkerProcess
-from .stored import save
 from .supervise import Stop, not_started, run_case
 
 _CHECK_INTERVAL_S = 10.0
@@ -90,7 +89,7 @@ def _run(batch: Batch, order: WorkerOrder, jobs: JobsFolder, number: int, stop: 
             command, environment=_environment(batch.request.gpus), log=jobs.worker_log(number)
         )
     except OSError as error:
-        return save(folder, not_started(order, error))
+        return not_started(order, error, folder)
     return run_case(
         worker, order, folder, time_limit_s=batch.time_limit_s, stop=stop, on_progress=end_with_parent
     )

@@ -77,7 +77,7 @@ def run_case(
     """
     is_probe, result_file = order.purpose == "probe", folder.result(order.name)
     before = _signature(result_file)
-    notes = [] if is_probe else _prepare(worker, order, folder)
+    notes = _prepare(worker, order, folder)
     end = watch(worker, order, time_limit_s=time_limit_s, stop=stop, on_progress=on_progress, clock=clock)
     answer = _answer(worker, order, result_file, before)
     if answer is not None and answer.end is not Status.OK and (end.timed_out or end.interrupted):
@@ -93,15 +93,16 @@ def run_case(
     return result
 
 
-def not_started(order: WorkerOrder, error: OSError) -> CaseResult:
-    """The result of an experiment whose worker could not be started."""
+def not_started(order: WorkerOrder, error: OSError, folder: SweepFolder) -> CaseResult:
+    """The result where no worker could be started; written, unless it is that of a probe."""
     message = f"its process could not be started: {one_line(error)}"
-    return order.result(Status.ERROR, Phase.START, message=message)
+    result = order.result(Status.ERROR, Phase.START, message=message)
+    return result if order.purpose == "probe" else save(folder, result)
 
 
 def _prepare(worker: WorkerProcess, order: WorkerOrder, folder: SweepFolder) -> list[str]:
     """Remove files of an earlier run, and write a marker for the case that this supervisor is killed."""
-    log, marker = folder.log(order.name), folder.marker(order.name)
+    log, marker = Path(order.log_path), folder.marker(order.name)
     try:
         folder.make()
         for path in (folder.progress(order.name), log, marker):

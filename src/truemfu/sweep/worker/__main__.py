@@ -47,7 +47,7 @@ def main() -> int:
     from ..paths import SweepFolder
     from ..trainers.base import TrainerSettings
     from ..trainers.standard import make_optimizer
-    from .experiment import Experiment
+    from .experiment import CaseRun
     from .worker_report import WorkerOutput
 
     # Embeddings look up integers, which have no gradient: true for every model, so not worth a warning.
@@ -73,7 +73,7 @@ def main() -> int:
 
         result = run_ranks(order)
     else:
-        result = Experiment(order, output.write_line, started_at_s=STARTED_AT_S, began_at_s=began_at_s).run()
+        result = CaseRun(order, output.write_line, started_at_s=STARTED_AT_S, began_at_s=began_at_s).run()
     is_measured = order.purpose == "measure"
     return output.report(result, SweepFolder(Path(order.folder)).result(order.name) if is_measured else None)
 

@@ -57,7 +57,7 @@ LEAST_WORK = 0.5
 """Share of the model's FLOPs that a step must execute: forward alone is a third."""
 
 
-class Experiment:
+class CaseRun:
     """Runs one order; what it measures until a failure is still in the result."""
 
     def __init__(

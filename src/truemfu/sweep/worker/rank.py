@@ -23,7 +23,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from ...records import CaseResult, Phase
 from ..failures import status_of
 from ..order import WorkerOrder, decode_order
-from .experiment import Experiment
+from .experiment import CaseRun
 from .lifetime import die_with_parent, exit_at_once, find_modules_here
 from .rank_group import is_lost_peer, join
 from .worker_report import WorkerOutput
@@ -85,7 +85,7 @@ def start() -> NoReturn:
         output.write_line(f"rank {os.environ['RANK']}: {error}")
         result, failure = failed_result(order, error), error
     else:
-        experiment = Experiment(
+        experiment = CaseRun(
             order, output.write_line, started_at_s=started_at_s, began_at_s=started_at_s, group=group
         )
         result = experiment.run()
