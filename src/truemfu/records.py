@@ -96,16 +96,24 @@ CountOrZero = Annotated[int, msgspec.Meta(ge=0, le=MAX_INT)]
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 
 
-class CaseSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How experiments train and are measured: the same for all of a sweep."""
+class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How to train. Only private trainers clip and add noise."""
 
     optimizer: str = "sgd"
+    """One of `sweep.trainers.base.OPTIMIZERS`."""
     learning_rate: Positive = 1e-4
+    max_grad_norm: Positive = 1.0
+    """A private trainer scales each sample's gradient down to this norm."""
+    noise_multiplier: Annotated[float, msgspec.Meta(ge=0)] = 1.0
+    """Standard deviation of the noise, in units of `max_grad_norm`."""
     compile: bool = False
+
+
+class CaseSettings(TrainerSettings, frozen=True, kw_only=True):
+    """How experiments train and are measured: the same for all of a sweep."""
+
     attention: str = "full"
     """The convention of the FLOP counts: full or causal."""
-    max_grad_norm: Positive = 1.0
-    noise_multiplier: Annotated[float, msgspec.Meta(ge=0)] = 1.0
     seed: CountOrZero = 0
     warm_up_steps: CountOrZero = 5
     min_steps: Count = 20

@@ -122,7 +122,7 @@ def write_order(jobs: JobsFolder, what: str = "Nothing") -> None:
         progress_path=str(folder.progress("case")),
         log_path=str(folder.log("case")),
     )
-    jobs.write_order(0, order)
+    jobs.write(0, order)
 
 
 def test_of_many_that_claim_an_experiment_one_succeeds(jobs: JobsFolder) -> None:
@@ -139,13 +139,13 @@ def test_of_many_that_claim_an_experiment_one_succeeds(jobs: JobsFolder) -> None
 def test_an_agent_runs_an_experiment_once(jobs: JobsFolder, tmp_path: Path) -> None:
     write_order(jobs)
     assert on_node([str(jobs.root), "0"]) == 0
-    ended = jobs.read_end(0)
+    ended = jobs.read(0, NodeEnd)
     assert ended is not None
     assert ended.result is not None
     assert ended.result.end is Status.OK
     assert on_node([str(jobs.root), "0"]) == 0
     assert len((tmp_path / "ran").read_text().splitlines()) == 2
-    assert jobs.read_end(0) == ended
+    assert jobs.read(0, NodeEnd) == ended
 
 
 @pytest.mark.parametrize("withdrawn", [True, False])
@@ -154,7 +154,7 @@ def test_an_agent_does_not_run_what_was_withdrawn(jobs: JobsFolder, tmp_path: Pa
         write_order(jobs)
         assert jobs.try_claim(0, withdraw=True)
     assert on_node([str(jobs.root), "0"]) == 0
-    assert jobs.read_end(0) is None
+    assert jobs.read(0, NodeEnd) is None
     assert jobs.read_claim(0).withdrawn is withdrawn
     assert not (tmp_path / "ran").exists()
 
@@ -176,7 +176,7 @@ def test_files_of_an_experiment_are_forgotten_the_order_first(
 ) -> None:
     write_order(jobs)
     jobs.try_claim(0)
-    jobs.write_end(0, NodeEnd(result=None))
+    jobs.write(0, NodeEnd(result=None))
     removed: list[str] = []
     unlink = Path.unlink
 

@@ -191,7 +191,7 @@ def start(folder: Path, *imports: str, cwd: Path | None = None) -> subprocess.Po
     }
     with (folder / "spare.log").open("wb") as log:
         return subprocess.Popen(
-            [*WORKER, *(f"--import={name}" for name in imports)],
+            [*WORKER, *imports],
             cwd=cwd,
             stdin=subprocess.PIPE,
             stdout=log,

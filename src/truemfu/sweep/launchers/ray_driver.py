@@ -23,8 +23,9 @@ from typing import Any, NoReturn
 
 from ... import plain_files
 from ...errors import one_line
+from ..order import WorkerOrder
 from .engine import ENGINE_JOB_VARIABLE, NODE_AGENT, submit_environment
-from .jobs import JobsFolder, JobState
+from .jobs import JobsFolder, JobState, NodeEnd
 from .ray_engine import driver_pid, lock_path
 from .settings import Request
 
@@ -60,7 +61,7 @@ def _keep(jobs: JobsFolder, stop: threading.Event) -> int:
     shortage = _shortage(ray, request.gpus, request.cpus or 1, request.memory_bytes or 0)
     if shortage is not None:  # Ray would keep the tasks waiting for ever
         for number in waiting:
-            jobs.write_job_state(number, JobState(over=True, reason=shortage))
+            jobs.write(number, JobState(over=True, reason=shortage))
         ray.shutdown()
         return 0
     limit = batch.settings.max_jobs or len(waiting)
@@ -150,9 +151,9 @@ def _note(ray: Any, jobs: JobsFolder, number: int, reference: Any) -> None:
         reason = one_line(error)
         if isinstance(error, ray.exceptions.OutOfMemoryError):
             cause = "memory"
-    end = jobs.read_end(number)
-    if jobs.read_order(number) is not None and (end is None or end.result is None):
-        jobs.write_job_state(number, JobState(over=True, reason=reason, cause=cause))
+    end = jobs.read(number, NodeEnd)
+    if jobs.read(number, WorkerOrder) is not None and (end is None or end.result is None):
+        jobs.write(number, JobState(over=True, reason=reason, cause=cause))
 
 
 def _cancel(ray: Any, left: list[Any]) -> None:

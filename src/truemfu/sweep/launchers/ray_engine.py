@@ -111,7 +111,7 @@ class Ray:
         self, batch: Batch, jobs: JobsFolder, claimed: Mapping[int, str | None]
     ) -> dict[int, JobState]:
         told = jobs.listing()[".engine"]
-        found = {number: jobs.read_job_state(number) for number in told & set(claimed)}
+        found = {number: jobs.read(number, JobState) for number in told & set(claimed)}
         states = {number: state for number, state in found.items() if state is not None}
         if driver_pid(jobs) is None:
             last = last_line_of(_log(jobs))

@@ -14,7 +14,7 @@ import msgspec
 from ...errors import RecordError, UsageError
 from ..folder_claim import FolderLock
 from ..launchers.engine import Engine
-from ..launchers.jobs import Batch, Claim, JobsFolder
+from ..launchers.jobs import Batch, Claim, JobsFolder, NodeEnd
 from ..launchers.ray_engine import Ray
 from ..launchers.settings import ClusterSettings
 from ..launchers.slurm import Slurm
@@ -71,7 +71,7 @@ def submitted_batches(folder: SweepFolder, *, tidy: bool = True) -> list[Submitt
                     f"{error}; its experiments may be running: restore the file, or remove {path} once they "
                     "have ended"
                 ) from None
-            orders = {number: jobs.read_order(number) for number in jobs.listing()[".order"]}
+            orders = {number: jobs.read(number, WorkerOrder) for number in jobs.listing()[".order"]}
             left = {n: order for n, order in sorted(orders.items()) if order and n < len(batch.names)}
         if left:
             found.append(SubmittedBatch(batch=batch, jobs=jobs, left=left))
@@ -116,7 +116,7 @@ def _cancel(folder: SweepFolder, found: SubmittedBatch) -> int:
     until = time.monotonic() + _CANCEL_TIMEOUT_S
     while running and time.monotonic() < until:
         for number in _over(found, engine, running):
-            end = found.jobs.read_end(number)
+            end = found.jobs.read(number, NodeEnd)
             finished += end is not None and end.result is not None
             name = found.batch.names[number]
             end_on_this_host(folder, name, found.jobs.read_claim(number))

@@ -26,7 +26,7 @@ from ...records import OUT_OF_MEMORY, CaseResult, Status, read_record
 from ...text import counted
 from ..config import SweepConfig
 from ..failures import status_of_job
-from ..launchers.jobs import Batch, Claim, JobsFolder, JobState
+from ..launchers.jobs import Batch, Claim, JobsFolder, JobState, NodeEnd
 from ..launchers.settings import request_of
 from ..order import WorkerOrder, last_phase, read_progress
 from ..paths import SweepFolder
@@ -147,7 +147,7 @@ class ClusterRun:
         try:
             plain_files.make_folder(jobs.root)
             for number, order in left.items():
-                jobs.write_order(number, order)
+                jobs.write(number, order)
             jobs.write_batch(batch)
             engine_job = self._engine.submit(batch, jobs, list(left), after)
             batch = msgspec.structs.replace(batch, engine_job=engine_job)
@@ -195,7 +195,7 @@ class ClusterRun:
         return moved
 
     def _collect(self, found: SubmittedBatch, number: int, state: SweepState) -> bool:
-        ended = found.jobs.read_end(number)
+        ended = found.jobs.read(number, NodeEnd)
         if ended is None or number in found.interrupted:
             return False
         if ended.result is None:
@@ -316,4 +316,4 @@ def _restore(found: SubmittedBatch, number: int) -> None:
         found.jobs.write_batch(found.batch)
         if number in found.claims:
             found.jobs.try_claim(number, engine_job=found.claims[number].engine_job)
-        found.jobs.write_order(number, found.left[number])
+        found.jobs.write(number, found.left[number])

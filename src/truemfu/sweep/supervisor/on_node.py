@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from ... import plain_files
 from ...errors import RecordError, one_line
 from ...records import CaseResult, Phase
 from ..launchers.engine import ENGINE_JOB_VARIABLE
@@ -56,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
         print("not run: it was already started once, or withdrawn")
         return 0
     try:
-        batch, order = jobs.read_batch(), jobs.read_order(number)
+        batch, order = jobs.read_batch(), jobs.read(number, WorkerOrder)
     except RecordError:
         order = None
     if order is None:
@@ -78,7 +79,7 @@ def _run(batch: Batch, order: WorkerOrder, jobs: JobsFolder, number: int, stop: 
         nonlocal missing, checked_at_s
         if elapsed_s - checked_at_s > _CHECK_INTERVAL_S:
             checked_at_s = elapsed_s
-            withdrawn = folder.lock.exists() and jobs.read_order(number) is None
+            withdrawn = folder.lock.exists() and jobs.read(number, WorkerOrder) is None
             missing = missing + 1 if withdrawn else 0
         if (os.getppid() != parent or missing >= _CHECKS) and not stop.requested:
             stop.request()
@@ -104,7 +105,8 @@ def _write(jobs: JobsFolder, number: int, ended: NodeEnd) -> int:
     until = time.monotonic() + _WRITE_FOR_S
     while True:
         try:
-            jobs.write_end(number, ended)
+            plain_files.make_folder(jobs.root)  # an experiment may have removed it
+            jobs.write(number, ended)
             return 0
         except OSError as error:
             if time.monotonic() > until:

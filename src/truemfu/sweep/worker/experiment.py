@@ -41,7 +41,7 @@ from ...records import (
 from ..failures import status_of
 from ..order import Progress, WorkerOrder, append_progress
 from ..paths import SweepFolder
-from ..trainers.base import Trainer, TrainerSettings, load_trainer
+from ..trainers.base import Trainer, load_trainer
 from .case_model import Batch, CaseModel, build_case_model, endless_batches, samples_of
 from .environment import environment, memory, reset_peaks
 from .gradient_check import NAN_RELATIVE_ERROR, check_trainer
@@ -242,14 +242,7 @@ class CaseRun:
         built = build_case_model(case, self._group.build_device(case.device))
         self._parameters = parameter_count(built.model)
         model = self._group.wrapped(built.model, self._device)
-        settings = TrainerSettings(
-            optimizer=case.optimizer,
-            learning_rate=case.learning_rate,
-            max_grad_norm=case.max_grad_norm,
-            noise_multiplier=case.noise_multiplier,
-            compile=case.compile,
-        )
-        trainer = self._group.guarded(trainer_class(model, settings))
+        trainer = self._group.guarded(trainer_class(model, case))
         reset_peaks(self._device)  # temporary memory of the build does not count
         return trainer, built
 
