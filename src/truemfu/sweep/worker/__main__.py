@@ -5,7 +5,7 @@
         to the supervisor, to results/<name>.json, and the same as the log's last line ◄───┘
 
 Exit codes: 0 measured (a probe: it fits), 1 failed, with the reason in the result, 2 invalid order.
-The worker may be started long before its order: until then it only imports, also the modules of its arguments.
+The worker may be started long before its order: until then it only imports, those of its arguments too.
 """
 
 from __future__ import annotations
