@@ -159,9 +159,9 @@ def _cells(run: CeilingRun, ceiling: MatmulCeiling) -> tuple[str, ...]:
     at_most = "≤" if clock_hz is not None and run.clock_hz is None else ""
     return (
         _pair(_tera(run.flops_per_s), _tera(ceiling.datasheet_flops_per_s)),
-        _share(run.of_datasheet),
-        _share(run.clock_of_datasheet),
-        _share(run.pipe_of_clock),
+        percent(run.of_datasheet),
+        percent(run.clock_of_datasheet),
+        percent(run.pipe_of_clock),
         _pair(at_most + _whole(clock_hz, 1e6), _whole(ceiling.datasheet_clock_hz, 1e6)),
         _pair(_whole(run.power_w), _whole(run.power_limit_w)),
         "×".join(map(str, run.shape)),
@@ -171,10 +171,6 @@ def _cells(run: CeilingRun, ceiling: MatmulCeiling) -> tuple[str, ...]:
 
 def _pair(reached: str, limit: str) -> str:
     return reached if limit == "-" else f"{reached} / {limit}"
-
-
-def _share(share: float | None) -> str:
-    return "-" if share is None else percent(share, 1.0)
 
 
 def _whole(value: float | None, unit: float = 1.0) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import click
@@ -30,6 +30,18 @@ SIZE_NAMES = {
 def older_names(names: Mapping[str, str]) -> dict[str, Any]:
     """Settings of a command whose options also answer to older names, which help does not show."""
     return {"token_normalize_func": lambda name: names.get(name, name)}
+
+
+def format_option(*formats: str) -> Callable[..., Any]:
+    """`--format`: tables, or one of these."""
+    return click.option(
+        "--format",
+        "shown_as",
+        type=click.Choice(["table", *formats]),
+        default="table",
+        show_default=True,
+        help="Output format.",
+    )
 
 
 class Amount(click.types.FloatParamType):

@@ -20,6 +20,7 @@ from .console import (
     table,
     write_text,
 )
+from .options import format_option
 
 if TYPE_CHECKING:
     from ..report.sweep.figures import SweepSummary
@@ -39,14 +40,7 @@ _LONGEST_LOG_LINE = 1000
     type=FilePath(),
     help="Also write the summary here; the suffix .json, .csv or .md selects the format.",
 )
-@click.option(
-    "--format",
-    "shown_as",
-    type=click.Choice(["table", "markdown", "json", "csv"]),
-    default="table",
-    show_default=True,
-    help="Output format.",
-)
+@format_option("markdown", "json", "csv")
 @json_option
 @debug_option
 def summarize(

@@ -16,9 +16,11 @@ import hashlib
 import os
 import platform
 import sys
+from collections.abc import Mapping
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -73,33 +75,21 @@ _VARIABLES = (
 """Environment variables that a worker inherits and that affect its figures."""
 
 
-class HashedEnvironment(msgspec.Struct, frozen=True, kw_only=True):
-    """What all experiments of a sweep share and what affects their results."""
-
-    device_name: str
-    memory_limit_bytes: int | None
-    python: str
-    versions: dict[str, str]
-    variables: dict[str, str]
-    sources: str
-    """Digest of truemfu's own files that measure and count."""
-
-
-def hashed_environment(device_name: str, memory_limit_bytes: int | None) -> HashedEnvironment:
-    """The environment of this process, now."""
+def hashed_environment(device_name: str, memory_limit_bytes: int | None) -> dict[str, Any]:
+    """What all experiments of a sweep share and what affects their results, now."""
     found = {package: installed_version(package) for package in _PACKAGES}
     versions = {package: version for package, version in found.items() if version is not None}
-    return HashedEnvironment(
-        device_name=device_name,
-        memory_limit_bytes=memory_limit_bytes,
-        python=platform.python_version(),
-        versions={"truemfu": __version__, **versions},
-        variables={name: os.environ[name] for name in _VARIABLES if name in os.environ},
-        sources=_digest(_own_sources()),
-    )
+    return {
+        "device_name": device_name,
+        "memory_limit_bytes": memory_limit_bytes,
+        "python": platform.python_version(),
+        "versions": {"truemfu": __version__, **versions},
+        "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
+        "sources": _digest(_own_sources()),
+    }
 
 
-def content_hash(case: SweepCase, environment: HashedEnvironment) -> str:
+def content_hash(case: SweepCase, environment: Mapping[str, Any]) -> str:
     """The hash of one experiment."""
     files = [*_files_of(case.trainer), *_files_of(case.model)]
     content = msgspec.json.encode([case, environment, _digest(files)])
