@@ -118,7 +118,8 @@ def top(
             from .top_export import serving
 
             host, port = export
-            address = open_ones.enter_context(serving(lambda: _all_readings(samplers), port, host))
+            found = serving(lambda: [one for each in samplers for one in readings(each)], port, host)
+            address = open_ones.enter_context(found)
             say(f"serving {address}", err=True)
         if record_to is not None:
             source = _recorder(source, record_to, interval_s)
@@ -136,10 +137,6 @@ def _are_same(one: Path, other: Path) -> bool:
         return os.path.samefile(one, other)
     except OSError:  # one of them does not exist
         return False
-
-
-def _all_readings(samplers: Sequence[Sampler]) -> list[Reading]:
-    return [reading for sampler in samplers for reading in readings(sampler)]
 
 
 def _recorder(source: CounterSource, path: Path, interval_s: float) -> Recorder:

@@ -89,7 +89,8 @@ class Slurm:
         name = _job_name(batch)
         answer = _ask(["squeue", "--noheader", "--states=all", f"--name={name}", "--format=%F"])
         if not answer:
-            since = f"--starttime=now-{math.ceil((_age_s(batch) + 3600) / 60)}minutes"
+            age_s = max(time.time() - batch.created_at_s, 0.0)
+            since = f"--starttime=now-{math.ceil((age_s + 3600) / 60)}minutes"
             answer = _ask(["sacct", "-X", "-n", "-P", since, f"--name={name}", "--format=JobID"])
         found = re.match(r"\s*(\d+)", answer or "")
         return found[1] if found else None
@@ -146,10 +147,6 @@ def _output_pattern(jobs: JobsFolder) -> str:
 
 def _job_name(batch: Batch) -> str:
     return f"truemfu-{batch.id}"
-
-
-def _age_s(batch: Batch) -> float:
-    return max(time.time() - batch.created_at_s, 0.0)
 
 
 def _ranges(numbers: Iterable[int]) -> str:

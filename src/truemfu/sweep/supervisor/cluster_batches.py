@@ -50,10 +50,6 @@ class SubmittedBatch:
         self.interrupted.pop(number, None)
         self.over_since.pop(number, None)
 
-    def claimed_by(self, number: int) -> str | None:
-        """The engine's job that has claimed an experiment."""
-        return self.claims[number].engine_job if number in self.claims else None
-
 
 def submitted_batches(folder: SweepFolder, *, tidy: bool = True) -> list[SubmittedBatch]:
     """What earlier calls have submitted and what has not ended, oldest first; `tidy` removes what is over.

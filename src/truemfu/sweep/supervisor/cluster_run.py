@@ -221,7 +221,7 @@ class ClusterRun:
         """Ask the engine about what has no result; whether something has ended by that."""
         moved = False
         for found in list(self._batches):
-            claimed = {number: found.claimed_by(number) for number in found.left}
+            claimed = {number: found.claims.get(number, Claim()).engine_job for number in found.left}
             job_states = self._engine.job_states(found.batch, found.jobs, claimed)
             for number, job_state in job_states.items():
                 if number in found.left and job_state.over and _has_no_result(found, number):

@@ -85,20 +85,15 @@ def _run(batch: Batch, order: WorkerOrder, jobs: JobsFolder, number: int, stop: 
             stop.request()
 
     command = [*batch.command, *imports_of(order.case)]
+    # What the engine set, with no GPU for an experiment that requested none.
+    environment = dict(os.environ) if batch.request.gpus else {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     try:
-        worker = WorkerProcess(
-            command, environment=_environment(batch.request.gpus), log=jobs.worker_log(number)
-        )
+        worker = WorkerProcess(command, environment=environment, log=jobs.worker_log(number))
     except OSError as error:
         return not_started(order, error, folder)
     return run_case(
         worker, order, folder, time_limit_s=batch.time_limit_s, stop=stop, on_progress=end_with_parent
     )
-
-
-def _environment(gpus: int) -> dict[str, str]:
-    """What the engine set, with no GPU for an experiment that requested none."""
-    return {**os.environ, **({"CUDA_VISIBLE_DEVICES": ""} if gpus == 0 else {})}
 
 
 def _write(jobs: JobsFolder, number: int, ended: NodeEnd) -> int:

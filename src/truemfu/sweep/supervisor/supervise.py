@@ -152,12 +152,12 @@ def _completed(
         log_tail = last_lines(worker.log)
     notes = notes + [f"process {pid} could not be killed" for pid in end.unkillable]
     if answer is None:
-        status, message = status_of_exit(end, log_tail, folder.root)
+        status, reason = status_of_exit(end, log_tail, folder.root)
         began = [entry for entry in end.progress if entry.rank is None]
         answer = order.result(
             status,
             end.phase,
-            message=message,
+            message=reason if end.rank is None else f"rank {end.rank}: {reason}",
             phases=[PhaseTime(phase=entry.phase, began_at_s=entry.at_s) for entry in began],
             environment=environment_of(end.progress),
         )
