@@ -163,7 +163,6 @@ def readings(sampler: Sampler, *, whole: bool = False) -> list[Reading]:
 def _open(replay_from: Path | None, *, energy: bool) -> CounterSource:
     if replay_from is not None:
         return Replay(replay_from)
-
     try:
         return NvmlSource(energy=energy)
     except NvmlMissing:
