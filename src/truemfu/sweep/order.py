@@ -69,14 +69,13 @@ def decode_order(line: bytes) -> WorkerOrder:
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """The begin of a phase. Memory is the peak so far; that of the GPU is None without a GPU."""
+    """The begin of a phase."""
 
     phase: Phase
     at_s: float
     """On the wall clock."""
-    allocated_bytes: int | None = None
-    reserved_bytes: int | None = None
-    process_bytes: int | None = None
+    memory: Memory = Memory()
+    """The peaks so far."""
     environment: Environment | None = None
     """Where it runs, once that is known."""
     rank: int | None = None
@@ -113,9 +112,9 @@ def peaks(progress: list[Progress], process_bytes: int | None = None) -> Memory:
         return max((value for value in values if value is not None), default=None)
 
     return Memory(
-        allocated_bytes=most([entry.allocated_bytes for entry in progress]),
-        reserved_bytes=most([entry.reserved_bytes for entry in progress]),
-        process_bytes=most([*(entry.process_bytes for entry in progress), process_bytes]),
+        allocated_bytes=most([entry.memory.allocated_bytes for entry in progress]),
+        reserved_bytes=most([entry.memory.reserved_bytes for entry in progress]),
+        process_bytes=most([*(entry.memory.process_bytes for entry in progress), process_bytes]),
     )
 
 

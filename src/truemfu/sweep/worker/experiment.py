@@ -254,14 +254,8 @@ class CaseRun:
     def _append_progress(self, phase: Phase) -> None:
         if self._group.rank > 0:
             return
-        peaks = memory(self._device)
         progress = Progress(
-            phase=phase,
-            at_s=time.time(),
-            allocated_bytes=peaks.allocated_bytes,
-            reserved_bytes=peaks.reserved_bytes,
-            process_bytes=peaks.process_bytes,
-            environment=self._environment,
+            phase=phase, at_s=time.time(), memory=memory(self._device), environment=self._environment
         )
         path = Path(self._order.progress_path)
         try:
