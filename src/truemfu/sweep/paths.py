@@ -24,7 +24,7 @@ import msgspec
 
 from .. import plain_files
 from ..errors import RecordError, one_line
-from .order import WorkerOrder
+from ..records import SweepCase
 
 RECORD_FILE = "sweep.json"
 PAGE_FILE = "report.html"
@@ -36,9 +36,11 @@ _JOBS_PREFIX = "jobs-"
 class RunningCase(msgspec.Struct, frozen=True, kw_only=True):
     """A running experiment, for the next supervisor if this one dies."""
 
+    pid: int
     token: str
     began_at_s: float
-    order: WorkerOrder
+    content_hash: str
+    case: SweepCase
 
 
 def read_marker(path: Path) -> RunningCase:

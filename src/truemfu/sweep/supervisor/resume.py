@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 
 from ...errors import RecordError, UsageError, closest
 from ...records import CaseResult, Status, SweepRecord
+from ..order import WorkerOrder
 from ..paths import SweepFolder, read_marker
 from ..process import kill_leftovers
 from .stored import save, stored_result, without_answer
@@ -71,11 +72,17 @@ def end_leftovers(
             kill_leftovers(left.token)
             report(f"{name} was left unfinished by a sweep that was killed")
             if name in record.cases and name not in names and not os.path.lexists(folder.result(name)):
-                message = "its supervisor ended before it finished"
-                save(
-                    folder,
-                    without_answer(folder, left.order, Status.LOST, message, began_at_s=left.began_at_s),
+                order = WorkerOrder(
+                    case=left.case,
+                    name=name,
+                    sweep_id=record.sweep_id,
+                    content_hash=left.content_hash,
+                    folder=str(folder.root),
+                    progress_path=str(folder.progress(name)),
+                    log_path=str(folder.log(name)),
                 )
+                message = "its supervisor ended before it finished"
+                save(folder, without_answer(folder, order, Status.LOST, message, began_at_s=left.began_at_s))
         folder.remove_running(name)
 
 

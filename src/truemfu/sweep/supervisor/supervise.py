@@ -108,7 +108,14 @@ def _prepare(worker: WorkerProcess, order: WorkerOrder, folder: SweepFolder) -> 
         for path in (folder.progress(order.name), log, marker):
             plain_files.remove(path)
         plain_files.append(log, b"")
-        write_record(marker, RunningCase(token=worker.token, began_at_s=time.time(), order=order))
+        mark = RunningCase(
+            pid=worker.pid,
+            token=worker.token,
+            began_at_s=time.time(),
+            content_hash=order.content_hash,
+            case=order.case,
+        )
+        write_record(marker, mark)
     except OSError as error:
         return [f"the sweep's folder could not be written at the start: {error.strerror}"]
     return []
