@@ -29,8 +29,8 @@ from truemfu import __version__
 from truemfu.records import CaseResult
 from truemfu.sweep.config import TEST_CONFIG, override
 from truemfu.sweep.paths import SweepFolder
-from truemfu.sweep.supervisor.outcome import CaseState
 from truemfu.sweep.supervisor.runner import run_sweep
+from truemfu.sweep.supervisor.state import CaseState
 
 LIMIT_S = 0.020
 GROWTH = 0.10

@@ -30,7 +30,7 @@ from typing import Any
 
 from truemfu.records import CaseResult, Phase, Status, SweepRecord, read_record
 from truemfu.report.sweep.load import load_sweep
-from truemfu.sweep.supervisor.outcome import covered_s
+from truemfu.sweep.supervisor.runner import covered_s
 
 LIMIT = 0.05
 COLUMNS = {

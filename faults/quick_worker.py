@@ -23,8 +23,7 @@ from truemfu.records import (
     StepTimes,
     encode,
 )
-from truemfu.sweep.order import WorkerOrder, decode_order
-from truemfu.sweep.progress import Progress, append_progress
+from truemfu.sweep.order import Progress, WorkerOrder, append_progress, decode_order
 
 
 def measured(order: WorkerOrder) -> CaseResult:

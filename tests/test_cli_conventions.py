@@ -19,7 +19,6 @@ from tests.command_line import Run, caller
 
 from truemfu.cli import cli
 from truemfu.cli.console import SafeConsole, fitted, output, table
-from truemfu.cli.options import Option
 from truemfu.hardware.specs import DEVICES
 
 ROOT = Path(__file__).parents[1]
@@ -87,13 +86,6 @@ def test_an_older_name_still_works_and_is_not_shown(run: Run, command: str, old:
 
 def test_an_error_names_an_option_as_help_does(run: Run) -> None:
     assert run("count", "tiny", "--batch-size", "x").err == run("count", "tiny", "--batch", "x").err
-
-
-def test_older_names_are_no_option_of_their_own() -> None:
-    for name in cli.commands:
-        shown = {flag for option in options_of(name) for flag in option.opts}
-        old = [flag for option in options_of(name) if isinstance(option, Option) for flag in option.old_names]
-        assert not shown & set(old)
 
 
 def examples(command: str) -> list[list[str]]:

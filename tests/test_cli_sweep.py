@@ -18,7 +18,7 @@ from tests.command_line import Result, Run, caller
 from truemfu.cli.console import output
 from truemfu.cli.live import Lines, LiveTable, progress
 from truemfu.records import CaseResult, Phase, Status, SweepCase, SweepRecord, encode, write_record
-from truemfu.sweep.supervisor.outcome import CaseState
+from truemfu.sweep.supervisor.state import CaseState
 
 TRAINERS = """
 import time

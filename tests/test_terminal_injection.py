@@ -62,7 +62,7 @@ EVIL = json.loads(sys.argv[1])
 def live():
     from truemfu.cli.live import progress
     from truemfu.records import CaseResult, Phase
-    from truemfu.sweep.supervisor.outcome import CaseState
+    from truemfu.sweep.supervisor.state import CaseState
     files = [Path("sweep/results", name) for name in ("standard.json", "a.json", "b.json")]
     results = [msgspec.json.decode(path.read_bytes(), type=CaseResult) for path in files]
     with progress() as listener:

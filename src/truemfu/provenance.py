@@ -63,7 +63,7 @@ def library_versions(installed: Iterable[str] = ()) -> dict[str, str]:
     for name in dict.fromkeys((*_LIBRARIES, *installed)):
         if name not in sys.modules and name not in installed:
             continue
-        version = getattr(sys.modules.get(name), "__version__", None) or _installed(name)
+        version = getattr(sys.modules.get(name), "__version__", None) or installed_version(name)
         if version is not None:
             versions[name] = str(version)
     torch = sys.modules.get("torch")
@@ -74,7 +74,8 @@ def library_versions(installed: Iterable[str] = ()) -> dict[str, str]:
     return versions
 
 
-def _installed(name: str) -> str | None:
+def installed_version(name: str) -> str | None:
+    """The version of an installed package, which is not imported; None if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

@@ -11,7 +11,7 @@ Field names carry their units. Unknown values are None. A record of a newer vers
 unknown fields of the same version are ignored, so that a reader survives a small addition.
 
 The records of a sweep also carry a checksum of their content, so that a damaged one is not shown; one without
-a checksum is from an earlier version and read without this check. Experiment names become file names: a name
+a checksum is read without this check. Experiment names become file names: a name
 that is a path is rejected.
 """
 
@@ -20,7 +20,7 @@ from __future__ import annotations
 import hashlib
 from enum import Enum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -89,7 +89,42 @@ class Phase(str, Enum):
     """Measured; only files are left to write."""
 
 
-class SweepCase(msgspec.Struct, frozen=True, kw_only=True):
+MAX_INT = 2**63 - 1
+"""The largest integer of JSON decoders and torch."""
+Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_INT)]
+CountOrZero = Annotated[int, msgspec.Meta(ge=0, le=MAX_INT)]
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+
+
+class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How to train. Only private trainers clip and add noise."""
+
+    optimizer: str = "sgd"
+    """One of `sweep.trainers.base.OPTIMIZERS`."""
+    learning_rate: Positive = 1e-4
+    max_grad_norm: Positive = 1.0
+    """A private trainer scales each sample's gradient down to this norm."""
+    noise_multiplier: Annotated[float, msgspec.Meta(ge=0)] = 1.0
+    """Standard deviation of the noise, in units of `max_grad_norm`."""
+    compile: bool = False
+
+
+class CaseSettings(TrainerSettings, frozen=True, kw_only=True):
+    """How experiments train and are measured: the same for all of a sweep."""
+
+    attention: str = "full"
+    """The convention of the FLOP counts: full or causal."""
+    seed: CountOrZero = 0
+    warm_up_steps: CountOrZero = 5
+    min_steps: Count = 20
+    max_steps: Count = 200
+    max_timed_s: Positive = 30.0
+    """Timing stops after this long, once `min_steps` are timed."""
+    profiled_steps: CountOrZero = 2
+    """Steps under torch.profiler after the timed ones; 0: no trace."""
+
+
+class SweepCase(CaseSettings, frozen=True, kw_only=True):
     """One experiment: everything that determines what runs and how it is measured."""
 
     trainer: str
@@ -101,25 +136,10 @@ class SweepCase(msgspec.Struct, frozen=True, kw_only=True):
     seq_len: int
     dtype: str = "bf16"
     """fp32 or bf16: the dtype of weights and activations."""
-    optimizer: str = "sgd"
-    learning_rate: float = 1e-4
-    compile: bool = False
     device: str = "cuda"
     """cuda or cpu."""
-    max_grad_norm: float = 1.0
-    noise_multiplier: float = 1.0
-    attention: str = "full"
-    """The convention of the FLOP counts: full or causal."""
-    seed: int = 0
-    warm_up_steps: int = 5
-    min_steps: int = 20
-    max_steps: int = 200
-    max_timed_s: float = 30.0
-    """Timing stops after this long, once `min_steps` are timed."""
     target_spread: float = 0.005
     """Timing stops when the median's relative standard error is below this."""
-    profiled_steps: int = 2
-    """Steps under torch.profiler after the timed ones; 0: no trace."""
     max_trace_bytes: int = 200_000_000
     gpus: int = 1
     """How many GPUs it uses, one rank each; on a CPU the number of processes."""
@@ -533,11 +553,6 @@ def _version_of(data: bytes | str) -> int:
     return msgspec.json.decode(data, type=_VersionedRecord).version
 
 
-def has_checksum(data: bytes | str) -> bool:
-    """Whether a sweep's record has a checksum; those of earlier versions do not."""
-    return _CHECKSUM in msgspec.json.decode(data)
-
-
 def _matches_checksum(data: bytes | str) -> bool:
     content = msgspec.json.decode(data)
     written = content.pop(_CHECKSUM, None)
@@ -551,15 +566,11 @@ def _checksum(content: dict[str, Any]) -> str:
 
 def read_record(path: Path, record_type: type[Record]) -> Record:
     """Read one record from its file."""
-    return decode(read_file(path), record_type, str(path))
-
-
-def read_file(path: Path) -> bytes:
-    """The content of a record's file, or a RecordError."""
     try:
-        return plain_files.read(path)
+        data = plain_files.read(path)
     except OSError as error:
         raise RecordError(f"{path} cannot be read: {error.strerror}") from error
+    return decode(data, record_type, str(path))
 
 
 def write_record(path: Path, record: msgspec.Struct, *, durable: bool = False) -> None:

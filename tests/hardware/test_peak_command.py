@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import pytest
 from tests.command_line import Run, caller
 
-from truemfu.hardware.ceiling import ceiling
+from truemfu.cli import hardware
 from truemfu.hardware.ceiling.ceiling import CeilingRun, MatmulCeiling
 
 BURST = CeilingRun(
@@ -61,7 +61,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 
 
 def answer(monkeypatch: pytest.MonkeyPatch, *ceilings: MatmulCeiling) -> None:
-    monkeypatch.setattr(ceiling, "measure_ceiling", lambda **_: ceilings)
+    monkeypatch.setattr(hardware, "measure_ceiling", lambda **_: ceilings)
 
 
 def cells(line: str) -> Sequence[str]:

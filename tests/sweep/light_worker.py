@@ -16,10 +16,9 @@ import time
 from pathlib import Path
 
 from truemfu.records import CaseResult, Phase, Status
-from truemfu.sweep.order import WorkerOrder, decode_order
+from truemfu.sweep.order import Progress, WorkerOrder, append_progress, decode_order
 from truemfu.sweep.paths import SweepFolder
 from truemfu.sweep.process import ANSWER_NAME
-from truemfu.sweep.progress import Progress, append_progress
 from truemfu.sweep.worker.worker_report import WorkerOutput
 
 FOLDER = Path(os.environ.get("TRUEMFU_TEST_FOLDER", "."))

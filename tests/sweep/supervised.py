@@ -11,7 +11,7 @@ from typing import Any
 from truemfu.records import CaseResult, Phase
 from truemfu.sweep.config import TEST_CONFIG, SweepConfig, override
 from truemfu.sweep.process import TOKEN_NAME
-from truemfu.sweep.supervisor.outcome import CaseState
+from truemfu.sweep.supervisor.state import CaseState
 
 HERE = Path(__file__).parent
 FOREVER_S = 600.0

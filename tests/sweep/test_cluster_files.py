@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from clusters import WORKER
 from supervised import HERE, small
@@ -23,7 +24,7 @@ from truemfu.errors import UsageError
 from truemfu.records import CaseResult, Phase, Status, SweepRecord, write_record
 from truemfu.sweep.cases import cases_of
 from truemfu.sweep.config import override
-from truemfu.sweep.launchers.jobs import Batch, Claim, JobsFolder, NodeEnd, NodeOrder
+from truemfu.sweep.launchers.jobs import Batch, Claim, JobsFolder, NodeEnd
 from truemfu.sweep.launchers.settings import TIME_MARGIN_S, ClusterSettings, request_of
 from truemfu.sweep.launchers.slurm import Slurm, _parse, _ranges
 from truemfu.sweep.order import WorkerOrder
@@ -94,7 +95,22 @@ def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[JobsFolder
         signal.signal(number, handler)
 
 
-def node_order(jobs: JobsFolder, what: str = "Nothing") -> NodeOrder:
+def batch_of(folder: Path, settings: ClusterSettings) -> Batch:
+    return Batch(
+        id="1",
+        launcher="slurm",
+        names=["one"],
+        request=request_of(settings, "cpu", 600.0),
+        settings=settings,
+        working_folder=str(folder),
+        created_at_s=0.0,
+        time_limit_s=100.0,
+        command=list(WORKER),
+    )
+
+
+def write_order(jobs: JobsFolder, what: str = "Nothing") -> None:
+    jobs.write_batch(batch_of(jobs.root, ClusterSettings()))
     folder = SweepFolder(jobs.root.parent.parent)
     case = next(iter(cases_of(small(trainers=[f"light_worker:{what}"]), "cpu").values()))
     order = WorkerOrder(
@@ -106,7 +122,7 @@ def node_order(jobs: JobsFolder, what: str = "Nothing") -> NodeOrder:
         progress_path=str(folder.progress("case")),
         log_path=str(folder.log("case")),
     )
-    return NodeOrder(order=order, time_limit_s=100.0, gpus=0, command=list(WORKER))
+    jobs.write(0, order)
 
 
 def test_of_many_that_claim_an_experiment_one_succeeds(jobs: JobsFolder) -> None:
@@ -121,24 +137,24 @@ def test_of_many_that_claim_an_experiment_one_succeeds(jobs: JobsFolder) -> None
 
 
 def test_an_agent_runs_an_experiment_once(jobs: JobsFolder, tmp_path: Path) -> None:
-    jobs.write_order(0, node_order(jobs))
+    write_order(jobs)
     assert on_node([str(jobs.root), "0"]) == 0
-    ended = jobs.read_end(0)
+    ended = jobs.read(0, NodeEnd)
     assert ended is not None
     assert ended.result is not None
     assert ended.result.end is Status.OK
     assert on_node([str(jobs.root), "0"]) == 0
     assert len((tmp_path / "ran").read_text().splitlines()) == 2
-    assert jobs.read_end(0) == ended
+    assert jobs.read(0, NodeEnd) == ended
 
 
 @pytest.mark.parametrize("withdrawn", [True, False])
 def test_an_agent_does_not_run_what_was_withdrawn(jobs: JobsFolder, tmp_path: Path, withdrawn: bool) -> None:
     if withdrawn:
-        jobs.write_order(0, node_order(jobs))
+        write_order(jobs)
         assert jobs.try_claim(0, withdraw=True)
     assert on_node([str(jobs.root), "0"]) == 0
-    assert jobs.read_end(0) is None
+    assert jobs.read(0, NodeEnd) is None
     assert jobs.read_claim(0).withdrawn is withdrawn
     assert not (tmp_path / "ran").exists()
 
@@ -158,9 +174,9 @@ def test_a_claim_that_is_being_written_is_an_empty_one(jobs: JobsFolder) -> None
 def test_files_of_an_experiment_are_forgotten_the_order_first(
     jobs: JobsFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    jobs.write_order(0, node_order(jobs))
+    write_order(jobs)
     jobs.try_claim(0)
-    jobs.write_end(0, NodeEnd(result=None))
+    jobs.write(0, NodeEnd(result=None))
     removed: list[str] = []
     unlink = Path.unlink
 
@@ -278,19 +294,8 @@ def test_a_batch_waits_for_the_one_before_where_that_has_a_number(
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     settings = ClusterSettings(max_jobs=1)
 
-    def batch(name: str, engine_job: str | None) -> Batch:
-        return Batch(
-            id=name,
-            launcher="slurm",
-            names=["one"],
-            request=request_of(settings, "cpu", 600.0),
-            settings=settings,
-            working_folder=str(tmp_path),
-            created_at_s=0.0,
-            engine_job=engine_job,
-        )
-
-    jobs = JobsFolder(tmp_path / "jobs")
-    assert Slurm(settings).submit(batch("b", None), jobs, [0], batch("a", number)) == "78"
+    batch = batch_of(tmp_path, settings)
+    before = msgspec.structs.replace(batch, id="0", engine_job=number)
+    assert Slurm(settings).submit(batch, JobsFolder(tmp_path / "jobs"), [0], before) == "78"
     options = (tmp_path / "options").read_text().splitlines()
     assert [option for option in options if option.startswith("--dependency")] == waits_for

@@ -30,11 +30,10 @@ from supervised import (
 
 from truemfu.errors import UsageError
 from truemfu.records import CaseResult, Memory, Phase, Status, read_record, write_record
+from truemfu.sweep.order import Progress, append_progress
 from truemfu.sweep.paths import SweepFolder
-from truemfu.sweep.progress import Progress, append_progress
-from truemfu.sweep.supervisor.outcome import SweepOutcome
 from truemfu.sweep.supervisor.resume import reusable
-from truemfu.sweep.supervisor.runner import run_sweep
+from truemfu.sweep.supervisor.runner import SweepOutcome, run_sweep
 
 FAULTS = {
     "Raises": (Status.ERROR, 1, None, "RuntimeError: the loss has exploded"),
@@ -320,7 +319,9 @@ def test_an_experiment_left_by_a_killed_supervisor_and_not_run_again_is_lost(
     folder.marker(left).write_text(
         json.dumps({**mark, "case": json.loads(folder.log(left).read_text())["case"]})
     )
-    append_progress(folder.progress(left), Progress(phase=Phase.TIMED, at_s=2.0, process_bytes=1 << 30))
+    append_progress(
+        folder.progress(left), Progress(phase=Phase.TIMED, at_s=2.0, memory=Memory(process_bytes=1 << 30))
+    )
     folder.log(left).write_text("its last line\n")
     run_sweep(
         small(trainers=["StandardTrainer"], batch_sizes=[2]), tmp_path, listener=Recorder(), command=leave

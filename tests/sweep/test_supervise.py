@@ -19,8 +19,7 @@ from truemfu.sweep.order import WorkerOrder
 from truemfu.sweep.paths import SweepFolder
 from truemfu.sweep.process import WorkerProcess
 from truemfu.sweep.supervisor.stored import save
-from truemfu.sweep.supervisor.supervise import run_case
-from truemfu.sweep.supervisor.watch import Stop
+from truemfu.sweep.supervisor.supervise import Stop, run_case
 
 NAME = "case"
 
@@ -217,7 +216,7 @@ from truemfu.sweep.order import WorkerOrder
 from truemfu.sweep.paths import SweepFolder
 from truemfu.sweep.process import WorkerProcess
 from truemfu.sweep.supervisor.supervise import run_case
-from truemfu.sweep.supervisor.watch import Stop
+from truemfu.sweep.supervisor.supervise import Stop
 
 folder = SweepFolder(Path(sys.argv[2]))
 case = SweepCase(trainer="StandardTrainer", model="tiny", batch_size=2, seq_len=16)

@@ -249,7 +249,7 @@ def test_without_opacus_the_extra_is_named() -> None:
 def test_the_names_can_be_read_without_torch() -> None:
     code = (
         "import sys, truemfu.sweep.trainers.base, truemfu.sweep.sizes\n"
-        "import truemfu.sweep.order, truemfu.sweep.progress\n"
+        "import truemfu.sweep.order, truemfu.sweep.order\n"
         "print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -19,8 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from truemfu.records import CaseResult, Memory, Phase, Status, SweepCase, decode, read_record
 from truemfu.sweep.launchers.local import WORKER
-from truemfu.sweep.order import WorkerOrder, encode_order
-from truemfu.sweep.progress import read_progress
+from truemfu.sweep.order import WorkerOrder, encode_order, read_progress
 
 NAME = "case"
 FOREVER_S = 1800.0
@@ -192,7 +191,7 @@ def start(folder: Path, *imports: str, cwd: Path | None = None) -> subprocess.Po
     }
     with (folder / "spare.log").open("wb") as log:
         return subprocess.Popen(
-            [*WORKER, *(f"--import={name}" for name in imports)],
+            [*WORKER, *imports],
             cwd=cwd,
             stdin=subprocess.PIPE,
             stdout=log,

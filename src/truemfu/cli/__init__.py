@@ -17,7 +17,7 @@ import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TextIO
+from typing import Any
 
 import click
 
@@ -199,18 +199,11 @@ def _quiet_libraries(debug: bool) -> Iterator[None]:
         warnings.simplefilter("always", TruemfuWarning)
         show = warnings.showwarning
 
-        def show_line(
-            message: Warning | str,
-            category: type[Warning],
-            filename: str,
-            lineno: int,
-            file: TextIO | None = None,
-            line: str | None = None,
-        ) -> None:
+        def show_line(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
             if issubclass(category, TruemfuWarning):
                 complain("warning", str(message))
             else:
-                show(message, category, filename, lineno, file, line)
+                show(message, category, *where, **more)
 
         warnings.showwarning = show_line
         try:

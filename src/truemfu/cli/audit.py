@@ -15,18 +15,21 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
+import msgspec
 
+from ..errors import UsageError, warn_once
+from ..hardware.nsight.audit import Audit, audit_of
+from ..hardware.nsight.command import COUNT_VARIABLE, StepCount, find_ncu, ncu_command, read_step_count
+from ..hardware.nsight.csv_output import errors_in, is_from_ncu, parse_ncu_csv
+from ..hardware.nsight.run import printed_by, run_audited
+from ..plain_files import read_given
+from ..records import write_record
 from .audit_progress import AuditProgress
 from .audit_tables import show_audit
 from .console import FilePath, debug_option, json_option, say
-from .options import RECORD_NAMES, REPLAY_NAMES, Option
-
-if TYPE_CHECKING:
-    from ..hardware.nsight.audit import Audit
-    from ..hardware.nsight.command import StepCount
+from .options import older_names
 
 _COUNT_FROM_START = 1000
 _STDERR = 2
@@ -34,7 +37,10 @@ _STDERR = 2
 
 @click.command(
     short_help="Exact executed tensor operations of a step, by kernel (needs Nsight Compute).",
-    context_settings={"allow_interspersed_args": False},
+    context_settings={
+        "allow_interspersed_args": False,
+        **older_names({"save": "record", "csv": "replay"}),
+    },
 )
 @click.option("--from-start", is_flag=True, help="Profile every launch, not only those of a marked step.")
 @click.option(
@@ -53,8 +59,6 @@ _STDERR = 2
 @click.option(
     "--record",
     "save",
-    cls=Option,
-    old_names=RECORD_NAMES,
     type=FilePath(dir_okay=False),
     metavar="FILE",
     help="Save ncu's CSV here, and the count next to it (FILE.count.json).",
@@ -62,8 +66,6 @@ _STDERR = 2
 @click.option(
     "--replay",
     "saved",
-    cls=Option,
-    old_names=REPLAY_NAMES,
     type=FilePath(),
     metavar="FILE",
     help="Show a recorded CSV, without running anything.",
@@ -103,10 +105,6 @@ def audit(
     is shown on stderr. Exit codes: 0 done, 1 the command failed or nothing was profiled, 2 wrong usage or ncu
     is not installed.
     """
-    from ..errors import UsageError
-    from ..hardware.nsight.command import find_ncu, ncu_command
-    from ..hardware.nsight.run import printed_by
-
     if saved is not None:
         of_a_run = {
             "the command": command,
@@ -162,9 +160,6 @@ def audit(
 
 
 def _show_saved(saved: Path, top: int, as_json: bool) -> int:
-    from ..errors import UsageError
-    from ..hardware.nsight.csv_output import is_from_ncu
-
     text, count, result = _read(saved, _count_file_of(saved))
     if result.launches:
         return show_audit(result, top, as_json, is_a_step=count is not None and count.is_whole_step is True)
@@ -175,10 +170,6 @@ def _show_saved(saved: Path, top: int, as_json: bool) -> int:
 
 def _run(call: list[str], log_file: Path, files: list[Path], *, from_start: bool, keep_running: bool) -> int:
     """The exit code of the command; 0 if it was ended after its count."""
-    from ..errors import UsageError
-    from ..hardware.nsight.command import COUNT_VARIABLE
-    from ..hardware.nsight.run import run_audited
-
     environment = {name: value for name, value in os.environ.items() if name != COUNT_VARIABLE}
     csv_file, count_file = files
     for file in files:
@@ -213,22 +204,12 @@ def _count_file_of(csv_file: Path) -> Path:
 
 def _read(csv_file: Path, count_file: Path) -> tuple[str, StepCount | None, Audit]:
     """ncu's output, the process's count, and the audit of both."""
-    from ..hardware.nsight.audit import audit_of
-    from ..hardware.nsight.command import read_step_count
-    from ..hardware.nsight.csv_output import parse_ncu_csv
-
     text, count = _text(csv_file), read_step_count(count_file)
     return text, count, audit_of(parse_ncu_csv(text), count)
 
 
 def _store_selection(count_file: Path, count: StepCount | None, is_whole: bool) -> None:
     """Store with the count whether the saved table covers one whole step."""
-    import msgspec
-
-    from ..errors import warn_once
-    from ..hardware.nsight.command import StepCount
-    from ..records import write_record
-
     try:
         write_record(count_file, msgspec.structs.replace(count or StepCount(), is_whole_step=is_whole))
     except OSError as error:
@@ -236,9 +217,6 @@ def _store_selection(count_file: Path, count: StepCount | None, is_whole: bool) 
 
 
 def _text(path: Path) -> str:
-    from ..errors import UsageError
-    from ..plain_files import read_given
-
     try:
         return read_given(path).decode(errors="replace").replace("\r\n", "\n")
     except OSError as error:
@@ -248,8 +226,6 @@ def _text(path: Path) -> str:
 def _nothing_profiled(text: str, count: StepCount | None, code: int, otherwise: str) -> int:
     """No launch was profiled: report why. If ncu fails, so does the command, and its own error is only a
     consequence."""
-    from ..hardware.nsight.csv_output import errors_in
-
     if "ERR_NVGPUCTRPERM" in text:
         why = "this user has no permission to read the GPU's counters: https://developer.nvidia.com/ERR_NVGPUCTRPERM"
     elif count is not None and count.reason is not None and not errors_in(text):
@@ -263,8 +239,6 @@ def _nothing_profiled(text: str, count: StepCount | None, code: int, otherwise: 
 
 
 def _failed(text: str, code: int) -> str:
-    from ..hardware.nsight.csv_output import errors_in
-
     errors = errors_in(text)
     return f"ncu reports: {errors[0]}" if errors else f"the command ended with code {code}"
 

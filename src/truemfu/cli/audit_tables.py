@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
+from ..crosscheck import CrossCheck, KnownWork, crosscheck
+from ..hardware.nsight.audit import Audit, KernelWork
 from ..text import on_one_line
 from .console import output, percent, print_json, short, table, table_width
-
-if TYPE_CHECKING:
-    from ..crosscheck import CrossCheck
-    from ..hardware.nsight.audit import Audit, KernelWork
 
 _WIDEST_NAME, _NARROWEST_NAME = 64, 16
 _WRAPPERS = re.compile(r"^at::(?:\w+_)?elementwise_kernel<(?:\d+, )*(?:void at::gpu_kernel_impl\w*<)?")
@@ -111,8 +108,6 @@ def _kind_table(result: Audit) -> Table:
 
 def _check(result: Audit) -> CrossCheck | None:
     """The count compared with the tensor cores; with a tight threshold if all effects are known."""
-    from ..crosscheck import KnownWork, crosscheck
-
     count = result.count
     if count is None or count.hardware_flops is None:
         return None

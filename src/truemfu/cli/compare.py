@@ -21,6 +21,7 @@ from .console import (
     write_text,
     writing,
 )
+from .options import format_option
 
 if TYPE_CHECKING:
     from ..report.compare.compare import Comparison
@@ -62,14 +63,7 @@ def _fraction(context: click.Context, param: click.Parameter, value: float | Non
     type=FilePath(),
     help="Also write the comparison here; the suffix .html, .md or .json selects the format.",
 )
-@click.option(
-    "--format",
-    "shown_as",
-    type=click.Choice(["table", "markdown", "json"]),
-    default="table",
-    show_default=True,
-    help="Output format.",
-)
+@format_option("markdown", "json")
 @json_option
 @debug_option
 def compare(

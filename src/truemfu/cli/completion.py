@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import click
 from click.shell_completion import get_completion_class
 
 from .console import debug_option, say
-
-if TYPE_CHECKING:
-    from click.shell_completion import ShellComplete
 
 _SHELLS = ("bash", "zsh", "fish")
 _VARIABLE = "_TRUEMFU_COMPLETE"
@@ -29,6 +24,6 @@ def completion(context: click.Context, /, shell: str) -> None:
         eval "$(truemfu completion zsh)"        ~/.zshrc
         truemfu completion fish | source        ~/.config/fish/config.fish
     """
-    found: type[ShellComplete] | None = get_completion_class(shell)
+    found = get_completion_class(shell)
     assert found is not None
     say(found(context.find_root().command, {}, "truemfu", _VARIABLE).source())

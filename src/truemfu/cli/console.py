@@ -24,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..errors import UsageError
-from ..text import printable
+from ..text import UNKNOWN, printable
 
 _PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 _FULL_WIDTH = 140
@@ -231,5 +231,5 @@ def short(value: float) -> str:
     return f"{value:.4g}"
 
 
-def percent(part: float, whole: float) -> str:
-    return f"{100 * part / whole:.1f} %" if whole else "-"
+def percent(part: float | None, whole: float = 1.0) -> str:
+    return f"{100 * part / whole:.1f} %" if part is not None and whole else UNKNOWN

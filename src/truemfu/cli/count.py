@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 from click.shell_completion import CompletionItem
 
-from ..convention import Attention
+from ..convention import Attention, Convention
+from ..errors import UsageError
+from ..sweep.sizes import SIZES
 from .console import (
     SafeConsole,
     debug_option,
@@ -22,7 +24,7 @@ from .console import (
     table,
     working,
 )
-from .options import BATCH_NAMES, SEQ_NAMES, Amount, Option, device_keys
+from .options import SIZE_NAMES, Amount, device_keys, older_names
 from .plan import FP8_NOTE, PlanOptions, dtype_is_fp8, plan_of, show_plan, wanted_plan
 
 if TYPE_CHECKING:
@@ -34,7 +36,6 @@ def _complete_model(
 ) -> list[CompletionItem]:
     """Completion of MODEL: the reference models and the well-known ones, then files."""
     from ..flops import known_models
-    from ..sweep.sizes import SIZES
 
     names = [*SIZES, *(model.name for model in known_models())]
     named = [CompletionItem(name) for name in names if name.startswith(incomplete)]
@@ -56,26 +57,12 @@ def _list_models(context: click.Context, parameter: click.Parameter, is_wanted: 
     context.exit()
 
 
-@click.command(short_help="FLOPs of one training step, exact, without a GPU.")
+@click.command(
+    short_help="FLOPs of one training step, exact, without a GPU.", context_settings=older_names(SIZE_NAMES)
+)
 @click.argument("model", shell_complete=_complete_model)
-@click.option(
-    "--batch",
-    "samples",
-    cls=Option,
-    old_names=BATCH_NAMES,
-    type=int,
-    default=4,
-    show_default=True,
-    help="Samples in the batch.",
-)
-@click.option(
-    "--seq",
-    "length",
-    cls=Option,
-    old_names=SEQ_NAMES,
-    type=int,
-    help="Tokens per sample.  [default: 512, or the model's limit]",
-)
+@click.option("--batch", "samples", type=int, default=4, show_default=True, help="Samples in the batch.")
+@click.option("--seq", "length", type=int, help="Tokens per sample.  [default: 512, or the model's limit]")
 @click.option(
     "--dtype",
     help="fp64, fp32, fp16, bf16, or fp8 (the FLOPs of bf16 against the fp8 peak)."
@@ -165,8 +152,6 @@ def count(
         truemfu count 405b --batch 1 --seq 8192 --device H100 --gpus 16384 \\
             --tokens 15T --mfu 0.4 --price 2.50
     """
-    from ..convention import Convention
-    from ..errors import UsageError
     from ..flops import BatchRequest, BuildOptions, count_target, parse_dtype, parse_lora, resolve_target
     from ..sweep.worker.models import REFERENCE_MODELS, parameter_count
 

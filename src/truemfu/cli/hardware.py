@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
 import click
 from rich.table import Table
 
+from ..errors import UsageError, closest
+from ..hardware.ceiling.ceiling import CeilingRun, MatmulCeiling, measure_ceiling
+from ..hardware.detect import device_name, dtype_name, override_flops_per_s, spec_of
+from ..hardware.search import search_devices
+from ..hardware.specs import DTYPES
 from .console import debug_option, json_option, output, percent, print_json, table, working
 from .options import device_keys, separated
-
-if TYPE_CHECKING:
-    from ..hardware.ceiling.ceiling import CeilingRun, MatmulCeiling
 
 _COLUMNS = (
     "dtype",
@@ -45,10 +46,6 @@ def devices(name: tuple[str, ...], as_json: bool) -> None:
         truemfu devices 4090
         truemfu devices h100 --json
     """
-    from ..hardware.detect import device_name, override_flops_per_s, spec_of
-    from ..hardware.search import search_devices
-    from ..hardware.specs import DTYPES
-
     found = search_devices(" ".join(name))
     matched, override = spec_of(), override_flops_per_s()
     if as_json:
@@ -100,8 +97,6 @@ def peak(dtypes: tuple[str, ...], seconds: float | None, as_json: bool) -> int:
         truemfu peak
         truemfu peak --dtype bf16,fp8 --seconds 10
     """
-    from ..hardware.ceiling.ceiling import measure_ceiling
-
     measured = separated(dtypes)
     for dtype in measured:
         _check_dtype(dtype)
@@ -148,9 +143,6 @@ def _with_values(rows: Sequence[Sequence[str]], title: str) -> Table:
 
 def _check_dtype(dtype: str) -> None:
     """The table of peaks has dtypes without a product in torch: those are not offered here."""
-    from ..errors import UsageError, closest
-    from ..hardware.detect import dtype_name
-
     offered = ", ".join(_MEASURED_DTYPES)
     try:
         name = dtype_name(dtype)
@@ -167,9 +159,9 @@ def _cells(run: CeilingRun, ceiling: MatmulCeiling) -> tuple[str, ...]:
     at_most = "≤" if clock_hz is not None and run.clock_hz is None else ""
     return (
         _pair(_tera(run.flops_per_s), _tera(ceiling.datasheet_flops_per_s)),
-        _share(run.of_datasheet),
-        _share(run.clock_of_datasheet),
-        _share(run.pipe_of_clock),
+        percent(run.of_datasheet),
+        percent(run.clock_of_datasheet),
+        percent(run.pipe_of_clock),
         _pair(at_most + _whole(clock_hz, 1e6), _whole(ceiling.datasheet_clock_hz, 1e6)),
         _pair(_whole(run.power_w), _whole(run.power_limit_w)),
         "×".join(map(str, run.shape)),
@@ -179,10 +171,6 @@ def _cells(run: CeilingRun, ceiling: MatmulCeiling) -> tuple[str, ...]:
 
 def _pair(reached: str, limit: str) -> str:
     return reached if limit == "-" else f"{reached} / {limit}"
-
-
-def _share(share: float | None) -> str:
-    return "-" if share is None else percent(share, 1.0)
 
 
 def _whole(value: float | None, unit: float = 1.0) -> str:

@@ -14,7 +14,7 @@ from rich.table import Table
 from ..records import CaseResult, Status
 from ..report.sweep.load import entry_of
 from ..report.sweep.summary import experiment_of
-from ..sweep.supervisor.outcome import CaseState, SweepListener
+from ..sweep.supervisor.state import CaseState, SweepListener
 from ..text import UNKNOWN, counted, duration, number, on_one_line, share, size
 from .console import SafeConsole, say, silence, table
 
@@ -37,22 +37,28 @@ def progress() -> Iterator[SweepListener]:
 
 
 class Lines:
-    """A line when an experiment begins and one when it has ended."""
+    """A line when an experiment begins and one when it has ended, with the estimated time that is left."""
 
     def __init__(self) -> None:
-        self._clock = _Clock()
+        self._running: dict[str, CaseState] = {}
+        self._names: list[str] = []
+        self._ended = 0
+        self._ran_s: list[float] = []
 
     def started(self, names: Sequence[str], reused: Sequence[CaseResult]) -> None:
-        self._clock.started(names, reused)
-        self.message(_start_text(names, reused))
+        self._names = list(names)
+        self._ended = len(reused)
+        there = f"; {len(reused)} already have a result" if reused else ""
+        self.message(counted(len(names), "experiment") + there)
 
     def changed(self, name: str, state: CaseState) -> None:
-        if self._clock.changed(name, state):
+        if name not in self._running:
             self.message(f"{name}: started on {state.slot}")
+        self._running[name] = state
 
     def ended(self, result: CaseResult) -> None:
-        self._clock.ended(result)
-        self.message(f"{result.name}: {_result_text(result)}  [{self._clock.state_text()}]")
+        self._note_end(result)
+        self.message(f"{result.name}: {_result_text(result)}  [{self._state_text()}]")
 
     def message(self, text: str) -> None:
         try:
@@ -61,33 +67,48 @@ class Lines:
             # The reader has closed the pipe; the sweep continues.
             silence(sys.stderr)
 
+    def _note_end(self, result: CaseResult) -> None:
+        self._running.pop(result.name, None)
+        self._ended += 1
+        if result.wall_s is not None:
+            self._ran_s.append(result.wall_s)
 
-class LiveTable:
+    def _state_text(self) -> str:
+        """How many are done, and from the mean of those how long the others take."""
+        left = len(self._names) - self._ended
+        words = f"{self._ended} of {len(self._names)} done"
+        if not self._ran_s or not left:
+            return words
+        mean_s = sum(self._ran_s) / len(self._ran_s)
+        begun_s = sum(min(state.elapsed_s, mean_s) for state in self._running.values())
+        left_s = (left * mean_s - begun_s) / max(len(self._running), 1)
+        time_left = f"{left_s:.0f} s" if left_s < 90 else f"{left_s / 60:.0f} min"
+        return f"{words}, about {time_left} left"
+
+
+class LiveTable(Lines):
     """All experiments in one live table."""
 
     def __init__(self, console: SafeConsole) -> None:
+        super().__init__()
         self._console = console
-        self._clock = _Clock()
-        self._names: list[str] = []
         self._rows: dict[str, Sequence[str]] = {}
         # rich draws from its own thread.
         self._lock = threading.Lock()
 
     def started(self, names: Sequence[str], reused: Sequence[CaseResult]) -> None:
         with self._lock:
-            self._names = list(names)
-            self._clock.started(names, reused)
             for result in reused:
                 self._rows[result.name] = _cells(result, f"{result.end.value}, reused")
-        self.message(_start_text(names, reused))
+        super().started(names, reused)  # prints: not while the lock is held, which drawing needs
 
     def changed(self, name: str, state: CaseState) -> None:
         with self._lock:
-            self._clock.changed(name, state)
+            self._running[name] = state
 
     def ended(self, result: CaseResult) -> None:
         with self._lock:
-            self._clock.ended(result)
+            self._note_end(result)
             self._rows[result.name] = _cells(result, result.end.value)
         if result.end is not Status.OK:
             self.message(f"{result.name}: {_result_text(result)}")
@@ -102,10 +123,10 @@ class LiveTable:
             drawn.columns[1].justify = "left"
             for name in self._window():
                 drawn.add_row(*map(on_one_line, self._row(name)))
-            return Group(drawn, self._clock.state_text()) if self._names else Group("reading the folder")
+            return Group(drawn, self._state_text()) if self._names else Group("reading the folder")
 
     def _row(self, name: str) -> Sequence[str]:
-        state = self._clock.running.get(name)
+        state = self._running.get(name)
         if state is not None:
             waiting = [UNKNOWN] * (len(_COLUMNS) - 3)
             where = f"{state.phase.value} on {state.slot}"
@@ -114,54 +135,9 @@ class LiveTable:
 
     def _window(self) -> list[str]:
         room = max(self._console.height - _LINES_AROUND_TABLE, 3)
-        active = next((i for i, name in enumerate(self._names) if name in self._clock.running), 0)
+        active = next((i for i, name in enumerate(self._names) if name in self._running), 0)
         first = max(min(active - room // 2, len(self._names) - room), 0)
         return self._names[first : first + room]
-
-
-class _Clock:
-    """Running and finished experiments, and the estimated end."""
-
-    def __init__(self) -> None:
-        self.running: dict[str, CaseState] = {}
-        self._total = 0
-        self._ended = 0
-        self._ran_s: list[float] = []
-
-    def started(self, names: Sequence[str], reused: Sequence[CaseResult]) -> None:
-        self._total = len(names)
-        self._ended = len(reused)
-
-    def changed(self, name: str, state: CaseState) -> bool:
-        """Record it; whether this experiment has just started."""
-        begins = name not in self.running
-        self.running[name] = state
-        return begins
-
-    def ended(self, result: CaseResult) -> None:
-        self.running.pop(result.name, None)
-        self._ended += 1
-        if result.wall_s is not None:
-            self._ran_s.append(result.wall_s)
-
-    def state_text(self) -> str:
-        words = f"{self._ended} of {self._total} done"
-        left_s = self._left_s()
-        return words if left_s is None else f"{words}, about {_minutes(left_s)} left"
-
-    def _left_s(self) -> float | None:
-        """From the mean of finished experiments; None before the first and after the last."""
-        left = self._total - self._ended
-        if not self._ran_s or not left:
-            return None
-        mean_s = sum(self._ran_s) / len(self._ran_s)
-        begun_s = sum(min(state.elapsed_s, mean_s) for state in self.running.values())
-        return (left * mean_s - begun_s) / max(len(self.running), 1)
-
-
-def _start_text(names: Sequence[str], reused: Sequence[CaseResult]) -> str:
-    there = f"; {len(reused)} already have a result" if reused else ""
-    return counted(len(names), "experiment") + there
 
 
 def _cells(result: CaseResult, state: str) -> Sequence[str]:
@@ -188,7 +164,3 @@ def _result_text(result: CaseResult) -> str:
     if row.peak_memory_bytes is not None:
         words.append(f"{size(row.peak_memory_bytes)} {row.memory_kind}")
     return ", ".join(words)
-
-
-def _minutes(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"

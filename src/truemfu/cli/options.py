@@ -4,39 +4,44 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
 
-# Names that an option had, or has elsewhere; commands share one name for one thing.
-BATCH_NAMES = ("--batch-size", "--batch-sizes")
-SEQ_NAMES = ("--seq-len", "--seq-length", "--seq-lengths")
-TRAINER_NAMES = ("--trainers",)
-MODEL_NAMES = ("--models", "--model-size", "--model-sizes")
-DTYPE_NAMES = ("--dtypes",)
-GPU_ID_NAMES = ("--gpus",)
-RECORD_NAMES, REPLAY_NAMES = ("--save",), ("--csv",)
+from ..errors import UsageError
+from ..hardware.specs import DEVICES
 
 _AMOUNT = re.compile(r"(?P<number>[\d.]+(?:[eE][+-]?\d+)?)(?P<unit>[kKmMbBgGtT]?)")
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 
 
-class Option(click.Option):
-    """An option that also answers to older names, which help and completion do not show."""
+SIZE_NAMES = {
+    "batch-size": "batch",
+    "batch-sizes": "batch",
+    "seq-len": "seq",
+    "seq-length": "seq",
+    "seq-lengths": "seq",
+}
+"""Names that options had, or have elsewhere, and the one that commands share for it."""
 
-    def __init__(self, *arguments: Any, old_names: Sequence[str] = (), **keywords: Any) -> None:
-        super().__init__(*arguments, **keywords)
-        self.old_names = tuple(old_names)
 
-    def add_to_parser(self, parser: Any, ctx: click.Context) -> None:
-        shown = self.opts
-        self.opts = [*shown, *self.old_names]
-        try:
-            super().add_to_parser(parser, ctx)
-        finally:
-            self.opts = shown
+def older_names(names: Mapping[str, str]) -> dict[str, Any]:
+    """Settings of a command whose options also answer to older names, which help does not show."""
+    return {"token_normalize_func": lambda name: names.get(name, name)}
+
+
+def format_option(*formats: str) -> Callable[..., Any]:
+    """`--format`: tables, or one of these."""
+    return click.option(
+        "--format",
+        "shown_as",
+        type=click.Choice(["table", *formats]),
+        default="table",
+        show_default=True,
+        help="Output format.",
+    )
 
 
 class Amount(click.types.FloatParamType):
@@ -63,12 +68,28 @@ class Amount(click.types.FloatParamType):
 
 def device_keys(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Completion of a device: the keys of the table."""
-    from ..hardware.specs import DEVICES
-
     typed = incomplete.casefold()
     return [CompletionItem(spec.key, help=spec.name) for spec in DEVICES if spec.key.startswith(typed)]
 
 
-def separated(values: Sequence[str]) -> list[str]:
+def separated(values: Sequence[str]) -> tuple[str, ...]:
     """The entries of an option that may be repeated and may hold commas; empty entries do not count."""
-    return [entry.strip() for value in values for entry in value.split(",") if entry.strip()]
+    return tuple(entry.strip() for value in values for entry in value.split(",") if entry.strip())
+
+
+def texts(context: click.Context, option: click.Parameter, values: Sequence[str]) -> tuple[str, ...] | None:
+    """Callback of an option with a list; None if it was not given, empty if it has no value."""
+    return separated(values) if values else None
+
+
+def whole_numbers(
+    context: click.Context, option: click.Parameter, values: Sequence[str]
+) -> tuple[int, ...] | None:
+    """The same for a list of whole numbers."""
+    numbers = []
+    for text in separated(values):
+        try:
+            numbers.append(int(text))
+        except ValueError:
+            raise UsageError(f"{option.opts[0]} takes comma-separated whole numbers; got {text!r}") from None
+    return tuple(numbers) if values else None

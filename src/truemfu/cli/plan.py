@@ -6,12 +6,16 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from ..errors import UsageError
+from ..hardware.detect import dtype_name
+from ..hardware.search import named_device
 from ..text import percent_text
+from ..training_plan import TrainingPlan
+from ..utilization import datasheet_flops_per_s, ideal_flops_per_s
 from .console import SafeConsole, say, short, table
 
 if TYPE_CHECKING:
     from ..flops import FlopCount, Target
-    from ..training_plan import TrainingPlan
 
 FP8_NOTE = "note: fp8 has the FLOPs of bf16, in which they are counted here; the peak is that of fp8."
 
@@ -42,8 +46,6 @@ class PlanOptions:
 
 def wanted_plan(given: PlanOptions) -> PlanOptions | None:
     """The plan to make, or None if no option asks for one. A device's name is resolved to a row's key."""
-    from ..errors import UsageError
-
     if given.gpus < 1:
         raise UsageError(f"--gpus must be at least 1; got {given.gpus}")
     if given.tokens_per_second is not None and given.mfu is not None:
@@ -61,9 +63,6 @@ def wanted_plan(given: PlanOptions) -> PlanOptions | None:
 
 def dtype_is_fp8(name: str) -> bool:
     """Whether this is a name of fp8; any other name, known or not, is not decided here."""
-    from ..errors import UsageError
-    from ..hardware.detect import dtype_name
-
     try:
         return dtype_name(name) == "fp8"
     except UsageError:
@@ -72,10 +71,6 @@ def dtype_is_fp8(name: str) -> bool:
 
 def plan_of(wanted: PlanOptions, target: Target, flops: FlopCount, peak_dtype: str | None) -> TrainingPlan:
     """The plan for a counted step; `peak_dtype` overrides the dtypes of its products."""
-    from ..errors import UsageError
-    from ..training_plan import TrainingPlan
-    from ..utilization import datasheet_flops_per_s, ideal_flops_per_s
-
     if target.samples is None or target.length is None:
         raise UsageError(
             f"{target.name} has no tokens in its batch ({target.shapes}), so MFU, days and cost are "
@@ -149,8 +144,6 @@ def _cost(cost: float | None, no_rate: str, plan: TrainingPlan) -> str:
 
 def _device(text: str) -> str:
     """A torch device as it is, or the device of the table that a name means; notes an assumed variant."""
-    from ..hardware.search import named_device
-
     if _is_of_torch(text):
         return text
     name, others = named_device(text)

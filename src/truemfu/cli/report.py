@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from ..errors import UsageError
+from ..plain_files import what_is_there
 from .console import FilePath, debug_option, say, writing
 
 
@@ -43,8 +45,6 @@ def report(folders: tuple[Path, ...], output_path: Path | None, price_per_gpu_ho
         truemfu report out/run --price 2.5
         truemfu report out/before out/after -o both.html
     """
-    from ..errors import UsageError
-    from ..plain_files import what_is_there
     from ..report.folder import load_folder, page_path, refuse_input
     from ..report.run.load import LoadedRun
     from ..report.run.page import write_run_page

@@ -15,6 +15,9 @@ from pathlib import Path
 
 import click
 
+from ..environment import is_disabled
+from ..errors import UsageError
+from ..hardware.detect import override_flops_per_s
 from .console import FilePath, debug_option, say
 from .options import separated
 
@@ -75,14 +78,11 @@ def run(
     TRUEMFU_DISABLED=1 runs COMMAND without measuring. Exit code: that of COMMAND; 127 if it is not found,
     126 if it cannot be run, 2 for a wrong option.
     """
-    from ..environment import is_disabled
-    from ..errors import UsageError
-    from ..hardware.detect import override_flops_per_s
     from ..integrations.run_settings import RunSettings, python_command
     from ..monitor.config import MODES, load_config
     from ..trackers.table import check_tracker
 
-    trackers = tuple(separated(trackers))
+    trackers = separated(trackers)
     if mode is not None and mode not in MODES:
         raise UsageError(f"--mode must be one of {', '.join(MODES)}; got {mode!r}")
     if command and command[0].startswith("-") and command[:1] != ("-m",):
@@ -124,8 +124,6 @@ def run(
 
 def _is_there(name: str, call: list[str]) -> bool:
     """Whether the command exists; a UsageError for a file that is neither Python nor executable."""
-    from ..errors import UsageError
-
     if call[0] != name:  # of Python: a script, or -m and a module
         return name == "-m" or Path(name).is_file()
     if shutil.which(name) is not None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ..errors import UsageError
 from ..text import on_one_line, shortened
 from .console import (
     WIDEST_TABLE,
@@ -19,6 +20,7 @@ from .console import (
     table,
     write_text,
 )
+from .options import format_option
 
 if TYPE_CHECKING:
     from ..report.sweep.figures import SweepSummary
@@ -38,14 +40,7 @@ _LONGEST_LOG_LINE = 1000
     type=FilePath(),
     help="Also write the summary here; the suffix .json, .csv or .md selects the format.",
 )
-@click.option(
-    "--format",
-    "shown_as",
-    type=click.Choice(["table", "markdown", "json", "csv"]),
-    default="table",
-    show_default=True,
-    help="Output format.",
-)
+@format_option("markdown", "json", "csv")
 @json_option
 @debug_option
 def summarize(
@@ -66,7 +61,6 @@ def summarize(
         truemfu summarize out/sweep --format markdown > sweep.md
         truemfu summarize out/sweep --json | jq '.trainers[] | {trainer, success_rate}'
     """
-    from ..errors import UsageError
     from ..report.sweep.load import load_sweep
     from ..report.sweep.summary import summarize as summary_of
     from ..report.sweep.texts import WRITERS

@@ -13,19 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
 
+from ..errors import RecordError, UsageError, closest
+from ..plain_files import what_is_there
+from ..records import Status, SweepRecord, read_record
 from ..text import counted
 from .console import FilePath, debug_option, ignoring_closed_pipe, json_option, say
-from .options import (
-    BATCH_NAMES,
-    DTYPE_NAMES,
-    GPU_ID_NAMES,
-    MODEL_NAMES,
-    SEQ_NAMES,
-    TRAINER_NAMES,
-    Option,
-    separated,
-)
+from .options import SIZE_NAMES, older_names, texts, whole_numbers
 
 if TYPE_CHECKING:
     from ..report.sweep.figures import SweepSummary
@@ -44,7 +39,23 @@ _ONE_EXPERIMENT: dict[str, list[Any]] = {
 }
 
 
-@click.command(short_help="The profiling matrix: every experiment in its own process.")
+_OLD_NAMES = {
+    **SIZE_NAMES,
+    "trainers": "trainer",
+    "models": "model",
+    "model-size": "model",
+    "model-sizes": "model",
+    "dtypes": "dtype",
+    "gpus": "gpu-ids",
+}
+_OF_CLUSTER = "job_"
+"""Begins the parameters that are keys of `cluster`; the others are keys of the configuration."""
+
+
+@click.command(
+    short_help="The profiling matrix: every experiment in its own process.",
+    context_settings=older_names(_OLD_NAMES),
+)
 @click.option("--mode", default="profile", show_default=True, help="profile, test or single; see above.")
 @click.option(
     "--config",
@@ -62,56 +73,45 @@ _ONE_EXPERIMENT: dict[str, list[Any]] = {
 @click.option(
     "--trainer",
     "trainers",
-    cls=Option,
-    old_names=TRAINER_NAMES,
     multiple=True,
+    callback=texts,
     help="Trainers, comma-separated; or package.module:Class.",
 )
 @click.option(
-    "--batch",
-    "batch_sizes",
-    cls=Option,
-    old_names=BATCH_NAMES,
-    multiple=True,
-    help="Samples in the batch: 4,8",
+    "--batch", "batch_sizes", multiple=True, callback=whole_numbers, help="Samples in the batch: 4,8"
 )
 @click.option(
-    "--seq",
-    "seq_lengths",
-    cls=Option,
-    old_names=SEQ_NAMES,
-    multiple=True,
-    help="Tokens per sample: 512,1024",
+    "--seq", "seq_lengths", multiple=True, callback=whole_numbers, help="Tokens per sample: 512,1024"
 )
 @click.option(
     "--model",
     "models",
-    cls=Option,
-    old_names=MODEL_NAMES,
     multiple=True,
+    callback=texts,
     help="tiny, small, medium, 1b, a Hugging Face config.json or its folder, or package.module:factory.",
 )
 @click.option(
     "--dtype",
     "dtypes",
-    cls=Option,
-    old_names=DTYPE_NAMES,
     multiple=True,
+    callback=texts,
     help="fp32 or bf16.  [default: bf16 on a GPU, else fp32]",
 )
 @click.option("--optimizer", help="sgd or adamw.  [default: sgd]")
-@click.option("--compile", "compiled", is_flag=True, help="Use torch.compile, if the trainer supports it.")
+@click.option("--compile", is_flag=True, default=None, help="Use torch.compile, if the trainer supports it.")
 @click.option("--device", help="cuda or cpu.  [default: a GPU if there is one]")
 @click.option(
     "--gpu-ids",
     "gpus",
-    cls=Option,
-    old_names=GPU_ID_NAMES,
     multiple=True,
+    callback=whole_numbers,
     help="Numbers of the GPUs to use, one experiment each at a time: 0,1",
 )
 @click.option(
-    "--gpus-per-experiment", multiple=True, help="GPUs of one experiment, on a CPU processes: 1,2,4"
+    "--gpus-per-experiment",
+    multiple=True,
+    callback=whole_numbers,
+    help="GPUs of one experiment, on a CPU processes: 1,2,4",
 )
 @click.option(
     "--parallel", help="ddp or fsdp2: how several GPUs share the training. The batch is that of each GPU."
@@ -129,25 +129,50 @@ _ONE_EXPERIMENT: dict[str, list[Any]] = {
     metavar="WHICH",
     help="Run again: none, failed, all, or a status such as timeout.  [default: none; all in test mode]",
 )
-@click.option("--prune", is_flag=True, help="After an out-of-memory, skip larger batches (marked pruned).")
-@click.option("--no-fit", is_flag=True, help="After an out-of-memory, do not search for the batch that fits.")
+@click.option(
+    "--prune", is_flag=True, default=None, help="After an out-of-memory, skip larger batches (marked pruned)."
+)
+@click.option(
+    "--no-fit",
+    "find_fit",
+    is_flag=True,
+    flag_value=False,
+    default=None,
+    help="After an out-of-memory, do not search for the batch that fits.",
+)
 @click.option("--launcher", help="Where experiments run: local, slurm or ray.  [default: local]")
-@click.option("--partition", help="Slurm's partition.")
-@click.option("--account", help="Slurm's account.")
+@click.option("--partition", "job_partition", help="Slurm's partition.")
+@click.option("--account", "job_account", help="Slurm's account.")
 @click.option(
     "--sbatch-option",
-    "sbatch_options",
+    "job_sbatch_options",
     multiple=True,
+    callback=lambda context, option, values: values or None,
     metavar="OPTION",
     help="A further option of sbatch: --sbatch-option=--constraint=h200",
 )
 @click.option(
-    "--ray-address", metavar="HOST:PORT", help="A Ray cluster, or auto.  [default: a local one is started]"
+    "--ray-address",
+    "job_ray_address",
+    metavar="HOST:PORT",
+    help="A Ray cluster, or auto.  [default: a local one is started]",
 )
 @click.option("--job-gpus", type=int, metavar="N", help="GPUs that an experiment requests of a cluster.")
 @click.option("--job-cpus", type=int, metavar="N", help="CPUs that an experiment requests of a cluster.")
-@click.option("--job-memory", type=float, metavar="GIB", help="Host memory that it requests of a cluster.")
-@click.option("--max-jobs", type=int, metavar="N", help="At most so many experiments on a cluster at a time.")
+@click.option(
+    "--job-memory",
+    "job_memory_gib",
+    type=float,
+    metavar="GIB",
+    help="Host memory that it requests of a cluster.",
+)
+@click.option(
+    "--max-jobs",
+    "job_max_jobs",
+    type=int,
+    metavar="N",
+    help="At most so many experiments on a cluster at a time.",
+)
 @click.option("--cancel", is_flag=True, help="Cancel the experiments of this folder on their cluster.")
 @click.option("--dry-run", is_flag=True, help="List the experiments, and what each requests; start none.")
 @json_option
@@ -206,9 +231,6 @@ def sweep(
 
 def _config(mode: str, path: Path | None, folder: Path, flags: dict[str, Any]) -> SweepConfig:
     """Mode and file give the defaults; flags override them. A sweep on a cluster brings its own settings."""
-    import msgspec
-
-    from ..errors import UsageError, closest
     from ..sweep.config import TEST_CONFIG, SweepConfig, load_config, override
 
     if mode not in MODES:
@@ -228,19 +250,20 @@ def _config(mode: str, path: Path | None, folder: Path, flags: dict[str, Any]) -
         start = load_config(path or CONFIG_NAME)
     else:
         start = SweepConfig()
-    given = _given(flags)
     if mode == "single":
-        several = [key for key in _ONE_EXPERIMENT if len(given.get(key) or []) > 1]
+        several = [key for key in _ONE_EXPERIMENT if len(flags[key] or ()) > 1]
         if several:
             raise UsageError(f"single mode runs one experiment; got several {several[0]}: use --mode profile")
         start = override(msgspec.structs.replace(start, parallel=None), **_ONE_EXPERIMENT)
-    return override(start, **given, cluster=_given_cluster(start, flags))
+    cluster = msgspec.to_builtins(start.cluster)
+    for name in [name for name in flags if name.startswith(_OF_CLUSTER)]:
+        if (value := flags.pop(name)) is not None:
+            cluster[name.removeprefix(_OF_CLUSTER)] = value
+    return override(start, **flags, cluster=cluster)
 
 
 def _recorded_on_cluster(folder: Path) -> SweepConfig | None:
     """The settings of the sweep in this folder, if its experiments were given to a cluster."""
-    from ..errors import RecordError, UsageError
-    from ..records import SweepRecord, read_record
     from ..sweep.config import parse
     from ..sweep.paths import SweepFolder
 
@@ -251,63 +274,9 @@ def _recorded_on_cluster(folder: Path) -> SweepConfig | None:
     return None if config.launcher == "local" else config
 
 
-def _given_cluster(start: SweepConfig, flags: dict[str, Any]) -> dict[str, Any]:
-    """The cluster's settings, overridden by flags."""
-    import msgspec
-
-    names = {"job_gpus": "gpus", "job_cpus": "cpus", "job_memory": "memory_gib"}
-    same = ("partition", "account", "ray_address", "max_jobs")
-    given = {**{name: flags[name] for name in same}, **{key: flags[flag] for flag, key in names.items()}}
-    given["sbatch_options"] = list(flags["sbatch_options"]) or None
-    values: dict[str, Any] = msgspec.to_builtins(start.cluster)
-    return {**values, **{name: value for name, value in given.items() if value is not None}}
-
-
-def _given(flags: dict[str, Any]) -> dict[str, Any]:
-    """Flags as values of the configuration; None if one was not given."""
-    return {
-        "trainers": _texts(flags["trainers"]),
-        "batch_sizes": _numbers("--batch", flags["batch_sizes"]),
-        "seq_lengths": _numbers("--seq", flags["seq_lengths"]),
-        "models": _texts(flags["models"]),
-        "dtypes": _texts(flags["dtypes"]),
-        "gpus": _numbers("--gpu-ids", flags["gpus"]),
-        "gpus_per_experiment": _numbers("--gpus-per-experiment", flags["gpus_per_experiment"]),
-        "compile": flags["compiled"] or None,
-        "prune": flags["prune"] or None,
-        "find_fit": False if flags["no_fit"] else None,
-        **{
-            name: flags[name]
-            for name in ("optimizer", "device", "parallel", "timeout_s", "memory_limit_gib", "launcher")
-        },
-    }
-
-
-def _texts(values: tuple[str, ...]) -> list[str] | None:
-    """The parts between commas; None if the flag was not given, empty if it has no value."""
-    return separated(values) if values else None
-
-
-def _numbers(option: str, values: tuple[str, ...]) -> list[int] | None:
-    from ..errors import UsageError
-
-    texts = _texts(values)
-    if texts is None:
-        return None
-    numbers = []
-    for text in texts:
-        try:
-            numbers.append(int(text))
-        except ValueError:
-            raise UsageError(f"{option} takes comma-separated whole numbers; got {text!r}") from None
-    return numbers
-
-
 def _run(
     config: SweepConfig, folder: Path, rerun: str, as_json: bool, *, start_over: bool | None = None
 ) -> int:
-    from ..errors import UsageError
-    from ..records import Status
     from ..report.sweep.load import LoadedSweep, load_sweep, with_results
     from ..report.sweep.summary import summarize
     from ..report.sweep.texts import json_text
@@ -375,7 +344,6 @@ def _cancel(folder: Path) -> int:
 
 
 def _write_page(page: Path, summary: SweepSummary) -> Path | None:
-    from ..plain_files import what_is_there
     from ..report.sweep.page import write_sweep_page
 
     if (instead := what_is_there(page)) is not None:

@@ -7,10 +7,12 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from ..records import SweepCase
 from .console import WIDEST_TABLE, output, print_json, table
 
 if TYPE_CHECKING:
-    from ..records import SweepCase
     from ..sweep.config import SweepConfig
     from ..sweep.launchers.settings import Request
 
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 def show_plan(config: SweepConfig, folder: Path, as_json: bool) -> None:
     """Print the experiments; on a cluster also what each requests, and the hours from earlier results."""
     from ..sweep.cases import cases_of
-    from ..sweep.launchers.device import device_of
+    from ..sweep.gpus import device_of
     from ..sweep.launchers.settings import request_of
 
     device = device_of(config)
@@ -56,7 +58,6 @@ def _words(request: Request) -> list[str]:
 def _print_json(
     cases: dict[str, SweepCase], requests: dict[str, Request], took_s: dict[str, float] | None
 ) -> None:
-    import msgspec
 
     listed = msgspec.to_builtins(cases)
     if requests:

@@ -26,6 +26,7 @@ from rich.live import Live
 from rich.text import Text
 
 from ..errors import CounterError, NvmlMissing, UsageError
+from ..hardware.counters.nvml import NvmlSource
 from ..hardware.counters.sampler import Sampler
 from ..hardware.counters.samples import CounterSource
 from ..hardware.counters.trace import Recorder, Replay
@@ -117,7 +118,8 @@ def top(
             from .top_export import serving
 
             host, port = export
-            address = open_ones.enter_context(serving(lambda: _all_readings(samplers), port, host))
+            found = serving(lambda: [one for each in samplers for one in readings(each)], port, host)
+            address = open_ones.enter_context(found)
             say(f"serving {address}", err=True)
         if record_to is not None:
             source = _recorder(source, record_to, interval_s)
@@ -135,10 +137,6 @@ def _are_same(one: Path, other: Path) -> bool:
         return os.path.samefile(one, other)
     except OSError:  # one of them does not exist
         return False
-
-
-def _all_readings(samplers: Sequence[Sampler]) -> list[Reading]:
-    return [reading for sampler in samplers for reading in readings(sampler)]
 
 
 def _recorder(source: CounterSource, path: Path, interval_s: float) -> Recorder:
@@ -165,8 +163,6 @@ def readings(sampler: Sampler, *, whole: bool = False) -> list[Reading]:
 def _open(replay_from: Path | None, *, energy: bool) -> CounterSource:
     if replay_from is not None:
         return Replay(replay_from)
-    from ..hardware.counters.nvml import NvmlSource
-
     try:
         return NvmlSource(energy=energy)
     except NvmlMissing:

@@ -11,14 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import UsageError
 from ..trackers.prometheus_server import LOOPBACK, MetricsServer
-from .top_screen import NOT_HELD_BACK, TRUE_CLOCK
-
-if TYPE_CHECKING:
-    from .top_screen import Reading
+from .top_screen import NOT_HELD_BACK, TRUE_CLOCK, Reading
 
 # Metric (after `truemfu_gpu_`) → attribute of the window.
 _FROM_WINDOW: Mapping[str, str] = MappingProxyType(

@@ -15,10 +15,10 @@ from ..hardware.counters.executed import CYCLE_COUNTERS, DRIVER, counted_clock_h
 from ..hardware.counters.sampler import Health
 from ..hardware.counters.samples import CounterWindow, GpuInfo, GpuProcess
 from ..hardware.detect import find_spec, override_flops_per_s
-from ..text import on_one_line
+from ..text import UNKNOWN, on_one_line
 from ..utilization import ratio
+from .console import percent
 
-_UNKNOWN = "-"
 _COLUMNS = (
     "GPU",
     "FLOP util",
@@ -148,16 +148,16 @@ def _cells(reading: Reading) -> tuple[str, ...]:
     gpu, window = reading.gpu, reading.window
     name = f"{gpu.index} {gpu.name.removeprefix('NVIDIA ')}"
     if window is None:
-        return (name, *[_UNKNOWN] * (len(_COLUMNS) - 1))
+        return (name, *[UNKNOWN] * (len(_COLUMNS) - 1))
     executed = reading.executed_flops_per_s
     return (
         name,
-        _share(reading.executed_flop_utilisation),
-        _UNKNOWN if executed is None else f"{executed / 1e12:.0f}",
-        _share(window.gpu_utilisation),
-        _share(window.tensor_active),
-        _share(window.sm_active),
-        _share(window.dram_active),
+        percent(reading.executed_flop_utilisation),
+        UNKNOWN if executed is None else f"{executed / 1e12:.0f}",
+        percent(window.gpu_utilisation),
+        percent(window.tensor_active),
+        percent(window.sm_active),
+        percent(window.dram_active),
         _of(window.sm_clock_hz, window.max_sm_clock_hz, 1e6),
         _of(window.power_w, window.power_limit_w, 1),
         _of(window.memory_used_bytes, window.memory_total_bytes, 2**30),
@@ -183,7 +183,7 @@ def _notes(all_readings: Sequence[Reading], with_dropped: bool) -> list[str]:
 def _notes_of(reading: Reading, with_dropped: bool) -> Iterator[str]:
     window, health = reading.window, reading.health
     held = [
-        f"{reason.replace('_', ' ')} {_share(part)} of the time"
+        f"{reason.replace('_', ' ')} {percent(part)} of the time"
         for reason, part in ((window.throttle if window is not None else None) or {}).items()
         if reason not in NOT_HELD_BACK and part >= _WORTH_SAYING
     ]
@@ -214,7 +214,7 @@ def _gpus(indices: Sequence[int]) -> str:
 
 def _processes(found: tuple[GpuProcess, ...] | None) -> str:
     if found is None:
-        return _UNKNOWN
+        return UNKNOWN
     largest = sorted(found, key=lambda process: -(process.memory_bytes or 0))
     shown = [
         f"{process.name or process.pid} {_gib(process.memory_bytes)}"
@@ -225,13 +225,9 @@ def _processes(found: tuple[GpuProcess, ...] | None) -> str:
 
 
 def _gib(count_bytes: int | None) -> str:
-    return _UNKNOWN if count_bytes is None else f"{count_bytes / 2**30:.1f}"
-
-
-def _share(fraction: float | None) -> str:
-    return _UNKNOWN if fraction is None else f"{100 * fraction:.1f} %"
+    return UNKNOWN if count_bytes is None else f"{count_bytes / 2**30:.1f}"
 
 
 def _of(value: float | None, limit: float | None, unit: float) -> str:
-    numbers = (_UNKNOWN if part is None else f"{part / unit:.0f}" for part in (value, limit))
+    numbers = (UNKNOWN if part is None else f"{part / unit:.0f}" for part in (value, limit))
     return " / ".join(numbers)

@@ -15,17 +15,9 @@ from pathlib import Path
 
 import msgspec
 
-from ..records import SweepCase
+from ..records import CaseSettings, SweepCase
 from .config import SweepConfig
 from .content_hash import is_path
-
-_OF_EACH_CASE = ("device", "gpus", "parallel")
-_SETTINGS = [
-    name
-    for name in SweepCase.__struct_fields__
-    if name in SweepConfig.__struct_fields__ and name not in _OF_EACH_CASE
-]
-"""What every case takes from the matrix as it is."""
 
 _LONGEST_PART = 60
 """Longest part of a file name for a trainer or a model; a whole file name has at most 255 bytes."""
@@ -41,7 +33,7 @@ def resolved(config: SweepConfig, device: str) -> SweepConfig:
 def cases_of(config: SweepConfig, device: str) -> dict[str, SweepCase]:
     """Every case of the matrix by name, in order, on cuda or cpu."""
     config = resolved(config, device)
-    settings = {name: getattr(config, name) for name in _SETTINGS}
+    settings = {name: getattr(config, name) for name in CaseSettings.__struct_fields__}
     trainers = short_names(config.trainers)
     models = short_names(config.models)
     cases: dict[str, SweepCase] = {}

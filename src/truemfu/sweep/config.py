@@ -14,15 +14,15 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Any, get_args
 
 import msgspec
-from msgspec import Meta, field
+from msgspec import field
 
 from ..convention import Attention
 from ..errors import UsageError, brief, closest
 from ..plain_files import read_given
-from ..records import SweepCase
+from ..records import CaseSettings, Count, CountOrZero, Positive
 from ..text import shortened
 from .content_hash import find_module, is_path
 from .launchers.settings import ClusterSettings, check_settings
@@ -35,58 +35,36 @@ LAUNCHERS = ("local", "slurm", "ray")
 PARALLEL = ("ddp", "fsdp2")
 ATTENTION = get_args(Attention)
 
-_MAX_INT = 2**63 - 1  # the largest integer of JSON decoders and torch
-_Count = Annotated[int, Meta(ge=1, le=_MAX_INT)]
-_CountOrZero = Annotated[int, Meta(ge=0, le=_MAX_INT)]
-_Positive = Annotated[float, Meta(gt=0)]
-
-
-_CASE_DEFAULTS: dict[str, Any] = {entry.name: entry.default for entry in msgspec.structs.fields(SweepCase)}
-"""Defaults of the settings of an experiment."""
-
 
 class SweepConfig(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename={"models": "model_sizes"}
+    CaseSettings, frozen=True, kw_only=True, forbid_unknown_fields=True, rename={"models": "model_sizes"}
 ):
     """A matrix of experiments, how each is run, and its limits; the default matrix if nothing is set."""
 
     trainers: list[str] = field(default_factory=lambda: list(TRAINERS))
     """Names of `TRAINERS`, or `package.module:Class`."""
-    batch_sizes: list[_Count] = field(default_factory=lambda: [4, 8])
-    seq_lengths: list[_Count] = field(default_factory=lambda: [512, 1024])
+    batch_sizes: list[Count] = field(default_factory=lambda: [4, 8])
+    seq_lengths: list[Count] = field(default_factory=lambda: [512, 1024])
     models: list[str] = field(default_factory=lambda: ["1b"])
     """Names of `SIZES`, Hugging Face configurations, or `package.module:factory`; `model_sizes` in a file."""
     dtypes: list[str] = field(default_factory=lambda: ["auto"])
     """auto is bf16 on a GPU and fp32 on a CPU."""
-    optimizer: str = _CASE_DEFAULTS["optimizer"]
-    learning_rate: _Positive = _CASE_DEFAULTS["learning_rate"]
-    compile: bool = _CASE_DEFAULTS["compile"]
     device: str = "auto"
-    attention: str = _CASE_DEFAULTS["attention"]
-    """The convention of the FLOP counts."""
-    max_grad_norm: _Positive = _CASE_DEFAULTS["max_grad_norm"]
-    noise_multiplier: Annotated[float, Meta(ge=0)] = _CASE_DEFAULTS["noise_multiplier"]
-    seed: _CountOrZero = _CASE_DEFAULTS["seed"]
-    warm_up_steps: _CountOrZero = _CASE_DEFAULTS["warm_up_steps"]
-    min_steps: _Count = _CASE_DEFAULTS["min_steps"]
-    max_steps: _Count = _CASE_DEFAULTS["max_steps"]
-    max_timed_s: _Positive = _CASE_DEFAULTS["max_timed_s"]
-    profiled_steps: _CountOrZero = _CASE_DEFAULTS["profiled_steps"]
-    timeout_s: _Positive = 1800.0
+    timeout_s: Positive = 1800.0
     """An experiment that takes longer is killed."""
-    memory_limit_gib: _Positive | None = None
+    memory_limit_gib: Positive | None = None
     """Host memory of each experiment; None: no limit."""
     prune: bool = False
     """After an out-of-memory, skip larger batches and mark them `pruned`."""
     find_fit: bool = True
     """After an out-of-memory, try smaller batches and models until one fits."""
-    gpus: list[_CountOrZero] | None = None
+    gpus: list[CountOrZero] | None = None
     """Indices of visible GPUs; None: all of them."""
     launcher: str = "local"
     """One of `LAUNCHERS`: where experiments run."""
     cluster: ClusterSettings = field(default_factory=ClusterSettings)
     """What each experiment requests of a cluster."""
-    gpus_per_experiment: list[_Count] = field(default_factory=lambda: [1])
+    gpus_per_experiment: list[Count] = field(default_factory=lambda: [1])
     """How many GPUs an experiment uses; a file may also give one number."""
     parallel: str | None = None
     """One of `PARALLEL`: how experiments on several GPUs share the training."""

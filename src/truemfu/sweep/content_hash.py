@@ -16,15 +16,17 @@ import hashlib
 import os
 import platform
 import sys
-from importlib import metadata
+from collections.abc import Mapping
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from .. import __version__
 from ..hardware.detect import PEAK_VARIABLE
+from ..provenance import installed_version
 from ..records import SweepCase
 
 _PACKAGES = ("torch", "opacus", "transformers")
@@ -73,43 +75,24 @@ _VARIABLES = (
 """Environment variables that a worker inherits and that affect its figures."""
 
 
-class HashedEnvironment(msgspec.Struct, frozen=True, kw_only=True):
-    """What all experiments of a sweep share and what affects their results."""
-
-    device_name: str
-    memory_limit_bytes: int | None
-    python: str
-    versions: dict[str, str]
-    variables: dict[str, str]
-    sources: str
-    """Digest of truemfu's own files that measure and count."""
-
-
-def hashed_environment(device_name: str, memory_limit_bytes: int | None) -> HashedEnvironment:
-    """The environment of this process, now."""
-    versions = {"truemfu": __version__}
-    for package in _PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return HashedEnvironment(
-        device_name=device_name,
-        memory_limit_bytes=memory_limit_bytes,
-        python=platform.python_version(),
-        versions=versions,
-        variables={name: os.environ[name] for name in _VARIABLES if name in os.environ},
-        sources=_digest(_own_sources()),
-    )
+def hashed_environment(device_name: str, memory_limit_bytes: int | None) -> dict[str, Any]:
+    """What all experiments of a sweep share and what affects their results, now."""
+    found = {package: installed_version(package) for package in _PACKAGES}
+    versions = {package: version for package, version in found.items() if version is not None}
+    return {
+        "device_name": device_name,
+        "memory_limit_bytes": memory_limit_bytes,
+        "python": platform.python_version(),
+        "versions": {"truemfu": __version__, **versions},
+        "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
+        "sources": _digest(_own_sources()),
+    }
 
 
-def content_hash(case: SweepCase, environment: HashedEnvironment) -> str:
+def content_hash(case: SweepCase, environment: Mapping[str, Any]) -> str:
     """The hash of one experiment."""
     files = [*_files_of(case.trainer), *_files_of(case.model)]
-    settings = msgspec.to_builtins(case)
-    if case.gpus == 1:  # results from before experiments could use several GPUs stay valid
-        del settings["gpus"], settings["parallel"]
-    content = msgspec.json.encode([settings, msgspec.to_builtins(environment), _digest(files)])
+    content = msgspec.json.encode([case, environment, _digest(files)])
     return hashlib.sha256(content).hexdigest()
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ..errors import one_line, text_of
 from ..records import Phase, Status
-from .progress import Progress, last_phase
+from .order import Progress, last_phase
 from .trainers.base import Unsupported
 from .worker.memory_limit import is_limited
 
@@ -74,11 +74,6 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def status_of_exit(end: WorkerEnd, log_tail: Sequence[str], folder: Path) -> tuple[Status, str]:
     """The status of a worker that left no result, and the reason in one line."""
-    status, reason = _status_of_exit(end, log_tail, folder)
-    return status, reason if end.rank is None else f"rank {end.rank}: {reason}"
-
-
-def _status_of_exit(end: WorkerEnd, log_tail: Sequence[str], folder: Path) -> tuple[Status, str]:
     where = f"in phase {end.phase.value}"
     last = f": {log_tail[-1]}" if log_tail else ""
     if end.timed_out:

@@ -136,39 +136,32 @@ def claim(
             )
     if not os.path.lexists(folder.record):
         _refuse_foreign_files(folder)
+    lock = None
     try:
         folder.make()
         lock = FolderLock(folder)
-    except OSError as error:
-        raise UsageError(f"cannot write to {folder.root}: {error.strerror}; give another folder") from error
-    try:
         record = _record_for(folder, config, cases, start_over)
         write_record(folder.record, record)
-    except OSError as error:
-        lock.release()
+    except BaseException as error:
+        if lock is not None:
+            lock.release()
+        if not isinstance(error, OSError):
+            raise
         raise UsageError(f"cannot write to {folder.root}: {error.strerror}; give another folder") from error
-    except BaseException:
-        lock.release()
-        raise
     return folder, record, lock
 
 
 def _refuse_foreign_files(folder: SweepFolder) -> None:
     for path in folder.parts:
         try:
-            taken = path.exists() and any(path.iterdir())
+            names = os.listdir(path) if path.exists() else []
         except OSError as error:
             raise UsageError(f"cannot read {path}: {error.strerror}; give another folder") from error
-        if taken and not _holds_only_a_lock(path):
+        if names not in ([], [LOCK_FILE]):  # a sweep that was refused may have left its lock
             raise UsageError(
                 f"{folder.root} contains {path.name}/, which does not belong to a sweep (no {RECORD_FILE}): "
                 "give another folder"
             )
-
-
-def _holds_only_a_lock(path: Path) -> bool:
-    """What a sweep leaves behind that was refused after it took the lock."""
-    return [entry.name for entry in path.iterdir()] == [LOCK_FILE]
 
 
 def _record_for(
@@ -216,8 +209,6 @@ def _joined(
     if here and there and here != there:
         raise _another_sweep(folder, "parallel", there, here)
     recorded_axes = {key: recorded.config.get(key) or [] for key in _AXES}
-    # A sweep of a version that could not use several GPUs.
-    recorded_axes["gpus_per_experiment"] = recorded_axes["gpus_per_experiment"] or [1]
     axes = {key: _union(recorded_axes[key], new[key]) for key in _AXES}
     covers_both = {**new, "parallel": here or there}
     joined = msgspec.convert({**covers_both, **axes}, SweepConfig)

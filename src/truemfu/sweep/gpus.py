@@ -1,4 +1,4 @@
-"""The GPUs of this machine and their names, without torch and without a CUDA context.
+"""Which device experiments run on, and the GPUs of this machine, without torch and without a CUDA context.
 
 The supervisor must start fast and must never hold GPU memory, so it queries the driver: NVML where
 nvidia-ml-py is installed, else the `nvidia-smi` tool, else the device files alone. An existing
@@ -16,8 +16,38 @@ from pathlib import Path
 
 from ..errors import CounterError, UsageError
 from ..hardware.counters.nvml import gpu_names
+from .config import SweepConfig
 
 _ASK_TIMEOUT_S = 30.0
+_CHOOSING = ("--gres", "--gpus", "-C", "--constraint", "-w", "--nodelist")
+"""Options of sbatch that choose among kinds of nodes."""
+
+
+def device_of(config: SweepConfig) -> str:
+    """cuda or cpu. `auto` on a cluster is cuda, unless its experiments request no GPU."""
+    if config.launcher == "local" or _is_this_machine(config):
+        return resolve_device(config.device, config.gpus)
+    if config.gpus is not None:
+        raise UsageError(
+            f"gpus are numbers of GPUs in this machine; with launcher {config.launcher} the engine chooses: "
+            "leave it out, and set cluster.gpus to the GPUs of an experiment"
+        )
+    if config.device == "auto":
+        return "cpu" if config.cluster.gpus == 0 else "cuda"
+    return config.device
+
+
+def device_name_of(config: SweepConfig, device: str) -> str:
+    """The name of the device; of a cluster, which of its nodes may be chosen."""
+    if config.launcher == "local" or _is_this_machine(config):
+        return device_name(device)
+    options = [option for option in config.cluster.sbatch_options if option.startswith(_CHOOSING)]
+    return ", ".join([f"{device} on {config.launcher}", *filter(None, [config.cluster.partition]), *options])
+
+
+def _is_this_machine(config: SweepConfig) -> bool:
+    """A Ray that is started for the sweep has this machine alone."""
+    return config.launcher == "ray" and config.cluster.ray_address is None
 
 
 def visible_gpus() -> list[str]:
@@ -64,21 +94,13 @@ def device_name(device: str) -> str:
 
 def _names() -> list[str]:
     """The name of each GPU in this machine, in the order of the PCI bus."""
-    names = _names_by_nvml()
-    if names is None:
-        names = _names_by_tool()
-    if names is None:
-        names = ["NVIDIA GPU"] * len(
-            [path for path in Path("/dev").glob("nvidia*") if path.name[6:].isdigit()]
-        )
-    return names
-
-
-def _names_by_nvml() -> list[str] | None:
     try:
         return gpu_names()
     except CounterError:  # the Python package or the driver is missing
-        return None
+        names = _names_by_tool()
+    if names is None:
+        names = ["NVIDIA GPU" for path in Path("/dev").glob("nvidia*") if path.name[6:].isdigit()]
+    return names
 
 
 def _names_by_tool() -> list[str] | None:

@@ -1,17 +1,24 @@
-"""The order that a supervisor sends to a worker: one line of JSON on its standard input.
+"""What a supervisor sends to a worker, and the progress file that the worker writes.
 
-A worker is started before it has a case, so that its imports are done when the case arrives. This
-value is all it receives; it answers with files (`progress.py`, `records.CaseResult`) and its exit code.
+The order is one line of JSON on its standard input. A worker is started before it has a case, so that its
+imports are done when the case arrives. The order is all it receives; it answers with its progress, with a
+`records.CaseResult` and its exit code.
+
+Progress is one line of JSON as each phase begins. The supervisor shows the last line live. If a worker dies
+without a result, the last line records the phase it reached and its memory at that point.
 """
 
 from __future__ import annotations
 
+import contextlib
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
+from .. import plain_files
 from ..errors import RecordError
-from ..records import CaseResult, Phase, Status, SweepCase
+from ..records import CaseResult, Environment, Memory, Phase, Status, SweepCase
 
 Purpose = Literal["measure", "probe"]
 
@@ -59,3 +66,58 @@ def decode_order(line: bytes) -> WorkerOrder:
         return msgspec.json.decode(line, type=WorkerOrder)
     except msgspec.MsgspecError as error:
         raise RecordError(f"standard input is not a valid WorkerOrder: {error}") from error
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """The begin of a phase."""
+
+    phase: Phase
+    at_s: float
+    """On the wall clock."""
+    memory: Memory = Memory()
+    """The peaks so far."""
+    environment: Environment | None = None
+    """Where it runs, once that is known."""
+    rank: int | None = None
+    """In the last line: the rank that ended without a result, and the worker with it."""
+
+
+def append_progress(path: Path, progress: Progress) -> None:
+    """Add a line at once; an OSError if the folder was removed or the disk is full."""
+    plain_files.append(path, msgspec.json.encode(progress) + b"\n")
+
+
+def read_progress(path: Path) -> list[Progress]:
+    """The lines so far, in order; none without a file. An incomplete last line is left out."""
+    try:
+        data = plain_files.read(path)
+    except OSError:
+        return []
+    lines = []
+    for line in data.split(b"\n")[:-1]:
+        with contextlib.suppress(msgspec.MsgspecError):  # a line cut short by a full disk
+            lines.append(msgspec.json.decode(line, type=Progress))
+    return lines
+
+
+def last_phase(progress: list[Progress]) -> Phase:
+    """The phase it has reached."""
+    return progress[-1].phase if progress else Phase.START
+
+
+def peaks(progress: list[Progress], process_bytes: int | None = None) -> Memory:
+    """Peak memory: of the GPU from the progress, of the host the larger of progress and `process_bytes`."""
+
+    def most(values: list[int | None]) -> int | None:
+        return max((value for value in values if value is not None), default=None)
+
+    return Memory(
+        allocated_bytes=most([entry.memory.allocated_bytes for entry in progress]),
+        reserved_bytes=most([entry.memory.reserved_bytes for entry in progress]),
+        process_bytes=most([*(entry.memory.process_bytes for entry in progress), process_bytes]),
+    )
+
+
+def environment_of(progress: list[Progress]) -> Environment | None:
+    """Where an experiment ran that left no result; None if it ended before that was known."""
+    return next((entry.environment for entry in reversed(progress) if entry.environment), None)

@@ -2,8 +2,6 @@
 
     start ─► own session and process group, own token in its environment
       │
-    wait ─► the kernel wakes us when it ends (pidfd); without pidfd, polling every 50 ms
-      │
     end ─► TERM to the group ─► grace ─► KILL to the group
              ─► every process with the token in its environment
 
@@ -16,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -64,7 +61,8 @@ class WorkerProcess:
         self.token = uuid.uuid4().hex
         self.answer = b""
         """The worker's result, known once it has ended; a full disk or a removed folder does not lose it."""
-        self._peak_bytes: int | None = None
+        self.peak_bytes: int | None = None
+        """The peak of its host memory, updated by each `wait`."""
         plain_files.remove(log)
         self._answer_file = _unnamed_file()
         output = plain_files.open_plain(log, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW)
@@ -90,7 +88,6 @@ class WorkerProcess:
             os.close(output)
         self.pid = self._process.pid
         self.log = log
-        self._pidfd = _pidfd(self.pid)
 
     @property
     def exit_code(self) -> int | None:
@@ -109,11 +106,6 @@ class WorkerProcess:
         except ValueError:
             return f"signal {-code}"
 
-    @property
-    def peak_bytes(self) -> int | None:
-        """The peak of its host memory, updated by each `wait`."""
-        return self._peak_bytes
-
     def send(self, line: bytes) -> None:
         """Send it its order; `wait` detects a worker that has already ended."""
         assert self._process.stdin is not None
@@ -123,14 +115,14 @@ class WorkerProcess:
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for it at most this long; whether it has ended."""
-        self._update_peak_memory()
-        if self._process.returncode is not None:
-            return True
-        if self._pidfd is None:
-            return self._wait_by_polling(timeout_s)
-        waiter = select.poll()
-        waiter.register(self._pidfd, select.POLLIN)
-        return bool(waiter.poll(max(timeout_s, 0.0) * 1000))
+        found = peak_memory_bytes(self.pid)
+        if found is not None:
+            self.peak_bytes = max(found, self.peak_bytes or 0)
+        try:
+            self._process.wait(max(timeout_s, 0.0))
+        except subprocess.TimeoutExpired:
+            return False
+        return True
 
     def pause(self) -> None:
         """Stop it from running until `resume`."""
@@ -153,12 +145,8 @@ class WorkerProcess:
             while not self.wait(min(_HURRY_POLL_INTERVAL_S, until - time.monotonic())):
                 if time.monotonic() >= until or hurry():
                     break
-        # The group is signalled while its leader is not yet reaped: until then its id cannot be reused.
         self._signal(signal.SIGKILL)
         self._process.wait()
-        if self._pidfd is not None:
-            os.close(self._pidfd)
-            self._pidfd = None
         if self._process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):  # it had not read what was sent
                 self._process.stdin.close()
@@ -172,19 +160,6 @@ class WorkerProcess:
         # The group may be empty; macOS raises EPERM if only a zombie is left.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
-
-    def _wait_by_polling(self, timeout_s: float) -> bool:
-        until = time.monotonic() + timeout_s
-        while self._process.poll() is None:
-            if time.monotonic() >= until:
-                return False
-            time.sleep(_POLL_INTERVAL_S)
-        return True
-
-    def _update_peak_memory(self) -> None:
-        found = peak_memory_bytes(self.pid)
-        if found is not None:
-            self._peak_bytes = max(found, self._peak_bytes or 0)
 
 
 def _unnamed_file() -> int:
@@ -210,9 +185,10 @@ def peak_memory_bytes(pid: int) -> int | None:
 def kill_leftovers(token: str) -> list[int]:
     """Kill every process with this token; the ids of those that still exist after ten seconds."""
     until = time.monotonic() + _KILL_TIMEOUT_S
-    while found := list(_processes_with_token(token)):
+    while found := _processes_with_token(token):
         for pid in found:
-            _kill_if_token_matches(pid, token)
+            with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+                os.kill(pid, signal.SIGKILL)
         if time.monotonic() > until:
             return found
         time.sleep(_POLL_INTERVAL_S / 5)
@@ -249,45 +225,13 @@ def _oom_counters() -> Iterator[Path]:
     yield _PROC / "vmstat"
 
 
-def _processes_with_token(token: str) -> Iterator[int]:
-    if not _PROC.is_dir() or sys.platform != "linux":
-        return
-    for entry in os.listdir(_PROC):
-        if entry.isdigit() and _has_token(int(entry), token):
-            yield int(entry)
-
-
-def _has_token(pid: int, token: str) -> bool:
-    try:
-        environment = (_PROC / str(pid) / "environ").read_bytes()
-    except OSError:
-        # It has ended, or belongs to another user and so is not a descendant.
-        return False
-    return f"{TOKEN_NAME}={token}".encode() in environment.split(b"\0")
-
-
-def _kill_if_token_matches(pid: int, token: str) -> None:
-    """By pidfd if possible, checking the token again: the id may have been reused."""
-    pidfd = _pidfd(pid)
-    try:
-        if _has_token(pid, token):
-            if pidfd is None:
-                os.kill(pid, signal.SIGKILL)
-            else:
-                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-    except ProcessLookupError:
-        # It has ended by itself.
-        pass
-    finally:
-        if pidfd is not None:
-            os.close(pidfd)
-
-
-def _pidfd(pid: int) -> int | None:
-    if not hasattr(os, "pidfd_open"):
-        return None
-    try:
-        return os.pidfd_open(pid)
-    except OSError:
-        # It has ended, or the kernel is older than 5.3.
-        return None
+def _processes_with_token(token: str) -> list[int]:
+    """None without /proc. A process that has ended, or belongs to another user, is not a descendant."""
+    found = []
+    entries = os.listdir(_PROC) if _PROC.is_dir() else []
+    for entry in filter(str.isdigit, entries):
+        with contextlib.suppress(OSError):
+            environment = (_PROC / entry / "environ").read_bytes()
+            if f"{TOKEN_NAME}={token}".encode() in environment.split(b"\0"):
+                found.append(int(entry))
+    return found

@@ -359,7 +359,7 @@ def without_checksum(data: bytes) -> bytes:
     return json.dumps(content).encode()
 
 
-def test_records_without_a_checksum_are_read_and_compared_with_their_logs(make_result, write_sweep) -> None:
+def test_records_without_a_checksum_are_read(make_result, write_sweep) -> None:
     result = make_result()
     folder = write_sweep([result])
     path, log = folder / "results" / f"{result.name}.json", folder / "logs" / f"{result.name}.log"
@@ -367,15 +367,6 @@ def test_records_without_a_checksum_are_read_and_compared_with_their_logs(make_r
     log.write_bytes(without_checksum(log.read_bytes().splitlines()[-1]))
     loaded = load_sweep(folder)
     assert (loaded.entries[0].result, loaded.notes) == (result, ())
-
-    path.write_bytes(path.read_bytes().replace(b'"wall_s": 31.5', b'"wall_s": 81.5'))
-    loaded = load_sweep(folder)
-    (note,) = loaded.notes
-    assert note.endswith(f"{log.name} differ: one is damaged, using the first")
-    log.write_bytes(encode(result))
-    loaded = load_sweep(folder)
-    assert loaded.entries[0].result == result
-    assert loaded.notes[0].endswith(f"using the result in {log.name}")
 
 
 def test_what_an_exception_says_is_cut_where_it_is_shown(make_result, write_sweep) -> None:

@@ -3,7 +3,7 @@
     engine        Slurm, Ray
     node agent    `supervisor/on_node.py`, started once for each experiment on the node the engine chose
 
-To add one: a class with these methods, and a line in `engines.py`.
+To add one: a class with these methods, and a line in `engine_of` of `supervisor/cluster_batches.py`.
 """
 
 from __future__ import annotations

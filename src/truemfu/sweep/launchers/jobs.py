@@ -36,15 +36,6 @@ _BATCH_FILE = "batch.json"
 _SUFFIXES = (".order", ".claim", ".end", ".engine", ".out", ".start")
 
 
-class NodeOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """The order of a node: one experiment, and how its worker is started."""
-
-    order: WorkerOrder
-    time_limit_s: float
-    gpus: int
-    command: list[str]
-
-
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
     """Who runs an experiment."""
 
@@ -74,6 +65,10 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     settings: ClusterSettings
     working_folder: str
     created_at_s: float
+    time_limit_s: float
+    """Of each experiment, from its order on; the engine allows more."""
+    command: list[str]
+    """How a worker is started."""
     engine_job: str | None = None
     """The engine's name of the batch; None until it is known to be submitted."""
 
@@ -90,7 +85,13 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
     """memory or time, where the engine ended it for that."""
 
 
-_Kind = TypeVar("_Kind", NodeOrder, Claim, NodeEnd, JobState)
+_SUFFIX_OF: dict[type, str] = {
+    WorkerOrder: ".order",
+    Claim: ".claim",
+    NodeEnd: ".end",
+    JobState: ".engine",
+}
+_Kind = TypeVar("_Kind", WorkerOrder, Claim, NodeEnd, JobState)
 
 
 class JobsFolder:
@@ -120,12 +121,17 @@ class JobsFolder:
     def write_batch(self, batch: Batch) -> None:
         plain_files.replace(self.root / _BATCH_FILE, msgspec.json.encode(batch), durable=True)
 
-    def write_order(self, number: int, job: NodeOrder) -> None:
-        plain_files.replace(self._file(number, ".order"), msgspec.json.encode(job), durable=True)
+    def write(self, number: int, value: WorkerOrder | NodeEnd | JobState) -> None:
+        """Write the order of an experiment, its end, or what became of its job."""
+        file = self._file(number, _SUFFIX_OF[type(value)])
+        plain_files.replace(file, msgspec.json.encode(value), durable=True)
 
-    def read_order(self, number: int) -> NodeOrder | None:
-        """None if it is no longer wanted."""
-        return self._read(number, ".order", NodeOrder)
+    def read(self, number: int, kind: type[_Kind]) -> _Kind | None:
+        """What was written of this kind; None if it is not there (an order: no longer wanted) or damaged."""
+        try:
+            return msgspec.json.decode(plain_files.read(self._file(number, _SUFFIX_OF[kind])), type=kind)
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return None
 
     def try_claim(self, number: int, *, engine_job: str | None = None, withdraw: bool = False) -> bool:
         """Whether this process is the first to claim it; an OSError if the folder cannot be written."""
@@ -153,20 +159,7 @@ class JobsFolder:
 
     def read_claim(self, number: int) -> Claim:
         """An empty claim while it is being written."""
-        return self._read(number, ".claim", Claim) or Claim()
-
-    def write_end(self, number: int, ended: NodeEnd) -> None:
-        plain_files.make_folder(self.root)  # an experiment may have removed it
-        plain_files.replace(self._file(number, ".end"), msgspec.json.encode(ended), durable=True)
-
-    def read_end(self, number: int) -> NodeEnd | None:
-        return self._read(number, ".end", NodeEnd)
-
-    def write_job_state(self, number: int, state: JobState) -> None:
-        plain_files.replace(self._file(number, ".engine"), msgspec.json.encode(state), durable=True)
-
-    def read_job_state(self, number: int) -> JobState | None:
-        return self._read(number, ".engine", JobState)
+        return self.read(number, Claim) or Claim()
 
     def listing(self) -> dict[str, set[int]]:
         """The numbers for which each kind of file exists, from one look at the folder."""
@@ -191,9 +184,3 @@ class JobsFolder:
 
     def _file(self, number: int, suffix: str) -> Path:
         return self.root / f"{number}{suffix}"
-
-    def _read(self, number: int, suffix: str, kind: type[_Kind]) -> _Kind | None:
-        try:
-            return msgspec.json.decode(plain_files.read(self._file(number, suffix)), type=kind)
-        except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            return None

@@ -93,8 +93,8 @@ class Slot:
 
 
 def imports_of(case: SweepCase) -> list[str]:
-    """Arguments of a worker that imports ahead what this case needs."""
-    return ["--import", "opacus"] if case.trainer in NEEDS_OPACUS else []
+    """Arguments of a worker: what this case needs is imported ahead."""
+    return ["opacus"] if case.trainer in NEEDS_OPACUS else []
 
 
 def slots(

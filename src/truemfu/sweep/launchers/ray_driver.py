@@ -1,7 +1,7 @@
 """The driver of a batch's Ray tasks: submits them, waits, notes what Ray says, and ends with the last one.
 
     python -c … <jobs folder> [after]     keep this batch, once the batch in the folder `after` has ended
-    python -c … --check [address, …]      whether a node of a cluster can satisfy a request
+    python -c … --check <address> <JSON>  whether a node of a cluster can satisfy a request
 
 A task is thin: it starts the node agent as a fresh process and waits for it. Its code is stored in the task,
 so Ray's own interpreter needs nothing of this package. Ray's retries are off. SIGTERM cancels every task.
@@ -10,7 +10,6 @@ so Ray's own interpreter needs nothing of this package. Ray's retries are off. S
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import secrets
 import signal
@@ -21,10 +20,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import msgspec
+
 from ... import plain_files
 from ...errors import one_line
+from ..order import WorkerOrder
 from .engine import ENGINE_JOB_VARIABLE, NODE_AGENT, submit_environment
-from .jobs import JobsFolder, JobState
+from .jobs import JobsFolder, JobState, NodeEnd
 from .ray_engine import driver_pid, lock_path
 from .settings import Request
 
@@ -35,7 +37,7 @@ _NAMESPACE = "truemfu"
 
 def main(arguments: Sequence[str]) -> int:
     if arguments[0] == "--check":
-        return _check(*json.loads(arguments[1]))
+        return _check(arguments[1], msgspec.json.decode(arguments[2], type=Request))
     jobs = JobsFolder(Path(arguments[0]))
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
@@ -56,11 +58,10 @@ def _keep(jobs: JobsFolder, stop: threading.Event) -> int:
     ray = _connected(batch.settings.ray_address)
     present = jobs.listing()
     waiting = [n for n in range(len(batch.names)) if n in present[".order"] and n not in present[".claim"]]
-    request = batch.request
-    shortage = _shortage(ray, request.gpus, request.cpus or 1, request.memory_bytes or 0)
+    shortage = _shortage(ray, batch.request)
     if shortage is not None:  # Ray would keep the tasks waiting for ever
         for number in waiting:
-            jobs.write_job_state(number, JobState(over=True, reason=shortage))
+            jobs.write(number, JobState(over=True, reason=shortage))
         ray.shutdown()
         return 0
     limit = batch.settings.max_jobs or len(waiting)
@@ -150,9 +151,9 @@ def _note(ray: Any, jobs: JobsFolder, number: int, reference: Any) -> None:
         reason = one_line(error)
         if isinstance(error, ray.exceptions.OutOfMemoryError):
             cause = "memory"
-    end = jobs.read_end(number)
-    if jobs.read_order(number) is not None and (end is None or end.result is None):
-        jobs.write_job_state(number, JobState(over=True, reason=reason, cause=cause))
+    end = jobs.read(number, NodeEnd)
+    if jobs.read(number, WorkerOrder) is not None and (end is None or end.result is None):
+        jobs.write(number, JobState(over=True, reason=reason, cause=cause))
 
 
 def _cancel(ray: Any, left: list[Any]) -> None:
@@ -164,11 +165,11 @@ def _cancel(ray: Any, left: list[Any]) -> None:
         _, left = ray.wait(left, num_returns=len(left), timeout=_WAIT_S)
 
 
-def _check(address: str, gpus: int, cpus: int, memory_bytes: int) -> int:
+def _check(address: str, request: Request) -> int:
     """0 if some node has that much; else the reason is the last line of standard output."""
     try:
         ray = _connected(address)
-        shortage = _shortage(ray, gpus, cpus, memory_bytes)
+        shortage = _shortage(ray, request)
         ray.shutdown()
     except Exception as error:
         print(f"Ray at {address} does not answer: {one_line(error)}")
@@ -178,10 +179,10 @@ def _check(address: str, gpus: int, cpus: int, memory_bytes: int) -> int:
     return 0 if shortage is None else 2
 
 
-def _shortage(ray: Any, gpus: int, cpus: int, memory_bytes: int) -> str | None:
+def _shortage(ray: Any, request: Request) -> str | None:
     """Why no node can satisfy a request; None if one can."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    wanted = {"GPU": gpus, "CPU": cpus, "memory": memory_bytes}
+    wanted = {"GPU": request.gpus, "CPU": request.cpus or 1, "memory": request.memory_bytes or 0}
     if any(all(node.get(what, 0) >= much for what, much in wanted.items()) for node in nodes):
         return None
     most = ", ".join(f"{max((node.get(what, 0) for node in nodes), default=0):g} {what}" for what in wanted)

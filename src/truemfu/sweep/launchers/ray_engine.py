@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import signal
 import socket
@@ -19,6 +18,8 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+import msgspec
 
 from ... import plain_files
 from ...errors import UsageError
@@ -58,13 +59,9 @@ class Ray:
             _check_machine(request)
             return
         _check_answers(address)
-        wanted = [
-            "--check",
-            json.dumps([address, request.gpus, request.cpus or 1, request.memory_bytes or 0]),
-        ]
         try:
             done = subprocess.run(
-                [*_DRIVER, *wanted],
+                [*_DRIVER, "--check", address, msgspec.json.encode(request).decode()],
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
@@ -111,7 +108,7 @@ class Ray:
         self, batch: Batch, jobs: JobsFolder, claimed: Mapping[int, str | None]
     ) -> dict[int, JobState]:
         told = jobs.listing()[".engine"]
-        found = {number: jobs.read_job_state(number) for number in told & set(claimed)}
+        found = {number: jobs.read(number, JobState) for number in told & set(claimed)}
         states = {number: state for number, state in found.items() if state is not None}
         if driver_pid(jobs) is None:
             last = last_line_of(_log(jobs))

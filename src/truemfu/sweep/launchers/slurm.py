@@ -89,7 +89,8 @@ class Slurm:
         name = _job_name(batch)
         answer = _ask(["squeue", "--noheader", "--states=all", f"--name={name}", "--format=%F"])
         if not answer:
-            since = f"--starttime=now-{math.ceil((_age_s(batch) + 3600) / 60)}minutes"
+            age_s = max(time.time() - batch.created_at_s, 0.0)
+            since = f"--starttime=now-{math.ceil((age_s + 3600) / 60)}minutes"
             answer = _ask(["sacct", "-X", "-n", "-P", since, f"--name={name}", "--format=JobID"])
         found = re.match(r"\s*(\d+)", answer or "")
         return found[1] if found else None
@@ -148,10 +149,6 @@ def _job_name(batch: Batch) -> str:
     return f"truemfu-{batch.id}"
 
 
-def _age_s(batch: Batch) -> float:
-    return max(time.time() - batch.created_at_s, 0.0)
-
-
 def _ranges(numbers: Iterable[int]) -> str:
     """0,1,2,5 as 0-2,5."""
     parts: list[list[int]] = []
@@ -193,9 +190,7 @@ def _state(state: str, reason: str) -> JobState:
 def _ask(command: Sequence[str], unknown: str | None = None) -> str | None:
     """What a command prints; None if it fails, unless it does with the words `unknown`: these then."""
     try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S
-        )
+        done = _called(command)
     except (OSError, subprocess.TimeoutExpired):
         return None
     if unknown is not None and unknown in done.stderr:
@@ -206,14 +201,7 @@ def _ask(command: Sequence[str], unknown: str | None = None) -> str | None:
 def _run(command: Sequence[str], *, script: str = "", refused: str) -> str:
     """What a command prints; a UsageError with Slurm's own words if it fails."""
     try:
-        done = subprocess.run(
-            command,
-            input=script,
-            capture_output=True,
-            text=True,
-            timeout=_COMMAND_TIMEOUT_S,
-            env=submit_environment(),
-        )
+        done = _called(command, script)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UsageError(f"{refused}: {command[0]} does not work: {on_one_line(str(error))}") from error
     if done.returncode == 0:
@@ -223,4 +211,15 @@ def _run(command: Sequence[str], *, script: str = "", refused: str) -> str:
     ]
     raise UsageError(
         f"{refused}: {shortened(on_one_line('; '.join(said))) or f'exit code {done.returncode}'}"
+    )
+
+
+def _called(command: Sequence[str], script: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        input=script,
+        capture_output=True,
+        text=True,
+        timeout=_COMMAND_TIMEOUT_S,
+        env=submit_environment(),
     )

@@ -14,13 +14,21 @@ import msgspec
 from ...errors import RecordError, UsageError
 from ..folder_claim import FolderLock
 from ..launchers.engine import Engine
-from ..launchers.engines import engine_of
-from ..launchers.jobs import Batch, Claim, JobsFolder, NodeOrder
+from ..launchers.jobs import Batch, Claim, JobsFolder, NodeEnd
+from ..launchers.ray_engine import Ray
+from ..launchers.settings import ClusterSettings
+from ..launchers.slurm import Slurm
+from ..order import WorkerOrder
 from ..paths import SweepFolder, read_marker
 from ..process import kill_leftovers
 
 _CANCEL_TIMEOUT_S = 120.0
 _CANCEL_POLL_S = 0.5
+
+
+def engine_of(launcher: str, settings: ClusterSettings) -> Engine:
+    """The engine of this launcher, slurm or ray."""
+    return Slurm(settings) if launcher == "slurm" else Ray(settings)
 
 
 @dataclass
@@ -29,7 +37,7 @@ class SubmittedBatch:
 
     batch: Batch
     jobs: JobsFolder
-    left: dict[int, NodeOrder]
+    left: dict[int, WorkerOrder]
     claims: dict[int, Claim] = field(default_factory=dict)
     interrupted: dict[int, float] = field(default_factory=dict)
     """When it was seen that their nodes were interrupted."""
@@ -41,10 +49,6 @@ class SubmittedBatch:
         del self.left[number]
         self.interrupted.pop(number, None)
         self.over_since.pop(number, None)
-
-    def claimed_by(self, number: int) -> str | None:
-        """The engine's job that has claimed an experiment."""
-        return self.claims[number].engine_job if number in self.claims else None
 
 
 def submitted_batches(folder: SweepFolder, *, tidy: bool = True) -> list[SubmittedBatch]:
@@ -63,7 +67,7 @@ def submitted_batches(folder: SweepFolder, *, tidy: bool = True) -> list[Submitt
                     f"{error}; its experiments may be running: restore the file, or remove {path} once they "
                     "have ended"
                 ) from None
-            orders = {number: jobs.read_order(number) for number in jobs.listing()[".order"]}
+            orders = {number: jobs.read(number, WorkerOrder) for number in jobs.listing()[".order"]}
             left = {n: order for n, order in sorted(orders.items()) if order and n < len(batch.names)}
         if left:
             found.append(SubmittedBatch(batch=batch, jobs=jobs, left=left))
@@ -108,7 +112,7 @@ def _cancel(folder: SweepFolder, found: SubmittedBatch) -> int:
     until = time.monotonic() + _CANCEL_TIMEOUT_S
     while running and time.monotonic() < until:
         for number in _over(found, engine, running):
-            end = found.jobs.read_end(number)
+            end = found.jobs.read(number, NodeEnd)
             finished += end is not None and end.result is not None
             name = found.batch.names[number]
             end_on_this_host(folder, name, found.jobs.read_claim(number))

@@ -26,17 +26,19 @@ from ...records import OUT_OF_MEMORY, CaseResult, Status, read_record
 from ...text import counted
 from ..config import SweepConfig
 from ..failures import status_of_job
-from ..launchers.engines import engine_of
-from ..launchers.jobs import Batch, Claim, JobsFolder, JobState, NodeOrder
+from ..launchers.jobs import Batch, Claim, JobsFolder, JobState, NodeEnd
 from ..launchers.settings import request_of
-from ..order import WorkerOrder
+from ..order import WorkerOrder, last_phase, read_progress
 from ..paths import SweepFolder
-from ..progress import environment_of, last_phase, peaks, read_progress
-from .case_log import last_lines
-from .cluster_batches import SubmittedBatch, end_on_this_host, launchers_in_use, submitted_batches
-from .outcome import CaseState
-from .state import SweepState
-from .stored import save
+from .cluster_batches import (
+    SubmittedBatch,
+    end_on_this_host,
+    engine_of,
+    launchers_in_use,
+    submitted_batches,
+)
+from .state import CaseState, SweepState
+from .stored import last_lines, save, without_answer
 
 _FIRST_POLL_S, _LONGEST_POLL_S = 0.2, 5.0
 _FIRST_QUESTION_S, _LONGEST_QUESTION_S = 5.0, 60.0
@@ -136,17 +138,16 @@ class ClusterRun:
             settings=self._settings,
             working_folder=os.getcwd(),
             created_at_s=time.time(),
+            time_limit_s=self._config.timeout_s,
+            command=self._command,
         )
-        jobs, limit_s = JobsFolder(self._folder.jobs(batch.id)), self._config.timeout_s
-        left = {
-            number: NodeOrder(order=order, time_limit_s=limit_s, gpus=request.gpus, command=self._command)
-            for number, order in enumerate(orders)
-        }
+        jobs = JobsFolder(self._folder.jobs(batch.id))
+        left = dict(enumerate(orders))
         after = self._before(len(self._batches))
         try:
             plain_files.make_folder(jobs.root)
-            for number, node_order in left.items():
-                jobs.write_order(number, node_order)
+            for number, order in left.items():
+                jobs.write(number, order)
             jobs.write_batch(batch)
             engine_job = self._engine.submit(batch, jobs, list(left), after)
             batch = msgspec.structs.replace(batch, engine_job=engine_job)
@@ -194,7 +195,7 @@ class ClusterRun:
         return moved
 
     def _collect(self, found: SubmittedBatch, number: int, state: SweepState) -> bool:
-        ended = found.jobs.read_end(number)
+        ended = found.jobs.read(number, NodeEnd)
         if ended is None or number in found.interrupted:
             return False
         if ended.result is None:
@@ -212,7 +213,7 @@ class ClusterRun:
                 slot=claim.host,
                 phase=last_phase(read_progress(self._folder.progress(name))),
                 elapsed_s=max(time.time() - claim.at_s, 0.0),
-                time_limit_s=found.left[number].time_limit_s,
+                time_limit_s=found.batch.time_limit_s,
             )
             state.changed(name, running)
 
@@ -220,7 +221,7 @@ class ClusterRun:
         """Ask the engine about what has no result; whether something has ended by that."""
         moved = False
         for found in list(self._batches):
-            claimed = {number: found.claimed_by(number) for number in found.left}
+            claimed = {number: found.claims.get(number, Claim()).engine_job for number in found.left}
             job_states = self._engine.job_states(found.batch, found.jobs, claimed)
             for number, job_state in job_states.items():
                 if number in found.left and job_state.over and _has_no_result(found, number):
@@ -238,25 +239,22 @@ class ClusterRun:
 
     def _lose(self, found: SubmittedBatch, number: int, job_state: JobState, state: SweepState) -> None:
         """An experiment whose job is over and which left no result gets one here."""
-        name, order = found.batch.names[number], found.left[number].order
+        name, order = found.batch.names[number], found.left[number]
         claim = found.claims.get(number, Claim())
         end_on_this_host(self._folder, name, claim)
         result = self._written(order, claim)
         if result is None:
-            progress = read_progress(self._folder.progress(name))
             printed = last_lines(found.jobs.output(number))[-1:]
             tail = last_lines(self._folder.log(name)) if claim.at_s else []
             status = status_of_job(job_state.cause)
-            limit_s = found.left[number].time_limit_s
             where = f"on {claim.host}" if claim.at_s else "before it started"
-            result = order.result(
+            result = without_answer(
+                self._folder,
+                order,
                 status,
-                last_phase(progress),
-                message=f"its job ended {where}; {self._engine.name}: {job_state.reason}",
+                f"its job ended {where}; {self._engine.name}: {job_state.reason}",
                 log_tail=tail or printed,
-                memory=peaks(progress),
-                environment=environment_of(progress),
-                wall_s=limit_s if status is Status.TIMEOUT else None,  # at least
+                wall_s=found.batch.time_limit_s if status is Status.TIMEOUT else None,  # at least
                 began_at_s=claim.at_s or None,
             )
             result = save(self._folder, result)
@@ -318,4 +316,4 @@ def _restore(found: SubmittedBatch, number: int) -> None:
         found.jobs.write_batch(found.batch)
         if number in found.claims:
             found.jobs.try_claim(number, engine_job=found.claims[number].engine_job)
-        found.jobs.write_order(number, found.left[number])
+        found.jobs.write(number, found.left[number])

@@ -14,10 +14,9 @@ from pathlib import Path
 from ... import plain_files
 from ...records import CaseResult, Phase, SweepCase
 from ..launchers.local import Slot
-from .outcome import CaseState
-from .state import SweepState
-from .stored import save
-from .supervise import not_started, run_case
+from ..order import WorkerOrder
+from .state import CaseState, SweepState
+from .supervise import OnProgress, not_started, run_case
 
 
 class Interrupted(Exception):
@@ -53,24 +52,10 @@ class LocalRun:
         state.message(
             f"trying {case.trainer}, {case.model}, batch {case.batch_size}, sequence {case.seq_len}"
         )
-        try:
-            plain_files.remove(state.folder.progress(order.name))
-            worker = slot.worker_for(case)
-        except OSError as error:
-            slot.close()
-            return not_started(order, error)
-        result = run_case(
-            worker,
-            order,
-            state.folder,
-            time_limit_s=state.config.timeout_s,
-            stop=state.stop,
-            clock=state.clock,
-        )
+        result = self._supervised(slot, order)
         with contextlib.suppress(OSError):  # a folder that cannot be written
             plain_files.remove(Path(order.log_path))
         slot.close()
-        state.repair_folder()
         if result is None:
             raise Interrupted
         state.add_own_work(result)
@@ -113,24 +98,30 @@ class LocalRun:
                 slot.make_ready(state.cases[following])
             slot.let_measure(phase)
 
-        order = state.order(name)
-        try:
-            worker = slot.worker_for(state.cases[name])
-        except OSError as error:
-            state.ended(save(state.folder, not_started(order, error)))
-            return self._next()
-        result = run_case(
-            worker,
-            order,
-            state.folder,
-            time_limit_s=limit_s,
-            stop=state.stop,
-            on_progress=on_progress,
-            clock=state.clock,
-        )
-        state.repair_folder()
+        result = self._supervised(slot, state.order(name), on_progress)
         if result is not None:
             state.ended(result)
         if upcoming and not state.stop.requested and not state.prune(upcoming[0]):
             return upcoming[0]
         return self._next()
+
+    def _supervised(
+        self, slot: Slot, order: WorkerOrder, on_progress: OnProgress = lambda phase, elapsed_s: None
+    ) -> CaseResult | None:
+        """Run an order in this slot; None if it was interrupted without a result."""
+        state = self._state
+        try:
+            worker = slot.worker_for(order.case)
+        except OSError as error:
+            return not_started(order, error, state.folder)
+        result = run_case(
+            worker,
+            order,
+            state.folder,
+            time_limit_s=state.config.timeout_s,
+            stop=state.stop,
+            on_progress=on_progress,
+            clock=state.clock,
+        )
+        state.repair_folder()
+        return result

@@ -21,16 +21,16 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from ...errors import one_line
+from ... import plain_files
+from ...errors import RecordError, one_line
 from ...records import CaseResult, Phase
 from ..launchers.engine import ENGINE_JOB_VARIABLE
-from ..launchers.jobs import JobsFolder, NodeEnd, NodeOrder
+from ..launchers.jobs import Batch, JobsFolder, NodeEnd
 from ..launchers.local import imports_of
+from ..order import WorkerOrder
 from ..paths import SweepFolder
 from ..process import WorkerProcess
-from .stored import save
-from .supervise import not_started, run_case
-from .watch import Stop
+from .supervise import Stop, not_started, run_case
 
 _CHECK_INTERVAL_S = 10.0
 _CHECKS = 3
@@ -56,18 +56,21 @@ def main(arguments: Sequence[str]) -> int:
     if not claimed:
         print("not run: it was already started once, or withdrawn")
         return 0
-    order = jobs.read_order(number)
+    try:
+        batch, order = jobs.read_batch(), jobs.read(number, WorkerOrder)
+    except RecordError:
+        order = None
     if order is None:
         jobs.drop_claim(number)
         print("not run: its sweep no longer waits for it")
         return 0
-    result = None if stop.requested else _run(order, jobs, number, stop)
+    result = None if stop.requested else _run(batch, order, jobs, number, stop)
     return _write(jobs, number, NodeEnd(result=result))
 
 
-def _run(node_order: NodeOrder, jobs: JobsFolder, number: int, stop: Stop) -> CaseResult | None:
+def _run(batch: Batch, order: WorkerOrder, jobs: JobsFolder, number: int, stop: Stop) -> CaseResult | None:
     """Its result; None if it was interrupted."""
-    order, folder = node_order.order, SweepFolder(Path(node_order.order.folder))
+    folder = SweepFolder(Path(order.folder))
     parent = os.getppid()
     missing, checked_at_s = 0, 0.0
 
@@ -76,32 +79,29 @@ def _run(node_order: NodeOrder, jobs: JobsFolder, number: int, stop: Stop) -> Ca
         nonlocal missing, checked_at_s
         if elapsed_s - checked_at_s > _CHECK_INTERVAL_S:
             checked_at_s = elapsed_s
-            withdrawn = folder.lock.exists() and jobs.read_order(number) is None
+            withdrawn = folder.lock.exists() and jobs.read(number, WorkerOrder) is None
             missing = missing + 1 if withdrawn else 0
         if (os.getppid() != parent or missing >= _CHECKS) and not stop.requested:
             stop.request()
 
-    command = [*node_order.command, *imports_of(order.case)]
+    command = [*batch.command, *imports_of(order.case)]
+    # What the engine set, with no GPU for an experiment that requested none.
+    environment = dict(os.environ) if batch.request.gpus else {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     try:
-        worker = WorkerProcess(
-            command, environment=_environment(node_order.gpus), log=jobs.worker_log(number)
-        )
+        worker = WorkerProcess(command, environment=environment, log=jobs.worker_log(number))
     except OSError as error:
-        return save(folder, not_started(order, error))
-    limit_s = node_order.time_limit_s
-    return run_case(worker, order, folder, time_limit_s=limit_s, stop=stop, on_progress=end_with_parent)
-
-
-def _environment(gpus: int) -> dict[str, str]:
-    """What the engine set, with no GPU for an experiment that requested none."""
-    return {**os.environ, **({"CUDA_VISIBLE_DEVICES": ""} if gpus == 0 else {})}
+        return not_started(order, error, folder)
+    return run_case(
+        worker, order, folder, time_limit_s=batch.time_limit_s, stop=stop, on_progress=end_with_parent
+    )
 
 
 def _write(jobs: JobsFolder, number: int, ended: NodeEnd) -> int:
     until = time.monotonic() + _WRITE_FOR_S
     while True:
         try:
-            jobs.write_end(number, ended)
+            plain_files.make_folder(jobs.root)  # an experiment may have removed it
+            jobs.write(number, ended)
             return 0
         except OSError as error:
             if time.monotonic() > until:

@@ -8,11 +8,10 @@ from collections.abc import Callable, Collection, Mapping
 
 from ...errors import RecordError, UsageError, closest
 from ...records import CaseResult, Status, SweepRecord
-from ..paths import RunningCase, SweepFolder, read_marker
+from ..order import WorkerOrder
+from ..paths import SweepFolder, read_marker
 from ..process import kill_leftovers
-from ..progress import environment_of, last_phase, peaks, read_progress
-from .case_log import last_lines
-from .stored import save, stored_result
+from .stored import save, stored_result, without_answer
 
 RERUN = ("none", "failed", "all", *(status.value for status in Status if status is not Status.OK))
 """What to run again although it has a result: nothing, failed experiments, all, or those of one status."""
@@ -73,7 +72,17 @@ def end_leftovers(
             kill_leftovers(left.token)
             report(f"{name} was left unfinished by a sweep that was killed")
             if name in record.cases and name not in names and not os.path.lexists(folder.result(name)):
-                save(folder, _lost(name, left, record.sweep_id, folder))
+                order = WorkerOrder(
+                    case=left.case,
+                    name=name,
+                    sweep_id=record.sweep_id,
+                    content_hash=left.content_hash,
+                    folder=str(folder.root),
+                    progress_path=str(folder.progress(name)),
+                    log_path=str(folder.log(name)),
+                )
+                message = "its supervisor ended before it finished"
+                save(folder, without_answer(folder, order, Status.LOST, message, began_at_s=left.began_at_s))
         folder.remove_running(name)
 
 
@@ -86,20 +95,3 @@ def _is_valid(found: CaseResult, rerun: str, timeout_s: float) -> bool:
         return False
     # With a higher time limit than then, it is tried again.
     return found.end is not Status.TIMEOUT or (found.wall_s or 0.0) >= timeout_s
-
-
-def _lost(name: str, left: RunningCase, sweep_id: str, folder: SweepFolder) -> CaseResult:
-    progress = read_progress(folder.progress(name))
-    return CaseResult(
-        name=name,
-        sweep_id=sweep_id,
-        content_hash=left.content_hash,
-        case=left.case,
-        end=Status.LOST,
-        phase=last_phase(progress),
-        message="its supervisor ended before it finished",
-        log_tail=last_lines(folder.log(name)),
-        memory=peaks(progress),
-        environment=environment_of(progress),
-        began_at_s=left.began_at_s,
-    )

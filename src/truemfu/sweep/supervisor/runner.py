@@ -15,26 +15,48 @@ import contextlib
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 from ...errors import UsageError
+from ...records import CaseResult
 from ..cases import cases_of, resolved
 from ..config import SweepConfig, as_mapping, parse
 from ..folder_claim import claim
-from ..launchers.device import device_of
+from ..gpus import device_of
 from ..launchers.local import WORKER, Slot, slots
 from ..paths import SweepFolder
 from .cluster_batches import launchers_in_use
 from .cluster_run import ClusterRun
 from .local_run import Interrupted, LocalRun
 from .memory_fit import propose
-from .outcome import SweepListener, SweepOutcome, covered_s
 from .resume import check_rerun, end_leftovers, reusable
-from .state import SweepState
-from .watch import Stop
+from .state import SweepListener, SweepState
+from .supervise import Stop
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepOutcome:
+    """The results and times of a sweep."""
+
+    results: list[CaseResult]
+    """In the order of the matrix; without those that an interruption left unfinished."""
+    interrupted: bool
+    by_ctrl_c: bool = False
+    """Whether it was Ctrl-C that interrupted it."""
+    on_cluster: int = 0
+    """Experiments that are left on a cluster."""
+    wall_s: float
+    harness_s: float
+    """The part of `wall_s` in which no experiment did its own work.
+
+    Own work lasts from the order to phase done, or to the end of a process that did not reach it: imports
+    that were not hidden, gradient check, build, steps, count, trace; the same for probes. The rest is the
+    start of the supervisor, ending processes, completing results, and gaps between experiments.
+    """
 
 
 def run_sweep(
@@ -141,3 +163,13 @@ def _stopped_by_signals(stop: Stop) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def covered_s(stretches: Iterable[tuple[float, float]]) -> float:
+    """The length of time that at least one of the stretches (begin, end) covers."""
+    total = 0.0
+    reached = float("-inf")
+    for begin, end in sorted(stretches):
+        total += max(end - max(begin, reached), 0.0)
+        reached = max(reached, end)
+    return total

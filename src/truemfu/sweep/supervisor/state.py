@@ -6,7 +6,9 @@ Threads of several slots use it at once; the listener is called by one at a time
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 
@@ -15,12 +17,38 @@ from ...records import OUT_OF_MEMORY, CaseResult, Phase, Status, SweepCase, Swee
 from ..config import SweepConfig
 from ..content_hash import content_hash, hashed_environment
 from ..folder_claim import FolderLock, repair
-from ..launchers.device import device_name_of
+from ..gpus import device_name_of
 from ..order import WorkerOrder
 from ..paths import SweepFolder
-from .outcome import CaseState, SweepListener
 from .stored import save, stored_result
-from .watch import Stop
+from .supervise import Stop
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaseState:
+    """A running experiment."""
+
+    slot: str
+    """Where it runs: gpu0, gpu1, …, or cpu."""
+    phase: Phase
+    elapsed_s: float
+    time_limit_s: float
+
+
+class SweepListener(Protocol):
+    """Receives the events of a sweep; called by one thread at a time."""
+
+    def started(self, names: Sequence[str], reused: Sequence[CaseResult]) -> None:
+        """All experiments in order, and the results that are reused."""
+
+    def changed(self, name: str, state: CaseState) -> None:
+        """Called several times a second for each running experiment."""
+
+    def ended(self, result: CaseResult) -> None:
+        """An experiment has its result, which is on disk."""
+
+    def message(self, text: str) -> None:
+        """One line of text for the user."""
 
 
 class SweepState:

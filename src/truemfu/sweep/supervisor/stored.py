@@ -1,27 +1,27 @@
-"""The two copies of a result on disk: results/<name>.json and the end of its log. `save` writes both.
+"""The two copies of a result on disk: its file, and the last line of the experiment's log.
 
-Read again, one of them counts:
-
-    the file, with a checksum that matches ──────────────────► it
-    the file, without one (of an earlier version) ───────────► it, unless a log with a checksum differs
-    no file, or a damaged one, or the result of another ─────► the log's
-
-Each fault of either copy is reported in one line.
+`save` writes both. Read again, the file counts; if it is missing, damaged or another experiment's, the log
+does. Each fault of either copy is reported in one line.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from ... import plain_files
 from ...errors import RecordError
-from ...records import CaseResult, decode, has_checksum, read_file, write_record
+from ...records import CaseResult, Status, decode, encode, read_record, write_record
+from ..order import WorkerOrder, environment_of, last_phase, peaks, read_progress
 from ..paths import SweepFolder
-from .case_log import LoggedResult, read_log, seal_log
+
+_TAIL_LINES = 20
+_END_BYTES = 4 << 20
+_LINE_CHARACTERS = 500
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,48 +70,100 @@ def clear_paths(folder: SweepFolder, *files: Path) -> list[str]:
     return found
 
 
-def stored_result(name: str, file: Path, log: Path) -> Stored:
-    """The result of this experiment in its file, or else in its log."""
-    faults: list[str] = []
-    of_others: list[str] = []
-    written, is_sure = _in_file(file, faults)
-    written = _own(written, name, str(file), of_others)
-    if written is not None and is_sure:
-        return Stored(result=written)
-    end = read_log(log) if os.path.lexists(log) else LoggedResult()
-    logged = _own(end.result, name, log.name, of_others)
-    if written is not None and logged is not None and written != logged:
-        taken = f"the result in {log.name}" if end.has_checksum else "the first"
-        faults.append(f"{file} and the last line of {log.name} differ: one is damaged, using {taken}")
-        written = logged if end.has_checksum else written
-    if written is None and logged is not None:
-        instead = f"read from {log.name} instead"
-        return Stored(result=logged, faults=tuple(f"{fault}; {instead}" for fault in faults + of_others))
-    if written is None and end.fault is not None:
-        faults.append(end.fault)
-    return Stored(
-        result=written,
-        faults=(*faults, *of_others),
-        log_tail=() if written is not None else end.tail,
-        is_of_another=written is None and bool(of_others) and not faults,
+def seal_log(log: Path, result: CaseResult) -> None:
+    """Write the result as the last line of the log, replacing an earlier result."""
+    file = plain_files.open_plain(log, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+    try:
+        data, end = plain_files.read_end(log, _END_BYTES)
+        lines = data.splitlines(keepends=True)
+        if lines and _looks_like_result(lines[-1]):
+            end -= len(lines.pop())
+        cut_short = bool(lines) and not lines[-1].endswith(b"\n")
+        os.ftruncate(file, end)
+        os.lseek(file, end, os.SEEK_SET)
+        plain_files.write_all(file, (b"\n" if cut_short else b"") + encode(result) + b"\n")
+    finally:
+        os.close(file)
+
+
+def without_answer(
+    folder: SweepFolder, order: WorkerOrder, status: Status, message: str, **fields: Any
+) -> CaseResult:
+    """The result of an experiment that left none: from its progress and its log."""
+    progress = read_progress(folder.progress(order.name))
+    return order.result(
+        status,
+        last_phase(progress),
+        message=message,
+        memory=peaks(progress),
+        environment=environment_of(progress),
+        **{"log_tail": last_lines(folder.log(order.name)), **fields},
     )
 
 
-def _in_file(file: Path, faults: list[str]) -> tuple[CaseResult | None, bool]:
-    """The result, and whether a checksum confirms it."""
-    if not os.path.lexists(file):
-        return None, False
+def stored_result(name: str, file: Path, log: Path) -> Stored:
+    """The result of this experiment in its file, or else in its log."""
+    written = _own(_in_file(file), name, str(file))
+    if written.result is not None:
+        return written
+    logged = _own(read_log(log), name, log.name) if os.path.lexists(log) else Stored()
+    if logged.result is not None:
+        faults = tuple(f"{fault}; read from {log.name} instead" for fault in written.faults)
+        return Stored(result=logged.result, faults=faults)
+    both = (written, logged)
+    return Stored(
+        faults=written.faults + logged.faults,
+        log_tail=logged.log_tail,
+        is_of_another=any(copy.is_of_another for copy in both)
+        and all(copy.is_of_another for copy in both if copy.faults),
+    )
+
+
+def read_log(log: Path) -> Stored:
+    """The last line that is a result, even if a stray child printed after it, and the lines before."""
     try:
-        data = read_file(file)
-        return decode(data, CaseResult, str(file)), has_checksum(data)
+        found = [line for line in plain_files.read_end(log, _END_BYTES)[0].splitlines() if line.strip()]
+    except OSError as error:
+        return Stored(faults=(f"{log.name} cannot be read: {error.strerror}",))
+    words = [line for line in found if not _looks_like_result(line)][-_TAIL_LINES:]
+    tail = tuple(line.decode(errors="replace").rstrip()[:_LINE_CHARACTERS] for line in words)
+    faults = [f"{log.name} ends without a result" if found else f"{log.name} is empty"]
+    for line in reversed(found):
+        if line.startswith(b"{"):
+            try:
+                return Stored(result=decode(line, CaseResult, log.name), log_tail=tail)
+            except RecordError as error:
+                faults.append(str(error))
+    return Stored(faults=tuple(faults[1:2] or faults), log_tail=tail)
+
+
+def last_lines(log: Path) -> list[str]:
+    """The last non-empty lines of a log, without the result; none if it cannot be read."""
+    return list(read_log(log).log_tail)
+
+
+def _in_file(file: Path) -> Stored:
+    if not os.path.lexists(file):
+        return Stored()
+    try:
+        return Stored(result=read_record(file, CaseResult))
     except RecordError as error:
-        faults.append(str(error))
-        return None, False
+        return Stored(faults=(str(error),))
 
 
-def _own(found: CaseResult | None, name: str, where: str, of_others: list[str]) -> CaseResult | None:
-    """The result, unless it is another experiment's."""
-    if found is None or found.name == name:
+def _own(found: Stored, name: str, where: str) -> Stored:
+    """What was found, unless it is another experiment's."""
+    if found.result is None or found.result.name == name:
         return found
-    of_others.append(f"{where} contains the result of {found.name}")
-    return None
+    fault = f"{where} contains the result of {found.result.name}"
+    return replace(found, result=None, faults=(fault,), is_of_another=True)
+
+
+def _looks_like_result(line: bytes) -> bool:
+    """True also for a truncated or damaged result."""
+    if line.startswith(b'{"version":'):
+        return True
+    try:
+        return line.startswith(b"{") and decode(line, CaseResult, "") is not None
+    except RecordError:  # other JSON
+        return False

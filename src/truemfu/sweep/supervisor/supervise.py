@@ -1,8 +1,12 @@
 """One supervised experiment: an order to a worker, and always a result.
 
-    order ─► watch ─► the result that the worker sent ─────────────────────────────────────┐
-                      the one it wrote, if it could not send: its trainer closed the file ─┼─► CaseResult
-                      none: how its process ended (`failures.status_of_exit`) ─────────────┘
+    order ─► worker ─► progress … ─► its process ends ─► its descendants are killed ─► WorkerEnd
+                │                          ▲
+                └── time limit, Ctrl-C ────┘  TERM, then KILL
+
+    WorkerEnd ─► the result that the worker sent ─────────────────────────────────────┐
+                 the one it wrote, if it could not send: its trainer closed the file ─┼─► CaseResult
+                 none: how its process ended (`failures.status_of_exit`) ─────────────┘
 
 What a worker sends does not depend on a file system. An experiment may do anything to the files of its sweep:
 they are replaced, and a note names the change.
@@ -12,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,13 +27,38 @@ from ... import plain_files
 from ...errors import RecordError, one_line
 from ...records import CaseResult, Phase, PhaseTime, Status, decode, read_record, write_record
 from ..failures import WorkerEnd, status_of_exit
-from ..order import WorkerOrder
+from ..order import Progress, WorkerOrder, encode_order, environment_of, last_phase, peaks, read_progress
 from ..paths import RunningCase, SweepFolder
-from ..process import WorkerProcess
-from ..progress import environment_of, peaks
-from .case_log import last_lines, seal_log
-from .stored import clear_paths, save
-from .watch import OnProgress, Stop, watch
+from ..process import GRACE_S, WorkerProcess, kernel_oom_kills
+from .stored import clear_paths, last_lines, save, seal_log
+
+_POLL_INTERVAL_S = 0.25
+_EXIT_TIMEOUT_S = 60.0
+"""How long a worker may take to end once it has written its result."""
+
+OnProgress = Callable[[Phase, float], None]
+"""Called several times a second with the phase, and the seconds since the order."""
+
+
+class Stop:
+    """A request to stop (Ctrl-C): the first ends gracefully, the second at once."""
+
+    def __init__(self) -> None:
+        self.by_ctrl_c = False
+        self.at_once = False
+        self._requested = threading.Event()
+
+    def request(self) -> None:
+        self.at_once = self._requested.is_set()
+        self._requested.set()
+
+    @property
+    def requested(self) -> bool:
+        return self._requested.is_set()
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleep this long, or until a stop is requested."""
+        self._requested.wait(timeout_s)
 
 
 def run_case(
@@ -47,7 +77,7 @@ def run_case(
     """
     is_probe, result_file = order.purpose == "probe", folder.result(order.name)
     before = _signature(result_file)
-    notes = [] if is_probe else _prepare(worker, order, folder)
+    notes = _prepare(worker, order, folder)
     end = watch(worker, order, time_limit_s=time_limit_s, stop=stop, on_progress=on_progress, clock=clock)
     answer = _answer(worker, order, result_file, before)
     if answer is not None and answer.end is not Status.OK and (end.timed_out or end.interrupted):
@@ -63,15 +93,16 @@ def run_case(
     return result
 
 
-def not_started(order: WorkerOrder, error: OSError) -> CaseResult:
-    """The result of an experiment whose worker could not be started."""
+def not_started(order: WorkerOrder, error: OSError, folder: SweepFolder) -> CaseResult:
+    """The result where no worker could be started; written, unless it is that of a probe."""
     message = f"its process could not be started: {one_line(error)}"
-    return order.result(Status.ERROR, Phase.START, message=message)
+    result = order.result(Status.ERROR, Phase.START, message=message)
+    return result if order.purpose == "probe" else save(folder, result)
 
 
 def _prepare(worker: WorkerProcess, order: WorkerOrder, folder: SweepFolder) -> list[str]:
     """Remove files of an earlier run, and write a marker for the case that this supervisor is killed."""
-    log, marker = folder.log(order.name), folder.marker(order.name)
+    log, marker = Path(order.log_path), folder.marker(order.name)
     try:
         folder.make()
         for path in (folder.progress(order.name), log, marker):
@@ -128,12 +159,12 @@ def _completed(
         log_tail = last_lines(worker.log)
     notes = notes + [f"process {pid} could not be killed" for pid in end.unkillable]
     if answer is None:
-        status, message = status_of_exit(end, log_tail, folder.root)
+        status, reason = status_of_exit(end, log_tail, folder.root)
         began = [entry for entry in end.progress if entry.rank is None]
         answer = order.result(
             status,
             end.phase,
-            message=message,
+            message=reason if end.rank is None else f"rank {end.rank}: {reason}",
             phases=[PhaseTime(phase=entry.phase, began_at_s=entry.at_s) for entry in began],
             environment=environment_of(end.progress),
         )
@@ -161,3 +192,55 @@ def _seal_interrupted(folder: SweepFolder, name: str) -> None:
     except (OSError, RecordError):
         # The result's file itself is untouched; only the log stays without its last line.
         return
+
+
+def watch(
+    worker: WorkerProcess,
+    order: WorkerOrder,
+    *,
+    time_limit_s: float,
+    stop: Stop,
+    on_progress: OnProgress,
+    clock: Callable[[], float] = time.monotonic,
+) -> WorkerEnd:
+    """Send the worker its order and wait until it and all its descendants have ended."""
+    progress_file = Path(order.progress_path)
+    kills_before = kernel_oom_kills()
+    began_at_s, began = time.time(), clock()
+    done_since: float | None = None
+    timed_out = interrupted = False
+    seen: list[Progress] = []
+    try:
+        worker.send(encode_order(order))
+        while not worker.wait(_POLL_INTERVAL_S):
+            elapsed_s = clock() - began
+            seen = _longer(read_progress(progress_file), seen)
+            phase = last_phase(seen)
+            on_progress(phase, elapsed_s)
+            if phase is Phase.DONE and done_since is None:
+                done_since = elapsed_s
+            interrupted = stop.requested
+            timed_out = elapsed_s > time_limit_s
+            does_not_exit = done_since is not None and elapsed_s - done_since > _EXIT_TIMEOUT_S
+            if interrupted or timed_out or does_not_exit:
+                break
+    finally:
+        unkillable = worker.end(GRACE_S, hurry=lambda: stop.at_once)
+    kills = kernel_oom_kills()
+    return WorkerEnd(
+        exit_code=worker.exit_code,
+        signal_name=worker.signal_name,
+        began_at_s=began_at_s,
+        wall_s=clock() - began,
+        progress=_longer(read_progress(progress_file), seen),
+        peak_bytes=worker.peak_bytes,
+        timed_out=timed_out,
+        interrupted=interrupted,
+        kernel_killed=kills is not None and kills_before is not None and kills > kills_before,
+        unkillable=unkillable,
+    )
+
+
+def _longer(now: list[Progress], before: list[Progress]) -> list[Progress]:
+    """The progress now, or as read before its file was lost."""
+    return now if len(now) >= len(before) else before

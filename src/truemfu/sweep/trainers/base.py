@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from operator import attrgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
 from ...errors import TruemfuError, UsageError, brief, closest, text_of
+from ...records import TrainerSettings as TrainerSettings
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -29,20 +29,6 @@ OPTIMIZERS = ("sgd", "adamw")
 
 class Unsupported(TruemfuError):
     """This trainer cannot train this model (or not in this way); the message states why."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainerSettings:
-    """How to train. Only private trainers clip and add noise."""
-
-    optimizer: str = "sgd"
-    """One of `OPTIMIZERS`."""
-    learning_rate: float = 1e-4
-    max_grad_norm: float = 1.0
-    """A private trainer scales each sample's gradient down to this norm."""
-    noise_multiplier: float = 1.0
-    """Standard deviation of the noise, in units of `max_grad_norm`."""
-    compile: bool = False
 
 
 class Trainer(Protocol):

@@ -5,12 +5,11 @@
         to the supervisor, to results/<name>.json, and the same as the log's last line ◄───┘
 
 Exit codes: 0 measured (a probe: it fits), 1 failed, with the reason in the result, 2 invalid order.
-The worker may be started long before its order: until then it only imports.
+The worker may be started long before its order: until then it only imports, those of its arguments too.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib
 import os
@@ -34,9 +33,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # so any KeyboardInterrupt was raised by a trainer
     answer_file = _answer_file()
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # hides the profiler's start messages
-    parser = argparse.ArgumentParser(prog="python -m truemfu.sweep.worker")
-    parser.add_argument("--import", dest="imports", action="append", default=[], metavar="NAME")
-    for name in parser.parse_args().imports:
+    for name in sys.argv[1:]:
         with contextlib.suppress(ImportError):  # the trainer that needs it reports that in its result
             importlib.import_module(name)
 
@@ -47,15 +44,14 @@ def main() -> int:
     from ..paths import SweepFolder
     from ..trainers.base import TrainerSettings
     from ..trainers.standard import make_optimizer
-    from .experiment import Experiment
+    from .experiment import CaseRun
     from .worker_report import WorkerOutput
 
     # Embeddings look up integers, which have no gradient: true for every model, so not worth a warning.
     warnings.filterwarnings("ignore", message="Full backward hook is firing")
 
-    make_optimizer(
-        nn.Linear(1, 1), TrainerSettings()
-    )  # loads a third of torch now, not in the gradient check
+    # Loads a third of torch now, not in the gradient check.
+    make_optimizer(nn.Linear(1, 1), TrainerSettings())
     line = sys.stdin.buffer.readline()
     if not line.strip():
         return 0
@@ -73,7 +69,7 @@ def main() -> int:
 
         result = run_ranks(order)
     else:
-        result = Experiment(order, output.write_line, started_at_s=STARTED_AT_S, began_at_s=began_at_s).run()
+        result = CaseRun(order, output.write_line, started_at_s=STARTED_AT_S, began_at_s=began_at_s).run()
     is_measured = order.purpose == "measure"
     return output.report(result, SweepFolder(Path(order.folder)).result(order.name) if is_measured else None)
 

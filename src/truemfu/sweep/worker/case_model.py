@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from ...errors import BatchError, UsageError
 from ...flops import (
@@ -119,9 +119,9 @@ def endless_batches(built: CaseModel, case: SweepCase, device: torch.device) -> 
     all_tokens = isinstance(ids, Tensor) and all(value is ids for value in built.example.values())
     loader: DataLoader[Any]
     if all_tokens and not built.brought_batch:
-        loader = DataLoader(_Text(built, case), batch_size=case.batch_size, pin_memory=on_gpu, drop_last=True)
+        loader = DataLoader(_texts(built, case), batch_size=case.batch_size, pin_memory=on_gpu)
     else:
-        loader = DataLoader(_OneBatch(built.example), batch_size=None, pin_memory=on_gpu)
+        loader = DataLoader([built.example] * _BATCHES, batch_size=None, pin_memory=on_gpu)  # type: ignore[arg-type]
     while True:
         for batch in loader:
             yield to_device(batch, device)
@@ -135,39 +135,15 @@ def to_device(batch: Mapping[str, Any], device: torch.device) -> Batch:
     }
 
 
-class _Text(Dataset[dict[str, Tensor]]):
+def _texts(built: CaseModel, case: SweepCase) -> Any:
     """Random tokens: sample i is the same in every run with the same seed."""
-
-    def __init__(self, built: CaseModel, case: SweepCase) -> None:
-        self._size = _BATCHES * case.batch_size
-        view = ModelView(built.model)
-        # A configuration may define special tokens; without one all tokens are ordinary.
-        known = torch.arange(view.vocab) if view.config is None else view.tokens(1 << 16).unique()
-        generator = torch.Generator().manual_seed(case.seed)
-        length = built.example["input_ids"].shape[1]
-        self._ids = known[torch.randint(len(known), (self._size, length), generator=generator)]
-        self._names = tuple(built.example)
-
-    def __len__(self) -> int:
-        return self._size
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return dict.fromkeys(self._names, self._ids[index])
-
-
-class _OneBatch(Dataset[Batch]):
-    """The same batch, repeated."""
-
-    def __init__(self, batch: Batch) -> None:
-        self._batch = batch
-
-    def __len__(self) -> int:
-        return _BATCHES
-
-    def __getitem__(self, index: int) -> Batch:
-        if index >= _BATCHES:
-            raise IndexError(index)
-        return self._batch
+    view = ModelView(built.model)
+    # A configuration may define special tokens; without one all tokens are ordinary.
+    known = torch.arange(view.vocab) if view.config is None else view.tokens(1 << 16).unique()
+    generator = torch.Generator().manual_seed(case.seed)
+    shape = (_BATCHES * case.batch_size, built.example["input_ids"].shape[1])
+    ids = known[torch.randint(len(known), shape, generator=generator)]
+    return [dict.fromkeys(built.example, sample) for sample in ids]
 
 
 def _check_positions(model: nn.Module, case: SweepCase) -> None:

@@ -39,17 +39,16 @@ from ...records import (
     SweepCase,
 )
 from ..failures import status_of
-from ..order import WorkerOrder
+from ..order import Progress, WorkerOrder, append_progress
 from ..paths import SweepFolder
-from ..progress import Progress, append_progress
-from ..trainers.base import Trainer, TrainerSettings, load_trainer
+from ..trainers.base import Trainer, load_trainer
 from .case_model import Batch, CaseModel, build_case_model, endless_batches, samples_of
 from .environment import environment, memory, reset_peaks
 from .gradient_check import NAN_RELATIVE_ERROR, check_trainer
 from .measure import TimedPass, count_needed, count_work, summed, time_steps, together, warm_up
 from .memory_limit import limit_memory
 from .models import parameter_count
-from .rank_group import ALONE, RankGroup, cause_of, is_lost_peer
+from .rank_group import ALONE, RankGroup, Value, cause_of, is_lost_peer
 from .run_files import clear_run_folder, write_events, write_trace
 
 PROBE_STEPS = 2
@@ -58,7 +57,7 @@ LEAST_WORK = 0.5
 """Share of the model's FLOPs that a step must execute: forward alone is a third."""
 
 
-class Experiment:
+class CaseRun:
     """Runs one order; what it measures until a failure is still in the result."""
 
     def __init__(
@@ -181,31 +180,26 @@ class Experiment:
 
     def _count(self, trainer: Trainer, batch: Batch, step_time_s: float) -> Flops | None:
         """The FLOPs of a step of all ranks; None and a note if a rank could not count its own."""
-        needed = flops = why = None
+        case, device = self._case, self._device
+        needed = self._on_all_ranks(lambda: count_needed(case))
+        if needed is None:  # no rank may take a step that another one does not take
+            return None
+        flops = self._on_all_ranks(
+            lambda: count_work(trainer, batch, case, device, step_time_s, needed=needed)
+        )
+        return None if flops is None else summed(self._group.gather(flops), step_time_s)
+
+    def _on_all_ranks(self, count: Callable[[], Value]) -> Value | None:
+        """What this rank counts; None and a note with the first rank's reason if one of them could not."""
+        value = why = None
         try:
-            needed = count_needed(self._case)
+            value = count()
         except Exception as error:  # the timed steps stay valid
-            why = self._no_flops(error)
-        if self._some_rank_could_not(why):  # the others must not take a step without that rank
-            return None
-        assert needed is not None
-        try:
-            flops = count_work(trainer, batch, self._case, self._device, step_time_s, needed=needed)
-        except Exception as error:
-            why = self._no_flops(error)
-        if self._some_rank_could_not(why):
-            return None
-        return summed([own for own in self._group.gather(flops) if own is not None], step_time_s)
-
-    def _no_flops(self, error: Exception) -> str:
-        self._show(error)
-        return f"no FLOPs: {one_line(error)}"
-
-    def _some_rank_could_not(self, why: str | None) -> bool:
-        """Note the first rank's reason on all ranks."""
+            self._show(error)
+            why = f"no FLOPs: {one_line(error)}"
         reason = next((reason for reason in self._group.gather(why) if reason is not None), None)
         self._note(reason)
-        return reason is not None
+        return value if reason is None else None
 
     def _figures(self, timed: TimedPass, own_memory: Memory) -> RankFigures:
         assert self._own_environment is not None
@@ -243,14 +237,7 @@ class Experiment:
         built = build_case_model(case, self._group.build_device(case.device))
         self._parameters = parameter_count(built.model)
         model = self._group.wrapped(built.model, self._device)
-        settings = TrainerSettings(
-            optimizer=case.optimizer,
-            learning_rate=case.learning_rate,
-            max_grad_norm=case.max_grad_norm,
-            noise_multiplier=case.noise_multiplier,
-            compile=case.compile,
-        )
-        trainer = self._group.guarded(trainer_class(model, settings))
+        trainer = self._group.guarded(trainer_class(model, case))
         reset_peaks(self._device)  # temporary memory of the build does not count
         return trainer, built
 
@@ -267,14 +254,8 @@ class Experiment:
     def _append_progress(self, phase: Phase) -> None:
         if self._group.rank > 0:
             return
-        peaks = memory(self._device)
         progress = Progress(
-            phase=phase,
-            at_s=time.time(),
-            allocated_bytes=peaks.allocated_bytes,
-            reserved_bytes=peaks.reserved_bytes,
-            process_bytes=peaks.process_bytes,
-            environment=self._environment,
+            phase=phase, at_s=time.time(), memory=memory(self._device), environment=self._environment
         )
         path = Path(self._order.progress_path)
         try:

@@ -177,7 +177,7 @@ def count_work(
         peak_source=used.peak_source,
         mfu=used.mfu,
         hfu=calculate_mfu(executed.hardware_flops, step_time_s, used.peak_flops_per_s),
-        uncounted=_uncounted(needed, executed),
+        uncounted=dict(Counter(needed.uncounted) | Counter(executed.uncounted)),
     )
 
 
@@ -201,14 +201,6 @@ def summed(ranks: Sequence[Flops], step_time_s: float) -> Flops:
         hfu=calculate_mfu(hardware_flops, step_time_s, peak),
         uncounted=dict(sum((Counter(rank.uncounted) for rank in ranks), Counter())),
     )
-
-
-def _uncounted(*counts: FlopCount) -> dict[str, int]:
-    calls: dict[str, int] = {}
-    for count in counts:
-        for name, number in count.uncounted.items():
-            calls[name] = max(number, calls.get(name, 0))
-    return calls
 
 
 def synchronize(device: torch.device) -> None:

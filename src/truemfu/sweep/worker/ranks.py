@@ -1,11 +1,15 @@
 """An experiment on several GPUs: its ranks, started by torchrun inside the worker, and their common result.
 
-    order ─► torchrun: `rank.py` × GPUs ─► a report of each rank ─► rank 0's result, with the figures of all
+    order ─► torchrun: `start` × GPUs ──► a report of each rank ─► rank 0's result, with the figures of all
                          │
                          └► one ends early: torchrun ends the others at once
                               it wrote why ──────────► that is the result, with the rank's number
                               it did not (a signal) ─► this process ends in the same way: the supervisor
                                                        finds the status as it does for a single process
+
+Every rank runs all phases. Rank 0 writes progress, trace and events, and its result has the figures of all
+ranks. A rank that fails reports why and exits at once, without waiting for the others. Reports stay in
+memory, so that a full disk does not lose them.
 
 A rank that ends makes collectives of the others fail, and they report that. The cause is therefore, in this
 order: the first report of anything else; a rank that ended without a report; the first report of a lost rank.
@@ -17,30 +21,37 @@ import contextlib
 import logging
 import os
 import signal
+import sys
 import time
 import traceback
 import uuid
+import warnings
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
 import msgspec
 import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from ...records import CaseResult, Phase, Status
-from ..order import WorkerOrder, encode_order
+from ..failures import status_of
+from ..order import Progress, WorkerOrder, append_progress, decode_order, encode_order, read_progress
 from ..process import start_command
-from ..progress import Progress, append_progress, read_progress
 from ..trainers.base import Unsupported, load_trainer
 from .environment import environment
-from .lifetime import exit_at_once
-from .rank import RankReport, ReportStore, failed_result
+from .experiment import CaseRun
+from .lifetime import die_with_parent, exit_at_once, find_modules_here
+from .rank_group import is_lost_peer, join
+from .worker_report import WorkerOutput
 
 _RANK_GRACE_S = 3
 """How long a rank may ignore SIGTERM after another one failed; the supervisor gives the worker longer."""
+_STORE_TIMEOUT = timedelta(minutes=1)
 
 
 def run_ranks(order: WorkerOrder) -> CaseResult:
@@ -109,7 +120,7 @@ def _torchrun(order: WorkerOrder, port: int) -> Mapping[int, int]:
     )
     if hasattr(config, "shutdown_timeout"):  # torch 2.13; before, 30 s
         config.shutdown_timeout = _RANK_GRACE_S
-    python, *start = start_command("truemfu.sweep.worker.rank")
+    python, *start = start_command("truemfu.sweep.worker.ranks")
     try:
         elastic_launch(config, python)(*start, encode_order(of_rank).decode().strip(), str(port))
     except ChildFailedError as error:
@@ -146,3 +157,72 @@ def _end_by(exit_code: int) -> NoReturn:
             signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
     exit_at_once(exit_code)
+
+
+class RankReport(msgspec.Struct, frozen=True, kw_only=True):
+    """How a rank ended."""
+
+    rank: int
+    result: CaseResult
+    ended_at_s: float
+    has_lost_peer: bool = False
+    """Whether it failed because another rank had ended."""
+
+
+class ReportStore:
+    """Where ranks leave their reports: in the memory of the worker that started them."""
+
+    def __init__(self, port: int | None = None) -> None:
+        """Without a port: the worker's own end, on a free one."""
+        self._store = TCPStore(
+            "127.0.0.1", port or 0, is_master=port is None, timeout=_STORE_TIMEOUT, wait_for_workers=False
+        )
+        self.port: int = self._store.port
+
+    def write(self, report: RankReport) -> None:
+        """Returns when the worker has it."""
+        key = str(report.rank)
+        self._store.set(key, msgspec.json.encode(report).decode())
+        self._store.wait([key])
+
+    def read(self, ranks: int) -> dict[int, RankReport]:
+        """The reports so far, by rank."""
+        written = [rank for rank in range(ranks) if self._store.check([str(rank)])]
+        return {rank: msgspec.json.decode(self._store.get(str(rank)), type=RankReport) for rank in written}
+
+
+def failed_result(order: WorkerOrder, error: BaseException) -> CaseResult:
+    """The result of an experiment that failed before its first phase."""
+    status, message = status_of(error)
+    return order.result(status, Phase.START, message=message)
+
+
+def start() -> NoReturn:
+    """Run as a rank's process, then exit: 0 if nothing was raised."""
+    started_at_s = time.time()
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # so any KeyboardInterrupt was raised by a trainer
+    warnings.filterwarnings("ignore", message="Full backward hook is firing")
+    find_modules_here()
+    order, store = decode_order(sys.argv[1].encode()), ReportStore(int(sys.argv[2]))
+    output = WorkerOutput()
+    failure: BaseException | None
+    try:
+        group = join(order.case)
+    except Exception as error:
+        output.write_line(f"rank {os.environ['RANK']}: {error}")
+        result, failure = failed_result(order, error), error
+    else:
+        experiment = CaseRun(
+            order, output.write_line, started_at_s=started_at_s, began_at_s=started_at_s, group=group
+        )
+        result = experiment.run()
+        failure = experiment.failure
+    report = RankReport(
+        rank=int(os.environ["RANK"]),
+        result=result,
+        ended_at_s=time.time(),
+        has_lost_peer=failure is not None and is_lost_peer(failure),
+    )
+    store.write(report)
+    exit_at_once(0 if failure is None else 1)

@@ -53,42 +53,31 @@ def write_trace(
         while steps := group.of_first(0):
             warm_up(trainer, batches, steps, device)
         return 0, None
-    outcome = _write_trace(trainer, batches, case, device, path, group)
-    group.of_first(0)
-    return outcome
-
-
-def _write_trace(
-    trainer: Trainer,
-    batches: Iterator[Batch],
-    case: SweepCase,
-    device: torch.device,
-    path: Path,
-    group: RankGroup,
-) -> tuple[int, str | None]:
     plain = path.with_name(path.name.removesuffix(".gz"))
-    steps, note = case.profiled_steps, None
+    written, steps, note = 0, case.profiled_steps, None
     try:
-        while steps > 0:
+        while steps > 0 and not written:
             _profile(trainer, batches, steps, device, plain, group)
             size = plain.stat().st_size
             if size <= case.max_trace_bytes:
                 _compress(plain, path)
-                return steps, note
-            fewer = min(steps - 1, steps * case.max_trace_bytes // size)
-            note = (
-                f"{fewer or 'no'} of {case.profiled_steps} steps in the trace: {steps} take "
-                f"{size:,} bytes, more than {case.max_trace_bytes:,}"
-            )
-            steps = fewer
+                written = steps
+            else:
+                fewer = min(steps - 1, steps * case.max_trace_bytes // size)
+                note = (
+                    f"{fewer or 'no'} of {case.profiled_steps} steps in the trace: {steps} take "
+                    f"{size:,} bytes, more than {case.max_trace_bytes:,}"
+                )
+                steps = fewer
     except Exception as error:  # the timed steps stay valid
         with contextlib.suppress(OSError):
             plain_files.remove(path)
-        return 0, f"no trace: {one_line(error)}"
+        note = f"no trace: {one_line(error)}"
     finally:
         with contextlib.suppress(OSError):
             plain_files.remove(plain)
-    return 0, note
+    group.of_first(0)
+    return written, note
 
 
 def _profile(
