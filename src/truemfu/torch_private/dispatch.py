@@ -116,15 +116,6 @@ def _hidden() -> Iterator[None]:
         yield
 
 
-def dispatch_guard() -> Callable[[], Any] | None:
-    """Returns objects during whose lifetime no mode intercepts operators; None if torch lacks them."""
-    guard = table.get(table.DISABLE_DISPATCH)
-    if guard is ABSENT:
-        table.miss(table.DISABLE_DISPATCH)
-        return None
-    return guard  # type: ignore[no-any-return]
-
-
 def forget_fake_tensors(mode: FakeTensorMode) -> None:
     """Remove a mode's weak references to its tensors, which run Python code when a tensor is collected.
 

@@ -22,7 +22,6 @@ import torch
 from ...torch_private.dispatch import FakeTensor, FakeTensorMode, OpOverload, TorchDispatchMode, disable_modes
 from ...torch_private.trees import tree_flatten, tree_map_only, tree_unflatten
 from ..host_copy import on_host
-from .fake_results import FakeResults
 
 aten = torch.ops.aten
 
@@ -226,7 +225,6 @@ class Following:
     def __init__(self, fake_mode: FakeTensorMode) -> None:
         self.fake_mode = fake_mode
         self.assumptions: dict[str, None] = {}
-        self._results = FakeResults(fake_mode)
         self._pending: weakref.WeakSet[Value] = weakref.WeakSet()
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -241,7 +239,7 @@ class Following:
                 _check_rows(args[0], args[1])
         if mutable and args and type(args[0]) is torch.Tensor and "out" not in kwargs:
             return args[0]  # a real tensor from outside the model must not be written to
-        out = self._results.run(func, args, kwargs)
+        out = func(*args, **kwargs)
         if func is aten.lift_fresh.default and isinstance(out, FakeTensor):
             # Its value is followed here, on the CPU: torch would run operators on only such tensors for real,
             # on the device that the model requests.
