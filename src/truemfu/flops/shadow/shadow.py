@@ -236,7 +236,7 @@ class Shadow:
 
     def _object(self, thing: Any) -> Any:
         """A copy of an object of a plain Python class, so that writes do not reach the original."""
-        base = next((base for base in _COPIED_C_TYPES if isinstance(thing, base)), object)
+        base: Any = next((base for base in _COPIED_C_TYPES if isinstance(thing, base)), object)
         try:
             shell = base.__new__(type(thing))
         except TypeError:  # its base is another C type
