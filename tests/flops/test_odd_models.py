@@ -893,9 +893,9 @@ def test_a_model_of_hundreds_of_billions_takes_seconds_and_no_memory() -> None:
         blocks = [Wide(width) for _ in range(layers)]
         model = nn.Sequential(nn.Embedding(vocab, width), *blocks, nn.Linear(width, vocab, bias=False))
     ids = torch.zeros(samples, length, dtype=torch.long)
-    before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+    before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     count = count_flops(model, (ids,))
-    assert time.perf_counter() - began < 30
+    assert time.process_time() - began < 30
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20  # KiB: one GiB
     products = layers * (2 * width * width + width * width // 4 + 12 * width * width) + vocab * width
     pairs = layers * 2 * samples * length * length * 2 * width

@@ -17,7 +17,7 @@ from truemfu.hardware.ceiling import ceiling
 from truemfu.hardware.ceiling import clock_watch as ceiling_watch
 from truemfu.hardware.ceiling import search as ceiling_search
 from truemfu.hardware.ceiling.ceiling import measure_ceiling
-from truemfu.hardware.ceiling.clock_watch import Observed, Run, Watch, observed
+from truemfu.hardware.ceiling.clock_watch import Conditions, Run, Watch, conditions_of
 from truemfu.hardware.ceiling.products import timed
 from truemfu.hardware.counters.cycle_stamps import CycleStamps, Stamp
 from truemfu.hardware.counters.samples import CounterSample, GpuInfo
@@ -84,13 +84,13 @@ def runs_of(samples: list[CounterSample]) -> list[Run]:
 
 def test_a_trace_of_the_power_limit_is_read_as_one() -> None:
     samples = recorded()
-    held = observed(runs_of(samples[-30:]), loaded_s=3.0)
+    held = conditions_of(runs_of(samples[-30:]), loaded_s=3.0)
     assert held.reported_clock_hz == pytest.approx(1525e6, rel=0.02)
     assert held.power_w == pytest.approx(691, abs=5)
     assert held.power_limit_w == 700.0
     assert held.throttle == {"power_limit": 1.0}
-    idle = observed(runs_of(samples[:5]), loaded_s=0.0)
-    assert idle == Observed(reported_clock_hz=1980e6, power_limit_w=700.0, throttle={})
+    idle = conditions_of(runs_of(samples[:5]), loaded_s=0.0)
+    assert idle == Conditions(reported_clock_hz=1980e6, power_limit_w=700.0, throttle={})
 
 
 def test_power_is_unknown_until_it_is_about_the_load() -> None:
@@ -100,13 +100,13 @@ def test_power_is_unknown_until_it_is_about_the_load() -> None:
     early = samples[begin : begin + 3]
     assert early[-1].power_w is not None
     assert early[-1].power_w < 350
-    assert observed(runs_of(early), loaded_s=0.3).power_w is None
-    assert observed(runs_of(samples[begin:]), loaded_s=4.0).power_w == samples[-1].power_w
+    assert conditions_of(runs_of(early), loaded_s=0.3).power_w is None
+    assert conditions_of(runs_of(samples[begin:]), loaded_s=4.0).power_w == samples[-1].power_w
 
 
 def test_the_clock_is_the_mean_over_time() -> None:
     runs = [Run(products=1, seconds=3.0, clock_hz=1e9), Run(products=1, seconds=1.0, clock_hz=2e9)]
-    assert observed(runs, loaded_s=4.0) == Observed(clock_hz=1.25e9)
+    assert conditions_of(runs, loaded_s=4.0) == Conditions(clock_hz=1.25e9)
 
 
 def test_a_run_has_the_clock_between_its_stamps() -> None:

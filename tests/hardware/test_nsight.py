@@ -23,8 +23,8 @@ from truemfu.hardware.nsight.csv_output import (
     PIPE_METRIC,
     KernelLaunch,
     errors_in,
+    parse_count,
     parse_ncu_csv,
-    parse_value,
 )
 
 BF16 = "sm__ops_path_tensor_src_bf16_dst_fp32.sum"
@@ -73,14 +73,6 @@ def test_operators_as_the_h200_printed_them() -> None:
     assert launches[0].name == "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_TNT"
 
 
-def test_strange_columns_of_the_table_are_kept_as_what_they_are() -> None:
-    first = parse_ncu_csv(OPERATORS)[0].metrics
-    assert first["gpu__time_duration.sum"] == 177_568
-    assert first["launch__occupancy_cluster_pct"] == 3.12
-    assert first["sm__ops_path_tensor_src_bf16_dst_fp32.avg"] == 1_041_204_192.97
-    assert first["launch__cluster_scheduling_policy"] is None  # a word
-
-
 def test_a_whole_step_as_the_h200_printed_it() -> None:
     launches = parse_ncu_csv(STEP)
     assert len(launches) == 194
@@ -97,7 +89,7 @@ def test_a_row_for_each_metric() -> None:
         ("add", 4711),
         ("mystery", 4712),
     ]
-    assert launches[0].metrics == {BF16: CUBE, FP8: None, "gpu__time_duration.sum": 208.384}
+    assert launches[0].metrics == {BF16: CUBE, FP8: None}
     assert [launch.tensor_flops() for launch in launches] == [{"bf16": CUBE}, {"bf16": 0}, None]
     assert launches[0].cycles(PIPE_METRIC) is None
 
@@ -122,40 +114,30 @@ def test_the_errors_of_ncu_are_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "unit", "whole", "value"),
+    ("text", "unit", "value"),
     [
-        ("137438953472", "inst", True, CUBE),
-        ("137,438,953,472", "", True, CUBE),
-        ("137.438.953.472", "inst", True, CUBE),
-        ("137'438'953'472", "inst", True, CUBE),
-        ("137\u202f438\u202f953\u202f472", "inst", True, CUBE),
-        ("137\u00a0438\u00a0953\u00a0472", "", True, CUBE),
-        ("1,234", "cycle", True, 1234),
-        ("1.234", "cycle", True, 1234),
-        ("1.234", "", True, 1234),
-        ("137.439", "Ginst", True, 137.439e9),
-        ("137,439", "Ginst", True, 137.439e9),
-        ("1.5", "Kcycle", True, 1500),
-        ("2.5e+11", "inst", True, 2.5e11),
-        ("208,384", "ns", False, 208_384),
-        ("208.384", "us", False, 208.384),
-        ("1,234.5", "us", False, 1234.5),
-        ("1.234,5", "us", False, 1234.5),
-        ("9,00", "%", False, 9),
-        ("99,125", "%", False, 99.125),
-        ("0", "inst", True, 0),
-        ("n/a", "inst", True, None),
-        ("(!) n/a", "inst", True, None),
-        ("(!) nan", "", True, None),
-        ("nan", "", False, None),
-        ("inf", "", False, None),
-        ("-3", "inst", True, None),
-        ("", "", False, None),
+        ("137438953472", "inst", CUBE),
+        ("137,438,953,472", "", CUBE),
+        ("137.438.953.472", "inst", CUBE),
+        ("137'438'953'472", "inst", CUBE),
+        ("137\u202f438\u202f953\u202f472", "inst", CUBE),
+        ("137\u00a0438\u00a0953\u00a0472", "", CUBE),
+        ("1,234", "cycle", 1234),
+        ("1.234", "cycle", 1234),
+        ("137.439", "Ginst", 137_439_000_000),
+        ("137,439", "Ginst", 137_439_000_000),
+        ("1.5", "Kcycle", 1500),
+        ("0", "inst", 0),
+        ("n/a", "inst", None),
+        ("(!) n/a", "inst", None),
+        ("(!) nan", "", None),
+        ("inf", "", None),
+        ("-3", "inst", None),
+        ("", "", None),
     ],
 )
-def test_numbers_of_every_locale(text: str, unit: str, whole: bool, value: float | None) -> None:
-    found = parse_value(text, unit, whole=whole)
-    assert found == (None if value is None else pytest.approx(value))
+def test_numbers_of_every_locale(text: str, unit: str, value: int | None) -> None:
+    assert parse_count(text, unit) == value
 
 
 def test_a_locale_with_points_gives_the_same_step() -> None:
@@ -174,16 +156,16 @@ def test_overlapping_metrics_are_counted_once() -> None:
     launch = KernelLaunch(
         name="k",
         metrics={
-            f"{prefix}fp8.sum": 10.0,
-            f"{prefix}fp8_dst_fp16.sum": 4.0,
-            f"{prefix}fp8_dst_fp32.sum": 6.0,
-            f"{prefix}fp16_dst_fp16.sum": 1.0,
-            f"{prefix}fp16_dst_fp32.sum": 2.0,
-            f"{prefix}fp16_dst_fp32_sparsity_off.sum": 2.0,
-            f"{prefix}tf32_dst_fp32_sparsity_off.sum": 5.0,
-            f"{prefix}tf32_dst_fp32_sparsity_on.sum": 0.0,
-            f"{prefix}bf16_dst_fp32.sum.per_second": 7.0,
-            f"{prefix}bf16_dst_fp32.avg": 7.0,
+            f"{prefix}fp8.sum": 10,
+            f"{prefix}fp8_dst_fp16.sum": 4,
+            f"{prefix}fp8_dst_fp32.sum": 6,
+            f"{prefix}fp16_dst_fp16.sum": 1,
+            f"{prefix}fp16_dst_fp32.sum": 2,
+            f"{prefix}fp16_dst_fp32_sparsity_off.sum": 2,
+            f"{prefix}tf32_dst_fp32_sparsity_off.sum": 5,
+            f"{prefix}tf32_dst_fp32_sparsity_on.sum": 0,
+            f"{prefix}bf16_dst_fp32.sum.per_second": 7,
+            f"{prefix}bf16_dst_fp32.avg": 7,
             f"{prefix}int8.sum": None,
         },
     )

@@ -11,6 +11,7 @@ from click.shell_completion import CompletionItem
 
 from ..convention import Attention, Convention
 from ..errors import UsageError
+from ..known_models import known_models
 from ..sweep.sizes import SIZES
 from .console import (
     SafeConsole,
@@ -35,8 +36,6 @@ def _complete_model(
     context: click.Context, parameter: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
     """Completion of MODEL: the reference models and the well-known ones, then files."""
-    from ..flops import known_models
-
     names = [*SIZES, *(model.name for model in known_models())]
     named = [CompletionItem(name) for name in names if name.startswith(incomplete)]
     return named or [CompletionItem(incomplete, type="file")]
@@ -46,8 +45,6 @@ def _list_models(context: click.Context, parameter: click.Parameter, is_wanted: 
     """`--list`: the well-known models, then nothing else."""
     if not is_wanted or context.resilient_parsing:
         return
-    from ..flops import known_models
-
     names = table("model", "also", "on huggingface.co", "parameters")
     for column in names.columns[:-1]:
         column.justify = "left"

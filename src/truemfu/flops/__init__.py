@@ -1,4 +1,4 @@
-"""FLOP counting: the names that other folders may import. They load on first use.
+"""FLOP counting: the names that other folders may import.
 
 batch, flop_count, ...   shared by the folders below
 shadow/                  a copy of the model on tensors without data
@@ -14,100 +14,33 @@ models/                  models and batches from a name or a configuration
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from ..lazy import lazy_names
-
-if TYPE_CHECKING:
-    from .arguments import check_call
-    from .attention.windows import Windows
-    from .batch import CUMULATIVE, GRIDS, documents_of, grids_of, is_readable
-    from .closed_form.batch_counts import BatchCounts
-    from .closed_form.batch_key import kind_and_sizes, lengths_in, sizes_of_lengths
-    from .closed_form.flop_model import FlopModel
-    from .closed_form.form import MicroBatch, ObservedForm
-    from .closed_form.integers import count_of, integers_of
-    from .count.count import count_flops, count_step, profile_model_flops, uncounted_notice, warn_uncounted
-    from .count.loss import loss_of
-    from .count.step_work import StepWork
-    from .flop_count import FlopCount
-    from .host_copy import HostCopy, start_host_copy
-    from .isolation.process_state import AutocastState, autocast_state, uncompiled, untouched_casts
-    from .isolation.random_states import preserved_random_states
-    from .models.example_batch import example_batch
-    from .models.hf_config import BuildOptions, model_from_config, read_config
-    from .models.known_models import known_models
-    from .models.lora import parse_lora
-    from .models.model_view import BatchRequest, ModelView
-    from .models.targets import Target, count_target, parse_dtype, resolve_target
-    from .observe.observation import Observation
-    from .observe.observer import StepObserver, cuda_captures, take_out_left_behind
-    from .profiled.profiler import StepProfile, StepProfiler
-    from .registry import register_formula, register_module, replaced_modules
-    from .shadow.shadow import Shadow
-    from .structure.estimate import Estimator, estimate_flops
-    from .wrappers import has_values, is_compiled_wrapper, unwrap
-
-_HOMES = {
-    "Windows": "attention.windows",
-    "check_call": "arguments",
-    "CUMULATIVE": "batch",
-    "GRIDS": "batch",
-    "documents_of": "batch",
-    "grids_of": "batch",
-    "is_readable": "batch",
-    "BatchCounts": "closed_form.batch_counts",
-    "kind_and_sizes": "closed_form.batch_key",
-    "lengths_in": "closed_form.batch_key",
-    "sizes_of_lengths": "closed_form.batch_key",
-    "FlopModel": "closed_form.flop_model",
-    "MicroBatch": "closed_form.form",
-    "ObservedForm": "closed_form.form",
-    "count_of": "closed_form.integers",
-    "integers_of": "closed_form.integers",
-    "count_flops": "count.count",
-    "count_step": "count.count",
-    "profile_model_flops": "count.count",
-    "uncounted_notice": "count.count",
-    "warn_uncounted": "count.count",
-    "loss_of": "count.loss",
-    "StepWork": "count.step_work",
-    "FlopCount": "flop_count",
-    "HostCopy": "host_copy",
-    "start_host_copy": "host_copy",
-    "AutocastState": "isolation.process_state",
-    "autocast_state": "isolation.process_state",
-    "uncompiled": "isolation.process_state",
-    "preserved_random_states": "isolation.random_states",
-    "untouched_casts": "isolation.process_state",
-    "example_batch": "models.example_batch",
-    "BuildOptions": "models.hf_config",
-    "model_from_config": "models.hf_config",
-    "read_config": "models.hf_config",
-    "known_models": "models.known_models",
-    "parse_lora": "models.lora",
-    "BatchRequest": "models.model_view",
-    "ModelView": "models.model_view",
-    "Target": "models.targets",
-    "count_target": "models.targets",
-    "parse_dtype": "models.targets",
-    "resolve_target": "models.targets",
-    "Observation": "observe.observation",
-    "StepObserver": "observe.observer",
-    "cuda_captures": "observe.observer",
-    "take_out_left_behind": "observe.observer",
-    "StepProfile": "profiled.profiler",
-    "StepProfiler": "profiled.profiler",
-    "register_formula": "registry",
-    "register_module": "registry",
-    "replaced_modules": "registry",
-    "Shadow": "shadow.shadow",
-    "Estimator": "structure.estimate",
-    "estimate_flops": "structure.estimate",
-    "has_values": "wrappers",
-    "is_compiled_wrapper": "wrappers",
-    "unwrap": "wrappers",
-}
+from .arguments import check_call
+from .attention.windows import Windows
+from .batch import CUMULATIVE, GRIDS, documents_of, is_readable
+from .closed_form.batch_counts import BatchCounts
+from .closed_form.batch_key import kind_and_sizes, lengths_in, sizes_of_lengths
+from .closed_form.flop_model import FlopModel
+from .closed_form.form import MicroBatch, ObservedForm
+from .closed_form.integers import count_of, integers_of
+from .count.count import count_flops, count_step, profile_model_flops, uncounted_notice, warn_uncounted
+from .count.loss import loss_of
+from .count.step_work import StepWork
+from .flop_count import FlopCount
+from .host_copy import HostCopy, start_host_copy
+from .isolation.process_state import AutocastState, autocast_state, uncompiled, untouched_casts
+from .isolation.random_states import preserved_random_states
+from .models.example_batch import example_batch
+from .models.hf_config import BuildOptions, model_from_config, read_config
+from .models.lora import parse_lora
+from .models.model_view import BatchRequest, ModelView
+from .models.targets import Target, count_target, parse_dtype, resolve_target
+from .observe.observation import Observation
+from .observe.observer import StepObserver, cuda_captures, take_out_left_behind
+from .profiled.profiler import StepProfile, StepProfiler
+from .registry import register_formula, register_module, replaced_modules
+from .shadow.shadow import Shadow
+from .structure.estimate import Estimator, estimate_flops
+from .wrappers import has_values, is_compiled_wrapper, unwrap
 
 __all__ = [
     "CUMULATIVE",
@@ -141,13 +74,11 @@ __all__ = [
     "documents_of",
     "estimate_flops",
     "example_batch",
-    "grids_of",
     "has_values",
     "integers_of",
     "is_compiled_wrapper",
     "is_readable",
     "kind_and_sizes",
-    "known_models",
     "lengths_in",
     "loss_of",
     "model_from_config",
@@ -169,5 +100,3 @@ __all__ = [
     "unwrap",
     "warn_uncounted",
 ]
-
-__getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -266,21 +266,11 @@ def _properties(device: torch.device) -> _DeviceFacts:
     """Query the backend of this device type; one without chips in the table is only known by its type."""
     import torch
 
-    if device.type == "cuda":
-        cuda = torch.cuda.get_device_properties(device)
+    if device.type in ("cuda", "xpu"):
+        found = getattr(torch, device.type).get_device_properties(device)
+        units = found.multi_processor_count if device.type == "cuda" else found.gpu_subslice_count
         return _DeviceFacts(
-            device_type="cuda",
-            name=cuda.name,
-            memory_bytes=cuda.total_memory,
-            sm_count=cuda.multi_processor_count,
-        )
-    if device.type == "xpu":
-        xpu = torch.xpu.get_device_properties(device)
-        return _DeviceFacts(
-            device_type="xpu",
-            name=xpu.name,
-            memory_bytes=xpu.total_memory,
-            sm_count=xpu.gpu_subslice_count or None,
+            device_type=device.type, name=found.name, memory_bytes=found.total_memory, sm_count=units or None
         )
     if device.type == "hpu" and hasattr(torch, "hpu"):
         return _DeviceFacts(device_type="hpu", name=str(torch.hpu.get_device_name()))

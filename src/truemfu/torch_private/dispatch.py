@@ -7,7 +7,6 @@ reports what is missing.
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -82,7 +81,7 @@ else:
 __all__ = [
     "FakeTensor", "FakeTensorMode", "OpOverload", "TorchDispatchMode", "check_counts",
     "check_fake_tensors", "current_autograd_node", "current_graph_task_id", "disable_modes",
-    "disable_torch_function", "forget_fake_tensors", "hidden_from_modes",
+    "disable_torch_function", "hidden_from_modes",
     "next_sequence_nr", "top_saved_tensors_hooks",
 ]  # fmt: skip
 
@@ -114,28 +113,6 @@ def hidden_from_modes() -> contextlib.AbstractContextManager[Any]:
 def _hidden() -> Iterator[None]:
     with disable_modes(), disable_torch_function():
         yield
-
-
-def dispatch_guard() -> Callable[[], Any] | None:
-    """Returns objects during whose lifetime no mode intercepts operators; None if torch lacks them."""
-    guard = table.get(table.DISABLE_DISPATCH)
-    if guard is ABSENT:
-        table.miss(table.DISABLE_DISPATCH)
-        return None
-    return guard  # type: ignore[no-any-return]
-
-
-def forget_fake_tensors(mode: FakeTensorMode) -> None:
-    """Remove a mode's weak references to its tensors, which run Python code when a tensor is collected.
-
-    Python raises a pending KeyboardInterrupt in the next Python code. If that is such code, within a garbage
-    collection, the interrupt is printed and lost, and the training goes on.
-    """
-    converter = getattr(getattr(mode, "fake_tensor_converter", None), "meta_converter", None)
-    for name in ("storage_memo", "tensor_memo"):
-        memo = getattr(converter, name, None)
-        if isinstance(memo, weakref.WeakValueDictionary):
-            memo.clear()
 
 
 def flex_attention_operators() -> list[Any]:

@@ -70,7 +70,6 @@ RUN_BACKWARD = _private(
     "torch.autograd:_engine_run_backward", "tensors exported from torch in a backward pass are not reported"
 )
 DISABLE_FUNCTION = _private("torch._C:DisableTorchFunction", "counts take longer")
-DISABLE_DISPATCH = _private("torch._C:_DisableTorchDispatch", "counts take longer")
 FLEX_FORWARD = _private(
     "torch._higher_order_ops.flex_attention:flex_attention", "flex attention cannot be counted"
 )
@@ -153,10 +152,6 @@ ATTRIBUTES: dict[str, str] = {
     "_values": "of a sparse tensor: its products are not counted",
     "inductor_post_grad_graph_str fx_kwargs": "of a compiled region: the FLOPs of its step are unknown",
     "_lazy_backward_info": "of an autograd node: what other backends of torch.compile recompute is backward",
-    "_cdata": "of a storage: counts take longer",
-    "fake_tensor_converter meta_converter storage_memo tensor_memo": (
-        "of a mode of fake tensors: an interrupt during a garbage collection after a count may be lost"
-    ),
     "_is_param": "of a tensor, written to: fake tensors are then not parameters for `isinstance`",
 }
 """What is lost without attributes of torch's objects; each such error fails at most one count."""

@@ -23,7 +23,7 @@ MASK_NOT_READ = "an attention mask could not be read: all its pairs are counted"
 
 
 class PairCounter:
-    """Counts pairs for one run. `bands` are those found, `notes` what limits the accuracy.
+    """Counts pairs for one run; `notes` are what limits the accuracy.
 
     `documents` are the lengths of packed documents, sample by sample, or None; `windows` the sliding windows
     that modules declare, by path, which a mask over short documents does not show.
@@ -32,7 +32,6 @@ class PairCounter:
     def __init__(self, convention: Convention, documents: Sequence[Sequence[int]] | None) -> None:
         self.documents = documents
         self.windows: dict[str, int] = {}
-        self.bands: set[Band] = set()
         self.notes: dict[str, None] = {}
         self._causal = convention.attention == "causal"
         packed = documents is not None and any(len(row) > 1 for row in documents)
@@ -41,7 +40,6 @@ class PairCounter:
     def packed(self, q_lengths: Sequence[int], k_lengths: Sequence[int], heads: int, band: Band) -> int:
         """Pairs of sequences that are given to a kernel separately."""
         band = band if self._causal else FULL
-        self.bands.add(band)
         return heads * sum(band.pairs(q, k) for q, k in zip(q_lengths, k_lengths, strict=True))
 
     def dense(
@@ -63,7 +61,6 @@ class PairCounter:
         q_len, k_len = shape[-2:]
         documents = self._documents_of(samples, q_len, k_len, allowed)
         if not self._causal:
-            self.bands.add(FULL)
             needed = heads * sum(n * n for row in documents for n in row) if documents else prod(shape)
             return needed, prod(shape)
         if allowed is None or bool(allowed.all()):
@@ -92,7 +89,6 @@ class PairCounter:
         band: Band,
         documents: Sequence[Sequence[int]] | None,
     ) -> tuple[int, int]:
-        self.bands.add(band)
         executed = heads * samples * band.pairs(lengths[0], lengths[1])
         needed = heads * sum(band.pairs(n) for row in documents for n in row) if documents else executed
         return needed, executed

@@ -17,7 +17,7 @@ from torch import nn
 
 from ...convention import Convention
 from ...errors import TruemfuError, one_line
-from ...torch_private.dispatch import FakeTensorMode, check_fake_tensors, disable_modes, forget_fake_tensors
+from ...torch_private.dispatch import FakeTensorMode, check_fake_tensors, disable_modes
 from ...torch_private.trees import tree_flatten
 from ..isolation.process_state import (
     flex_attention_anywhere,
@@ -88,20 +88,18 @@ class CountedStep:
         return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
 
     def run_fake(self) -> tuple[CountingMode, Following]:
+        """The tally of the step on fake tensors, and what was assumed of their values."""
         check_fake_tensors()
         fake_mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
         following = Following(fake_mode)
         tally = CountingMode(self.convention, documents=self.documents, following=following)
-        try:
-            with flex_attention_anywhere(), quiet_fake_tensors():
-                self._run(FakeTensorMaker(fake_mode), tally, fake_mode)
-        finally:
-            forget_fake_tensors(fake_mode)
+        with flex_attention_anywhere(), quiet_fake_tensors():
+            self._run(FakeTensorMaker(fake_mode), tally, fake_mode)
         return tally, following
 
     def run_real(self) -> CountingMode:
-        generator = torch.Generator().manual_seed(torch.initial_seed())
-        tally = CountingMode(self.convention, documents=self.documents, generator=generator)
+        """The tally of the step on real copies on the CPU."""
+        tally = CountingMode(self.convention, documents=self.documents)
         self._run(real_copy, tally, contextlib.nullcontext())
         return tally
 
@@ -109,32 +107,23 @@ class CountedStep:
     def _run(
         self, make: Maker, tally: CountingMode, fake_mode: contextlib.AbstractContextManager[Any]
     ) -> None:
-        with _lock:  # a count changes process state
-            self._run_without_modes(make, tally, fake_mode)
-
-    def _run_without_modes(
-        self, make: Maker, tally: CountingMode, fake_mode: contextlib.AbstractContextManager[Any]
-    ) -> None:
         try:
-            with disable_modes():  # a mode around the count must not see it
-                self._run_alone(make, tally, fake_mode)
+            # A count changes process state, and modes around it must not see it.
+            with _lock, disable_modes(), preserved_random_states(), untouched_casts():
+                self._run_shadow(Shadow(make), tally, fake_mode)
         finally:
             for parameter, grad in tally.outside_parameters.values():
                 parameter.grad = grad
 
-    def _run_alone(
-        self, make: Maker, tally: CountingMode, fake_mode: contextlib.AbstractContextManager[Any]
+    def _run_shadow(
+        self, shadow: Shadow, tally: CountingMode, fake_mode: contextlib.AbstractContextManager[Any]
     ) -> None:
-        shadow = Shadow(make)
         model = shadow.model(self.model)
-        shadow.device = self.device or shadow.device
-        args, kwargs = shadow.tree(self.args), shadow.tree(self.kwargs)
-        loss_fn = shadow.tree(self.loss_fn)
+        shadow.device = self.device
+        args, kwargs, loss_fn = shadow.tree(self.args), shadow.tree(self.kwargs), shadow.tree(self.loss_fn)
         follow_modules(model, tally)
         tally.is_on_shadow = True
         with (
-            preserved_random_states(),
-            untouched_casts(),
             local_attention(),
             uncompiled(),
             fake_mode,
@@ -142,18 +131,12 @@ class CountedStep:
             following_calls(tally, on_shadow=True),
             tally,
         ):
-            self._forward_and_backward(model, args, kwargs, loss_fn, tally)
-
-    def _forward_and_backward(
-        self, model: nn.Module, args: Any, kwargs: Any, loss_fn: Any, tally: CountingMode
-    ) -> None:
-        with torch.set_grad_enabled(self.backward):
-            output = model(*args, **kwargs)
-            if not self.backward:
-                return
-            loss = loss_of(output, loss_fn)
-        with torch.autograd.set_multithreading_enabled(False):
-            loss.backward()
+            with torch.set_grad_enabled(self.backward):
+                output = model(*args, **kwargs)
+                loss = loss_of(output, loss_fn) if self.backward else None
+            if loss is not None:
+                with torch.autograd.set_multithreading_enabled(False):
+                    loss.backward()
 
 
 _lock = threading.RLock()

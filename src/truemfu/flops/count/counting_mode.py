@@ -33,8 +33,7 @@ _SAME_DTYPE = PRODUCTS | frozenset(f"aten::{n}" for n in "mv addmv dot".split())
 class CountingMode(Tally, TorchDispatchMode):
     """Adds up the FLOPs of everything that runs while the mode is active.
 
-    `following` runs operators on fake tensors; without it they run unchanged, on their own devices, and those
-    that draw random numbers use `generator` if one is given.
+    `following` runs operators on fake tensors; without it they run unchanged, on their own devices.
     """
 
     supports_higher_order_operators = True
@@ -51,7 +50,6 @@ class CountingMode(Tally, TorchDispatchMode):
         *,
         documents: Sequence[Sequence[int]] | None = None,
         following: Following | None = None,
-        generator: torch.Generator | None = None,
     ) -> None:
         TorchDispatchMode.__init__(self)
         Tally.__init__(self, convention, documents=documents)
@@ -59,7 +57,7 @@ class CountingMode(Tally, TorchDispatchMode):
         """Whether a shadow is counted, so that no collective may start."""
         self.outside_parameters: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         """Parameters outside the model that the step used, through globals, and their previous gradients."""
-        self._following, self._generator = following, generator
+        self._following = following
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):
@@ -92,18 +90,7 @@ class CountingMode(Tally, TorchDispatchMode):
             )
         if self._following is not None and isinstance(func, OpOverload):
             return self._following.run(func, args, kwargs)
-        if self._generator is not None and _draws(func):
-            return self._drawn(func, args, kwargs)
         return func(*args, **kwargs)
-
-    def _drawn(self, func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run an operator that draws random numbers, with our own generator if it accepts one."""
-        if kwargs.get("generator") is not None:
-            return func(*args, **kwargs)
-        try:
-            return func.overloadpacket(*args, **{**kwargs, "generator": self._generator})
-        except (TypeError, RuntimeError):  # it accepts no generator, or none of this device
-            return func(*args, **kwargs)
 
     def _save_outside_gradients(self, args: Iterable[Any]) -> None:
         """Save the gradients of parameters outside the model, since this step would add to them."""
@@ -142,10 +129,6 @@ class CountingMode(Tally, TorchDispatchMode):
         with FollowingMode(self._following):
             allowed = mask_of_function(function, shape, partial(torch.arange, device=device))
         return None if allowed is None else readable(allowed)
-
-
-def _draws(func: Any) -> bool:
-    return isinstance(func, OpOverload) and torch.Tag.nondeterministic_seeded in func.tags
 
 
 def count_flex_attention(mode: type) -> None:

@@ -37,6 +37,7 @@ from ...torch_private.dispatch import (
 )
 from ...torch_private.trees import tree_leaves
 from ..operators.matrix_work import factors
+from ..shadow.values import written_tensors
 
 _BACKWARD = frozenset(
     getattr(BackwardCFunction, name).__code__
@@ -92,7 +93,7 @@ def is_custom(node: Any) -> bool:
 def in_function() -> bool:
     """Whether a Function's forward or backward is among the callers."""
     forwards = forward_codes()
-    return any(frame.f_code in _BACKWARD or frame.f_code in forwards for frame in _calling_frames())
+    return any(frame.f_code in _BACKWARD or frame.f_code in forwards for frame in calling_frames())
 
 
 def forward_codes() -> frozenset[Any]:
@@ -223,7 +224,7 @@ class DataFlow:
         for run in reversed(self._runs):
             if run.node is node:
                 return run
-        frame = next((frame for frame in _calling_frames() if frame.f_code in _BACKWARD), None)
+        frame = next((frame for frame in calling_frames() if frame.f_code in _BACKWARD), None)
         if frame is None or frame.f_locals["self"] is not node:
             return None
         for incoming in tree_leaves(frame.f_locals["args"]):
@@ -314,7 +315,7 @@ class DataFlow:
         is_empty = not (made.products or made.gradient or made.unwritten)
         if isinstance(func, OpOverload) and func._schema.is_mutable:
             is_replaced = name in _OVERWRITING or bool(_targets(func))
-            for tensor in _written(func, args, kwargs):
+            for tensor in written_tensors(func, args, kwargs):
                 if (storage := _storage(tensor)) is None:
                     continue
                 if is_replaced and tensor.numel() * tensor.element_size() >= storage.nbytes():
@@ -334,8 +335,9 @@ class DataFlow:
                 self._contents[storage] = _Content(made.products, made.gradient, made.unwritten)
 
 
-def _calling_frames() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(1)
+def calling_frames(innermost: FrameType | None = None) -> Iterator[FrameType]:
+    """The frames of the callers, from the innermost on."""
+    frame: FrameType | None = innermost or sys._getframe(1)
     while frame is not None:
         yield frame
         frame = frame.f_back
@@ -356,13 +358,3 @@ def _targets(func: Any) -> frozenset[str]:
     """The arguments that receive results (`out=`), whose previous content is not read."""
     arguments = func._schema.arguments if isinstance(func, OpOverload) else ()
     return frozenset(a.name for a in arguments if a.kwarg_only and a.alias_info and a.alias_info.is_write)
-
-
-def _written(func: OpOverload, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """The tensors that an operator writes to."""
-    arguments = [
-        kwargs.get(argument.name, args[i] if i < len(args) else None)
-        for i, argument in enumerate(func._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-    return [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import traceback
 
 from torch import nn
 
@@ -42,9 +43,6 @@ def _arguments(model: nn.Module) -> str:
 
 def _came_from_torch(error: Exception) -> bool:
     """Whether torch raised the error, not the model's own code: shapes or dtypes do not match."""
-    trace = error.__traceback__
-    home = ""
-    while trace is not None:
-        home = trace.tb_frame.f_globals.get("__name__", "")
-        trace = trace.tb_next
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    home = frames[-1].f_globals.get("__name__", "") if frames else ""
     return home.partition(".")[0] == "torch" or home.startswith("truemfu.")

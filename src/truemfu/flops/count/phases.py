@@ -22,7 +22,7 @@ from torch.utils import checkpoint
 from ...torch_private import table
 from ...torch_private.compiler import is_of_disable
 from ...torch_private.dispatch import current_graph_task_id, engine_code, top_saved_tensors_hooks
-from .data_flow import is_checkpoint, is_custom
+from .data_flow import calling_frames, is_checkpoint, is_custom
 
 
 def phase_in_backward(node: Any) -> str:
@@ -44,12 +44,10 @@ def checkpoint_is_running() -> bool:
         table.miss(table.TOP_HOOKS)
     elif top_saved_tensors_hooks(True) is None:
         return False
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_code.co_name == "unpack_hook" and frame.f_globals is vars(checkpoint):
-            return True
-        frame = frame.f_back
-    return False
+    return any(
+        frame.f_code.co_name == "unpack_hook" and frame.f_globals is vars(checkpoint)
+        for frame in calling_frames()
+    )
 
 
 def is_in_hook() -> bool:
@@ -72,10 +70,8 @@ def is_differentiated() -> bool:
     frames = sys._current_frames()
     here = threading.get_ident()
     for thread in (here, *(thread for thread in frames if thread != here)):
-        frame: FrameType | None = frames[thread]
-        while frame is not None:
+        for frame in calling_frames(frames[thread]):
             if frame.f_code is engine_code:
                 arguments = frame.f_locals.get("args", ())
                 return bool(arguments[2]) if len(arguments) > 2 else True
-            frame = frame.f_back
     return True

@@ -48,7 +48,6 @@ from ..operators.matrix_work import (
 from ..operators.sparse import is_sparse
 from ..registry import OPERATOR_FORMULAS
 from ..shadow.values import Value
-from ..splits import with_ancestors
 from .data_flow import DataFlow, in_function
 from .phases import phase_in_backward
 
@@ -358,7 +357,7 @@ class Tally:
             forward=totals["forward"],
             backward=totals["backward"],
             recompute=totals["recompute"],
-            by_module=with_ancestors(by_module),
+            by_module=_with_ancestors(by_module),
             by_operator=dict(by_operator),
             by_dtype=dict(by_dtype),
             uncounted=dict(self.uncounted),
@@ -366,6 +365,16 @@ class Tally:
             convention=self.convention,
             notes=(*self.pairs.notes, *notes),
         )
+
+
+def _with_ancestors(own: Mapping[str, int]) -> dict[str, int]:
+    """FLOPs per module including its children, from each module's own FLOPs; "" is the whole model."""
+    total = Counter({"": sum(own.values())})
+    for path, flops in own.items():
+        parts = path.split(".") if path else []
+        for depth in range(1, len(parts) + 1):
+            total[".".join(parts[:depth])] += flops
+    return dict(total)
 
 
 @functools.cache

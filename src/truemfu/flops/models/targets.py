@@ -31,7 +31,7 @@ from ..flop_count import FlopCount
 from .example_batch import example_batch
 from .hf_config import BuildOptions, model_from_config, read_config
 from .hub_cache import cached_config, may_be_on_the_hub, not_cached
-from .known_models import known_model, known_models
+from ...known_models import known_model, known_models
 from .lora import add_lora
 from .model_view import BatchRequest
 

@@ -18,8 +18,8 @@ from __future__ import annotations
 import functools
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -30,9 +30,9 @@ from ...torch_private.mode_stack import why_not_to_observe
 from ..attention import kernels as attention_kernels
 from ..attention.kernels import AttentionWork
 from ..attention.masks import MASK_NOT_READ
-from ..count.tally import Entry, Tally
-from ..operators.dtype_names import dtype_name
-from ..operators.matrix_work import does_matrix_work, factors, is_torch_own
+from ..count.call_tally import CallTally, GradientEdges
+from ..count.tally import Entry
+from ..operators.matrix_work import does_matrix_work, is_torch_own
 from ..registry import OPERATOR_FORMULAS
 from ..shadow.values import Value
 from .region_graph import Product, RegionError, read_graph
@@ -66,7 +66,7 @@ class RegionRun:
             self._sizes, is_backward=self.is_backward, matters=_matters
         )
         for product in products:
-            tally.add(product)
+            tally.add_product(product)
         if MASK_NOT_READ in tally.pairs.notes:
             raise RegionError("the values of a mask or of lengths inside compiled code are unknown")
         self.entries, self.uncounted = tally.entries, tally.uncounted
@@ -137,37 +137,26 @@ def _matters(name: str) -> bool:
     )
 
 
-class _Node(NamedTuple):
-    """Replaces the autograd node of an attention kernel: the gradients that the graph uses."""
-
-    next_functions: Sequence[tuple[bool | None, int]]
-
-    def _sequence_nr(self) -> int:
-        return -1
-
-
-class _RegionTally(Tally):
-    """Counts products of one region, on tensors without values."""
+class _RegionTally(CallTally):
+    """Counts products of one region."""
 
     def __init__(self, convention: Convention, phase: str) -> None:
         super().__init__(convention)
-        self._outer = phase
-        self._product: Product | None = None
+        self._region_phase = phase
+        self._used: frozenset[int] = frozenset()
 
-    def add(self, product: Product) -> None:
+    def add_product(self, product: Product) -> None:
         """Count a product."""
         if product.name.startswith(_TRITON):
             self.uncounted["triton::kernel in compiled code"] += 1
             return
-        self._product = product
+        self._used = product.used
+        phase = "recompute" if product.recomputes else self._region_phase
+        device_type = product.device.partition(":")[0]
+        call = product.name, product.operator, product.args, product.kwargs, product.out
         try:
-            entry = self._count(product.name, product.operator, product.args, product.kwargs, product.out)
-            if entry is None:
-                return
-            operand = next(value for value in factors(product.name, product.args) if value is not None)
-            kind = product.device.partition(":")[0]
-            entry.dtype = dtype_name(operand.dtype, kind, convolution="conv" in product.name)
-            if product.executed is not None:
+            entry = self.add(phase, device_type, *call)
+            if entry is not None and product.executed is not None:
                 formula = OPERATOR_FORMULAS[product.name]
                 entry.executed = int(formula(*product.executed, **product.kwargs, out=product.out))
         except RegionError:
@@ -177,17 +166,9 @@ class _RegionTally(Tally):
                 f"counting {product.name} in compiled code failed: {one_line(error)}"
             ) from error
 
-    def _phase(self, node: Any) -> str:
-        assert self._product is not None
-        return "recompute" if self._product.recomputes else self._outer
-
     def _set_attention_flops(self, entry: Entry, work: AttentionWork, node: Any) -> None:
-        assert self._product is not None
-        edges = [(position in self._product.used or None, 0) for position in range(3)]
-        super()._set_attention_flops(entry, work, _Node(edges) if work.backward else None)
-
-    def _value(self, tensor: torch.Tensor) -> Value | None:
-        return None
+        edges = GradientEdges(position in self._used for position in range(3))
+        super()._set_attention_flops(entry, work, edges if work.backward else None)
 
     def _evaluated(self, function: Any, shape: Any, device: Any) -> Value | None:
         raise RegionError(

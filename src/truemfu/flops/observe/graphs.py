@@ -25,7 +25,7 @@ from .region_graph import RegionError
 CAPTURED_BEFORE = "the step replays a CUDA graph that was captured before it could be observed"
 
 
-class Replay:
+class GraphReplay:
     """One replay of a graph in an observed step; `capture` is the observation of its capture, or None."""
 
     def __init__(self, capture: Any, *, position: int) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ..count.data_flow import APART
 from ..count.step_work import StepWork, work_of
 from ..flop_count import FlopCount
-from .observed_tally import Documents, ObservedTally
+from .observed_tally import UNSEEN, Documents, ObservedTally
 
 OBSERVED = "count of observed steps"
 
@@ -22,7 +22,10 @@ class Observation:
     def __init__(self, tally: ObservedTally, first_batch_at: int | None) -> None:
         self._tally, self._first_batch_at = tally, first_batch_at
         self.operators = tally.operators
-        self.unseen_forward = tally.unseen_forward
+
+    @property
+    def unseen_forward(self) -> bool:
+        return self.problem == UNSEEN
 
     @property
     def problem(self) -> str | None:

@@ -37,7 +37,7 @@ from ..shadow.values import Value
 from .calls import Call, FunctionCalls
 from .compiled import RegionRun
 from .copies import Copies, Uncopied
-from .graphs import Replay
+from .graphs import GraphReplay
 from .padding import PaddedHeads
 from .region_graph import RegionError
 
@@ -62,14 +62,12 @@ class ObservedTally(Tally):
     def __init__(self, convention: Convention, *, is_capture: bool = False) -> None:
         super().__init__(convention)
         self._is_capture = is_capture
-        self._is_region = False
         self.problem: str | None = None
         self.copies = Copies()
         self.training_passes = 0
-        self.unseen_forward = False
-        self.runs: list[RegionRun | Replay] = []
+        self.runs: list[RegionRun | GraphReplay] = []
         """Calls of compiled code, and replays: what they multiply follows `entries` once it is resolved."""
-        self._uncounted_runs: list[RegionRun | Replay] = []
+        self._counted_runs = 0
         self._is_work: dict[int, bool] = {}
         self._padded = PaddedHeads()
         self._functions = FunctionCalls()
@@ -110,7 +108,6 @@ class ObservedTally(Tally):
         self.fail(TOO_LONG)
         self.entries.clear()
         self.runs.clear()
-        self._uncounted_runs.clear()
         self._pending.clear()
         self._nodes.clear()
 
@@ -128,17 +125,13 @@ class ObservedTally(Tally):
     def saw_region(self, region: Any, inputs: Any) -> None:
         """Record that a region of compiled code is about to run; it is counted after the step."""
         node = current_autograd_node()
-        self._is_region = True
-        run = RegionRun(region, inputs, self._phase(node), position=len(self.entries))
-        self._is_region = False
+        run = RegionRun(region, inputs, self._phase_of_step(node), position=len(self.entries))
         if run.is_backward and node is not None and not self._is_seen(node):
-            self.unseen_forward = True
             self.fail(UNSEEN)
         self.add_later(run)
 
-    def add_later(self, run: RegionRun | Replay) -> None:
+    def add_later(self, run: RegionRun | GraphReplay) -> None:
         """Record work that is counted when the step is resolved."""
-        self._uncounted_runs.append(run)
         self.runs.append(run)
 
     def mark_start(self) -> dict[int, Any]:
@@ -163,9 +156,13 @@ class ObservedTally(Tally):
         return any(_may_have_made(func, node) for func in made_by)
 
     def _phase(self, node: Any) -> str:
+        if current_graph_task_id() != -1 and is_compiled_node(node):
+            self.fail(OTHER_BACKEND)
+        return self._phase_of_step(node)
+
+    def _phase_of_step(self, node: Any) -> str:
+        """The phase of an operator or a compiled region; without gradients it may train nothing."""
         if current_graph_task_id() != -1:
-            if is_compiled_node(node) and not self._is_region:
-                self.fail(OTHER_BACKEND)
             return super()._phase(node)
         if torch.is_grad_enabled() or self.training_passes:
             return "forward"
@@ -193,8 +190,7 @@ class ObservedTally(Tally):
 
     def _set_flops(self, entry: Entry, work: Any, times: int, node: Any) -> None:
         super()._set_flops(entry, work, times, node)
-        if node is not None and not self.unseen_forward and not self._is_seen(node):
-            self.unseen_forward = True
+        if node is not None and self.problem is None and not self._is_seen(node):
             self.fail(UNSEEN)
 
     def _when_known(self, resolve: Callable[[], None]) -> None:
@@ -218,7 +214,7 @@ class ObservedTally(Tally):
                 resolve()
             except Exception as error:
                 self.fail(f"counting its attention failed: {one_line(error)}")
-        runs, self._uncounted_runs = self._uncounted_runs, []
+        runs, self._counted_runs = self.runs[self._counted_runs :], len(self.runs)
         for run in runs:
             try:
                 run.count(self.convention)

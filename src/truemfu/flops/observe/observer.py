@@ -31,7 +31,7 @@ from ...torch_private.mode_stack import (
 from ..count.counting_mode import count_flex_attention
 from ..count.kernel_launches import watch_launches
 from .compiled import CompiledRegions, reason_not_to_observe
-from .graphs import Captures, Replay
+from .graphs import Captures, GraphReplay
 from .observation import Observation
 from .observed_tally import ObservedTally
 
@@ -109,7 +109,7 @@ class StepObserver:
     def replayed(self, capture: ObservedTally | None) -> None:
         """Record that a CUDA graph is replayed; `capture` is the tally of its capture, if there is one."""
         if self._is_watching():
-            self._tally.add_later(Replay(capture, position=len(self._tally.entries)))
+            self._tally.add_later(GraphReplay(capture, position=len(self._tally.entries)))
 
     def pass_begins(self, *, is_training: bool, name: str | None = None) -> None:
         """Record that a watched model's forward begins; work is split by this name, if it has one."""

@@ -356,24 +356,33 @@ def mkldnn_rnn_layer_backward(x: Any, w_ih: Any, w_hh: Any, *_: Any, out: Any, *
     return RecurrentWork(_mkldnn_layer(x, w_ih, w_hh), backward=True)
 
 
+class _RnnSettings(NamedTuple):
+    """Arguments that both of cuDNN's operators take, in their order."""
+
+    mode: int
+    hidden_size: int
+    proj_size: int
+    num_layers: int
+    batch_first: bool
+    dropout: float
+    train: bool
+    bidirectional: bool
+    batch_sizes: Sequence[int]
+
+
 def _cudnn_layers(
-    x: Any,
-    weights: Sequence[Any],
-    stride: int,
-    batch_first: bool,
-    projected: bool,
-    bidirectional: bool,
-    packed: Sequence[int],
+    x: Any, weights: Sequence[Any], stride: int, settings: _RnnSettings
 ) -> list[list[Direction]]:
     """cuDNN holds W_ih and W_hh first among the `stride` tensors of a layer and direction, W_hr last."""
+    packed, bidirectional = settings.batch_sizes, settings.bidirectional
     rows = sum(packed) if packed else x.shape[0] * x.shape[1]
     directions = []
     for i in range(0, len(weights), stride):
         backwards = bidirectional and i // stride % 2 == 1
-        samples = packed[-1 if backwards else 0] if packed else x.shape[0 if batch_first else 1]
+        samples = packed[-1 if backwards else 0] if packed else x.shape[0 if settings.batch_first else 1]
         w_ih, w_hh, last = weights[i], weights[i + 1], weights[i + stride - 1]
         by_state = 2 * w_hh.numel()
-        projection = 2 * rows * last.numel() if projected else 0
+        projection = 2 * rows * last.numel() if settings.proj_size > 0 else 0
         directions.append(Direction(2 * rows * w_ih.numel(), rows * by_state, projection, samples * by_state))
     each = 2 if bidirectional else 1
     return [directions[i : i + each] for i in range(0, len(directions), each)]
@@ -381,53 +390,26 @@ def _cudnn_layers(
 
 @register_formula("aten::_cudnn_rnn", "aten::miopen_rnn")
 def cudnn_rnn(
-    x: Any,
-    weight: Sequence[Any],
-    weight_stride0: int,
-    weight_buf: Any,
-    hx: Any,
-    cx: Any,
-    mode: int,
-    hidden_size: int,
-    proj_size: int,
-    num_layers: int,
-    batch_first: bool,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-    batch_sizes: Sequence[int],
-    *_: Any,
-    out: Any,
+    x: Any, weight: Sequence[Any], stride: int, buffer: Any, hx: Any, cx: Any, *rest: Any, out: Any
 ) -> RecurrentWork:
     """All layers and directions of an RNN, LSTM or GRU at once."""
-    layers = _cudnn_layers(x, weight, weight_stride0, batch_first, proj_size > 0, bidirectional, batch_sizes)
-    return RecurrentWork(layers, backward=False)
+    return RecurrentWork(_cudnn_layers(x, weight, stride, _RnnSettings(*rest[:9])), backward=False)
 
 
 @register_formula("aten::_cudnn_rnn_backward", "aten::miopen_rnn_backward")
 def cudnn_rnn_backward(
     x: Any,
     weight: Sequence[Any],
-    weight_stride0: int,
-    weight_buf: Any,
+    stride: int,
+    buffer: Any,
     hx: Any,
     cx: Any,
     output: Any,
     grad_output: Any,
     grad_hy: Any,
     grad_cy: Any,
-    mode: int,
-    hidden_size: int,
-    proj_size: int,
-    num_layers: int,
-    batch_first: bool,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-    batch_sizes: Sequence[int],
-    *_: Any,
+    *rest: Any,
     out: Any,
 ) -> RecurrentWork:
     """The gradients of all layers."""
-    layers = _cudnn_layers(x, weight, weight_stride0, batch_first, proj_size > 0, bidirectional, batch_sizes)
-    return RecurrentWork(layers, backward=True)
+    return RecurrentWork(_cudnn_layers(x, weight, stride, _RnnSettings(*rest[:9])), backward=True)

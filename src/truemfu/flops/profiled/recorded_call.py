@@ -7,7 +7,7 @@ formula reads one, the operator runs on the meta device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -83,12 +83,6 @@ class RecordedCall:
                 for value, concrete in zip(values, lists(), strict=False)
             ]
         self._values = values
-
-    @property
-    def by_name(self) -> Mapping[str, Any]:
-        """Arguments by the names of the operator's schema."""
-        names = [a.name for a in self._schema.arguments] if self._schema is not None else []
-        return dict(zip(names, self._values, strict=False))
 
     @property
     def operands(self) -> tuple[list[Any], dict[str, Any]]:

@@ -10,7 +10,6 @@ forward pass that is run again, so recomputation.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -18,14 +17,13 @@ from typing import Any
 
 from ...convention import Convention
 from ...errors import UsageError, one_line
-from ..attention.kernels import KERNELS, AttentionWork, work_of_kernel
-from ..attention.masks import PairCounter
+from ..attention.kernels import KERNELS, AttentionWork
+from ..count.call_tally import CallTally, GradientEdges
+from ..count.tally import Entry
 from ..flop_count import FlopCount
-from ..operators.dtype_names import dtype_name
 from ..operators.formulas import RecurrentWork
 from ..operators.matrix_work import (
     INDEX_DTYPES,
-    apply_formula,
     does_matrix_work,
     factors,
     is_torch_own,
@@ -60,40 +58,29 @@ def read_recording(recording: Any, convention: Convention) -> FlopCount:
     return _Reading(recording, convention).count()
 
 
-class _Reading:
-    """Walks through one recording and adds up its FLOPs."""
+class _LengthsUnknown(Exception):
+    """Of packed sequences."""
+
+
+class _Reading(CallTally):
+    """Walks through one recording and counts its operators."""
 
     def __init__(self, recording: Any, convention: Convention) -> None:
+        super().__init__(convention)
         self._recording = recording
-        self._convention = convention
-        self._pairs = PairCounter(convention, None)
         self._raw_events: dict[int, Any] = {}
-        self._calls = 0
-        self._totals: Counter[str] = Counter()
-        self._by_operator: Counter[str] = Counter()
-        self._by_dtype: Counter[str] = Counter()
-        self._uncounted: Counter[str] = Counter()
         self._notes: dict[str, None] = {}
-        self._true_dims: dict[tuple[int, int], tuple[int, int]] = {}
+        self._unpadded_dims: dict[tuple[int, int], tuple[int, int]] = {}
+        self._event: Any = None
+        self._context = EventContext()
 
     def count(self) -> FlopCount:
         roots = self._recording.experimental_event_tree()
         for root in sorted(roots, key=lambda event: event.start_time_ns):  # forward before backward
             self._visit(root, EventContext())
-        if not self._calls:
+        if not self.operators:
             raise UsageError("no operator was recorded: the step ran nothing, or another profiler took over")
-        return FlopCount(
-            forward=self._totals["forward"],
-            backward=self._totals["backward"],
-            recompute=self._totals["recompute"],
-            by_module={"": self._totals["forward"] + self._totals["backward"]},
-            by_operator=dict(self._by_operator),
-            by_dtype=dict(self._by_dtype),
-            uncounted=dict(self._uncounted),
-            method=METHOD,
-            convention=self._convention,
-            notes=(*self._pairs.notes, *self._notes),
-        )
+        return self.result(method=METHOD, notes=tuple(self._notes))
 
     def _visit(self, event: Any, context: EventContext) -> int:
         """Count an event and those below it; returns how many products were found, counted or not."""
@@ -110,7 +97,7 @@ class _Reading:
             return self._add_uncounted(name)
         if not is_call(event):
             return self._visit_children(event, context)
-        self._calls += 1
+        self.operators += 1
         if event.extra_fields.sequence_number >= 0:
             context = replace(context, phase=context.enabled)
         return self._operator(event, context) if "::" in name else self._function(event, context)
@@ -119,7 +106,7 @@ class _Reading:
         return sum([self._visit(child, context) for child in event.children])
 
     def _add_uncounted(self, name: str) -> int:
-        self._uncounted[name] += 1
+        self.uncounted[name] += 1
         return 1
 
     def _function(self, event: Any, context: EventContext) -> int:
@@ -140,7 +127,7 @@ class _Reading:
         name, inputs = event.name, event.extra_fields.inputs
         if name == _SDPA and is_tensor(inputs[0]) and is_tensor(inputs[2]):  # nested tensors are not recorded
             context = replace(context, head_dims=(inputs[0].sizes[-1], inputs[2].sizes[-1]))
-        elif name in _SOFTMAX and self._pairs.masks_matter:
+        elif name in _SOFTMAX and self.pairs.masks_matter:
             self._notes[_PLAIN_ATTENTION] = None
         known = name in KERNELS or name in OPERATOR_FORMULAS
         if not known and _is_without_products(name, len(inputs)):
@@ -171,78 +158,51 @@ class _Reading:
         return self._add_uncounted(name) if is_suspect else 0
 
     def _product(self, event: Any, context: EventContext) -> int:
-        name, inputs = event.name, event.extra_fields.inputs
+        name, call = event.name, self._call(event)
+        operand = factors(name, event.extra_fields.inputs)[0]
+        device_type = operand.device.type if is_tensor(operand) else ""
+        self._event, self._context = event, context
         try:
-            flops = self._flops(event, self._work(event), context)
+            args, kwargs = call.operands
+            self.add(context.phase, device_type, name, call, args, kwargs, LazyResult(call))
+        except _LengthsUnknown:
+            self._notes[_PACKED] = None
+            return self._add_uncounted(name)
         except Exception as error:  # the formula needs something not recorded, such as nested tensors
             if found := self._visit_children(event, context):
                 return found
             self._notes[f"{name} is not counted: {one_line(error)}"] = None
-            flops = None
-        if flops is None:
             return self._add_uncounted(name)
-        needed, executed = flops
-        operand = factors(name, inputs)[0]
-        if is_tensor(operand) and operand.dtype.is_complex:
-            needed, executed = 4 * needed, 4 * executed
-        if context.phase == "recompute":
-            self._totals["recompute"] += executed
-        elif executed:
-            self._totals[context.phase] += needed
-            self._totals["recompute"] += executed - needed
-            self._by_operator[name.replace("::", ".")] += needed
-            self._by_dtype[_dtype(name, operand)] += needed
         return 1
 
-    def _work(self, event: Any) -> Any:
-        name, call = event.name, self._call(event)
-        if name in KERNELS:
-            return work_of_kernel(name, call.by_name)
-        args, kwargs = call.operands
-        return apply_formula(name, OPERATOR_FORMULAS[name], args, kwargs, LazyResult(call))
-
-    def _flops(self, event: Any, work: Any, context: EventContext) -> tuple[int, int] | None:
-        """(needed, executed) of one call; None if the recording lacks what is needed."""
-        if isinstance(work, AttentionWork):
-            return self._attention(event, work, context)
-        if isinstance(work, RecurrentWork):
-            if not work.backward:
-                return work.forward_flops(), work.forward_flops()
+    def _set_flops(self, entry: Entry, work: Any, times: int, node: Any) -> None:
+        if isinstance(work, RecurrentWork) and work.backward:
             self._notes[_RECURRENT_GRADIENTS] = None
             tensors = 4 * sum(len(layer) for layer in work.layers)
-            needed = work.needed_backward_flops([True, *[True] * tensors, False, False])
-            return needed, max(needed, work.executed_backward_flops())
-        return int(work), int(work)
+            node = GradientEdges([True, *[True] * tensors, False, False])
+        super()._set_flops(entry, work, times, node)
 
-    def _attention(self, event: Any, work: AttentionWork, context: EventContext) -> tuple[int, int] | None:
+    def _set_attention_flops(self, entry: Entry, work: AttentionWork, node: Any) -> None:
         if work.cumulative is not None and any(c is not None and c.numel() > 2 for c in work.cumulative):
-            self._notes[_PACKED] = None
-            return None
-        work = self._with_true_dims(event, work, context)
-        if work.mask is not None and not self._pairs.masks_matter:
+            raise _LengthsUnknown
+        if work.mask is not None and not self.pairs.masks_matter:
             self._notes[_MASK_NOT_READ] = None
-        shape = (work.samples, work.heads, work.q_len, work.k_len)
-        needed, executed = self._pairs.dense(shape, [] if work.mask is None else [None], work.band, "")
-        if not work.backward:
-            per_pair = work.forward_flops(1) // work.heads
-            return per_pair * needed, per_pair * executed
-        self._notes[_ALL_GRADIENTS] = None
-        return (
-            work.needed_backward_flops(1, q=True, k=True, v=True) // work.heads * needed,
-            work.executed_backward_flops(1) // work.heads * executed,
-        )
+        if work.backward:
+            self._notes[_ALL_GRADIENTS] = None
+        work = self._with_true_dims(replace(work, cumulative=None))
+        super()._set_attention_flops(entry, work, None)
 
-    def _with_true_dims(self, event: Any, work: AttentionWork, context: EventContext) -> AttentionWork:
+    def _with_true_dims(self, work: AttentionWork) -> AttentionWork:
         """The work with the head sizes given to SDPA, which some kernels get padded to a multiple of 8."""
         dims = (work.qk_dim, work.v_dim)
-        true_dims = context.head_dims or dims
-        if work.backward and self._true_dims and context.node is not None:
-            node = self._raw(context.node)
-            true_dims = self._true_dims.get((node.fwd_thread_id(), node.sequence_nr()), dims)
+        true_dims = self._context.head_dims or dims
+        if work.backward and self._unpadded_dims and self._context.node is not None:
+            node = self._raw(self._context.node)
+            true_dims = self._unpadded_dims.get((node.fwd_thread_id(), node.sequence_nr()), dims)
         elif true_dims != dims:
-            raw = self._raw(event)
-            self._true_dims[raw.start_thread_id(), raw.sequence_nr()] = true_dims
-        return work if true_dims == dims else replace(work, qk_dim=true_dims[0], v_dim=true_dims[1])
+            raw = self._raw(self._event)
+            self._unpadded_dims[raw.start_thread_id(), raw.sequence_nr()] = true_dims
+        return replace(work, qk_dim=true_dims[0], v_dim=true_dims[1])
 
     def _call(self, event: Any) -> RecordedCall:
         inputs = event.extra_fields.inputs
@@ -268,9 +228,3 @@ def _may_multiply(inputs: Sequence[Any]) -> bool:
     if len(matrices) >= 3 and all(len(t.sizes) >= 3 for t in matrices):
         return True
     return len({tuple(t.sizes) for t in matrices}) >= 2
-
-
-def _dtype(name: str, operand: Any) -> str:
-    if not is_tensor(operand):
-        return "unknown"
-    return dtype_name(operand.dtype, operand.device.type, convolution="conv" in name)

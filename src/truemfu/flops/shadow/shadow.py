@@ -48,10 +48,11 @@ _FRAMEWORKS = {
 _OF_TORCH = frozenset(vars(nn.Module()))
 """Attributes that every module has."""
 _CACHE = type(functools.lru_cache(lambda: None))  # the type of a decorated function
+_COPIED_C_TYPES: tuple[type, ...] = (types.SimpleNamespace, threading.local)
 _HEAP_TYPE = 1 << 9  # set for classes defined by a class statement
 _MAX_CONTAINER = 100_000
-_ITERATORS = frozenset({"builtins", "itertools"})
-"""Modules of iterators that can be copied together with their position."""
+_CONSUMED = (types.GeneratorType, types.CoroutineType, queue.Queue, queue.SimpleQueue)
+"""Besides iterators: what gives each of its items once."""
 
 
 class Shadow:
@@ -63,7 +64,6 @@ class Shadow:
         self._make = make
         self._memo: dict[int, Any] = {}
         self._param_dtype: torch.dtype | None = None
-        self._at = ""  # the attribute that is being copied, for messages
         self._alive: list[Any] = []  # keeps ids in the memo from being used again
 
     def model(self, model: nn.Module) -> nn.Module:
@@ -83,8 +83,9 @@ class Shadow:
         for types_handled, make in _MAKERS:
             if isinstance(thing, types_handled):
                 return self._once(thing, functools.partial(make, self))
-        if module_of(type(thing)) in _ITERATORS and isinstance(thing, Iterator):
-            return self._once(thing, self._iterator)
+        is_iterator = module_of(type(thing)) in ("builtins", "itertools") and isinstance(thing, Iterator)
+        if is_iterator or isinstance(thing, _CONSUMED):
+            return self._once(thing, _copy_or_refusal)
         if module_of(type(thing)).startswith("numpy"):
             return self._once(thing, copy.deepcopy) if getattr(thing, "size", 0) <= _MAX_CONTAINER else thing
         return self._once(thing, self._object) if _is_plain_object(type(thing)) else thing
@@ -138,7 +139,6 @@ class Shadow:
             elif name == "_compiled_call_impl":
                 state[name] = None
             else:
-                self._at = f"{cls.__name__}.{name}"
                 state[name] = self.tree(value)
         formula = module_formula(cls)
         if formula is not None:
@@ -196,10 +196,8 @@ class Shadow:
         return method if unchanged else types.MethodType(function, owner)
 
     def _builtin_method(self, method: Any) -> Any:
-        """A method of a random generator draws from the copy of the generator, not from the training's."""
-        owner = getattr(method, "__self__", None)
-        is_generator = isinstance(owner, random.Random) or module_of(type(owner)).startswith("numpy.random")
-        return getattr(self.tree(owner), method.__name__) if is_generator else method
+        owner = self.tree(method.__self__)
+        return method if owner is method.__self__ else getattr(owner, method.__name__)
 
     def _partial(self, partial: functools.partial[Any]) -> Any:
         made = functools.partial(
@@ -238,9 +236,10 @@ class Shadow:
 
     def _object(self, thing: Any) -> Any:
         """A copy of an object of a plain Python class, so that writes do not reach the original."""
+        base: Any = next((base for base in _COPIED_C_TYPES if isinstance(thing, base)), object)
         try:
-            shell = object.__new__(type(thing))
-        except TypeError:  # its base is a C type after all
+            shell = base.__new__(type(thing))
+        except TypeError:  # its base is another C type
             return thing
         self._memo[id(thing)] = shell
         _copy_slots(thing, shell, self.tree)
@@ -248,77 +247,38 @@ class Shadow:
             shell.__dict__[name] = self.tree(value)
         return shell
 
-    def _cached_function(self, cached: Any) -> Any:
-        """The same function with a separate, empty cache."""
-        parameters = cached.cache_parameters()
-        return functools.lru_cache(**parameters)(self.tree(cached.__wrapped__))
-
-    def _iterator(self, iterator: Iterator[Any]) -> Any:
-        """An iterator at the same position, with copies of the iterators it reads from."""
-        try:
-            with warnings.catch_warnings():  # itertools warns that copying ends with Python 3.14
-                warnings.simplefilter("ignore", DeprecationWarning)
-                reduced: Any = iterator.__reduce__()
-                make, args, *state = reduced
-                made = make(*(self.tree(argument) for argument in args))
-                if state and state[0] is not None:
-                    made.__setstate__(self.tree(state[0]))
-        except (TypeError, AttributeError):
-            return self._uncopied(iterator)
-        return made
-
-    def _queue(self, thing: queue.Queue[Any]) -> Any:
-        """A queue with the same items; where the training would wait for another thread, the count fails."""
-        if type(thing) not in (queue.Queue, queue.LifoQueue, queue.PriorityQueue):
-            return thing
-        made = type(thing)(thing.maxsize)
-        self._memo[id(thing)] = made
-        made.queue = self.tree(thing.queue)
-        made.unfinished_tasks = thing.unfinished_tasks
-        vars(made)["get"] = lambda block=True, timeout=None: type(made).get(made, False)
-        vars(made)["put"] = lambda item, block=True, timeout=None: type(made).put(made, item, False)
-        return made
-
-    def _thread_local(self, thing: threading.local) -> Any:
-        made = type(thing).__new__(type(thing))
-        self._memo[id(thing)] = made
-        made.__dict__.update({name: self.tree(value) for name, value in vars(thing).items()})
-        return made
-
-    def _uncopied(self, thing: Any) -> Any:
-        return _Uncopied(self._at, type(thing).__name__)
-
-    def _namespace(self, thing: types.SimpleNamespace) -> Any:
-        made = types.SimpleNamespace()
-        self._memo[id(thing)] = made
-        made.__dict__.update({name: self.tree(value) for name, value in vars(thing).items()})
-        return made
-
     def _reference(self, reference: weakref.ref[Any]) -> Any:
         target = reference()
         copied = self.tree(target)
         return reference if copied is target else weakref.ref(copied)
 
 
-class _Uncopied:
-    """Replaces an iterator or queue that cannot be copied: a count that would advance it fails."""
+def _copy_or_refusal(thing: Any) -> Any:
+    """An iterator at the same position; something that refuses to be advanced if it cannot be copied."""
+    try:
+        with warnings.catch_warnings():  # itertools warns that copying ends with Python 3.14
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return copy.deepcopy(thing)
+    except Exception:  # whatever an object in it raises
+        return _Uncopied(thing)
 
-    def __init__(self, attribute: str, type_name: str) -> None:
-        self.attribute, self.type_name = attribute, type_name
+
+class _Uncopied:
+    """Replaces an iterator or a queue that cannot be copied: a count that would advance it fails."""
+
+    def __init__(self, thing: Any) -> None:
+        self._type_name = type(thing).__name__
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise ModelError(
-            f"{self.attribute} is a {self.type_name}, which a count would advance: it cannot be copied, so "
-            "the training would lose the items that the count consumes"
+            f"the model holds a {self._type_name}, which a count would advance: the training would lose the "
+            "items that the count consumes"
         )
 
     def __iter__(self) -> Any:
         return self
 
-    __next__ = __await__ = send = throw = get = get_nowait = put = put_nowait = _refuse
-
-    def close(self) -> None:
-        """Nothing to close; the original generator is left as it is."""
+    __next__ = send = get = get_nowait = put = put_nowait = _refuse
 
 
 def _copy_of_generator(generator: torch.Generator) -> torch.Generator:
@@ -382,13 +342,10 @@ _MAKERS: tuple[tuple[type | tuple[type, ...], Callable[[Shadow, Any], Any]], ...
     (types.BuiltinMethodType, Shadow._builtin_method),
     (functools.partial, Shadow._partial),
     (types.FunctionType, Shadow._function),
-    (types.SimpleNamespace, Shadow._namespace),
+    (_COPIED_C_TYPES, Shadow._object),
     (weakref.ref, Shadow._reference),
     (torch.Generator, lambda _, generator: _copy_of_generator(generator)),
     ((random.Random, bytearray, array.array, torch.autocast), lambda _, thing: copy.copy(thing)),
-    (_CACHE, Shadow._cached_function),
-    (queue.Queue, Shadow._queue),
-    (threading.local, Shadow._thread_local),
-    ((types.GeneratorType, types.CoroutineType, queue.SimpleQueue), Shadow._uncopied),
+    (_CACHE, lambda shadow, cached: shadow.tree(cached.__wrapped__)),
 )
 """How each type is copied. Not an attribute of Shadow: that reference cycle would keep the model alive."""

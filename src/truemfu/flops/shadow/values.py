@@ -22,7 +22,6 @@ import torch
 from ...torch_private.dispatch import FakeTensor, FakeTensorMode, OpOverload, TorchDispatchMode, disable_modes
 from ...torch_private.trees import tree_flatten, tree_map_only, tree_unflatten
 from ..host_copy import on_host
-from .fake_results import FakeResults
 
 aten = torch.ops.aten
 
@@ -209,6 +208,37 @@ def _numel(out: Any) -> int:
     return sum(t.numel() for t in tree_flatten(out)[0] if isinstance(t, torch.Tensor))
 
 
+def written_tensors(func: OpOverload, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The tensors that an operator writes to."""
+    arguments = [
+        kwargs.get(argument.name, args[i] if i < len(args) else None)
+        for i, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return [leaf for leaf in tree_flatten(arguments)[0] if isinstance(leaf, torch.Tensor)]
+
+
+class _Call:
+    """A call of an operator, which can run again on other tensors, on the CPU."""
+
+    def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
+        self.func = func
+        self._flat, self._spec = tree_flatten((args, kwargs))
+        self._positions = [i for i, a in enumerate(self._flat) if isinstance(a, torch.Tensor)]
+        self.tensors = [self._flat[i] for i in self._positions]
+
+    def run(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """The result with these tensors in place of the call's own."""
+        real = list(self._flat)
+        for position, tensor in zip(self._positions, tensors, strict=True):
+            real[position] = tensor
+        args, kwargs = tree_unflatten(real, self._spec)
+        if "device" in kwargs:
+            kwargs["device"] = torch.device("cpu")
+        on_cpu = _histogram if self.func is aten.histc.default else self.func
+        return on_cpu(*args, **kwargs)
+
+
 class FollowingMode(TorchDispatchMode):
     """Runs operators on fake tensors and follows their values, without counting."""
 
@@ -226,7 +256,6 @@ class Following:
     def __init__(self, fake_mode: FakeTensorMode) -> None:
         self.fake_mode = fake_mode
         self.assumptions: dict[str, None] = {}
-        self._results = FakeResults(fake_mode)
         self._pending: weakref.WeakSet[Value] = weakref.WeakSet()
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -241,7 +270,7 @@ class Following:
                 _check_rows(args[0], args[1])
         if mutable and args and type(args[0]) is torch.Tensor and "out" not in kwargs:
             return args[0]  # a real tensor from outside the model must not be written to
-        out = self._results.run(func, args, kwargs)
+        out = func(*args, **kwargs)
         if func is aten.lift_fresh.default and isinstance(out, FakeTensor):
             # Its value is followed here, on the CPU: torch would run operators on only such tensors for real,
             # on the device that the model requests.
@@ -330,18 +359,17 @@ class Following:
         if func in _FACTORIES:
             self._follow_factory(func, args, kwargs, out)
             return
-        flat, spec = tree_flatten((args, kwargs))
-        positions = [i for i, a in enumerate(flat) if isinstance(a, torch.Tensor)]
-        values = [_value(flat[i]) for i in positions]
+        call = _Call(func, args, kwargs)
+        values = [_value(tensor) for tensor in call.tensors]
         if is_write:
-            self._follow_write(func, schema, args, kwargs, flat, spec, positions, values)
+            self._follow_write(call, written_tensors(func, args, kwargs), values)
             return
         if func in _RANKING or func in _CHOICE:
             if any(v is None for v in values) or torch.Tag.nondeterministic_seeded in func.tags:
                 self._assume_ranking(func, args, out)
                 return
         elif torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
-            if not positions and isinstance(out, FakeTensor) and out.numel() <= _MAX_FLOAT_FACTORY:
+            if not values and isinstance(out, FakeTensor) and out.numel() <= _MAX_FLOAT_FACTORY:
                 drawn = Value(lambda: _draw(func, args, kwargs), "a random draw")
                 drawn.is_rate = func.overloadpacket is aten.rand
                 attach(out, drawn)
@@ -349,26 +377,17 @@ class Following:
         if func in _LIKE and values and values[0] is None:
             self._follow_like(func, args, out)
             return
-        if any(v is None for v in values) or (not positions and _numel(out) > _MAX_FLOAT_FACTORY):
+        if any(v is None for v in values) or (not values and _numel(out) > _MAX_FLOAT_FACTORY):
             return
         known = [v for v in values if v is not None]
         assumed = next((v.assumed for v in known if v.assumed), None)
         if func in _COMPARISONS and known[0].is_rate and not 0 < args[1] < 1:
             assumed = None  # every draw gives the same result: a layer dropped at rate 0, for example
         aliases = schema is not None and any(r.alias_info is not None for r in schema.returns)
-        whole: list[Any] = []
 
+        @functools.cache
         def compute() -> list[Any]:
-            if not whole:
-                real = list(flat)
-                for position, value in zip(positions, known, strict=True):
-                    real[position] = value.tensor()
-                real_args, real_kwargs = tree_unflatten(real, spec)
-                if "device" in real_kwargs:
-                    real_kwargs["device"] = torch.device("cpu")
-                on_cpu = _histogram if func is aten.histc.default else func
-                whole.append(tree_flatten(on_cpu(*real_args, **real_kwargs))[0])
-            return whole[0]  # type: ignore[no-any-return]
+            return tree_flatten(call.run([value.tensor() for value in known]))[0]
 
         for i, tensor in enumerate(tree_flatten(out)[0]):
             if isinstance(tensor, FakeTensor) and tensor.numel() <= MAX_ELEMENTS:
@@ -402,58 +421,33 @@ class Following:
         attach(out, value)
 
     def _follow_write(
-        self,
-        func: Any,
-        schema: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        flat: list[Any],
-        spec: Any,
-        positions: list[int],
-        values: list[Value | None],
+        self, call: _Call, written: Sequence[torch.Tensor], values: Sequence[Value | None]
     ) -> None:
         """For an operator that writes into an argument: update the known value, or mark it unknown."""
-        written = [
-            kwargs.get(a.name, args[i] if i < len(args) else None)
-            for i, a in enumerate(schema.arguments)
-            if a.alias_info is not None and a.alias_info.is_write
-        ]
-        tensors = [t for t in tree_flatten(written)[0] if isinstance(t, torch.Tensor)]
-        seeded = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+        seeded = torch.Tag.nondeterministic_seeded in getattr(call.func, "tags", ())
         if seeded or any(v is None for v in values):
-            mark_unknown(tensors)
+            mark_unknown(written)
             return
         known = [value for value in values if value is not None]
-        written_to = value_of(tensors[0]) if len(tensors) == 1 else None
+        written_to = value_of(written[0]) if len(written) == 1 else None
         if written_to is not None and written_to.is_unread:
             # For example a counter in a buffer: reading it waits for the device, and may never be needed.
             def after_writing() -> torch.Tensor:
                 before = written_to.tensor().clone()
-                self._write(func, flat, spec, positions, [before if v is written_to else v for v in known])
+                call.run([before if value is written_to else value.tensor() for value in known])
                 return before
 
             assumed = next((value.assumed for value in known if value.assumed), None)
-            attach(tensors[0], Value(after_writing, assumed))
+            attach(written[0], Value(after_writing, assumed))
             return
         for pending in list(self._pending):  # values derived from the old content must be computed first
             pending.tensor()
         self._pending.clear()
         try:
-            self._write(func, flat, spec, positions, known)
+            with disable_modes(), torch.no_grad():
+                call.run([value.tensor() for value in known])
         except NotImplementedError:  # it has no CPU kernel
-            mark_unknown(tensors)
-
-    @staticmethod
-    def _write(
-        func: Any, flat: list[Any], spec: Any, positions: list[int], values: Sequence[Value | torch.Tensor]
-    ) -> None:
-        """Run an in-place operator on the real tensors."""
-        real = list(flat)
-        for position, value in zip(positions, values, strict=True):
-            real[position] = value.tensor() if isinstance(value, Value) else value
-        real_args, real_kwargs = tree_unflatten(real, spec)
-        with disable_modes(), torch.no_grad():
-            func(*real_args, **real_kwargs)
+            mark_unknown(written)
 
     def _assume_ranking(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
         """Spread the choices of a ranking evenly: row r takes (r·k + j) mod n for its j-th choice."""

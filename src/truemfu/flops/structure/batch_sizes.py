@@ -7,8 +7,7 @@ images, audio or features, whichever the model's first layer takes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -16,8 +15,7 @@ import torch
 
 from ...errors import BatchError, warn_once
 from ..batch import CUMULATIVE, GRIDS, documents_in, grids_of
-from .streams import FEATURES, SIGNAL, TARGET, TOKENS, Sizes
-from .walk import Walk
+from .walk import FEATURES, SIGNAL, TARGET, TOKENS, Sizes, Walk
 
 Batch = Mapping[str, Any]
 DEFAULT_PATCHES = 576
@@ -30,7 +28,13 @@ _NO_INPUT = ("mask", "label", "position", "type_ids", "target", "weight", "cache
 def sizes_of(batch: Batch, walk: Walk) -> tuple[Sizes, list[str]]:
     """The sizes of the inputs that a model's layers take, and notes on what had to be assumed."""
     notes: list[str] = []
-    sizes = {source: _READERS[source](batch, walk, notes) for source in walk.sources}
+    readers = {
+        TOKENS: lambda: _tokens(batch),
+        SIGNAL: lambda: _signal(batch, walk, notes),
+        FEATURES: lambda: _rows(_find(batch, (), floating=True), walk),
+        TARGET: lambda: _rows(_find(batch, _TARGET), walk),
+    }
+    sizes = {source: readers[source]() for source in walk.sources}
     optional = SIGNAL if TOKENS in walk.sources else None
     missing = [source for source, lengths in sizes.items() if not lengths and source != optional]
     if missing:
@@ -39,7 +43,7 @@ def sizes_of(batch: Batch, walk: Walk) -> tuple[Sizes, list[str]]:
     return sizes, notes
 
 
-def _tokens(batch: Batch, walk: Walk, notes: list[str]) -> Counter[int]:
+def _tokens(batch: Batch) -> Counter[int]:
     """Rows of text, or the documents packed into them if their lengths are on the CPU."""
     ids = _find(batch, _TOKENS, floating=False)
     if ids is None:
@@ -79,9 +83,8 @@ def _signal(batch: Batch, walk: Walk, notes: list[str]) -> Counter[int]:
     return Counter({prod(signal.shape[-walk.signal_dims :]): prod(signal.shape[:outer])})
 
 
-def _rows(batch: Batch, walk: Walk, notes: list[str], *, is_target: bool) -> Counter[int]:
+def _rows(tensor: torch.Tensor | None, walk: Walk) -> Counter[int]:
     """Rows of features, or the text of a decoder as token ids or features."""
-    tensor = _find(batch, _TARGET) if is_target else _find(batch, (), floating=True)
     if tensor is None:
         return Counter()
     shape = tuple(tensor.shape)
@@ -100,11 +103,3 @@ def _find(batch: Batch, names: Sequence[str], *, floating: bool | None = None) -
         return named
     inputs = (t for name, t in tensors.items() if not any(word in name for word in _NO_INPUT))
     return next((t for t in inputs if t.is_floating_point() == floating), None)
-
-
-_READERS: dict[str, Callable[[Batch, Walk, list[str]], Counter[int]]] = {
-    TOKENS: _tokens,
-    SIGNAL: _signal,
-    FEATURES: partial(_rows, is_target=False),
-    TARGET: partial(_rows, is_target=True),
-}

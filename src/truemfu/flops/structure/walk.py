@@ -1,5 +1,7 @@
 """A model's layers in the order they are registered, with the rows each one processes and its backward.
 
+Rows and query-key pairs are functions of a batch's sizes: `Stream` and `Pairs`.
+
 Nothing is run, so what a forward does between its layers is inferred from how models are usually written:
 children run in the order they are registered, a shortcut beside the others; a token embedding starts the
 text, a convolution the images or audio.
@@ -9,7 +11,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import prod
 from typing import Any, NamedTuple
@@ -24,14 +27,63 @@ from ..attention.windows import sliding_window
 from ..operators.dtype_names import dtype_name
 from ..wrappers import unwrap_fsdp
 from . import layers
-from .streams import FEATURES, SIGNAL, TARGET, TOKENS, Pairs, Stream
 
 FUSED_NOTE = "a fused attention kernel is assumed, whose backward computes the scores again"
 _TOP_K = ("top_k", "num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk")
 _BRANCH = re.compile(r"shortcut|skip|identity|downsample$", re.IGNORECASE)
 
 
-class Point(NamedTuple):
+TOKENS, TARGET, SIGNAL, FEATURES = "token ids", "a decoder's token ids", "images or audio", "features"
+"""The inputs that a stream may start at."""
+
+Sizes = Mapping[str, Mapping[int, int]]
+"""For each input of a batch: how many sequences or images of each length there are."""
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Rows at one point of the model."""
+
+    source: str
+    stride: Fraction = Fraction(1)
+    """How many positions of the input there are for each row."""
+    extra: int = 0
+    """Rows added to each sequence: class and register tokens."""
+    pooled: bool = False
+    """Whether one row is left of each sequence."""
+
+    def of(self, sizes: Sizes) -> int:
+        """Rows of all sequences."""
+        return sum(self.rows(length) * count for length, count in sizes.get(self.source, {}).items())
+
+    def rows(self, length: int) -> int:
+        """Rows of a sequence of this length in the batch."""
+        return 1 if self.pooled else int(length / self.stride) + self.extra
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Query-key pairs of an attention layer."""
+
+    queries: Stream
+    keys: Stream | None
+    """Another stream that is attended to; None for self-attention."""
+    band: Band
+    window: int | None
+    """How many patches attend to one another, if they are confined to windows."""
+
+    def of(self, sizes: Sizes) -> int:
+        """Pairs of all sequences."""
+        lengths = sizes.get(self.queries.source, {})
+        if self.keys is not None:
+            return self.queries.of(sizes) * self.keys.of(sizes) // max(sum(lengths.values()), 1)
+        return sum(self._pairs(self.queries.rows(length)) * count for length, count in lengths.items())
+
+    def _pairs(self, rows: int) -> int:
+        return self.band.pairs(rows) if self.window is None else rows * min(self.window, rows)
+
+
+class WalkPoint(NamedTuple):
     """Where the walk is: the rows that the next layer takes, and their features."""
 
     stream: Stream
@@ -44,8 +96,6 @@ class Walk:
     def __init__(self, model: nn.Module, convention: Convention) -> None:
         self.works: defaultdict[tuple[Stream | Pairs, str], Counter[str]] = defaultdict(Counter)
         """Forward, backward and recomputed FLOPs for each row or pair, by dtype."""
-        self.sources: set[str] = set()
-        """The inputs that the layers take."""
         self.uncounted: Counter[str] = Counter()
         self.notes: dict[str, None] = {}
         self.features_in: int | None = None
@@ -54,8 +104,7 @@ class Walk:
         """Dimensions of the images or audio that a convolution takes, and positions for each of its rows."""
         self.sequence_first = False
         self._convention = convention
-        self._has_text = any(layers.starts_text(module, path) for path, module in model.named_modules())
-        self._point = Point(Stream(FEATURES), None)
+        self._point = WalkPoint(Stream(FEATURES), None)
         self._encoded: Stream | None = None
         self._is_trained = False
         """Whether a layer before this one is trained, so that backward reaches its output."""
@@ -69,6 +118,11 @@ class Walk:
         self._visit(model, "")
         self._around = []  # the model is not kept
 
+    @property
+    def sources(self) -> set[str]:
+        """The inputs that the layers take."""
+        return {units.source for units, _ in self.works if isinstance(units, Stream)}
+
     def _visit(self, module: nn.Module, name: str) -> None:
         """Record the work of a module and move to the point after it."""
         self._around.append(module)
@@ -79,11 +133,11 @@ class Walk:
         elif isinstance(module, layers.RESIZERS):
             self._resize(layers.stride_of(module, self.signal_dims))
         elif type(module).__name__.startswith("Adaptive"):  # pooling to a given size, usually 1
-            self._point = Point(replace(stream, pooled=True), width)
+            self._point = WalkPoint(replace(stream, pooled=True), width)
         elif sizes is not None:
             self._multiply(module, *sizes)
         elif layers.starts_text(module, name) and stream.source not in (TOKENS, TARGET):
-            self._point = Point(Stream(TOKENS), None)
+            self._point = WalkPoint(Stream(TOKENS), None)
         elif not isinstance(module, nn.Embedding):
             self._multiply_own(module)
             self._visit_children(module, name)
@@ -104,9 +158,9 @@ class Walk:
                 continue  # another name of a layer that is registered elsewhere
             last, is_branch = self._point, bool(_BRANCH.search(child_name))
             if layers.is_decoder(child, child_name):
-                self._encoded, self._point = last.stream, Point(Stream(TARGET), None)
+                self._encoded, self._point = last.stream, WalkPoint(Stream(TARGET), None)
             elif is_cross and self._encoded and layers.KEYS.fullmatch(child_name):
-                is_branch, self._point = True, Point(self._encoded, None)
+                is_branch, self._point = True, WalkPoint(self._encoded, None)
             elif is_branch:
                 self._point = before
             self._blocks += [index] * is_list
@@ -121,7 +175,7 @@ class Walk:
         if stream.pooled and width == before.width:
             self._point = before  # channels were weighted by their pooled values
         elif stream.stride != before.stream.stride:
-            self._point = Point(replace(stream, extra=stream.extra + layers.extra_tokens(module)), width)
+            self._point = WalkPoint(replace(stream, extra=stream.extra + layers.extra_tokens(module)), width)
 
     def _add(self, weight: torch.Tensor | None, rows: Stream, flops: int) -> None:
         """Record a product; in backward there is one for the weight and one for the input, if needed."""
@@ -130,7 +184,6 @@ class Walk:
         backward = flops * (is_trained + self._is_trained)
         again = flops * any(map(layers.is_checkpointed, self._around))
         self.works[rows, self._dtype(weight)].update(forward=flops, backward=backward, recompute=again)
-        self.sources.add(rows.source)
         self._is_trained |= is_trained
 
     def _dtype(self, weight: torch.Tensor | None) -> str:
@@ -153,12 +206,12 @@ class Walk:
             self.features_in = self.features_in or features_in
         rows = stream
         if stream.source == SIGNAL and self.signal_dims > 1 and not self._blocks:
-            if not self._has_text:
+            if not any(layers.starts_text(m, path) for path, m in self._around[0].named_modules()):
                 rows = replace(stream, pooled=True)
             elif width and features_in % width == 0:
                 rows = stream = replace(stream, stride=stream.stride * (features_in // width))
         self._add(layers.first_weight(module), rows, 2 * features_in * features_out)
-        self._point = Point(stream, features_out)
+        self._point = WalkPoint(stream, features_out)
 
     def _multiply_own(self, module: nn.Module) -> None:
         """Products with weights that are not layers: routers, experts, recurrent weights, projections."""
@@ -193,20 +246,20 @@ class Walk:
         """Change the number of positions of an image or of audio."""
         stream, width = self._point
         if stream.source == SIGNAL:
-            self._point = Point(replace(stream, stride=stream.stride * stride), width)
+            self._point = WalkPoint(replace(stream, stride=stream.stride * stride), width)
 
     def _convolve(self, module: Any) -> None:
         """A convolution: each output (transposed: each input) is multiplied by the kernel of its group."""
         dims, stream = len(module.kernel_size), self._point.stream
         if stream.source == FEATURES or (stream.source != SIGNAL and dims > 1):
             self.signal_dims, self.patch_size = dims, layers.stride_of(module, dims)
-            self._point = Point(Stream(SIGNAL), None)
+            self._point = WalkPoint(Stream(SIGNAL), None)
         before = self._point.stream
         self._resize(layers.stride_of(module, dims))
         after = self._point.stream
         flops = 2 * prod(module.kernel_size) * module.out_channels * (module.in_channels // module.groups)
         self._add(layers.first_weight(module), before if module.transposed else after, flops)
-        self._point = Point(after, module.out_channels)
+        self._point = WalkPoint(after, module.out_channels)
 
     def _attend(self, module: nn.Module, is_cross: bool, query_width: int, value_width: int) -> None:
         """Scores and values: four products in backward, and in a fused kernel the scores again."""

@@ -27,7 +27,7 @@ from ...errors import UsageError
 from ..counters.executed import datasheet_clock_hz
 from ..detect import device_name, dtype_name, spec_of
 from ..tiles import Shape
-from .clock_watch import Watch, observed
+from .clock_watch import Conditions, Watch, conditions_of
 from .search import Progress, Tried, hold, search
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ _OFTEN = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class CeilingRun:
+class CeilingRun(Conditions):
     """The best shape of one dtype, in a burst or held.
 
     `clock_hz` is measured by the SMs, `reported_clock_hz` is requested by the driver: under load the first
@@ -61,11 +61,6 @@ class CeilingRun:
     of_datasheet: float | None = None
     clock_of_datasheet: float | None = None
     pipe_of_clock: float | None = None
-    clock_hz: float | None = None
-    reported_clock_hz: float | None = None
-    power_w: float | None = None
-    power_limit_w: float | None = None
-    throttle: dict[str, float] | None = None
     limited_by: str | None = None
 
 
@@ -195,7 +190,7 @@ def _ceiling_run(
     tried: Tried, peak_flops_per_s: float | None, datasheet_clock_hz: float | None
 ) -> CeilingRun:
     """A shape's runs compared with the datasheet."""
-    seen = observed(tried.runs, tried.loaded_s)
+    seen = conditions_of(tried.runs, tried.loaded_s)
     share = None if peak_flops_per_s is None else tried.flops_per_s / peak_flops_per_s
     clock = seen.clock_hz / datasheet_clock_hz if seen.clock_hz and datasheet_clock_hz else None
     pipe = None if share is None or clock is None else share / clock

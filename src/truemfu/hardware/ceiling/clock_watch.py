@@ -41,7 +41,7 @@ class Run:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Observed:
+class Conditions:
     """Clock, power and throttle reasons of some runs. `throttle`: the share of readings with each reason."""
 
     clock_hz: float | None = None
@@ -111,7 +111,7 @@ class Watch:
             self._source.close()
 
 
-def observed(runs: Sequence[Run], loaded_s: float) -> Observed:
+def conditions_of(runs: Sequence[Run], loaded_s: float) -> Conditions:
     """Consecutive runs combined; `loaded_s` is how long the device had been under load at their end.
 
     The clock is the mean over the time of the runs. The driver's own clock and the throttle reasons are means
@@ -124,7 +124,7 @@ def observed(runs: Sequence[Run], loaded_s: float) -> Observed:
     limits_w = [sample.power_limit_w for sample in samples if sample.power_limit_w is not None]
     reported_reasons = [sample.throttle_reasons for sample in samples if sample.throttle_reasons is not None]
     reasons = sorted({reason for reasons in reported_reasons for reason in reasons})
-    return Observed(
+    return Conditions(
         clock_hz=sum(hz * s for hz, s in clocked) / sum(s for _, s in clocked) if clocked else None,
         reported_clock_hz=statistics.fmean(reported_hz) if reported_hz else None,
         power_w=powers_w[-1] if powers_w and loaded_s >= POWER_MEAN_S else None,

@@ -84,32 +84,35 @@ class Cycles(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     integer: float | None = None
 
 
-class CounterSample(
-    Activities, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind", tag="sample"
-):
-    """One read of one GPU. Activities are those since the fresh read before; the first read has none.
-
-    `fresh` is False if the driver had no update since then: such a read has no other values, and the next
-    fresh one covers all the time since the last.
-    """
+class Readings(Activities, frozen=True, kw_only=True):
+    """What a sample and a window both have; their docstrings say how it is meant there."""
 
     index: int
-    at_s: float
-    fresh: bool = True
     cycles: Cycles | None = None
     sm_clock_hz: float | None = None
     power_w: float | None = None
     """The driver's mean of about the last second."""
     power_limit_w: float | None = None
     energy_j: float | None = None
-    """Since the driver was loaded; None in most reads in quick succession."""
     memory_used_bytes: int | None = None
     gpu_utilisation: float | None = None
-    throttle_reasons: tuple[str, ...] | None = None
     processes: tuple[GpuProcess, ...] | None = None
 
 
-class CounterWindow(Activities, frozen=True, kw_only=True):
+class CounterSample(Readings, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind", tag="sample"):
+    """One read of one GPU. Activities are those since the fresh read before; the first read has none.
+
+    `fresh` is False if the driver had no update since then: such a read has no other values, and the next
+    fresh one covers all the time since the last. `energy_j` is that since the driver was loaded; None in most
+    reads in quick succession.
+    """
+
+    at_s: float
+    fresh: bool = True
+    throttle_reasons: tuple[str, ...] | None = None
+
+
+class CounterWindow(Readings, frozen=True, kw_only=True):
     """The activity of one GPU from `begin_s` to `end_s`.
 
     `seconds` is the time its intervals cover: less than the span if one was dropped. `energy_j` is for these
@@ -120,22 +123,13 @@ class CounterWindow(Activities, frozen=True, kw_only=True):
     reason throttled the clock; memory, processes and limits are the last known.
     """
 
-    index: int
     begin_s: float
     end_s: float
     seconds: float
     intervals: int = 1
-    cycles: Cycles | None = None
-    sm_clock_hz: float | None = None
     max_sm_clock_hz: float | None = None
-    power_w: float | None = None
-    power_limit_w: float | None = None
-    energy_j: float | None = None
-    memory_used_bytes: int | None = None
     memory_total_bytes: int | None = None
-    gpu_utilisation: float | None = None
     throttle: dict[str, float] | None = None
-    processes: tuple[GpuProcess, ...] | None = None
 
 
 class CounterSource(Protocol):

@@ -93,16 +93,29 @@ class ProductWork(msgspec.Struct, frozen=True, kw_only=True):
     flops: int
 
 
-class StepCount(msgspec.Struct, frozen=True, kw_only=True):
+class ExecutedParts(msgspec.Struct, frozen=True, kw_only=True):
+    """The parts of a step that GPUs execute differently.
+
+    Plain products by their shapes; fused attention, whose kernels execute `attention_blocked_flops` when they
+    skip whole blocks of the mask; convolutions with fewer than eight input channels; grouped products, at
+    most `grouped_padded_flops` with the rows of each group rounded up to tiles.
+    """
+
+    products: tuple[ProductWork, ...] = ()
+    attention_flops: int | None = None
+    attention_blocked_flops: int | None = None
+    few_channel_flops: int | None = None
+    grouped_flops: int | None = None
+    grouped_padded_flops: int | None = None
+
+
+class StepCount(ExecutedParts, frozen=True, kw_only=True):
     """The count of a process's marked step: needed FLOPs, and executed FLOPs including recomputation.
 
-    `model_flops_by_operator` splits `model_flops`; `attention` is the convention. The parts of
-    `hardware_flops` that GPUs execute differently are separate: plain products by their shapes, and fused
-    attention, whose kernels execute `attention_blocked_flops` when they skip whole blocks of the mask;
-    convolutions with fewer than eight input channels; grouped products, at most `grouped_padded_flops` with
-    the rows of each group rounded up to tiles. If no step was marked or it could not be counted, `reason`
-    states why, and numbers are None. Written by the process with id `process_id`; next to a saved table
-    the audit adds `is_whole_step`: whether all launches of the marked step were to be profiled and no others.
+    `model_flops_by_operator` splits `model_flops`; `attention` is the convention. If no step was marked or it
+    could not be counted, `reason` states why, and numbers are None. Written by the process with id
+    `process_id`; next to a saved table the audit adds `is_whole_step`: whether all launches of the marked
+    step were to be profiled and no others.
     """
 
     model_flops: int | None = None
@@ -113,12 +126,6 @@ class StepCount(msgspec.Struct, frozen=True, kw_only=True):
     method: str | None = None
     model_flops_by_operator: dict[str, int] = msgspec.field(default_factory=dict)
     uncounted: dict[str, int] = msgspec.field(default_factory=dict)
-    products: tuple[ProductWork, ...] = ()
-    attention_flops: int | None = None
-    attention_blocked_flops: int | None = None
-    few_channel_flops: int | None = None
-    grouped_flops: int | None = None
-    grouped_padded_flops: int | None = None
     reason: str | None = None
     is_whole_step: bool | None = None
 

@@ -1,4 +1,4 @@
-"""Parses Nsight Compute's CSV into kernel launches with their metrics in base units.
+"""Parses Nsight Compute's CSV into kernel launches with what was counted in them.
 
 The output of ncu depends on its version, page and locale. Both layouts are read (a row per kernel with a line
 of units below the header, which the raw page gives; a row per metric), decimal and thousands signs of either
@@ -9,7 +9,6 @@ are n/a is unknown, not zero.
 from __future__ import annotations
 
 import csv
-import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator
@@ -32,16 +31,16 @@ MATRIX_METRIC = "sm__pipe_tensor_op_hmma_type_hmma_hgmma_qgmma_cycles_active.sum
 _TENSOR_METRIC = re.compile(r"sm__ops_path_tensor_src_(\w+)\.sum")
 _NCU_LINE = re.compile(r"==(?:PROF|WARNING|ERROR)==")
 _OF_THE_COMMAND = "The application "
-_WHOLE = re.compile(r"sm__(?:ops|inst|pipe|cycles)_\w+\.sum")
+_COUNT = re.compile(r"sm__(?:ops|inst|pipe|cycles)_\w+\.sum")
 
 
 class KernelLaunch(msgspec.Struct, frozen=True, kw_only=True):
-    """One launch: every metric of ncu by name, in base units; None is n/a."""
+    """One launch: the metrics of ncu that count something, by name; None is n/a."""
 
     name: str
     process_id: int | None = None
     compute_capability: str | None = None
-    metrics: dict[str, float | None] = msgspec.field(default_factory=dict)
+    metrics: dict[str, int | None] = msgspec.field(default_factory=dict)
 
     def tensor_flops(self) -> dict[str, int] | None:
         """Executed tensor operations by the dtype of their inputs; None if no metric has a value.
@@ -53,7 +52,7 @@ class KernelLaunch(msgspec.Struct, frozen=True, kw_only=True):
         for metric, value in self.metrics.items():
             matched = _TENSOR_METRIC.fullmatch(metric)
             if matched and value is not None:
-                found[matched[1]] = round(value)
+                found[matched[1]] = value
         if not found:
             return None
         by_dtype: dict[str, int] = defaultdict(int)
@@ -64,8 +63,7 @@ class KernelLaunch(msgspec.Struct, frozen=True, kw_only=True):
 
     def cycles(self, metric: str) -> int | None:
         """The cycles that `PIPE_METRIC` or `MATRIX_METRIC` counted; None if they were not collected."""
-        value = self.metrics.get(metric)
-        return None if value is None else round(value)
+        return self.metrics.get(metric)
 
 
 def parse_ncu_csv(text: str) -> tuple[KernelLaunch, ...]:
@@ -74,16 +72,17 @@ def parse_ncu_csv(text: str) -> tuple[KernelLaunch, ...]:
     Launches are identified by process and ID. Text without a table has none.
     """
     launches: dict[tuple[str, str], dict[str, str]] = {}
-    metrics: dict[tuple[str, str], dict[str, float | None]] = defaultdict(dict)
+    metrics: dict[tuple[str, str], dict[str, int | None]] = defaultdict(dict)
     for row, units in _rows(text):
         launch = (row.get("Process ID", ""), row["ID"])
         launches[launch] = row
         if "Metric Name" in row:
             cells = {row["Metric Name"]: (row.get("Metric Value", ""), row.get("Metric Unit", ""))}
         else:
-            cells = {name: (value, units.get(name, "")) for name, value in row.items() if "__" in name}
+            cells = {name: (value, units.get(name, "")) for name, value in row.items()}
         for metric, (value, unit) in cells.items():
-            metrics[launch][metric] = parse_value(value, unit, whole=_WHOLE.fullmatch(metric) is not None)
+            if _COUNT.fullmatch(metric):
+                metrics[launch][metric] = parse_count(value, unit)
     return tuple(
         KernelLaunch(
             name=row["Kernel Name"],
@@ -139,33 +138,17 @@ def _is_header(cells: list[str]) -> bool:
 
 _SCALES = {"K": 1e3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _SCALED = re.compile(r"([KkMGTP])(?:inst|ops?|cycles?)\b.*")
-_GROUPS = re.compile(r"\d{1,3}(?:([.,'\s])\d{3})(?:\1\d{3})*")
 
 
-def parse_value(text: str, unit: str = "", *, whole: bool = False) -> float | None:
-    """A number as ncu prints it, in the base unit; None for n/a, nan and negative or non-numeric text.
+def parse_count(text: str, unit: str = "") -> int | None:
+    """A count as ncu prints it; None for n/a.
 
-    One separator followed by three digits may be a decimal or a thousands separator. A count (`whole`) has no
-    decimals, so there it is thousands, unless the unit is scaled: then ncu prints numbers below a thousand.
-    Elsewhere a comma is thousands, but for percents, and a point is decimal. Of two separators the last is
-    the decimal one.
+    A count has no decimals, so every separator in it is one of thousands, unless the unit is scaled: then ncu
+    prints numbers below a thousand, and the separator is the decimal one.
     """
     scaled = _SCALED.fullmatch(unit)
-    plain = text.replace("(!)", "").strip()
-    groups = _GROUPS.fullmatch(plain)
-    if groups and not scaled and (whole or (groups[1] != "." and unit != "%")):
-        plain = re.sub(r"\D", "", plain)
-    plain = re.sub(r"['\s]", "", plain)
-    dot, comma = plain.rfind("."), plain.rfind(",")
-    if dot >= 0 and comma >= 0:
-        thousands, decimal = (",", ".") if dot > comma else (".", ",")
-        plain = plain.replace(thousands, "").replace(decimal, ".")
-    elif plain.count(",") > 1 or plain.count(".") > 1:
-        plain = plain.replace(",", "").replace(".", "")
-    else:
-        plain = plain.replace(",", ".")
-    try:
-        value = float(plain) * (_SCALES[scaled[1]] if scaled else 1)
-    except ValueError:
+    plain = re.sub(r"\(!\)|['\s]", "", text)
+    plain = plain.replace(",", ".") if scaled else re.sub(r"[.,]", "", plain)
+    if not re.fullmatch(r"\d+(\.\d+)?", plain):
         return None
-    return value if math.isfinite(value) and value >= 0 else None
+    return round(float(plain) * _SCALES[scaled[1]]) if scaled else int(plain)
