@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from truemfu.errors import UsageError
-from truemfu.known_models import KnownModel, known_model, known_models
 from truemfu.flops.models.model_view import BatchRequest
 from truemfu.flops.models.targets import resolve_target
+from truemfu.known_models import KnownModel, known_model, known_models
 from truemfu.sweep.worker.models import REFERENCE_MODELS, parameter_count
 
 QUICK = ("gpt2", "bert-base-uncased", "resnet-50")

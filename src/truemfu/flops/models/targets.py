@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from ...convention import Convention
 from ...errors import BatchError, ModelError, TruemfuError, UsageError, closest, one_line
+from ...known_models import known_model, known_models
 from ...torch_private.trees import tree_map_only
 from ..closed_form.position_loops import count_by_short_sequences
 from ..count.count import count_flops
@@ -31,7 +32,6 @@ from ..flop_count import FlopCount
 from .example_batch import example_batch
 from .hf_config import BuildOptions, model_from_config, read_config
 from .hub_cache import cached_config, may_be_on_the_hub, not_cached
-from ...known_models import known_model, known_models
 from .lora import add_lora
 from .model_view import BatchRequest
 
