@@ -28,8 +28,9 @@ import torch.distributed as dist
 
 from truemfu.monitor.ranks.amounts import PEAK
 from truemfu.monitor.ranks.job_view import JobView
-from truemfu.monitor.ranks.reporter import HostTime, Identity, RankReporter
+from truemfu.monitor.ranks.reporter import Identity, RankReporter
 from truemfu.monitor.ranks.row_exchange import RowExchange, StoreCalls
+from truemfu.monitor.ranks.row_sources import HostTime, RowSources
 
 ROUNDS = 30
 PREFIX = "truemfu/benchmark"
@@ -89,7 +90,7 @@ def client(rank: int, world_size: int, port: int, shapes: int, results: Any) -> 
         role_name=lambda: "",
         memory_bytes=lambda: 1 << 30,
         send=send,
-        host_time=HostTime(multiprocessing.current_process().pid or 0),
+        sources=RowSources(host_time=HostTime(multiprocessing.current_process().pid or 0)),
         clock=lambda: now_s[0],
     )
     making, sending = Timed(), Timed()

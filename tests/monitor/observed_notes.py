@@ -18,7 +18,7 @@ from truemfu.monitor.ranks.this_rank import ThisRank
 from truemfu.monitor.step_flops.known import KnownSteps
 from truemfu.monitor.step_flops.plan import ObservationPlan
 from truemfu.monitor.step_flops.source import FlopsSource
-from truemfu.monitor.step_note import NO_EXTRAS, Observed, StepExtras, StepNote
+from truemfu.monitor.step_note import NO_EXTRAS, ObservedStep, StepExtras, StepNote
 from truemfu.monitor.values.host_values import HostValues
 from truemfu.monitor.watching.batch_notes import BatchNotes
 
@@ -45,7 +45,7 @@ class Thread:
         *batches: dict[str, Any],
         nodes: int | None = 7,
         state: int = 0,
-        observed: Observed | None = None,
+        observed: ObservedStep | None = None,
         end_s: float = 0.0,
         **values: Any,
     ) -> StepNote:
@@ -82,7 +82,7 @@ class Thread:
         for batch in batches:
             observer.batch_begins()
             run(**batch).sum().backward()
-        observed = Observed(observer.leave(), is_whole=is_whole)
+        observed = ObservedStep(observer.leave(), is_whole=is_whole)
         return self.note(*batches, observed=observed, **values)
 
 

@@ -381,7 +381,7 @@ def test_saving_waits_once_for_a_tracker_that_hangs_and_again_when_it_has_caught
     assert seconds_to_save() < 2
     assert local_steps(tmp_path) == list(range(1, 11))
     released.set()
-    assert monitor._output._remote[0].wait_until_idle(30)
+    assert monitor._output._remote.lanes[0].wait_until_idle(30)
     train(monitor, range(11, 16))
     monitor.save_logs()
     assert [step for step, _ in slow.rows] == list(range(1, 16))

@@ -22,9 +22,8 @@ from truemfu.monitor.timing.between_steps import (
     Gap,
     UsualGaps,
     Wait,
-    between,
 )
-from truemfu.monitor.timing.clock import HostClock, Mark, Span, StepClock
+from truemfu.monitor.timing.clock import HostClock, Span, StepClock, TimeMark
 from truemfu.torch_private import loading
 
 SLEEP_S = 0.05
@@ -202,9 +201,9 @@ def test_what_is_paused_is_neither(tmp_path: Path) -> None:
 
 def test_waits_between_micro_batches_are_data_wait_and_not_taken_off_the_rest() -> None:
     waits = [Wait(10.4, 0.3, False), Wait(11.0, 0.2, False)]
-    assert between(10.0, 10.5, waits, 2) == Between(pytest.approx(0.5), pytest.approx(0.2), 2)
-    assert between(None, 10.5, waits, 2) == Between(pytest.approx(0.5), None, 0)
-    assert between(10.0, 10.5, [], 0) == Between(None, pytest.approx(0.5), 0)
+    assert Gap(10.0, 10.5, waits, 2).between() == Between(pytest.approx(0.5), pytest.approx(0.2), 2)
+    assert Gap(None, 10.5, waits, 2).between() == Between(pytest.approx(0.5), None, 0)
+    assert Gap(10.0, 10.5, [], 0).between() == Between(None, pytest.approx(0.5), 0)
 
 
 def test_a_loader_that_is_read_without_an_end_keeps_no_memory() -> None:
@@ -404,7 +403,7 @@ def test_an_evaluation_in_each_step_belongs_to_it_however_long_it_takes_at_times
 
 def test_a_gap_of_unknown_length_makes_the_steps_time_unknown() -> None:
     clock = HostClock()
-    gap = Gap(0.0, 1.0, (), 0, Mark(1.0, None))
+    gap = Gap(0.0, 1.0, (), 0, TimeMark(1.0, None))
     assert UsualGaps().excluded(gap, Span(clock.mark(0.0), clock.mark(2.0), ()))
 
 
@@ -418,7 +417,7 @@ def test_a_step_without_waits_does_not_get_those_of_the_next() -> None:
 
 def test_a_device_that_fails_at_a_mark_does_not_fail_in_the_loader() -> None:
     class Broken(HostClock):
-        def mark(self, now_s: float) -> Mark:
+        def mark(self, now_s: float) -> TimeMark:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     noted = BetweenSteps(now_s=iter(range(100)).__next__)

@@ -26,6 +26,7 @@ from ..hardware.detect import override_flops_per_s
 from ..hardware.nsight.audited import read_audit
 from ..run_summary.sums import PAUSES
 from ..torch_private.dispatch import hidden_from_modes
+from ..torch_private.table import missing
 from ..trackers.base import Tracker
 from . import created, forks
 from .config import MonitorConfig, load_config
@@ -34,9 +35,10 @@ from .live_run import LiveRun
 from .notices import Notices
 from .rows.output import Output
 from .step_recorder import StepRecorder
-from .summary import RunFigures, info_of, show, summary_of
+from .summary import info_of, show, summary_of
 from .timing.between_steps import BetweenSteps
 from .timing.watched_data import WatchedData
+from .totals import RunTotals
 from .values.datasets import DatasetMetrics
 from .watching.batch_notes import Batch, by_name_or_position
 from .watching.measuring import Measuring
@@ -90,7 +92,6 @@ class TrainingMonitor:
             trackers,
             finish_rows=self.save_logs,
             close_monitor=self.close,
-            batch_shapes=lambda: [] if self._live is None else self._live.steps.batch_shapes(),
             notice=self._notices,
         )
         self._hooks = ModelHooks(self._on_forward, self._on_evaluation, self._on_forward_end, self._notices)
@@ -256,12 +257,13 @@ class TrainingMonitor:
 
     def summary(self) -> dict[str, Any]:
         """The run so far as plain data; None where a value is unknown."""
-        live = self._live
-        figures = RunFigures(info_of(self.config)) if live is None else live.figures()
-        steps_lost = self._guard.steps_lost
-        failed = [f"{steps_lost:,} steps: the monitor failed and was switched off"] if steps_lost else []
-        lost = [*failed, *self._output.lost()]
-        return summary_of(figures, lost=lost, warnings=self._notices.texts)
+        live, steps_lost = self._live, self._guard.steps_lost
+        found = summary_of(info_of(self.config), RunTotals().as_dict()) if live is None else live.summary()
+        if steps_lost:
+            found["lost"].append(f"{steps_lost:,} steps: the monitor failed and was switched off")
+        found["lost"] += self._output.lost()
+        found["warnings"] = list(dict.fromkeys((*self._notices.texts, *missing.values())))
+        return found
 
     def close(self) -> None:
         """Write the remaining rows, close the trackers and print the summary; runs at exit automatically."""

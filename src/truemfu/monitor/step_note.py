@@ -29,7 +29,7 @@ class StepPosition(NamedTuple):
         return self.step % frequency < self.steps
 
 
-class Observed:
+class ObservedStep:
     """An observed step; `count` is set on the row side, once the values it needs have arrived.
 
     `is_whole`: it was observed from the end of the step before, else from its first forward pass.
@@ -53,7 +53,7 @@ class StepExtras(NamedTuple):
     datasets: Sequence[tuple[PendingDatasetMetrics, HostCopy]] = ()
     cut: Cut | None = None
     """Set if a window of the hardware counters ends with this step."""
-    observed: Observed | None = None
+    observed: ObservedStep | None = None
     """What was observed of this step; its time is then not representative."""
 
 

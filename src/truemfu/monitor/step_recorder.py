@@ -27,13 +27,13 @@ from .step_flops.watch import StepWatch
 from .step_note import (
     NO_EXTRAS,
     WARMUP_STEPS,
-    Observed,
+    ObservedStep,
     StepExtras,
     StepNote,
     StepPosition,
 )
 from .timing.between_steps import BetweenSteps
-from .timing.clock import Mark, StepClock
+from .timing.clock import StepClock, TimeMark
 from .values.datasets import PendingDatasetMetrics
 from .values.intake import LARGEST_STEP, Intake
 from .watching.batch_notes import Batch, BatchNotes, StepBatches, Template
@@ -60,7 +60,7 @@ class BegunBatch(NamedTuple):
 class EndedStep(NamedTuple):
     """What was observed of a step that has ended, and the autograd nodes it made."""
 
-    observed: Observed | None
+    observed: ObservedStep | None
     nodes: int | None
 
 
@@ -171,7 +171,7 @@ class StepRecorder:
 
     def end_step(self) -> EndedStep:
         """Before `log_step`, with modes as the program has them: the step ends, and its observation."""
-        return EndedStep(self.watch.step_ends(), self.watch.nodes())
+        return EndedStep(self.watch.step_ends(), self.watch.nodes.made())
 
     def log_step(
         self,
@@ -231,7 +231,7 @@ class StepRecorder:
             learning_rate if type(learning_rate) in _READY else take("learning_rate", learning_rate),
             batches,
             self.logged + 1,
-            self.watch.state,
+            self.watch.models.state,
             ended.nodes,
             measuring.is_counted,
             is_warmup,
@@ -247,21 +247,22 @@ class StepRecorder:
         self.logged += 1
         if measuring.add_steps(steps):
             self.watch.plan.set_frequency(measuring.frequency)
-        self.check_models()
+        if self.logged >= self.watch.models.check_at:
+            self.check_models()
 
     def begin_next_step(self) -> None:
         """The last thing that `log_step` does: the next step begins, and may be observed as a whole."""
         self.watch.next_begins(self.logged)
 
     def check_models(self, *, now: bool = False) -> None:
-        """Look for changes of the models, if that is due or `now`."""
-        change = self.watch.change
-        self.watch.check_models(self.logged, now=now)
-        if self.watch.change is not change and (change := self.watch.change) is not None:
+        """Look for changes of the models; `now` at the end of the run."""
+        change = self.watch.check_models(self.logged, now=now)
+        if change is not None:
+            state = self.watch.models.state
             self._notices(
                 f"the model changed between the logged steps {change.after_step} and {change.until_step}: "
                 "steps between them may have the FLOPs before the change",
-                about=f"model change {self.watch.state if self.watch.state < _CHANGES_SHOWN else ''}",
+                about=f"model change {state if state < _CHANGES_SHOWN else ''}",
             )
 
     def _extras(self, attention_mask: Any, flops: Any, datasets: Datasets) -> StepExtras:
@@ -284,7 +285,7 @@ class StepRecorder:
         miss_compiled_calls()
         hooks.watch_calls()
 
-    def pause(self) -> Mark:
+    def pause(self) -> TimeMark:
         """Exclude what runs from now on from the step, until `resume` gets the mark."""
         mark = self._clock.moment()
         self._intake.values.flush()
@@ -296,7 +297,7 @@ class StepRecorder:
             self._counters.restart()
         return mark
 
-    def resume(self, mark: Mark, kind: str, began_s: float) -> None:
+    def resume(self, mark: TimeMark, kind: str, began_s: float) -> None:
         """Continue the step; `kind` is what ran since the mark, which was requested at `began_s`."""
         self._clock.pause(mark, kind)
         self.watch.resume()

@@ -1,7 +1,7 @@
 """A window of counters combined with its steps: executed FLOPs, cross-check, waterfall, energy.
 
     steps ─► StepSums ─┐
-    counters ─► Measured ├─► figures_of ─► HardwareFigures ─► metrics of a row, the closing summary
+    counters ─► MeasuredWindow ├─► figures_of ─► HardwareFigures ─► metrics of a row, the closing summary
     one count by shape ─► StepDetail ─┘
 
 Pure arithmetic. The numerator of MFU stays the count; counters measure executed FLOPs.
@@ -23,7 +23,7 @@ from ...utilization import ratio
 from ...waterfall import Waterfall, WaterfallInputs, waterfall
 from ..metrics import StepAmounts, StepTime
 from ..ranks.amounts import plus
-from .hardware_watch import Measured
+from .hardware_watch import MeasuredWindow
 
 
 @dataclass(kw_only=True)
@@ -171,7 +171,7 @@ _PLAIN = (
 
 def figures_of(
     sums: StepSums,
-    measured: Measured,
+    measured: MeasuredWindow,
     detail: StepDetail,
     *,
     spec: DeviceSpec | None,
@@ -274,7 +274,7 @@ def _others(processes: tuple[GpuProcess, ...]) -> list[int]:
 
 def _fall(
     sums: StepSums,
-    measured: Measured,
+    measured: MeasuredWindow,
     executed: float | None,
     detail: StepDetail,
     spec: DeviceSpec | None,

@@ -22,7 +22,7 @@ from ..metrics import StepAmounts, StepTime
 from ..step_note import StepNote
 from . import hardware_watch
 from .hardware_figures import HardwareFigures, StepDetail, StepSums, figures_of
-from .hardware_watch import Cut, HardwareWatch, Measured
+from .hardware_watch import Cut, HardwareWatch, MeasuredWindow
 from .step_detail import StepDetails
 
 _WINDOWS_BEFORE_WARNING = 2
@@ -53,7 +53,7 @@ class HardwareWindows:
         self._warned_causes: set[frozenset[str]] = set()
         self._windows = self._left_out = 0
         self._run_sums = StepSums()
-        self._run_measured: Measured | None = None
+        self._run_measured: MeasuredWindow | None = None
         self._detail = StepDetail()
         self._is_datasheet_peak = False
         self.is_left_out = False
@@ -155,7 +155,7 @@ class HardwareWindows:
             "without a pause, a compilation or an observed step"
         )
 
-    def _figures(self, sums: StepSums, measured: Measured) -> HardwareFigures:
+    def _figures(self, sums: StepSums, measured: MeasuredWindow) -> HardwareFigures:
         return figures_of(
             sums,
             measured,
@@ -189,14 +189,14 @@ class HardwareWindows:
         return self._watch.fault or "too little of a window was read"
 
 
-def merged(one: Measured, other: Measured) -> Measured:
+def merged(one: MeasuredWindow, other: MeasuredWindow) -> MeasuredWindow:
     """Two windows as one; the clock is the mean over their time."""
     window = combine([one.window, other.window])
     assert window is not None
     clocks = [(m.clock_hz, m.window.seconds) for m in (one, other) if m.clock_hz is not None]
     seconds = sum(s for _, s in clocks)
     sources = (one.clock_source, other.clock_source)
-    return Measured(
+    return MeasuredWindow(
         window=window,
         clock_hz=sum(clock * s for clock, s in clocks) / seconds if seconds else None,
         clock_source=sources[0] if len(set(sources)) == 1 else " and ".join(sorted({*sources})),

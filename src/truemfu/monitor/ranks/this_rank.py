@@ -31,9 +31,10 @@ from .job_view import JobView
 from .outside_time import OutsideTime
 from .rank_file import FOLDER, LastMessages, RankFile, file_name
 from .rank_gpu import RankGpu
-from .reporter import HostTime, Identity, RankReporter
+from .reporter import Identity, RankReporter
 from .role import UNKNOWN, WHOLE
 from .row_exchange import RowExchange
+from .row_sources import HostTime, RowSources
 from .store_thread import StoreThread
 
 _FILE_TIMEOUT_S = 1.0
@@ -119,11 +120,13 @@ class ThisRank:
             memory_bytes=memory_bytes,
             send=self.store.send if self.job is None else self.job.take_own,
             file=file,
-            gpu=RankGpu(own.device, _processors(device)) if on_gpu and reads_gpu else None,
-            clock_hz=clock_hz,
-            collectives=CollectiveTimes() if on_gpu else None,
-            host_time=None if on_gpu else HostTime(threading.get_native_id()),
-            outside=None if on_gpu else OutsideTime(threading.current_thread()),
+            sources=RowSources(
+                gpu=RankGpu(own.device, _processors(device)) if on_gpu and reads_gpu else None,
+                clock_hz=clock_hz,
+                collectives=CollectiveTimes() if on_gpu else None,
+                host_time=None if on_gpu else HostTime(threading.get_native_id()),
+                outside=None if on_gpu else OutsideTime(threading.current_thread()),
+            ),
         )
         self.store.wake()
 
@@ -150,7 +153,7 @@ class ThisRank:
     @property
     def collective_share(self) -> float | None:
         """The share of time in the collectives of the busiest group, in the last row."""
-        return None if self.reporter is None else self.reporter.collective_share
+        return None if self.reporter is None else self.reporter.sources.collective_share
 
     @property
     def is_connected(self) -> bool:
