@@ -124,7 +124,7 @@ class Run:
 
     @property
     def values(self) -> HostValues:
-        return self.monitor._live.steps._intake.values
+        return self.monitor._live.steps.intake.values
 
     def step_of(self, **batch: Any) -> None:
         """A step of one batch that is given by name; nothing is known of its samples."""

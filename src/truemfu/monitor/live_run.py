@@ -18,7 +18,7 @@ import torch
 
 from ..convention import Convention
 from ..errors import one_line
-from ..hardware.counters.executed import CYCLE_COUNTERS, executed_method, has_rate
+from ..hardware.counters.executed import executed_method, has_rate
 from ..hardware.detect import spec_of
 from ..hardware.nsight.audited import AuditedKernels
 from ..torch_private.loading import listen
@@ -52,6 +52,7 @@ from .watching.measuring import Measuring
 from .watching.model_facts import facts_of
 from .watching.model_hooks import ModelHooks
 
+_now_s = time.perf_counter
 _ROWS_TIMEOUT_S = 5.0
 _RANKS_TIMEOUT_S = 2.0
 """At the end, for what other ranks have not reported yet."""
@@ -80,11 +81,11 @@ class LiveRun:
         self._rank = ThisRank.current(notices)
         # What holds for all ranks of a job is one warning, rank 0's.
         about_figures = notices if self._rank.is_first else self._rank.note
-        self._clock = clock = StepClock(clock_for(device))
+        self._clock = clock = StepClock(clock_for(device), now_s=_now_s)
         between.mark_with(clock)
         counters, executed = _opened_counters(config, device, audited, measuring, self._rank, about_figures)
         self._audit = AuditStep.from_environment(self._rank, device, notices)
-        plan = ObservationPlan(config.flops_profile_freq, time.perf_counter())
+        plan = ObservationPlan(config.flops_profile_freq, _now_s())
         watch = StepWatch(
             plan,
             Convention(attention=config.attention),  # type: ignore[arg-type]
@@ -94,7 +95,7 @@ class LiveRun:
         )
         self._flops = FlopsSource(
             config,
-            KnownSteps(watch, notice=about_figures),
+            KnownSteps(watch, notice=about_figures, clock=_now_s),
             hooks=hooks,
             notice=about_figures,
             device=device,
@@ -105,7 +106,7 @@ class LiveRun:
             folder,
             device=device,
             reads_gpu=config.hardware_counters_enabled,
-            clock_hz=self._counted_clock_hz,
+            clock_hz=self._clock_hz,
             memory_bytes=lambda: peak_memory_bytes(device),
         )
         if self._rank.is_first:
@@ -139,7 +140,7 @@ class LiveRun:
             rank=self._rank,
             hardware=self._hardware,
             device=device,
-            details=StepsOrSeconds(config.detailed_log_freq, DETAILS_S, began_s=time.perf_counter()),
+            details=StepsOrSeconds(config.detailed_log_freq, DETAILS_S, began_s=_now_s()),
             notices=notices,
         )
         values = HostValues(notices)
@@ -175,15 +176,9 @@ class LiveRun:
             write_at_signals(self._write_out, is_held) if self._rank.is_first else lambda: None
         )
 
-    def _counted_clock_hz(self) -> float | None:
-        """The clock by the cycle counters of `hybrid`, of its last window unless that is long over."""
-        hardware = self._hardware
-        if hardware is None or hardware.latest is None:
-            return None
-        is_recent = time.monotonic() - hardware.latest_at_s < 2 * ROW_EVERY_S
-        return (
-            hardware.latest.clock_hz if is_recent and hardware.latest.clock_source == CYCLE_COUNTERS else None
-        )
+    def _clock_hz(self) -> float | None:
+        """The clock by the cycle counters of `hybrid`."""
+        return None if self._hardware is None else self._hardware.counted_clock_hz(2 * ROW_EVERY_S)
 
     @property
     def is_first_rank(self) -> bool:
@@ -246,7 +241,7 @@ class LiveRun:
 
     def info(self) -> dict[str, Any]:
         """The description of the whole run."""
-        info = self._description | {"batch_shapes": self.steps.batch_shapes()}
+        info = self._description | {"batch_shapes": self.steps.batches.shapes()}
         return info if self._rank.job is None else info | {"scope": self._rank.job.scope}
 
     def summary(self) -> dict[str, Any]:

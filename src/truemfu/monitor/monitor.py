@@ -38,7 +38,7 @@ from .step_recorder import StepRecorder
 from .summary import info_of, show, summary_of
 from .timing.between_steps import BetweenSteps
 from .timing.watched_data import WatchedData
-from .totals import RunTotals
+from .totals import StepTotals
 from .values.datasets import DatasetMetrics
 from .watching.batch_notes import Batch, by_name_or_position
 from .watching.measuring import Measuring
@@ -47,6 +47,7 @@ from .watching.watched import CalledModels, Models, Watched, WatchedModels
 
 _CLOSE_TIMEOUT_S = 20.0
 _SAVE_TIMEOUT_S = 60.0
+_now_s = time.perf_counter
 
 
 class _Default(int):
@@ -96,7 +97,7 @@ class TrainingMonitor:
         )
         self._hooks = ModelHooks(self._on_forward, self._on_evaluation, self._on_forward_end, self._notices)
         self._measuring = Measuring(self.config, self._notices)
-        self._between = BetweenSteps()
+        self._between = BetweenSteps(now_s=_now_s)
         self._datasets = DatasetMetrics(notice=self._notices)
         self._live: LiveRun | None = None
         """The run, from its first batch or step on."""
@@ -139,11 +140,11 @@ class TrainingMonitor:
         The model's hooks are then disabled. Where several modules are watched, the batch gives the step's
         samples and tokens, and the FLOPs still come from the forward pass of each module.
         """
-        began_s = time.perf_counter()
+        began_s = _now_s()
         if self._hooks.see_whole_batches and not self._hooks.are_disabled:
-            self._hooks.disable()
+            self._hooks.are_disabled = True
             if self._live is not None:
-                self._guard.run(self._live.steps.forget_batches)  # the hook noted this very batch
+                self._guard.run(self._live.steps.batches.take)  # the hook noted this very batch
         if not isinstance(batch, (torch.Tensor, Mapping, tuple, list)):
             self._notices(
                 f"observe expects the batch that the model takes, got {type(batch).__name__}: it is ignored"
@@ -167,7 +168,7 @@ class TrainingMonitor:
         if kind not in PAUSES:
             self._notices(f"pause expects {', '.join(PAUSES[:-1])} or {PAUSES[-1]}; got {brief(kind)}: other")
             kind = "other"
-        live, mark, between, began_s = self._live, None, self._between, time.perf_counter()
+        live, mark, between, began_s = self._live, None, self._between, _now_s()
         if live is not None and not between.pauses:
             mark = self._guard.run(live.steps.pause)
         between.pauses += 1  # directly before `try`: an interrupt would come in a call between them
@@ -200,7 +201,7 @@ class TrainingMonitor:
         if given, are the model FLOPs of this rank's whole step: they are used unchanged, and nothing is
         counted.
         """
-        began_s, live, guard = time.perf_counter(), self._live, self._guard
+        began_s, live, guard = _now_s(), self._live, self._guard
         before = 0 if live is None else live.steps.logged
         with guard.lock:
             try:
@@ -217,7 +218,7 @@ class TrainingMonitor:
             except Exception as error:
                 guard.steps_lost += live is None or live.steps.logged == before
                 guard.switch_off(error)
-        self._between.end_s = end_s = time.perf_counter()
+        self._between.end_s = end_s = _now_s()
         if live is not None:
             live.steps.own_time_s += end_s - began_s
             guard.run(live.steps.begin_next_step)
@@ -227,7 +228,7 @@ class TrainingMonitor:
         config = self.config
         if not config.log_dataset_metrics or not config.dataset_metrics_freq or self._between.is_paused:
             return
-        position = None if self._live is None else self._live.steps.next_position()
+        position = None if self._live is None else self._live.steps.intake.next_position()
         if position is None or position.reaches(config.dataset_metrics_freq):
             with hidden_from_modes():
                 self._guard.run(self._datasets.add, batch, outputs, aggregated_loss)
@@ -244,7 +245,7 @@ class TrainingMonitor:
     @property
     def has_batches(self) -> bool:
         """Whether a batch of the current step was noted."""
-        return self._live is not None and self._live.steps.has_batches
+        return self._live is not None and self._live.steps.batches.has_notes
 
     def notice(self, text: str) -> None:
         """Warn once, and repeat it in the summary: what an integration has to report."""
@@ -258,7 +259,7 @@ class TrainingMonitor:
     def summary(self) -> dict[str, Any]:
         """The run so far as plain data; None where a value is unknown."""
         live, steps_lost = self._live, self._guard.steps_lost
-        found = summary_of(info_of(self.config), RunTotals().as_dict()) if live is None else live.summary()
+        found = summary_of(info_of(self.config), StepTotals().as_dict()) if live is None else live.summary()
         if steps_lost:
             found["lost"].append(f"{steps_lost:,} steps: the monitor failed and was switched off")
         found["lost"] += self._output.lost()
@@ -321,7 +322,7 @@ class TrainingMonitor:
 
     def _on_forward(self, watched: Watched, batch: Batch | None) -> bool:
         """Note the batch; whether the end of the forward pass is to be told."""
-        began_s, hooks, guard = time.perf_counter(), self._hooks, self._guard
+        began_s, hooks, guard = _now_s(), self._hooks, self._guard
         if self._between.pauses or guard.is_closed or guard.is_broken:
             return False
         try:

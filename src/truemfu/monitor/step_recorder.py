@@ -30,7 +30,6 @@ from .step_note import (
     ObservedStep,
     StepExtras,
     StepNote,
-    StepPosition,
 )
 from .timing.between_steps import BetweenSteps
 from .timing.clock import StepClock, TimeMark
@@ -45,6 +44,7 @@ from .watching.watched import Watched
 _SLOW_STEP_S = 1.0
 """Device values of a longer step are sent at once: the cost is small compared with the step."""
 _CHANGES_SHOWN = 5
+_now_s = time.perf_counter
 _READY = (float, type(None))
 """Types of numbers that are taken as they are."""
 Datasets = Sequence[tuple[PendingDatasetMetrics, HostCopy]]
@@ -84,7 +84,7 @@ class StepRecorder:
         notices: Notices,
     ) -> None:
         self._hooks, self._measuring, self._between, self._clock = hooks, measuring, between, clock
-        self._intake, self._batches, self.watch = intake, batches, watch
+        self.intake, self.batches, self.watch = intake, batches, watch
         self._counters, self._audit, self._rank = counters, audit, rank
         self._rows, self._notices = rows, notices
         self._graphs = NewGraphs()
@@ -93,27 +93,10 @@ class StepRecorder:
         self.own_time_s = 0.0
         """The monitor's time on the training thread."""
 
-    @property
-    def has_batches(self) -> bool:
-        """Whether a batch of the current step was noted."""
-        return self._batches.has_notes
-
-    def next_position(self) -> StepPosition | None:
-        """Which step comes next, as far as that is known."""
-        return self._intake.next_position()
-
-    def batch_shapes(self) -> list[dict[str, list[int]]]:
-        """The shapes of the batches so far."""
-        return self._batches.shapes()
-
     def forget_models(self) -> None:
         """Other models are watched from now on."""
         self._rank.forget_role()
         self.watch.forget_models()
-
-    def forget_batches(self) -> None:
-        """Drop the notes of the current step: its batches are passed to `observe` instead."""
-        self._batches.take()
 
     def note_batch(
         self, batch: Batch | None, began_s: float, slot: int | None, watched: Watched | None
@@ -125,7 +108,7 @@ class StepRecorder:
         """
         if self._rank.role_is_due:
             self._rank.find_role(self._hooks.roots)
-        batches, between, in_backward = self._batches, self._between, backward_number() != -1
+        batches, between, in_backward = self.batches, self._between, backward_number() != -1
         is_first = not batches.has_notes
         name = None if watched is None else watched.name
         if not batches.note(batch, slot, name, in_backward=in_backward):
@@ -138,7 +121,7 @@ class StepRecorder:
         if is_first:
             self._begin_step()
         template = batches.last_template
-        self.own_time_s += time.perf_counter() - began_s
+        self.own_time_s += _now_s() - began_s
         is_counted = slot is not None and not in_backward
         return BegunBatch(template, is_first) if is_counted and template is not None else None
 
@@ -188,7 +171,7 @@ class StepRecorder:
         now_s: float,
     ) -> None:
         """Hand over one note of a step that has ended."""
-        intake, measuring, extras, observed = self._intake, self._measuring, NO_EXTRAS, ended.observed
+        intake, measuring, extras, observed = self.intake, self._measuring, NO_EXTRAS, ended.observed
         # The mark is placed first, since a device that waits for the host would wait for all of this. With
         # counters it follows their cut: once the mark has passed, so has the cut.
         span = self._clock.end(now_s) if self._counters is None else None
@@ -198,7 +181,7 @@ class StepRecorder:
             extras = self._extras(attention_mask, flops, datasets)
         if self._hooks.are_unsettled:
             self._hooks.settle()
-        batches = self._batches.take()
+        batches = self.batches.take()
         if observed is not None:
             extras = extras._replace(observed=observed)
         self.watch.note_step(self.logged + 1, batches, ended.nodes, is_observed=observed is not None)
@@ -267,11 +250,11 @@ class StepRecorder:
 
     def _extras(self, attention_mask: Any, flops: Any, datasets: Datasets) -> StepExtras:
         """The optional parts of a step, absent from most."""
-        tokens, useful_tokens = (None, None) if attention_mask is None else self._intake.mask(attention_mask)
+        tokens, useful_tokens = (None, None) if attention_mask is None else self.intake.mask(attention_mask)
         return StepExtras(
             tokens,
             useful_tokens,
-            given_flops=None if flops is None else self._intake.flops(flops),
+            given_flops=None if flops is None else self.intake.flops(flops),
             profile=self._measuring.end_step(),
             datasets=datasets,
         )
@@ -288,7 +271,7 @@ class StepRecorder:
     def pause(self) -> TimeMark:
         """Exclude what runs from now on from the step, until `resume` gets the mark."""
         mark = self._clock.moment()
-        self._intake.values.flush()
+        self.intake.values.flush()
         self.watch.suspend()
         self._measuring.interrupt()
         if self._audit is not None:
@@ -303,4 +286,4 @@ class StepRecorder:
         self.watch.resume()
         if self._audit is not None:
             self._audit.resume()
-        self._between.shift(time.perf_counter() - began_s)
+        self._between.shift(_now_s() - began_s)

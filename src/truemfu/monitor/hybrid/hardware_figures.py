@@ -1,7 +1,7 @@
 """A window of counters combined with its steps: executed FLOPs, cross-check, waterfall, energy.
 
     steps ─► StepSums ─┐
-    counters ─► MeasuredWindow ├─► figures_of ─► HardwareFigures ─► metrics of a row, the closing summary
+    counters ─► MeasuredWindow ┼─► figures_of ─► HardwareFigures ─► metrics of a row, the closing summary
     one count by shape ─► StepDetail ─┘
 
 Pure arithmetic. The numerator of MFU stays the count; counters measure executed FLOPs.
@@ -64,15 +64,9 @@ class StepSums:
 
     def merge(self, other: StepSums) -> None:
         """Add the sums over other steps."""
-        self.steps += other.steps
-        self.elapsed_s += other.elapsed_s
-        self.data_wait_s += other.data_wait_s
-        self.between_s += other.between_s
-        self.forwards += other.forwards
-        self.collective_s += other.collective_s
-        self.timed_s += other.timed_s
-        for name in ("model_flops", "hardware_flops", "peak_flops", "tokens", "useful_tokens"):
-            setattr(self, name, plus(getattr(self, name), getattr(other, name)))
+        for name, amount in vars(other).items():
+            total = getattr(self, name)
+            setattr(self, name, None if total is None or amount is None else total + amount)
 
     @property
     def is_complete(self) -> bool:
@@ -151,22 +145,14 @@ class HardwareFigures:
     def as_dict(self) -> dict[str, Any]:
         """Plain data for the closing summary."""
         check, fall = self.check, self.fall
-        plain = {name: getattr(self, name) for name in _PLAIN}
         return {
-            **plain,
+            **{name: value for name, value in vars(self).items() if name not in ("check", "fall")},
             "executed_over_counted": None if check is None else check.executed_flops / check.counted_flops,
             "executed_over_expected": None if check is None else check.ratio,
             "limiter": None if fall is None else fall.limiter,
             "advice": [] if fall is None else list(fall.advice()),
             "waterfall": None if fall is None else fall.as_dict(),
         }
-
-
-_PLAIN = (
-    "seconds steps executed_flops_per_s executed_hfu executed_over_activity clock_hz clock_source "
-    "reported_clock_hz power_w energy_j_per_step energy_j_per_million_tokens "
-    "tensor_active sm_active dram_active"
-).split()
 
 
 def figures_of(
@@ -196,6 +182,11 @@ def figures_of(
             clock_hz=measured.clock_hz,
             executed_over_activity=1.0 if correction is None else correction,
         )
+    left_out = None
+    if not is_datasheet_peak:
+        left_out = "the peak is not the datasheet's"
+    elif not is_all_on_tensor_pipes:
+        left_out = "some of the work may not run on the tensor pipe (plain fp32 does not)"
     power_w = window.power_w
     if window.energy_j is not None and window.seconds > 0:
         power_w = window.energy_j / window.seconds
@@ -224,11 +215,9 @@ def figures_of(
             measured,
             executed,
             detail,
-            spec if is_datasheet_peak and is_all_on_tensor_pipes else None,
+            None if left_out else spec,
             world_size=world_size,
-            left_out=None
-            if is_datasheet_peak and is_all_on_tensor_pipes
-            else _why_left_out(is_datasheet_peak, is_all_on_tensor_pipes),
+            left_out=left_out,
             is_upper_bound=correction is None,
         ),
     )
@@ -328,12 +317,6 @@ _UPPER_BOUND_NOTE = (
     "executed FLOPs are an upper bound without an audit (hybrid_mode.audit), and so are the FLOPs executed "
     "beyond the count"
 )
-
-
-def _why_left_out(is_datasheet_peak: bool, is_all_on_tensor_pipes: bool) -> str:
-    if not is_datasheet_peak:
-        return "the peak is not the datasheet's"
-    return "some of the work may not run on the tensor pipe (plain fp32 does not)"
 
 
 def _over_everything(detail: StepDetail) -> float | None:

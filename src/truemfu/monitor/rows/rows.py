@@ -33,7 +33,7 @@ from ..step_flops.source import ESTIMATE, FlopsSource, StepFlops, UnknownFlops
 from ..step_note import StepNote, StepPosition
 from ..timing.clock import CudaClock, HostClock
 from ..timing.step_times import StepTiming
-from ..totals import RunTotals
+from ..totals import StepTotals
 from ..values.datasets import dataset_metrics
 from ..values.host_values import is_there, resolved
 from ..watching.batch_notes import BatchNote
@@ -131,7 +131,7 @@ class StepReader:
                 self._hardware.interrupted()
             self._hardware.add(note, counted, took)
             if self._hardware.measures_executed:
-                self._flops.use_executed_ratio(self._hardware.executed_ratio)
+                self._flops.executed_ratio = self._hardware.executed_ratio
         if self._audit is not None and self._audit.wants(note):
             self._audit.write(self._flops, note)
         self._note_time(note, took)
@@ -208,7 +208,7 @@ class StepReader:
             return
         step_s = took.elapsed_s / took.steps
         if note.extras.observed is not None:
-            extra_s = max(0.0, step_s - self._plan.plain_step_s)
+            extra_s = max(0.0, step_s - self._plan.pace.step_s)
             self._plan.observed(note.number, extra_s, note.span.end.host_s)
         elif not note.warmup:
             self._plan.shifted(step_s)
@@ -237,7 +237,7 @@ class Rows:
         self._last_in_job = LastAmounts()
         self._last_sums: tuple[JobStep, dict[str, Exact], JobStep] | None = None
         """Of the last step: the sums over the other ranks, its own shares, and both added up."""
-        self._window, self.totals = Window(), RunTotals()
+        self._window, self.totals = Window(), StepTotals()
         self.failed_steps = 0
 
     def put(self, note: StepNote) -> None:

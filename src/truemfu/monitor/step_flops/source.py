@@ -27,7 +27,6 @@ from ...flops import (
     Estimator,
     FlopCount,
     StepProfile,
-    StepWork,
     Windows,
     uncounted_notice,
     unwrap,
@@ -275,10 +274,6 @@ class FlopsSource:
         elif isinstance(counted, StepFlops) and counted.hardware_flops:
             self.executed_ratio = executed.hardware_flops / counted.hardware_flops
 
-    def use_executed_ratio(self, ratio: float | None) -> None:
-        """Use the ratio of executed to counted FLOPs of the last window of counters; None: the count."""
-        self.executed_ratio = ratio
-
     def with_executed(self, flops: StepFlops) -> StepFlops:
         """The same step with its executed FLOPs scaled by the last measured ratio."""
         if self.executed_ratio is None:
@@ -291,10 +286,6 @@ class FlopsSource:
             hardware_flops=flops.hardware_flops * self.executed_ratio,
             executed_method=self._executed_method,
         )
-
-    def work(self, note: StepNote) -> StepWork | None:
-        """An observed step with the same batches, by shape; None if there is none."""
-        return self.known.work(note)
 
     def count(self, note: StepNote) -> FlopCount | Unknown:
         """The count behind `of`; unknown where FLOPs are given or estimated."""

@@ -109,19 +109,10 @@ class ModelHooks:
         """Whether one module gets every complete batch, or none is watched."""
         return self.models is None or self.models.is_one
 
-    def disable(self) -> None:
-        """From now on the caller passes each micro-batch to `observe`."""
-        self.are_disabled = True
-
     @property
     def are_there(self) -> bool:
         """Whether any model has a hook."""
         return bool(self._attachments) or isinstance(self.models, CalledModels)
-
-    @property
-    def first(self) -> nn.Module | None:
-        """The first model that was given."""
-        return None if self.models is None else self.models.first
 
     @property
     def roots(self) -> list[nn.Module]:
