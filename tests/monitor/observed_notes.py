@@ -103,7 +103,8 @@ class RowSide:
         self.known = KnownSteps(
             watch, notice=lambda text, about=None: self.said.append(text), clock=lambda: self.now_s
         )
-        hooks: Any = SimpleNamespace(roots=[] if model is None else [model], module_of=lambda slot: model)
+        models = SimpleNamespace(roots=[] if model is None else [model], module_of=lambda slot: model)
+        hooks: Any = SimpleNamespace(models=models)
         self.rank = ThisRank(0, 1, self.said.append)
         self.flops = FlopsSource(
             load_config({"monitoring": {"peak_tflops": 1, **monitoring}}),

@@ -166,7 +166,7 @@ class LiveRun:
             time_source=clock.clock.source,
             world_size=self._rank.world_size,
             rank=self._rank.rank,
-            model=facts_of(hooks.roots),
+            model=facts_of(hooks.models.roots),
         )
         self._leave_loaders = listen(between)
         if self._rank.is_first:

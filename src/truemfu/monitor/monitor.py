@@ -117,7 +117,7 @@ class TrainingMonitor:
         before = self._hooks.models
         if self._guard.is_disabled:
             return self
-        if before is not None and not isinstance(model, CalledModels) and before.are(model):
+        if not isinstance(model, CalledModels) and before.are(model):
             models = before
         else:
             if self._live is not None:
@@ -141,7 +141,7 @@ class TrainingMonitor:
         samples and tokens, and the FLOPs still come from the forward pass of each module.
         """
         began_s = _now_s()
-        if self._hooks.see_whole_batches and not self._hooks.are_disabled:
+        if self._hooks.models.is_one and not self._hooks.are_disabled:
             self._hooks.are_disabled = True
             if self._live is not None:
                 self._guard.run(self._live.steps.batches.take)  # the hook noted this very batch
@@ -330,7 +330,7 @@ class TrainingMonitor:
                 if not hooks.are_disabled:
                     with hidden_from_modes():
                         live = self._live or self._started(batch or {})
-                        slot = 0 if hooks.see_whole_batches else hooks.slot(watched)
+                        slot = 0 if hooks.models.is_one else hooks.models.slot(watched)
                         begun = live.steps.note_batch(batch, began_s, slot, watched)
                     if begun is not None:
                         live.steps.batch_begins(begun)
@@ -344,7 +344,7 @@ class TrainingMonitor:
             self._guard.run(self._live.steps.pass_ends)
 
     def _note_observed(self, batch: Batch | None, began_s: float) -> None:
-        slot = 0 if self._hooks.see_whole_batches else None
+        slot = 0 if self._hooks.models.is_one else None
         live = self._started(batch or {})
         with hidden_from_modes():
             begun = live.steps.note_batch(batch, began_s, slot, None)

@@ -55,6 +55,8 @@ class StepExtras(NamedTuple):
     """Set if a window of the hardware counters ends with this step."""
     observed: ObservedStep | None = None
     """What was observed of this step; its time is then not representative."""
+    skip_remote: bool = False
+    """Whether trackers other than the local log get no row."""
 
 
 NO_EXTRAS = StepExtras()
@@ -82,7 +84,6 @@ class StepNote(NamedTuple):
     warmup: bool
     gap: Gap
     span: Span
-    skip_remote: bool
     extras: StepExtras
 
     @property

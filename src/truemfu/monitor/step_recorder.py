@@ -107,7 +107,7 @@ class StepRecorder:
         samples and tokens, `watched` for one that was passed to `observe`.
         """
         if self._rank.role_is_due:
-            self._rank.find_role(self._hooks.roots)
+            self._rank.find_role(self._hooks.models.roots)
         batches, between, in_backward = self.batches, self._between, backward_number() != -1
         is_first = not batches.has_notes
         name = None if watched is None else watched.name
@@ -179,13 +179,15 @@ class StepRecorder:
             self._audit.end_step()
         if attention_mask is not None or flops is not None or datasets or measuring.profiler is not None:
             extras = self._extras(attention_mask, flops, datasets)
+        if skip_remote is not False and intake.flag("skip_wandb", skip_remote):
+            extras = extras._replace(skip_remote=True)
         if self._hooks.are_unsettled:
             self._hooks.settle()
         batches = self.batches.take()
         if observed is not None:
             extras = extras._replace(observed=observed)
         self.watch.note_step(self.logged + 1, batches, ended.nodes, is_observed=observed is not None)
-        if not batches.notes or not self._hooks.see_whole_batches:
+        if not batches.notes or not self._hooks.models.is_one:
             self._without_forward_passes(batches)
         if type(step) is not int or not -LARGEST_STEP <= step <= LARGEST_STEP:
             step = intake.step_number(step)
@@ -220,7 +222,6 @@ class StepRecorder:
             is_warmup,
             self._between.take(),
             span or self._clock.end(now_s),
-            skip_remote if type(skip_remote) is bool else intake.flag("skip_wandb", skip_remote),
             extras,
         )
         intake.values.flush_if_due(now_s, is_due=is_slow)

@@ -104,39 +104,33 @@ class StepDetail:
 class HardwareFigures:
     """What the GPU did in a window; None where unknown."""
 
-    seconds: float
+    measured: MeasuredWindow
     steps: int
     executed_flops_per_s: float | None
     executed_hfu: float | None
     executed_over_activity: float | None
     """The audit's correction of the tensor pipe's activity; None: executed is an upper bound."""
-    clock_hz: float | None
-    clock_source: str
-    reported_clock_hz: float | None
     power_w: float | None
     energy_j_per_step: float | None
     energy_j_per_million_tokens: float | None
-    tensor_active: float | None
-    sm_active: float | None
-    dram_active: float | None
     check: CrossCheck | None
     fall: Waterfall | None
 
     def metrics(self) -> dict[str, float | str]:
         """The `perf/` metrics of the window."""
-        rate = self.executed_flops_per_s
+        rate, clock_hz, window = self.executed_flops_per_s, self.measured.clock_hz, self.measured.window
         row: dict[str, float | str | None] = {
             "perf/executed_tflops_per_gpu": None if rate is None else rate / 1e12,
             "perf/executed_hfu": self.executed_hfu,
             "perf/executed_over_activity": self.executed_over_activity,
-            "perf/sm_clock_mhz": None if self.clock_hz is None else self.clock_hz / 1e6,
-            "perf/clock_source": None if self.clock_hz is None else self.clock_source,
+            "perf/sm_clock_mhz": None if clock_hz is None else clock_hz / 1e6,
+            "perf/clock_source": None if clock_hz is None else self.measured.clock_source,
             "perf/power_w": self.power_w,
             "perf/energy_j_per_step": self.energy_j_per_step,
             "perf/energy_j_per_million_tokens": self.energy_j_per_million_tokens,
-            "perf/tensor_active": self.tensor_active,
-            "perf/sm_active": self.sm_active,
-            "perf/dram_active": self.dram_active,
+            "perf/tensor_active": window.tensor_active,
+            "perf/sm_active": window.sm_active,
+            "perf/dram_active": window.dram_active,
             **({} if self.check is None else self.check.as_metrics()),
             **({} if self.fall is None else self.fall.as_metrics()),
         }
@@ -144,9 +138,22 @@ class HardwareFigures:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for the closing summary."""
-        check, fall = self.check, self.fall
+        check, fall, window = self.check, self.fall, self.measured.window
         return {
-            **{name: value for name, value in vars(self).items() if name not in ("check", "fall")},
+            "seconds": window.seconds,
+            "steps": self.steps,
+            "executed_flops_per_s": self.executed_flops_per_s,
+            "executed_hfu": self.executed_hfu,
+            "executed_over_activity": self.executed_over_activity,
+            "clock_hz": self.measured.clock_hz,
+            "clock_source": self.measured.clock_source,
+            "reported_clock_hz": window.sm_clock_hz,
+            "power_w": self.power_w,
+            "energy_j_per_step": self.energy_j_per_step,
+            "energy_j_per_million_tokens": self.energy_j_per_million_tokens,
+            "tensor_active": window.tensor_active,
+            "sm_active": window.sm_active,
+            "dram_active": window.dram_active,
             "executed_over_counted": None if check is None else check.executed_flops / check.counted_flops,
             "executed_over_expected": None if check is None else check.ratio,
             "limiter": None if fall is None else fall.limiter,
@@ -193,22 +200,16 @@ def figures_of(
     # A job's energy is not known from the counters of one of its GPUs.
     energy_j = None if power_w is None or world_size > 1 else power_w * sums.elapsed_s
     return HardwareFigures(
-        seconds=window.seconds,
+        measured=measured,
         steps=sums.steps,
         executed_flops_per_s=executed,
         executed_hfu=ratio(executed, sums.per_s("peak_flops")),
         executed_over_activity=correction,
-        clock_hz=measured.clock_hz,
-        clock_source=measured.clock_source,
-        reported_clock_hz=window.sm_clock_hz,
         power_w=power_w,
         energy_j_per_step=None if energy_j is None or not sums.steps else energy_j / sums.steps,
         energy_j_per_million_tokens=None
         if energy_j is None or not sums.tokens
         else energy_j / sums.tokens * 1e6,
-        tensor_active=window.tensor_active,
-        sm_active=window.sm_active,
-        dram_active=window.dram_active,
         check=_check(sums, executed, detail, window.processes, is_upper_bound=correction is None),
         fall=_fall(
             sums,

@@ -58,7 +58,7 @@ class HardwareWindows:
         """Whether executed FLOPs can be computed; if not, it gives only energy and activity."""
         self.latest: HardwareFigures | None = None
         """The last window, while the counters can be read."""
-        self.latest_at_s = 0.0
+        self._latest_at_s = 0.0
         """When that was set, by `time.monotonic`."""
 
     @property
@@ -69,9 +69,10 @@ class HardwareWindows:
 
     def counted_clock_hz(self, longest_s: float) -> float | None:
         """The clock by cycle counters in the last window, unless that is over for so long."""
-        if self.latest is None or self.latest.clock_source != CYCLE_COUNTERS:
+        measured = None if self.latest is None else self.latest.measured
+        if measured is None or measured.clock_source != CYCLE_COUNTERS:
             return None
-        return self.latest.clock_hz if monotonic() - self.latest_at_s < longest_s else None
+        return measured.clock_hz if monotonic() - self._latest_at_s < longest_s else None
 
     def can_take(self, cut: Cut | None) -> bool:
         """Whether the window that ends here was read completely; rows wait for that, for seconds at most."""
@@ -113,7 +114,7 @@ class HardwareWindows:
             "detail": self.details.of(note),
             "is_datasheet_peak": bool(source and source.startswith(_DATASHEET)),
         }
-        self.latest, self.latest_at_s = self._figures_of(sums, measured, **typical), monotonic()
+        self.latest, self._latest_at_s = self._figures_of(sums, measured, **typical), monotonic()
         self._run.add(sums, measured, typical)
         self._disagreement.note(self.latest.check)
 

@@ -147,7 +147,9 @@ class StepReader:
             "training/grad_norm": resolved(note.grad_norm),
         }
         amounts = self._with_executed(counted)
-        return Step(position, note.span.end.host_s, training, datasets, amounts, took, note.skip_remote)
+        return Step(
+            position, note.span.end.host_s, training, datasets, amounts, took, note.extras.skip_remote
+        )
 
     def _counted(self, note: StepNote) -> StepAmounts:
         """The amounts of a step as counted; the last step's object if they are equal."""

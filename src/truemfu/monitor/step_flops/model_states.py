@@ -55,7 +55,7 @@ class ModelStates:
 
     def check(self, logged: int, *, now: bool = False) -> ModelChange | None:
         """After so many steps; with `now` at the end: what has changed since the last check."""
-        began_s, models = _now_s(), self._hooks.roots
+        began_s, models = _now_s(), self._hooks.models.roots
         if any(has_uninitialized(model) for model in models):
             return None
         found, change = fingerprint(models), None

@@ -191,7 +191,8 @@ class StepWatch:
             self.hindrance = PROFILED
             return
         observer = StepObserver(self.convention)
-        if names := replaced_modules(module for model in self._hooks.roots for module in model.modules()):
+        roots = self._hooks.models.roots
+        if names := replaced_modules(module for model in roots for module in model.modules()):
             observer.fail(
                 f"kernels of {', '.join(names)} cannot be seen while they run; count_flops counts by the "
                 "forward that is registered for them"
