@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 def wait_until_learned(monitor: TrainingMonitor) -> None:
     """Wait until the row side has taken all observed steps, and asked for others."""
     live = monitor._live
-    while live is not None and live._rows._reader._unlearned:
+    while live is not None and live._rows.reader._unlearned:
         live._row_thread._wake.set()
         time.sleep(0.001)
 

@@ -172,7 +172,7 @@ class LiveRun:
         if self._rank.is_first:
             output.start(self.info)
         is_held = training_lock._is_owned  # type: ignore[attr-defined]  # as threading.Condition does
-        self._leave_signals = (
+        self.leave_signals = (
             write_at_signals(self._write_out, is_held) if self._rank.is_first else lambda: None
         )
 
@@ -224,10 +224,6 @@ class LiveRun:
         if not finish(timeout_s, hold_s=_RANKS_TIMEOUT_S) and not finish(timeout_s, hold_s=0.0):
             self._notices("the last steps were not processed in time and are lost")
 
-    def leave_signals(self) -> None:
-        """Stop handling signals."""
-        self._leave_signals()
-
     def _write_out(self, timeout_s: float) -> None:
         """On a monitor thread: write all steps so far to disk, as far as the time allows."""
         ends_s = time.perf_counter() + timeout_s
@@ -257,7 +253,7 @@ class LiveRun:
                 "observing_s": steps.watch.plan.spent_s,
                 "observed": known.number_counted,
                 "observed_steps": list(known.steps),
-                "profiling_s": rows.profile_cost_s,
+                "profiling_s": rows.reader.profile_cost_s,
             },
             job=self._rank.figures(),
             hardware=None if hardware is None else hardware.as_dict(),

@@ -34,7 +34,6 @@ from .guard import Guard
 from .live_run import LiveRun
 from .notices import Notices
 from .rows.output import Output
-from .step_recorder import StepRecorder
 from .summary import info_of, show, summary_of
 from .timing.between_steps import BetweenSteps
 from .timing.watched_data import WatchedData
@@ -355,10 +354,8 @@ class TrainingMonitor:
         """A forward pass without gradients begins; whether its end is to be told."""
         if self._guard.is_closed:
             return False
-        self._guard.run(self._between.evaluated)
-        live = self._live
-        return live is not None and bool(self._guard.run(_evaluation_begins, live.steps))
+        return bool(self._guard.run(self._evaluation_begins))
 
-
-def _evaluation_begins(steps: StepRecorder) -> bool:
-    return steps.pass_begins(None, is_training=False)
+    def _evaluation_begins(self) -> bool:
+        self._between.evaluated()
+        return self._live is not None and self._live.steps.pass_begins(None, is_training=False)

@@ -95,7 +95,7 @@ class StepRecorder:
 
     def forget_models(self) -> None:
         """Other models are watched from now on."""
-        self._rank.forget_role()
+        self._rank.role_is_due = True
         self.watch.forget_models()
 
     def note_batch(

@@ -94,11 +94,6 @@ class HardwareWatch:
         self._sampler.read_soon(GPM_LAG_S / 2 + _MARGIN_S)
         return cut
 
-    @property
-    def due_s(self) -> float:
-        """When the next cut is due."""
-        return 0.0 if self._due_s is None else self._due_s
-
     def restart(self) -> None:
         """Discard the current window: the next cut, after `SETTLE_S`, begins a new one."""
         self._is_open, self._due_s = False, None

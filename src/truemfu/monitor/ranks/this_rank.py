@@ -135,10 +135,6 @@ class ThisRank:
         """The file of this rank's rows, in a job."""
         return [] if self.reporter is None or self.reporter.file is None else [self.reporter.file]
 
-    def forget_role(self) -> None:
-        """Other models are watched from now on: find the role again."""
-        self.role_is_due = True
-
     def find_role(self, models: Iterable[nn.Module]) -> None:
         """Find the role: in a forward pass, when pipeline stages and split sequences are there."""
         self.role_is_due = False

@@ -231,7 +231,7 @@ class Rows:
         notices: Notices,
     ) -> None:
         self.queue = StepQueue()
-        self._reader, self._output, self._rank, self._hardware = reader, output, rank, hardware
+        self.reader, self._output, self._rank, self._hardware = reader, output, rank, hardware
         self._device, self._details, self._notices = device, details, notices
         self._held: HeldRows[Step] | None = None
         if rank.job is not None:
@@ -244,13 +244,8 @@ class Rows:
 
     def put(self, note: StepNote) -> None:
         """On the training thread: a step was logged; never waits."""
-        self._reader.put(note)
+        self.reader.put(note)
         self.queue.put(note)
-
-    @property
-    def profile_cost_s(self) -> float:
-        """What profiled steps have cost so far."""
-        return self._reader.profile_cost_s
 
     @property
     def due_in_s(self) -> float:
@@ -265,7 +260,7 @@ class Rows:
 
     def process(self, *, is_awaited: bool) -> None:
         """Make rows of all steps that are ready."""
-        self._reader.learn()
+        self.reader.learn()
         while self._process_some(is_awaited=is_awaited) == _MOST_TOGETHER:
             pass
         if self._rank.reporter is not None:
@@ -279,12 +274,12 @@ class Rows:
             while (
                 taken < _MOST_TOGETHER
                 and (oldest := self.queue.oldest()) is not None
-                and self._reader.is_ready(oldest, is_awaited=is_awaited)
+                and self.reader.is_ready(oldest, is_awaited=is_awaited)
             ):
                 self.queue.take()
                 taken += 1
                 try:
-                    steps.append(self._reader.read(oldest))
+                    steps.append(self.reader.read(oldest))
                 except BaseException as error:
                     self._not_logged(error)
         finally:
