@@ -338,7 +338,7 @@ def test_details_come_with_the_first_row_after_they_were_due(
 def test_rows_that_mlflow_collects_reach_the_store_while_the_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("truemfu.monitor.rows.output._REMOTE_FLUSH_S", 0.5)
+    monkeypatch.setattr("truemfu.monitor.rows.remote_trackers._FLUSH_S", 0.5)
     monitor = monitor_of(tmp_path, "mlflow", training={"logging_steps": 5})
     train(monitor, range(1, 11))
 
