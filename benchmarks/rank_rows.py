@@ -21,6 +21,7 @@ import socket
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -28,8 +29,9 @@ import torch.distributed as dist
 
 from truemfu.monitor.ranks.amounts import PEAK
 from truemfu.monitor.ranks.job_view import JobView
-from truemfu.monitor.ranks.reporter import HostTime, Identity, RankReporter
-from truemfu.monitor.ranks.row_exchange import RowExchange, StoreCalls
+from truemfu.monitor.ranks.reporter import Identity, RankReporter
+from truemfu.monitor.ranks.row_exchange import RowExchange
+from truemfu.monitor.ranks.row_sources import HostTime, RowSources
 
 ROUNDS = 30
 PREFIX = "truemfu/benchmark"
@@ -57,8 +59,8 @@ class Timed:
         }
 
 
-def calls_to(store: Any) -> StoreCalls:
-    return StoreCalls(store, 1, lambda function, *args: function(*args))
+def calls_to(store: Any) -> tuple[Any, int, Callable[..., Any]]:
+    return store, 1, lambda function, *args: function(*args)
 
 
 def connected(port: int, *, is_server: bool) -> Any:
@@ -89,7 +91,7 @@ def client(rank: int, world_size: int, port: int, shapes: int, results: Any) -> 
         role_name=lambda: "",
         memory_bytes=lambda: 1 << 30,
         send=send,
-        host_time=HostTime(multiprocessing.current_process().pid or 0),
+        sources=RowSources(host_time=HostTime(multiprocessing.current_process().pid or 0)),
         clock=lambda: now_s[0],
     )
     making, sending = Timed(), Timed()
@@ -111,7 +113,7 @@ def client(rank: int, world_size: int, port: int, shapes: int, results: Any) -> 
         with making:
             reporter.tick()
         with sending:
-            exchange.work(calls)
+            exchange.work(*calls)
         time.sleep(0.02)
     results.put((making.figures("row"), sending.figures("send"), sizes[-1]))
     store.add(f"{PREFIX}/done", 1)
@@ -137,12 +139,12 @@ def measured(clients: int, shapes: int) -> dict[str, Any]:
     store.set(f"{PREFIX}/go", "1")
     while store.add(f"{PREFIX}/done", 0) < clients:
         with reading:
-            messages = exchange._read(calls)
+            messages = exchange._read(calls[0], calls[2])
         if messages:
             with adding:
                 job.take(messages)
         time.sleep(0.05)
-    job.take(exchange._read(calls))
+    job.take(exchange._read(calls[0], calls[2]))
     seen = [entry["step"] for entry in job.table()[1:]]
     assert seen == [100 * ROUNDS] * clients, "every client's last message was read"
     store.set(f"{PREFIX}/read", "1")

@@ -14,7 +14,7 @@ PACKAGE = ROOT / "src" / "truemfu"
 
 # A module imports from its own folder and from stations before its own.
 STATIONS = (
-    ("text", "lazy", "environment"),
+    ("text", "lazy", "environment", "known_models"),
     ("errors",),
     ("torch_versions",),
     ("convention",),

@@ -76,7 +76,7 @@ from truemfu.hardware.counters.trace import Recorder
 from truemfu.hardware.detect import known_spec
 from truemfu.hardware.specs import DeviceSpec
 from truemfu.monitor.hybrid import hardware_watch
-from truemfu.monitor.hybrid.hardware_watch import Cut, HardwareWatch, Measured, counters_of
+from truemfu.monitor.hybrid.hardware_watch import Cut, HardwareWatch, MeasuredWindow, counters_of
 
 WINDOW_S = 6.0
 LONGEST_RUN_S = 90.0
@@ -153,7 +153,7 @@ def quick_watch(trace: Path | None = None) -> tuple[HardwareWatch, DeviceSpec]:
     return HardwareWatch(source, index, stamps, sm_count=spec.sm_count, period_s=0.5), spec
 
 
-def watched(watch: HardwareWatch, work: Callable[[], object]) -> tuple[int, float, Measured]:
+def watched(watch: HardwareWatch, work: Callable[[], object]) -> tuple[int, float, MeasuredWindow]:
     """A window of this work, with some of it before and after: calls, seconds, what the counters say."""
     loop(work, 0.8)
     begin = cut_now(watch)

@@ -455,6 +455,6 @@ def results(monitor: TrainingMonitor) -> dict[str, Any]:
         "shared_by": [role.flops_shared_by, role.tokens_shared_by],
         "has_tokens": role.has_tokens,
         "name": role.name,
-        "tokens": [note.template.tokens for note in live.steps._batches._last_step.notes],
+        "tokens": [note.template.tokens for note in live.steps.batches._last_step.notes],
         "notes": list(monitor.summary()["notes"]) + list(monitor.summary()["warnings"]),
     }

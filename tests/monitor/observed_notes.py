@@ -18,7 +18,7 @@ from truemfu.monitor.ranks.this_rank import ThisRank
 from truemfu.monitor.step_flops.known import KnownSteps
 from truemfu.monitor.step_flops.plan import ObservationPlan
 from truemfu.monitor.step_flops.source import FlopsSource
-from truemfu.monitor.step_note import NO_EXTRAS, Observed, StepExtras, StepNote
+from truemfu.monitor.step_note import NO_EXTRAS, ObservedStep, StepExtras, StepNote
 from truemfu.monitor.values.host_values import HostValues
 from truemfu.monitor.watching.batch_notes import BatchNotes
 
@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 def wait_until_learned(monitor: TrainingMonitor) -> None:
     """Wait until the row side has taken all observed steps, and asked for others."""
     live = monitor._live
-    while live is not None and live._rows._reader._unlearned:
+    while live is not None and live._rows.reader._unlearned:
         live._row_thread._wake.set()
         time.sleep(0.001)
 
@@ -45,7 +45,7 @@ class Thread:
         *batches: dict[str, Any],
         nodes: int | None = 7,
         state: int = 0,
-        observed: Observed | None = None,
+        observed: ObservedStep | None = None,
         end_s: float = 0.0,
         **values: Any,
     ) -> StepNote:
@@ -82,7 +82,7 @@ class Thread:
         for batch in batches:
             observer.batch_begins()
             run(**batch).sum().backward()
-        observed = Observed(observer.leave(), is_whole=is_whole)
+        observed = ObservedStep(observer.leave(), is_whole=is_whole)
         return self.note(*batches, observed=observed, **values)
 
 
@@ -103,7 +103,8 @@ class RowSide:
         self.known = KnownSteps(
             watch, notice=lambda text, about=None: self.said.append(text), clock=lambda: self.now_s
         )
-        hooks: Any = SimpleNamespace(roots=[] if model is None else [model], module_of=lambda slot: model)
+        models = SimpleNamespace(roots=[] if model is None else [model], module_of=lambda slot: model)
+        hooks: Any = SimpleNamespace(models=models)
         self.rank = ThisRank(0, 1, self.said.append)
         self.flops = FlopsSource(
             load_config({"monitoring": {"peak_tflops": 1, **monitoring}}),

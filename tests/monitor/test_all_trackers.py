@@ -338,7 +338,7 @@ def test_details_come_with_the_first_row_after_they_were_due(
 def test_rows_that_mlflow_collects_reach_the_store_while_the_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("truemfu.monitor.rows.output._REMOTE_FLUSH_S", 0.5)
+    monkeypatch.setattr("truemfu.monitor.rows.remote_trackers._FLUSH_S", 0.5)
     monitor = monitor_of(tmp_path, "mlflow", training={"logging_steps": 5})
     train(monitor, range(1, 11))
 
@@ -381,7 +381,7 @@ def test_saving_waits_once_for_a_tracker_that_hangs_and_again_when_it_has_caught
     assert seconds_to_save() < 2
     assert local_steps(tmp_path) == list(range(1, 11))
     released.set()
-    assert monitor._output._remote[0].wait_until_idle(30)
+    assert monitor._output._remote.lanes[0].wait_until_idle(30)
     train(monitor, range(11, 16))
     monitor.save_logs()
     assert [step for step, _ in slow.rows] == list(range(1, 16))

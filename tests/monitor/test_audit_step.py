@@ -23,7 +23,7 @@ from truemfu.hardware.nsight.csv_output import parse_ncu_csv
 from truemfu.monitor.hybrid.audit_step import AuditStep, Marks
 from truemfu.monitor.ranks.this_rank import ThisRank
 from truemfu.monitor.step_flops.source import FlopsSource
-from truemfu.monitor.step_note import WARMUP_STEPS, Observed, StepNote
+from truemfu.monitor.step_note import WARMUP_STEPS, ObservedStep, StepNote
 from truemfu.sweep.sizes import SIZES
 from truemfu.sweep.worker.models import ReferenceModel
 
@@ -253,7 +253,7 @@ def test_the_monitors_count_is_what_an_h200_executed_to_the_last_operation(
     ids = torch.zeros(4, 512, dtype=torch.long)
     batch = {"input_ids": ids, "labels": ids}
     observation: Any = OnFakeTensors(model, batch)
-    note = Thread().note(batch, observed=Observed(observation, is_whole=True), step=3)
+    note = Thread().note(batch, observed=ObservedStep(observation, is_whole=True), step=3)
     marked(audit, note)
     audit.write(counting(note), note)
     count = read_step_count(path)

@@ -14,7 +14,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+import truemfu.monitor.monitor as monitor_module
 from truemfu import TrainingMonitor
+from truemfu.monitor import live_run, step_recorder
+from truemfu.monitor.step_flops import model_states, watch
 from truemfu.monitor.summary import lines_of
 from truemfu.monitor.timing.between_steps import (
     Between,
@@ -22,13 +25,37 @@ from truemfu.monitor.timing.between_steps import (
     Gap,
     UsualGaps,
     Wait,
-    between,
 )
-from truemfu.monitor.timing.clock import HostClock, Mark, Span, StepClock
+from truemfu.monitor.timing.clock import HostClock, Span, StepClock, TimeMark
 from truemfu.torch_private import loading
 
 SLEEP_S = 0.05
+FORWARD_S = 0.001
 WARMUP = 3
+
+
+class Clock:
+    """The time of the training thread: it passes where a test says so, whatever the machine does."""
+
+    def __init__(self) -> None:
+        self._now_s = 100.0
+
+    def __call__(self) -> float:
+        self.sleep(1e-6)
+        return self._now_s
+
+    def sleep(self, seconds: float) -> None:
+        self._now_s += seconds
+
+
+CLOCK = Clock()
+sleep = CLOCK.sleep
+
+
+@pytest.fixture(autouse=True)
+def training_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (monitor_module, live_run, step_recorder, watch, model_states):
+        monkeypatch.setattr(module, "_now_s", CLOCK)
 
 
 class Model(nn.Module):
@@ -37,6 +64,7 @@ class Model(nn.Module):
         self.layer = nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        sleep(FORWARD_S)
         return self.layer(x).square().mean()
 
 
@@ -50,7 +78,7 @@ class Slow(Dataset[torch.Tensor]):
     def __getitem__(self, number: int) -> torch.Tensor:
         if number >= self._length:
             raise IndexError
-        time.sleep(self._sleep_s)
+        sleep(self._sleep_s)
         return torch.ones(8)
 
 
@@ -124,7 +152,7 @@ def test_generation_is_other(tmp_path: Path) -> None:
         with torch.no_grad():
             for _ in range(5):
                 model(torch.ones(1, 8))
-                time.sleep(0.01)
+                sleep(0.01)
 
     rows, summary = trained(tmp_path, fast, generate)
     assert means(rows)[0] < 0.02
@@ -135,7 +163,7 @@ def test_generation_is_other(tmp_path: Path) -> None:
 def test_a_checkpoint_is_other(tmp_path: Path) -> None:
     def save(monitor: TrainingMonitor, model: nn.Module) -> None:
         torch.save(model.state_dict(), tmp_path / "checkpoint.pt")
-        time.sleep(SLEEP_S)
+        sleep(SLEEP_S)
 
     rows, summary = trained(tmp_path, fast, save)
     assert means(rows)[0] < 0.02
@@ -144,9 +172,21 @@ def test_a_checkpoint_is_other(tmp_path: Path) -> None:
     assert dict(lines_of(summary))["other, between steps"].endswith("% (of the time)")
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_waiting_for_a_loader_is_data_wait(tmp_path: Path, workers: int) -> None:
-    rows, summary = trained(tmp_path, lambda monitor: DataLoader(Slow(8), batch_size=1, num_workers=workers))
+def test_waiting_for_a_process_that_loads_is_data_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class ReallySlow(Slow):
+        def __getitem__(self, number: int) -> torch.Tensor:
+            time.sleep(SLEEP_S)
+            return super().__getitem__(number)
+
+    monkeypatch.undo()
+    rows, _ = trained(tmp_path, lambda monitor: DataLoader(ReallySlow(8), batch_size=1, num_workers=1))
+    assert means(rows)[0] > 0.2 * SLEEP_S
+
+
+def test_waiting_for_a_loader_is_data_wait(tmp_path: Path) -> None:
+    rows, summary = trained(tmp_path, lambda monitor: DataLoader(Slow(8), batch_size=1))
     data_wait_s, other_s = means(rows)
     assert data_wait_s > 0.8 * SLEEP_S
     assert other_s < 0.02
@@ -164,7 +204,7 @@ def test_a_loader_that_is_watched_too_is_waited_for_once(tmp_path: Path) -> None
 def test_a_plain_generator_is_not_known_to_be_data(tmp_path: Path) -> None:
     def batches(monitor: TrainingMonitor) -> Iterator[torch.Tensor]:
         for _ in range(8):
-            time.sleep(SLEEP_S)
+            sleep(SLEEP_S)
             yield torch.ones(1, 8)
 
     rows, summary = trained(tmp_path, batches)
@@ -202,9 +242,9 @@ def test_what_is_paused_is_neither(tmp_path: Path) -> None:
 
 def test_waits_between_micro_batches_are_data_wait_and_not_taken_off_the_rest() -> None:
     waits = [Wait(10.4, 0.3, False), Wait(11.0, 0.2, False)]
-    assert between(10.0, 10.5, waits, 2) == Between(pytest.approx(0.5), pytest.approx(0.2), 2)
-    assert between(None, 10.5, waits, 2) == Between(pytest.approx(0.5), None, 0)
-    assert between(10.0, 10.5, [], 0) == Between(None, pytest.approx(0.5), 0)
+    assert Gap(10.0, 10.5, waits, 2).between() == Between(pytest.approx(0.5), pytest.approx(0.2), 2)
+    assert Gap(None, 10.5, waits, 2).between() == Between(pytest.approx(0.5), None, 0)
+    assert Gap(10.0, 10.5, [], 0).between() == Between(None, pytest.approx(0.5), 0)
 
 
 def test_a_loader_that_is_read_without_an_end_keeps_no_memory() -> None:
@@ -264,7 +304,7 @@ def test_evaluation_in_the_trainer_of_transformers_is_other(tmp_path: Path) -> N
 
         def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
             if not torch.is_grad_enabled():
-                time.sleep(SLEEP_S)
+                sleep(SLEEP_S)
             return {"loss": self.layer(x).square().mean(), "logits": x}
 
     class Rows(Dataset[dict[str, torch.Tensor]]):
@@ -275,7 +315,7 @@ def test_evaluation_in_the_trainer_of_transformers_is_other(tmp_path: Path) -> N
             return self._length
 
         def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
-            time.sleep(self._sleep_s)
+            sleep(self._sleep_s)
             return {"x": torch.ones(8), "labels": torch.zeros(8)}
 
     model = Net()
@@ -349,7 +389,7 @@ def test_an_evaluation_now_and_then_is_no_part_of_a_step(tmp_path: Path) -> None
         if step % 5 == 0 and step < 20:
             with torch.no_grad():
                 model(torch.ones(2, 8))
-            time.sleep(SLEEP_S)
+            sleep(SLEEP_S)
 
     rows, summary = some_steps(tmp_path, 20, evaluate)
     after = [row for row in rows if "perf/evaluation_time" in row]
@@ -371,16 +411,14 @@ def test_an_evaluation_now_and_then_is_no_part_of_a_step(tmp_path: Path) -> None
 
 def test_a_checkpoint_now_and_then_is_no_part_of_a_step_and_is_not_named(tmp_path: Path) -> None:
     rows, summary = some_steps(
-        tmp_path, 12, lambda monitor, model, step: time.sleep(SLEEP_S if step in (6, 9) else 0)
+        tmp_path, 12, lambda monitor, model, step: sleep(SLEEP_S if step in (6, 9) else 0)
     )
     assert [row["global_step"] for row in rows if "perf/other_pause_time" in row] == [7, 10]
     assert summary["left_out"]["other"]["times"] == 2
 
 
 def test_what_happens_in_most_steps_belongs_to_them(tmp_path: Path) -> None:
-    rows, summary = some_steps(
-        tmp_path, 12, lambda monitor, model, step: time.sleep(SLEEP_S if step % 4 else 0)
-    )
+    rows, summary = some_steps(tmp_path, 12, lambda monitor, model, step: sleep(SLEEP_S if step % 4 else 0))
     assert summary["left_out"] == {}
     assert sum(row.get("perf/step_time", 0.0) >= SLEEP_S for row in rows) == 9
 
@@ -404,7 +442,7 @@ def test_an_evaluation_in_each_step_belongs_to_it_however_long_it_takes_at_times
 
 def test_a_gap_of_unknown_length_makes_the_steps_time_unknown() -> None:
     clock = HostClock()
-    gap = Gap(0.0, 1.0, (), 0, Mark(1.0, None))
+    gap = Gap(0.0, 1.0, (), 0, TimeMark(1.0, None))
     assert UsualGaps().excluded(gap, Span(clock.mark(0.0), clock.mark(2.0), ()))
 
 
@@ -418,7 +456,7 @@ def test_a_step_without_waits_does_not_get_those_of_the_next() -> None:
 
 def test_a_device_that_fails_at_a_mark_does_not_fail_in_the_loader() -> None:
     class Broken(HostClock):
-        def mark(self, now_s: float) -> Mark:
+        def mark(self, now_s: float) -> TimeMark:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     noted = BetweenSteps(now_s=iter(range(100)).__next__)
@@ -439,7 +477,7 @@ def test_a_wait_for_data_after_an_evaluation_stays_in_the_step(tmp_path: Path) -
         if step == 5:
             with torch.no_grad():
                 model(batch)
-            time.sleep(4 * SLEEP_S)
+            sleep(4 * SLEEP_S)
     monitor.close()
     row = json.loads((tmp_path / "training_log.json").read_text(encoding="utf-8"))[5]
     assert row["perf/evaluation_time"] >= 4 * SLEEP_S
@@ -452,7 +490,7 @@ def test_each_kind_of_pause_has_its_own_time(tmp_path: Path, kind: str) -> None:
     def pause(monitor: TrainingMonitor, model: nn.Module, step: int) -> None:
         if step == 2:
             with monitor.pause(kind):
-                time.sleep(SLEEP_S)
+                sleep(SLEEP_S)
 
     rows, summary = some_steps(tmp_path, 4, pause)
     name = "other_pause" if kind == "other" else kind

@@ -19,7 +19,7 @@ from tests.simulated_device import LAUNCH_S, SimulatedDevice, SimulatedQueue
 from truemfu.monitor.metrics import StepTime
 from truemfu.monitor.timing.between_steps import BetweenSteps, Gap
 from truemfu.monitor.timing.clock import CudaClock, HostClock, Span, StepClock
-from truemfu.monitor.timing.step_times import StepTimes
+from truemfu.monitor.timing.step_times import StepTiming
 
 PROGRAMS = 1000
 LOG_STEP_S = 2e-5
@@ -37,7 +37,7 @@ class Training:
         self.steps = StepClock(clock, now_s=lambda: device.now_s)
         self.between = BetweenSteps(now_s=lambda: device.now_s)
         self.between.mark_with(self.steps)
-        self.times = StepTimes()
+        self.times = StepTiming()
         self.notes: list[tuple[Span, Gap]] = []
         self.rows: list[StepTime] = []
         self.kinds: list[tuple[int, str]] = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,7 +40,7 @@ def detailed_steps(
     """The steps with an MFU in a tracker, of a run whose steps take so long by the monitor's clock."""
     now = SimpleNamespace(s=1000.0)
     for module in (monitor_module, live_run):
-        monkeypatch.setattr(module, "time", SimpleNamespace(**{**vars(time), "perf_counter": lambda: now.s}))
+        monkeypatch.setattr(module, "_now_s", lambda: now.s)
     model, kept = nn.Linear(8, 8), Kept()
     config = {"monitoring": {"peak_tflops": 1.0, **settings}}
     monitor = TrainingMonitor(folder, config, model=model, trackers=[kept])

@@ -11,7 +11,7 @@ from truemfu.hardware.counters.executed import CYCLE_COUNTERS, DRIVER, datasheet
 from truemfu.hardware.counters.samples import CounterWindow
 from truemfu.hardware.detect import find_spec
 from truemfu.monitor.hybrid.hardware_figures import StepDetail, StepSums, figures_of
-from truemfu.monitor.hybrid.hardware_watch import Cut, Measured
+from truemfu.monitor.hybrid.hardware_watch import Cut, MeasuredWindow
 from truemfu.monitor.hybrid.hardware_windows import HardwareWindows, merged
 from truemfu.monitor.metrics import StepAmounts, StepTime
 from truemfu.monitor.step_flops.source import StepFlops
@@ -45,7 +45,7 @@ def step(
     )
 
 
-def measured(hmma: float | None = 0.5, source: str = CYCLE_COUNTERS, **values: Any) -> Measured:
+def measured(hmma: float | None = 0.5, source: str = CYCLE_COUNTERS, **values: Any) -> MeasuredWindow:
     shares = {"tensor_active": hmma, "sm_active": 0.8, "graphics_active": 0.9, **values}
     window = CounterWindow(
         index=0,
@@ -57,7 +57,7 @@ def measured(hmma: float | None = 0.5, source: str = CYCLE_COUNTERS, **values: A
         power_w=600.0,
         **shares,
     )
-    return Measured(window=window, clock_hz=1.5e9, clock_source=source)
+    return MeasuredWindow(window=window, clock_hz=1.5e9, clock_source=source)
 
 
 def figures(detail: StepDetail = BF16, world_size: int = 1, own_peak: bool = False, **values: Any) -> Any:
@@ -81,14 +81,14 @@ class Watch:
     fault = "GPU is lost"
 
     def __init__(self) -> None:
-        self.answer: Measured | None = measured()
+        self.answer: MeasuredWindow | None = measured()
         self.asked: list[Cut] = []
 
     def has_read_past(self, cut: Cut) -> bool:
         self.asked.append(cut)
         return False
 
-    def measured(self, begin: Cut, end: Cut) -> Measured | None:
+    def measured(self, begin: Cut, end: Cut) -> MeasuredWindow | None:
         return self.answer
 
 

@@ -204,7 +204,7 @@ def test_what_ends_the_work_on_a_row_is_counted_and_the_next_row_is_written(
     model(torch.randn(2, 8)).backward()
     monitor.log_step(1, 0, 1.0, 1.0, 1.0)
     monitor.save_logs()
-    amounts = monitor._live._rows._reader._counted
+    amounts = monitor._live._rows.reader._counted
     calls: list[int] = []
 
     def failing_once(*args: Any, **kwargs: Any) -> Any:
@@ -213,7 +213,7 @@ def test_what_ends_the_work_on_a_row_is_counted_and_the_next_row_is_written(
             raise kind("in the row's own turn")
         return amounts(*args, **kwargs)
 
-    monkeypatch.setattr(monitor._live._rows._reader, "_counted", failing_once)
+    monkeypatch.setattr(monitor._live._rows.reader, "_counted", failing_once)
     for step in range(2, STEPS + 1):
         model(torch.randn(2, 8)).backward()
         monitor.log_step(step, 0, 1.0, 1.0, 1.0)

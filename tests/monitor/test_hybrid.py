@@ -439,7 +439,7 @@ def test_a_pause_and_an_observed_step_are_followed_by_the_wait_for_a_window(
     monitor = TrainingMonitor(tmp_path, settings(peak_tflops=900), model=model)
     step(monitor, model, 0)
     monitor.save_logs()
-    monitor._live._rows._reader._hardware = None  # a window that ends would have the step counted by shape
+    monitor._live._rows.reader._hardware = None  # a window that ends would have the step counted by shape
     watch: Any = monitor._live.steps._counters
     asked_at_s, cuts = 0.0, []
     real_cut = watch.cut

@@ -12,9 +12,9 @@ import pytest
 from truemfu.monitor.ranks.amounts import Amounts, Message, OwnAmounts, StepKey, exact
 from truemfu.monitor.ranks.job_sums import JobSums
 from truemfu.monitor.ranks.job_view import SILENT_S, JobView
-from truemfu.monitor.ranks.rank_gpu import GpuFigures
 from truemfu.monitor.ranks.rank_row import RankRow
 from truemfu.monitor.ranks.reporter import ROW_EVERY_S, Identity, RankReporter
+from truemfu.monitor.ranks.row_sources import RowSources
 from truemfu.monitor.ranks.straggler_alert import straggler_metrics
 from truemfu.monitor.rows.held_rows import HOLD_S, HeldRows
 
@@ -405,8 +405,8 @@ def test_the_clock_of_a_row_is_counted_by_the_driver_or_by_hybrid(
     counted_mhz: float | None, expected_mhz: float
 ) -> None:
     class Gpu:
-        def window(self) -> GpuFigures:
-            return GpuFigures(busy_share=0.9, clock_mhz=counted_mhz)
+        def window(self) -> dict[str, Any]:
+            return {"busy_share": 0.9, "clock_mhz": counted_mhz}
 
     messages: list[Message] = []
     reporter = RankReporter(
@@ -414,8 +414,7 @@ def test_the_clock_of_a_row_is_counted_by_the_driver_or_by_hybrid(
         role_name=lambda: "",
         memory_bytes=lambda: None,
         send=lambda data: messages.append(msgspec.json.decode(data, type=Message)),
-        gpu=Gpu(),  # type: ignore[arg-type]
-        clock_hz=lambda: 1.5e9,
+        sources=RowSources(gpu=Gpu(), clock_hz=lambda: 1.5e9),  # type: ignore[arg-type]
     )
     reporter.tick(now=True)
     reporter.add(1, 1, 0.2, None, paused_s=0.0, is_warmup=False, amounts={})
@@ -437,13 +436,13 @@ def test_the_share_of_time_in_collectives_is_that_of_the_busiest_group_in_the_la
         role_name=lambda: "",
         memory_bytes=lambda: None,
         send=lambda data: messages.append(msgspec.json.decode(data, type=Message)),
-        collectives=Collectives(),  # type: ignore[arg-type]
+        sources=RowSources(collectives=Collectives()),  # type: ignore[arg-type]
         clock=clock,
     )
-    assert reporter.collective_share is None
+    assert reporter.sources.collective_share is None
     for expected in (0.5, None):
         reporter.add(1, 1, 0.2, None, paused_s=0.0, is_warmup=False, amounts={})
         clock.now_s += 3 * ROW_EVERY_S
         reporter.tick()
-        assert reporter.collective_share == expected
+        assert reporter.sources.collective_share == expected
     assert messages[0].row.collective_s == pytest.approx({"dp": 0.04, "tp": 0.1})

@@ -61,7 +61,7 @@ def test_split_sequences_have_no_mfu_but_their_tokens(mesh: Any, tmp_path: Path,
     assert live._rank.role == RankRole(splits_sequences=True)
     assert not any(name in monitor.last for name in ("perf/mfu", "perf/tflops_per_gpu", "perf/mfu_estimate"))
     assert monitor.last["perf/mfu_unknown"].startswith("sequences are split over ranks (context parallel)")
-    (note,) = live.steps._batches._last_step.notes
+    (note,) = live.steps.batches._last_step.notes
     assert RANKS * note.template.tokens == SAMPLES * LENGTH
 
 

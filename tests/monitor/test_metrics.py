@@ -11,7 +11,7 @@ from truemfu.monitor.metrics import StepAmounts, StepTime, Window, performance
 from truemfu.monitor.ranks.job_sums import JobStep
 from truemfu.monitor.ranks.role import RankRole
 from truemfu.monitor.step_flops.source import StepFlops
-from truemfu.monitor.totals import Totals
+from truemfu.monitor.totals import StepTotals
 from truemfu.run_summary.sums import Reservoir
 
 FLOPS = StepFlops(
@@ -149,7 +149,7 @@ def test_the_window_forgets() -> None:
 
 
 def test_totals_are_medians_over_the_steps_after_warm_up() -> None:
-    totals = Totals()
+    totals = StepTotals()
     totals.add(dataclasses.replace(STEP, warmup=True), [TIME._replace(elapsed_s=50.0)])
     totals.add(STEP, [TIME])
     totals.add(STEP, [TIME, TIME])
@@ -167,7 +167,7 @@ def test_totals_are_medians_over_the_steps_after_warm_up() -> None:
 
 
 def test_a_run_of_warm_up_alone_says_so() -> None:
-    totals = Totals()
+    totals = StepTotals()
     totals.add(dataclasses.replace(STEP, warmup=True), [TIME])
     run = totals.as_dict()
     assert run["median_step_time_s"] == 0.5
@@ -175,7 +175,7 @@ def test_a_run_of_warm_up_alone_says_so() -> None:
 
 
 def test_a_run_without_steps_knows_nothing() -> None:
-    run = Totals().as_dict()
+    run = StepTotals().as_dict()
     assert run["steps"] == 0
     assert run["median_mfu"] is None
     assert run["padding_lost"] is None

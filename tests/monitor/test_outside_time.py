@@ -17,7 +17,8 @@ from torch import nn
 from truemfu.monitor.ranks.lateness import lateness
 from truemfu.monitor.ranks.outside_time import OutsideTime
 from truemfu.monitor.ranks.rank_row import RankRow
-from truemfu.monitor.ranks.reporter import HostTime, Identity, RankReporter
+from truemfu.monitor.ranks.reporter import Identity, RankReporter
+from truemfu.monitor.ranks.row_sources import HostTime, RowSources
 
 SLEEP_S = 0.12
 STEPS = 40
@@ -45,8 +46,10 @@ def rank_of_two(rank: int, address: str, where: str, folder: Path) -> None:
         role_name=lambda: "",
         memory_bytes=lambda: None,
         send=lambda message: None,
-        host_time=HostTime(threading.get_native_id()),
-        outside=OutsideTime(threading.current_thread()),
+        sources=RowSources(
+            host_time=HostTime(threading.get_native_id()),
+            outside=OutsideTime(threading.current_thread()),
+        ),
     )
     for step in range(STEPS):
         began_s = time.perf_counter()

@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader
 
 from truemfu import TrainingMonitor
 from truemfu.monitor.rows import rows as rows_module
-from truemfu.monitor.timing.clock import CudaClock, HostClock, Mark, Span, StepClock
+from truemfu.monitor.timing.clock import CudaClock, HostClock, Span, StepClock, TimeMark
 from truemfu.monitor.values.host_values import HostValues
 from truemfu.monitor.watching import attachment
 from truemfu.monitor.watching import batch_notes as observe
@@ -124,7 +124,7 @@ class Run:
 
     @property
     def values(self) -> HostValues:
-        return self.monitor._live.steps._intake.values
+        return self.monitor._live.steps.intake.values
 
     def step_of(self, **batch: Any) -> None:
         """A step of one batch that is given by name; nothing is known of its samples."""
@@ -258,7 +258,7 @@ def test_what_is_between_steps_is_told_apart(run: Run) -> None:
 def test_a_steps_time_is_between_the_events_at_its_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    marks: list[Mark] = []
+    marks: list[TimeMark] = []
     end = StepClock.end
 
     def noted(self: StepClock, now_s: float) -> Span:

@@ -12,13 +12,13 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ..convention import Convention
 from ..errors import one_line
-from ..hardware.counters.executed import CYCLE_COUNTERS, executed_method, has_rate
+from ..hardware.counters.executed import executed_method, has_rate
 from ..hardware.detect import spec_of
 from ..hardware.nsight.audited import AuditedKernels
 from ..torch_private.loading import listen
@@ -32,7 +32,6 @@ from .notices import Notices
 from .ranks.reporter import ROW_EVERY_S
 from .ranks.this_rank import ThisRank
 from .rows.frequency import DETAILS_S, StepsOrSeconds
-from .rows.job_rows import JobRows
 from .rows.output import Output
 from .rows.row_thread import RowThread
 from .rows.rows import Rows, StepReader, peak_memory_bytes
@@ -42,7 +41,7 @@ from .step_flops.plan import ObservationPlan
 from .step_flops.source import FlopsSource
 from .step_flops.watch import StepWatch
 from .step_recorder import StepRecorder
-from .summary import RunFigures, info_of
+from .summary import info_of, summary_of
 from .timing.between_steps import BetweenSteps
 from .timing.clock import StepClock, clock_for
 from .values.host_values import HostValues
@@ -53,6 +52,7 @@ from .watching.measuring import Measuring
 from .watching.model_facts import facts_of
 from .watching.model_hooks import ModelHooks
 
+_now_s = time.perf_counter
 _ROWS_TIMEOUT_S = 5.0
 _RANKS_TIMEOUT_S = 2.0
 """At the end, for what other ranks have not reported yet."""
@@ -81,11 +81,11 @@ class LiveRun:
         self._rank = ThisRank.current(notices)
         # What holds for all ranks of a job is one warning, rank 0's.
         about_figures = notices if self._rank.is_first else self._rank.note
-        clock = StepClock(clock_for(device))
+        self._clock = clock = StepClock(clock_for(device), now_s=_now_s)
         between.mark_with(clock)
         counters, executed = _opened_counters(config, device, audited, measuring, self._rank, about_figures)
         self._audit = AuditStep.from_environment(self._rank, device, notices)
-        plan = ObservationPlan(config.flops_profile_freq, time.perf_counter())
+        plan = ObservationPlan(config.flops_profile_freq, _now_s())
         watch = StepWatch(
             plan,
             Convention(attention=config.attention),  # type: ignore[arg-type]
@@ -95,7 +95,7 @@ class LiveRun:
         )
         self._flops = FlopsSource(
             config,
-            KnownSteps(watch, notice=about_figures),
+            KnownSteps(watch, notice=about_figures, clock=_now_s),
             hooks=hooks,
             notice=about_figures,
             device=device,
@@ -106,7 +106,7 @@ class LiveRun:
             folder,
             device=device,
             reads_gpu=config.hardware_counters_enabled,
-            clock_hz=self._counted_clock_hz,
+            clock_hz=self._clock_hz,
             memory_bytes=lambda: peak_memory_bytes(device),
         )
         if self._rank.is_first:
@@ -137,10 +137,10 @@ class LiveRun:
         self._rows = Rows(
             reader,
             output,
-            job=None if self._rank.reporter is None else JobRows(self._rank, self._rank.reporter, notices),
+            rank=self._rank,
             hardware=self._hardware,
             device=device,
-            details=StepsOrSeconds(config.detailed_log_freq, DETAILS_S, began_s=time.perf_counter()),
+            details=StepsOrSeconds(config.detailed_log_freq, DETAILS_S, began_s=_now_s()),
             notices=notices,
         )
         values = HostValues(notices)
@@ -160,24 +160,25 @@ class LiveRun:
             rows=self._row_thread,
             notices=notices,
         )
-        self._facts = _Facts(config, device, clock, facts_of(hooks.roots))
+        self._description = info_of(
+            config,
+            device=_device_name(device),
+            time_source=clock.clock.source,
+            world_size=self._rank.world_size,
+            rank=self._rank.rank,
+            model=facts_of(hooks.models.roots),
+        )
         self._leave_loaders = listen(between)
         if self._rank.is_first:
-            output.start(self.info())
+            output.start(self.info)
         is_held = training_lock._is_owned  # type: ignore[attr-defined]  # as threading.Condition does
-        self._leave_signals = (
+        self.leave_signals = (
             write_at_signals(self._write_out, is_held) if self._rank.is_first else lambda: None
         )
 
-    def _counted_clock_hz(self) -> float | None:
-        """The clock by the cycle counters of `hybrid`, of its last window unless that is long over."""
-        hardware = self._hardware
-        if hardware is None or hardware.latest is None:
-            return None
-        is_recent = time.monotonic() - hardware.latest_at_s < 2 * ROW_EVERY_S
-        return (
-            hardware.latest.clock_hz if is_recent and hardware.latest.clock_source == CYCLE_COUNTERS else None
-        )
+    def _clock_hz(self) -> float | None:
+        """The clock by the cycle counters of `hybrid`."""
+        return None if self._hardware is None else self._hardware.counted_clock_hz(2 * ROW_EVERY_S)
 
     @property
     def is_first_rank(self) -> bool:
@@ -223,10 +224,6 @@ class LiveRun:
         if not finish(timeout_s, hold_s=_RANKS_TIMEOUT_S) and not finish(timeout_s, hold_s=0.0):
             self._notices("the last steps were not processed in time and are lost")
 
-    def leave_signals(self) -> None:
-        """Stop handling signals."""
-        self._leave_signals()
-
     def _write_out(self, timeout_s: float) -> None:
         """On a monitor thread: write all steps so far to disk, as far as the time allows."""
         ends_s = time.perf_counter() + timeout_s
@@ -240,52 +237,37 @@ class LiveRun:
 
     def info(self) -> dict[str, Any]:
         """The description of the whole run."""
-        info = info_of(
-            self._facts.config,
-            device=_device_name(self._facts.device),
-            time_source=self._facts.clock.clock.source,
-            world_size=self._rank.world_size,
-            rank=self._rank.rank,
-            model=self._facts.model,
-            batch_shapes=self.steps.batch_shapes(),
-        )
+        info = self._description | {"batch_shapes": self.steps.batches.shapes()}
         return info if self._rank.job is None else info | {"scope": self._rank.job.scope}
 
-    def figures(self) -> RunFigures:
-        """The figures of the run so far."""
-        rows, known, watch = self._rows, self._flops.known, self.steps.watch
-        return RunFigures(
+    def summary(self) -> dict[str, Any]:
+        """The run so far as plain data."""
+        steps, rows, known, hardware = self.steps, self._rows, self._flops.known, self._hardware
+        return summary_of(
             self.info(),
-            logged=self.steps.logged,
-            totals=rows.totals,
-            own_time_s=self.steps.own_time_s,
-            own_check_s=watch.check_s,
-            background_s=self._row_thread.own_time_s,
-            observing_s=watch.plan.spent_s,
-            observed=known.number_counted,
-            observed_steps=known.steps,
-            profiling_s=rows.profile_cost_s,
-            hardware=None if self._hardware is None else self._hardware.as_dict(),
+            rows.totals.as_dict(self._clock.left_out_since_last_step()),
+            own_s=steps.own_time_s / steps.logged if steps.logged else None,
+            costs={
+                "checks_s": steps.watch.models.check_s,
+                "background_s": self._row_thread.own_time_s,
+                "observing_s": steps.watch.plan.spent_s,
+                "observed": known.number_counted,
+                "observed_steps": list(known.steps),
+                "profiling_s": rows.reader.profile_cost_s,
+            },
             job=self._rank.figures(),
+            hardware=None if hardware is None else hardware.as_dict(),
             notes=[
                 *known.notes,
-                *([] if self._hardware is None else self._hardware.details.notes),
+                *([] if hardware is None else hardware.details.notes),
                 *self._rank.notes,
             ],
-            left_out_last=self._facts.clock.left_out_since_last_step(),
-            held_up_steps=rows.queue.lost,
-            failed_steps=rows.failed_steps,
-            stranded_steps=self._row_thread.stranded_steps,
+            lost_steps={
+                "the monitor fell behind": rows.queue.lost,
+                "their metrics could not be computed": rows.failed_steps,
+                "the run ended before they were processed": self._row_thread.stranded_steps,
+            },
         )
-
-
-class _Facts(NamedTuple):
-    """What the description of a run says besides its figures."""
-
-    config: MonitorConfig
-    device: torch.device
-    clock: StepClock
-    model: dict[str, Any] | None
 
 
 def _opened_counters(

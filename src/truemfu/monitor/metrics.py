@@ -41,45 +41,15 @@ class StepTime(NamedTuple):
     """Seconds since the last step that are excluded from this one, by what ran in them."""
 
 
-_SIZES = ("samples", "tokens", "useful_tokens")
+_SIZES = {
+    "samples": "perf/samples_per_second",
+    "tokens": "perf/tokens_per_second",
+    "useful_tokens": "perf/real_tokens_per_second",
+}
+"""Amounts of a batch, and the rates that they are."""
 _MODEL_FLOPS, _MEASURED_PEAK = "model_flops", "measured_peak_flops_per_s"
-_PER_GPU = ("perf/tokens_per_second", "perf/real_tokens_per_second", "perf/samples_per_second")
-_PER_GPU_IN_JOB = (*_PER_GPU, "perf/mfu", "perf/hfu")
+_PER_GPU_IN_JOB = (*_SIZES.values(), "perf/mfu", "perf/hfu")
 """Rates that a row also has for this rank alone."""
-
-
-def _rates(
-    *,
-    samples: Exact | None,
-    tokens: Exact | None,
-    useful_tokens: float | Exact | None,
-    model_flops: float | Exact | None,
-    hardware_flops: float | Exact | None,
-    peak: float | Exact | None,
-    measured_peak: float | Exact | None,
-    by_model: Mapping[str, Exact],
-) -> dict[str, float]:
-    """The rates of some amounts that were processed in one second."""
-    found: dict[str, float] = {}
-    for name, amount in (("tokens", tokens), ("real_tokens", useful_tokens), ("samples", samples)):
-        if amount is not None:
-            found[f"perf/{name}_per_second"] = float(amount)
-    mfu = _share(model_flops, peak)
-    if mfu is not None:
-        found["perf/mfu"] = mfu
-        found["perf/mfu_percent"] = 100 * mfu
-        of_measured = _share(model_flops, measured_peak)
-        if of_measured is not None:
-            found["perf/mfu_of_measured_peak"] = of_measured
-    for name, own_flops in by_model.items():
-        own = _share(own_flops, peak)
-        if own is not None:
-            found[f"perf/mfu/{name}"] = own
-    hfu = _share(hardware_flops, peak)
-    if hfu is not None:
-        found["perf/hfu"] = hfu
-        found["perf/hfu_percent"] = 100 * hfu
-    return found
 
 
 def _share(flops: float | Exact | None, peak: float | Exact | None) -> float | None:
@@ -117,7 +87,7 @@ class StepAmounts:
         found = own.copy()
         if self.in_job:
             found = {} if self.job is None else self._rates_of(self.job.sums)
-        per_gpu = _PER_GPU_IN_JOB if self.in_job else _PER_GPU
+        per_gpu = _PER_GPU_IN_JOB if self.in_job else _SIZES.values()
         found |= {f"{name}_per_gpu": own[name] for name in per_gpu if name in own}
         if self.flops is not None:
             found["perf/tflops_per_gpu"] = float(self.own[_MODEL_FLOPS]) / 1e12
@@ -129,19 +99,23 @@ class StepAmounts:
         return tuple(found.items())
 
     def _rates_of(self, sums: Mapping[str, Exact]) -> dict[str, float]:
-        prefix = f"{_MODEL_FLOPS}/"
-        return _rates(
-            samples=sums.get("samples"),
-            tokens=sums.get("tokens"),
-            useful_tokens=sums.get("useful_tokens"),
-            model_flops=sums.get(_MODEL_FLOPS),
-            hardware_flops=sums.get(self._hardware_flops_name),
-            peak=sums.get(PEAK),
-            measured_peak=sums.get(_MEASURED_PEAK),
-            by_model={
-                name.removeprefix(prefix): flops for name, flops in sums.items() if name.startswith(prefix)
-            },
-        )
+        """The rates of some amounts that were processed in one second."""
+        found = {rate: float(sums[name]) for name, rate in _SIZES.items() if name in sums}
+        flops, peak, prefix = sums.get(_MODEL_FLOPS), sums.get(PEAK), f"{_MODEL_FLOPS}/"
+        mfu, hfu = _share(flops, peak), _share(sums.get(self._hardware_flops_name), peak)
+        if mfu is not None:
+            found["perf/mfu"] = mfu
+            found["perf/mfu_percent"] = 100 * mfu
+            of_measured = _share(flops, sums.get(_MEASURED_PEAK))
+            if of_measured is not None:
+                found["perf/mfu_of_measured_peak"] = of_measured
+        for name, own_flops in sums.items():
+            if name.startswith(prefix) and (own := _share(own_flops, peak)) is not None:
+                found[f"perf/mfu/{name.removeprefix(prefix)}"] = own
+        if hfu is not None:
+            found["perf/hfu"] = hfu
+            found["perf/hfu_percent"] = 100 * hfu
+        return found
 
     @property
     def _hardware_flops_name(self) -> str:
@@ -177,12 +151,6 @@ class StepAmounts:
         """The shares as this rank's own figures: tokens that count on another rank are unknown, not 0."""
         known = self.shares
         return known if self.role.has_tokens else {n: v for n, v in known.items() if n not in _SIZES}
-
-    @cached_property
-    def rates_by_name(self) -> tuple[tuple[str, ...], tuple[float, ...]]:
-        """The names of `rates`, and their amounts."""
-        names, amounts = zip(*self.rates, strict=True) if self.rates else ((), ())
-        return names, amounts
 
     @cached_property
     def timeless(self) -> dict[str, Any]:
@@ -232,8 +200,7 @@ def performance(amounts: StepAmounts, time: StepTime) -> dict[str, Any]:
     if seconds is not None and seconds > 0:
         row["perf/step_time"] = seconds / steps
         row["perf/steps_per_second"] = steps / seconds
-        names, per_second = amounts.rates_by_name
-        row.update(zip(names, [amount / seconds for amount in per_second], strict=True))
+        row.update({name: amount / seconds for name, amount in amounts.rates})
         if amounts.hfu_method is not None:
             row["perf/hfu_method"] = amounts.hfu_method
     if data_wait_s is not None:

@@ -26,6 +26,7 @@ from ..hardware.detect import override_flops_per_s
 from ..hardware.nsight.audited import read_audit
 from ..run_summary.sums import PAUSES
 from ..torch_private.dispatch import hidden_from_modes
+from ..torch_private.table import missing
 from ..trackers.base import Tracker
 from . import created, forks
 from .config import MonitorConfig, load_config
@@ -33,10 +34,10 @@ from .guard import Guard
 from .live_run import LiveRun
 from .notices import Notices
 from .rows.output import Output
-from .step_recorder import StepRecorder
-from .summary import RunFigures, ended_by, info_of, show, summary_of
+from .summary import ended_by, info_of, show, summary_of
 from .timing.between_steps import BetweenSteps
 from .timing.watched_data import WatchedData
+from .totals import StepTotals
 from .values.datasets import DatasetMetrics
 from .watching.batch_notes import Batch, by_name_or_position
 from .watching.measuring import Measuring
@@ -45,6 +46,7 @@ from .watching.watched import CalledModels, Models, Watched, WatchedModels
 
 _CLOSE_TIMEOUT_S = 20.0
 _SAVE_TIMEOUT_S = 60.0
+_now_s = time.perf_counter
 
 
 class _Default(int):
@@ -90,16 +92,15 @@ class TrainingMonitor:
             trackers,
             finish_rows=self.save_logs,
             close_monitor=self.close,
-            batch_shapes=lambda: [] if self._live is None else self._live.steps.batch_shapes(),
             notice=self._notices,
         )
         self._hooks = ModelHooks(self._on_forward, self._on_evaluation, self._on_forward_end, self._notices)
         self._measuring = Measuring(self.config, self._notices)
-        self._between = BetweenSteps()
+        self._between = BetweenSteps(now_s=_now_s)
         self._datasets = DatasetMetrics(notice=self._notices)
         self._live: LiveRun | None = None
-        self._ended_by: str | None = None
         """The run, from its first batch or step on."""
+        self._ended_by: str | None = None
         self._guard.close_at_exit(self.close)
         for listener in created.listeners:
             listener(self)
@@ -116,7 +117,7 @@ class TrainingMonitor:
         before = self._hooks.models
         if self._guard.is_disabled:
             return self
-        if before is not None and not isinstance(model, CalledModels) and before.are(model):
+        if not isinstance(model, CalledModels) and before.are(model):
             models = before
         else:
             if self._live is not None:
@@ -139,11 +140,11 @@ class TrainingMonitor:
         The model's hooks are then disabled. Where several modules are watched, the batch gives the step's
         samples and tokens, and the FLOPs still come from the forward pass of each module.
         """
-        began_s = time.perf_counter()
-        if self._hooks.see_whole_batches and not self._hooks.are_disabled:
-            self._hooks.disable()
+        began_s = _now_s()
+        if self._hooks.models.is_one and not self._hooks.are_disabled:
+            self._hooks.are_disabled = True
             if self._live is not None:
-                self._guard.run(self._live.steps.forget_batches)  # the hook noted this very batch
+                self._guard.run(self._live.steps.batches.take)  # the hook noted this very batch
         if not isinstance(batch, (torch.Tensor, Mapping, tuple, list)):
             self._notices(
                 f"observe expects the batch that the model takes, got {type(batch).__name__}: it is ignored"
@@ -167,7 +168,7 @@ class TrainingMonitor:
         if kind not in PAUSES:
             self._notices(f"pause expects {', '.join(PAUSES[:-1])} or {PAUSES[-1]}; got {brief(kind)}: other")
             kind = "other"
-        live, mark, between, began_s = self._live, None, self._between, time.perf_counter()
+        live, mark, between, began_s = self._live, None, self._between, _now_s()
         if live is not None and not between.pauses:
             mark = self._guard.run(live.steps.pause)
         between.pauses += 1  # directly before `try`: an interrupt would come in a call between them
@@ -200,7 +201,7 @@ class TrainingMonitor:
         if given, are the model FLOPs of this rank's whole step: they are used unchanged, and nothing is
         counted.
         """
-        began_s, live, guard = time.perf_counter(), self._live, self._guard
+        began_s, live, guard = _now_s(), self._live, self._guard
         before = 0 if live is None else live.steps.logged
         with guard.lock:
             try:
@@ -217,7 +218,7 @@ class TrainingMonitor:
             except Exception as error:
                 guard.steps_lost += live is None or live.steps.logged == before
                 guard.switch_off(error)
-        self._between.end_s = end_s = time.perf_counter()
+        self._between.end_s = end_s = _now_s()
         if live is not None:
             live.steps.own_time_s += end_s - began_s
             guard.run(live.steps.begin_next_step)
@@ -227,7 +228,7 @@ class TrainingMonitor:
         config = self.config
         if not config.log_dataset_metrics or not config.dataset_metrics_freq or self._between.is_paused:
             return
-        position = None if self._live is None else self._live.steps.next_position()
+        position = None if self._live is None else self._live.steps.intake.next_position()
         if position is None or position.reaches(config.dataset_metrics_freq):
             with hidden_from_modes():
                 self._guard.run(self._datasets.add, batch, outputs, aggregated_loss)
@@ -244,7 +245,7 @@ class TrainingMonitor:
     @property
     def has_batches(self) -> bool:
         """Whether a batch of the current step was noted."""
-        return self._live is not None and self._live.steps.has_batches
+        return self._live is not None and self._live.steps.batches.has_notes
 
     def notice(self, text: str) -> None:
         """Warn once, and repeat it in the summary: what an integration has to report."""
@@ -257,12 +258,14 @@ class TrainingMonitor:
 
     def summary(self) -> dict[str, Any]:
         """The run so far as plain data; None where a value is unknown."""
-        live = self._live
-        figures = RunFigures(info_of(self.config)) if live is None else live.figures()
-        steps_lost = self._guard.steps_lost
-        failed = [f"{steps_lost:,} steps: the monitor failed and was switched off"] if steps_lost else []
-        lost = [*failed, *self._output.lost()]
-        return summary_of(figures, lost=lost, warnings=self._notices.texts, ended_by=self._ended_by)
+        live, steps_lost = self._live, self._guard.steps_lost
+        found = summary_of(info_of(self.config), StepTotals().as_dict()) if live is None else live.summary()
+        if steps_lost:
+            found["lost"].append(f"{steps_lost:,} steps: the monitor failed and was switched off")
+        found["lost"] += self._output.lost()
+        found["warnings"] = list(dict.fromkeys((*self._notices.texts, *missing.values())))
+        found["ended_by"] = self._ended_by
+        return found
 
     def close(self) -> None:
         """Write the remaining rows, close the trackers and print the summary; runs at exit automatically."""
@@ -324,7 +327,7 @@ class TrainingMonitor:
 
     def _on_forward(self, watched: Watched, batch: Batch | None) -> bool:
         """Note the batch; whether the end of the forward pass is to be told."""
-        began_s, hooks, guard = time.perf_counter(), self._hooks, self._guard
+        began_s, hooks, guard = _now_s(), self._hooks, self._guard
         if self._between.pauses or guard.is_closed or guard.is_broken:
             return False
         try:
@@ -332,7 +335,7 @@ class TrainingMonitor:
                 if not hooks.are_disabled:
                     with hidden_from_modes():
                         live = self._live or self._started(batch or {})
-                        slot = 0 if hooks.see_whole_batches else hooks.slot(watched)
+                        slot = 0 if hooks.models.is_one else hooks.models.slot(watched)
                         begun = live.steps.note_batch(batch, began_s, slot, watched)
                     if begun is not None:
                         live.steps.batch_begins(begun)
@@ -346,7 +349,7 @@ class TrainingMonitor:
             self._guard.run(self._live.steps.pass_ends)
 
     def _note_observed(self, batch: Batch | None, began_s: float) -> None:
-        slot = 0 if self._hooks.see_whole_batches else None
+        slot = 0 if self._hooks.models.is_one else None
         live = self._started(batch or {})
         with hidden_from_modes():
             begun = live.steps.note_batch(batch, began_s, slot, None)
@@ -357,10 +360,8 @@ class TrainingMonitor:
         """A forward pass without gradients begins; whether its end is to be told."""
         if self._guard.is_closed:
             return False
-        self._guard.run(self._between.evaluated)
-        live = self._live
-        return live is not None and bool(self._guard.run(_evaluation_begins, live.steps))
+        return bool(self._guard.run(self._evaluation_begins))
 
-
-def _evaluation_begins(steps: StepRecorder) -> bool:
-    return steps.pass_begins(None, is_training=False)
+    def _evaluation_begins(self) -> bool:
+        self._between.evaluated()
+        return self._live is not None and self._live.steps.pass_begins(None, is_training=False)

@@ -19,7 +19,6 @@ import functools
 import math
 import numbers
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -200,27 +199,21 @@ def _hybrid_substitute(device: torch.device | None) -> str:
     return "profiler"
 
 
-@dataclass(frozen=True, kw_only=True)
-class _CachedForms:
-    """The counts of a model with their closed forms, and what they hold for."""
-
-    fingerprint: Fingerprint
-    autocast: AutocastState
-    counts: BatchCounts
-
-
-_cached_forms: WeakKeyDictionary[nn.Module, _CachedForms] = WeakKeyDictionary()
+_cached_forms: WeakKeyDictionary[nn.Module, tuple[Fingerprint, AutocastState, BatchCounts]] = (
+    WeakKeyDictionary()
+)
+"""The counts of a model with their closed forms, after what they hold for."""
 
 
 def _smart(model: nn.Module, batch: Batch) -> FlopCount:
     inner = unwrap(model)
     mark, autocast = fingerprint([inner]), autocast_state()
     cached = _cached_forms.get(inner)
-    if cached is None or (cached.fingerprint, cached.autocast) != (mark, autocast):
+    if cached is None or cached[:2] != (mark, autocast):
         counts = BatchCounts(convention=Convention(), backward=True, loss_fn=None)
         counts.fit(inner, batch)
-        cached = _cached_forms[inner] = _CachedForms(fingerprint=mark, autocast=autocast, counts=counts)
-    return cached.counts.count(inner, batch)
+        cached = _cached_forms[inner] = mark, autocast, counts
+    return cached[2].count(inner, batch)
 
 
 def _profiled(model: nn.Module, batch: Batch) -> FlopCount:

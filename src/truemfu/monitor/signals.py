@@ -85,7 +85,7 @@ class _Watch:
     """Our handlers, and the thread that writes rows for them."""
 
     def __init__(self) -> None:
-        self._pid, self._is_over = os.getpid(), False
+        self._is_over = False
         self._written_from_s = -1.0
         """When the last completed write of rows began."""
         self._put_off: set[int] = set()

@@ -29,7 +29,7 @@ class StepPosition(NamedTuple):
         return self.step % frequency < self.steps
 
 
-class Observed:
+class ObservedStep:
     """An observed step; `count` is set on the row side, once the values it needs have arrived.
 
     `is_whole`: it was observed from the end of the step before, else from its first forward pass.
@@ -53,8 +53,10 @@ class StepExtras(NamedTuple):
     datasets: Sequence[tuple[PendingDatasetMetrics, HostCopy]] = ()
     cut: Cut | None = None
     """Set if a window of the hardware counters ends with this step."""
-    observed: Observed | None = None
+    observed: ObservedStep | None = None
     """What was observed of this step; its time is then not representative."""
+    skip_remote: bool = False
+    """Whether trackers other than the local log get no row."""
 
 
 NO_EXTRAS = StepExtras()
@@ -82,7 +84,6 @@ class StepNote(NamedTuple):
     warmup: bool
     gap: Gap
     span: Span
-    skip_remote: bool
     extras: StepExtras
 
     @property

@@ -27,13 +27,12 @@ from .step_flops.watch import StepWatch
 from .step_note import (
     NO_EXTRAS,
     WARMUP_STEPS,
-    Observed,
+    ObservedStep,
     StepExtras,
     StepNote,
-    StepPosition,
 )
 from .timing.between_steps import BetweenSteps
-from .timing.clock import Mark, StepClock
+from .timing.clock import StepClock, TimeMark
 from .values.datasets import PendingDatasetMetrics
 from .values.intake import LARGEST_STEP, Intake
 from .watching.batch_notes import Batch, BatchNotes, StepBatches, Template
@@ -45,6 +44,7 @@ from .watching.watched import Watched
 _SLOW_STEP_S = 1.0
 """Device values of a longer step are sent at once: the cost is small compared with the step."""
 _CHANGES_SHOWN = 5
+_now_s = time.perf_counter
 _READY = (float, type(None))
 """Types of numbers that are taken as they are."""
 Datasets = Sequence[tuple[PendingDatasetMetrics, HostCopy]]
@@ -60,7 +60,7 @@ class BegunBatch(NamedTuple):
 class EndedStep(NamedTuple):
     """What was observed of a step that has ended, and the autograd nodes it made."""
 
-    observed: Observed | None
+    observed: ObservedStep | None
     nodes: int | None
 
 
@@ -84,7 +84,7 @@ class StepRecorder:
         notices: Notices,
     ) -> None:
         self._hooks, self._measuring, self._between, self._clock = hooks, measuring, between, clock
-        self._intake, self._batches, self.watch = intake, batches, watch
+        self.intake, self.batches, self.watch = intake, batches, watch
         self._counters, self._audit, self._rank = counters, audit, rank
         self._rows, self._notices = rows, notices
         self._graphs = NewGraphs()
@@ -93,27 +93,10 @@ class StepRecorder:
         self.own_time_s = 0.0
         """The monitor's time on the training thread."""
 
-    @property
-    def has_batches(self) -> bool:
-        """Whether a batch of the current step was noted."""
-        return self._batches.has_notes
-
-    def next_position(self) -> StepPosition | None:
-        """Which step comes next, as far as that is known."""
-        return self._intake.next_position()
-
-    def batch_shapes(self) -> list[dict[str, list[int]]]:
-        """The shapes of the batches so far."""
-        return self._batches.shapes()
-
     def forget_models(self) -> None:
         """Other models are watched from now on."""
-        self._rank.forget_role()
+        self._rank.role_is_due = True
         self.watch.forget_models()
-
-    def forget_batches(self) -> None:
-        """Drop the notes of the current step: its batches are passed to `observe` instead."""
-        self._batches.take()
 
     def note_batch(
         self, batch: Batch | None, began_s: float, slot: int | None, watched: Watched | None
@@ -124,8 +107,8 @@ class StepRecorder:
         samples and tokens, `watched` for one that was passed to `observe`.
         """
         if self._rank.role_is_due:
-            self._rank.find_role(self._hooks.roots)
-        batches, between, in_backward = self._batches, self._between, backward_number() != -1
+            self._rank.find_role(self._hooks.models.roots)
+        batches, between, in_backward = self.batches, self._between, backward_number() != -1
         is_first = not batches.has_notes
         name = None if watched is None else watched.name
         if not batches.note(batch, slot, name, in_backward=in_backward):
@@ -138,7 +121,7 @@ class StepRecorder:
         if is_first:
             self._begin_step()
         template = batches.last_template
-        self.own_time_s += time.perf_counter() - began_s
+        self.own_time_s += _now_s() - began_s
         is_counted = slot is not None and not in_backward
         return BegunBatch(template, is_first) if is_counted and template is not None else None
 
@@ -171,7 +154,7 @@ class StepRecorder:
 
     def end_step(self) -> EndedStep:
         """Before `log_step`, with modes as the program has them: the step ends, and its observation."""
-        return EndedStep(self.watch.step_ends(), self.watch.nodes())
+        return EndedStep(self.watch.step_ends(), self.watch.nodes.made())
 
     def log_step(
         self,
@@ -188,7 +171,7 @@ class StepRecorder:
         now_s: float,
     ) -> None:
         """Hand over one note of a step that has ended."""
-        intake, measuring, extras, observed = self._intake, self._measuring, NO_EXTRAS, ended.observed
+        intake, measuring, extras, observed = self.intake, self._measuring, NO_EXTRAS, ended.observed
         # The mark is placed first, since a device that waits for the host would wait for all of this. With
         # counters it follows their cut: once the mark has passed, so has the cut.
         span = self._clock.end(now_s) if self._counters is None else None
@@ -196,13 +179,15 @@ class StepRecorder:
             self._audit.end_step()
         if attention_mask is not None or flops is not None or datasets or measuring.profiler is not None:
             extras = self._extras(attention_mask, flops, datasets)
+        if skip_remote is not False and intake.flag("skip_wandb", skip_remote):
+            extras = extras._replace(skip_remote=True)
         if self._hooks.are_unsettled:
             self._hooks.settle()
-        batches = self._batches.take()
+        batches = self.batches.take()
         if observed is not None:
             extras = extras._replace(observed=observed)
         self.watch.note_step(self.logged + 1, batches, ended.nodes, is_observed=observed is not None)
-        if not batches.notes or not self._hooks.see_whole_batches:
+        if not batches.notes or not self._hooks.models.is_one:
             self._without_forward_passes(batches)
         if type(step) is not int or not -LARGEST_STEP <= step <= LARGEST_STEP:
             step = intake.step_number(step)
@@ -231,13 +216,12 @@ class StepRecorder:
             learning_rate if type(learning_rate) in _READY else take("learning_rate", learning_rate),
             batches,
             self.logged + 1,
-            self.watch.state,
+            self.watch.models.state,
             ended.nodes,
             measuring.is_counted,
             is_warmup,
             self._between.take(),
             span or self._clock.end(now_s),
-            skip_remote if type(skip_remote) is bool else intake.flag("skip_wandb", skip_remote),
             extras,
         )
         intake.values.flush_if_due(now_s, is_due=is_slow)
@@ -247,30 +231,31 @@ class StepRecorder:
         self.logged += 1
         if measuring.add_steps(steps):
             self.watch.plan.set_frequency(measuring.frequency)
-        self.check_models()
+        if self.logged >= self.watch.models.check_at:
+            self.check_models()
 
     def begin_next_step(self) -> None:
         """The last thing that `log_step` does: the next step begins, and may be observed as a whole."""
         self.watch.next_begins(self.logged)
 
     def check_models(self, *, now: bool = False) -> None:
-        """Look for changes of the models, if that is due or `now`."""
-        change = self.watch.change
-        self.watch.check_models(self.logged, now=now)
-        if self.watch.change is not change and (change := self.watch.change) is not None:
+        """Look for changes of the models; `now` at the end of the run."""
+        change = self.watch.check_models(self.logged, now=now)
+        if change is not None:
+            state = self.watch.models.state
             self._notices(
                 f"the model changed between the logged steps {change.after_step} and {change.until_step}: "
                 "steps between them may have the FLOPs before the change",
-                about=f"model change {self.watch.state if self.watch.state < _CHANGES_SHOWN else ''}",
+                about=f"model change {state if state < _CHANGES_SHOWN else ''}",
             )
 
     def _extras(self, attention_mask: Any, flops: Any, datasets: Datasets) -> StepExtras:
         """The optional parts of a step, absent from most."""
-        tokens, useful_tokens = (None, None) if attention_mask is None else self._intake.mask(attention_mask)
+        tokens, useful_tokens = (None, None) if attention_mask is None else self.intake.mask(attention_mask)
         return StepExtras(
             tokens,
             useful_tokens,
-            given_flops=None if flops is None else self._intake.flops(flops),
+            given_flops=None if flops is None else self.intake.flops(flops),
             profile=self._measuring.end_step(),
             datasets=datasets,
         )
@@ -284,10 +269,10 @@ class StepRecorder:
         miss_compiled_calls()
         hooks.watch_calls()
 
-    def pause(self) -> Mark:
+    def pause(self) -> TimeMark:
         """Exclude what runs from now on from the step, until `resume` gets the mark."""
         mark = self._clock.moment()
-        self._intake.values.flush()
+        self.intake.values.flush()
         self.watch.suspend()
         self._measuring.interrupt()
         if self._audit is not None:
@@ -296,10 +281,10 @@ class StepRecorder:
             self._counters.restart()
         return mark
 
-    def resume(self, mark: Mark, kind: str, began_s: float) -> None:
+    def resume(self, mark: TimeMark, kind: str, began_s: float) -> None:
         """Continue the step; `kind` is what ran since the mark, which was requested at `began_s`."""
         self._clock.pause(mark, kind)
         self.watch.resume()
         if self._audit is not None:
             self._audit.resume()
-        self._between.shift(time.perf_counter() - began_s)
+        self._between.shift(_now_s() - began_s)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, TextIO
 
 import msgspec
@@ -13,43 +13,21 @@ from ..errors import one_line
 from ..records import UPPER_BOUND, RankSummary, RunHardware, RunRecord, RunSummary
 from ..run_summary.texts import NO_RATE, RunResults, facts, figures
 from ..text import counted, duration, printable, share, size
-from ..torch_private.table import missing as missed
 from ..waterfall import between_steps_notes
 from .config import MonitorConfig
-from .totals import Totals
 
 _SMALLEST_SHARE_SHOWN = 0.005
 _RANKS_SHOWN = 16
 _STRAGGLERS_SHOWN = 5
-
-
-@dataclass(frozen=True)
-class RunFigures:
-    """The figures of a run; only `info` before its first step."""
-
-    info: Mapping[str, Any]
-    logged: int = 0
-    totals: Totals = field(default_factory=Totals)
-    own_time_s: float = 0.0
-    """On the training thread, without the times below."""
-    own_check_s: float = 0.0
-    background_s: float = 0.0
-    observing_s: float = 0.0
-    observed: int = 0
-    observed_steps: Sequence[int] = ()
-    profiling_s: float = 0.0
-    hardware: Mapping[str, Any] | None = None
-    job: Mapping[str, Any] | None = None
-    """On rank 0 of a job: what holds for all ranks, in place of this rank's."""
-    notes: Sequence[str] = ()
-    left_out_last: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of pauses after the last step, by what ran in them."""
-    held_up_steps: int = 0
-    """Lost because the monitor fell behind."""
-    failed_steps: int = 0
-    """Lost because their metrics could not be computed."""
-    stranded_steps: int = 0
-    """Lost because the run ended before they were processed."""
+NO_COSTS = {
+    "checks_s": 0.0,
+    "background_s": 0.0,
+    "observing_s": 0.0,
+    "observed": 0,
+    "observed_steps": [],
+    "profiling_s": 0.0,
+}
+"""What a run that has not begun has cost so far."""
 
 
 def info_of(
@@ -60,7 +38,6 @@ def info_of(
     world_size: int = 1,
     rank: int = 0,
     model: Mapping[str, Any] | None = None,
-    batch_shapes: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """The description of a run; None where a value is unknown before the first step."""
     return {
@@ -72,7 +49,7 @@ def info_of(
         "rank": rank,
         "scope": "one device" if world_size == 1 else f"rank {rank} of {world_size} alone",
         "model": model,
-        "batch_shapes": list(batch_shapes),
+        "batch_shapes": [],
     }
 
 
@@ -84,39 +61,34 @@ def ended_by(error: BaseException | None) -> str | None:
 
 
 def summary_of(
-    figures: RunFigures, *, lost: Sequence[str], warnings: Sequence[str], ended_by: str | None = None
+    info: Mapping[str, Any],
+    run: Mapping[str, Any],
+    *,
+    own_s: float | None = None,
+    costs: Mapping[str, Any] = NO_COSTS,
+    job: Mapping[str, Any] | None = None,
+    hardware: Mapping[str, Any] | None = None,
+    notes: Sequence[str] = (),
+    lost_steps: Mapping[str, int] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """The run as plain data; None where a value is unknown. `lost` is what did not reach a tracker."""
-    run = figures.totals.as_dict(figures.left_out_last)
-    own_s = figures.own_time_s / figures.logged if figures.logged else None
+    """A run as plain data: its description and its totals; None where a value is unknown.
+
+    `own_s` is the monitor's time on the training thread per step. `job` is what holds for all ranks, in place
+    of rank 0's own values. `lost_steps` are those that became no row, by the reason.
+    """
     step_s = run["median_step_time_s"]
-    lost_steps = {
-        "the monitor fell behind": figures.held_up_steps,
-        "their metrics could not be computed": figures.failed_steps,
-        "the run ended before they were processed": figures.stranded_steps,
-    }
     return {
         **run,
-        **figures.info,
-        **(figures.job or {}),
-        "ended_by": ended_by,
+        **info,
+        **(job or {}),
         "monitor_cost": {
             "training_thread_us_per_step": None if own_s is None else own_s * 1e6,
             "share_of_step": None if own_s is None or not step_s else own_s / step_s,
-            "checks_s": figures.own_check_s,
-            "background_s": figures.background_s,
-            "observing_s": figures.observing_s,
-            "observed": figures.observed,
-            "observed_steps": list(figures.observed_steps),
-            "profiling_s": figures.profiling_s,
+            **costs,
         },
-        "hardware": figures.hardware,
-        "notes": [
-            *between_steps_notes(run["between_steps_share"], run["forwards_between_steps"]),
-            *figures.notes,
-        ],
-        "lost": [*[f"{steps:,} steps: {why}" for why, steps in lost_steps.items() if steps], *lost],
-        "warnings": list(dict.fromkeys((*warnings, *missed.values()))),
+        "hardware": hardware,
+        "notes": [*between_steps_notes(run["between_steps_share"], run["forwards_between_steps"]), *notes],
+        "lost": [f"{steps:,} steps: {why}" for why, steps in lost_steps.items() if steps],
     }
 
 

@@ -12,7 +12,7 @@ from .ranks.amounts import TOTALS, Exact
 _RATES = {f"perf/{name}" for name in MEDIANS if name not in (STEP_TIME, HFU)}
 
 
-class Totals:
+class StepTotals:
     """The figures of a run so far, and the exact amounts that it processed."""
 
     def __init__(self) -> None:

@@ -186,7 +186,7 @@ def _count(flops: FlopsSource, note: StepNote) -> StepCount:
     count = flops.count(note)
     if isinstance(count, Unknown):
         return StepCount(**who, reason=f"the marked step has no count: {count.reason}")
-    work = flops.work(note)
+    work = flops.known.work(note)
     return StepCount(
         **who,
         attention=count.convention.attention,

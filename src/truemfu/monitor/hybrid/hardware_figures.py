@@ -1,7 +1,7 @@
 """A window of counters combined with its steps: executed FLOPs, cross-check, waterfall, energy.
 
     steps ─► StepSums ─┐
-    counters ─► Measured ├─► figures_of ─► HardwareFigures ─► metrics of a row, the closing summary
+    counters ─► MeasuredWindow ┼─► figures_of ─► HardwareFigures ─► metrics of a row, the closing summary
     one count by shape ─► StepDetail ─┘
 
 Pure arithmetic. The numerator of MFU stays the count; counters measure executed FLOPs.
@@ -23,7 +23,7 @@ from ...utilization import ratio
 from ...waterfall import Waterfall, WaterfallInputs, waterfall
 from ..metrics import StepAmounts, StepTime
 from ..ranks.amounts import plus
-from .hardware_watch import Measured
+from .hardware_watch import MeasuredWindow
 
 
 @dataclass(kw_only=True)
@@ -64,15 +64,9 @@ class StepSums:
 
     def merge(self, other: StepSums) -> None:
         """Add the sums over other steps."""
-        self.steps += other.steps
-        self.elapsed_s += other.elapsed_s
-        self.data_wait_s += other.data_wait_s
-        self.between_s += other.between_s
-        self.forwards += other.forwards
-        self.collective_s += other.collective_s
-        self.timed_s += other.timed_s
-        for name in ("model_flops", "hardware_flops", "peak_flops", "tokens", "useful_tokens"):
-            setattr(self, name, plus(getattr(self, name), getattr(other, name)))
+        for name, amount in vars(other).items():
+            total = getattr(self, name)
+            setattr(self, name, None if total is None or amount is None else total + amount)
 
     @property
     def is_complete(self) -> bool:
@@ -110,39 +104,33 @@ class StepDetail:
 class HardwareFigures:
     """What the GPU did in a window; None where unknown."""
 
-    seconds: float
+    measured: MeasuredWindow
     steps: int
     executed_flops_per_s: float | None
     executed_hfu: float | None
     executed_over_activity: float | None
     """The audit's correction of the tensor pipe's activity; None: executed is an upper bound."""
-    clock_hz: float | None
-    clock_source: str
-    reported_clock_hz: float | None
     power_w: float | None
     energy_j_per_step: float | None
     energy_j_per_million_tokens: float | None
-    tensor_active: float | None
-    sm_active: float | None
-    dram_active: float | None
     check: CrossCheck | None
     fall: Waterfall | None
 
     def metrics(self) -> dict[str, float | str]:
         """The `perf/` metrics of the window."""
-        rate = self.executed_flops_per_s
+        rate, clock_hz, window = self.executed_flops_per_s, self.measured.clock_hz, self.measured.window
         row: dict[str, float | str | None] = {
             "perf/executed_tflops_per_gpu": None if rate is None else rate / 1e12,
             "perf/executed_hfu": self.executed_hfu,
             "perf/executed_over_activity": self.executed_over_activity,
-            "perf/sm_clock_mhz": None if self.clock_hz is None else self.clock_hz / 1e6,
-            "perf/clock_source": None if self.clock_hz is None else self.clock_source,
+            "perf/sm_clock_mhz": None if clock_hz is None else clock_hz / 1e6,
+            "perf/clock_source": None if clock_hz is None else self.measured.clock_source,
             "perf/power_w": self.power_w,
             "perf/energy_j_per_step": self.energy_j_per_step,
             "perf/energy_j_per_million_tokens": self.energy_j_per_million_tokens,
-            "perf/tensor_active": self.tensor_active,
-            "perf/sm_active": self.sm_active,
-            "perf/dram_active": self.dram_active,
+            "perf/tensor_active": window.tensor_active,
+            "perf/sm_active": window.sm_active,
+            "perf/dram_active": window.dram_active,
             **({} if self.check is None else self.check.as_metrics()),
             **({} if self.fall is None else self.fall.as_metrics()),
         }
@@ -150,10 +138,22 @@ class HardwareFigures:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for the closing summary."""
-        check, fall = self.check, self.fall
-        plain = {name: getattr(self, name) for name in _PLAIN}
+        check, fall, window = self.check, self.fall, self.measured.window
         return {
-            **plain,
+            "seconds": window.seconds,
+            "steps": self.steps,
+            "executed_flops_per_s": self.executed_flops_per_s,
+            "executed_hfu": self.executed_hfu,
+            "executed_over_activity": self.executed_over_activity,
+            "clock_hz": self.measured.clock_hz,
+            "clock_source": self.measured.clock_source,
+            "reported_clock_hz": window.sm_clock_hz,
+            "power_w": self.power_w,
+            "energy_j_per_step": self.energy_j_per_step,
+            "energy_j_per_million_tokens": self.energy_j_per_million_tokens,
+            "tensor_active": window.tensor_active,
+            "sm_active": window.sm_active,
+            "dram_active": window.dram_active,
             "executed_over_counted": None if check is None else check.executed_flops / check.counted_flops,
             "executed_over_expected": None if check is None else check.ratio,
             "limiter": None if fall is None else fall.limiter,
@@ -162,16 +162,9 @@ class HardwareFigures:
         }
 
 
-_PLAIN = (
-    "seconds steps executed_flops_per_s executed_hfu executed_over_activity clock_hz clock_source "
-    "reported_clock_hz power_w energy_j_per_step energy_j_per_million_tokens "
-    "tensor_active sm_active dram_active"
-).split()
-
-
 def figures_of(
     sums: StepSums,
-    measured: Measured,
+    measured: MeasuredWindow,
     detail: StepDetail,
     *,
     spec: DeviceSpec | None,
@@ -196,39 +189,36 @@ def figures_of(
             clock_hz=measured.clock_hz,
             executed_over_activity=1.0 if correction is None else correction,
         )
+    left_out = None
+    if not is_datasheet_peak:
+        left_out = "the peak is not the datasheet's"
+    elif not is_all_on_tensor_pipes:
+        left_out = "some of the work may not run on the tensor pipe (plain fp32 does not)"
     power_w = window.power_w
     if window.energy_j is not None and window.seconds > 0:
         power_w = window.energy_j / window.seconds
     # A job's energy is not known from the counters of one of its GPUs.
     energy_j = None if power_w is None or world_size > 1 else power_w * sums.elapsed_s
     return HardwareFigures(
-        seconds=window.seconds,
+        measured=measured,
         steps=sums.steps,
         executed_flops_per_s=executed,
         executed_hfu=ratio(executed, sums.per_s("peak_flops")),
         executed_over_activity=correction,
-        clock_hz=measured.clock_hz,
-        clock_source=measured.clock_source,
-        reported_clock_hz=window.sm_clock_hz,
         power_w=power_w,
         energy_j_per_step=None if energy_j is None or not sums.steps else energy_j / sums.steps,
         energy_j_per_million_tokens=None
         if energy_j is None or not sums.tokens
         else energy_j / sums.tokens * 1e6,
-        tensor_active=window.tensor_active,
-        sm_active=window.sm_active,
-        dram_active=window.dram_active,
         check=_check(sums, executed, detail, window.processes, is_upper_bound=correction is None),
         fall=_fall(
             sums,
             measured,
             executed,
             detail,
-            spec if is_datasheet_peak and is_all_on_tensor_pipes else None,
+            None if left_out else spec,
             world_size=world_size,
-            left_out=None
-            if is_datasheet_peak and is_all_on_tensor_pipes
-            else _why_left_out(is_datasheet_peak, is_all_on_tensor_pipes),
+            left_out=left_out,
             is_upper_bound=correction is None,
         ),
     )
@@ -274,7 +264,7 @@ def _others(processes: tuple[GpuProcess, ...]) -> list[int]:
 
 def _fall(
     sums: StepSums,
-    measured: Measured,
+    measured: MeasuredWindow,
     executed: float | None,
     detail: StepDetail,
     spec: DeviceSpec | None,
@@ -328,12 +318,6 @@ _UPPER_BOUND_NOTE = (
     "executed FLOPs are an upper bound without an audit (hybrid_mode.audit), and so are the FLOPs executed "
     "beyond the count"
 )
-
-
-def _why_left_out(is_datasheet_peak: bool, is_all_on_tensor_pipes: bool) -> str:
-    if not is_datasheet_peak:
-        return "the peak is not the datasheet's"
-    return "some of the work may not run on the tensor pipe (plain fp32 does not)"
 
 
 def _over_everything(detail: StepDetail) -> float | None:

@@ -2,7 +2,7 @@
 
     training thread   log_step ─► every ten seconds a Cut: a stamp of the SMs' cycles, in the step's note
     sampler's thread  NVML once a second, and at each cut ─► intervals
-    row thread        Cut … Cut, read past both ─► Measured: activity, true clock, energy between them
+    row thread        Cut … Cut, read past both ─► MeasuredWindow: activity, true clock, energy between them
 
 The host is ahead of the device: a cut is queued, and happens when the device reaches it. Its time is the
 GPU's, in the stamp; the smallest difference to the host's clock seen so far (an empty queue) converts it to
@@ -50,7 +50,7 @@ class Cut(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class MeasuredWindow:
     """The counters' values between two cuts."""
 
     window: CounterWindow
@@ -94,11 +94,6 @@ class HardwareWatch:
         self._sampler.read_soon(GPM_LAG_S / 2 + _MARGIN_S)
         return cut
 
-    @property
-    def due_s(self) -> float:
-        """When the next cut is due."""
-        return 0.0 if self._due_s is None else self._due_s
-
     def restart(self) -> None:
         """Discard the current window: the next cut, after `SETTLE_S`, begins a new one."""
         self._is_open, self._due_s = False, None
@@ -114,7 +109,7 @@ class HardwareWatch:
         intervals = self._sampler.intervals(self._index)
         return bool(intervals) and intervals[-1].end_s >= self._time_of(cut) + GPM_LAG_S / 2
 
-    def measured(self, begin: Cut, end: Cut) -> Measured | None:
+    def measured(self, begin: Cut, end: Cut) -> MeasuredWindow | None:
         """On another thread, when the device is past both cuts; None if too little was read in between."""
         for cut in (begin, end):
             self._note_lag(cut)
@@ -128,8 +123,8 @@ class HardwareWatch:
             clock_hz = mean_clock_hz(begin.stamp, end.stamp)
         clock_hz = clock_hz or counted_clock_hz(window, self._sm_count)
         if clock_hz is None:
-            return Measured(window=window, clock_hz=window.sm_clock_hz, clock_source=DRIVER)
-        return Measured(window=window, clock_hz=clock_hz, clock_source=CYCLE_COUNTERS)
+            return MeasuredWindow(window=window, clock_hz=window.sm_clock_hz, clock_source=DRIVER)
+        return MeasuredWindow(window=window, clock_hz=clock_hz, clock_source=CYCLE_COUNTERS)
 
     @property
     def fault(self) -> str | None:

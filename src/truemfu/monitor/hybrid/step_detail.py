@@ -38,7 +38,7 @@ class StepDetails:
         if isinstance(count, Unknown) or not count.hardware_flops:
             return _NOTHING
         if self._of is not count:
-            work = self._flops.work(note)
+            work = self._flops.known.work(note)
             if work is None:
                 self.notes[
                     "the cross-check does not account for tiles and skipped blocks: no step with its batches "

@@ -17,7 +17,7 @@ import msgspec
 from ...torch_private.flight_recorder import nccl_records
 
 
-class _Record(msgspec.Struct, frozen=True):
+class _Collective(msgspec.Struct, frozen=True):
     record_id: int
     process_group: tuple[str, str]
     """Its name, which is unique, and its description."""
@@ -25,8 +25,8 @@ class _Record(msgspec.Struct, frozen=True):
     duration_ms: float | None = None
 
 
-class _Records(msgspec.Struct, frozen=True):
-    entries: list[_Record] = []
+class _Collectives(msgspec.Struct, frozen=True):
+    entries: list[_Collective] = []
 
 
 class CollectiveTimes:
@@ -45,7 +45,7 @@ class CollectiveTimes:
         data = self._records()
         if data is None:
             return None
-        by_group: dict[tuple[str, str], list[_Record]] = {}
+        by_group: dict[tuple[str, str], list[_Collective]] = {}
         for record in sorted(_DECODER.decode(data).entries, key=lambda record: record.record_id):
             name, _ = record.process_group
             if record.duration_ms is not None and record.record_id >= self._next.get(name, 0):
@@ -63,4 +63,4 @@ class CollectiveTimes:
         return found or None
 
 
-_DECODER = msgspec.json.Decoder(_Records)
+_DECODER = msgspec.json.Decoder(_Collectives)

@@ -13,7 +13,6 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -42,15 +41,6 @@ _METRICS = {
 """Metrics under `perf/rank/<n>/`, and the fields of a row that they are."""
 
 
-@dataclass
-class _Incomplete:
-    """Rows whose job figures are unknown."""
-
-    rows: int = 0
-    first_step: int | None = None
-    ranks: set[int] = field(default_factory=set)
-
-
 class JobView:
     """Lives in rank 0; may be used on any thread."""
 
@@ -67,7 +57,10 @@ class JobView:
         """Ranks that were too late, until they report again."""
         self._silent: dict[int, str] = {}
         """Ranks without a message for a while before the store was last read, and what is said of each."""
-        self._incomplete = _Incomplete()
+        self._incomplete, self._first_incomplete = 0, 0
+        """Rows whose job figures are unknown, and the step of the first one."""
+        self._missed: set[int] = set()
+        """The ranks that did not report these."""
         self._began_s = clock()
         self._alerted: set[str] = set()
         self._stragglers = Stragglers(window_s=ROW_EVERY_S)
@@ -163,10 +156,9 @@ class JobView:
         """
         with self._lock:
             self._given_up |= self._missing(key)
-            incomplete = self._incomplete
-            incomplete.rows += 1
-            incomplete.first_step = key.step if incomplete.first_step is None else incomplete.first_step
-            incomplete.ranks |= self._given_up
+            self._first_incomplete = self._first_incomplete if self._incomplete else key.step
+            self._incomplete += 1
+            self._missed |= self._given_up
             return named(sorted(self._given_up)) or "the other ranks"
 
     def _missing(self, key: StepKey) -> set[int]:
@@ -201,11 +193,10 @@ class JobView:
         """What the job's figures cover."""
         text = f"job of {self.world_size} ranks, summed"
         with self._lock:
-            incomplete = self._incomplete
-            if not incomplete.rows:
+            if not self._incomplete:
                 return text
-            what = f"{incomplete.rows:,} steps, first step {incomplete.first_step}"
-            ranks = named(sorted(incomplete.ranks))
+            what = f"{self._incomplete:,} steps, first step {self._first_incomplete}"
+            ranks = named(sorted(self._missed))
             return f"{text}; unknown for {what}" + (f": {ranks} missing" if ranks else "")
 
     def notes(self) -> list[str]:

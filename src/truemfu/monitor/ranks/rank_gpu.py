@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from dataclasses import dataclass
+from typing import Any
 
 from ...hardware.counters.executed import counted_clock_hz
 from ...hardware.counters.sampler import Sampler
@@ -19,16 +19,6 @@ _KEPT = 32
 _NO_LIMIT = frozenset({"gpu_idle", "application_clocks", "display_clocks"})
 _LEAST_SHARE = 0.1
 """Of a window's time: a reason that was active for less did not limit it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class GpuFigures:
-    """One window of a GPU; None where unknown."""
-
-    busy_share: float | None = None
-    clock_mhz: float | None = None
-    tensor_activity: float | None = None
-    throttle: str | None = None
 
 
 class RankGpu:
@@ -43,14 +33,14 @@ class RankGpu:
         self._opening = threading.Thread(target=self._open, name="truemfu-rank-gpu", daemon=True)
         self._opening.start()
 
-    def window(self) -> GpuFigures:
-        """What the driver has counted since the last call."""
+    def window(self) -> dict[str, Any]:
+        """What the driver has counted since the last call, as fields of a `RankRow`."""
         if self._sampler is None:
-            return GpuFigures()
+            return {}
         parts = [part for part in self._sampler.intervals(self._index) if part.end_s > self._until_s]
         window = combine(parts)
         if window is None:
-            return GpuFigures()
+            return {}
         self._until_s = window.end_s
         return figures_of(window, self._sm_count)
 
@@ -77,8 +67,8 @@ class RankGpu:
             self._sampler = sampler
 
 
-def figures_of(window: CounterWindow, sm_count: int) -> GpuFigures:
-    """The figures of a window of counters."""
+def figures_of(window: CounterWindow, sm_count: int) -> dict[str, Any]:
+    """The figures of a window of counters; None where unknown."""
     clock_hz = counted_clock_hz(window, sm_count)
     reasons = {
         name: share
@@ -86,12 +76,12 @@ def figures_of(window: CounterWindow, sm_count: int) -> GpuFigures:
         if share >= _LEAST_SHARE and name not in _NO_LIMIT
     }
     busy = window.graphics_active
-    return GpuFigures(
-        busy_share=window.gpu_utilisation if busy is None else busy,
-        clock_mhz=None if clock_hz is None else clock_hz / 1e6,
-        tensor_activity=window.tensor_active,
-        throttle=max(reasons, key=lambda name: reasons[name], default=None),
-    )
+    return {
+        "busy_share": window.gpu_utilisation if busy is None else busy,
+        "clock_mhz": None if clock_hz is None else clock_hz / 1e6,
+        "tensor_activity": window.tensor_active,
+        "throttle": max(reasons, key=lambda name: reasons[name], default=None),
+    }
 
 
 def _closed(sampler: Sampler, source: CounterSource) -> None:

@@ -4,8 +4,7 @@
                                        a message every few seconds ──► RowExchange ──► rank 0
 
 Rows are due 1, 2, 4 and 8 seconds after the start, then every ten seconds, so that a short run has some. All
-of this is on the row thread; the training thread has no part in it. The time the training thread spent
-on a processor is read from the kernel's account of it.
+of this is on the row thread; the training thread has no part in it.
 """
 
 from __future__ import annotations
@@ -16,18 +15,15 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 
 import msgspec
 import torch
 
 from ...trackers.lane import Lane
 from .amounts import Amounts, Message, OwnAmounts, StepKey, plus
-from .collective_times import CollectiveTimes
-from .outside_time import OutsideTime
-from .rank_gpu import GpuFigures, RankGpu
 from .rank_row import RankRow
+from .row_sources import RowSources
 
 GPU_NAME = "GPU-"
 """How the name of a device that is known by its UUID begins."""
@@ -36,8 +32,6 @@ FIRST_ROWS_S = (1.0, 2.0, 4.0, 8.0)
 _SEND_EVERY_S = 2.0
 _RANKS_PER_SECOND = 64
 """How many messages a second rank 0's store is to take; larger jobs send less often, up to every row."""
-
-
 _MOST_PAUSED = 0.05
 """Of a window's steps: with more time than that in pauses, shares of its time say nothing about steps."""
 
@@ -79,6 +73,7 @@ class Identity:
 class _Window:
     """The steps since the last row."""
 
+    began_s: float
     step: int | None = None
     steps: int = 0
     seconds: float = 0.0
@@ -100,27 +95,17 @@ class RankReporter:
         memory_bytes: Callable[[], int | None],
         send: Callable[[bytes], None],
         file: Lane | None = None,
-        gpu: RankGpu | None = None,
-        clock_hz: Callable[[], float | None] = lambda: None,
-        collectives: CollectiveTimes | None = None,
-        host_time: HostTime | None = None,
-        outside: OutsideTime | None = None,
+        sources: RowSources | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.identity = identity
         self._role_name, self._memory_bytes, self._send = role_name, memory_bytes, send
-        self.file, self._gpu, self._host_time, self._clock = file, gpu, host_time, clock
-        self._collectives, self._clock_hz, self._outside = collectives, clock_hz, outside
-        self.collective_share: float | None = None
-        """Of the last row with a timed step: the share of time in the collectives of the busiest group."""
+        self.file, self.sources, self._clock = file, sources or RowSources(), clock
         self.amounts = OwnAmounts(clock)
-        self._window = _Window()
+        self._began_s = self._sent_s = clock()
+        self._window = _Window(self._began_s)
         self._row: RankRow | None = None
-        self._began_s = self._row_s = clock()
-        self._rows = 0
         self._row_due_s = self._began_s + FIRST_ROWS_S[0]
-        self._send_every_s = send_every_s(identity.world_size)
-        self._sent_s = self._began_s
         self._sent_steps = 0
         self._is_closed = threading.Lock()
 
@@ -155,13 +140,17 @@ class RankReporter:
         """Seconds until the next row."""
         return max(0.0, self._row_due_s - self._clock())
 
+    @property
+    def _pause_s(self) -> float:
+        return send_every_s(self.identity.world_size)
+
     def tick(self, *, now: bool = False) -> None:
         """Make the row that is due, and send what is new; with `now` also if it is not due yet."""
         now_s = self._clock()
         is_new = self.amounts.steps != self._sent_steps
         if now_s >= self._row_due_s or (self._row is None and now and is_new):
             self._make_row(now_s)
-        elif self._row is not None and is_new and (now or now_s >= self._sent_s + self._send_every_s):
+        elif self._row is not None and is_new and (now or now_s >= self._sent_s + self._pause_s):
             self._send_message(self._row, now_s)
 
     def close(self) -> None:
@@ -169,10 +158,7 @@ class RankReporter:
         if not self._is_closed.acquire(blocking=False):
             return
         self._make_row(self._clock(), is_last=True)
-        if self._gpu is not None:
-            self._gpu.close()
-        if self._outside is not None:
-            self._outside.close()
+        self.sources.close()
 
     def _send_message(self, row: RankRow, now_s: float) -> Message:
         self._sent_s, self._sent_steps = now_s, self.amounts.steps
@@ -181,15 +167,13 @@ class RankReporter:
         return message
 
     def _make_row(self, now_s: float, *, is_last: bool = False) -> None:
-        self._rows += 1
         after_s = now_s - self._began_s
         self._row_due_s = self._began_s + next(
             (due_s for due_s in FIRST_ROWS_S if due_s > after_s), max(after_s, FIRST_ROWS_S[-1]) + ROW_EVERY_S
         )
-        self._row = row = self._row_of(self._window, now_s - self._row_s, is_last=is_last)
-        self._row_s = now_s
+        self._row = row = self._row_of(self._window, now_s, is_last=is_last)
         # The step stays the last one known: a window without steps is not a rank without a position.
-        self._window = _Window(step=row.step)
+        self._window = _Window(now_s, step=row.step)
         message = self._send_message(row, now_s)
         if self.file is not None:
             line = msgspec.to_builtins(row)
@@ -198,17 +182,12 @@ class RankReporter:
             )
             self.file.wake()
 
-    def _row_of(self, window: _Window, window_s: float, *, is_last: bool) -> RankRow:
-        step_time_s = window.seconds / window.timed if window.timed else None
-        busy, outside, gpu, in_collectives = None, None, GpuFigures(), None
-        if window.timed:  # else these go on, up to the row that has the step
-            busy = None if self._host_time is None else self._host_time.share()
-            outside = None if self._outside is None else self._outside.share()
-            gpu = GpuFigures() if self._gpu is None else self._gpu.window()
-            in_collectives = self._shares_of_collectives()
-            self.collective_share = None if in_collectives is None else max(in_collectives.values())
-            if window.paused_s > _MOST_PAUSED * window.seconds:
-                busy, outside, gpu = None, None, replace(gpu, busy_share=None, tensor_activity=None)
+    def _row_of(self, window: _Window, now_s: float, *, is_last: bool) -> RankRow:
+        step_time_s, from_sources = None, {}
+        if window.timed:  # else the sources go on, up to the row that has the step
+            step_time_s = window.seconds / window.timed
+            is_paused = window.paused_s > _MOST_PAUSED * window.seconds
+            from_sources = self.sources.read(step_time_s, is_paused=is_paused)
         own = self.identity
         return RankRow(
             rank=own.rank,
@@ -217,66 +196,19 @@ class RankReporter:
             device=own.device,
             role=self._role_name(),
             restart=own.restart,
-            number=self._rows,
+            number=1 if self._row is None else self._row.number + 1,
             at_s=time.time(),
-            window_s=round(window_s, 3),
+            window_s=round(now_s - window.began_s, 3),
             is_last=is_last,
             step=window.step,
             steps=window.steps,
             step_time_s=step_time_s,
             data_wait_s=_per(window.data_wait_s, window.steps),
-            host_s=None if busy is None or step_time_s is None else busy * step_time_s,
-            outside_s=None
-            if outside is None or step_time_s is None
-            else max(outside, busy or 0.0) * step_time_s,
-            busy_share=gpu.busy_share,
-            collective_s=None
-            if in_collectives is None or step_time_s is None
-            else {group: share * step_time_s for group, share in in_collectives.items()},
-            clock_mhz=self._clock_mhz(gpu) if window.timed else None,
-            tensor_activity=gpu.tensor_activity,
-            throttle=gpu.throttle,
             memory_bytes=self._memory_bytes(),
             model_flops=_per(window.flops, window.steps),
             tokens=_per(window.tokens, window.steps),
+            **from_sources,
         )
-
-    def _clock_mhz(self, gpu: GpuFigures) -> float | None:
-        """As the driver counts its cycles, where it does; else as `hybrid` measures it."""
-        if gpu.clock_mhz is not None:
-            return gpu.clock_mhz
-        clock_hz = self._clock_hz()
-        return None if clock_hz is None else clock_hz / 1e6
-
-    def _shares_of_collectives(self) -> dict[str, float] | None:
-        if self._collectives is not None:
-            with contextlib.suppress(Exception):  # another format of records: the time stays unknown
-                return self._collectives.shares()
-        return None
-
-
-class HostTime:
-    """How much of its time a thread has been on a processor or waiting for one, by Linux's account."""
-
-    def __init__(self, thread: int, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """`thread` is its native id."""
-        self._path = Path(f"/proc/self/task/{thread}/schedstat")
-        self._clock = clock
-        self._last = self._read()
-
-    def share(self) -> float | None:
-        """Since the last call; None where the kernel does not say."""
-        before, self._last = self._last, self._read()
-        if before is None or self._last is None or self._last[0] <= before[0]:
-            return None
-        return (self._last[1] - before[1]) / (self._last[0] - before[0])
-
-    def _read(self) -> tuple[float, float] | None:
-        try:
-            on_processor_ns, waiting_ns = self._path.read_bytes().split()[:2]
-        except (OSError, ValueError):
-            return None
-        return self._clock(), 1e-9 * (int(on_processor_ns) + int(waiting_ns))
 
 
 def _per(total: float | None, steps: int) -> float | None:

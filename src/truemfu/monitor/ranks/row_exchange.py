@@ -27,34 +27,8 @@ def read_every_s(world_size: int) -> float:
     return min(_LONGEST_READ_EVERY_S, max(_READ_EVERY_S, world_size / _RANKS_PER_SECOND))
 
 
-class StoreCalls:
-    """The store's calls that do not wait for another rank, valid for one round of work."""
-
-    def __init__(self, store: Any, number: int, call: Callable[..., Any]) -> None:
-        self._store, self._call = store, call
-        self.number = number
-        """The number of this store in the job: a new one is empty."""
-
-    def has(self, key: str) -> bool:
-        return bool(self._call(self._store.check, [key]))
-
-    def get(self, key: str) -> bytes:
-        """The value of an existing key; for a missing one this would block."""
-        return bytes(self._call(self._store.get, key))
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        """The values of existing keys, in one call where the store has one for that."""
-        store = self._store
-        if hasattr(store, "has_extended_api") and store.has_extended_api():
-            return [bytes(value) for value in self._call(store.multi_get, keys)]
-        return [self.get(key) for key in keys]
-
-    def set(self, key: str, value: bytes) -> None:
-        self._call(self._store.set, key, value)
-
-    def add(self, key: str, amount: int) -> int:
-        """Add to an integer, which begins at 0, in one atomic operation; the sum."""
-        return int(self._call(self._store.add, key, amount))
+Call = Callable[..., Any]
+"""Calls a method of the store with these arguments, within a limit of time."""
 
 
 class RowExchange:
@@ -73,7 +47,8 @@ class RowExchange:
         self._read_every_s = read_every_s(world_size)
         self._message: bytes | None = None
         self._is_sent = True
-        self._store = 0
+        self._stores = 0
+        """Which of the job's stores the numbers are of."""
         self._number: int | None = None
         self._read_s = self._hurry_until_s = 0.0
         self._length = 0
@@ -89,53 +64,63 @@ class RowExchange:
         """Rank 0: read more often for a moment. On any thread."""
         self._hurry_until_s = self._clock() + _HURRY_S
 
-    def work(self, calls: StoreCalls) -> float | None:
-        """Store thread: send and read what is due; returns the seconds until the next read."""
-        if calls.number != self._store:
-            self._store, self._number, self._length = calls.number, None, 0
+    def work(self, store: Any, stores: int, call: Call) -> float | None:
+        """Store thread: send and read what is due; returns the seconds until the next read.
+
+        `stores` counts the job's stores: a new one is empty. No call waits for another rank.
+        """
+        if stores != self._stores:
+            self._stores, self._number, self._length = stores, None, 0
             self._unseen.clear()
             self._seen.clear()
             self._is_sent = self._message is None
         if self._take is None:
-            self._send(calls)
+            self._send(store, call)
             return None
         now_s = self._clock()
         pause_s = _HURRIED_READ_EVERY_S if now_s < self._hurry_until_s else self._read_every_s
         if now_s >= self._read_s + pause_s:
             self._read_s = now_s
-            self._take(self._read(calls))
+            self._take(self._read(store, call))
         return max(0.0, self._read_s + pause_s - self._clock())
 
-    def _send(self, calls: StoreCalls) -> None:
+    def _send(self, store: Any, call: Call) -> None:
         message = self._message
         if message is None or self._is_sent:
             return
         self._is_sent = True  # before the message is written: one that is put meanwhile is sent next
         if self._number is None:
-            self._number = calls.add(f"{self._prefix}/length", 1)
-        calls.set(f"{self._prefix}/{self._number}", message)
+            self._number = int(call(store.add, f"{self._prefix}/length", 1))  # atomic
+        call(store.set, f"{self._prefix}/{self._number}", message)
 
-    def _read(self, calls: StoreCalls) -> list[bytes]:
+    def _read(self, store: Any, call: Call) -> list[bytes]:
         """The messages that are new."""
-        self._find_numbers(calls)
+        self._find_numbers(store, call)
         numbers = sorted(self._seen)
         new = []
         for at in range(0, len(numbers), _READ_TOGETHER):
             part = numbers[at : at + _READ_TOGETHER]
-            messages = calls.multi_get([f"{self._prefix}/{number}" for number in part])
+            messages = _values(store, call, [f"{self._prefix}/{number}" for number in part])
             for number, message in zip(part, messages, strict=True):
                 if self._seen[number] != (digest := hash(message)):
                     self._seen[number] = digest
                     new.append(message)
         return new
 
-    def _find_numbers(self, calls: StoreCalls) -> None:
+    def _find_numbers(self, store: Any, call: Call) -> None:
         name = f"{self._prefix}/length"
-        if self._length < self._others and calls.has(name):
-            length = int(calls.get(name))
+        if self._length < self._others and call(store.check, [name]):
+            length = int(call(store.get, name))
             self._unseen |= set(range(self._length + 1, length + 1))
             self._length = length
         for number in sorted(self._unseen):
-            if calls.has(f"{self._prefix}/{number}"):
+            if call(store.check, [f"{self._prefix}/{number}"]):
                 self._unseen.discard(number)
                 self._seen[number] = 0
+
+
+def _values(store: Any, call: Call, keys: list[str]) -> list[bytes]:
+    """The values of existing keys, in one call where the store has one for that; missing ones would block."""
+    if hasattr(store, "has_extended_api") and store.has_extended_api():
+        return [bytes(value) for value in call(store.multi_get, keys)]
+    return [bytes(call(store.get, key)) for key in keys]

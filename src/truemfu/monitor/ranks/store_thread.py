@@ -13,6 +13,7 @@ close and its port is free again.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 import weakref
@@ -22,7 +23,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ...torch_private.watching import default_store
-from .row_exchange import RowExchange, StoreCalls
+from .row_exchange import RowExchange
 
 GROUP_S = 120.0
 """How long a process group is waited for."""
@@ -141,7 +142,8 @@ class StoreThread:
             self._job_store = self._own_store = None
             return self._without_group()
         self._had_group, self._no_group_since_s = True, None
-        return self._exchange.work(self._calls_to(store))
+        used, limit_s = self._usable(store)
+        return self._exchange.work(used, self._stores, functools.partial(self._call, limit_s))
 
     def _without_group(self) -> float | None:
         if self._had_group:  # destroyed, as at the end of a run: not a failure
@@ -152,7 +154,8 @@ class StoreThread:
             self.failure = "torch.distributed is not initialized"
         return _GROUP_POLL_S
 
-    def _calls_to(self, store: Any) -> StoreCalls:
+    def _usable(self, store: Any) -> tuple[Any, float]:
+        """Our own connection to the store if there is one, and how long a call may take."""
         shared_limit_s = GROUP_S + STUCK_S  # the connection is locked while the training itself waits on it
         if self._job_store is None or self._job_store() is not store:
             self._own_store = None
@@ -163,11 +166,7 @@ class StoreThread:
                     self._own_store = self._call(STUCK_S, store.clone)
             self._job_store = weakref.ref(store)
             self._stores += 1
-        is_own = self._own_store is not None
-        limit_s = STUCK_S if is_own else shared_limit_s
-        return StoreCalls(
-            self._own_store if is_own else store, self._stores, lambda *args: self._call(limit_s, *args)
-        )
+        return (store, shared_limit_s) if self._own_store is None else (self._own_store, STUCK_S)
 
     def _call(self, limit_s: float, function: Callable[..., Any], *args: Any) -> Any:
         is_late = self._stop_ends_s is not None and self._clock() > self._stop_ends_s

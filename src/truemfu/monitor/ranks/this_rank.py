@@ -31,9 +31,10 @@ from .job_view import JobView
 from .outside_time import OutsideTime
 from .rank_file import FOLDER, LastMessages, RankFile, file_name
 from .rank_gpu import RankGpu
-from .reporter import HostTime, Identity, RankReporter
+from .reporter import Identity, RankReporter
 from .role import UNKNOWN, WHOLE
 from .row_exchange import RowExchange
+from .row_sources import HostTime, RowSources
 from .store_thread import StoreThread
 
 _FILE_TIMEOUT_S = 1.0
@@ -119,11 +120,13 @@ class ThisRank:
             memory_bytes=memory_bytes,
             send=self.store.send if self.job is None else self.job.take_own,
             file=file,
-            gpu=RankGpu(own.device, _processors(device)) if on_gpu and reads_gpu else None,
-            clock_hz=clock_hz,
-            collectives=CollectiveTimes() if on_gpu else None,
-            host_time=None if on_gpu else HostTime(threading.get_native_id()),
-            outside=None if on_gpu else OutsideTime(threading.current_thread()),
+            sources=RowSources(
+                gpu=RankGpu(own.device, _processors(device)) if on_gpu and reads_gpu else None,
+                clock_hz=clock_hz,
+                collectives=CollectiveTimes() if on_gpu else None,
+                host_time=None if on_gpu else HostTime(threading.get_native_id()),
+                outside=None if on_gpu else OutsideTime(threading.current_thread()),
+            ),
         )
         self.store.wake()
 
@@ -131,10 +134,6 @@ class ThisRank:
     def files(self) -> list[Lane]:
         """The file of this rank's rows, in a job."""
         return [] if self.reporter is None or self.reporter.file is None else [self.reporter.file]
-
-    def forget_role(self) -> None:
-        """Other models are watched from now on: find the role again."""
-        self.role_is_due = True
 
     def find_role(self, models: Iterable[nn.Module]) -> None:
         """Find the role: in a forward pass, when pipeline stages and split sequences are there."""
@@ -150,7 +149,7 @@ class ThisRank:
     @property
     def collective_share(self) -> float | None:
         """The share of time in the collectives of the busiest group, in the last row."""
-        return None if self.reporter is None else self.reporter.collective_share
+        return None if self.reporter is None else self.reporter.sources.collective_share
 
     @property
     def is_connected(self) -> bool:

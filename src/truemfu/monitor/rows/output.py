@@ -1,12 +1,5 @@
 """Where rows go: the local log gets every complete row, the other trackers what was configured.
 
-    every step           loss, learning rate, epoch, global_step (and dataset metrics where measured)
-    detailed_log_freq    also the gradient norm and everything under perf/, 30 s after the last at the latest;
-                         if that step sends them no row, with the next one that does
-    reduced_logging      only the metrics of every step
-    logging_steps        no rows in between
-    skip_wandb           no row for this step
-
 Only the first rank writes. A tracker that is not installed, raises or hangs loses its own rows and nothing
 else; lost rows are counted. The run's other files have lanes too: its folder may hang, and no caller waits
 longer than the timeout of `close`.
@@ -16,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from datetime import datetime, timezone
 from pathlib import Path
@@ -28,17 +21,11 @@ from ...records import RUN_FILE
 from ...trackers.base import Tracker, known
 from ...trackers.file import JsonArrayFile
 from ...trackers.lane import Lane
-from ...trackers.metric_aliases import rename
-from ...trackers.table import check_tracker, make_tracker
-from ...trackers.wandb import WandbTracker
 from ..config import MonitorConfig
 from ..step_note import StepPosition
+from .remote_trackers import RemoteTrackers
 from .run_file import RunFile
 
-_BASICS = frozenset({"training/loss", "training/lr", "training/epoch", "global_step"})
-
-_REMOTE_FLUSH_S = 10.0
-"""The longest time a tracker may buffer rows."""
 _LOCAL_FLUSH_S = 0.5
 """Rows arrive up to nine seconds after their step, and must be on disk within ten."""
 _RUN_FILE_S = 5.0
@@ -46,11 +33,7 @@ _RUN_FILE_S = 5.0
 
 
 class Output:
-    """The local log and the other trackers, each with its own lane.
-
-    `finish_rows` is called before a W&B run that the user ends is closed, and `close_monitor` at exit, while
-    W&B can still be written to.
-    """
+    """The local log and the other trackers, each with its own lane."""
 
     def __init__(
         self,
@@ -61,26 +44,35 @@ class Output:
         *,
         finish_rows: Callable[[], None],
         close_monitor: Callable[[], None],
-        batch_shapes: Callable[[], list[dict[str, list[int]]]],
         notice: Callable[[str], None],
     ) -> None:
         self._dir, self._config, self._notice = output_dir, config, notice
-        self._finish_rows, self._close_monitor, self._batch_shapes = finish_rows, close_monitor, batch_shapes
         self.last_row: Mapping[str, Any] = {}
         self._log = JsonArrayFile(output_dir / _checked_name(log_file, output_dir), notice=notice)
         self._local: Lane | None = None
-        self._remote: list[Lane] = []
         self._run_file: Lane | None = None
         self.other_files: list[Lane] = []
         """Lanes of other files in the run's folder, started and used by their owners."""
         self._slow: set[Lane] = set()
-        self._is_written = self._has_wandb = False
-        self._details_are_due = False
+        self._describe: Callable[[], Mapping[str, Any]] | None = None
+        """The description of the run, until the run file has what is known with the first rows."""
         self._unsaved = 0
         self.rows_queued = 0
         """Rows that every tracker has in its lane; what becomes of them there is the lane's account."""
         self._started_at = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        self._wanted = _wanted(trackers, config)
+
+        def finish_rows_of(lane: Lane) -> None:
+            self._slow.discard(lane)  # the program ends the run that it writes to: wait for it once more
+            finish_rows()
+
+        self._remote = RemoteTrackers(
+            output_dir,
+            config,
+            trackers,
+            finish_rows_of=finish_rows_of,
+            close_monitor=close_monitor,
+            notice=notice,
+        )
 
     def put_all(
         self,
@@ -100,40 +92,23 @@ class Output:
         if self._local is not None:
             self._local.put_all([(row["global_step"], row) for row in rows])
             self._unsaved += len(rows)
-        if self._remote:
+        if self._remote.lanes:
             for row, number, is_skipped in zip(rows, steps, skip_remote, strict=True):
                 position = StepPosition(row["global_step"], number)
-                self._details_are_due |= position.step in detailed
-                self._put_remote(position, row, is_skipped=bool(is_skipped))
+                self._remote.put(
+                    position, row, is_detailed=position.step in detailed, is_skipped=bool(is_skipped)
+                )
         self.rows_queued += len(rows)
         if self._local is not None and self._unsaved >= self._config.save_freq:
             self._unsaved = 0
             self._local.flush()
 
-    def _put_remote(self, position: StepPosition, row: dict[str, Any], *, is_skipped: bool) -> None:
-        if not is_skipped and position.reaches(self._config.logging_steps or 1):
-            wanted = rename(self._for_remote(row), self._config.metric_names)
-            for lane in self._remote:
-                lane.put(position.step, wanted)
-
-    def _for_remote(self, row: dict[str, Any]) -> dict[str, Any]:
-        """The complete row if details are due, and they stay due until a row with them was sent."""
-        is_reduced = self._config.reduced_logging
-        if self._details_are_due and not is_reduced:
-            self._details_are_due = False
-            return row
-        return {
-            key: value
-            for key, value in row.items()
-            if key in _BASICS or (key.startswith("dataset/") and not is_reduced)
-        }
-
     def wake(self) -> None:
         """Rows were added: wake the lanes; with the first rows the run's description is written too."""
-        if self._run_file is not None and not self._is_written:
-            self._is_written = True
-            self._run_file.put(0, {"batch_shapes": self._batch_shapes()})
+        if self._run_file is not None and self._describe is not None:
+            self._run_file.put(0, {"batch_shapes": self._describe()["batch_shapes"]})
             self._run_file.flush()
+            self._describe = None
         for lane in self._lanes():
             lane.wake()
 
@@ -160,11 +135,6 @@ class Output:
             lane.flush()
         if self._local is not None:
             self._local.wait_until_idle(timeout_s)
-
-    def _finish_rows_of(self, lane: Lane) -> None:
-        """The program ends the run that this lane writes to: wait for it once more."""
-        self._slow.discard(lane)
-        self._finish_rows()
 
     def close(self, summarize: Callable[[], Mapping[str, Any]], timeout_s: float) -> None:
         """Finish every tracker, then write the run file with the final summary."""
@@ -201,40 +171,18 @@ class Output:
         ]
 
     def _lanes(self) -> list[Lane]:
-        return [*([self._local] if self._local is not None else []), *self._remote]
+        return [*([self._local] if self._local is not None else []), *self._remote.lanes]
 
-    def start(self, run_info: Mapping[str, Any]) -> None:
+    def start(self, describe: Callable[[], Mapping[str, Any]]) -> None:
         """Open the trackers when the training begins: the W&B tracker must see all that the user logs."""
-        for tracker in self._wanted or ():
-            self._open(tracker)
-        run = self._run(run_info)
+        self._remote.open()
+        self._describe = describe
+        run = self._run(describe())
         self._local = Lane(self._log, "file", flush_every_s=_LOCAL_FLUSH_S, notice=self._notice)
-        is_none_wanted = self._wanted == ()
-        if _wandb_is_active() and not is_none_wanted and not self._has_wandb:
-            self._open("wandb")
         path = self._dir / RUN_FILE
         self._run_file = Lane(RunFile(path, notice=self._notice), path.name, notice=self._notice)
         for lane in (*self._lanes(), self._run_file):
             lane.start(run)
-
-    def _open(self, wanted: str | Tracker) -> None:
-        """Give a tracker a lane; one that cannot be created is left out, with a warning."""
-        name = wanted if isinstance(wanted, str) else type(wanted).__name__
-        try:
-            settings = {"address": self._config.prometheus_address} if wanted == "prometheus" else {}
-            tracker = make_tracker(wanted, self._dir, **settings)
-        except Exception as error:
-            self._notice(f"tracker {name} is left out: {one_line(error)}")
-            return
-        lane = Lane(tracker, name, flush_every_s=_REMOTE_FLUSH_S, notice=self._notice)
-        if isinstance(tracker, WandbTracker):
-            if self._has_wandb:
-                self._notice(f"tracker {name} is left out: there is already one for W&B")
-                return
-            self._has_wandb = True
-            tracker.before_end = lambda: self._finish_rows_of(lane)
-            tracker.at_exit = self._close_monitor
-        self._remote.append(lane)
 
     def _run(self, run_info: Mapping[str, Any]) -> dict[str, Any]:
         from ... import __version__
@@ -255,28 +203,3 @@ def _checked_name(log_file: str, folder: Path) -> str:
     if Path(log_file).name == RUN_FILE:
         raise UsageError(f"log_file must not be {RUN_FILE}, which holds the description of the run")
     return log_file
-
-
-def _wanted(
-    trackers: Sequence[str | Tracker] | None, config: MonitorConfig
-) -> tuple[str | Tracker, ...] | None:
-    """The requested trackers, each once; None if not configured. Raises if one is not a tracker."""
-    if trackers is None:
-        trackers = config.trackers
-    if trackers is None:
-        return None
-    if isinstance(trackers, str) or not isinstance(trackers, Iterable):
-        got = repr(trackers) if isinstance(trackers, str) else type(trackers).__name__
-        raise UsageError(
-            f'trackers must be a list of names and trackers such as ["wandb"], or [] for none; got {got}'
-        )
-    wanted: dict[str | int, str | Tracker] = {}
-    for tracker in trackers:
-        check_tracker(tracker)
-        wanted[tracker if isinstance(tracker, str) else id(tracker)] = tracker
-    return tuple(wanted.values())
-
-
-def _wandb_is_active() -> bool:
-    """Whether the user has a W&B run open: it is then used automatically."""
-    return getattr(sys.modules.get("wandb"), "run", None) is not None

@@ -1,10 +1,10 @@
 """Steps become rows, in order, once the device has passed them.
 
-    StepNote ──► StepReader: time, FLOPs, values ──► Step ──► job_rows, in a job ──► a row ──► Output
+    StepNote ──► StepReader: time, FLOPs, values ──► Step ──► held_rows, in a job ──► a row ──► Output
 
 A step that ends a window of the hardware counters waits until they were read past it, unless a caller waits
 for its row; a step of an unknown kind waits a few seconds for one like it to be observed. In a job of several
-ranks rank 0 holds a row back until all ranks have reported its step (`job_rows.py`).
+ranks each step is reported, and rank 0 holds its row back until all ranks have done so (`held_rows.py`).
 """
 
 from __future__ import annotations
@@ -25,25 +25,29 @@ from ..hybrid.audit_step import AuditStep
 from ..hybrid.hardware_windows import HardwareWindows
 from ..metrics import LastAmounts, StepAmounts, StepTime, Window, performance
 from ..notices import Notices
+from ..ranks.amounts import Exact
+from ..ranks.job_sums import JobStep
 from ..ranks.this_rank import ThisRank
 from ..step_flops.plan import ObservationPlan
 from ..step_flops.source import ESTIMATE, FlopsSource, StepFlops, UnknownFlops
 from ..step_note import StepNote, StepPosition
 from ..timing.clock import CudaClock, HostClock
-from ..timing.step_times import StepTimes
-from ..totals import Totals
+from ..timing.step_times import StepTiming
+from ..totals import StepTotals
 from ..values.datasets import dataset_metrics
 from ..values.host_values import is_there, resolved
 from ..watching.batch_notes import BatchNote
 from ..watching.watched import is_of_first_module
 from .frequency import StepsOrSeconds
-from .job_rows import JobRows
+from .held_rows import HeldRows
 from .output import Output
 from .step_queue import StepQueue
 
 _MOST_TOGETHER = 32
 """The most rows handed to the output at once."""
 _MOST_UNLEARNED = 10_000
+_SHORTEST_PAUSE_S = 0.1
+"""Between two reports of a rank."""
 
 
 class Step(NamedTuple):
@@ -77,7 +81,7 @@ class StepReader:
         self._clock, self._flops, self._plan, self._rank = clock, flops, plan, rank
         self._hardware, self._audit, self._notices = hardware, audit, notices
         self._measured_peak_flops_per_s = measured_peak_flops_per_s
-        self._times = StepTimes()
+        self._times = StepTiming()
         self._unlearned: deque[StepNote] = deque(maxlen=_MOST_UNLEARNED)
         """Observed steps whose counts are not known yet; rows before them may wait for these."""
         self._last_counted, self._last_executed = LastAmounts(), LastAmounts()
@@ -127,7 +131,7 @@ class StepReader:
                 self._hardware.interrupted()
             self._hardware.add(note, counted, took)
             if self._hardware.measures_executed:
-                self._flops.use_executed_ratio(self._hardware.executed_ratio)
+                self._flops.executed_ratio = self._hardware.executed_ratio
         if self._audit is not None and self._audit.wants(note):
             self._audit.write(self._flops, note)
         self._note_time(note, took)
@@ -143,7 +147,9 @@ class StepReader:
             "training/grad_norm": resolved(note.grad_norm),
         }
         amounts = self._with_executed(counted)
-        return Step(position, note.span.end.host_s, training, datasets, amounts, took, note.skip_remote)
+        return Step(
+            position, note.span.end.host_s, training, datasets, amounts, took, note.extras.skip_remote
+        )
 
     def _counted(self, note: StepNote) -> StepAmounts:
         """The amounts of a step as counted; the last step's object if they are equal."""
@@ -204,7 +210,7 @@ class StepReader:
             return
         step_s = took.elapsed_s / took.steps
         if note.extras.observed is not None:
-            extra_s = max(0.0, step_s - self._plan.plain_step_s)
+            extra_s = max(0.0, step_s - self._plan.pace.step_s)
             self._plan.observed(note.number, extra_s, note.span.end.host_s)
         elif not note.warmup:
             self._plan.shifted(step_s)
@@ -218,45 +224,47 @@ class Rows:
         reader: StepReader,
         output: Output,
         *,
-        job: JobRows[Step] | None,
+        rank: ThisRank,
         hardware: HardwareWindows | None,
         device: torch.device,
         details: StepsOrSeconds,
         notices: Notices,
     ) -> None:
         self.queue = StepQueue()
-        self._reader, self._output, self._job, self._hardware = reader, output, job, hardware
+        self.reader, self._output, self._rank, self._hardware = reader, output, rank, hardware
         self._device, self._details, self._notices = device, details, notices
-        self._window, self.totals = Window(), Totals()
+        self._held: HeldRows[Step] | None = None
+        if rank.job is not None:
+            self._held = HeldRows(rank, rank.job, notices)
+        self._last_in_job = LastAmounts()
+        self._last_sums: tuple[JobStep, dict[str, Exact], JobStep] | None = None
+        """Of the last step: the sums over the other ranks, its own shares, and both added up."""
+        self._window, self.totals = Window(), StepTotals()
         self.failed_steps = 0
 
     def put(self, note: StepNote) -> None:
         """On the training thread: a step was logged; never waits."""
-        self._reader.put(note)
+        self.reader.put(note)
         self.queue.put(note)
-
-    @property
-    def profile_cost_s(self) -> float:
-        """What profiled steps have cost so far."""
-        return self._reader.profile_cost_s
 
     @property
     def due_in_s(self) -> float:
         """Seconds until there is something to do even without a new step."""
-        return inf if self._job is None else self._job.due_in_s
+        reporter = self._rank.reporter
+        return inf if reporter is None else max(_SHORTEST_PAUSE_S, reporter.due_in_s)
 
     def release_in(self, seconds: float | None) -> None:
         """Wait so long for what other ranks report of the steps so far."""
-        if self._job is not None:
-            self._job.release_in(seconds)
+        if self._held is not None:
+            self._held.release_in(seconds)
 
     def process(self, *, is_awaited: bool) -> None:
         """Make rows of all steps that are ready."""
-        self._reader.learn()
+        self.reader.learn()
         while self._process_some(is_awaited=is_awaited) == _MOST_TOGETHER:
             pass
-        if self._job is not None:
-            self._job.tick(is_awaited=is_awaited)
+        if self._rank.reporter is not None:
+            self._rank.reporter.tick(now=is_awaited)
 
     def _process_some(self, *, is_awaited: bool) -> int:
         """Process the oldest ready steps, up to `_MOST_TOGETHER`; returns how many."""
@@ -266,30 +274,54 @@ class Rows:
             while (
                 taken < _MOST_TOGETHER
                 and (oldest := self.queue.oldest()) is not None
-                and self._reader.is_ready(oldest, is_awaited=is_awaited)
+                and self.reader.is_ready(oldest, is_awaited=is_awaited)
             ):
                 self.queue.take()
                 taken += 1
                 try:
-                    steps.append(self._reader.read(oldest))
+                    steps.append(self.reader.read(oldest))
                 except BaseException as error:
                     self._not_logged(error)
         finally:
-            if taken or (self._job is not None and self._job.held):
+            if taken or self._held:
                 released = self._released(steps, is_awaited=is_awaited)
                 self._write([row for step in released if (row := self._row_of(step)) is not None])
-                self.queue.note_rows(taken, held=0 if self._job is None else self._job.held)
+                self.queue.note_rows(taken, held=0 if self._held is None else len(self._held))
                 self._output.wake()
         return taken
 
     def _released(self, steps: Sequence[Step], *, is_awaited: bool) -> Sequence[Step]:
         """The steps whose rows are due: the new ones, or on rank 0 of a job those all ranks have reported."""
-        if self._job is None:
+        reporter, held = self._rank.reporter, self._held
+        if reporter is None:
             return steps
         for step in steps:
-            self._job.put(step, step.position, step.amounts, step.took)
-        released = self._job.release(is_awaited=is_awaited)
-        return [step._replace(amounts=amounts) for step, amounts in released]
+            key = reporter.add(
+                *step.position,
+                step.took.elapsed_s,
+                step.took.data_wait_s,
+                paused_s=sum(step.took.left_out_s.values()),
+                is_warmup=step.amounts.warmup,
+                amounts=step.amounts.shares,
+            )
+            if held is not None:
+                held.put(step, key)
+        if held is None:
+            return steps
+        if is_awaited and held:
+            self._rank.store.read_soon()
+        return [self._in_job(step, others) for step, others in held.release(is_awaited=is_awaited)]
+
+    def _in_job(self, step: Step, others: JobStep | None) -> Step:
+        """The step with the sums over all ranks; its amounts are the last step's object if they are equal."""
+        job = None
+        if others is not None:
+            last, shares = self._last_sums, step.amounts.shares
+            if last is None or last[0] is not others or last[1] is not shares:
+                sums = {name: total + shares[name] for name, total in others.sums.items() if name in shares}
+                self._last_sums = last = others, shares, JobStep(sums)
+            job = last[2]
+        return step._replace(amounts=self._last_in_job.same_as(replace(step.amounts, job=job)))
 
     def _row_of(self, step: Step) -> tuple[Step, dict[str, Any], bool] | None:
         """The row of a released step, and whether it is a detailed one; None, with a warning, if it fails."""
@@ -319,7 +351,7 @@ class Rows:
         if self._hardware is not None and self._hardware.latest is not None:
             row |= self._hardware.latest.metrics()
         row["perf/memory_peak_bytes"] = peak_memory_bytes(self._device)
-        return row if self._job is None else row | self._job.metrics()
+        return row if self._rank.job is None else row | self._rank.job.metrics()
 
     def _write(self, rows: Sequence[tuple[Step, dict[str, Any], bool]]) -> None:
         """Hand rows to the output, and add them to the totals: those with the same amounts together."""

@@ -37,21 +37,11 @@ class ObservationPlan:
         self._reason: str | None = None
         self._kinds: dict[Hashable, _Appearances] = {}
         self._count, self._last_cost_s = 0, 0.0
-        self._spent_s = self._spent_at_first_s = self._spent_later_s = 0.0
+        self.spent_s = self._spent_at_first_s = self._spent_later_s = 0.0
+        """How much longer all observed steps took than plain ones; those that count in each share."""
         self._costs_s: deque[float] = deque(maxlen=_RECENT_COSTS)
         self._regular, self._grid = _Stride(max(1, frequency)), _Stride(1)
-        self._times_s: deque[float] = deque(maxlen=_SHIFT_STEPS)
-        self._median_s = self._reference_s = 0.0
-
-    @property
-    def spent_s(self) -> float:
-        """How much longer all observed steps took than plain ones."""
-        return self._spent_s
-
-    @property
-    def plain_step_s(self) -> float:
-        """The median time of the last plain steps; 0 before the first."""
-        return self._median_s
+        self.pace = _Pace()
 
     def set_frequency(self, steps: int) -> None:
         """Observe regularly after so many steps; 0: never."""
@@ -65,32 +55,28 @@ class ObservationPlan:
         if step <= 2:
             return True
         self._has_news = False
-        if self._median_s:
+        if self.pace.step_s:
             cost_s = statistics.median(self._recent_costs_s())
             for stride in (self._regular, self._grid):
-                stride.adapt(cost_s / self._median_s / _REGULAR_SHARE)
-        is_due = self._has_reason(step, now_s) and self._may_observe(now_s)
+                stride.adapt(cost_s / self.pace.step_s / _REGULAR_SHARE)
+        is_due = self._has_reason(step, now_s) and self.wants_unknown(now_s)
         if is_due:
             self._reason = None
         self._next_step = self._next_decision(step, now_s)
         return is_due
 
-    def wants_unknown(self, now_s: float) -> bool:
-        """Whether a batch of a new shape may be observed at this moment."""
-        return self._may_observe(now_s)
-
     def observed(self, step: int, extra_s: float, now_s: float) -> None:
         """A step was observed and took so much longer than a plain one; all of it while that is unknown."""
         self._count += 1
-        self._spent_s += extra_s
+        self.spent_s += extra_s
         self._last_cost_s = extra_s
-        if len(self._times_s) >= 2:
+        if self.pace.steps >= 2:
             self._costs_s.append(extra_s)
         if now_s - self._start_s <= _FIRST_MINUTE_S:
             self._spent_at_first_s += extra_s * (self._count > _FREE)
         elif step > 2:
             self._spent_later_s += extra_s
-        self._reference_s = self._median_s if len(self._times_s) == _SHIFT_STEPS else 0.0
+        self.pace.compare_from_now()
         self._has_news = True
 
     def unknown_kind(self, step: int, kind: Hashable) -> None:
@@ -114,17 +100,10 @@ class ObservationPlan:
 
     def shifted(self, step_time_s: float) -> bool:
         """Take the time of a plain step; True, once, if step times have changed for good: then asks too."""
-        self._times_s.append(step_time_s)
-        self._median_s = statistics.median(self._times_s)
-        if len(self._times_s) < _SHIFT_STEPS:
-            return False
-        reference_s = self._reference_s = self._reference_s or self._median_s
-        if abs(self._median_s - reference_s) <= _SHIFT * reference_s:
-            return False
-        self._times_s.clear()  # what comes next is compared with times after the shift alone
-        self._reference_s = 0.0
-        self.ask("step times have changed")
-        return True
+        is_shifted = self.pace.add(step_time_s)
+        if is_shifted:
+            self.ask("step times have changed")
+        return is_shifted
 
     def _has_reason(self, step: int, now_s: float) -> bool:
         if self._frequency and self._count and step % self._regular.steps == 0:
@@ -149,14 +128,46 @@ class ObservationPlan:
         return 1 if now_s - self._start_s <= _FIRST_MINUTE_S else self._grid.steps
 
     def _recent_costs_s(self) -> list[float]:
-        return list(self._costs_s) or [max(0.0, self._last_cost_s - self._median_s)]
+        return list(self._costs_s) or [max(0.0, self._last_cost_s - self.pace.step_s)]
 
-    def _may_observe(self, now_s: float) -> bool:
+    def wants_unknown(self, now_s: float) -> bool:
+        """Whether the share allows an observation at this moment, as of a batch of a new shape."""
         elapsed_s = now_s - self._start_s
         cost_s = 2 * max(self._recent_costs_s())  # the next may take longer than those before it
-        if elapsed_s + self._median_s + cost_s > _FIRST_MINUTE_S:
+        if elapsed_s + self.pace.step_s + cost_s > _FIRST_MINUTE_S:
             return self._spent_later_s + cost_s <= _SHARE * elapsed_s
         return self._count < _FREE or self._spent_at_first_s + cost_s <= _SHARE_AT_FIRST * elapsed_s
+
+
+class _Pace:
+    """The times of the last plain steps, and whether they have changed for good."""
+
+    def __init__(self) -> None:
+        self._times_s: deque[float] = deque(maxlen=_SHIFT_STEPS)
+        self.step_s = self._reference_s = 0.0
+        """Their median, 0 before the first; the one that it is compared with."""
+
+    @property
+    def steps(self) -> int:
+        """How many there are."""
+        return len(self._times_s)
+
+    def add(self, step_time_s: float) -> bool:
+        """The time of one more; True, once, after a change."""
+        self._times_s.append(step_time_s)
+        self.step_s = statistics.median(self._times_s)
+        if self.steps < _SHIFT_STEPS:
+            return False
+        reference_s = self._reference_s = self._reference_s or self.step_s
+        if abs(self.step_s - reference_s) <= _SHIFT * reference_s:
+            return False
+        self._times_s.clear()  # what comes next is compared with times after the shift alone
+        self._reference_s = 0.0
+        return True
+
+    def compare_from_now(self) -> None:
+        """A step was observed: later ones are compared with those before it."""
+        self._reference_s = self.step_s if self.steps == _SHIFT_STEPS else 0.0
 
 
 class _Stride:

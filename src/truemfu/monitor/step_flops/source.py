@@ -27,7 +27,6 @@ from ...flops import (
     Estimator,
     FlopCount,
     StepProfile,
-    StepWork,
     Windows,
     uncounted_notice,
     unwrap,
@@ -95,17 +94,14 @@ class FlopsSource:
     ) -> None:
         self._config, self.known, self._rank = config, known, rank
         self._hooks, self._notice, self._device = hooks, notice, device
+        self._configured_peak = None if config.peak_tflops is None else config.peak_tflops * 1e12
+        """In FLOP/s; None to use the table."""
         self._peaks: OrderedDict[tuple[Any, ...], tuple[float | None, str | None]] = OrderedDict()
         self._estimators: dict[tuple[Any, ...], Estimator | None] = {}
         self._last: tuple[FlopCount, StepFlops] | None = None
         self.executed_ratio: float | None = None
         """Executed FLOPs over those counted, of the last profiled step or the last window of counters."""
         self._executed_method = executed_method
-
-    @property
-    def configured_peak_flops_per_s(self) -> float | None:
-        """The peak configured by the user; None to use the table."""
-        return None if self._config.peak_tflops is None else self._config.peak_tflops * 1e12
 
     @property
     def refusal(self) -> str | None:
@@ -155,7 +151,7 @@ class FlopsSource:
         """Note where the convention counts pairs outside of a model's sliding windows."""
         for batch in note.batches.notes:
             slot, example = batch.template.slot, batch.example()
-            model = None if slot is None else self._hooks.module_of(slot)
+            model = None if slot is None else self._hooks.models.module_of(slot)
             if model is None or example is None:
                 continue
             with contextlib.suppress(Exception):  # a note is not worth a failed row
@@ -178,8 +174,8 @@ class FlopsSource:
 
     def _given(self, note: StepNote, flops: float) -> StepFlops:
         """The FLOPs that the caller gave, and the peak of the model's dominant dtype."""
-        peak, source = self.configured_peak_flops_per_s, "monitoring.peak_tflops"
-        first, models = next(iter(note.batches.notes), None), self._hooks.roots
+        peak, source = self._configured_peak, "monitoring.peak_tflops"
+        first, models = next(iter(note.batches.notes), None), self._hooks.models.roots
         if peak is None and first is not None and models:
             with first.template.autocast.applied():
                 dtype = dominant_dtype(models[0], self._device)
@@ -241,7 +237,7 @@ class FlopsSource:
             if len(self._estimators) >= _MAX_ESTIMATORS:
                 self._estimators.clear()
             self._estimators[key] = None
-            model = self._hooks.module_of(slot)
+            model = self._hooks.models.module_of(slot)
             try:
                 if model is not None:
                     with autocast.applied():
@@ -252,8 +248,8 @@ class FlopsSource:
 
     def _peak(self, by_dtype: Mapping[str, int]) -> tuple[float | None, str | None]:
         """The peak for this mix of dtypes, and where it comes from."""
-        if self.configured_peak_flops_per_s is not None:
-            return self.configured_peak_flops_per_s, "monitoring.peak_tflops"
+        if self._configured_peak is not None:
+            return self._configured_peak, "monitoring.peak_tflops"
         key = tuple(sorted(by_dtype.items()))
         if key not in self._peaks:
             self._peaks[key] = ideal_flops_per_s(by_dtype, self._device)
@@ -275,10 +271,6 @@ class FlopsSource:
         elif isinstance(counted, StepFlops) and counted.hardware_flops:
             self.executed_ratio = executed.hardware_flops / counted.hardware_flops
 
-    def use_executed_ratio(self, ratio: float | None) -> None:
-        """Use the ratio of executed to counted FLOPs of the last window of counters; None: the count."""
-        self.executed_ratio = ratio
-
     def with_executed(self, flops: StepFlops) -> StepFlops:
         """The same step with its executed FLOPs scaled by the last measured ratio."""
         if self.executed_ratio is None:
@@ -291,10 +283,6 @@ class FlopsSource:
             hardware_flops=flops.hardware_flops * self.executed_ratio,
             executed_method=self._executed_method,
         )
-
-    def work(self, note: StepNote) -> StepWork | None:
-        """An observed step with the same batches, by shape; None if there is none."""
-        return self.known.work(note)
 
     def count(self, note: StepNote) -> FlopCount | Unknown:
         """The count behind `of`; unknown where FLOPs are given or estimated."""

@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 import torch
 
-from .clock import Mark, Pause, Span, StepClock, seconds_between
+from .clock import Pause, Span, StepClock, TimeMark, seconds_between
 
 LONG_GAP_S = 0.005
 """Shorter gaps are never excluded; without a forward pass in it, a gap that is not `_CLEARLY_LONG_GAP_S`
@@ -52,7 +52,7 @@ class Wait(NamedTuple):
     seconds: float
     is_given: bool
     """Whether the loader was passed to `monitor.data`."""
-    marks: tuple[Mark, Mark] | None = None
+    marks: tuple[TimeMark, TimeMark] | None = None
     """Its ends; None for a short one, and for one after the step's first forward pass."""
 
 
@@ -65,15 +65,6 @@ class Between(NamedTuple):
     """Forward passes without gradients before the step's first one with gradients."""
 
 
-def between(end_s: float | None, first_s: float | None, waits: Sequence[Wait], forwards: int) -> Between:
-    """For a step after one that ended at `end_s`, with its first forward pass at `first_s`."""
-    data_wait_s = sum(wait.seconds for wait in waits) if waits else None
-    if end_s is None or first_s is None:
-        return Between(data_wait_s)
-    known_s = sum(wait.seconds for wait in waits if wait.ended_s <= first_s)
-    return Between(data_wait_s, max(0.0, first_s - end_s - known_s), forwards)
-
-
 class Gap(NamedTuple):
     """What is known of the time before a step's first forward pass, by the host's clock and by a mark."""
 
@@ -81,10 +72,10 @@ class Gap(NamedTuple):
     first_s: float | None
     waits: Sequence[Wait]
     forwards: int
-    mark: Mark | None = None
+    mark: TimeMark | None = None
     """Where the first forward pass began; None if the gap before it is short."""
 
-    def parts(self, span: Span) -> list[tuple[Mark, Mark]]:
+    def parts(self, span: Span) -> list[tuple[TimeMark, TimeMark]]:
         """The gap without the data waits and pauses in it."""
         if self.mark is None or span.begin is None:
             return []
@@ -100,7 +91,11 @@ class Gap(NamedTuple):
 
     def between(self) -> Between:
         """By the host's clock."""
-        return between(self.end_s, self.first_s, self.waits, self.forwards)
+        data_wait_s = sum(wait.seconds for wait in self.waits) if self.waits else None
+        if self.end_s is None or self.first_s is None:
+            return Between(data_wait_s)
+        known_s = sum(wait.seconds for wait in self.waits if wait.ended_s <= self.first_s)
+        return Between(data_wait_s, max(0.0, self.first_s - self.end_s - known_s), self.forwards)
 
 
 class UsualGaps:
@@ -138,7 +133,7 @@ class UsualGaps:
         return pauses if is_long and recent >= _FEWEST_STEPS and alike < recent / 2 else []
 
 
-def gap_seconds(parts: Sequence[tuple[Mark, Mark]]) -> float | None:
+def gap_seconds(parts: Sequence[tuple[TimeMark, TimeMark]]) -> float | None:
     """Device seconds in the parts of a gap; None if one is unknown."""
     found = [seconds_between(begin, end) for begin, end in parts]
     known = [seconds for seconds in found if seconds is not None]
@@ -180,9 +175,9 @@ class BetweenSteps:
         self._depth = 0
         self._began_s = 0.0
         self._clock: StepClock | None = None
-        self._first: Mark | None = None
-        self._began: Mark | None = None
-        self._evaluated_after: Mark | None = None
+        self._first: TimeMark | None = None
+        self._began: TimeMark | None = None
+        self._evaluated_after: TimeMark | None = None
         """The last mark before the last forward pass without gradients."""
 
     @property
@@ -228,7 +223,7 @@ class BetweenSteps:
             seconds, is_given, marks = seconds + last.seconds, is_given or last.is_given, last.marks
         waits.append(Wait(ended_s, seconds, is_given, marks))
 
-    def _mark(self) -> Mark | None:
+    def _mark(self) -> TimeMark | None:
         """A mark around a wait; a device that fails does so in the training's next operation, not here."""
         try:
             return None if self._clock is None else self._clock.moment()

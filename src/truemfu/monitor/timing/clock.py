@@ -40,7 +40,7 @@ class Event(Protocol):
         """Milliseconds from this event to another; both have passed."""
 
 
-class Mark:
+class TimeMark:
     """A moment: its host time, and its device time once that was read."""
 
     __slots__ = ("device_s", "event", "host_s")
@@ -57,9 +57,9 @@ class HostClock:
 
     source = "host clock"
 
-    def mark(self, now_s: float) -> Mark:
+    def mark(self, now_s: float) -> TimeMark:
         """This moment."""
-        return Mark(now_s, None, now_s)
+        return TimeMark(now_s, None, now_s)
 
     def on_other_thread(self) -> AbstractContextManager[bool]:
         """For a thread other than the training thread: whether it may queue work inside."""
@@ -68,7 +68,7 @@ class HostClock:
     def poll(self) -> None:
         """Nothing to do: every mark has passed."""
 
-    def has_passed(self, mark: Mark) -> bool:
+    def has_passed(self, mark: TimeMark) -> bool:
         """Whether the device has reached this mark."""
         return True
 
@@ -129,18 +129,18 @@ class CudaClock:
     def __init__(self, queue: Queue) -> None:
         self._queue = queue
         self._free: list[Event] = []
-        self._unread: deque[Mark] = deque()
+        self._unread: deque[TimeMark] = deque()
         self._last: Event | None = None
         self._last_s = self._latest_s = 0.0
         """The time of the last event that was read, and the latest time so far."""
 
-    def mark(self, now_s: float) -> Mark:
+    def mark(self, now_s: float) -> TimeMark:
         """The current position in the queue; its time is unknown if no event could be placed."""
         if len(self._unread) >= _MAX_EVENTS:
-            return Mark(now_s, None)
+            return TimeMark(now_s, None)
         spare = self._free.pop() if self._free else None
         event = self._queue.record(spare)
-        mark = Mark(now_s, event)
+        mark = TimeMark(now_s, event)
         if event is not None:
             self._unread.append(mark)
         elif spare is not None:
@@ -151,7 +151,7 @@ class CudaClock:
         """For a thread other than the training thread: whether it may queue work inside."""
         return self._queue.on_other_thread()
 
-    def has_passed(self, mark: Mark) -> bool:
+    def has_passed(self, mark: TimeMark) -> bool:
         """Whether nothing more will be known of this mark: it was read, or has no event."""
         if mark.event is not None:
             self.poll()
@@ -188,8 +188,8 @@ def clock_for(device: torch.device) -> HostClock | CudaClock:
 class Pause(NamedTuple):
     """A time that is excluded from a step."""
 
-    begin: Mark
-    end: Mark
+    begin: TimeMark
+    end: TimeMark
     kind: str | None
     """What ran in it, a key of `PAUSES`; None for what is reported elsewhere."""
 
@@ -197,8 +197,8 @@ class Pause(NamedTuple):
 class Span(NamedTuple):
     """The marks of one step: `begin` is None for a first step whose beginning was not seen."""
 
-    begin: Mark | None
-    end: Mark
+    begin: TimeMark | None
+    end: TimeMark
     pauses: Sequence[Pause]
 
 
@@ -210,9 +210,9 @@ class StepClock:
     ) -> None:
         self.clock = clock
         self._now_s = now_s
-        self._begin: Mark | None = None
+        self._begin: TimeMark | None = None
         self._pauses: Sequence[Pause] = ()
-        self.last: Mark | None = None
+        self.last: TimeMark | None = None
         """The last mark that was placed."""
 
     def begin(self) -> None:
@@ -220,12 +220,12 @@ class StepClock:
         if self._begin is None:
             self._begin = self.moment()
 
-    def moment(self) -> Mark:
+    def moment(self) -> TimeMark:
         """A mark now."""
         self.last = self.clock.mark(self._now_s())
         return self.last
 
-    def pause(self, begin: Mark, kind: str | None) -> None:
+    def pause(self, begin: TimeMark, kind: str | None) -> None:
         """Exclude the time from `begin` until now from the step."""
         self._pauses = (*self._pauses, Pause(begin, self.moment(), kind))
 
@@ -262,6 +262,6 @@ def left_out_s(pauses: Sequence[Pause]) -> dict[str, float]:
     return found
 
 
-def seconds_between(begin: Mark, end: Mark) -> float | None:
+def seconds_between(begin: TimeMark, end: TimeMark) -> float | None:
     """Device seconds from one mark to another; None if a mark's time is unknown."""
     return None if begin.device_s is None or end.device_s is None else end.device_s - begin.device_s

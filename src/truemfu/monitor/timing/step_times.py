@@ -7,7 +7,7 @@ from .between_steps import Between, Gap, UsualGaps, gap_seconds
 from .clock import Span, duration_s, left_out_s
 
 
-class StepTimes:
+class StepTiming:
     """Lives on the row thread, and sees the steps in order, once the device has passed them."""
 
     def __init__(self) -> None:

@@ -45,41 +45,27 @@ _RESERVED_OF_EACH = 8
 """Loss, gradient norm, learning rate and mask, for this flush and one that is not read yet."""
 
 
-class _Sent:
+def _copy_of(tensors: list[torch.Tensor], *, count: bool) -> HostCopy:
     """One copy to the host: tensors of one shape, or the number of nonzero elements of each."""
-
-    def __init__(self, tensors: list[torch.Tensor], *, count: bool) -> None:
-        together = torch.stack(tensors)
-        self._copy = HostCopy(together.flatten(1).count_nonzero(dim=1) if count else together)
-        self.ready = self._copy.ready
-        self._numbers: list[float] | None = None
-
-    def tensor(self, index: int) -> torch.Tensor:
-        """One of the tensors."""
-        return self._copy.get()[index]
-
-    def number(self, index: int) -> float:
-        """One of the tensors, if all are single numbers."""
-        if self._numbers is None:
-            self._numbers = [float(number) for number in self._copy.get().tolist()]
-        return self._numbers[index]
+    together = torch.stack(tensors)
+    return HostCopy(together.flatten(1).count_nonzero(dim=1) if count else together)
 
 
 class Held:
     """A tensor to be copied to the host; `is_void` if it was overwritten before it could be fetched."""
 
-    __slots__ = ("_index", "_sent", "count", "is_void", "name", "tensor", "version")
+    __slots__ = ("_copy", "_index", "count", "is_void", "name", "tensor", "version")
 
     def __init__(self, name: str, tensor: torch.Tensor, version: int, count: bool) -> None:
         self.name, self.version, self.count = name, version, count
         self.tensor: torch.Tensor | None = tensor
-        self._sent: _Sent | None = None
+        self._copy: HostCopy | None = None
         self._index = 0
         self.is_void = False
 
-    def sent(self, sent: _Sent, index: int) -> None:
+    def sent(self, copy: HostCopy, index: int) -> None:
         """It is part of this copy, at this index."""
-        self._sent, self._index, self.tensor = sent, index, None
+        self._copy, self._index, self.tensor = copy, index, None
 
     def mark_overwritten(self) -> None:
         """Its value was overwritten before it was copied."""
@@ -87,19 +73,16 @@ class Held:
 
     def ready(self) -> bool:
         """Whether the value has arrived; never waits."""
-        return self.is_void or (self._sent is not None and self._sent.ready())
+        return self.is_void or (self._copy is not None and self._copy.ready())
 
     def get(self) -> torch.Tensor:
         """The values, once they are ready."""
-        assert self._sent is not None
-        return self._sent.tensor(self._index)
+        assert self._copy is not None
+        return self._copy.get()[self._index]
 
     def number(self) -> float | None:
         """A single number, once it is ready; None if it was overwritten too soon."""
-        if self.is_void:
-            return None
-        assert self._sent is not None
-        return self._sent.number(self._index)
+        return None if self.is_void else float(self.get())
 
 
 Number = float | Held | None
@@ -182,7 +165,7 @@ class HostValues:
             is_large = False  # what is launched now runs at each replay only
         if is_large and is_input and not count:
             held = Held(name, tensor, version, count)
-            held.sent(_Sent([tensor], count=False), 0)
+            held.sent(_copy_of([tensor], count=False), 0)
             return held
         if (
             is_large
@@ -234,9 +217,9 @@ class HostValues:
                 alike[held.name, tensor.shape, tensor.dtype, held.count].append((held, tensor))
         for (_, _, _, count), entries in alike.items():
             with hidden_from_modes():
-                sent = _Sent([tensor for _, tensor in entries], count=count)
+                copy = _copy_of([tensor for _, tensor in entries], count=count)
             for index, (held, _) in enumerate(entries):
-                held.sent(sent, index)
+                held.sent(copy, index)
 
     def _prepare(self, tensor: torch.Tensor, layout: tuple[Any, ...]) -> None:
         """Load the kernels and reserve the memory that a flush of such tensors will need."""
@@ -249,7 +232,7 @@ class HostValues:
             ]
             del reserved  # torch caches it for the next allocation
         self._prepared.add(layout)
-        _Sent([tensor, tensor], count=layout[-1])
+        _copy_of([tensor, tensor], count=layout[-1])
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -265,8 +248,8 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local()  # type: ignore[attr-defined,no-any-return]
 
 
-def is_there(value: Number) -> bool:
-    """Whether a number can be read without waiting."""
+def is_there(value: Number | torch.Tensor) -> bool:
+    """Whether a value can be read without waiting."""
     return not isinstance(value, Held) or value.ready()
 
 

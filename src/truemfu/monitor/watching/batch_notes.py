@@ -90,9 +90,7 @@ class BatchNote:
 
     def ready(self) -> bool:
         """Whether all values can be read without waiting."""
-        return is_there(self.useful_tokens) and all(
-            not isinstance(value, Held) or value.ready() for value in self.values.values()
-        )
+        return is_there(self.useful_tokens) and all(map(is_there, self.values.values()))
 
     def samples(self) -> int | None:
         """Rows of the batch, or its documents if rows are packed; None if unknown.

@@ -14,7 +14,7 @@ from ..notices import Notices
 from ..values.intake import is_tensor
 from .attachment import Attachment
 from .batch_notes import Batch
-from .watched import CalledModels, Watched, WatchedModels
+from .watched import CalledModels, NoModels, Watched, WatchedModels
 
 
 class ModelHooks:
@@ -33,7 +33,7 @@ class ModelHooks:
         notices: Notices,
     ) -> None:
         self._seen, self._evaluated, self._ended, self._notices = seen, evaluated, ended, notices
-        self.models: WatchedModels | None = None
+        self.models: WatchedModels = NoModels()
         """The watched models, also after they were detached."""
         self._attachments: dict[Watched, Attachment] = {}
         self.are_disabled = False
@@ -105,32 +105,13 @@ class ModelHooks:
             self.are_unsettled = len(self._attachments) > len(self.models.modules)
 
     @property
-    def see_whole_batches(self) -> bool:
-        """Whether one module gets every complete batch, or none is watched."""
-        return self.models is None or self.models.is_one
-
-    def disable(self) -> None:
-        """From now on the caller passes each micro-batch to `observe`."""
-        self.are_disabled = True
-
-    @property
     def are_there(self) -> bool:
         """Whether any model has a hook."""
         return bool(self._attachments) or isinstance(self.models, CalledModels)
 
-    @property
-    def first(self) -> nn.Module | None:
-        """The first model that was given."""
-        return None if self.models is None else self.models.first
-
-    @property
-    def roots(self) -> list[nn.Module]:
-        """The models that were given."""
-        return [] if self.models is None else self.models.roots
-
     def device_with(self, tensors: Batch) -> torch.device:
         """The training's device: CUDA if any watched parameter or tensor of a batch is there."""
-        modules = [] if self.models is None else [watched.module for watched in self.models.modules]
+        modules = [watched.module for watched in self.models.modules]
         parameters = [p for module in modules if module is not None for p in module.parameters()]
         devices = [t.device for t in (*parameters, *tensors.values()) if is_tensor(t)]
         on_cuda = [device for device in devices if device.type == "cuda"]
@@ -138,17 +119,8 @@ class ModelHooks:
 
     def watch_calls(self) -> None:
         """No forward pass of the watched models was seen: watch the calls of all modules in them."""
-        if self.models is not None and not isinstance(self.models, CalledModels):
-            self.attach(CalledModels(*self.roots))
-
-    def module_of(self, slot: int) -> nn.Module | None:
-        """The module whose forward passes have this slot."""
-        return None if self.models is None else self.models.module_of(slot)
-
-    def slot(self, watched: Watched) -> int:
-        """The slot of a forward pass of this module at this moment."""
-        assert self.models is not None
-        return self.models.slot(watched)
+        if not isinstance(self.models, (CalledModels, NoModels)):
+            self.attach(CalledModels(*self.models.roots))
 
     def were_compiled(self) -> bool:
         """Whether a watched model was compiled after it was attached; its compiled call is then watched.

@@ -54,7 +54,7 @@ class WatchedModels:
             for part in _parts(model):
                 self.modules.append(Watched(weakref.ref(part), name if len(named) > 1 else None))
         self.is_one = len(named) == len(self.modules) == 1 and self.modules[0].module is self.first
-        """Whether one module gets every complete batch."""
+        """Whether one module gets every complete batch, or none is watched."""
         _refuse_overlap([found for watched in self.modules if (found := watched.module) is not None])
 
     def _set_roots(self, named: Mapping[str, nn.Module]) -> None:
@@ -73,7 +73,7 @@ class WatchedModels:
     @property
     def first(self) -> nn.Module | None:
         """The first model that was given."""
-        return self._roots[0]()
+        return self._roots[0]() if self._roots else None
 
     def are(self, models: Models) -> bool:
         """Whether these are the watched models, under the same names."""
@@ -92,6 +92,15 @@ class WatchedModels:
         module = watched.module
         is_frozen = module is not None and not any(p.requires_grad for p in module.parameters())
         return _CONDITIONS * self.modules.index(watched) + is_frozen
+
+
+class NoModels(WatchedModels):
+    """Nothing is watched yet: the batches are those that are passed to `observe`."""
+
+    def __init__(self) -> None:
+        self._set_roots({})
+        self.modules = []
+        self.is_one = True
 
 
 class CalledModels(WatchedModels):
