@@ -998,3 +998,25 @@ def test_a_flex_call_is_read_by_position(backward: bool) -> None:
         backward=backward,
         mask_function=_causal,
     )
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_attention_has_the_dtype_of_its_inputs_whatever_kernel_a_cpu_takes(
+    dropout: float, device: str
+) -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.project = nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            heads = self.project(x).view(2, 16, 4, 16).transpose(1, 2)
+            return F.scaled_dot_product_attention(heads, heads, heads, dropout_p=dropout).sum()
+
+    is_allowed = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
+    model = Attention().to(device, torch.bfloat16)
+    counted = count_flops(model, (torch.zeros(2, 16, 64, dtype=torch.bfloat16, device=device),))
+    linear, attention = 2 * 2 * 32 * 64 * 64, 3 * 2 * 2 * 2 * 16 * 16 * 64
+    assert counted.by_dtype == {"bf16": linear + attention}
+    assert torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed() == is_allowed

@@ -20,6 +20,7 @@ from ...errors import TruemfuError, one_line
 from ...torch_private.dispatch import FakeTensorMode, check_fake_tensors, disable_modes
 from ...torch_private.trees import tree_flatten
 from ..isolation.process_state import (
+    attention_in_given_dtype,
     flex_attention_anywhere,
     local_attention,
     quiet_fake_tensors,
@@ -93,7 +94,7 @@ class CountedStep:
         fake_mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
         following = Following(fake_mode)
         tally = CountingMode(self.convention, documents=self.documents, following=following)
-        with flex_attention_anywhere(), quiet_fake_tensors():
+        with flex_attention_anywhere(), attention_in_given_dtype(), quiet_fake_tensors():
             self._run(FakeTensorMaker(fake_mode), tally, fake_mode)
         return tally, following
 

@@ -87,6 +87,20 @@ def flex_attention_anywhere() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def attention_in_given_dtype() -> Iterator[None]:
+    """Products of attention in the dtype of its inputs, as the fused kernels of a GPU compute them.
+
+    A CPU has no such kernel for attention with dropout, and torch then computes bf16 and fp16 in fp32.
+    """
+    is_allowed = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
+    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(is_allowed)
+
+
+@contextlib.contextmanager
 def local_attention() -> Iterator[None]:
     """Inside `context_parallel`: attention without its exchange of keys and values between ranks."""
     patched = patched_attention()
