@@ -108,7 +108,8 @@ def test_a_power_limited_product_as_measured() -> None:
         (
             {"gpu_busy_share": 0.5, "between_steps_share": 0.4, "forwards_between_steps": 41},
             "idle_between_steps",
-            "40 of them other, between steps (41 forward passes without gradients: evaluation or generation)",
+            "40 of them between steps, not waiting for data "
+            "(41 forward passes without gradients: evaluation or generation)",
         ),
         ({"gpu_busy_share": 0.5}, "idle", "GPU idle: 50 points of the peak: the host is too slow"),
         ({"gpu_busy_share": 0.6, "launch_gap_share": 0.4}, "idle_launch_gaps", "CUDA graphs"),

@@ -366,6 +366,8 @@ class MonitorCost(msgspec.Struct, frozen=True, kw_only=True):
 
     training_thread_us_per_step: float | None = None
     share_of_step: float | None = None
+    """Both without the first step, in which the monitor starts."""
+    first_step_s: float | None = None
     checks_s: float | None = None
     observing_s: float | None = None
     """How much longer the observed steps took than others."""
@@ -453,6 +455,8 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     median_hfu: float | None = None
     hfu_method: str | None = None
     """How HFU was measured; None: by the count."""
+    median_tflops_per_gpu: float | None = None
+    """The model's work of one device, without recomputation."""
     median_tokens_per_second: float | None = None
     median_samples_per_second: float | None = None
     padding_lost: float | None = None

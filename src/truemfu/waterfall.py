@@ -54,6 +54,7 @@ _OVERSHOOT = 0.01
 _MERGED_KEYS = 3
 _OR, _UNEXPLAINED = "_or_", "unexplained"
 
+BETWEEN_STEPS = "between steps, not waiting for data"
 _NAMES = {
     "clock": "clock below the datasheet's",
     "idle": "GPU idle",
@@ -67,7 +68,7 @@ _NAMES = {
 }
 _INNER_NAMES = {
     "idle_data_wait": "waiting for data",
-    "idle_between_steps": "other, between steps",
+    "idle_between_steps": BETWEEN_STEPS,
     "idle_launch_gaps": "gaps between launches",
     "idle_other": "other",
     COMMUNICATION: "while a collective ran, at least",

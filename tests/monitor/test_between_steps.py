@@ -1,4 +1,4 @@
-"""Time between steps: data wait where that is known, "other, between steps" where it is not."""
+"""Time between steps: data wait where that is known, and the rest."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_an_evaluation_is_other_and_its_forward_passes_are_named(tmp_path: Path)
     assert summary["data_wait_share"] < 0.2
     assert summary["between_steps_share"] > 0.7
     assert summary["forwards_between_steps"] == 3 * 5
-    text = dict(lines_of(summary))["other, between steps"]
+    text = dict(lines_of(summary))["between steps, not waiting for data"]
     assert text.endswith("(15 forward passes without gradients: evaluation or generation)")
     assert any("spent between steps (15 forward passes" in note for note in summary["notes"])
 
@@ -169,7 +169,7 @@ def test_a_checkpoint_is_other(tmp_path: Path) -> None:
     assert means(rows)[0] < 0.02
     assert means(rows)[1] > SLEEP_S
     assert "perf/forwards_between_steps" not in rows[-1]
-    assert dict(lines_of(summary))["other, between steps"].endswith("% (of the time)")
+    assert dict(lines_of(summary))["between steps, not waiting for data"].endswith("% (of the time)")
 
 
 def test_waiting_for_a_process_that_loads_is_data_wait(
@@ -406,7 +406,7 @@ def test_an_evaluation_now_and_then_is_no_part_of_a_step(tmp_path: Path) -> None
     assert left_out["evaluation"]["share"] == pytest.approx(
         left_out["evaluation"]["seconds"] / (left_out["evaluation"]["seconds"] + steps_s)
     )
-    assert "left out: evaluation" in dict(lines_of(summary))
+    assert "evaluation" in dict(lines_of(summary))
 
 
 def test_a_checkpoint_now_and_then_is_no_part_of_a_step_and_is_not_named(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import copy
 import json
 import pickle
 import re
+import statistics
 import subprocess
 import sys
 import textwrap
@@ -22,6 +23,7 @@ from torch import nn
 from truemfu import Convention, TrainingMonitor, UsageError, count_flops
 from truemfu.errors import TruemfuWarning
 from truemfu.flops.observe.observation import OBSERVED
+from truemfu.monitor.step_recorder import StepRecorder
 from truemfu.sweep.worker.models import build_reference_model
 
 PEAK = 10.0  # TFLOP/s, made up
@@ -807,3 +809,29 @@ def test_the_estimate_comes_first_where_no_initial_profiling_is_wanted(
         monitor.log_step(step, 0, 1.0, 1.0, 1.0)
     monitor.close()
     assert monitor.summary()["methods"] == {"estimate": 4, OBSERVED: 3}
+
+
+def test_the_start_of_the_monitor_is_not_in_the_cost_of_a_step() -> None:
+    recorder = StepRecorder.__new__(StepRecorder)
+    recorder.own_time_s = recorder.first_own_time_s = 0.0
+    for seconds in (5.0, 1.0, 2.0):
+        recorder.end_own_time(seconds)
+    assert (recorder.first_own_time_s, recorder.own_time_s) == (5.0, 3.0)
+
+
+def test_a_run_without_a_peak_has_the_rate_of_its_work(tmp_path: Path) -> None:
+    model = nn.Linear(4, 2, bias=False)
+    monitor = TrainingMonitor(tmp_path, model=model)
+    for step in range(1, 7):
+        loss = model(torch.ones(3, 4)).sum()
+        loss.backward()
+        monitor.log_step(step, 0, loss, 1.0, 0.1)
+    monitor.close()
+    summary, rows = monitor.summary(), json.loads((tmp_path / "training_log.json").read_text())
+    assert summary["median_mfu"] is None
+    assert 1e12 * rows[-1]["perf/tflops_per_gpu"] * rows[-1]["perf/step_time"] == pytest.approx(
+        2 * 2 * 3 * 4 * 2
+    )
+    timed = [row["perf/tflops_per_gpu"] for row in rows if not row.get("perf/warmup")]
+    assert summary["median_tflops_per_gpu"] == pytest.approx(statistics.median(timed))
+    assert summary["monitor_cost"]["first_step_s"] > 0

@@ -90,8 +90,14 @@ class StepRecorder:
         self._graphs = NewGraphs()
         self.logged = 0
         """Steps that were handed over."""
-        self.own_time_s = 0.0
-        """The monitor's time on the training thread."""
+        self.own_time_s = self.first_own_time_s = 0.0
+        """The monitor's time on the training thread: after the first step, and in it, when it starts."""
+
+    def end_own_time(self, seconds: float) -> None:
+        """Add the time of a `log_step`."""
+        self.own_time_s += seconds
+        if not self.first_own_time_s:
+            self.first_own_time_s, self.own_time_s = self.own_time_s, 0.0
 
     def forget_models(self) -> None:
         """Other models are watched from now on."""

@@ -20,6 +20,7 @@ _SMALLEST_SHARE_SHOWN = 0.005
 _RANKS_SHOWN = 16
 _STRAGGLERS_SHOWN = 5
 NO_COSTS = {
+    "first_step_s": 0.0,
     "checks_s": 0.0,
     "background_s": 0.0,
     "observing_s": 0.0,

@@ -12,16 +12,17 @@ from datetime import datetime, timezone
 from ..records import UPPER_BOUND, MonitorCost, RunHardware, RunRecord, RunSummary
 from ..text import counted, duration, flop_rate, number, share, size
 from ..training_plan import per_million_tokens
-from ..waterfall import evaluations
+from ..waterfall import BETWEEN_STEPS, evaluations
 
 UNKNOWN = "unknown"
 NO_SUMMARY = "only the summary of a closed run has it, and this run has none"
 NO_ROWS = "the log has no rows"
 _NO_MODEL = "no model was counted"
-NO_LOADER = "no loader was seen: see monitor.data"
+NO_LOADER = "no DataLoader of torch was seen; in a script: for batch in monitor.data(loader)"
 NO_RATE = "the tensor pipe's activity, the clock or the chip's rate is not known"
 _NO_TOKENS = "no batch had a known number of tokens"
 _NOT_TIMED = "no step was timed"
+_RATE_REMARK = "the model's, on one device"
 _STEPS_SHOWN = 5
 
 
@@ -132,23 +133,27 @@ def _figures(run: RunResults) -> list[Figure]:
     why_no_hfu = why_not if summary.median_mfu is None else "the executed FLOPs are not known"
     rate, samples = summary.median_tokens_per_second, summary.median_samples_per_second
     waited_of = "of rank 0's time" if summary.ranks else "of the time"
+    why_no_rate = why_not if summary.method is None else "no step has both a time and a count"
     between = evaluations(summary.forwards_between_steps) or "of the time"
     no_forward = "no forward pass was seen"
     return [
         _figure("step, median", duration, summary.median_step_time_s, summary.medians_over, _NOT_TIMED),
         _figure("MFU, median", share, summary.median_mfu, _mfu_remark(summary), why_not),
         *_estimate(summary),
+        _figure(
+            "work a second, median", _tflop_rate, summary.median_tflops_per_gpu, _RATE_REMARK, why_no_rate
+        ),
         _figure("HFU, median", share, summary.median_hfu, f"the executed work, by {executed_by}", why_no_hfu),
         _figure("tokens/s", number, rate, scope, _NO_TOKENS),
         _figure("samples/s", number, samples, scope, "no batch was seen"),
-        _figure("padding lost", share, summary.padding_lost, "of all tokens", "no attention mask was seen"),
+        _figure("padding", share, summary.padding_lost, "of all tokens", "no attention mask was seen"),
         _figure("waiting for data", share, summary.data_wait_share, waited_of, NO_LOADER),
-        _figure("other, between steps", share, summary.between_steps_share, between, no_forward),
+        _figure(BETWEEN_STEPS, share, summary.between_steps_share, between, no_forward),
         *[
             Figure(
-                label=f"left out: {kind}",
+                label="pauses" if kind == "other" else kind,
                 value=duration(paused.seconds),
-                remark=f"{_times(paused.times)}{share(paused.share)} of the run; not part of any step",
+                remark=f"{_times(paused.times)}{share(paused.share)} of the run, not counted in step times",
             )
             for kind, paused in summary.left_out.items()
             if paused.share is not None
@@ -250,7 +255,8 @@ def why_no_waterfall(run: RunResults) -> str:
     if record.mode is not None:
         why_not = f"this run read no hardware counters, its mode is {record.mode}"
     return (
-        f"Not known: {why_not}. With `mfu_calculation_mode: hybrid` under `monitoring`, on {needs}, this "
+        f"Not known: {why_not}. With `truemfu run --mode hybrid` (in a script's settings: "
+        f"`mfu_calculation_mode: hybrid`), on {needs}, this "
         "section splits the peak: clock, idle time, work off the tensor cores, tile padding, "
         "recomputation, padding tokens, and what was useful."
     )
@@ -335,7 +341,7 @@ def why_no_utilization(run: RunResults) -> str:
         reasons = summary.mfu_unknown
         return max(reasons, key=lambda reason: reasons[reason]) if reasons else _NO_MODEL
     if summary.peak_source is None and run.peak_flops_per_s is None:
-        return "no peak is known for this device: set monitoring.peak_tflops or TRUEMFU_PEAK_TFLOPS"
+        return "no peak is known for this device: set TRUEMFU_PEAK_TFLOPS to its TFLOP/s"
     return "no step has both a time and a count"
 
 
@@ -348,7 +354,7 @@ def _cost(cost: MonitorCost | None) -> Figure:
     if cost is None:
         return Figure(label=label, value=UNKNOWN, remark=NO_SUMMARY)
     us = cost.training_thread_us_per_step
-    remark = "of a step" if us is None else f"of a step: {us:,.0f} µs of the training thread"
+    remark = "of a step" if us is None else f"of a step: {us:,.0f} µs of the training thread, after the first"
     return _figure(label, share, cost.share_of_step, remark, _NOT_TIMED)
 
 
@@ -358,6 +364,7 @@ def _cost_once(cost: MonitorCost) -> str:
     where = ", ".join(listed[:_STEPS_SHOWN]) + (" …" if len(listed) > _STEPS_SHOWN else "")
     observed = counted(cost.observed or len(listed), "observed step") + (f" ({where})" if where else "")
     parts = (
+        (cost.first_step_s, "start in the first step"),
         (cost.checks_s, "setting up and checks"),
         (cost.observing_s, f"{observed} longer by"),
         (cost.profiling_s, "profiling"),
@@ -391,6 +398,10 @@ def _clock(hertz: float) -> str:
 def _energy(joules: float) -> str:
     size, unit = next(((size, unit) for size, unit in ((1e6, "MJ"), (1e3, "kJ")) if joules >= size), (1, "J"))
     return f"{joules / size:,.4g} {unit}"
+
+
+def _tflop_rate(tflops: float) -> str:
+    return flop_rate(1e12 * tflops)
 
 
 def _ratio(value: float) -> str:

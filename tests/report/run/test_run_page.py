@@ -47,7 +47,7 @@ def test_figures_are_those_of_the_summary(run_folder: Path, change_run: Change) 
     page = page_of(run_folder)
     assert tile(page, "MFU, median")[0] in (f"{100 * summary['median_mfu']:.{n}f} %" for n in range(1, 6))
     assert tile(page, "tokens/s") == (f"{summary['median_tokens_per_second']:,.0f}", "one device")
-    assert tile(page, "padding lost") == (f"{100 * PADDING_LOST} %", "of all tokens")
+    assert tile(page, "padding") == (f"{100 * PADDING_LOST} %", "of all tokens")
     assert tile(page, "step, median")[1] == "steps after warm-up"
     assert "µs of the training thread" in tile(page, "monitor&#39;s own cost")[1]
     assert fact(page, "device") == "cpu"
@@ -90,15 +90,16 @@ def test_without_a_peak_the_page_says_why_there_is_no_mfu(run_folder: Path, chan
     path.write_text(json.dumps(rows))
     page = page_of(run_folder)
     value, remark = tile(page, "MFU, median")
-    no_peak = "no peak is known for this device: set monitoring.peak_tflops or TRUEMFU_PEAK_TFLOPS"
+    no_peak = "no peak is known for this device: set TRUEMFU_PEAK_TFLOPS to its TFLOP/s"
     assert (value, remark) == ("unknown", no_peak)
+    assert tile(page, "work a second, median")[0].endswith("GFLOP/s")
     assert fact(page, "peak") == "unknown"
     assert "MFU and HFU over steps" not in page
 
 
 def test_a_run_without_counters_says_how_to_get_a_waterfall(run_folder: Path, change_run: Change) -> None:
     page = page_of(run_folder)
-    assert "<code>mfu_calculation_mode: hybrid</code>" in page
+    assert "<code>truemfu run --mode hybrid</code>" in page
     assert "What the hardware did" not in page
     change_run(lambda run: run.update(mode="hybrid"))
     assert "the mode was hybrid, but no counters were read" in page_of(run_folder)
@@ -112,7 +113,7 @@ def test_a_run_still_going_has_no_waterfall_for_a_reason_of_its_mode(
     change_run(lambda run: run.update(mode="hybrid"))
     page = page_of(run_folder)
     assert "the mode is hybrid, but no row of the log has anything from counters" in page
-    assert "With <code>mfu_calculation_mode" not in page
+    assert "With <code>truemfu run" not in page
     assert "What the hardware did" not in page
 
 
@@ -314,7 +315,7 @@ def test_an_unfinished_run_has_a_page_that_says_so(run_folder: Path, change_run:
         "unknown",
         "only the summary of a closed run has it, and this run has none",
     )
-    assert tile(page, "padding lost")[0] == f"{100 * PADDING_LOST} %"
+    assert tile(page, "padding")[0] == f"{100 * PADDING_LOST} %"
     assert tile(page, "MFU, median")[0].endswith(" %")
     assert fact(page, "device") == "cpu"
 
@@ -326,7 +327,7 @@ def test_without_rows_the_page_invents_no_reasons(run_folder: Path, change_run: 
     assert "The log training_log.json is cut off: 0 rows were read" in page
     assert "There are no charts: the log has no rows." in page
     tiles = re.findall(r'<div class="figure.*?<b>(.*?)</b><small>(.*?)</small>', page)
-    assert tiles == [("unknown", "the log has no rows")] * 10
+    assert tiles == [("unknown", "the log has no rows")] * 11
     assert fact(page, "FLOPs by") == "unknown: the log has no rows"
     assert fact(page, "device") == "cpu"
 

@@ -1,12 +1,12 @@
 """The time from the end of a step to the next training forward pass, and what is known of it.
 
     log_step ─ evaluation, checkpoint ─ ⟨next batch⟩ ─► forward pass ─ ⟨next batch⟩ ─► forward pass …
-               other, between steps     data wait                      data wait
+               not waiting for data     data wait                      data wait
 
 Data wait is the time in a loader's `next` on the training thread, for loaders passed to `monitor.data` and
 for torch's DataLoaders. The wait for a DataLoader belongs to an evaluation if gradients are disabled or a
-forward pass without gradients follows. Everything else is "other, between steps": a slow generator of batches
-cannot be distinguished from writing a checkpoint.
+forward pass without gradients follows. Everything else is "between steps, not waiting for data": a slow
+generator of batches cannot be distinguished from writing a checkpoint.
 
 A long gap that occurs now and then (an evaluation, a checkpoint) is excluded from the step; one of which most
 steps have the like (generation in reinforcement learning, a slow generator) belongs to it. How long a gap is

@@ -30,6 +30,7 @@ PAUSES = {
 _RATES = {
     "mfu": "mfu",
     "mfu_estimate": "mfu_estimate",
+    "tflops_per_gpu": "tflops_per_gpu",
     "tokens_per_second": "tokens_per_s",
     "samples_per_second": "samples_per_s",
 }
