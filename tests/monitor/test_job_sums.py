@@ -446,3 +446,25 @@ def test_the_share_of_time_in_collectives_is_that_of_the_busiest_group_in_the_la
         reporter.tick()
         assert reporter.sources.collective_share == expected
     assert messages[0].row.collective_s == pytest.approx({"dp": 0.04, "tp": 0.1})
+
+
+def test_rows_that_rank_0_did_not_read_are_in_the_means_of_a_rank() -> None:
+    messages: list[bytes] = []
+    clock = Clock()
+    reporter = RankReporter(
+        Identity(rank=1, world_size=2, host="a", device="cpu:1", restart=0),
+        role_name=lambda: "",
+        memory_bytes=lambda: None,
+        send=messages.append,
+        clock=clock,
+    )
+    for step, seconds in enumerate((9.0, 0.1, 0.3), start=1):
+        reporter.add(step, 1, seconds, 0.05, paused_s=0.0, is_warmup=step == 1, amounts={})
+        clock.now_s += 3 * ROW_EVERY_S
+        reporter.tick()
+    reporter.close()
+    job = JobView(2, notice=print)
+    job.take(messages[-1:])
+    entry = job.table()[1]
+    assert entry["steps"] == 2
+    assert (entry["step_time_s"], entry["data_wait_s"]) == pytest.approx((0.2, 0.05))

@@ -137,7 +137,7 @@ def _is_there(name: str, call: list[str]) -> bool:
 
 
 def _default_folder(command: tuple[str, ...]) -> Path:
-    name = next((Path(word).stem for word in command if word.endswith(".py")), Path(command[0]).stem)
-    if "-m" in command[:-1]:
-        name = command[command.index("-m") + 1]
+    name = next((Path(word).stem for word in command if word.endswith(".py")), None)
+    if name is None:
+        name = command[command.index("-m") + 1] if "-m" in command[:-1] else Path(command[0]).stem
     return Path(_FOLDER) / f"{datetime.datetime.now():%Y%m%d-%H%M%S}-{name}"

@@ -155,7 +155,10 @@ def _rank(rank: RankSummary) -> str:
     if rank.host is None or rank.device is None:
         return rank.status or "unknown"
     texts = [rank.device if rank.device.startswith(rank.host) else f"{rank.host} {rank.device}"]
-    texts.append(f"{rank.steps or 0:,} steps of {duration(rank.step_time_s)}")
+    if rank.steps:
+        texts.append(f"{rank.steps:,} steps of {duration(rank.step_time_s)}")
+    else:
+        texts.append("no step after warm-up")
     if rank.data_wait_s is not None:
         texts.append(f"{duration(rank.data_wait_s)} of that waiting for data")
     if rank.collective_s is not None:

@@ -89,6 +89,22 @@ class Sum(msgspec.Struct, frozen=True, array_like=True):
     value: str
 
 
+class TimedSteps(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The time of a rank's steps since the start, without warm-up."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    data_wait_s: float | None = None
+
+    def add(self, steps: int, seconds: float | None, data_wait_s: float | None) -> None:
+        """Add a step that stands for `steps`."""
+        if seconds is not None:
+            self.steps += steps
+            self.seconds += seconds
+            if data_wait_s is not None:
+                self.data_wait_s = (self.data_wait_s or 0.0) + data_wait_s
+
+
 class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a rank writes for rank 0: its latest row, its last steps, and its sums since the start."""
 
@@ -100,6 +116,8 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     steps: int = 0
     """Steps since the start, by `log_step` calls."""
     sums: dict[str, Sum] = {}
+    timed: TimedSteps = msgspec.field(default_factory=TimedSteps)
+    """Since the start: rank 0 reads only the latest message, and may miss the rows before it."""
 
     @property
     def step(self) -> int | None:
@@ -162,7 +180,7 @@ class OwnAmounts:
         with self._lock:
             return self.steps, dict(self._sums)
 
-    def message(self, row: RankRow) -> Message:
+    def message(self, row: RankRow, timed: TimedSteps | None = None) -> Message:
         """The next message."""
         now_s = self._clock()
         with self._lock:
@@ -176,6 +194,7 @@ class OwnAmounts:
                 runs=[_sent(run, names) for run in self._runs],
                 steps=self.steps,
                 sums={name: Sum(steps, str(total)) for name, (steps, total) in self._sums.items()},
+                timed=timed or TimedSteps(),
             )
 
 

@@ -109,7 +109,6 @@ class JobView:
             known = self._ranks[row.rank] = RankRecord(message, now_s)
         known.take(message, now_s)
         if is_new:
-            known.add(row)
             rows.append(row)
         self._silent.pop(row.rank, None)
         if row.rank:  # rank 0 adds its own amounts itself

@@ -23,9 +23,6 @@ class RankRecord:
     """The last one, with its last run of steps only."""
     seen_s: float
     """When it arrived, by this process' monotonic clock."""
-    steps: int = 0
-    seconds: float = 0.0
-    data_wait_s: float | None = None
 
     @property
     def row(self) -> RankRow:
@@ -35,14 +32,6 @@ class RankRecord:
         """A newer message."""
         self.message = msgspec.structs.replace(message, names=[], runs=message.runs[-1:])
         self.seen_s = now_s
-
-    def add(self, row: RankRow) -> None:
-        """Add another window of steps to the means."""
-        if row.step_time_s is not None:
-            self.steps += row.steps
-            self.seconds += row.steps * row.step_time_s
-            if row.data_wait_s is not None:
-                self.data_wait_s = (self.data_wait_s or 0.0) + row.steps * row.data_wait_s
 
     def sum_of(self, name: str) -> tuple[int, Exact] | None:
         """Over how many steps since the start an amount is known, and its sum over these."""
@@ -57,7 +46,7 @@ class RankRecord:
 
     def entry(self, status: str) -> dict[str, Any]:
         """Plain data for the summary."""
-        row = self.row
+        row, timed = self.row, self.message.timed
         return {
             "rank": row.rank,
             "host": row.host,
@@ -66,11 +55,9 @@ class RankRecord:
             "status": status,
             "last_seen": _time(self.message.at_s),
             "step": self.message.step,
-            "steps": self.steps,
-            "step_time_s": self.seconds / self.steps if self.steps else None,
-            "data_wait_s": None
-            if self.data_wait_s is None or not self.steps
-            else self.data_wait_s / self.steps,
+            "steps": timed.steps,
+            "step_time_s": timed.seconds / timed.steps if timed.steps else None,
+            "data_wait_s": None if timed.data_wait_s is None else timed.data_wait_s / timed.steps,
             "collective_s": None if row.collective_s is None else sum(row.collective_s.values()),
             "clock_mhz": row.clock_mhz,
             "memory_bytes": row.memory_bytes,

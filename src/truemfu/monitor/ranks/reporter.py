@@ -15,13 +15,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 import torch
 
 from ...trackers.lane import Lane
-from .amounts import Amounts, Message, OwnAmounts, StepKey, plus
+from .amounts import Amounts, Message, OwnAmounts, StepKey, TimedSteps, plus
 from .rank_row import RankRow
 from .row_sources import RowSources
 
@@ -82,6 +82,8 @@ class _Window:
     paused_s: float = 0.0
     flops: float | None = 0.0
     tokens: float | None = 0.0
+    so_far: TimedSteps = field(default_factory=TimedSteps)
+    """Of this and all windows before."""
 
 
 class RankReporter:
@@ -126,6 +128,7 @@ class RankReporter:
         window.paused_s += paused_s
         if not is_warmup:
             window.steps += steps
+            window.so_far.add(steps, seconds, data_wait_s)
             window.flops = plus(window.flops, amounts.get("model_flops"))
             window.tokens = plus(window.tokens, amounts.get("tokens"))
             if seconds is not None:
@@ -162,7 +165,7 @@ class RankReporter:
 
     def _send_message(self, row: RankRow, now_s: float) -> Message:
         self._sent_s, self._sent_steps = now_s, self.amounts.steps
-        message = self.amounts.message(row)
+        message = self.amounts.message(row, self._window.so_far)
         self._send(msgspec.json.encode(message))
         return message
 
@@ -173,7 +176,7 @@ class RankReporter:
         )
         self._row = row = self._row_of(self._window, now_s, is_last=is_last)
         # The step stays the last one known: a window without steps is not a rank without a position.
-        self._window = _Window(now_s, step=row.step)
+        self._window = _Window(now_s, step=row.step, so_far=self._window.so_far)
         message = self._send_message(row, now_s)
         if self.file is not None:
             line = msgspec.to_builtins(row)
