@@ -23,7 +23,7 @@ from torch import nn
 from truemfu import Convention, TrainingMonitor, UsageError, count_flops
 from truemfu.errors import TruemfuWarning
 from truemfu.flops.observe.observation import OBSERVED
-from truemfu.monitor.step_recorder import StepRecorder
+from truemfu.monitor.step_recorder import OwnTime
 from truemfu.sweep.worker.models import build_reference_model
 
 PEAK = 10.0  # TFLOP/s, made up
@@ -812,11 +812,11 @@ def test_the_estimate_comes_first_where_no_initial_profiling_is_wanted(
 
 
 def test_the_start_of_the_monitor_is_not_in_the_cost_of_a_step() -> None:
-    recorder = StepRecorder.__new__(StepRecorder)
-    recorder.own_time_s = recorder.first_own_time_s = 0.0
+    own = OwnTime()
     for seconds in (5.0, 1.0, 2.0):
-        recorder.end_own_time(seconds)
-    assert (recorder.first_own_time_s, recorder.own_time_s) == (5.0, 3.0)
+        own.add(seconds)
+        own.end_step()
+    assert (own.first_step_s, own.later_s) == (5.0, 3.0)
 
 
 def test_a_run_without_a_peak_has_the_rate_of_its_work(tmp_path: Path) -> None:

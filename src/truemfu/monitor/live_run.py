@@ -246,9 +246,9 @@ class LiveRun:
         return summary_of(
             self.info(),
             rows.totals.as_dict(self._clock.left_out_since_last_step()),
-            own_s=steps.own_time_s / (steps.logged - 1) if steps.logged > 1 else None,
+            own_s=steps.own_time.later_s / (steps.logged - 1) if steps.logged > 1 else None,
             costs={
-                "first_step_s": steps.first_own_time_s,
+                "first_step_s": steps.own_time.first_step_s or 0.0,
                 "checks_s": steps.watch.models.check_s,
                 "background_s": self._row_thread.own_time_s,
                 "observing_s": steps.watch.plan.spent_s,

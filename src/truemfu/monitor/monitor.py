@@ -220,7 +220,8 @@ class TrainingMonitor:
                 guard.switch_off(error)
         self._between.end_s = end_s = _now_s()
         if live is not None:
-            live.steps.end_own_time(end_s - began_s)
+            live.steps.own_time.add(end_s - began_s)
+            live.steps.own_time.end_step()
             guard.run(live.steps.begin_next_step)
 
     def update_dataset_metrics(self, batch: Mapping[str, Any], outputs: Any, aggregated_loss: Any) -> None:

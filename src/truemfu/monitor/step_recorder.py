@@ -64,6 +64,23 @@ class EndedStep(NamedTuple):
     nodes: int | None
 
 
+class OwnTime:
+    """The monitor's time on the training thread: in the first step, when it starts, and in all others."""
+
+    def __init__(self) -> None:
+        self.first_step_s: float | None = None
+        self.later_s = 0.0
+
+    def add(self, seconds: float) -> None:
+        """Add time of the step that goes on."""
+        self.later_s += seconds
+
+    def end_step(self) -> None:
+        """A step has ended."""
+        if self.first_step_s is None:
+            self.first_step_s, self.later_s = self.later_s, 0.0
+
+
 class StepRecorder:
     """Lives on the training thread, which holds the monitor's lock in every call."""
 
@@ -90,14 +107,7 @@ class StepRecorder:
         self._graphs = NewGraphs()
         self.logged = 0
         """Steps that were handed over."""
-        self.own_time_s = self.first_own_time_s = 0.0
-        """The monitor's time on the training thread: after the first step, and in it, when it starts."""
-
-    def end_own_time(self, seconds: float) -> None:
-        """Add the time of a `log_step`."""
-        self.own_time_s += seconds
-        if not self.first_own_time_s:
-            self.first_own_time_s, self.own_time_s = self.own_time_s, 0.0
+        self.own_time = OwnTime()
 
     def forget_models(self) -> None:
         """Other models are watched from now on."""
@@ -127,7 +137,7 @@ class StepRecorder:
         if is_first:
             self._begin_step()
         template = batches.last_template
-        self.own_time_s += _now_s() - began_s
+        self.own_time.add(_now_s() - began_s)
         is_counted = slot is not None and not in_backward
         return BegunBatch(template, is_first) if is_counted and template is not None else None
 
