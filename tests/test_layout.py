@@ -30,7 +30,6 @@ STATIONS = (
     ("integrations",),
     ("sweep",),
     ("report",),
-    ("testing",),
     ("cli",),
     ("__main__",),
 )
