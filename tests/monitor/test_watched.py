@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from observed_notes import wait_until_learned
 from torch import nn
 
 from truemfu import TrainingMonitor, count_flops
@@ -182,6 +183,7 @@ def test_a_model_without_a_forward_is_watched_by_its_parts(tmp_path: Path, obser
                     monitor.observe(batch)
                 model.training_step(batch).backward()
             monitor.log_step(step, 0, 1.0, 1.0, 1.0)
+            wait_until_learned(monitor)
     encoder, block, head = 2 * 5 * 6 * 24, 2 * 5 * 24 * 24, 2 * 5 * 24 * 3
     wanted = 2 * (2 * encoder + 2 * 3 * block + 3 * head)  # the encoder's input needs no gradient
     rows = rows_in(tmp_path)
