@@ -293,16 +293,19 @@ def test_warm_up_steps_are_marked_as_such(tmp_path: Path) -> None:
 
 def test_their_times_add_up(run: Run) -> None:
     run.monitor.save_logs()
+    before_s = time.perf_counter()
     run.step()
     began_s = time.perf_counter()
     for _ in range(30):
         time.sleep(0.002)
+        last_began_s = time.perf_counter()
         run.step()
-    took_s = time.perf_counter() - began_s
+    ended_s = time.perf_counter()
     rows = run.check()[-30:]
     # A delay by other processes may be taken for a pause.
     times = [row["perf/step_time"] + row.get("perf/other_pause_time", 0.0) for row in rows]
-    assert sum(times) == pytest.approx(took_s, rel=0.05)
+    # The marks of the first and the last step are somewhere in their calls.
+    assert last_began_s - began_s < sum(times) < ended_s - before_s
     assert min(times) > 0.0015
 
 
