@@ -24,6 +24,7 @@ from truemfu import Convention, TrainingMonitor, UsageError, count_flops
 from truemfu.errors import TruemfuWarning
 from truemfu.flops.observe.observation import OBSERVED
 from truemfu.monitor.step_recorder import OwnTime
+from truemfu.monitor.summary import ended_by
 from truemfu.sweep.worker.models import build_reference_model
 
 PEAK = 10.0  # TFLOP/s, made up
@@ -835,3 +836,11 @@ def test_a_run_without_a_peak_has_the_rate_of_its_work(tmp_path: Path) -> None:
     timed = [row["perf/tflops_per_gpu"] for row in rows if not row.get("perf/warmup")]
     assert summary["median_tflops_per_gpu"] == pytest.approx(statistics.median(timed))
     assert summary["monitor_cost"]["first_step_s"] > 0
+
+
+def test_an_error_shown_before_the_run_did_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    earlier, later = ValueError("earlier"), KeyError("later")
+    monkeypatch.setattr(sys, "last_value", earlier, raising=False)
+    assert ended_by(None, earlier) is None
+    assert ended_by(None, None) == "ValueError: earlier"
+    assert ended_by(later, earlier) == "KeyError: 'later'"

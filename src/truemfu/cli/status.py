@@ -12,6 +12,7 @@ import click
 from .console import FilePath, debug_option, json_option, output, print_json, say, table
 
 if TYPE_CHECKING:
+    from ..records import RunSummary
     from ..report.run.load import LoadedRun
 
 _SHOWN = ("step, median", "MFU, median", "HFU, median", "tokens/s")
@@ -42,13 +43,13 @@ def status(folder: Path | None, as_json: bool) -> None:
     from ..run_summary.texts import figures
 
     run = load_run(folder)
-    found = _state_of(run)
+    summary = summary_of_log(run.rows)
+    found = _state_of(run, summary)
     if as_json:
         print_json(found)
         return
     say(f"{folder}: {found['state']}")
     last = run.rows[-1] if run.rows else None
-    summary = summary_of_log(run.rows)
     lines = [
         ("step", f"{found['last_step']:,}" if last is not None else "none yet"),
         ("loss", "unknown" if last is None or last.loss is None else f"{last.loss:.6g}"),
@@ -69,13 +70,15 @@ def _list_runs(as_json: bool) -> None:
     """A line for each run here; a folder that cannot be read is named on stderr."""
     from ..errors import TruemfuError, UsageError
     from ..report.run.load import holds_run, load_run
+    from ..report.run.log_summary import summary_of_log
 
     here = Path()
     folders = [here, *sorted(here.glob("*/")), *sorted(here.glob("*/*/"))]
     states = []
     for folder in filter(holds_run, folders):
         try:
-            states.append(_state_of(load_run(folder)))
+            run = load_run(folder)
+            states.append(_state_of(run, summary_of_log(run.rows)))
         except TruemfuError as error:
             say(f"note: {error}", err=True)
     if not states:
@@ -95,20 +98,19 @@ def _list_runs(as_json: bool) -> None:
             state["folder"],
             (state["started_at"] or "unknown")[:16].replace("T", " "),
             f"{state['steps']:,}",
-            "unknown" if mfu is None else f"{mfu:.1%}",
+            "unknown"
+            if mfu is None
+            else f"{mfu:.1%}" + (" estimated" if state["method"] == "estimate" else ""),
             state["state"],
         )
     output().print(runs)
 
 
-def _state_of(run: LoadedRun) -> dict[str, Any]:
-    """What a script reads."""
-    from ..report.run.log_summary import summary_of_log
-
-    summary = summary_of_log(run.rows)
+def _state_of(run: LoadedRun, summary: RunSummary) -> dict[str, Any]:
+    """What a script reads; `summary` is that of the log."""
     last = run.rows[-1] if run.rows else None
     own = None if run.record is None else run.record.summary
-    age_s = None if own is not None or last is None else max(0.0, time.time() - _last_write_s(run))
+    age_s = None if own is not None or last is None else max(0.0, time.time() - run.files[1].stat().st_mtime)
     ended_by = None if own is None else own.ended_by
     last_step = None if last is None else last.global_step
     return {
@@ -127,10 +129,6 @@ def _state_of(run: LoadedRun) -> dict[str, Any]:
         "median_tokens_per_second": summary.median_tokens_per_second,
         "method": summary.method,
     }
-
-
-def _last_write_s(run: LoadedRun) -> float:
-    return run.files[1].stat().st_mtime
 
 
 def _state_text(has_ended: bool, ended_by: str | None, last_step: int | None, age_s: float | None) -> str:

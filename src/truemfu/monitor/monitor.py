@@ -34,7 +34,7 @@ from .guard import Guard
 from .live_run import LiveRun
 from .notices import Notices
 from .rows.output import Output
-from .summary import ended_by, info_of, show, summary_of
+from .summary import ended_by, info_of, show, summary_of, uncaught
 from .timing.between_steps import BetweenSteps
 from .timing.watched_data import WatchedData
 from .totals import StepTotals
@@ -100,6 +100,7 @@ class TrainingMonitor:
         self._datasets = DatasetMetrics(notice=self._notices)
         self._live: LiveRun | None = None
         """The run, from its first batch or step on."""
+        self._earlier_error = uncaught()
         self._ended_by: str | None = None
         self._guard.close_at_exit(self.close)
         for listener in created.listeners:
@@ -280,7 +281,7 @@ class TrainingMonitor:
 
     def _close_after(self, error: BaseException | None) -> None:
         if self._guard.begin_closing():
-            self._ended_by = ended_by(error)
+            self._ended_by = ended_by(error, self._earlier_error)
             self._notices.in_closing(self._close)
 
     def _close(self) -> None:

@@ -54,11 +54,17 @@ def info_of(
     }
 
 
-def ended_by(error: BaseException | None) -> str | None:
-    """What ended the program: this error, or the uncaught one whose traceback Python has shown."""
+def ended_by(error: BaseException | None, earlier: BaseException | None) -> str | None:
+    """What ended the program: this error, or the uncaught one whose traceback was shown since `earlier`."""
     if error is None and not hasattr(sys, "ps1"):  # in a console the last error ended nothing
-        error = getattr(sys, "last_value", None)
+        shown = uncaught()
+        error = None if shown is earlier else shown
     return None if error is None else one_line(error)
+
+
+def uncaught() -> BaseException | None:
+    """The last error whose traceback Python, or a test runner, has shown."""
+    return getattr(sys, "last_value", None)
 
 
 def summary_of(
