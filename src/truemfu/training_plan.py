@@ -11,7 +11,7 @@ is lost to restarts, evaluation or checkpoints. HFU stays unknown: only a run sh
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from .utilization import calculate_mfu
@@ -97,22 +97,8 @@ class TrainingPlan:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data with the attribute names as keys, ready for JSON."""
-        return {
-            "flops_per_token": self.flops_per_token,
-            "gpus": self.gpus,
-            "peak_flops_per_s": self.peak_flops_per_s,
-            "peak_source": self.peak_source,
-            "tokens_per_second": self.tokens_per_second,
-            "mfu": self.mfu,
-            "hfu": self.hfu,
-            "tokens": self.tokens,
-            "total_flops": self.total_flops,
-            "days": self.days,
-            "gpu_hours": self.gpu_hours,
-            "price_per_gpu_hour": self.price_per_gpu_hour,
-            "cost": self.cost,
-            "cost_per_million_tokens": self.cost_per_million_tokens,
-        }
+        derived = ("total_flops", "days", "gpu_hours", "cost", "cost_per_million_tokens")
+        return {**asdict(self), **{name: getattr(self, name) for name in derived}}
 
 
 def per_million_tokens(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from .convention import Convention
@@ -140,14 +140,4 @@ class Utilization:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data with the attribute names as keys, ready for JSON."""
-        return {
-            "mfu": self.mfu,
-            "hfu": self.hfu,
-            "achieved_flops_per_s": self.achieved_flops_per_s,
-            "executed_flops_per_s": self.executed_flops_per_s,
-            "peak_flops_per_s": self.peak_flops_per_s,
-            "peak_source": self.peak_source,
-            "step_time_s": self.step_time_s,
-            "method": self.method,
-            "convention": {"attention": self.convention.attention},
-        }
+        return asdict(self)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import settings
 from tests.versions import TORCH
 
-from truemfu.flops.closed_form import batch_counts
+from truemfu.flops.count.counted_step import CountedStep
 
 settings.register_profile("truemfu", deadline=None)  # a busy machine is no failure
 settings.load_profile("truemfu")
@@ -37,4 +37,4 @@ def no_counting(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("something was counted")
 
-    return lambda: monkeypatch.setattr(batch_counts, "run_counted", refuse)
+    return lambda: monkeypatch.setattr(CountedStep, "run", refuse)

@@ -14,6 +14,7 @@ from truemfu import Convention, FlopModel, count_flops
 from truemfu.errors import BatchError
 from truemfu.flops.closed_form import batch_counts
 from truemfu.flops.closed_form.batch_key import BatchKey
+from truemfu.flops.count.counted_step import CountedStep
 
 Batch = dict[str, Any]
 
@@ -59,7 +60,7 @@ def packed(*documents: int, **other: Any) -> Batch:
 def is_counted(f: FlopModel, batch: Any) -> bool:
     """Whether the count of this batch needs a step to be run."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batch_counts, "run_counted", _refuse)
+        patch.setattr(CountedStep, "run", _refuse)
         try:
             f(batch)
         except AssertionError:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from truemfu import FlopModel, count_flops, register_module
-from truemfu.flops.host_copy import host_copy, start_host_copy
+from truemfu.flops.host_copy import HostCopy, host_copy
 from truemfu.flops.isolation.process_state import autocast_state
 from truemfu.flops.registry import MODULE_FORMULAS
 
@@ -197,7 +197,7 @@ def test_code_that_is_compiled_as_an_attribute_is_taken_as_it_was_written() -> N
 
 def test_a_host_copy_of_a_cpu_tensor_is_a_copy_and_there_at_once() -> None:
     source = torch.arange(6).reshape(2, 3)
-    copy = start_host_copy(source)
+    copy = HostCopy(source)
     source.zero_()
     assert copy.ready()
     assert copy.get().tolist() == [[0, 1, 2], [3, 4, 5]]
@@ -219,13 +219,13 @@ def cuda() -> Iterator[torch.device]:
 def test_a_host_copy_does_not_synchronise(cuda: torch.device) -> None:
     source = torch.arange(1000, device=cuda).reshape(10, 100)
     # Page-locked memory that is new to the process makes it wait for the device; used again, it does not.
-    for warm in [start_host_copy(source), start_host_copy(source.t())]:
+    for warm in [HostCopy(source), HostCopy(source.t())]:
         warm.get()
     del warm
     torch.cuda._sleep(2_000_000_000)
     torch.cuda.set_sync_debug_mode("error")
-    copy = start_host_copy(source)
-    late = start_host_copy(source.t())
+    copy = HostCopy(source)
+    late = HostCopy(source.t())
     assert not copy.ready()
     source.zero_()  # after the copy in the stream
     values = copy.get()

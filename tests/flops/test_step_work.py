@@ -12,7 +12,7 @@ from torch import nn
 
 from truemfu import Convention, count_flops
 from truemfu.flops.attention.pairs import CAUSAL, FULL, Band
-from truemfu.flops.count.count import run_counted
+from truemfu.flops.count.counted_step import CountedStep
 from truemfu.flops.count.step_work import StepWork, work_of
 from truemfu.sweep.sizes import SIZES
 from truemfu.sweep.worker.models import ReferenceModel
@@ -23,7 +23,7 @@ _DEFAULT = Convention()
 def step_work(
     model: nn.Module, batch: dict[str, torch.Tensor], convention: Convention = _DEFAULT
 ) -> StepWork:
-    return work_of(run_counted(model, batch, convention=convention, backward=True, loss_fn=None)[0])
+    return work_of(CountedStep(model, batch, convention, True, None).run()[0])
 
 
 def batch(samples: int, length: int) -> dict[str, torch.Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from truemfu import FlopModel, count_flops
-from truemfu.flops.closed_form import batch_counts
+from truemfu.flops.count.counted_step import CountedStep
 
 
 class Unpads(nn.Module):
@@ -46,10 +46,8 @@ def test_a_model_that_leaves_padding_out_is_counted_by_values(first: int) -> Non
 def test_values_once_counted_are_not_counted_again(monkeypatch: pytest.MonkeyPatch) -> None:
     f = FlopModel.fit(Unpads(), padded(4))
     f(padded(4))
-    runs, run = [], batch_counts.run_counted
-    monkeypatch.setattr(
-        batch_counts, "run_counted", lambda *args, **kw: runs.append(args) or run(*args, **kw)
-    )
+    runs, run = [], CountedStep.run
+    monkeypatch.setattr(CountedStep, "run", lambda step: runs.append(step) or run(step))
     assert f(padded(4)).model_flops == Unpads.flops(2 * 4)
     assert len(runs) == 0
     assert f(padded(5)).model_flops == Unpads.flops(2 * 5)

@@ -11,7 +11,7 @@ from fake_ncu import EXECUTED, STEP, STEP_COUNT
 
 from truemfu import Convention
 from truemfu.errors import RecordError
-from truemfu.flops.count.count import run_counted
+from truemfu.flops.count.counted_step import CountedStep
 from truemfu.flops.count.step_work import work_of
 from truemfu.hardware.nsight.audit import audit_of
 from truemfu.hardware.nsight.audited import read_audit
@@ -39,7 +39,7 @@ def test_two_layers_tell_what_all_layers_execute_to_the_last_operation(file: Pat
     model = build_reference_model("1b", device=torch.device("meta"), dtype=torch.bfloat16)
     ids = torch.zeros(4, 512, dtype=torch.long, device="meta")
     batch = {"input_ids": ids, "labels": ids}
-    tally, _, _ = run_counted(model, batch, convention=Convention(), backward=True, loss_fn=None)
+    tally, _, _ = CountedStep(model, batch, Convention(), True, None).run()
     work = work_of(tally)
     needed = sum(work.products.values())
     audited = read_audit(file).tile_factors()

@@ -14,7 +14,7 @@ from observed_notes import RowSide, Thread
 from torch import nn
 
 from truemfu import Convention, FlopCount, count_flops
-from truemfu.flops.count.count import run_counted
+from truemfu.flops.count.counted_step import CountedStep
 from truemfu.flops.count.step_work import StepWork, work_of
 from truemfu.flops.observe.observation import OBSERVED
 from truemfu.hardware.nsight.audit import audit_of
@@ -109,7 +109,7 @@ class OnFakeTensors:
         return count_flops(self._model, self._batch)
 
     def work(self) -> StepWork:
-        tally = run_counted(self._model, self._batch, convention=Convention(), backward=True, loss_fn=None)[0]
+        tally = CountedStep(self._model, self._batch, Convention(), True, None).run()[0]
         return work_of(tally)
 
 

@@ -26,7 +26,7 @@ from .count.count import count_flops, count_step, profile_model_flops, uncounted
 from .count.loss import loss_of
 from .count.step_work import StepWork
 from .flop_count import FlopCount
-from .host_copy import HostCopy, start_host_copy
+from .host_copy import HostCopy
 from .isolation.process_state import AutocastState, autocast_state, uncompiled, untouched_casts
 from .isolation.random_states import preserved_random_states
 from .models.example_batch import example_batch
@@ -41,62 +41,3 @@ from .registry import register_formula, register_module, replaced_modules
 from .shadow.shadow import Shadow
 from .structure.estimate import Estimator, estimate_flops
 from .wrappers import has_values, is_compiled_wrapper, unwrap
-
-__all__ = [
-    "CUMULATIVE",
-    "GRIDS",
-    "AutocastState",
-    "BatchCounts",
-    "BatchRequest",
-    "BuildOptions",
-    "Estimator",
-    "FlopCount",
-    "FlopModel",
-    "HostCopy",
-    "MicroBatch",
-    "ModelView",
-    "Observation",
-    "ObservedForm",
-    "Shadow",
-    "StepObserver",
-    "StepProfile",
-    "StepProfiler",
-    "StepWork",
-    "Target",
-    "Windows",
-    "autocast_state",
-    "check_call",
-    "count_flops",
-    "count_of",
-    "count_step",
-    "count_target",
-    "cuda_captures",
-    "documents_of",
-    "estimate_flops",
-    "example_batch",
-    "has_values",
-    "integers_of",
-    "is_compiled_wrapper",
-    "is_readable",
-    "kind_and_sizes",
-    "lengths_in",
-    "loss_of",
-    "model_from_config",
-    "parse_dtype",
-    "parse_lora",
-    "preserved_random_states",
-    "profile_model_flops",
-    "read_config",
-    "register_formula",
-    "register_module",
-    "replaced_modules",
-    "resolve_target",
-    "sizes_of_lengths",
-    "start_host_copy",
-    "take_out_left_behind",
-    "uncompiled",
-    "uncounted_notice",
-    "untouched_casts",
-    "unwrap",
-    "warn_uncounted",
-]

@@ -1,9 +1,9 @@
 """Copies a tensor's values to the host without blocking the training thread.
 
-start_host_copy(tensor)   on the training thread: enqueues a copy and returns at once
-    .ready()              whether the values have arrived; never waits
-    .get()                the values; waits, so for threads other than the training thread
-host_copy(tensor)         the values now; waits
+HostCopy(tensor)      on the training thread: enqueues a copy on the current stream and returns at once
+    .ready()          whether the values have arrived; never waits
+    .get()            the values; waits, so for threads other than the training thread
+host_copy(tensor)     the values now; waits
 """
 
 from __future__ import annotations
@@ -41,11 +41,6 @@ class HostCopy:
         while not self.ready():
             time.sleep(_POLL_S)
         return self._values
-
-
-def start_host_copy(tensor: torch.Tensor) -> HostCopy:
-    """Enqueue a copy of a tensor's values to the host on the current stream."""
-    return HostCopy(tensor)
 
 
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:

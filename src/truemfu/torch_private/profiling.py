@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch.profiler.profiler import PROFILER_STEP_NAME
@@ -45,6 +46,7 @@ def _needed(path: str) -> Any:
     return found
 
 
+@functools.lru_cache(maxsize=1024)
 def schemas_of(name: str) -> tuple[Any, ...]:
     """The schemas of all overloads of an operator."""
     return tuple(_needed(table.SCHEMAS)(name))
@@ -52,4 +54,7 @@ def schemas_of(name: str) -> tuple[Any, ...]:
 
 def is_decomposed(overload: str) -> bool:
     """Whether an operator is decomposed into others before autograd."""
-    return bool(_needed(table.HAS_KERNEL)(overload, "CompositeImplicitAutograd"))
+    try:
+        return bool(_needed(table.HAS_KERNEL)(overload, "CompositeImplicitAutograd"))
+    except RuntimeError:  # an operator of TorchScript only
+        return False

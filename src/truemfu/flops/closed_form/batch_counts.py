@@ -21,10 +21,9 @@ from torch import nn
 from ...convention import Convention
 from ..arguments import check_call
 from ..attention.windows import Windows
-from ..batch import digest_of, documents_of
-from ..count.count import run_counted, warn_uncounted
+from ..batch import digest_of
+from ..count.count import warn_uncounted
 from ..count.counted_step import CountedStep
-from ..count.counting_mode import CountingMode
 from ..flop_count import FlopCount
 from ..shadow.tensor_makers import device_of
 from ..wrappers import unwrap
@@ -134,14 +133,7 @@ class BatchCounts:
         """Count a batch and keep the result; also returns the number of operators."""
         check_call(model, batch)
         filled = with_values(batch)
-        tally, method, notes = run_counted(
-            model,
-            filled,
-            convention=self.convention,
-            backward=self._backward,
-            loss_fn=self._loss_fn,
-            device=_device_of(model),
-        )
+        tally, method, notes = self._step(model, filled).run()
         count = tally.result(method=method, notes=notes)
         warn_uncounted(count)
         if key is None:
@@ -166,7 +158,7 @@ class BatchCounts:
         if other is None:
             return False
         try:
-            changed = self._copy_counted(model, other).result(method="")
+            changed = self._step(model, other).run_fake()[0].result(method="")
         except Exception:  # whatever the model raises for values that it was not given
             return True
         return any(getattr(changed, total) != getattr(count, total) for total in TOTALS)
@@ -178,20 +170,17 @@ class BatchCounts:
         if self._kinds[kind].predict(key) is not None:
             return 0
         try:
-            tally = self._copy_counted(model, copy)
+            tally, _ = self._step(model, copy).run_fake()
         except Exception:  # whatever the model raises for sizes that it was not given
             return None
         self._kinds[kind].learn(key, tally.result(method=""))
         return tally.operators
 
-    def _copy_counted(self, model: nn.Module, copy: Any) -> CountingMode:
-        """A step on a copy of a batch, on fake tensors or not at all."""
-        args, kwargs = check_call(model, copy)
-        documents, device = documents_of(copy), _device_of(model)
-        step = CountedStep(
-            model, args, kwargs, self.convention, self._backward, self._loss_fn, documents, device
-        )
-        return step.run_fake()[0]
+    def _step(self, model: nn.Module, batch: Any) -> CountedStep:
+        """A step on a batch, which is taken to be where the model is."""
+        first = next(iter(model.parameters()), None)
+        device = None if first is None else device_of(first)
+        return CountedStep(model, batch, self.convention, self._backward, self._loss_fn, device)
 
 
 def _other_sizes(example: Example) -> Iterator[tuple[int | None, int | None]]:
@@ -214,9 +203,3 @@ def _other_sizes(example: Example) -> Iterator[tuple[int | None, int | None]]:
 def _arguments(batch: Any) -> Any:
     """The batch, with a single tensor as the only positional argument."""
     return (batch,) if isinstance(batch, torch.Tensor) else batch
-
-
-def _device_of(model: nn.Module) -> torch.device | None:
-    """Where the model's batches are taken to be."""
-    first = next(iter(model.parameters()), None)
-    return None if first is None else device_of(first)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from ...convention import Convention
 from ..flop_count import FlopCount
@@ -23,20 +24,10 @@ def count_of(
     integers: Mapping[str, int], *, method: str, convention: Convention, notes: tuple[str, ...] = ()
 ) -> FlopCount:
     """The count that has these integers."""
-    splits: dict[str, dict[str, int]] = {split: {} for split in SPLITS}
+    fields: dict[str, Any] = {total: integers[total] for total in TOTALS}
+    fields |= {split: {} for split in SPLITS}
     for key, amount in integers.items():
         split, is_split, name = key.partition(":")
         if is_split and (amount or split != "uncounted"):
-            splits[split][name] = amount
-    return FlopCount(
-        forward=integers["forward"],
-        backward=integers["backward"],
-        recompute=integers["recompute"],
-        by_module=splits["by_module"],
-        by_operator=splits["by_operator"],
-        by_dtype=splits["by_dtype"],
-        uncounted=splits["uncounted"],
-        method=method,
-        convention=convention,
-        notes=notes,
-    )
+            fields[split][name] = amount
+    return FlopCount(**fields, method=method, convention=convention, notes=notes)

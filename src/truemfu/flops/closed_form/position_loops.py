@@ -17,7 +17,7 @@ from torch import nn
 from ...convention import Convention
 from ...errors import TruemfuError
 from ..attention.windows import Windows
-from ..count.count import run_counted
+from ..count.counted_step import CountedStep
 from ..flop_count import FlopCount
 from ..wrappers import unwrap
 from .batch_counts import CLOSED_FORM
@@ -47,7 +47,7 @@ def count_by_short_sequences(
 
     def counted(length: int, backward: bool) -> tuple[FlopCount, int]:
         copy = example.copy(None, length)
-        tally, _, notes = run_counted(model, copy, convention=convention, backward=backward, loss_fn=None)
+        tally, _, notes = CountedStep(model, copy, convention, backward, None).run()
         return tally.result(method=CLOSED_FORM, notes=notes), tally.operators
 
     try:

@@ -99,10 +99,9 @@ def following_calls(tally: Tally, *, on_shadow: bool = False) -> Iterator[None]:
 class Calls(TorchFunctionMode):
     """Intercepts a few torch calls before they are split into operators.
 
-    These are `scaled_dot_product_attention`, before torch pads head sizes for its kernels; constructors and
-    exports that read a tensor's memory, which fake tensors do not have; exports of any tensor, after which
-    torch no longer sees the work; and, if `on_shadow`, attention on nested tensors, for which few devices
-    have kernels.
+    These are constructors and exports that read a tensor's memory, which fake tensors do not have; exports of
+    any tensor, after which torch no longer sees the work; and, if `on_shadow`, attention on nested tensors,
+    for which few devices have kernels.
     """
 
     def __init__(self, tally: Tally, *, on_shadow: bool = False) -> None:
@@ -113,12 +112,9 @@ class Calls(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func is nn.functional.scaled_dot_product_attention:
-            q = args[0] if args else kwargs["query"]
-            v = args[2] if len(args) > 2 else kwargs["value"]
-            if self._on_shadow and q.is_nested:
+            if self._on_shadow and (args[0] if args else kwargs["query"]).is_nested:
                 return _attention_by_document(*args, **kwargs)
-            with self._tally.sdpa_head_dims(q.shape[-1], v.shape[-1]):
-                return func(*args, **kwargs)
+            return func(*args, **kwargs)  # from a place of its own, which `PaddedHeads` recognises
         if func in (torch.tensor, torch.as_tensor) and args and not isinstance(args[0], torch.Tensor):
             return self._from_numbers(func, args, kwargs)
         if (name := _MEMORY_EXPORTS.get(func)) is not None:

@@ -16,10 +16,7 @@ from torch import nn
 from ...convention import Convention
 from ...errors import UsageError, warn_once
 from ...torch_private.dispatch import check_counts
-from ...torch_versions import warn_if_untested
-from ..arguments import check_call, check_forward, check_options
 from ..attention.windows import Windows
-from ..batch import documents_of
 from ..flop_count import FlopCount
 from ..isolation.process_state import uncompiled
 from ..wrappers import unwrap
@@ -47,11 +44,9 @@ def count_flops(
     else the sum of its floating-point tensors that need a gradient. `backward=False` counts only the forward
     pass, without gradients.
     """
-    tally, method, notes = run_counted(
-        model, batch, convention=convention, backward=backward, loss_fn=loss_fn
-    )
-    args, kwargs = check_call(model, batch)
-    outside = Windows(unwrap(model), convention).notes_for_batch(kwargs or args)
+    step = CountedStep(model, batch, convention, backward, loss_fn)
+    tally, method, notes = step.run()
+    outside = Windows(unwrap(model), convention).notes_for_batch(step.kwargs or step.args)
     count = tally.result(method=method, notes=(*notes, *outside))
     warn_uncounted(count)
     return count
@@ -109,24 +104,3 @@ def uncounted_notice(count: FlopCount) -> str | None:
         f"operators that may do matrix work and have no formula are not counted: {names}; "
         "register one with truemfu.register_formula, or a module's work with truemfu.register_module"
     )
-
-
-def run_counted(
-    model: nn.Module,
-    batch: Mapping[str, Any] | tuple[Any, ...],
-    *,
-    convention: Convention,
-    backward: bool,
-    loss_fn: Callable[[Any], torch.Tensor] | None,
-    device: torch.device | None = None,
-) -> tuple[CountingMode, str, tuple[str, ...]]:
-    """Run one step of the model's shadow under a tally: returns the tally, the method and the notes.
-
-    `device` is where a generated batch would be in training, if its tensors are elsewhere.
-    """
-    check_options(convention, backward, loss_fn)
-    args, kwargs = check_call(model, batch)
-    check_forward(model)
-    warn_if_untested()
-    check_counts()
-    return CountedStep(model, args, kwargs, convention, backward, loss_fn, documents_of(batch), device).run()

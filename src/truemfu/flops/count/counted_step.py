@@ -17,8 +17,11 @@ from torch import nn
 
 from ...convention import Convention
 from ...errors import TruemfuError, one_line
-from ...torch_private.dispatch import FakeTensorMode, check_fake_tensors, disable_modes
+from ...torch_private.dispatch import FakeTensorMode, check_counts, check_fake_tensors, disable_modes
 from ...torch_private.trees import tree_flatten
+from ...torch_versions import warn_if_untested
+from ..arguments import check_call, check_forward, check_options
+from ..batch import documents_of
 from ..isolation.process_state import (
     attention_in_given_dtype,
     flex_attention_anywhere,
@@ -43,26 +46,31 @@ _MAX_REAL_BYTES = 4 << 30
 
 
 class CountedStep:
-    """One step of a model's shadow, ready to be run on fake tensors or on real copies."""
+    """One step of a model's shadow, ready to be run on fake tensors or on real copies.
+
+    `device` is where a generated batch would be in training, if its tensors are elsewhere.
+    """
 
     def __init__(
         self,
         model: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        batch: Any,
         convention: Convention,
         backward: bool,
         loss_fn: Callable[[Any], torch.Tensor] | None,
-        documents: list[list[int]] | None,
-        device: torch.device | None,
+        device: torch.device | None = None,
     ) -> None:
-        self.device = device
-        self.model, self.args, self.kwargs = model, args, kwargs
+        check_options(convention, backward, loss_fn)
+        self.args, self.kwargs = check_call(model, batch)
+        self.model, self.device = model, device
         self.convention, self.backward, self.loss_fn = convention, backward, loss_fn
-        self.documents = documents
+        self.documents = documents_of(batch)
 
     def run(self) -> tuple[CountingMode, str, tuple[str, ...]]:
         """The step's tally, the method and the notes."""
+        check_forward(self.model)
+        warn_if_untested()
+        check_counts()
         try:
             tally, following = self.run_fake()
         except TruemfuError:

@@ -22,7 +22,7 @@ from ..attention.eager import readable
 from ..attention.masks import mask_of_function
 from ..operators.matrix_work import factors
 from ..shadow.fake_kernels import FAKE_KERNELS
-from ..shadow.values import Following, FollowingMode, Value
+from ..shadow.values import Following, Value
 from . import collectives
 from .tally import PRODUCTS, Entry, Tally, operator_name
 
@@ -126,7 +126,7 @@ class CountingMode(Tally, TorchDispatchMode):
         """A flex-attention mask, computed on real indices or on fake ones whose values are known."""
         if self._following is None:
             return super()._evaluated(function, shape, device)
-        with FollowingMode(self._following):
+        with self._following:
             allowed = mask_of_function(function, shape, partial(torch.arange, device=device))
         return None if allowed is None else readable(allowed)
 

@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -49,11 +49,13 @@ from ..operators.sparse import is_sparse
 from ..registry import OPERATOR_FORMULAS
 from ..shadow.values import Value
 from .data_flow import DataFlow, in_function
+from .padding import PAD, PaddedHeads
 from .phases import phase_in_backward
 
 PRODUCTS = frozenset(f"aten::{n}" for n in "mm addmm _addmm_activation bmm baddbmm".split())
 
 
+@dataclass(eq=False, slots=True)
 class Entry:
     """One counted call: what was needed, what was executed, and where.
 
@@ -63,30 +65,19 @@ class Entry:
     product and the rows (or columns) they share: (matrices, rows); else None.
     """
 
-    __slots__ = (
-        "blocked",
-        "channels",
-        "dtype",
-        "executed",
-        "groups",
-        "is_attention",
-        "module",
-        "needed",
-        "operator",
-        "phase",
-        "sequence",
-        "shape",
-    )
-
-    def __init__(self, phase: str, module: str, operator: str, dtype: str) -> None:
-        self.phase, self.module, self.operator, self.dtype = phase, module, operator, dtype
-        self.needed = self.executed = 0
-        self.shape: tuple[int, int, int] | None = None
-        self.is_attention = False
-        self.blocked: int | None = None
-        self.channels: int | None = None
-        self.groups: tuple[int, int] | None = None
-        self.sequence = next_sequence_nr() - 1 if torch.is_grad_enabled() else None
+    phase: str
+    module: str
+    operator: str
+    dtype: str
+    sequence: int | None
+    """The number of the autograd node that it made, if gradients were enabled."""
+    needed: int = 0
+    executed: int = 0
+    shape: tuple[int, int, int] | None = None
+    is_attention: bool = False
+    blocked: int | None = None
+    channels: int | None = None
+    groups: tuple[int, int] | None = None
 
 
 class Tally:
@@ -113,8 +104,7 @@ class Tally:
         self._start_paths: list[str] = [""]
         self._scales: dict[int, Scale] = {}
         self._forward_work: dict[int, tuple[int, int]] = {}
-        self._head_dims: list[tuple[int, int]] = []
-        self._true_dims: dict[str, tuple[int, int]] = {}
+        self._padded = PaddedHeads()
         self._eager = (
             EagerAttention(self._resolve_eager, self._rescale, self) if self.pairs.masks_matter else None
         )
@@ -132,15 +122,6 @@ class Tally:
     def _mark(self, path: str) -> None:
         self._starts.append(next_sequence_nr())
         self._start_paths.append(path)
-
-    @contextmanager
-    def sdpa_head_dims(self, qk_dim: int, v_dim: int) -> Iterator[None]:
-        """The true head sizes of an attention call; kernels may get them padded to a multiple of eight."""
-        self._head_dims.append((qk_dim, v_dim))
-        try:
-            yield
-        finally:
-            self._head_dims.pop()
 
     def _module_of(self, node: Any) -> str:
         """The module whose forward created this autograd node: nodes are numbered in order of creation."""
@@ -192,8 +173,13 @@ class Tally:
 
     def _count(self, name: str, func: Any, args: Any, kwargs: Any, out: Any) -> Entry | None:
         work: Any
-        if name in attention_kernels.KERNELS:
+        if name == PAD:
+            self._padded.record(args, out)
+            return None
+        if (kernel := attention_kernels.KERNELS.get(name)) is not None:
             work = attention_kernels.work_of_kernel(name, bind(func, args, kwargs))
+            if kernel.is_padded:
+                work = self._padded.without(work, args)
         elif name in ("higher_order::flex_attention", "higher_order::flex_attention_backward"):
             work = attention_kernels.work_of_flex(name, args)
         elif (formula := OPERATOR_FORMULAS.get(name)) is not None:
@@ -208,13 +194,14 @@ class Tally:
         phase = self._phase(node)
         module = self._module_of(node) if phase == "backward" and node is not None else self._paths[-1]
         operand = next(iter(factors(name, args)), None)
-        entry = Entry(phase, module, name.replace("::", "."), _dtype(name, operand))
+        sequence = next_sequence_nr() - 1 if torch.is_grad_enabled() else None
+        entry = Entry(phase, module, name.replace("::", "."), _dtype(name, operand), sequence)
         times = 4 if isinstance(operand, torch.Tensor) and operand.is_complex() else 1
         self._set_flops(entry, work, times, node if phase == "backward" else None)
         if name in PRODUCTS:
             left, right = factors(name, args)[:2]
             if not is_sparse(left) and not is_sparse(right):
-                entry.shape = _product_shape(left, right)
+                entry.shape = left.shape[-2], right.shape[-1], left.shape[-1]
         elif "convolution" in name:
             entry.channels = input_channels(bind(func, args, kwargs))
         elif "grouped_mm" in name:
@@ -254,11 +241,6 @@ class Tally:
         entry.is_attention = True
         q = k = v = True
         if not work.backward:
-            if self._head_dims:
-                self._true_dims[entry.module] = self._head_dims[-1]
-                work = _with_head_dims(work, *self._head_dims[-1])
-            elif entry.module in self._true_dims:  # recomputed by a checkpoint, where only the kernel is seen
-                work = _with_head_dims(work, *self._true_dims[entry.module])
             if torch.is_grad_enabled():
                 self._forward_work[next_sequence_nr() - 1] = (work.qk_dim, work.v_dim)
         elif node is not None:
@@ -266,7 +248,7 @@ class Tally:
             if len(edges) == 3:
                 q, k, v = edges
             if (dims := self._forward_work.get(node._sequence_nr())) is not None:
-                work = _with_head_dims(work, *dims)
+                work = replace(work, qk_dim=dims[0], v_dim=dims[1])
         pairs = self._pairs(work, entry.module)
         has_blocks, work = work.mask_function is None, work.without_tensors()
 
@@ -395,18 +377,9 @@ def _rescale(entry: Entry, scale: Scale) -> None:
     entry.needed, entry.executed = scale(entry.needed)
 
 
-def _product_shape(left: torch.Tensor, right: torch.Tensor) -> tuple[int, int, int]:
-    """m, n, k of each product of m×k by k×n."""
-    return left.shape[-2], right.shape[-1], left.shape[-1]
-
-
 def bind(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     names = [a.name for a in func._schema.arguments]
     return {**dict(zip(names, args, strict=False)), **kwargs}
-
-
-def _with_head_dims(work: AttentionWork, qk_dim: int, v_dim: int) -> AttentionWork:
-    return work if (work.qk_dim, work.v_dim) == (qk_dim, v_dim) else replace(work, qk_dim=qk_dim, v_dim=v_dim)
 
 
 def _lengths(cumulative: Value | None) -> list[int]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ...torch_private.watching import detects_overwrites, version_of
-from ..host_copy import HostCopy, start_host_copy
+from ..host_copy import HostCopy
 from ..shadow.values import Value
 
 LIMIT_BYTES = 64 << 20
@@ -40,7 +40,7 @@ class Copies:
         self._bytes += tensor.numel() * tensor.element_size()
         if self._bytes > LIMIT_BYTES:
             raise Uncopied("the masks and lengths it needs are larger than 64 MiB")
-        copy = start_host_copy(tensor)
+        copy = HostCopy(tensor)
         self._copies.append(copy)
         value = Value(copy.get)
         if key is not None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from threading import get_ident
 from typing import Any
 
@@ -30,6 +29,7 @@ from ..attention import kernels as attention_kernels
 from ..attention.eager import EagerAttention
 from ..attention.masks import MASK_NOT_READ
 from ..count.data_flow import APART, UNDECIDED, is_custom
+from ..count.padding import PAD
 from ..count.tally import Entry, Tally, operator_name
 from ..operators.matrix_work import does_matrix_work, is_torch_own
 from ..registry import OPERATOR_FORMULAS
@@ -38,12 +38,9 @@ from .calls import Call, FunctionCalls
 from .compiled import RegionRun
 from .copies import Copies, Uncopied
 from .graphs import GraphReplay
-from .padding import PaddedHeads
 from .region_graph import RegionError
 
 _LOCK_LIMIT_S = 1.0
-_PAD = "aten::constant_pad_nd"
-_PADDED_KERNELS = frozenset(n for n, kernel in attention_kernels.KERNELS.items() if kernel.is_padded)
 
 Documents = Sequence[Sequence[int]]
 """The lengths of the documents in each row of a batch."""
@@ -69,7 +66,6 @@ class ObservedTally(Tally):
         """Calls of compiled code, and replays: what they multiply follows `entries` once it is resolved."""
         self._counted_runs = 0
         self._is_work: dict[int, bool] = {}
-        self._padded = PaddedHeads()
         self._functions = FunctionCalls()
         self._pending: list[tuple[int, Callable[[], None]]] = []
         """What depends on values, and the number of micro-batches that had begun."""
@@ -170,15 +166,11 @@ class ObservedTally(Tally):
         return "forward" if call is Call.WITH_GRADIENTS else UNDECIDED if call is Call.UNKNOWN else APART
 
     def _count(self, name: str, func: Any, args: Any, kwargs: Any, out: Any) -> Entry | None:
-        if name == _PAD:
-            self._padded.record(args, out)
-        dims = self._padded.head_dims(args) if name in _PADDED_KERNELS else None
-        with self.sdpa_head_dims(*dims) if dims is not None else nullcontext():
-            try:
-                return super()._count(name, func, args, kwargs, out)
-            except Uncopied as reason:
-                self.fail(str(reason))
-                return None
+        try:
+            return super()._count(name, func, args, kwargs, out)
+        except Uncopied as reason:
+            self.fail(str(reason))
+            return None
 
     def record_launch(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Record a Triton kernel that is about to be launched; an error here must not stop it."""
@@ -262,7 +254,7 @@ def _may_be_work(name: str) -> bool:
         or name in OPERATOR_FORMULAS
         or does_matrix_work(name)
         or not is_torch_own(name)
-        or name == _PAD
+        or name == PAD
     )
 
 

@@ -185,13 +185,8 @@ def trilinear(
     return 2 * prod(sizes)
 
 
-@register_formula("aten::_weight_int8pack_mm")
-def weight_int8pack_mm(x: Any, weight: Any, *_: Any, out: Any) -> int:
-    """M×K by a packed int8 weight of N×K."""
-    return int(2 * x.numel() * out.shape[-1])
-
-
 @register_formula(
+    "aten::_weight_int8pack_mm",
     "aten::_weight_int4pack_mm",
     "aten::_weight_int4pack_mm_for_cpu",
     "aten::_weight_int4pack_mm_with_scales_and_zeros",

@@ -24,7 +24,7 @@ from ...convention import Convention
 from ...errors import UsageError
 from ...torch_private.profiling import after_failed_start, is_profiler_in_use
 from ..flop_count import FlopCount
-from .recording import read_recording
+from .recording import Recording
 
 _DEFAULT = Convention()
 
@@ -90,5 +90,5 @@ class StepProfile:
         """The FLOPs of the step, on any thread; the recording is freed as soon as it is read."""
         if self._count is None:
             recording, self._recording = self._recording, None
-            self._count = read_recording(recording, self._convention)
+            self._count = Recording(recording, self._convention).count()
         return self._count

@@ -44,23 +44,11 @@ def meta_argument(recorded: Any) -> Any:
     return [meta_argument(r) for r in recorded] if isinstance(recorded, list) else recorded
 
 
-@lru_cache(maxsize=1024)
-def _schemas(name: str) -> tuple[Any, ...]:
-    return schemas_of(name)
-
-
 @lru_cache(maxsize=4096)
 def is_composite(name: str, arguments: int) -> bool:
     """Whether this call is decomposed into other operators before autograd, which are then recorded."""
-    overloads = [s.overload_name for s in _schemas(name) if len(s.arguments) == arguments]
-    return any(_is_composite(f"{name}.{overload}".rstrip(".")) for overload in overloads)
-
-
-def _is_composite(overload: str) -> bool:
-    try:
-        return is_decomposed(overload)
-    except RuntimeError:  # an operator of TorchScript only
-        return False
+    overloads = [s.overload_name for s in schemas_of(name) if len(s.arguments) == arguments]
+    return any(is_decomposed(f"{name}.{overload}".rstrip(".")) for overload in overloads)
 
 
 class RecordedCall:
@@ -72,7 +60,7 @@ class RecordedCall:
 
     def __init__(self, name: str, inputs: Sequence[Any], lists: Callable[[], Sequence[Any]]) -> None:
         self.name = name
-        self._schema = next((s for s in _schemas(name) if _fits(s, inputs)), None)
+        self._schema = next((s for s in schemas_of(name) if _fits(s, inputs)), None)
         values = [meta_argument(i) for i in inputs]
         if self._schema is not None and any(
             value is None and "List" in str(argument.type)

@@ -53,16 +53,11 @@ _OWN_BACKWARD = (
 _PACKED = "attention over packed sequences is not counted: their lengths are not recorded"
 
 
-def read_recording(recording: Any, convention: Convention) -> FlopCount:
-    """The FLOPs of a recorded step."""
-    return _Reading(recording, convention).count()
-
-
 class _LengthsUnknown(Exception):
     """Of packed sequences."""
 
 
-class _Reading(CallTally):
+class Recording(CallTally):
     """Walks through one recording and counts its operators."""
 
     def __init__(self, recording: Any, convention: Convention) -> None:
@@ -75,6 +70,7 @@ class _Reading(CallTally):
         self._context = EventContext()
 
     def count(self) -> FlopCount:
+        """The FLOPs of the recorded step."""
         roots = self._recording.experimental_event_tree()
         for root in sorted(roots, key=lambda event: event.start_time_ns):  # forward before backward
             self._visit(root, EventContext())

@@ -44,7 +44,6 @@ class Value:
         "_compute",
         "_tensor",
         "assumed",
-        "has_views",
         "is_fill",
         "is_rate",
         "root",
@@ -58,19 +57,11 @@ class Value:
         self._tensor: torch.Tensor | None = None
         self.assumed = assumed
         self.root: Value = self if view_of is None else view_of.root
-        self.has_views = False
-        if view_of is not None:
-            self.root.has_views = True
         self.unknown = False
         self.is_fill = False
         """Whether this is a newly filled tensor, such as kernels are given to write their results to."""
         self.is_rate = False
         """Whether it was drawn between 0 and 1, as for a comparison with a dropout rate."""
-
-    @property
-    def is_unread(self) -> bool:
-        """Whether this value has not been read yet and no other value shares its memory."""
-        return self._tensor is None and self.root is self and not self.has_views
 
     def tensor(self) -> torch.Tensor:
         if self._tensor is None:
@@ -239,24 +230,20 @@ class _Call:
         return on_cpu(*args, **kwargs)
 
 
-class FollowingMode(TorchDispatchMode):
-    """Runs operators on fake tensors and follows their values, without counting."""
+class Following(TorchDispatchMode):
+    """Runs operators on fake tensors and follows the values of those that are known.
 
-    def __init__(self, following: Following) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._following = following
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._following.run(func, args, kwargs or {})
-
-
-class Following:
-    """Runs operators on fake tensors and follows the values of those that are known."""
+    `CountingMode` calls `run`; as a mode of its own it does the same without counting.
+    """
 
     def __init__(self, fake_mode: FakeTensorMode) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self.fake_mode = fake_mode
         self.assumptions: dict[str, None] = {}
         self._pending: weakref.WeakSet[Value] = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.run(func, args, kwargs or {})
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one operator; returns what the model gets."""
@@ -357,7 +344,7 @@ class Following:
         if not is_write and not isinstance(out, (torch.Tensor, tuple, list)):
             return
         if func in _FACTORIES:
-            self._follow_factory(func, args, kwargs, out)
+            self._follow_new(func, args, kwargs, out)
             return
         call = _Call(func, args, kwargs)
         values = [_value(tensor) for tensor in call.tensors]
@@ -375,7 +362,7 @@ class Following:
                 attach(out, drawn)
             return
         if func in _LIKE and values and values[0] is None:
-            self._follow_like(func, args, out)
+            self._follow_new(func, args, kwargs, out)
             return
         if any(v is None for v in values) or (not values and _numel(out) > _MAX_FLOAT_FACTORY):
             return
@@ -395,29 +382,21 @@ class Following:
                 self._pending.add(value)
                 attach(tensor, value)
 
-    def _follow_factory(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    def _follow_new(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """For an operator whose result depends on no tensor's values."""
         limit = _MAX_FLOAT_FACTORY if out.dtype in _NUMBERS else MAX_ELEMENTS
         if not isinstance(out, FakeTensor) or out.numel() > limit:
             return
-        on_cpu = {**kwargs, "device": torch.device("cpu"), "pin_memory": False, "dtype": out.dtype}
-        if func is aten.empty.memory_format:
-            shape, dtype = tuple(out.shape), out.dtype
-            value = Value(lambda: torch.zeros(shape, dtype=dtype))
-        else:
-            value = Value(lambda: func(*args, **on_cpu))
-        value.is_fill = func in _FILLS
-        attach(out, value)
-
-    def _follow_like(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
-        limit = _MAX_FLOAT_FACTORY if out.dtype in _NUMBERS else MAX_ELEMENTS
-        if not isinstance(out, FakeTensor) or out.numel() > limit:
-            return
-        fill = _LIKE[func]
-        if fill is None:
-            fill = args[2] if func is aten.new_full.default else args[1]
         shape, dtype = tuple(out.shape), out.dtype
-        value = Value(lambda: torch.full(shape, fill, dtype=dtype))
-        value.is_fill = True
+        if func in _LIKE or func is aten.empty.memory_format:
+            fill = _LIKE.get(func, 0)
+            if fill is None:
+                fill = args[2] if func is aten.new_full.default else args[1]
+            value = Value(lambda: torch.full(shape, fill, dtype=dtype))
+        else:
+            on_cpu = {**kwargs, "device": torch.device("cpu"), "pin_memory": False, "dtype": dtype}
+            value = Value(lambda: func(*args, **on_cpu))
+        value.is_fill = func in _FILLS or func in _LIKE
         attach(out, value)
 
     def _follow_write(
@@ -429,17 +408,6 @@ class Following:
             mark_unknown(written)
             return
         known = [value for value in values if value is not None]
-        written_to = value_of(written[0]) if len(written) == 1 else None
-        if written_to is not None and written_to.is_unread:
-            # For example a counter in a buffer: reading it waits for the device, and may never be needed.
-            def after_writing() -> torch.Tensor:
-                before = written_to.tensor().clone()
-                call.run([before if value is written_to else value.tensor() for value in known])
-                return before
-
-            assumed = next((value.assumed for value in known if value.assumed), None)
-            attach(written[0], Value(after_writing, assumed))
-            return
         for pending in list(self._pending):  # values derived from the old content must be computed first
             pending.tensor()
         self._pending.clear()

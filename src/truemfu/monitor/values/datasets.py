@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...errors import warn_once
-from ...flops import HostCopy, is_readable, start_host_copy, unwrap
+from ...flops import HostCopy, is_readable, unwrap
 
 EXTRA_BYTES = 256 * 2**20
 """The most memory of a pass, in addition to its inputs and a few numbers per token."""
@@ -101,7 +101,7 @@ class DatasetMetrics:
         """Measure a batch of the current step."""
         found = self.measure(batch, outputs, aggregated_loss)
         if found is not None:
-            self.pending.append((found, start_host_copy(found.sums)))
+            self.pending.append((found, HostCopy(found.sums)))
 
     def begin_step(self) -> None:
         """The pending batches were handed over with their step: the next one begins."""

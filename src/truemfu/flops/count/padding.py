@@ -10,12 +10,16 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
 import torch
 
 from ...torch_private.compiler import is_of_disable
+from ..attention.kernels import AttentionWork
+
+PAD = "aten::constant_pad_nd"
 
 Place = tuple[int, int]
 
@@ -32,17 +36,14 @@ class PaddedHeads:
         if len(padding) == 2 and padding[0] == 0:
             self._sizes[out.untyped_storage()] = (tensor.shape[-1], _place())
 
-    def head_dims(self, args: Sequence[Any]) -> tuple[int, int] | None:
-        """The true sizes of queries and values given to a kernel; None if they were not padded for it."""
+    def without(self, work: AttentionWork, args: Sequence[Any]) -> AttentionWork:
+        """The work of a kernel by the sizes that queries and values had before they were padded for it."""
         if not self._sizes:
-            return None
-        query, value = args[0], args[2]
-        sizes = [self._sizes.get(t.untyped_storage()) for t in (query, value)]
+            return work
         here = _place()
+        sizes = [self._sizes.get(tensor.untyped_storage()) for tensor in (args[0], args[2])]
         true = [size[0] if size is not None and size[1] == here else None for size in sizes]
-        if true == [None, None]:
-            return None
-        return true[0] or query.shape[-1], true[1] or value.shape[-1]
+        return replace(work, qk_dim=true[0] or work.qk_dim, v_dim=true[1] or work.v_dim)
 
 
 def _place() -> Place:
