@@ -308,6 +308,46 @@ def test_head_sizes_that_kernels_pad(name: str, head: int) -> None:
         assert model_flops(count) == expected(pairs, head=head)
 
 
+TORCH_PADS = torch.jit.CompilationUnit("""
+def attention(x):
+    padded = torch.constant_pad_nd(x, [0, 3])
+    return torch._scaled_dot_product_flash_attention_for_cpu(padded, padded, padded)[0]
+""").attention
+"""As torch does it on a GPU: padding and kernel within one call from Python."""
+
+
+def program_pads(x: torch.Tensor) -> torch.Tensor:
+    padded = F.pad(x, [0, 3])
+    return F.scaled_dot_product_attention(padded, padded, padded)
+
+
+@pytest.mark.parametrize(
+    ("core", "head", "recomputed"),
+    [
+        (TORCH_PADS, 5, 0),
+        (lambda x: checkpoint(TORCH_PADS, x, use_reentrant=True), 5, 2),
+        (program_pads, 8, 0),
+    ],
+    ids=["by torch", "by torch, in a checkpoint", "by the program"],
+)
+def test_heads_that_torch_pads_count_by_their_own_size(
+    core: Callable[[torch.Tensor], torch.Tensor], head: int, recomputed: int
+) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return core(x * self.scale)
+
+    model, x = Model(), torch.randn(2, 3, 4, 5)
+    product = 2 * (2 * 3 * 4 * 4) * head
+    expected = 2 * product, 4 * product, (1 + recomputed) * product
+    for count in (count_flops(model, (x,)), count_step(lambda: model(x).sum().backward())):
+        assert (count.forward, count.backward, count.recompute) == expected
+
+
 class Bare(nn.Module):
     """Attention alone: three tensors in, each scaled by a parameter so that it needs a gradient."""
 

@@ -41,7 +41,6 @@ from ..flops import (
     has_values,
     loss_of,
     preserved_random_states,
-    uncompiled,
     untouched_casts,
     unwrap,
     warn_uncounted,
@@ -232,7 +231,7 @@ def _profiled(model: nn.Module, batch: Batch) -> FlopCount:
         torch.enable_grad(),
         preserved_random_states(),
         untouched_casts(),
-        uncompiled(),
+        torch.compiler.set_stance("force_eager"),
     ):
         twin = Shadow(_shared_weight).model(model)
         arguments = tree_map_only(torch.Tensor, lambda t: t.to(device), batch)

@@ -18,7 +18,6 @@ from ...errors import UsageError, warn_once
 from ...torch_private.dispatch import check_counts
 from ..attention.windows import Windows
 from ..flop_count import FlopCount
-from ..isolation.process_state import uncompiled
 from ..wrappers import unwrap
 from .calls import following_calls, following_modules
 from .counted_step import CountedStep
@@ -67,7 +66,7 @@ def count_step(
     single_thread = torch.autograd.set_multithreading_enabled(False)  # autograd numbers its nodes by thread
     with (
         single_thread,
-        uncompiled(),
+        torch.compiler.set_stance("force_eager"),
         following_modules(tally),
         watched_launches(tally),
         following_calls(tally),

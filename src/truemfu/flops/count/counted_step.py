@@ -27,7 +27,6 @@ from ..isolation.process_state import (
     flex_attention_anywhere,
     local_attention,
     quiet_fake_tensors,
-    uncompiled,
     untouched_casts,
 )
 from ..isolation.random_states import preserved_random_states
@@ -134,7 +133,7 @@ class CountedStep:
         tally.is_on_shadow = True
         with (
             local_attention(),
-            uncompiled(),
+            torch.compiler.set_stance("force_eager"),
             fake_mode,
             watched_launches(tally),
             following_calls(tally, on_shadow=True),

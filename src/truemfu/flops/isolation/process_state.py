@@ -60,13 +60,6 @@ def autocast_state() -> AutocastState:
 
 
 @contextlib.contextmanager
-def uncompiled() -> Iterator[None]:
-    """Compiled code runs eagerly inside the context and stays compiled."""
-    with torch.compiler.set_stance("force_eager"):
-        yield
-
-
-@contextlib.contextmanager
 def untouched_casts() -> Iterator[None]:
     """Autocast caches nothing inside the context, and its cache is preserved for the outermost region."""
     cached = torch.is_autocast_cache_enabled()
