@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from ..isolation.process_state import (
 )
 from ..isolation.random_states import preserved_random_states
 from ..shadow.shadow import Maker, Shadow
-from ..shadow.tensor_makers import FakeTensorMaker, real_copy
+from ..shadow.tensor_makers import fake_tensor, real_copy
 from ..shadow.values import Following
 from ..wrappers import has_values
 from .calls import follow_modules, following_calls
@@ -102,7 +103,7 @@ class CountedStep:
         following = Following(fake_mode)
         tally = CountingMode(self.convention, documents=self.documents, following=following)
         with flex_attention_anywhere(), attention_in_given_dtype(), quiet_fake_tensors():
-            self._run(FakeTensorMaker(fake_mode), tally, fake_mode)
+            self._run(partial(fake_tensor, fake_mode), tally, fake_mode)
         return tally, following
 
     def run_real(self) -> CountingMode:

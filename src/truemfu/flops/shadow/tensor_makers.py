@@ -1,7 +1,7 @@
 """Replacements of a tensor in a shadow: a fake tensor, or a real copy on the CPU.
 
-    FakeTensorMaker   fake tensors, for counts; the values of small tensors other than weights stay readable
-    real_copy         CPU copies, for models that need values
+    fake_tensor   for counts, given their mode; the values of small tensors other than weights stay readable
+    real_copy     on the CPU, for models that need values
 
 Each is called with the tensor, the new dtype and the new device (None: the tensor's own).
 """
@@ -30,27 +30,22 @@ def real_copy(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device | N
     return host_copy(tensor).to(dtype).requires_grad_(needs_gradient)
 
 
-class FakeTensorMaker:
-    """Makes fake tensors of one mode."""
-
-    def __init__(self, mode: FakeTensorMode) -> None:
-        self._mode = mode
-
-    def __call__(self, tensor: torch.Tensor, dtype: torch.dtype, device: torch.device | None) -> torch.Tensor:
-        """A leaf with this tensor's metadata and without its data; small values stay readable."""
-        needs_gradient = tensor.requires_grad
-        if _is_sharded(tensor):  # here it has its full size
-            shape, stride = tensor.shape, torch.empty(tensor.shape, device="meta").stride()
-        elif _is_plain(tensor):
-            shape, stride = tensor.shape, tensor.stride()
-        else:
-            made = self._mode.from_tensor(tensor.detach(), static_shapes=True)
-            return made.requires_grad_(needs_gradient)
-        bare = torch.empty_strided(shape, stride, dtype=dtype, device="meta", requires_grad=needs_gradient)
-        fake: torch.Tensor = FakeTensor(self._mode, bare, device or device_of(tensor))
-        if not _is_sharded(tensor) and _has_small_value(tensor):
-            attach(fake, Value(partial(host_copy, tensor.detach())))
-        return fake
+def fake_tensor(
+    mode: FakeTensorMode, tensor: torch.Tensor, dtype: torch.dtype, device: torch.device | None
+) -> torch.Tensor:
+    """A leaf of this mode with the tensor's metadata and without its data; small values stay readable."""
+    needs_gradient = tensor.requires_grad
+    if _is_sharded(tensor):  # here it has its full size
+        shape, stride = tensor.shape, torch.empty(tensor.shape, device="meta").stride()
+    elif _is_plain(tensor):
+        shape, stride = tensor.shape, tensor.stride()
+    else:
+        return mode.from_tensor(tensor.detach(), static_shapes=True).requires_grad_(needs_gradient)
+    bare = torch.empty_strided(shape, stride, dtype=dtype, device="meta", requires_grad=needs_gradient)
+    fake: torch.Tensor = FakeTensor(mode, bare, device or device_of(tensor))
+    if not _is_sharded(tensor) and _has_small_value(tensor):
+        attach(fake, Value(partial(host_copy, tensor.detach())))
+    return fake
 
 
 def device_of(tensor: torch.Tensor) -> torch.device:
