@@ -99,6 +99,7 @@ class RowSide:
             hindrance=None,
             observe_whole_steps=self._wants_whole_steps,
             repeats_agree=self._repeats_agree,
+            observe_again=lambda: None,
         )
         self.known = KnownSteps(
             watch, notice=lambda text, about=None: self.said.append(text), clock=lambda: self.now_s

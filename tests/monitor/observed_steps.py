@@ -114,6 +114,52 @@ def second_backward_with_retain_graph(run: Any) -> None:
 
 
 @program()
+def second_backward_in_some_steps(run: Any) -> None:
+    model = Mlp()
+    run.watch(model)
+    for step, x in enumerate(vectors(15), start=1):
+        loss = mean_square(model(x))
+        if step % 5 == 0:
+            loss.backward(retain_graph=True)
+        loss.backward()
+        run.log(loss.detach())
+
+
+@program()
+def gradients_measured_in_some_steps(run: Any) -> None:
+    model = Mlp()
+    run.watch(model)
+    for step, x in enumerate(vectors(15), start=1):
+        loss = mean_square(model(x))
+        if step % 7 == 0:
+            torch.autograd.grad(loss, list(model.two.parameters()), retain_graph=True)
+        loss.backward()
+        run.log(loss.detach())
+
+
+@program()
+def some_steps_without_backward(run: Any) -> None:
+    model = Mlp()
+    run.watch(model)
+    for step, x in enumerate(vectors(15), start=1):
+        loss = mean_square(model(x))
+        if step not in (5, 8, 14):
+            loss.backward()
+        run.log(loss.detach())
+
+
+@program()
+def one_of_two_losses_in_some_steps(run: Any) -> None:
+    model = Mlp()
+    run.watch(model)
+    for step, x in enumerate(vectors(15), start=1):
+        hidden = model.one(x)
+        losses = mean_square(model.three(model.two(hidden))), mean_square(hidden)
+        losses[step % 5 == 0].backward()
+        run.log(losses[0].detach())
+
+
+@program()
 def backward_for_some_inputs(run: Any) -> None:
     model = Mlp()
     run.watch(model)

@@ -63,7 +63,7 @@ def known(side: RowSide, note: StepNote) -> tuple[int, str] | str:
 
 
 def repeat(thread: Thread, side: RowSide, model: Repeated) -> None:
-    """Observe two steps of another kind that agree: from then on equal batches mean equal work."""
+    """Observe steps of another kind that agree: from then on equal batches mean equal work."""
     for _ in range(2):
         side.known.take(thread.observe(model, rows(1), nodes=3))
     assert side.repeats_agreed == 1
@@ -164,28 +164,66 @@ def test_a_contradiction_is_a_warning_that_names_both_steps(
         "the work of steps with the same batches changed between steps 3 and 40, from "
         f"{flops():,} to {flops(times=2):,} FLOPs: steps between them may have either"
     ]
-    assert known(side, thread.note(rows())) == (flops(times=2), OBSERVED)
+    assert (
+        known(side, thread.note(rows(), step=41)) == VARIES
+    )  # or changed for good, which the next one tells
+    assert side.plan.is_due(42, 0.0)
+    for step in (42, 43):
+        observe_at(thread, side, model, step, times=2)
+    assert known(side, thread.note(rows(), step=44)) == (flops(times=2), OBSERVED)
+
+
+def test_a_step_between_contradicting_ones_is_unknown(thread: Thread, side: RowSide, model: Repeated) -> None:
+    repeat(thread, side, model)
+    observe_at(thread, side, model, 3, times=1)
+    between = thread.note(rows(), step=20)
+    for step in (40, 41, 42):
+        observe_at(thread, side, model, step, times=2)
+    assert "before and after it" in str(known(side, between))
+    assert known(side, thread.note(rows(), step=43)) == (flops(times=2), OBSERVED)
 
 
 def test_after_two_contradictions_only_observed_steps_are_known(
     thread: Thread, side: RowSide, model: Repeated
 ) -> None:
-    observe_at(thread, side, model, 3, times=1)
-    observe_at(thread, side, model, 40, times=2)
-    last = observe_at(thread, side, model, 80, times=1)
+    for step, times in ((1, 1), (2, 1), (3, 1), (40, 2), (80, 1)):
+        last = observe_at(thread, side, model, step, times=times)
     assert known(side, thread.note(rows())) == VARIES
     assert known(side, last) == (flops(), OBSERVED)
-    for step in (120, 160, 200):
+    for step in range(81, 88):
         observe_at(thread, side, model, step, times=1)
         assert known(side, thread.note(rows())) == VARIES  # what varied may vary again
+    observe_at(thread, side, model, 88, times=1)
+    assert known(side, thread.note(rows(), step=89)) == (flops(), OBSERVED)
 
 
-def test_a_contradiction_of_near_steps_is_work_that_varies(
+def test_work_that_the_first_step_alone_has_is_a_change_and_not_variation(
     thread: Thread, side: RowSide, model: Repeated
 ) -> None:
-    observe_at(thread, side, model, 1, times=1)
-    observe_at(thread, side, model, 2, times=2)
-    assert known(side, thread.note(rows())) == VARIES
+    observe_at(thread, side, model, 1, times=2)
+    observe_at(thread, side, model, 2, times=1)
+    assert known(side, thread.note(rows(), step=3)) == VARIES  # until observations agree more often than not
+    for step in (3, 4, 5, 6):
+        observe_at(thread, side, model, step, times=1)
+    assert known(side, thread.note(rows(), step=7)) == (flops(), OBSERVED)
+
+
+def test_a_contradiction_makes_what_was_observed_of_other_batches_outdated(
+    thread: Thread, side: RowSide, model: Repeated
+) -> None:
+    repeat(thread, side, model)
+    side.known.take(thread.observe(model, rows(6)))
+    assert isinstance(known(side, thread.note(rows(6))), tuple)
+    for step, times in ((3, 1), (4, 1), (40, 2)):
+        observe_at(thread, side, model, step, times=times)
+    assert isinstance(known(side, thread.note(rows(6))), str)
+
+
+def test_other_backward_passes_are_other_work(thread: Thread, side: RowSide, model: Repeated) -> None:
+    for _ in range(2):
+        side.known.take(thread.observe(model, rows(), passes=5))
+    assert known(side, thread.note(rows(), passes=5)) == (flops(), OBSERVED)
+    assert isinstance(known(side, thread.note(rows(), passes=6)), str)
 
 
 def test_a_step_observed_from_its_first_batch_on_is_dropped_where_work_precedes_that(

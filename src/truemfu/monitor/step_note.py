@@ -85,6 +85,8 @@ class StepNote(NamedTuple):
     gap: Gap
     span: Span
     extras: StepExtras
+    passes: int = 0
+    """Equal for steps that started the same backward passes; 0 if none."""
 
     @property
     def position(self) -> StepPosition:

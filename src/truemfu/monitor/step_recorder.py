@@ -23,7 +23,7 @@ from .hybrid.hardware_watch import HardwareWatch
 from .notices import Notices
 from .ranks.this_rank import ThisRank
 from .rows.row_thread import RowThread
-from .step_flops.watch import StepWatch
+from .step_flops.watch import StepWatch, kind_of
 from .step_note import (
     NO_EXTRAS,
     WARMUP_STEPS,
@@ -58,10 +58,11 @@ class BegunBatch(NamedTuple):
 
 
 class EndedStep(NamedTuple):
-    """What was observed of a step that has ended, and the autograd nodes it made."""
+    """What was observed of a step that has ended, the autograd nodes it made, and its backward passes."""
 
     observed: ObservedStep | None
     nodes: int | None
+    passes: int
 
 
 class OwnTime:
@@ -170,7 +171,7 @@ class StepRecorder:
 
     def end_step(self) -> EndedStep:
         """Before `log_step`, with modes as the program has them: the step ends, and its observation."""
-        return EndedStep(self.watch.step_ends(), self.watch.nodes.made())
+        return EndedStep(self.watch.step_ends(), self.watch.nodes.made(), self.watch.nodes.passes)
 
     def log_step(
         self,
@@ -202,7 +203,8 @@ class StepRecorder:
         batches = self.batches.take()
         if observed is not None:
             extras = extras._replace(observed=observed)
-        self.watch.note_step(self.logged + 1, batches, ended.nodes, is_observed=observed is not None)
+        kind = kind_of(batches, ended.nodes, ended.passes)
+        self.watch.note_step(self.logged + 1, kind, is_observed=observed is not None)
         if not batches.notes or not self._hooks.models.is_one:
             self._without_forward_passes(batches)
         if type(step) is not int or not -LARGEST_STEP <= step <= LARGEST_STEP:
@@ -239,6 +241,7 @@ class StepRecorder:
             self._between.take(),
             span or self._clock.end(now_s),
             extras,
+            ended.passes,
         )
         intake.values.flush_if_due(now_s, is_due=is_slow)
         if self._audit is not None:

@@ -67,7 +67,8 @@ TOP_HOOKS = _private(
     "torch._C:_autograd._top_saved_tensors_default_hooks", "counts take longer", since=(2, 7)
 )
 RUN_BACKWARD = _private(
-    "torch.autograd:_engine_run_backward", "tensors exported from torch in a backward pass are not reported"
+    "torch.autograd:_engine_run_backward",
+    "tensors exported in a backward pass are not reported, nor a pass that does not come with every step",
 )
 DISABLE_FUNCTION = _private("torch._C:DisableTorchFunction", "counts take longer")
 FLEX_FORWARD = _private(

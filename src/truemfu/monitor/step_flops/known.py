@@ -1,9 +1,9 @@
 """What is known of the FLOPs of steps: integers of observed steps, and a form fitted to them.
 
     observed itself                                      its own integers
-    the same batches, the same number of autograd nodes  those of the observed step, once a repeated
-                                                         observation has shown that equal batches mean equal
-                                                         work in this run
+    the same batches, the same number of autograd nodes  those of the observed step, once repeated
+                                                         observations have shown that equal batches mean
+                                                         equal work in this run
     the same batches, other numbers of nodes             the same, if three such steps agree and enclose it
     other sizes, the same number of nodes                the form, which later observations check
     else                                                 pending while it may still be observed, then unknown
@@ -29,10 +29,9 @@ _FITTED = ("by_dtype", "by_module")
 """Splits of a count that the form gives; operators are left out, since a kernel may depend on the sizes."""
 _FEWEST_ALIKE = 3
 """Observed steps with the same batches and other numbers of nodes that must agree."""
-_MOST_CHANGES = 2
-"""After so many contradictions steps with these batches are known only where they were observed."""
-_NEAR_STEPS = 8
-"""Observed steps so close to each other contradict each other because their work varies, not by a change."""
+_MOST_CHANGES, _FEWEST_REPEATS = 2, 8
+"""After so many contradictions steps with these batches are known only where they were observed, until so
+many observations in a row agree."""
 _LONGEST_HOLD_S = 5.0
 """How long after its step a row waits for an observation of its kind."""
 _MOST_KEPT = 4096
@@ -45,6 +44,7 @@ _NOT_OBSERVED = "no step with its batch shapes was observed, and the observed on
 _OTHER_OPERATORS = "it ran other operators than the observed steps with the same batches"
 _NOT_REPEATED = "no observation was repeated, so equal batches may not mean equal work"
 _VARIES = "observed steps with the same batches did different work, so only observed ones are known"
+_CHANGED = "observed steps before and after it with the same batches did different work"
 _NO_BATCH = (
     "no forward pass of a watched module with gradients was seen in it, so the shapes of its batch are "
     "unknown: attach the object you call (the compiled model, the wrapper), or call monitor.observe(batch)"
@@ -68,6 +68,10 @@ class _Alike:
     """The last step observed, and its count."""
     work: StepWork | None = None
     changes: int = 0
+    repeats: int = 0
+    """Contradictions, and observations since that agree."""
+    contradicted: tuple[int, int] = (0, 0)
+    """The last two observed steps that contradict each other: a step between them may be like either."""
     problem: str | None = None
 
     def count(self, nodes: int | None) -> FlopCount | None:
@@ -96,10 +100,10 @@ class KnownSteps:
     ) -> None:
         self._watch, self._plan, self.convention = watch, watch.plan, watch.convention
         self._notice, self._clock = notice, clock
-        self._is_repeatable = False
-        """Whether a step with the same batches and nodes as another one was observed to do the same work."""
+        self._agreed = self._contradicted = 0
+        """How many observations did the same work as the last one with the same batches and nodes."""
         self._alike: OrderedDict[Key, _Alike] = OrderedDict()
-        self._forms: dict[tuple[int, int | None], ObservedForm] = {}
+        self._forms: dict[tuple[int, int | None, int], ObservedForm] = {}
         self._has_whole = self._drops_parts = False
         self._problems: Counter[str] = Counter()
         self.number_counted = 0
@@ -151,22 +155,29 @@ class KnownSteps:
         _put(alike.counts, nodes, (step, count))
         is_changed = known is not None and _totals(known) != _totals(count)
         if known is not None and is_changed:
-            alike.changes += _MOST_CHANGES if step - before <= _NEAR_STEPS else 1
+            self._contradict(alike)
+            alike.contradicted = before, step
+            _put(alike.counts, nodes, (step, count))
             self._notice(
                 f"the work of steps with the same batches changed between steps {before} and {step}, from "
                 f"{known.model_flops:,} to {count.model_flops:,} FLOPs: steps between them may have either",
                 about="changed work",
             )
-        elif known is not None and not self._is_repeatable:
-            self._is_repeatable = True
-            self._watch.repeats_agree()
+        elif known is not None:
+            self._agreed += 1
+            alike.repeats += 1
+            if alike.repeats >= _FEWEST_REPEATS:
+                alike.changes = 0
+            if self._is_repeatable:
+                self._watch.repeats_agree()
         observed = note.extras.observed
         if not self._is_repeatable and observed is not None and observed.is_whole:
             self._plan.ask("no observation was repeated yet")
         if nodes is None or not note.batches.notes or note.batches.missing:
             return
-        form = self._forms.get((note.state, nodes)) or ObservedForm()
-        _put(self._forms, (note.state, nodes), form)
+        kind = note.state, nodes, note.passes
+        form = self._forms.get(kind) or ObservedForm()
+        _put(self._forms, kind, form)
         agrees = form.add(_sizes(note), integers_of(count, _FITTED))
         if not agrees and not is_changed:
             self._notice(
@@ -174,6 +185,23 @@ class KnownSteps:
                 "was observed and contradicts the form, which is fitted again",
                 about="wrong form",
             )
+
+    def _contradict(self, alike: _Alike) -> None:
+        """The work has changed for good, or it varies: the next observation of its kind tells."""
+        self._contradicted += 1
+        alike.changes += 1
+        alike.repeats = 0
+        for each in self._alike.values():  # what was observed before the change
+            each.counts.clear()
+        self._forms.clear()
+        self._watch.observe_again()
+        if alike.changes < _MOST_CHANGES:
+            self._plan.ask("the work changed")
+
+    @property
+    def _is_repeatable(self) -> bool:
+        """Whether steps with the same batches and nodes as observed ones do the same work."""
+        return self._agreed > 2 * self._contradicted
 
     def answer(self, note: StepNote) -> FlopCount | Unknown:
         """The FLOPs of a step as far as they are known now."""
@@ -191,13 +219,18 @@ class KnownSteps:
         if alike is not None:
             if alike.changes >= _MOST_CHANGES:
                 return Unknown(_VARIES)
+            if alike.contradicted[0] < note.position.step < alike.contradicted[1]:
+                return Unknown(_CHANGED)
             count = alike.count(None if is_part and self._drops_parts else note.nodes)
             if count is not None:
-                return count if self._is_repeatable else Unknown(alike.problem or _NOT_REPEATED)
+                reason = alike.problem or (_VARIES if self._contradicted else _NOT_REPEATED)
+                return count if self._is_repeatable else Unknown(reason)
         if any(batch.lengths is None for batch in note.batches.notes):
             return Unknown("the values of its batch were overwritten before they could be read")
-        form = self._forms.get((note.state, note.nodes))
+        form = self._forms.get((note.state, note.nodes, note.passes))
         found = None if form is None else form.predict(_sizes(note))
+        if found is not None and self._contradicted and not self._is_repeatable:
+            return Unknown(_VARIES)
         if found is not None:
             return count_of(found, method=FORM, convention=self.convention)
         if alike is not None and alike.problem is not None:
@@ -212,7 +245,7 @@ class KnownSteps:
         if observed is not None and (observed.is_whole or (self._has_whole and not self._drops_parts)):
             return True
         if (observed is None or self._has_whole) and not isinstance(self.answer(note), Unknown):
-            self._plan.known_kind(kind_of(note.batches, note.nodes))
+            self._plan.known_kind(kind_of(note.batches, note.nodes, note.passes))
             return True
         if note.batches.missing is not None or not note.batches.notes:
             return True
@@ -243,8 +276,8 @@ def _put(kept: dict[Any, Any], key: Any, value: Any) -> None:
 
 
 def key_of(note: StepNote) -> Key:
-    """Equal for steps whose batches and modules are the same."""
-    return note.state, *(batch.key for batch in note.batches.notes)
+    """Equal for steps whose batches, modules and backward passes are the same."""
+    return note.state, note.passes, *(batch.key for batch in note.batches.notes)
 
 
 def _sizes(note: StepNote) -> Sequence[MicroBatch]:

@@ -1,8 +1,8 @@
 """When a step is observed: often enough to know the work, seldom enough to cost next to nothing.
 
 Steps 1 and 2 are always observed. Then a step is observed if there is a reason (an unknown kind of step that
-keeps appearing, a change, the regular check) and the share of the run's time allows it: a quarter of the
-first minute, a thousandth of the run afterwards.
+keeps appearing, a change, a regular check, some early checks) and the share of the run's time allows it: a
+quarter of the first minute, a thousandth of the run afterwards.
 
 The ranks of a job observe the same steps without exchanging anything, because one rank that observes makes
 all wait. Each takes multiples of a power of two that its own figures allow: the choices of two ranks are
@@ -23,6 +23,9 @@ _REGULAR_SHARE = _SHARE / 2
 _SHIFT, _SHIFT_STEPS = 0.15, 32
 _RECENT_COSTS, _MOST_KINDS = 8, 64
 _NEVER = 1 << 62
+_CHECKS = (3, 4, 6, 10, 16, 24, 40, 60, 100, 160, 240, 400)
+"""Steps that show whether equal batches mean equal work: ever fewer, and multiples of the usual periods of
+work that does not come with every step (a penalty, an auxiliary loss, a measurement of gradients)."""
 
 
 class ObservationPlan:
@@ -106,7 +109,8 @@ class ObservationPlan:
         return is_shifted
 
     def _has_reason(self, step: int, now_s: float) -> bool:
-        if self._frequency and self._count and step % self._regular.steps == 0:
+        is_regular = self._count and step % self._regular.steps == 0
+        if self._frequency and (is_regular or step in _CHECKS):
             return True
         on_grid = step % self._grid_now(now_s) == 0
         if on_grid and self._wants_any():
@@ -117,6 +121,7 @@ class ObservationPlan:
         following = [each.expected(step + 1) for each in list(self._kinds.values())]
         if self._frequency:
             following.append(_multiple_after(step, self._regular.steps))
+            following.append(next((check for check in _CHECKS if check > step), _NEVER))
         if self._wants_any():
             following.append(_multiple_after(step, self._grid_now(now_s)))
         return min(following, default=_NEVER)

@@ -5,9 +5,9 @@
     a batch of a new shape             its forward pass ──────► log_step
 
 An observed step runs the user's code once, as every step does: a dispatch mode sees each operator as it runs
-(`flops/observe/`). Two free signals show in every step whether it did the same work as an observed one: the
-shapes of its batches, and how many autograd nodes its thread made. What they do not show (a frozen weight, a
-swapped layer) shows in the modules themselves (`model_states.py`).
+(`flops/observe/`). Three free signals show in every step whether it did the same work as an observed one: the
+shapes of its batches, how many autograd nodes its thread made, and which backward passes it started. What
+they do not show (a frozen weight, a swapped layer) shows in the modules themselves (`model_states.py`).
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
 from ...convention import Convention
 from ...flops import StepObserver, cuda_captures, replaced_modules, take_out_left_behind
+from ...torch_private import backward_passes
 from ...torch_private.dispatch import next_sequence_nr
 from ...torch_private.profiling import is_profiled
 from ...torch_private.watching import backward_number, functorch_level
@@ -33,12 +35,12 @@ from .plan import ObservationPlan
 _MOST_KINDS = 4096
 _now_s = time.perf_counter
 PROFILED = "steps were not observed while a profiler was active, which would record each operator twice"
-Kind = tuple[tuple[int, ...], int | None]
+Kind = tuple[tuple[int, ...], int | None, int]
 
 
-def kind_of(batches: StepBatches, nodes: int | None) -> Kind:
-    """Equal for steps with batches of the same shapes and as many nodes."""
-    return tuple([note.template.number for note in batches.notes]), nodes
+def kind_of(batches: StepBatches, nodes: int | None, passes: int) -> Kind:
+    """Equal for steps with batches of the same shapes, as many nodes and the same backward passes."""
+    return tuple([note.template.number for note in batches.notes]), nodes, passes
 
 
 class ObservedKinds:
@@ -69,24 +71,35 @@ class ObservedKinds:
 
 
 class StepNodes:
-    """How many autograd nodes a step makes on its thread."""
+    """How many autograd nodes a step makes on its thread, and the backward passes it starts there."""
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
         self.first: int | None = None
         """The number of nodes before the step; None before the first one."""
         self._before_pause: int | None = None
+        self._resumed_at = self._in_pause = 0
+        """The number of nodes at the end of the last pause, and how many were made in it."""
+        self.passes = 0
+        """A hash of the backward passes; 0 if there were none."""
 
     def begin(self) -> None:
         """A step begins on this thread."""
         self._thread, self.first = threading.get_ident(), next_sequence_nr()
-        self._before_pause = None
+        self._before_pause, self._resumed_at, self.passes = None, 0, 0
 
     def made(self) -> int | None:
         """So far in this step; None if unknown."""
         if self.first is None or threading.get_ident() != self._thread:
             return None
         return next_sequence_nr() - self.first
+
+    def backward_begins(self, numbers: Sequence[int], asked: Hashable) -> None:
+        """A backward pass from these nodes begins on some thread; one inside another belongs to that."""
+        if threading.get_ident() == self._thread and self._before_pause is None and backward_number() == -1:
+            now = next_sequence_nr()
+            ages = [now - n - (self._in_pause if n < self._resumed_at else 0) for n in numbers]
+            self.passes = hash((self.passes, *ages, asked))
 
     def suspend(self) -> None:
         """Code outside of the step runs now."""
@@ -95,8 +108,10 @@ class StepNodes:
     def resume(self) -> None:
         """The step continues; nodes made meanwhile are not its own."""
         before, self._before_pause = self._before_pause, None
-        if before is not None and threading.get_ident() == self._thread:
-            self.first = next_sequence_nr() - before
+        if before is not None and threading.get_ident() == self._thread and self.first is not None:
+            self._resumed_at = next_sequence_nr()
+            self._in_pause = self._resumed_at - self.first - before
+            self.first += self._in_pause
 
 
 class StepWatch:
@@ -119,11 +134,14 @@ class StepWatch:
         self._observer: StepObserver | None = None
         self._is_whole = False
         self._kinds = ObservedKinds()
-        self._needs_whole_steps = self._is_wanted = False
+        self._needs_whole_steps = self._is_wanted = self._forgets = False
         self.hindrance: str | None = None
         """Why steps that were to be observed were not."""
         self.models = ModelStates(hooks, plan)
         self._forks, self.nodes = forks.number, StepNodes()
+        self._leave_backward: Callable[[], None] = lambda: None
+        if is_enabled:
+            self._leave_backward = backward_passes.listen(self.nodes.backward_begins)
 
     @property
     def observer(self) -> StepObserver | None:
@@ -138,6 +156,10 @@ class StepWatch:
     def repeats_agree(self) -> None:
         """On the row side: a repeated observation has agreed, so each shape needs one alone."""
         self._kinds.wants_repeats = False
+
+    def observe_again(self) -> None:
+        """On the row side: the work of a kind has changed, so what was observed of others may be outdated."""
+        self._forgets = True
 
     def observe_next_batch(self) -> None:
         """Observe the step that begins with its first forward pass now, whatever is known of it."""
@@ -168,9 +190,11 @@ class StepWatch:
         observer, self._observer = self._observer, None
         return None if observer is None else ObservedStep(observer.leave(), is_whole=self._is_whole)
 
-    def note_step(self, number: int, batches: StepBatches, nodes: int | None, *, is_observed: bool) -> None:
-        """The step of this number had these batches and nodes: an unknown kind is to be observed later."""
-        kind = kind_of(batches, nodes)
+    def note_step(self, number: int, kind: Kind, *, is_observed: bool) -> None:
+        """The step of this number was of this kind: an unknown one is to be observed later."""
+        if self._forgets:
+            self._forgets = False
+            self._kinds.clear()
         if is_observed:
             self._kinds.add(kind)
             self.plan.known_kind(kind)
@@ -223,6 +247,7 @@ class StepWatch:
         if self._captures is not None:
             self._captures.release()
             self._captures = None
+        self._leave_backward()
 
     def forget_models(self) -> None:
         """Other models are watched from now on."""

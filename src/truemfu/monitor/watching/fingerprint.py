@@ -43,6 +43,7 @@ def _of_one(model: nn.Module) -> Fingerprint:
     for module in model.modules():
         own = vars(module)
         parts.append(type(module))
+        parts.append(id(own.get("forward")))  # replaced on the instance
         modes.append(module.training)
         hooks = (*own.get("_forward_hooks", {}).values(), *own.get("_forward_pre_hooks", {}).values())
         parts.append(sum(not getattr(hook, "_truemfu_skip", False) for hook in hooks))
